@@ -22,13 +22,6 @@ from energon_packing.errors import UserError
 from energon_packing.line_file import LineFollower
 from energon_packing.pack_sums import PackSums
 
-TAIL = 1 << 15
-"""Bytes at the end of each file that are enough to know how a run is now."""
-STARTING = 1800.0
-"""Seconds until a rank without packs counts as silent: the first pack and the first step take long."""
-SHORTEST, LINES = 60.0, 5
-"""A rank is silent after this many seconds and this many of its intervals, if nothing else is said."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankLine:
@@ -95,7 +88,7 @@ class RunLines:
         last: bytes of each existing file that are read the first time; 0 reads what is written from now on.
     """
 
-    def __init__(self, directory: Path, *, last: int = TAIL) -> None:
+    def __init__(self, directory: Path, *, last: int = 0) -> None:
         self._directory, self._last = directory, last
         self._followers: dict[Path, LineFollower] = {}
         self._newest: dict[int, RankLine] = {}
@@ -135,21 +128,6 @@ class RunLines:
         return [line for rank, line in sorted(self._newest.items()) if rank < ranks]
 
 
-def open_run(directory: Path) -> RunLines:
-    """The lines of a run that has begun.
-
-    Raises:
-        UserError: there are none, or they cannot be read.
-    """
-    lines = RunLines(directory)
-    lines.read()
-    if not lines.present():
-        raise UserError(
-            f"{directory} holds no metrics of a run; name the directory that metrics.directory of the run names."
-        )
-    return lines
-
-
 def merged(sums: Iterable[PackSums]) -> PackSums:
     """The sums of all ranks together."""
     whole = PackSums()
@@ -178,57 +156,3 @@ def figures(lines: Sequence[RankLine]) -> dict[str, float]:
     if ratios:
         found["cost_max_over_mean"] = sum(ratios) / len(ratios)
     return found
-
-
-def run_state(lines: Sequence[RankLine], now: float, *, patience: float | None = None) -> dict[str, Any]:
-    """How a run is, in plain values.
-
-    Args:
-        lines: the newest of each rank, at least one.
-        now: seconds since 1970.
-        patience: seconds after which a rank that writes nothing is silent; None takes a minute or five intervals of the
-            rank, whichever is longer, and half an hour before its first pack.
-
-    Returns:
-        ``state``: ``ended`` if all of them ended, ``silent`` if one writes nothing any more, else ``running``;
-        ``ranks``, ``missing`` and ``silent`` (numbers of ranks), ``last`` (`figures`), ``total``, and ``by_rank``.
-    """
-    ranks = max(lines, key=lambda line: line.time).ranks
-    by_rank = [_rank_state(line, now, patience) for line in lines]
-    silent = [each["rank"] for each in by_rank if each["state"] == "silent"]
-    ended = all(each["state"] == "ended" for each in by_rank)
-    total = merged(line.total for line in lines)
-    return {
-        "time": now,
-        "state": "silent" if silent else "ended" if ended else "running",
-        "ranks": ranks,
-        "missing": sorted(set(range(ranks)) - {line.rank for line in lines}),
-        "silent": silent,
-        "pack": max(line.pack for line in lines),
-        "last": figures(lines),
-        "total": {
-            "packs": total.packs,
-            "padding_packs": total.padding_packs,
-            "samples": total.samples,
-            "dropped": dict(total.dropped.most_common()),
-            **total.figures(),
-        },
-        "by_rank": by_rank,
-    }
-
-
-def _rank_state(line: RankLine, now: float, patience: float | None) -> dict[str, Any]:
-    waits = patience
-    if waits is None:
-        waits = max(SHORTEST, LINES * line.last.seconds) if line.last.packs else STARTING
-    ago = max(0.0, now - line.time)
-    own = line.last.figures()
-    return {
-        "rank": line.rank,
-        "state": "ended" if line.ended else "silent" if ago > waits else "running",
-        "seconds_ago": round(ago, 1),
-        "pack": line.pack,
-        **{name: own[name] for name in ("fill", "wait_share") if name in own},
-        "cost": sum(line.steps.values()) / len(line.steps) if line.steps else 0.0,
-        "dropped": line.total.dropped.total(),
-    }

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from energon_packing.line_file import LineFile, LineFollower
-from energon_packing.metrics_report import RankLine, RunLines, figures, open_run, run_state
+from energon_packing.metrics_report import RankLine, RunLines, figures
 from energon_packing.pack_sums import PackSums
 
 
@@ -44,7 +44,7 @@ def test_whenever_somebody_looks_the_newest_whole_line_of_each_rank_counts(tmp_p
     folder = tmp_path_factory.mktemp("run")
     files: dict[int, LineFile] = {}
     newest: dict[int, dict[str, Any]] = {}
-    followed = RunLines(folder)
+    followed = RunLines(folder, last=1 << 16)
 
     def same(lines: RunLines) -> None:
         assert {line.rank: line.pack for line in lines.present()} == {
@@ -119,41 +119,26 @@ def test_a_rank_that_is_a_line_ahead_is_compared_on_the_steps_that_all_have(tmp_
     for number in (1, 2):
         ahead.append(entry(0, number, ranks=2))
     behind.append(entry(1, 1, ranks=2))
-    found = figures(open_run(tmp_path).present())
+    found = figures(present(tmp_path))
     assert found["cost_max_over_mean"] == pytest.approx((2 * 11 / 21 + 2 * 21 / 41) / 2)
+
+
+def present(folder: Path) -> list[RankLine]:
+    found = RunLines(folder, last=1 << 16)
+    found.read()
+    return found.present()
 
 
 def test_the_last_line_of_a_run_keeps_the_figures_of_the_one_before(tmp_path):
     file = LineFile(tmp_path / "rank0.jsonl")
     file.append(entry(0, 3, ranks=1))
     file.append({**entry(0, 3, ranks=1), "last": PackSums().to_json(), "steps": [], "ended": True})
-    state = run_state(open_run(tmp_path).present(), now=1e9)
-    assert state["state"] == "ended"
-    assert state["last"]["fill"] == 0.75
+    (line,) = present(tmp_path)
+    assert line.ended
+    assert figures([line])["fill"] == 0.75
     file.append({**entry(0, 0, ranks=1, run="b"), "last": PackSums().to_json(), "steps": []})
-    state = run_state(open_run(tmp_path).present(), now=4.0)
-    assert (state["state"], state["last"], state["total"]["packs"]) == ("running", {}, 0)
-
-
-@pytest.mark.parametrize(
-    ("age", "patience", "state"),
-    [(50, None, "running"), (70, None, "silent"), (70, 80, "running"), (9, 8, "silent")],
-)
-def test_a_rank_is_silent_after_a_minute_and_five_of_its_lines_or_as_long_as_is_said(age, patience, state):
-    found = run_state(lines(entry(0, 1, ranks=3, time=1000.0 - age)), 1000.0, patience=patience)
-    assert found["state"] == state
-    assert found["silent"] == ([0] if state == "silent" else [])
-    assert found["missing"] == [1, 2]
-
-
-def test_slow_steps_and_a_slow_start_are_not_silence():
-    slow = entry(0, 1, ranks=1, time=1000.0)
-    slow["last"]["seconds"] = 100.0
-    assert run_state(lines(slow), 1499.0)["state"] == "running"
-    assert run_state(lines(slow), 1501.0)["state"] == "silent"
-    start = {**entry(0, 0, ranks=1, time=1000.0), "last": PackSums().to_json()}
-    assert run_state(lines(start), 2700.0)["state"] == "running"
-    assert run_state(lines(start), 2900.0)["state"] == "silent"
+    (line,) = present(tmp_path)
+    assert (line.ended, figures([line]), line.total.packs) == (False, {}, 0)
 
 
 def test_ranks_of_an_earlier_larger_run_are_left_out(tmp_path):
@@ -161,7 +146,7 @@ def test_ranks_of_an_earlier_larger_run_are_left_out(tmp_path):
         LineFile(tmp_path / f"rank{rank}.jsonl").append(entry(rank, 1))
     for rank in range(2):
         LineFile(tmp_path / f"rank{rank}.jsonl").append(entry(rank, 2, ranks=2, run="b"))
-    assert [line.rank for line in open_run(tmp_path).present()] == [0, 1]
+    assert [line.rank for line in present(tmp_path)] == [0, 1]
 
 
 def test_lines_of_something_else_are_left_out(tmp_path):
@@ -173,7 +158,6 @@ def test_lines_of_something_else_are_left_out(tmp_path):
         {**good, "last": None},
         {**good, "total": {"packs": -1}},
         {**good, "total": {"packs": "many"}},
-        {**good, "last": {"dropped": {"oversize": True}}},
         {**good, "steps": [1]},
         {**good, "steps": None},
     ]
@@ -181,5 +165,5 @@ def test_lines_of_something_else_are_left_out(tmp_path):
     file.append(good)
     for each in wrong:
         file.append(each)
-    (line,) = open_run(tmp_path).present()
+    (line,) = present(tmp_path)
     assert line.total.packs == 2

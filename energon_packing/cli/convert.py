@@ -26,7 +26,7 @@ from energon_packing.convert.layouts.layout import LAYOUTS
 from energon_packing.convert.report import CONVERSION_FILE, REJECTS_FILE, UNREAD_REASONS, ConversionReport
 from energon_packing.errors import ConfigError
 from energon_packing.executors.choice import ExecutorKind
-from energon_packing.media.pixel_limit import DEFAULT_MAX_PIXELS
+from energon_packing.media import DEFAULT_MAX_PIXELS
 from energon_packing.remote_files import remote_address, shown
 
 _STAGES = {"read": "reading and checking", "write": "writing shards", "index": "indexing", "store": "storing"}

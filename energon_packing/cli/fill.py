@@ -67,7 +67,7 @@ def fill(
     text with one length per line. With --ranks, a second table shows the share of each step in which data-parallel
     ranks compute, with and without packs sorted by cost.
     """
-    from energon_packing.packing.policies.registry import policy_names
+    from energon_packing.packing.policies import policy_names
     from energon_packing.report.fill import fills, read_lengths, step_efficiencies
 
     samples = read_lengths(lengths)

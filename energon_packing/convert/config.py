@@ -17,7 +17,7 @@ from energon_packing.convert.layouts.layout import LAYOUTS
 from energon_packing.convert.layouts.layout import Layout as RecordLayout
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.executors.choice import ExecutorConfig, ExecutorKind
-from energon_packing.media.pixel_limit import DEFAULT_MAX_PIXELS
+from energon_packing.media import DEFAULT_MAX_PIXELS
 from energon_packing.remote_files import absolute, check_remote
 from energon_packing.stored_record import LARGEST_NUMBER, SMALLEST_NUMBER
 

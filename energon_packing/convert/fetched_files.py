@@ -1,27 +1,23 @@
-"""Images and videos of object stores, copied to the working directory of the conversion, where they are files.
-
-The directory takes as much room as the distinct ones of them, until the data set is published.
-"""
+"""Images and videos of object stores, copied to the working directory of the conversion, where they are files."""
 
 from __future__ import annotations
 
-import errno
-import os
-from hashlib import sha256
 from pathlib import Path
 
 from energon_packing.convert.media_files import is_address, is_path
-from energon_packing.errors import SampleRejected, UserError
-from energon_packing.remote_files import RemoteFile, fetch, status, within
+from energon_packing.errors import SampleRejected, UserError, fault_of
+from energon_packing.remote_files import local_copy, status, within
 
 FETCHED = "fetched"
-"""Name of the directory."""
+"""Name of their directory, in the working directory of the conversion."""
 _MOST_RECENT = 20_000
-_OF_ONE_FILE = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENAMETOOLONG, errno.EISDIR)
 
 
 class FetchedFiles:
-    """Copies files, in one directory for all workers."""
+    """Copies images and videos of object stores to one directory for all workers, where they are files.
+
+    It takes as much room as the distinct ones of them, until the data set is published.
+    """
 
     def __init__(self, directory: Path, *, max_bytes: int) -> None:
         """
@@ -59,27 +55,16 @@ class FetchedFiles:
             if file.size > self._max_bytes:
                 detail = f"{reference!r}: {file.size} bytes, more than the limit of {self._max_bytes}"
                 raise SampleRejected("media_too_large", detail)
-            found = self._copied(address, file)
+            # One of an interrupted conversion has the time of its original.
+            copy = str(local_copy(address, self._directory))
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            fault, why = fault_of(error), f"{reference!r} of {root} cannot be read: {error.strerror or error}"
+            if fault == "disk":
                 raise
-            why = f"{reference!r} of {root} cannot be read: {error.strerror or error}"
-            if error.errno in _OF_ONE_FILE:
+            if fault == "file":
                 raise SampleRejected("missing_media", why) from error
             raise UserError(f"{why}; start again with --resume when the store answers") from error
         if len(self._recent) >= _MOST_RECENT:
             self._recent.clear()
-        self._recent[address] = found
-        return found
-
-    def _copied(self, address: str, file: RemoteFile) -> str:
-        digest = sha256(address.encode()).hexdigest()[:32]
-        path = self._directory / digest[:2] / digest[2:] / address.rpartition("/")[2]
-        try:
-            there = os.stat(path)
-        except FileNotFoundError:
-            there = None
-        # One of an interrupted conversion has the time of its original.
-        if there is None or (there.st_size, there.st_mtime_ns) != (file.size, file.changed):
-            fetch(address, path)
-        return str(path)
+        self._recent[address] = copy
+        return copy

@@ -30,7 +30,7 @@ from energon_packing.convert.chunks import Chunk, ChunkSize, SourceFile
 from energon_packing.convert.config import ConvertConfig
 from energon_packing.convert.keys import KeyAssigner, SplitAssigner, key_digest, positions_of
 from energon_packing.convert.layout import DATASET_FILE
-from energon_packing.convert.remote_out import local_place, store_data_set
+from energon_packing.convert.remote import copy_of, delete_copies, fetch_source, local_place, store_data_set
 from energon_packing.convert.report import (
     CONVERSION_VERSION,
     REJECTS_FILE,
@@ -40,7 +40,6 @@ from energon_packing.convert.report import (
     read_report,
 )
 from energon_packing.convert.shards import StoredFile, Writing
-from energon_packing.convert.source_copies import FULL, UNWRITABLE, copy_of, delete_copies, fetch_source
 from energon_packing.convert.source_list import find_sources, source_digest
 from energon_packing.convert.sources import find_chunks
 from energon_packing.convert.stores import MediaTable, PlannedSamples, SamplePlan, SampleStore, StoredShards
@@ -52,7 +51,7 @@ from energon_packing.convert.workspace import (
     publish,
     workspace,
 )
-from energon_packing.errors import UserError
+from energon_packing.errors import FULL, UNWRITABLE, UserError
 from energon_packing.executors.work import in_order
 from energon_packing.remote_files import remote_address, shown, status
 
@@ -326,7 +325,7 @@ def _read(
 
     def chunks() -> Iterator[Chunk]:
         for source in sources:
-            fetch_source(source)
+            fetch_source(source, build.parent)
             yield from find_chunks(
                 source, max_record_bytes=config.max_record_bytes, chunk_bytes=size, scratch=scratch, digests=digests
             )

@@ -14,10 +14,8 @@ from energon_packing.conversation import Media
 from energon_packing.encoders.measured import Measured
 from energon_packing.errors import SampleRejected
 from energon_packing.families.base import MediaPlan, VisionFamily
-from energon_packing.media.frame_files import decode_frame_files
-from energon_packing.media.image import decode_image, decode_scaled_image
-from energon_packing.media.plain_files import is_plain
-from energon_packing.media.video import decode_frames
+from energon_packing.media.image import decode_image, decode_scaled_image, is_plain
+from energon_packing.media.video import decode_frame_files, decode_frames
 from energon_packing.thd.pixels import PIXEL_FORMS, PIXELS, PixelForm, finish
 
 
@@ -59,7 +57,7 @@ class MediaToDecode:
         return list(dict.fromkeys(names))
 
     def is_plain(self, read: Callable[[str], bytes]) -> bool:
-        """Whether all media are images whose decoders need no supervision, see `energon_packing.media.plain_files`.
+        """Whether all media are images whose decoders need no supervision, see `energon_packing.media.image`.
 
         Args:
             read: returns the bytes of an image; where it raises, there is nothing to supervise.

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from energon_packing.config import EpochEnd
-from energon_packing.drop_reasons import DroppedSample, FrequentDrops
+from energon_packing.drops import DroppedSample, FrequentDrops
 from energon_packing.energon.samples import Pack
 from energon_packing.errors import ConfigError
 from energon_packing.ledger import NothingToPack

@@ -27,7 +27,7 @@ from torch.nn.functional import pad
 from energon_packing import thd
 from energon_packing.config import MAX_DROPS_WITHOUT_PACK, PACK_LIMITS, EncoderConfig, PackingConfig, ParallelConfig
 from energon_packing.conversation import Pairs
-from energon_packing.drop_reasons import DroppedSample
+from energon_packing.drops import DroppedSample
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.encoders.joinable_rows import joinable
 from energon_packing.encoders.modality import MixedEncoder, TextEncoder, TextImageEncoder, TextVideoEncoder

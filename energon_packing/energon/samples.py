@@ -14,7 +14,7 @@ from megatron.energon.cache import FileStore
 from typing_extensions import TypeVar
 
 from energon_packing.conversation import Conversation
-from energon_packing.drop_reasons import DroppedSample
+from energon_packing.drops import DroppedSample
 from energon_packing.encoders.sample_encoder import AnyMeasured
 from energon_packing.encoders.splitting import MeasuredSplit
 from energon_packing.errors import ConfigError, PackingError, SampleRejected, UserError

@@ -27,9 +27,9 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
+from energon_packing.drops import CRASH, TIMEOUT
 from energon_packing.errors import SampleRejected, UserError
 from energon_packing.media.shared_room import ROOM, Place, Results, SharedRoom, make_results_in
-from energon_packing.quarantine import CRASH, TIMEOUT
 
 MOST_IN_A_ROW = 8
 """Samples that may end the child one after another before the run stops."""
@@ -141,14 +141,16 @@ class DecodingProcess:
         if child is not None and child.owner != os.getpid():
             child.connection.close()  # this process is a fork of the one that the child serves
             child = None
-        if child is None:
-            with _lock:
-                for parent in _idle()[: 1 - MOST_CHILDREN or None]:
+        with _lock:
+            if child is None:
+                idle = [parent for parent in _PARENTS.values() if parent.is_idle()]
+                for parent in idle[: 1 - MOST_CHILDREN or None]:
                     parent.close()
+            _PARENTS.pop(id(self), None)
+            _PARENTS[id(self)] = self
+        if child is None:
             child = self._child = _fork(self._work, self._seconds)
             self._finalizer = weakref.finalize(self, _end, child)
-        _PARENTS.pop(id(self), None)
-        _PARENTS[id(self)] = weakref.ref(self)
         return child
 
     def _reap(self) -> int:
@@ -170,9 +172,8 @@ class DecodingProcess:
         )
 
 
-_PARENTS: dict[int, weakref.ref[DecodingProcess]] = {}
-"""Those that started a child, the one that was used last at the end."""
-
+_PARENTS: weakref.WeakValueDictionary[int, DecodingProcess] = weakref.WeakValueDictionary()
+"""Those that started a child, the one that was idle longest first."""
 
 _lock = threading.Lock()
 """Held while it is decided which one is idle, so that no thread loses its child while it begins to use it."""
@@ -184,14 +185,6 @@ def _renew_lock() -> None:
 
 
 os.register_at_fork(after_in_child=_renew_lock)  # another thread may have held it
-
-
-def _idle() -> list[DecodingProcess]:
-    """Those with an idle child of this process, the one that was idle longest first."""
-    for key in [key for key, parent in _PARENTS.items() if parent() is None]:
-        _PARENTS.pop(key, None)
-    parents = [parent() for parent in list(_PARENTS.values())]
-    return [each for each in parents if each is not None and each.is_idle()]
 
 
 def _fork(work: Work, seconds: float | None) -> _Child:
@@ -283,7 +276,7 @@ def _serve(connection: Connection, room: SharedRoom, work: Work, seconds: float 
         results = Results(room, start)
         make_results_in(results)
         try:
-            made = results.put(work(request, _Reader(connection, room, files, seconds)))
+            made = results.put(work(request, _reader(connection, room, files, seconds)))
             answer: tuple[str, Any, int] = ("made", made, results.end)
         except Exception as error:
             answer = ("raised", _portable(error), start)
@@ -294,25 +287,22 @@ def _serve(connection: Connection, room: SharedRoom, work: Work, seconds: float 
             os._exit(0)
 
 
-class _Reader:
-    """Returns the bytes of a file by its name, in the child: those that came with the request, or it asks for them."""
+def _reader(connection: Connection, room: SharedRoom, places: Mapping[str, Place], seconds: float | None) -> Read:
+    """Returns what reads a file by its name in the child: it came with the request, or the parent is asked for it."""
+    files = {name: room.file(place) for name, place in places.items()}
 
-    def __init__(
-        self, connection: Connection, room: SharedRoom, files: Mapping[str, Place], seconds: float | None
-    ) -> None:
-        self._connection, self._room, self._seconds = connection, room, seconds
-        self._files = {name: room.file(place) for name, place in files.items()}
-
-    def __call__(self, name: str) -> bytes:
-        if name in self._files:
-            return self._files[name]
+    def read(name: str) -> bytes:
+        if name in files:
+            return files[name]
         signal.setitimer(signal.ITIMER_REAL, 0)
-        _send(self._connection, ("read", name, 0))
-        error, place, data = _receive(self._connection)
-        _limit(self._seconds)
+        _send(connection, ("read", name, 0))
+        error, place, data = _receive(connection)
+        _limit(seconds)
         if error is not None:
             raise error
-        return data if place is None else self._room.file(place)
+        return data if place is None else room.file(place)
+
+    return read
 
 
 def _limit(seconds: float | None) -> None:

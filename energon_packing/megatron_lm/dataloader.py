@@ -16,7 +16,7 @@ from energon_packing.energon.metrics import PATIENCE, MetricsLog, PackMetrics
 from energon_packing.energon.replica import Replica
 from energon_packing.energon.replica_reader import OneReader
 from energon_packing.errors import ConfigError, UserError
-from energon_packing.ledger_place import ledger_apart
+from energon_packing.ledger import ledger_apart
 from energon_packing.megatron_lm.arguments import run_config_of
 from energon_packing.megatron_lm.loader_state import packs_left, saved_state
 from energon_packing.offline.data_paths import has_global_packs

@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from energon_packing.conversation import PairCounts
-from energon_packing.drop_reasons import DroppedSample, FrequentDrops
+from energon_packing.drops import DroppedSample, FrequentDrops
 from energon_packing.errors import UserError
 from energon_packing.offline.files import amount, count, inner_path, mapping, read_metadata, replacing, text
 from energon_packing.remote_files import check_local, remote_address, status

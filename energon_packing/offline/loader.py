@@ -16,7 +16,7 @@ from energon_packing.energon.loader import LoaderBase
 from energon_packing.energon.samples import Pack
 from energon_packing.energon.workers import in_workers
 from energon_packing.errors import ConfigError, PackingError, UserError
-from energon_packing.ledger_place import LedgerLock
+from energon_packing.ledger import LedgerLock
 from energon_packing.offline.files import differing
 from energon_packing.offline.index import pair_counts
 from energon_packing.offline.measure import measuring_fingerprint

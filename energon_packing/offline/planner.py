@@ -25,7 +25,7 @@ import pyarrow as pa
 
 from energon_packing.config import RunConfig, to_mapping
 from energon_packing.config.setting import marked
-from energon_packing.drop_budget import WISHED, over_budget
+from energon_packing.drops import WISHED, over_budget
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline import plan as plan_file
 from energon_packing.offline import sizes as array_limits
@@ -37,10 +37,10 @@ from energon_packing.offline.plan import PlanFacts, write_plan, written_drops
 from energon_packing.offline.samples import Drop, Remeasure, Samples, Sources, fitting_samples
 from energon_packing.offline.sizes import AnyLimits, Sizes
 from energon_packing.packing.balance import step_efficiency
-from energon_packing.packing.bound import lower_bound
+from energon_packing.packing.statistics import lower_bound
 from energon_packing.packing.constraints import Constraints
 from energon_packing.packing.limited import pack_limited
-from energon_packing.packing.pack_groups import PackGroups
+from energon_packing.packing.partition import PackGroups
 from energon_packing.packing.partition import check_groups
 from energon_packing.packing.whole_list import pack_lengths_flat
 from energon_packing.remote_files import check_local

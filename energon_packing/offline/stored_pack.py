@@ -27,7 +27,7 @@ import torch
 
 from energon_packing import thd
 from energon_packing.conversation import Media
-from energon_packing.drop_reasons import DroppedSample
+from energon_packing.drops import DroppedSample
 from energon_packing.encoders.decoding import as_configured
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.encoders.joinable_rows import joinable

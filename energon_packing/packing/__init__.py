@@ -18,38 +18,36 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from energon_packing.packing.balance import pack_cost, serpentine_order, simulate_steps
-    from energon_packing.packing.bound import lower_bound
     from energon_packing.packing.constraints import Constraints
-    from energon_packing.packing.pack_groups import PackGroups
-    from energon_packing.packing.partition import check_groups, check_partition
-    from energon_packing.packing.policies.registry import Policy, get_policy, policy_names, register_policy
+    from energon_packing.packing.online import pack_stream
+    from energon_packing.packing.partition import PackGroups, check_groups, check_partition
+    from energon_packing.packing.policies import Policy, get_policy, policy_names, register_policy
     from energon_packing.packing.policies.window import WindowPacker, drain_window, select_from_window
-    from energon_packing.packing.statistics import PackStatistics
-    from energon_packing.packing.stream import pack_stream
+    from energon_packing.packing.statistics import PackStatistics, lower_bound
     from energon_packing.packing.tokens import Boundaries, PackedRows, concatenate_and_pack, pack_sequences
     from energon_packing.packing.whole_list import pack_lengths, pack_lengths_flat
 
 _HOME = {
     "Boundaries": "tokens",
     "Constraints": "constraints",
-    "PackGroups": "pack_groups",
+    "PackGroups": "partition",
     "PackStatistics": "statistics",
     "PackedRows": "tokens",
-    "Policy": "policies.registry",
+    "Policy": "policies",
     "WindowPacker": "policies.window",
     "check_groups": "partition",
     "check_partition": "partition",
     "concatenate_and_pack": "tokens",
     "drain_window": "policies.window",
-    "get_policy": "policies.registry",
-    "lower_bound": "bound",
+    "get_policy": "policies",
+    "lower_bound": "statistics",
     "pack_cost": "balance",
     "pack_lengths": "whole_list",
     "pack_lengths_flat": "whole_list",
     "pack_sequences": "tokens",
-    "pack_stream": "stream",
-    "policy_names": "policies.registry",
-    "register_policy": "policies.registry",
+    "pack_stream": "online",
+    "policy_names": "policies",
+    "register_policy": "policies",
     "select_from_window": "policies.window",
     "serpentine_order": "balance",
     "simulate_steps": "balance",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from energon_packing.packing.pack_groups import PackGroups, stable_order
+from energon_packing.packing.partition import PackGroups, stable_order
 
 
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> PackGroups:

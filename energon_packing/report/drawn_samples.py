@@ -10,7 +10,7 @@ import numpy as np
 
 from energon_packing.config import RunConfig
 from energon_packing.convert.report import counted_pairs
-from energon_packing.drop_reasons import FrequentDrops
+from energon_packing.drops import FrequentDrops
 from energon_packing.errors import UserError
 from energon_packing.offline.index import dropped_row, modality_of
 from energon_packing.offline.measure import ShardMeasurer

@@ -16,9 +16,8 @@ import numpy as np
 
 from energon_packing.errors import UserError
 from energon_packing.packing.balance import Order, pack_cost, simulate_steps
-from energon_packing.packing.bound import lower_bound
 from energon_packing.packing.constraints import Constraints
-from energon_packing.packing.statistics import PackStatistics
+from energon_packing.packing.statistics import PackStatistics, lower_bound
 from energon_packing.packing.whole_list import pack_lengths
 
 

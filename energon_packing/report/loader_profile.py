@@ -19,7 +19,7 @@ from energon_packing.energon.loader import task_encoder_of
 from energon_packing.energon.samples import ConversationSample, MeasuredSample, Pack, RenderedSample
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import UserError
-from energon_packing.ledger_place import without_ledger
+from energon_packing.ledger import without_ledger
 from energon_packing.offline.open_loader import open_loader
 
 READ = "read"

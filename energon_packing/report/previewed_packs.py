@@ -16,7 +16,7 @@ from energon_packing.energon.loader import build_task_encoder, task_encoder_of
 from energon_packing.energon.samples import Pack
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import UserError
-from energon_packing.ledger_place import without_ledger
+from energon_packing.ledger import without_ledger
 from energon_packing.offline.data_paths import is_packed, is_plan
 from energon_packing.offline.index import pair_counts
 from energon_packing.offline.loader import PlannedLoader

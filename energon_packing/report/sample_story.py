@@ -13,7 +13,7 @@ from energon_packing.config import RunConfig
 from energon_packing.conversation import Conversation
 from energon_packing.convert.keys import safe_key
 from energon_packing.convert.report import REJECTS_FILE
-from energon_packing.drop_reasons import deciding_setting
+from energon_packing.drops import deciding_setting
 from energon_packing.energon.loader import build_task_encoder
 from energon_packing.energon.samples import MeasuredSample
 from energon_packing.energon.task_encoder import PackingTaskEncoder

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from energon_packing.config import RunConfig
-from energon_packing.drop_budget import unwished
+from energon_packing.drops import unwished
 from energon_packing.errors import ConfigError
 from energon_packing.kinds.conversations import row_limits
 from energon_packing.offline import sizes as array_limits

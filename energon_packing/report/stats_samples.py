@@ -12,7 +12,7 @@ import numpy as np
 
 from energon_packing.conversation import PairCounts
 from energon_packing.convert.layout import TEXT_DIRECTORY
-from energon_packing.drop_reasons import DroppedSample, FrequentDrops
+from energon_packing.drops import DroppedSample, FrequentDrops
 from energon_packing.errors import UserError
 from energon_packing.offline.index import Index, frequent_drops, kind_of, pair_counts
 from energon_packing.offline.plan import Plan, read_drops

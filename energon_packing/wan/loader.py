@@ -8,7 +8,7 @@ from typing import Any, cast
 from energon_packing.config import PackingConfig, RunConfig
 from energon_packing.energon.epoch_end import Agree
 from energon_packing.energon.loader import PackLoader, build_dataset, data_fingerprint
-from energon_packing.ledger_place import LedgerLock
+from energon_packing.ledger import LedgerLock
 from energon_packing.wan.caption_encoder import CaptionEncoder
 from energon_packing.wan.config import TextToVideoRunConfig
 from energon_packing.wan.latent_encoder import LatentEncoder

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from energon_packing.cli.counted import counted
-from energon_packing.ledger_place import without_ledger
+from energon_packing.ledger import without_ledger
 from energon_packing.report.excerpt import visible
 from energon_packing.wan.task_encoder import ClipPack
 

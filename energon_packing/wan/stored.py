@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from energon_packing.drop_reasons import DroppedSample
+from energon_packing.drops import DroppedSample
 from energon_packing.energon.samples import Pack
 from energon_packing.energon.window import attempt
 from energon_packing.errors import SampleRejected

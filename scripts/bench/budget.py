@@ -2,11 +2,12 @@
 
 Every run is a real `WindowPackingDataset` with the real `Ledger` on a stream of samples that cost nothing. A sample is
 bad with the given probability. It is found out when it is measured (too long, for example) or only when it is rendered,
-after its way through the window (damaged media). See `energon_packing.drop_budget` for the rule.
+after its way through the window (damaged media). See `energon_packing.drops` for the rule.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from energon_packing.drop_budget import reads_until_stop
+from energon_packing.drops import BUDGET_STARTS_AT, FALSE_STOP, evidence
 from energon_packing.energon.internals import SavableDataset
 from energon_packing.energon.samples import MeasuredSample, Pack, Problem, RenderedSample
 from energon_packing.energon.window import WindowPackingDataset
@@ -230,3 +231,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     raise SystemExit(main())
+
+
+def reads_until_stop(share: float, budget: float, *, held: int = 0, luck: float = 1.0) -> int:
+    """Samples read until a run stops if ``share`` of its data is bad.
+
+    Args:
+        share: share of the data that is dropped; above ``budget``.
+        budget: above 0 and below 1.
+        held: samples in the window, if they turn out to be bad only after it; 0 if that is seen at once.
+        luck: the chance, or slightly more, that a run lasts longer; 1 assumes a run of exactly average luck.
+
+    Raises:
+        ValueError: the share is not above the budget, or a number is out of range.
+    """
+    if not (0.0 < budget < share <= 1.0 and 0.0 < luck <= 1.0):
+        raise ValueError(f"share {share} must be above budget {budget}, both in 0..1, and luck {luck} in 0..1")
+    # The budget is checked only at a drop, and the first drop after the start may take a while.
+    first = BUDGET_STARTS_AT + (0 if share == 1.0 else math.ceil(math.log(luck) / math.log1p(-share)))
+    low, high = first - 1, first
+    while not _stops(high, high - held, share, budget, luck):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _stops(middle, middle - held, share, budget, luck) else (middle, high)
+    return high
+
+
+def _stops(read: int, judged: int, share: float, budget: float, luck: float) -> bool:
+    dropped = _fewest(judged, share, luck) if judged > 0 else 0.0
+    return dropped > budget * read and evidence(dropped, read, budget) >= -math.log(FALSE_STOP)
+
+
+def _fewest(read: int, share: float, luck: float) -> float:
+    """A number of drops that a run stays below with a chance of at most ``luck``, by Chernoff's bound."""
+    low, high = 0.0, share
+    wanted = -math.log(luck) / read
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _divergence(middle, share) > wanted else (low, middle)
+    return high * read
+
+
+def _divergence(found: float, share: float) -> float:
+    """Kullback-Leibler divergence of two coins, in nats."""
+    first = found * math.log(found / share) if found > 0.0 else 0.0
+    if found >= 1.0:
+        return first
+    return math.inf if share >= 1.0 else first + (1.0 - found) * math.log((1.0 - found) / (1.0 - share))

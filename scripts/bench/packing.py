@@ -20,10 +20,9 @@ import numpy as np
 from bench import peers as bench_peers
 from bench.length_lists import LengthList, load_lists
 from energon_packing.errors import UserError
-from energon_packing.packing.bound import lower_bound
 from energon_packing.packing.constraints import Constraints
-from energon_packing.packing.policies.registry import policy_names
-from energon_packing.packing.statistics import PackStatistics
+from energon_packing.packing.policies import policy_names
+from energon_packing.packing.statistics import PackStatistics, lower_bound
 from energon_packing.packing.whole_list import pack_lengths
 
 # Samples held by the policy `window`; `internvl` has its own default of 20 open packs.

@@ -17,7 +17,7 @@ from source_files import rejects, sharegpt, write_image, write_json, write_lines
 
 from energon_packing import read_again, remote_files
 from energon_packing.convert import ConversionReport, ConvertConfig, convert
-from energon_packing.convert.remote_out import MARK
+from energon_packing.convert.remote import MARK
 from energon_packing.demo.generate import make_data
 from energon_packing.errors import UserError
 
@@ -151,13 +151,13 @@ def test_an_output_in_a_store_is_kept_resumed_replaced_or_refused(bucket: Path, 
         original(file, address)
 
     with monkeypatch.context() as patch:
-        patch.setattr("energon_packing.convert.remote_out.store", fail)
+        patch.setattr("energon_packing.convert.remote.store", fail)
         with pytest.raises(UserError, match=rf"complete in .*, but --out {out} cannot be written: the line is dead"):
             converted("msc://bucket/in", out=out, overwrite=True, samples_per_shard=4)
     left = contents(bucket / "kept")
     assert MARK in left
     assert not {"conversion.json", "dataset.yaml", "text/.nv-meta/.info.json"} & left.keys()
-    monkeypatch.setattr("energon_packing.convert.remote_out.store", lambda f, a: (stored.append(a), original(f, a)))
+    monkeypatch.setattr("energon_packing.convert.remote.store", lambda f, a: (stored.append(a), original(f, a)))
     before, stored[:] = list(stored), []
     report = converted("msc://bucket/in", out=out, resume=True, samples_per_shard=4)
     assert report.written == 9

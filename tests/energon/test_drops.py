@@ -33,7 +33,7 @@ from energon_packing.config import DataConfig, EncoderConfig, LimitsConfig, Pack
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.convert.layout import dataset_entry
 from energon_packing.demo import processor_path
-from energon_packing.drop_reasons import FEWEST_DROPPED, FEWEST_READ, SETTING_OF, SHARE, DroppedSample, FrequentDrops
+from energon_packing.drops import FEWEST_DROPPED, FEWEST_READ, SETTING_OF, SHARE, DroppedSample, FrequentDrops
 from energon_packing.energon import loader as loader_module
 from energon_packing.energon import task_encoder as task_encoder_module
 from energon_packing.energon.loader import build_dataset, build_loader

@@ -18,7 +18,7 @@ import torch
 
 from energon_packing import metrics_report, thd
 from energon_packing.config import MetricsConfig
-from energon_packing.drop_reasons import DroppedSample
+from energon_packing.drops import DroppedSample
 from energon_packing.energon import metrics as metrics_module
 from energon_packing.energon.metrics import MetricsLog, PackMetrics, watched
 from energon_packing.energon.samples import Pack

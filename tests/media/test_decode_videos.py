@@ -153,6 +153,8 @@ def test_sound_is_no_video_with_or_without_a_cover_picture(tmp_path: Path, cover
     with pytest.raises(SampleRejected, match="no video stream") as caught:
         decode_frames(data, [0], max_pixels=LIMIT)
     assert caught.value.reason == "corrupt_media"
+    with pytest.raises(SampleRejected, match="no video stream"):
+        probe_video(data)
 
 
 def test_frames_larger_than_the_limit_are_refused(clips: dict[str, bytes]) -> None:
@@ -196,6 +198,8 @@ def test_a_playlist_opens_no_other_file(tmp_path: Path, clips: dict[str, bytes])
         with pytest.raises(SampleRejected) as caught:
             decode_frames(text.encode(), [0], max_pixels=LIMIT)
         assert caught.value.reason == "corrupt_media"
+        with pytest.raises(SampleRejected, match="corrupt_media"):
+            probe_video(text.encode())
 
 
 @settings(max_examples=60, deadline=None)

@@ -16,10 +16,9 @@ from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Conversation, Media, MediaPart, Turn
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.errors import ConfigError, SampleRejected
-from energon_packing.media.frame_files import decode_frame_files
 from energon_packing.media.image import decode_image
 from energon_packing.media.probe import probe_video
-from energon_packing.media.video import decode_frames
+from energon_packing.media.video import decode_frame_files, decode_frames
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from energon_packing.drops import CRASH
 from energon_packing.errors import PackingError, SampleRejected, UserError
 from energon_packing.media import decoding_process
 from energon_packing.media.decoding_process import MOST_IN_A_ROW, DecodingProcess
-from energon_packing.quarantine import CRASH
 
 
 def act(request, read):

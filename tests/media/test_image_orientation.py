@@ -6,7 +6,7 @@ import io
 
 import numpy as np
 import pytest
-from PIL import Image, ImageOps, TiffImagePlugin, features
+from PIL import Image, TiffImagePlugin, features
 
 from energon_packing.media.image import decode_image
 from energon_packing.media.probe import image_info
@@ -96,9 +96,3 @@ def test_a_pillow_that_opens_a_tiff_with_its_stored_size_gives_the_same(
     data = turned("TIFF", orientation)
     assert Image.open(io.BytesIO(data)).size == (WIDTH, HEIGHT)
     check(data, orientation)
-
-
-def test_the_hand_written_orientations_are_those_of_pillow() -> None:
-    for orientation, upright in UPRIGHT.items():
-        made = ImageOps.exif_transpose(Image.open(io.BytesIO(turned("PNG", orientation))))
-        assert np.array_equal(np.asarray(made), upright(stored()))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from energon_packing.errors import SampleRejected
-from energon_packing.media import jpeg
+from energon_packing.media import image as jpeg
 from energon_packing.media.image import decode_image
 
 

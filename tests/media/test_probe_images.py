@@ -54,12 +54,6 @@ def test_unusual_but_sound_images_are_accepted_with_their_size(image: Image.Imag
     assert info.format == form
 
 
-def test_an_animation_counts_as_its_first_picture() -> None:
-    frames = [noise(50, 20, "P") for _ in range(3)]
-    data = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
-    assert image_info(data, decode=True)[:3] == (50, 20, "GIF")
-
-
 def test_a_file_and_its_bytes_give_the_same_answer(tmp_path: Path) -> None:
     data = encoded(noise(21, 11))
     (tmp_path / "a.jpg").write_bytes(data)
@@ -80,11 +74,6 @@ def test_bytes_that_are_no_image_are_corrupt_and_named_without_addresses(data: b
         probe_image(data)
     assert caught.value.reason == "corrupt_media"
     assert "0x" not in caught.value.detail
-
-
-def test_postscript_never_reaches_a_program() -> None:
-    with pytest.raises(SampleRejected, match="no known image format"):
-        image_info(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n", decode=True)
 
 
 def bomb(width: int, height: int) -> bytes:

@@ -103,8 +103,8 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the exact probability over all runs",
         edits=(
             (
-                "drop_budget.py",
-                "    return _evidence(dropped, read, budget) >= -math.log(FALSE_STOP)\n",
+                "drops.py",
+                "    return evidence(dropped, read, budget) >= -math.log(FALSE_STOP)\n",
                 "    return True\n",
             ),
         ),
@@ -116,9 +116,9 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the exact probability over all runs",
         edits=(
             (
-                "drop_budget.py",
-                "    return _evidence(dropped, read, budget) >= -math.log(FALSE_STOP)\n",
-                "    return _evidence(dropped, read, budget) >= -3 * math.log(FALSE_STOP)\n",
+                "drops.py",
+                "    return evidence(dropped, read, budget) >= -math.log(FALSE_STOP)\n",
+                "    return evidence(dropped, read, budget) >= -3 * math.log(FALSE_STOP)\n",
             ),
         ),
     ),
@@ -160,7 +160,7 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         name="a reason that drops a modality is not told",
         test=FREQUENT + "test_a_reason_that_drops_all_of_a_rare_modality_is_told",
         oracle="the images of the source",
-        edits=(("drop_reasons.py", 'for modality in ("", *by_modality):', 'for modality in ("",):'),),
+        edits=(("drops.py", 'for modality in ("", *by_modality):', 'for modality in ("",):'),),
     ),
     Mutation(
         trap=68,

@@ -211,7 +211,13 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         name="links of a store that is a file system lead out of the root",
         test="tests/convert/test_convert_remote.py::test_local_records_with_media_in_a_store_and_the_other_way_round",
         oracle="the file system",
-        edits=(("remote_files.py", "if os.path.commonpath((inside, real)) != inside:", "if not inside:"),),
+        edits=(
+            (
+                "remote_files.py",
+                " and not Path(real).resolve().is_relative_to(Path(inside).resolve())",
+                " and not inside",
+            ),
+        ),
     ),
     Mutation(
         trap=38,
@@ -228,9 +234,9 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         oracle="PyAV, which decodes the whole clip",
         edits=(
             (
-                "media/packet_runs.py",
-                "        return None  # a damaged table of times\n",
-                "        pass\n",
+                "media/video.py",
+                "return whole and times == sorted(times) and [time for time in times if time >= first] ==",
+                "return True or [] ==",
             ),
         ),
     ),
@@ -242,8 +248,8 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "media/packet_runs.py",
-                "order = [number for number in by_time if packets[number].shown]",
-                "order = by_time",
+                "key=times.__getitem__) if not packets[number].is_discard]",
+                "key=times.__getitem__)]",
             ),
         ),
     ),

@@ -40,13 +40,6 @@ SEE_MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         trap=63,
-        name="a rank that stopped writing passes as running",
-        test="tests/cli/test_watch.py::test_a_rank_that_stopped_writing_is_named_and_exits_with_1",
-        oracle="the definition",
-        edits=(("metrics_report.py", '"silent" if ago > waits else "running"', '"running"'),),
-    ),
-    Mutation(
-        trap=63,
         name="markup in a path ends the element of the page's title",
         test=PAGE + "test_nothing_that_a_sample_says_is_markup",
         oracle="Python's `html.parser`",

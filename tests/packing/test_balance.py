@@ -7,7 +7,7 @@ import pytest
 
 from energon_packing.errors import ConfigError
 from energon_packing.packing import PackStatistics, pack_cost, pack_lengths, serpentine_order, simulate_steps
-from energon_packing.packing.balance import emission_order, step_efficiency, sweep_steps
+from energon_packing.packing.balance import emission_order, step_efficiency
 
 
 def _costs(count: int = 5000) -> np.ndarray:
@@ -48,13 +48,6 @@ def test_sorted_blocks_make_ranks_wait_less_also_when_they_are_shifted(ranks: in
     assert shifted.efficiency > sorted_.efficiency - 0.01
     assert shifted.efficiency > jumping.efficiency
     assert sorted_.drift > plain.drift
-
-
-def test_the_sweep_reports_each_result_as_it_is_found() -> None:
-    seen = []
-    found = sweep_steps(_costs(200), ranks=(2,), windows=(1, 8), shifts=(0,), report=seen.append)
-    assert seen == found
-    assert [(result.window, result.order) for result in found] == [(1, "none"), (8, "serpentine")]
 
 
 def test_impossible_simulations_are_refused() -> None:

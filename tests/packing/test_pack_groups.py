@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from energon_packing.errors import PackingError
 from energon_packing.packing import PackGroups, check_partition, pack_lengths, pack_lengths_flat, policy_names
 
 
@@ -45,13 +44,3 @@ def test_every_policy_gives_the_same_packs_flat() -> None:
         packs = pack_lengths(lengths, 100, policy, oversize="drop", window=16)
         assert [group.tolist() for group in flat] == [group.tolist() for group in packs]
         assert flat.offsets[-1] == flat.order.size == (lengths <= 100).sum()
-
-
-def test_no_samples_make_no_packs() -> None:
-    assert len(pack_lengths_flat([], 8)) == 0
-    assert list(pack_lengths_flat([], 8)) == []
-
-
-def test_an_empty_pack_in_a_flat_result_is_refused() -> None:
-    with pytest.raises(PackingError, match="empty packs: 1"):
-        check_partition(PackGroups(np.array([0, 1]), np.array([0, 1, 1, 2])), 2)

@@ -21,7 +21,7 @@ from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Conversation, Media, MediaPart, Turn
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data, processor_path
-from energon_packing.drop_reasons import DroppedSample
+from energon_packing.drops import DroppedSample
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.ledger import ChangedSample
 from energon_packing.report.drawn_pack import KINDS, drawn_pack

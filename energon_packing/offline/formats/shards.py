@@ -17,8 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from energon_packing.drop_budget import over_budget
-from energon_packing.drop_reasons import DroppedSample
+from energon_packing.drops import over_budget
+from energon_packing.drops import DroppedSample
 from energon_packing.energon.samples import MeasuredSample, RenderedSample
 from energon_packing.energon.window import render_or_drop
 from energon_packing.errors import UserError

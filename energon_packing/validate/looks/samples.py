@@ -18,7 +18,7 @@ import yaml
 
 from energon_packing.config import ParallelConfig, RunConfig
 from energon_packing.convert.layout import SUBFLAVORS
-from energon_packing.drop_reasons import DroppedSample, FrequentDrops
+from energon_packing.drops import DroppedSample, FrequentDrops
 from energon_packing.errors import UserError
 from energon_packing.sample_kind import kind_of_subflavors
 from energon_packing.validate.looks.data import DataLooks

@@ -8,7 +8,7 @@ from typing import Any
 
 from energon_packing.config import RunConfig
 from energon_packing.errors import UserError
-from energon_packing.ledger_place import without_ledger
+from energon_packing.ledger import without_ledger
 
 
 def compare_run(

@@ -1,24 +1,67 @@
-"""A data set in an object store: made on this machine, then copied there file by file, its metadata last.
+"""Conversion from and to object stores: copies of sources and media on this machine, and the data set in a store.
 
-A store shows each object when all of it is there, but it cannot show a directory in one step. So a mark is written
-first and deleted last, and what makes a data set of the shards is stored after them.
+The data set is made on this machine, then copied there file by file, its metadata last. A store shows each object when
+all of it is there, but it cannot show a directory in one step. So a mark is written first and deleted last, and what
+makes a data set of the shards is stored after them.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+from energon_packing.convert.chunks import SourceFile
 from energon_packing.convert.config import ConvertConfig
 from energon_packing.convert.layout import DATASET_FILE, META_DIRECTORY
 from energon_packing.convert.report import CONVERSION_FILE, read_report
-from energon_packing.convert.source_list import content_digest
-from energon_packing.errors import UserError
-from energon_packing.remote_files import digest, listed, private_directory, remote_address, remove, status, store
+from energon_packing.convert.tar_samples import unpacked_tar
+from energon_packing.errors import UserError, fault_of
+from energon_packing.remote_files import (
+    copy_place,
+    digest,
+    file_digest,
+    listed,
+    local_copy,
+    private_directory,
+    remote_address,
+    remove,
+    status,
+    store,
+)
 
 MARK = "being-stored.json"
 """Beside the files of a data set that is not complete."""
+
+
+def copy_of(source: SourceFile, scratch: Path) -> SourceFile:
+    """A source as a file of this machine: itself, or where the copy of one in an object store will be."""
+    return source if source.address is None else replace(source, path=copy_place(source.address, scratch / "sources"))
+
+
+def fetch_source(source: SourceFile, scratch: Path) -> None:
+    """Makes the copy of a source in an object store.
+
+    Raises:
+        OSError: this machine's disk takes no more.
+        UserError: the store does not give it.
+    """
+    if source.address is None:
+        return
+    try:
+        local_copy(source.address, scratch / "sources")
+    except OSError as error:
+        if fault_of(error) == "disk":
+            raise
+        raise UserError(f"{source.address} cannot be read: {error.strerror or error}") from error
+
+
+def delete_copies(source: SourceFile, scratch: Path) -> None:
+    """Deletes the copies of a source that has been read."""
+    unpacked_tar(scratch, source).unlink(missing_ok=True)
+    if source.address is not None:
+        source.path.unlink(missing_ok=True)
 
 
 def check_remote_out(config: ConvertConfig, address: str) -> None:
@@ -46,7 +89,7 @@ def check_remote_out(config: ConvertConfig, address: str) -> None:
                 "empty it yourself"
             )
     except OSError as error:
-        raise _unanswered(address, error) from error
+        raise UserError(f"--out {address} cannot be looked at: {error.strerror or error}") from error
 
 
 def local_place(address: str) -> Path:
@@ -106,8 +149,4 @@ def _order(name: str) -> int:
 def _is_there(path: Path, address: str) -> bool:
     """Whether a store has a file already; of the same bytes."""
     found = status(address)
-    return found is not None and found.size == path.stat().st_size and digest(address) == content_digest(path)
-
-
-def _unanswered(address: str, error: OSError) -> UserError:
-    return UserError(f"--out {address} cannot be looked at: {error.strerror or error}")
+    return found is not None and found.size == path.stat().st_size and digest(address) == file_digest(path)

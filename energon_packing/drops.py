@@ -1,13 +1,23 @@
-"""Why samples are dropped: the setting that governs each reason, and which drops somebody must be told of.
+"""Samples that are dropped: why, which setting governs that, who must be told, and when a run stops for it.
 
 Every drop is in the ledger, but a run that loses a tenth of its questions still looks like one that loses nothing. So a
 reason that drops a `SHARE` or more of a data set, or of one modality in it, is one warning: in a run, and in what
 ``measure``, ``stats``, ``validate`` and ``preview`` print.
+
+The budget is checked after every drop of a run of any length, so an ordinary confidence bound would sooner or later
+stop a good run. The bound used here holds at all times at once (Robbins 1970, from Ville's inequality): while each
+sample is bad independently with a probability of at most ``budget``, the chance that
+
+    ``(read + 1) * P[Binomial(read, budget) = dropped] <= FALSE_STOP``   with   ``dropped > budget * read``
+
+is ever true is at most `FALSE_STOP`. Drops found late (a sample in the window whose media cannot be decoded) only make
+the count too small, so the statement stays true.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -16,6 +26,10 @@ from typing import Any
 
 from energon_packing.config import RunConfig, to_mapping
 
+TIMEOUT, CRASH = "decode_timeout", "decoder_crashed"
+"""Why a sample is quarantined; the first also where the decoder itself noticed between two frames."""
+QUARANTINED = "quarantined"
+"""Why later runs drop such a sample."""
 SETTING_OF: Mapping[str, str | None] = {
     "assistant_first": "encoder.chat_template",
     "bad_record": None,
@@ -78,6 +92,14 @@ SETTING_OF: Mapping[str, str | None] = {
 """Every reason of a ledger, and the setting that decides where its sentence names none; None: the data are the cause.
 A test collects the reasons of the package and compares."""
 
+FALSE_STOP = 1e-6
+"""Chance that a worker whose true share is within the budget is ever stopped, however long it runs."""
+
+BUDGET_STARTS_AT = 200
+"""Samples read before a budget above 0 is checked: the first samples of an unshuffled split may all come from one bad
+file."""
+WISHED = ("pair", "labelled_answer", "unwanted_answer")
+"""Reasons of samples that ``packing.pairs`` leaves out: the run asked for it, so they are no samples to the budget."""
 SHARE = 0.01
 """Of a data set, or of one modality in it: a reason that drops this much is told."""
 FEWEST_READ = 200
@@ -206,3 +228,33 @@ def _is_setting(name: str) -> bool:
             return False
         node = node[part]
     return not isinstance(node, Mapping)
+
+
+def unwished(reasons: Mapping[str, int], read: int) -> tuple[Counter[str], int]:
+    """What the budget counts: drops by reason, and samples read, both without those that the run left out."""
+    counted = Counter({reason: count for reason, count in reasons.items() if reason not in WISHED})
+    return counted, read - sum(reasons.values()) + counted.total()
+
+
+def over_budget(dropped: int, read: int, budget: float) -> bool:
+    """Whether more than ``budget`` of the data is dropped, beyond doubt.
+
+    Args:
+        dropped: samples dropped so far.
+        read: all samples read so far: dropped, emitted, or still held in the window.
+        budget: share that may be dropped; 0 allows no drop at all, 1 allows everything.
+    """
+    if dropped == 0 or budget >= 1.0:
+        return False
+    if budget <= 0.0:
+        return True
+    read = max(read, dropped)
+    if read < BUDGET_STARTS_AT or dropped <= budget * read:
+        return False
+    return evidence(dropped, read, budget) >= -math.log(FALSE_STOP)
+
+
+def evidence(dropped: float, read: int, budget: float) -> float:
+    """Returns ``-log((read + 1) * P[Binomial(read, budget) = dropped])``; ``dropped`` may be a fraction."""
+    log_beta = math.lgamma(dropped + 1) + math.lgamma(read - dropped + 1) - math.lgamma(read + 2)
+    return log_beta - dropped * math.log(budget) - (read - dropped) * math.log1p(-budget)

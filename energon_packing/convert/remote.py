@@ -16,7 +16,7 @@ from energon_packing.convert.chunks import SourceFile
 from energon_packing.convert.config import ConvertConfig
 from energon_packing.convert.layout import DATASET_FILE, META_DIRECTORY
 from energon_packing.convert.report import CONVERSION_FILE, read_report
-from energon_packing.convert.tar_samples import unpacked_tar
+from energon_packing.convert.sources import unpacked
 from energon_packing.errors import UserError, fault_of
 from energon_packing.remote_files import (
     copy_place,
@@ -59,7 +59,7 @@ def fetch_source(source: SourceFile, scratch: Path) -> None:
 
 def delete_copies(source: SourceFile, scratch: Path) -> None:
     """Deletes the copies of a source that has been read."""
-    unpacked_tar(scratch, source).unlink(missing_ok=True)
+    unpacked(scratch, source).unlink(missing_ok=True)
     if source.address is not None:
         source.path.unlink(missing_ok=True)
 

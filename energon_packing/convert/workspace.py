@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_packing.convert.config import ConvertConfig
-from energon_packing.convert.remote import FETCHED
+from energon_packing.convert.fetched_files import FETCHED
 from energon_packing.convert.remote import check_remote_out
 from energon_packing.convert.report import fingerprint_difference, read_report
 from energon_packing.errors import UserError

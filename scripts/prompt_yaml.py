@@ -30,7 +30,8 @@ _PROMPT: dict[str, Any] = {
 }
 _FIELDS = (
     "{% macro fields(function) %}{% for key, value in function.items() if key != 'return' %}"
-    """{{ ('"' if loop.first else ', "') + key + '": ' }}{{ '"' + value + '"' if value is string else value | tojson }}"""
+    """{{ ('"' if loop.first else ', "') + key + '": ' }}"""
+    """{{ '"' + value + '"' if value is string else value | tojson }}"""
     "{% endfor %}{% endmacro %}\n"
 )
 _STATE = "{% set first = 1 if messages and messages[0].role == 'system' else 0 %}\n"

@@ -83,7 +83,7 @@ def _read(name: str) -> str:
     if path.suffix in (".yaml", ".yml"):
         raise ConfigError(
             f"encoder.chat_template: {name!r} is a prompt format in YAML; formats are Jinja files now. Convert it with "
-            f"'python scripts/prompt_yaml.py {name} > {path.with_suffix('.jinja')}' of the repository, and name that file."
+            f"'python scripts/prompt_yaml.py {name} > {path.with_suffix('.jinja')}' and name that file."
         )
     try:
         if path.stat().st_size > LARGEST_FILE:

@@ -235,7 +235,7 @@ def test_without_a_system_turn_the_formats_own_stands_there_or_none(tokenizers, 
 @pytest.mark.parametrize("name", sorted(EXPECTED))
 def test_the_generation_prompt_is_what_the_answer_follows(tokenizers, name):
     made = template(name, tokenizers)
-    text, _ = made.renderer.run([{"role": "user", "content": "Hi"}], None, track=False, prompt=True)
+    text, _ = made.renderer.run([{"role": "user", "content": "Hi"}], None, prompt=True)
     assert text.endswith(ASKED[name])
     whole = made.render(talk("Hi", "Yes"))
     assert whole.text.startswith(text)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from scripts.prompt_yaml import jinja_of
 
 from energon_packing.chat.prompt_files import template_source
 from energon_packing.chat.template import ChatTemplate
@@ -13,6 +12,7 @@ from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Conversation, Media, MediaPart, Turn
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.errors import ConfigError, SampleRejected
+from scripts.prompt_yaml import jinja_of
 
 OWN = """\
 {#- A format with everything.

@@ -29,8 +29,8 @@ from published_templates import (
     verdict,
 )
 
+from energon_packing.chat.marks import Passing, to_messages
 from energon_packing.chat.prompt_files import template_source
-from energon_packing.chat.sentinels import Passing, Words, to_messages
 from energon_packing.chat.template import ChatTemplate
 from energon_packing.conversation import Conversation
 from energon_packing.encoders.targets import trained_tokens
@@ -142,7 +142,7 @@ def test_what_the_template_is_said_to_refuse_it_refuses_in_every_form(name: str)
         for as_text in (False, True):
             for none in (False, True):
                 passing = Passing(arguments_as_text=as_text, no_text_is_none=none, name_results=True)
-                messages, tools = to_messages(what, Words(), passing, as_list=made(name).renderer.content_as_list)
+                messages, tools = to_messages(what, None, passing, as_list=made(name).renderer.content_as_list)
                 with pytest.raises(Exception, match=r"."):
                     tokenizer.apply_chat_template(messages, tools=tools, chat_template=TEMPLATES[name], tokenize=False)
 
@@ -181,7 +181,7 @@ def test_a_plain_template_trains_what_its_training_variant_marks(name: str, kind
     passing = plain.renderer.passing
     ways = (passing, replace(passing, arguments_as_text=True, no_text_is_none=True))
     for passing in ways:
-        messages, tools = to_messages(conversation(kind), Words(), passing, as_list=plain.renderer.content_as_list)
+        messages, tools = to_messages(conversation(kind), None, passing, as_list=plain.renderer.content_as_list)
         try:
             oracle = tokenizer.apply_chat_template(
                 messages,

@@ -34,9 +34,8 @@ TEMPLATE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "chat/structures.py",
-                '        if piece.kind == "definition":\n            return self._tool_definitions',
-                '        if piece.kind in ("definition", "call", "argument"):\n'
-                "            return self._tool_definitions",
+                'allowed = {"definition"} if',
+                'allowed = {"definition", "call", "argument"} if',
             ),
         ),
     ),

@@ -130,7 +130,7 @@ FAMILY_MUTATIONS: tuple[Mutation, ...] = (
         oracle="Hugging Face's model",
         edits=(
             (
-                "encoders/shared_placeholder.py",
+                "encoders/joinable_rows.py",
                 "torch.unique_consecutive(row[TYPES]).tolist()",
                 "sorted(torch.unique_consecutive(row[TYPES]).tolist(), reverse=True)",
             ),

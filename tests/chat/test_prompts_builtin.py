@@ -407,15 +407,6 @@ def calling(*, call_id="abcdefghi", answered="abcdefghi", text=(), question=True
     return Conversation(key="t", turns=tuple(turns), tools=TOOLS)
 
 
-def test_tools_of_mistral_read_as_published(tokenizers):
-    assert marked(template("mistral", tokenizers).render(calling(system="Be brief."))) == (
-        '<s>[AVAILABLE_TOOLS] [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]'
-        "[/AVAILABLE_TOOLS][INST] Be brief.\n\n1+1?[/INST]"
-        '«[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "abcdefghi"}]</s>»'
-        '[TOOL_RESULTS] {"content": 2, "call_id": "abcdefghi"}[/TOOL_RESULTS] «It is 2.</s>»'
-    )
-
-
 @pytest.mark.parametrize(
     ("changed", "why"),
     [

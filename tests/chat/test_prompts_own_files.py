@@ -129,7 +129,7 @@ def test_a_format_in_yaml_is_refused_with_the_command_that_converts_it_and_a_mis
     with pytest.raises(ConfigError, match=r"scripts/prompt_yaml.py .*own.yaml > .*own.jinja"):
         template_source(str(path), None, {})
     for wrong in ("usr: x", "user: [", "- a list", "user: no place"):
-        with pytest.raises(ConfigError, match="own.yaml is no prompt format"):
+        with pytest.raises(ConfigError, match=r"own\.yaml is no prompt format"):
             jinja_of("own.yaml", wrong)
 
 

@@ -51,13 +51,6 @@ def test_text_and_spans_are_those_of_the_public_function(source, messages, tools
     assert (text, list(spans)) == public(source, messages, tools, **options)
 
 
-def test_the_answer_that_a_template_marks_is_among_the_spans():
-    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
-    source = marked(STABLE["chatml"])
-    text, spans = render_template(source, messages, None, special=SPECIAL, prompt=False)
-    assert ["Yes" in text[start:end] for start, end in spans] == [True]
-
-
 @pytest.mark.parametrize("lacking", ["_compile_jinja_template", "_render_with_assistant_indices"])
 def test_a_transformers_without_one_of_those_functions_gives_the_same_through_the_public_one(lacking):
     asked = []

@@ -40,14 +40,6 @@ def test_minimax_m3_is_served_with_the_tokens_that_stand_around_its_images():
         ours.family.plan(video(8, 2.0, 30, 30))
 
 
-def test_a_family_of_its_own_and_the_generic_one_measure_alike():
-    for name in ("llava", "internvl", "qwen2_5_vl"):
-        processor = generic(name).processor
-        own = build_family(processor, EncoderConfig())
-        for size in ((30, 200), (640, 480), (28, 28)):
-            assert generic(name).family.plan(image(*size)).tokens == own.plan(image(*size)).tokens
-
-
 def test_a_processor_whose_images_are_no_single_run_or_no_joined_tensor_is_refused():
     with pytest.raises(ConfigError, match="not one uninterrupted run"):
         encoder(pixtral(128), family="huggingface")

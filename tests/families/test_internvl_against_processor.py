@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import LlavaOnevisionVideoProcessor
 from transformers.models.internvl.video_processing_internvl import InternVLVideoProcessor
-from whole_sample import encoder, image, video
+from whole_sample import encoder, image
 
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media
@@ -21,24 +21,6 @@ from energon_packing.families.internvl import InternVLTiles
 from energon_packing.families.registry import build_family
 
 TOTALS = st.one_of(st.integers(1, 100_003), st.integers(1, 2**31 - 1))
-
-
-@settings(max_examples=100, deadline=None)
-@given(frames=st.integers(1, 40), fps=st.sampled_from([1.0, 7.5, 23.976, 60.0]), rate=st.sampled_from([None, 0.5, 2.0]))
-def test_a_video_of_any_length_costs_one_tile_a_sampled_frame(frames, fps, rate):
-    """One video a sample here: the processor itself takes several only where all have equally many frames."""
-    ours = encoder(internvl(28, 4), video_fps=rate, video_max_frames=16, video_min_frames=2)
-    plan = ours.family.plan(video(frames, fps, 30, 40))
-    wanted = 16 if rate is None else max(2, int(frames / fps * rate))
-    assert len(plan.frame_indices) == plan.tiles == min(wanted, 16, frames)
-    made = ours.processor(
-        text=["<video>"],
-        videos=[torch.zeros(len(plan.frame_indices), 3, 40, 30, dtype=torch.uint8)],
-        do_sample_frames=False,
-        return_tensors="pt",
-    )
-    assert int((made["input_ids"] == ours.family.placeholder_ids["video"]).sum()) == plan.tokens
-    assert len(made["pixel_values"]) == plan.tiles
 
 
 @settings(max_examples=300, deadline=None)

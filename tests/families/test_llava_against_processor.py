@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import torch
 from bench.offline_processors import chatml, llava, llava_next, llava_onevision
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoTokenizer,
@@ -23,7 +21,7 @@ from transformers import (
     SiglipImageProcessor,
     SiglipVisionConfig,
 )
-from whole_sample import encoder, image, video
+from whole_sample import encoder, image
 
 from energon_packing.conversation import Conversation, MediaPart, Turn
 from energon_packing.demo import processor_path
@@ -81,15 +79,6 @@ def test_the_model_gives_samples_joined_in_a_pack_the_features_that_each_has_alo
     assert [len(image_features) for image_features in features] == expected
     for ours, theirs in zip(features, alone, strict=True):
         torch.testing.assert_close(ours, theirs)
-
-
-@settings(max_examples=200, deadline=None)
-@given(frames=st.integers(1, 5000), fps=st.sampled_from([1.0, 23.976, 60.0]))
-def test_a_video_of_any_length_costs_its_frames_pooled(frames, fps):
-    plan = published("llava_onevision").family.plan(video(frames, fps, 320, 240))
-    assert plan.tokens == 32 * 14 * 14 + 1
-    assert len(plan.frame_indices) == min(32, frames)
-    assert plan.frame_indices[-1] < frames
 
 
 def test_an_image_that_would_grow_beyond_memory_on_the_way_is_refused():

@@ -94,7 +94,7 @@ class EncoderConfig:
     sample with another kind is dropped as ``other_modality``."""
     chat_template: str | None = None
     """Replaces the processor's own chat template: the name of a built-in prompt format (chatml, qwen, llama3, ...), or
-    the path of a YAML prompt format or a Jinja file; see docs/prompts.md."""
+    the path of a Jinja file; see docs/prompts.md."""
     thinking: Thinking = "keep"
     """How to treat the assistant's thinking, whatever the chat template's marks for it: ``keep`` trains it like any
     text, ``strip`` removes it, ``mask`` keeps it in the input but does not train it, ``trim_empty`` removes empty

@@ -22,17 +22,14 @@ from energon_packing.config import MODALITIES, EncoderConfig, LimitsConfig, Moda
 from energon_packing.conversation import Conversation
 from energon_packing.encoders.decoding import FilesRead, HasMedia, MediaToDecode, decodable, visual_inputs
 from energon_packing.encoders.encoder_fingerprint import encoder_fingerprint
-from energon_packing.encoders.extras import extra_values, spread
-from energon_packing.encoders.fitting import Bounds, beginning, fit, fit_pair
-from energon_packing.encoders.joinable_rows import PADDED_MEDIA
-from energon_packing.encoders.measured import Measured
-from energon_packing.encoders.pair import MeasuredPair
+from energon_packing.encoders.fitting import Bounds, beginning, fit
+from energon_packing.encoders.joinable_rows import PADDED_MEDIA, SHARED_PLACEHOLDER
+from energon_packing.encoders.measured import Measured, MeasuredPair
 from energon_packing.encoders.placeholders import Expanded, Placeholders, check_reserved, own_template
 from energon_packing.encoders.resizing import Resizer, Settings
 from energon_packing.encoders.sample_encoder import SampleEncoder
-from energon_packing.encoders.shared_placeholder import SHARED_PLACEHOLDER
 from energon_packing.encoders.splitting import Fits, MeasuredSplit, SampleText, split
-from energon_packing.encoders.targets import enough_targets, trained_tokens
+from energon_packing.encoders.targets import enough_targets, extra_values, spread, trained_tokens
 from energon_packing.encoders.tokenized import SpecialTexts, TextTokenizer, TokenizedText, any_of
 from energon_packing.encoders.weighting import target_weight
 from energon_packing.errors import ConfigError, PackingError, SampleRejected
@@ -145,7 +142,7 @@ class ConversationEncoder(SampleEncoder):
         conversation = self._specials(conversation)
         check_reserved(conversation, self.family.reserved)
         bounds = Bounds(limits=self.config.limits, row=truncate_to)
-        fitted = fit(conversation, self._measure, self._resizer, bounds, self.template.trained_turns)
+        (fitted,) = fit([conversation], self._measure, self._resizer, bounds, self.template.trained_turns)
         return self._enough_targets(decodable(fitted, self.config))
 
     def prepare(self, conversations: Sequence[Conversation]) -> None:
@@ -183,7 +180,7 @@ class ConversationEncoder(SampleEncoder):
         answers = self._specials(conversation).answers()
         for answer in answers:
             check_reserved(answer, self.family.reserved)
-        chosen, rejected = fit_pair(answers, self._measure, self._resizer, Bounds(limits=self.config.limits))
+        chosen, rejected = fit(answers, self._measure, self._resizer, Bounds(limits=self.config.limits), None)
         return MeasuredPair(
             key=conversation.key,
             chosen=self._enough_targets(decodable(chosen, self.config)),

@@ -8,19 +8,7 @@ from typing import Any
 from energon_packing.chat.template import ChatTemplate
 from energon_packing.config import EncoderConfig
 from energon_packing.config.setting import marked_and_set
-from energon_packing.families.base import VisionFamily
-
-# Settings of processors, image processors and video processors that geometry and pixels depend on, in any family.
-LIMITS = (
-    *("size", "crop_size", "do_resize", "do_center_crop", "do_rescale", "do_normalize", "resample"),
-    *("image_mean", "image_std", "rescale_factor", "patch_size", "merge_size", "temporal_patch_size"),
-    *("fps", "num_frames", "min_frames", "max_frames", "min_patches", "max_patches", "image_grid_pinpoints"),
-    *("image_seq_length", "num_image_tokens", "num_additional_image_tokens", "spatial_merge_size", "pooling_ratio"),
-    *("tile_size", "max_num_tiles", "size_divisor", "do_pad"),
-    *("do_pan_and_scan", "pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops"),
-    "pan_and_scan_min_ratio_to_activate",
-    *("vision_feature_select_strategy", "vision_aspect_ratio", "draw_on_frames"),
-)
+from energon_packing.families.base import PROCESSOR_SETTINGS, VisionFamily
 
 
 def encoder_fingerprint(
@@ -39,7 +27,7 @@ def encoder_fingerprint(
         family.processor,
         *(getattr(family.processor, name, None) for name in ("image_processor", "video_processor")),
     ]
-    names = (*LIMITS, *family.processor_settings)
+    names = (*PROCESSOR_SETTINGS, *family.processor_settings)
     limits = repr([_limits(part, names) for part in parts])
     return {
         "tokenizer": backend,

@@ -11,12 +11,10 @@ import torch
 
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media, MediaKind
-from energon_packing.errors import ConfigError, SampleRejected
-from energon_packing.families.base import IMAGE_SIZES, MediaPlan, VisionFamily, require
-from energon_packing.families.frames import VIDEO_FRAMES, chosen_frames, uniform_frames
-from energon_packing.families.internvl_tiles import InternVLTiles
-from energon_packing.families.pixel_forms import RAW, form_of
-from energon_packing.families.tile_bound import MOST_TILES, check_tiles
+from energon_packing.errors import ConfigError
+from energon_packing.families.base import IMAGE_SIZES, MediaPlan, VisionFamily, ask, require
+from energon_packing.families.geometry import MOST_TILES, VIDEO_FRAMES, check_tiles, chosen_frames, uniform_frames
+from energon_packing.families.pixel_forms import RAW, form_of, resized
 from energon_packing.media.shared_room import empty_result
 from energon_packing.thd.pixels import PixelForm
 
@@ -91,14 +89,12 @@ class InternVL(VisionFamily):
                 "encoder.min_pixels and encoder.max_pixels limit the area of the whole grid."
             )
 
-    def plan(self, media: Media) -> MediaPlan:
+    def geometry(self, media: Media, height: int, width: int) -> MediaPlan:
         """Returns the tiles of an image as its processor counts them, or the sampled frames of a video, one tile each.
 
         Raises:
-            SampleRejected: ``unsupported_media``, ``unmeasured_media``, or as for `uniform_frames`.
+            SampleRejected: ``unmeasured_media``.
         """
-        self.check_kind(media)
-        width, height = require(media.width, media, "width"), require(media.height, media, "height")
         if media.kind == "image":
             tiles = int(self.images.get_number_of_image_patches(height, width, {"crop_to_patches": True}))
             return self._tiled("image", tiles, (tiles * self.tile_tokens,))
@@ -132,25 +128,15 @@ class InternVL(VisionFamily):
         """Returns ``pixel_values`` ``[tiles, 3, H, W]`` of images and videos, in the order of the text."""
         if raw and plans and self._tiles.direct:
             return {"pixel_values": self._fill(plans, media)}
-        images = [tensor for plan, tensor in zip(plans, media, strict=True) if plan.kind == "image"]
-        cut: list[torch.Tensor] = []
-        if images:
-            made = self.images(
-                images=images,
-                crop_to_patches=True,
-                input_data_format="channels_first",
-                return_tensors="pt",
-                **(RAW if raw else {}),
-            )
-            cut = list(torch.split(made["pixel_values"], [int(count) for count in made["num_patches"]]))
-        waiting = iter(cut)
-        parts = [
-            next(waiting) if plan.kind == "image" else self._frames(tensor, raw)
-            for plan, tensor in zip(plans, media, strict=True)
-        ]
-        self._check_tiles(plans, [len(part) for part in parts])
-        if cut and len(cut) == len(parts):
-            return {"pixel_values": made["pixel_values"]}  # images only: no copy, which would take as long as the rest
+        parts: list[torch.Tensor] = []
+        for plan, tensor in zip(plans, media, strict=True):
+            if plan.kind == "image":
+                made = ask(self.images, raw, images=[tensor], crop_to_patches=True, input_data_format="channels_first")
+                parts.append(made["pixel_values"])
+            else:  # one clip per call: the processor accepts several only if all have equally many frames
+                made = ask(self.videos, raw, videos=[tensor], do_sample_frames=False)
+                parts.append(made["pixel_values_videos"].flatten(0, 1))
+        self.check_tiles(plans, map(len, parts))
         return {"pixel_values": torch.cat(parts) if len(parts) > 1 else parts[0]} if parts else {}
 
     @cached_property
@@ -163,7 +149,7 @@ class InternVL(VisionFamily):
             self._tiles.count(tensor) if plan.kind == "image" else len(tensor)
             for plan, tensor in zip(plans, media, strict=True)
         ]
-        self._check_tiles(plans, counts)
+        self.check_tiles(plans, counts)
         made = empty_result((sum(counts), 3, *self._tiles.shape), torch.uint8)
         for plan, tensor, place in zip(plans, media, made.split(counts), strict=True):
             if plan.kind == "image":
@@ -172,14 +158,107 @@ class InternVL(VisionFamily):
                 self._tiles.fill_clip(tensor, place)
         return made
 
-    def _check_tiles(self, plans: Sequence[MediaPlan], counts: Sequence[int]) -> None:
-        for plan, count in zip(plans, counts, strict=True):
-            if count != plan.tiles:
-                raise SampleRejected(
-                    "media_changed", f"the {plan.kind} became {count} tiles, but {plan.tiles} were measured"
-                )
 
-    def _frames(self, clip: torch.Tensor, raw: bool) -> torch.Tensor:
-        # One clip per call: the processor accepts several clips only if all have equally many frames.
-        made = self.videos(videos=[clip], do_sample_frames=False, return_tensors="pt", **(RAW if raw else {}))
-        return made["pixel_values_videos"].flatten(0, 1)
+class QianfanVL(InternVL):
+    """Geometry of ``QianfanOCRProcessor`` (transformers 5): InternVL's.
+
+    transformers has no processor for the Qianfan-VL checkpoints themselves, whose code is InternVL's. Use an
+    ``InternVLProcessor`` or a ``QianfanOCRProcessor`` with their tokenizer.
+    """
+
+    name = "qianfan_vl"
+    processor_classes = ("QianfanOCRProcessor", "InternVLProcessor")
+    by_name_only = ("InternVLProcessor",)
+
+    def _image_placeholder(self) -> str:
+        # The chat template writes this token; the model sees the one that replaces it.
+        return str(getattr(self.processor, "image_placeholder_token", self.image_token))
+
+
+PROBES = ((57, 93), (60, 60))
+"""Height and width of images: one of several tiles and a thumbnail, one of a single tile."""
+PROBE_FRAMES = 3
+
+
+class InternVLTiles:
+    """Makes tiles of images and frames for an image processor and a video processor, each written once to its place.
+
+    ``GotOcr2ImageProcessor`` and ``InternVLVideoProcessor`` (transformers 5) stack images before they resize them and
+    tiles after it, plane by plane. Here the processor's own function resizes rows of pixels, and each tile is copied to
+    its place in the tensor of the sample. The result must equal the processor's bit for bit. This is checked once, on
+    probes; if the processor gives anything else (another release, a disabled step), the processor itself is used.
+
+    Args:
+        images: the image processor, its limits already set.
+        videos: the video processor; None if there is none.
+
+    Attributes:
+        direct: whether tiles are made here; otherwise the processors have to make them.
+    """
+
+    def __init__(self, images: Any, videos: Any | None) -> None:
+        self._images = images
+        self._videos = videos
+        self.direct = self._equals_the_processors()
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Height and width of a tile."""
+        return int(self._images.size["height"]), int(self._images.size["width"])
+
+    def count(self, image: torch.Tensor) -> int:
+        """Returns the tiles of an image ``[3, H, W]``, its thumbnail included."""
+        columns, rows = self._grid(image)
+        return columns * rows + (columns * rows > 1)
+
+    def fill_image(self, image: torch.Tensor, place: torch.Tensor) -> None:
+        """Writes the tiles of an image, row by row, and its thumbnail.
+
+        Args:
+            image: uint8 ``[3, H, W]``.
+            place: uint8 ``[tiles, 3, height, width]``, overwritten.
+        """
+        (columns, rows), (height, width) = self._grid(image), self.shape
+        whole = resized(self._images, image, rows * height, columns * width)
+        tiles = whole.reshape(3, rows, height, columns, width).permute(1, 3, 0, 2, 4)
+        place[: rows * columns].view(tiles.shape).copy_(tiles)
+        if rows * columns > 1:
+            place[-1] = resized(self._images, image, height, width)
+
+    def fill_clip(self, clip: torch.Tensor, place: torch.Tensor) -> None:
+        """Writes each frame of a clip.
+
+        Args:
+            clip: uint8 ``[frames, 3, H, W]``.
+            place: uint8 ``[frames, 3, height, width]``, overwritten.
+        """
+        for frame, each in zip(clip, place, strict=True):
+            each.copy_(resized(self._videos, frame, *self.shape))
+
+    def _grid(self, image: torch.Tensor) -> tuple[int, int]:
+        from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_tiled_canvas
+
+        size = int(image.shape[-2]), int(image.shape[-1])
+        columns, rows = get_optimal_tiled_canvas(size, self.shape, self._images.min_patches, self._images.max_patches)
+        return columns, rows
+
+    def _equals_the_processors(self) -> bool:
+        generator = torch.Generator().manual_seed(0)
+        try:
+            for height, width in PROBES:
+                image = torch.randint(256, (3, height, width), dtype=torch.uint8, generator=generator)
+                made = torch.empty((self.count(image), 3, *self.shape), dtype=torch.uint8)
+                self.fill_image(image, made)
+                asked = self._images(images=[image], crop_to_patches=True, return_tensors="pt", **RAW)["pixel_values"]
+                if asked.dtype != torch.uint8 or not torch.equal(made, asked):
+                    return False
+            if self._videos is None:
+                return True
+            clip = torch.randint(256, (PROBE_FRAMES, 3, *PROBES[0]), dtype=torch.uint8, generator=generator)
+            made = torch.empty((len(clip), 3, *self.shape), dtype=torch.uint8)
+            self.fill_clip(clip, made)
+            asked = self._videos(videos=[clip], do_sample_frames=False, return_tensors="pt", **RAW)
+        except Exception:  # other settings, or a processor that rejects a probe: call the processor
+            return False
+        frames = asked["pixel_values_videos"]
+        return frames.dtype == torch.uint8 and torch.equal(made[None], frames)

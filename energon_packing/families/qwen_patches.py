@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from energon_packing.families.pixel_forms import RAW, form_of
+from energon_packing.families.pixel_forms import RAW, form_of, resized
 from energon_packing.media.shared_room import empty_result
 from energon_packing.thd.pixels import finish
 
@@ -108,14 +108,7 @@ class QwenPatches:
 
     def resized(self, image: torch.Tensor, height: int, width: int) -> torch.Tensor:
         """Returns uint8 ``[3, height, width]`` of an image ``[3, H, W]``, as the processor resizes it."""
-        # The processor's own resize, with pixels stored as rows of pixels, which torch filters three times as fast as
-        # three planes.
-        from transformers.image_utils import SizeDict
-
-        rows_of_pixels = image[None].contiguous(memory_format=torch.channels_last)
-        size = SizeDict(height=height, width=width)
-        resized: torch.Tensor = self._processor.resize(rows_of_pixels, size, resample=self._processor.resample)
-        return resized[0]
+        return resized(self._processor, image, height, width)
 
     def _fill(self, image: torch.Tensor, rows: int, columns: int, place: torch.Tensor) -> None:
         """Writes the patches of a resized image; the patches of one merged token are adjacent.

@@ -1,4 +1,4 @@
-"""Qwen2-VL and Qwen2.5-VL: native resolution, 28-pixel tokens, one run of placeholders per image or video."""
+"""Qwen2-VL, Qwen2.5-VL and what has their processor: native resolution, 28-pixel tokens, a run per image or video."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ import numpy as np
 import torch
 
 from energon_packing.config import EncoderConfig
-from energon_packing.conversation import Media, MediaKind
+from energon_packing.conversation import Media
 from energon_packing.errors import SampleRejected
 from energon_packing.families.base import IMAGE_SIZES, VIDEO_SIZES, MediaPlan, VisionFamily, require
-from energon_packing.families.frames import VIDEO_FRAMES, chosen_frames
-from energon_packing.families.pixel_limits import set_pixel_limits
+from energon_packing.families.geometry import (
+    VIDEO_FRAMES,
+    chosen_frames,
+    rope_positions,
+    sampled_frames,
+    set_pixel_limits,
+)
 from energon_packing.families.qwen_patches import QwenPatches
-from energon_packing.families.rope_positions import rope_positions
 from energon_packing.thd.pixels import PixelForm
 
 DEFAULT_VIDEO_FPS = 2.0
@@ -38,12 +42,9 @@ class Qwen25VL(VisionFamily):
         super().__init__(processor, config)
         self.image_token: str = processor.image_token
         self.video_token: str = processor.video_token
-        self.placeholders: dict[MediaKind, str] = {"image": self.image_token, "video": self.video_token}
-        self.placeholder_ids = {
-            "image": self.check_token(self.image_token),
-            "video": self.check_token(self.video_token),
-        }
-        self.reserved = (self.image_token, self.video_token, "<|vision_start|>", "<|vision_end|>")
+        self.stand_for_media(
+            {"image": self.image_token, "video": self.video_token}, "<|vision_start|>", "<|vision_end|>"
+        )
         self.images = processor.image_processor
         self.videos = processor.video_processor
         self.merge: int = self.images.merge_size
@@ -56,23 +57,16 @@ class Qwen25VL(VisionFamily):
         self._image_patches = QwenPatches(self.images, "image", lambda _, *size: self._image_grid(*size))
         self._video_patches = QwenPatches(self.videos, "video", self._video_grid)
 
-    def plan(self, media: Media) -> MediaPlan:
+    def geometry(self, media: Media, height: int, width: int) -> MediaPlan:
         """Returns the patches after the processor's own resizing, merged two by two into tokens.
 
         Raises:
-            SampleRejected: ``media_geometry`` if the processor refuses the size, ``too_few_frames`` if it finds no time
-                step in a clip, ``unmeasured_media``.
+            SampleRejected: ``too_few_frames`` if the processor finds no time step in a clip, ``unmeasured_media``.
         """
-        width, height = require(media.width, media, "width"), require(media.height, media, "height")
-        try:
-            if media.kind == "image":
-                grid = (1, *self._image_grid(height, width))
-                return MediaPlan(kind="image", grid=grid, runs=(grid[1] * grid[2] // self.merge**2,))
+        if media.kind == "video":
             return self._plan_video(media, height, width)
-        except (ValueError, ZeroDivisionError, RuntimeError) as error:
-            raise SampleRejected(
-                "media_geometry", f"{media.kind} {media.name!r} of {width}x{height} pixels: {error}"
-            ) from error
+        grid = (1, *self._image_grid(height, width))
+        return MediaPlan(kind="image", grid=grid, runs=(grid[1] * grid[2] // self.merge**2,))
 
     def _image_grid(self, height: int, width: int) -> tuple[int, int]:
         return self._patches_of(self.images, height, width)
@@ -93,11 +87,7 @@ class Qwen25VL(VisionFamily):
         Raises:
             ValueError: no frame is left.
         """
-        from transformers.video_utils import VideoMetadata
-
-        indices = self.videos.sample_frames(VideoMetadata(total_num_frames=total, fps=float(fps)), fps=self.video_fps)
-        # Its float32 steps can reach the clip's length, which is not a frame: the processor itself then fails.
-        result = tuple(int(index) for index in indices if int(index) < total)
+        result = tuple(sampled_frames(self.videos, total, fps, fps=self.video_fps))
         if not result:
             raise ValueError(f"no frame can be sampled from {total} frames at {fps:g} fps")
         return result
@@ -158,9 +148,8 @@ class Qwen25VL(VisionFamily):
 
     def byte_forms(self) -> dict[str, PixelForm]:
         """Returns the forms of both kinds of patches."""
-        forms = {"pixel_values": self._image_patches.form, "pixel_values_videos": self._video_patches.form}
-        known = {name: form for name, form in forms.items() if form is not None}
-        return known if len(known) == len(forms) else {}
+        images, videos = self._image_patches.form, self._video_patches.form
+        return {} if images is None or videos is None else {"pixel_values": images, "pixel_values_videos": videos}
 
     def pixels(
         self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False
@@ -168,15 +157,11 @@ class Qwen25VL(VisionFamily):
         """Returns ``pixel_values`` and ``pixel_values_videos`` (``[patches, patch size]`` of all media in order),
         ``image_grid_thw`` and ``video_grid_thw`` ``[media, 3]``; for Qwen2.5-VL ``second_per_grid_ts`` ``[videos]``.
         """
-        result: dict[str, torch.Tensor] = {}
         images = [tensor for plan, tensor in zip(plans, media, strict=True) if plan.kind == "image"]
         videos = [tensor for plan, tensor in zip(plans, media, strict=True) if plan.kind == "video"]
-        if images:
-            result.update(self._image_patches(images, raw=raw))
-        if clips := [plan for plan in plans if plan.kind == "video"]:
-            result.update(self._patches_of_videos(clips, videos, raw))
-            result.update(self._video_extras(clips))
-        return result
+        clips = [plan for plan in plans if plan.kind == "video"]
+        result = self._image_patches(images, raw=raw) if images else {}
+        return result | self._patches_of_videos(clips, videos, raw) | self._video_extras(clips) if clips else result
 
     def _patches_of_videos(
         self, plans: Sequence[MediaPlan], videos: Sequence[torch.Tensor], raw: bool
@@ -198,3 +183,49 @@ class Qwen25VL(VisionFamily):
             # The model truncates the seconds of the batch, which are float32, before it multiplies (get_rope_index).
             interval = self.config.tokens_per_second * int(np.float32(plan.seconds_per_grid or 0))
         return [(*plan.grid, interval)]
+
+
+class Qwen2VL(Qwen25VL):
+    """Qwen2-VL: the same geometry, but time steps of a video are one position apart."""
+
+    name = "qwen2_vl"
+    processor_classes = ("Qwen2VLProcessor",)
+
+    def _rope_grids(self, plan: MediaPlan) -> list[tuple[int, int, int, int]]:
+        return [(*plan.grid, 1)]
+
+    def _video_extras(self, plans: Sequence[MediaPlan]) -> dict[str, torch.Tensor]:
+        return {}
+
+
+class LlavaOneVision15(Qwen25VL):
+    """Geometry of ``Qwen2_5_VLProcessor``, which the checkpoints are published with.
+
+    transformers 5.12 has no model class for them, and their processor's class says Qwen2.5-VL: choose the family by
+    name. Their text model is a plain Qwen3, so positions count tokens.
+    """
+
+    name = "llava_onevision_1_5"
+    processor_classes = by_name_only = ("Qwen2_5_VLProcessor",)
+    mrope = False
+
+    def positions(self, input_ids: np.ndarray, plans: Sequence[MediaPlan]) -> np.ndarray:
+        """Returns positions ``[3, L]``, the same on all axes, as the text model counts them."""
+        return VisionFamily.positions(self, input_ids, plans)
+
+
+class TimeSteps(Qwen25VL):
+    """The base of families that write a video step by step, with the time of each step in the text.
+
+    A subclass defines the text between the steps (``_timestamps`` and ``replacement``) and how a clip is resized. The
+    model counts the positions of a step like those of an image, so it needs no ``second_per_grid_ts``.
+    """
+
+    def _video_runs(self, grid: tuple[int, int, int]) -> tuple[int, ...]:
+        return (grid[1] * grid[2] // self.merge**2,) * grid[0]
+
+    def _video_extras(self, plans: Sequence[MediaPlan]) -> dict[str, torch.Tensor]:
+        return {}
+
+    def _rope_grids(self, plan: MediaPlan) -> list[tuple[int, int, int, int]]:
+        return [(1, plan.grid[1], plan.grid[2], 1)] * plan.grid[0]

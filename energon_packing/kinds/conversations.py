@@ -112,8 +112,7 @@ class Conversations(SampleKind):
 
     def row(self, measured: AnyMeasured | None) -> dict[str, Any]:
         """See `SampleKind.row`."""
-        from energon_packing.encoders.measured import Measured
-        from energon_packing.encoders.pair import MeasuredPair
+        from energon_packing.encoders.measured import Measured, MeasuredPair
 
         if measured is None:
             names = ("length", "second", "targets", "images", "patches", "turns")
@@ -144,7 +143,7 @@ class Conversations(SampleKind):
 
     def media_names(self, measured: AnyMeasured) -> Iterator[str]:
         """See `SampleKind.media_names`."""
-        from energon_packing.encoders.pair import MeasuredPair
+        from energon_packing.encoders.measured import MeasuredPair
 
         segment = measured.chosen if isinstance(measured, MeasuredPair) else measured
         for media in getattr(segment, "media", ()):

@@ -18,7 +18,8 @@ from energon_packing.conversation import Media
 from energon_packing.encoders.measured import Measured
 from energon_packing.energon.samples import MeasuredSample, RenderedSample, read_media
 from energon_packing.energon.task_encoder import PackingTaskEncoder
-from energon_packing.families.media_plan import MediaPlan
+from energon_packing.families.base import MediaPlan
+from energon_packing.media.frame_files import decode_frame_files
 from energon_packing.media.image import decode_image
 from energon_packing.media.video import decode_frame_files, decode_frames
 

@@ -235,7 +235,7 @@ def test_without_a_system_turn_the_formats_own_stands_there_or_none(tokenizers, 
 @pytest.mark.parametrize("name", sorted(EXPECTED))
 def test_the_generation_prompt_is_what_the_answer_follows(tokenizers, name):
     made = template(name, tokenizers)
-    text, _ = made.renderer.run([{"role": "user", "content": "Hi"}], None, track=False, prompt=True)
+    text, _ = made.renderer.run([{"role": "user", "content": "Hi"}], None, prompt=True)
     assert text.endswith(ASKED[name])
     whole = made.render(talk("Hi", "Yes"))
     assert whole.text.startswith(text)
@@ -405,15 +405,6 @@ def calling(*, call_id="abcdefghi", answered="abcdefghi", text=(), question=True
         Turn(role="assistant", parts=("It is 2.",)),
     ]
     return Conversation(key="t", turns=tuple(turns), tools=TOOLS)
-
-
-def test_tools_of_mistral_read_as_published(tokenizers):
-    assert marked(template("mistral", tokenizers).render(calling(system="Be brief."))) == (
-        '<s>[AVAILABLE_TOOLS] [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]'
-        "[/AVAILABLE_TOOLS][INST] Be brief.\n\n1+1?[/INST]"
-        '«[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "abcdefghi"}]</s>»'
-        '[TOOL_RESULTS] {"content": 2, "call_id": "abcdefghi"}[/TOOL_RESULTS] «It is 2.</s>»'
-    )
 
 
 @pytest.mark.parametrize(

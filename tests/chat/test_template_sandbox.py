@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from templates_in_use import STABLE, THINKING, marked, plain
 from transformers.utils import chat_template_utils
 
-from energon_packing.chat.sandbox import render_template
+from energon_packing.chat.renderer import render_template
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -19,17 +19,17 @@ SOURCES = [make(source) for source in (*STABLE.values(), THINKING) for make in (
 texts = st.text(st.sampled_from("ab <>{}\n🙂é"), min_size=1, max_size=8)
 
 
-def public(source, messages, tools, *, special, track, prompt):
+def public(source, messages, tools, *, special, prompt):
     """What ``apply_chat_template`` gets from the public function of transformers."""
     rendered, spans = chat_template_utils.render_jinja_template(
         conversations=[messages],
         tools=tools,
         chat_template=source,
-        return_assistant_tokens_mask=track,
+        return_assistant_tokens_mask=True,
         add_generation_prompt=prompt,
         **special,
     )
-    return rendered[0], list(spans[0]) if track else []
+    return rendered[0], list(spans[0])
 
 
 talks = st.lists(texts, min_size=1, max_size=5).map(
@@ -40,23 +40,15 @@ conversations = {
     "messages": talks,
     "tools": st.sampled_from([None, TOOLS]),
     "prompt": st.booleans(),
-    "track": st.booleans(),
 }
 
 
 @settings(max_examples=100, deadline=None)
 @given(**conversations)
-def test_text_and_spans_are_those_of_the_public_function(source, messages, tools, prompt, track):
-    options = {"special": SPECIAL, "track": track, "prompt": prompt}
+def test_text_and_spans_are_those_of_the_public_function(source, messages, tools, prompt):
+    options = {"special": SPECIAL, "prompt": prompt}
     text, spans = render_template(source, messages, tools, **options)
     assert (text, list(spans)) == public(source, messages, tools, **options)
-
-
-def test_the_answer_that_a_template_marks_is_among_the_spans():
-    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
-    source = marked(STABLE["chatml"])
-    text, spans = render_template(source, messages, None, special=SPECIAL, track=True, prompt=False)
-    assert ["Yes" in text[start:end] for start, end in spans] == [True]
 
 
 @pytest.mark.parametrize("lacking", ["_compile_jinja_template", "_render_with_assistant_indices"])
@@ -72,8 +64,8 @@ def test_a_transformers_without_one_of_those_functions_gives_the_same_through_th
 
     @settings(max_examples=50, deadline=None)
     @given(**conversations)
-    def compare(source, messages, tools, prompt, track):
-        options = {"special": SPECIAL, "track": track, "prompt": prompt}
+    def compare(source, messages, tools, prompt):
+        options = {"special": SPECIAL, "prompt": prompt}
         short, spans = render_template(source, messages, tools, **options)
         assert asked == []
         with pytest.MonkeyPatch.context() as patch:
@@ -109,13 +101,12 @@ ESCAPES = [
 ]
 
 
-@pytest.mark.parametrize("track", [True, False])
 @pytest.mark.parametrize("escape", ESCAPES)
-def test_no_template_reaches_out_of_the_sandbox_or_changes_the_conversation(escape, track):
+def test_no_template_reaches_out_of_the_sandbox_or_changes_the_conversation(escape):
     messages = [{"role": "user", "content": "Hi"}]
     source = "{% set m = messages[0] %}" + escape + "{% generation %}{% endgeneration %}"
     try:
-        said, _ = render_template(source, messages, None, special={}, track=track, prompt=False)
+        said, _ = render_template(source, messages, None, special={}, prompt=False)
     except jinja2.exceptions.SecurityError:
         said = ""
     assert said == ""  # what the sandbox does not refuse is undefined, and says nothing

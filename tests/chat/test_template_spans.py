@@ -171,19 +171,6 @@ def test_an_end_of_turn_that_the_marks_leave_out_joins_its_span() -> None:
     ]
 
 
-@pytest.mark.parametrize("marks", [plain, marked])
-@pytest.mark.parametrize("name", STABLE)
-def test_only_the_last_assistant_turn_is_trained_where_so_configured(name: str, marks: Any) -> None:
-    template = ChatTemplate(tokenizer_for(name), source=marks(STABLE[name]), train_on="last_assistant")
-    assert [span.lstrip() for span in trained_text(template, TALK)] == [f"Second.{END_OF_TURN[name]}"]
-
-
-def test_all_trains_every_character_of_the_text() -> None:
-    template = ChatTemplate(tokenizer_for("chatml"), source=plain(CHATML), train_on="all")
-    chat = template.render(TALK)
-    assert [(span.start, span.end, span.weight) for span in chat.spans] == [(0, len(chat.text), 1.0)]
-
-
 def weighed(*weights: float | None) -> Conversation:
     turns: list[Turn] = []
     for number, weight in enumerate(weights):
@@ -192,13 +179,6 @@ def weighed(*weights: float | None) -> Conversation:
             Turn(role="assistant", parts=(f"a{number}",), loss_weight=weight),
         ]
     return talk(*turns)
-
-
-@pytest.mark.parametrize("marks", [plain, marked])
-def test_a_loss_weight_weighs_its_turn_alone(marks: Any) -> None:
-    chat = ChatTemplate(tokenizer_for("chatml"), source=marks(CHATML)).render(weighed(None, 0.0, 0.25))
-    found = [(chat.text[span.start : span.end], span.weight) for span in chat.spans]
-    assert found == [("a0<|im_end|>", 1.0), ("a1<|im_end|>", 0.0), ("a2<|im_end|>", 0.25)]
 
 
 def test_a_loss_weight_counts_when_everything_is_trained_too() -> None:
@@ -236,25 +216,6 @@ def test_weights_of_turns_that_the_template_hides_are_a_mismatch() -> None:
     with pytest.raises(SampleRejected) as caught:
         ChatTemplate(tokenizer_for("chatml"), source=source).render(weighed(1.0, 0.5))
     assert caught.value.reason == "loss_weight_mismatch"
-
-
-def test_a_system_prompt_that_the_template_adds_is_shown_and_not_trained() -> None:
-    for marks in (plain, marked):
-        template = ChatTemplate(tokenizer_for("chatml"), source=marks(CHATML))
-        conversation = talk(("user", "Hi"), ("assistant", "Ho"))
-        assert template.render(conversation).text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n")
-        assert trained_text(template, conversation) == ["Ho<|im_end|>"]
-
-
-def test_a_leading_assistant_turn_never_trains_the_header_or_an_added_system_prompt() -> None:
-    conversation = talk(("assistant", "Welcome."), ("user", "Hi"), ("assistant", "Ho"))
-    tokenizer = tokenizer_for("chatml")
-    assert trained_text(ChatTemplate(tokenizer, source=marked(CHATML)), conversation)[0] == "Welcome.<|im_end|>"
-    assert trained_text(ChatTemplate(tokenizer, source=UNMARKED), conversation)[0] == "Welcome.<|im_end|>"
-    with pytest.raises(SampleRejected) as caught:
-        # This one reads messages[0], so that nothing can be rendered before the first turn.
-        ChatTemplate(tokenizer, source=plain(CHATML)).render(conversation)
-    assert caught.value.reason == "assistant_first"
 
 
 THOUGHTS = talk(
@@ -329,11 +290,6 @@ def test_a_template_that_reaches_out_or_breaks_costs_the_sample_and_nothing_else
         with_hostile(code).render(TALK)
     assert caught.value.reason == "template_error"
     assert TALK.to_record() == before
-
-
-@pytest.mark.parametrize("code", HIDDEN.values(), ids=HIDDEN)
-def test_a_template_sees_nothing_of_the_program_around_it(code: str) -> None:
-    assert with_hostile(code).render(TALK).text == with_hostile("").render(TALK).text
 
 
 def test_no_template_several_templates_and_broken_templates_are_told() -> None:

@@ -13,12 +13,11 @@ from transformers import AddedToken, AutoTokenizer
 from transformers.utils import chat_template_utils
 
 from energon_packing.chat.template import ChatTemplate
-from energon_packing.config import EncoderConfig, from_mapping
+from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Conversation, Media, MediaPart, Turn
 from energon_packing.demo import processor_path
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.errors import ConfigError, SampleRejected
-from energon_packing.plain_yaml import load_yaml
 
 PUBLISHED = templates()
 needs_trl = pytest.mark.skipif(not PUBLISHED, reason="trl, whose templates are read, is not installed")
@@ -256,15 +255,6 @@ def test_thinking_of_the_last_answer_that_the_template_hides_costs_the_sample() 
     assert why == "template_omits"
     assert "encoder.thinking: strip" in detail
     assert trained(published("deepseekv3", thinking="strip"), conversation) == ["No.<｜end▁of▁sentence｜>"]
-
-
-@needs_trl
-def test_thinking_is_passed_apart_to_templates_that_have_a_channel_for_it() -> None:
-    conversation = talk(ASKED, turn("assistant", "<think>\nHm.\n</think>\n\nNo."))
-    assert trained(published("gptoss"), conversation) == [
-        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>No.<|return|>"
-    ]
-    assert trained(published("qwen3_8"), conversation) == ["<think>\nHm.\n</think>\n\nNo.<|im_end|>"]
 
 
 def test_an_answer_begins_with_a_whole_token_where_the_prompt_offers_another() -> None:
@@ -627,7 +617,3 @@ def test_a_template_that_draws_at_random_is_refused(by_chance: str) -> None:
 def test_a_date_that_is_none_is_refused(value: str) -> None:
     with pytest.raises(ConfigError, match=r"encoder\.template_date"):
         EncoderConfig(template_date=value)
-
-
-def test_a_date_needs_no_quotes_in_yaml() -> None:
-    assert from_mapping(EncoderConfig, load_yaml("template_date: 2026-01-31"), where="run.yaml").template_date == DATE

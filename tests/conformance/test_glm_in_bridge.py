@@ -27,8 +27,8 @@ from energon_packing import thd
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Conversation, MediaPart, Turn
 from energon_packing.encoders.encoder import ConversationEncoder
-from energon_packing.encoders.joinable_rows import joinable
-from energon_packing.encoders.shared_placeholder import SHARED_PLACEHOLDER
+from energon_packing.encoders.joinable_rows import SHARED_PLACEHOLDER, joinable
+from energon_packing.report.tiny_native import tiny_config
 
 sys.path.append(str(Path(__file__).parents[1] / "families"))
 from whole_sample import both_ways, image, video

@@ -218,17 +218,6 @@ def test_a_record_may_name_the_same_file_twice(encoders: Any, tmp_path: Path) ->
     assert torch.equal(first, second)
 
 
-def test_swapping_two_images_changes_their_pixels_and_no_token(encoders: Any, tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
-    pair = [folder.add(f"{seed}.png", encoded(picture(84, 56, seed=seed), "PNG")) for seed in (0, 1)]
-    encoder = encoders["qwen2_5_vl"]
-    rows = [encoder.render(encoder.measure(about(*order)), folder.read) for order in (pair, pair[::-1])]
-    assert torch.equal(rows[0]["input_ids"], rows[1]["input_ids"])
-    halves = [row["visual_inputs"]["pixel_values"].chunk(2) for row in rows]
-    assert torch.equal(halves[0][0], halves[1][1])
-    assert not torch.equal(halves[0][0], halves[1][0])
-
-
 def rejection(encoder: Any, conversation: Conversation, read: Any) -> SampleRejected:
     measured = encoder.measure(conversation)
     with pytest.raises(SampleRejected) as caught:

@@ -147,19 +147,6 @@ def test_a_changed_or_cut_file_is_rejected_as_without_the_setting() -> None:
         assert caught.value.reason == reason
 
 
-def test_the_setting_is_part_of_the_state_and_absent_while_it_is_off() -> None:
-    off, two, three = (encoder_of("qwen2_5_vl", bound).fingerprint() for bound in (None, 2.0, 3.0))
-    assert "jpeg_scaled_decoding" not in off
-    assert two == off | {"jpeg_scaled_decoding": "2"}
-    assert three != two
-
-
-@pytest.mark.parametrize("value", [0, 0.5, -1, float("nan"), float("inf"), True])
-def test_a_bound_below_one_is_refused(value: float) -> None:
-    with pytest.raises(ConfigError, match=r"encoder\.jpeg_scaled_decoding"):
-        EncoderConfig(jpeg_scaled_decoding=value)
-
-
 @pytest.mark.parametrize("family", ["internvl", "llava", "pixtral"])
 def test_a_family_that_resizes_an_image_more_than_once_refuses_the_setting(family: str) -> None:
     with pytest.raises(ConfigError, match="jpeg_scaled_decoding; remove it"):

@@ -12,9 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from energon_packing.config import EncoderConfig, LimitsConfig, from_mapping
+from energon_packing.config import EncoderConfig, LimitsConfig
 from energon_packing.conversation import Conversation, Media, MediaPart, Turn
-from energon_packing.demo import processor_path
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.encoders.resizing import PIXELS
 from energon_packing.errors import ConfigError, SampleRejected
@@ -299,46 +298,3 @@ def test_a_sample_needs_a_share_of_targets_strictly_above_the_ratio(encoders):
         else:
             with pytest.raises(SampleRejected, match="too_few_targets"):
                 encoder.measure(conversation)
-
-
-def test_one_target_in_thousands_of_tokens_is_trained_unless_a_ratio_is_set(encoders):
-    turns = (
-        Turn(role="user", parts=("word " * 2000,)),
-        Turn(role="assistant", parts=("Yes.",)),
-    )
-    conversation = Conversation(key="long", turns=turns)
-    assert 0 < encoders["text"].measure(conversation).targets < 10
-    config = EncoderConfig(limits=LimitsConfig(min_active_ratio=1 / 256))
-    with pytest.raises(SampleRejected, match="too_few_targets"):
-        ConversationEncoder(config, processor=encoders["text"].processor).measure(conversation)
-
-
-def test_limits_are_read_from_a_file_and_one_action_needs_no_list():
-    config = from_mapping(EncoderConfig, {"limits": {"max_tokens": 99, "when_over": "resize"}}, where="f")
-    assert config.limits == LimitsConfig(max_tokens=99, when_over=("resize",))
-    with pytest.raises(ConfigError, match="Did you mean 'truncate'"):
-        from_mapping(EncoderConfig, {"limits": {"when_over": ["truncat"]}}, where="f")
-
-
-@pytest.mark.parametrize(
-    "limits",
-    [
-        {"when_over": ()},
-        {"when_over": ("drop", "resize")},
-        {"when_over": ("resize", "resize")},
-        {"max_images": -1},
-        {"max_tokens": 1},
-        {"min_active_ratio": 1.0},
-        {"min_active_ratio": -0.1},
-    ],
-)
-def test_limits_that_cannot_work_are_refused(limits):
-    with pytest.raises(ConfigError, match=r"encoder\.limits"):
-        LimitsConfig(**limits)
-
-
-def test_limits_are_part_of_the_fingerprint():
-    path = str(processor_path("text"))
-    plain = ConversationEncoder(EncoderConfig(processor=path)).fingerprint()
-    other = ConversationEncoder(EncoderConfig(processor=path, limits=LimitsConfig(max_tokens=5))).fingerprint()
-    assert {name for name in plain if plain[name] != other[name]} == {"limits"}

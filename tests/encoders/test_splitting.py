@@ -202,25 +202,6 @@ def test_rows_of_pieces_hold_what_the_row_of_the_sample_holds_but_for_the_target
     assert torch.equal(torch.cat([row["loss_mask"] for row in rows])[others], whole["loss_mask"][others])
 
 
-def test_at_turns_no_target_is_lost(made):
-    encoder = made["text", "auto"]
-    conversation = talk(*(text for number in range(8) for text in (f"Question {number}?", "So it is. " * 12)))
-    pieces = pieces_of(encoder, conversation, bounded(150))
-    assert len(pieces) > 2
-    assert sum(piece.targets for piece in pieces) == encoder.measure(conversation).targets
-
-
-@pytest.mark.parametrize("weighting", ["token", "sample", "square"])
-def test_a_target_weighs_in_a_piece_what_it_weighs_in_the_sample(weighting):
-    encoder = encoder_of("text", loss_weighting=weighting)
-    turns = list(talk("Why?", "So. " * 60, "Why?", "Not. " * 60).turns)
-    turns[3] = dataclasses.replace(turns[3], loss_weight=0.25)
-    conversation = Conversation(key="k", turns=tuple(turns))
-    weights = np.concatenate([piece.expand()[1] for piece in pieces_of(encoder, conversation, bounded(40))])
-    assert np.array_equal(weights, encoder.measure(conversation).expand()[1])
-    assert len(set(weights)) == 3
-
-
 def test_extras_follow_their_targets():
     encoder = encoder_of("text", extra_fields=("advantages", "reward"))
     plain = talk("Why? " * 20, "Because. " * 50, "And?", "No. " * 50)

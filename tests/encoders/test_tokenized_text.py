@@ -14,13 +14,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from energon_packing.demo import processor_path
-from energon_packing.encoders.byte_lengths import byte_lengths
 from energon_packing.encoders.tokenized import (
     ByteText,
     SpecialTexts,
     TextTokenizer,
     TokenizedText,
     any_of,
+    byte_lengths,
     use_one_thread,
 )
 from energon_packing.errors import ConfigError, SampleRejected

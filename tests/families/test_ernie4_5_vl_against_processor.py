@@ -5,18 +5,15 @@ from __future__ import annotations
 import re
 from functools import cache
 from pathlib import Path
-from types import MethodType, SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.offline_processors import ernie4_5_vl, font_file
 from test_families_in_packs import SAMPLES, rows
-from transformers.models.ernie4_5_vl_moe.modeling_ernie4_5_vl_moe import Ernie4_5_VLMoeModel
 from transformers.video_utils import VideoMetadata
-from whole_sample import conversations, encoder, image, random_pixels, video
+from whole_sample import encoder, video
 
 from energon_packing import PackingConfig, PackingTaskEncoder, ParallelConfig
 from energon_packing.config import EncoderConfig
@@ -24,7 +21,6 @@ from energon_packing.conversation import Conversation, Media, MediaPart, Turn
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.families.registry import load_processor
-from energon_packing.thd.pixels import finish
 
 IMAGES = {"shortest_edge": 28 * 28 * 2, "longest_edge": 28 * 28 * 60}
 FRAMES = {"shortest_edge": 28 * 28 * 2, "longest_edge": 28 * 28 * 12}
@@ -40,19 +36,6 @@ def published() -> ConversationEncoder:
 def small(raw: bool = False) -> ConversationEncoder:
     """Small images and frames, so that pixels are quick."""
     return encoder(ernie4_5_vl(IMAGES, FRAMES, raw=raw), position_ids="mrope")
-
-
-@settings(max_examples=600, deadline=None)
-@given(width=st.integers(1, 20000), height=st.integers(1, 20000))
-def test_an_image_of_any_size_costs_the_tokens_that_the_processor_says(width, height):
-    ours = published()
-    try:
-        (said,) = ours.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])["num_image_tokens"]
-    except ValueError as error:
-        with pytest.raises(SampleRejected, match=f"media_geometry.*{re.escape(str(error))}"):
-            ours.family.plan(image(width, height))
-    else:
-        assert ours.family.plan(image(width, height)).tokens == said
 
 
 @settings(max_examples=100, deadline=None)
@@ -113,59 +96,6 @@ def test_a_clip_whose_last_step_is_past_its_end_loses_that_step_where_the_proces
     plan = ours.family.plan(medium)
     assert len(plan.frame_indices) == 180
     assert plan.frame_indices[-1] == 458
-
-
-@pytest.mark.parametrize("raw", [False, True])
-@settings(max_examples=40, deadline=None)
-@given(conversation=conversations(kinds=("image", "video"), frames=(1, 20)))
-def test_tokens_types_pixels_and_positions_equal_the_processor_and_model_on_the_whole_sample(raw, conversation):
-    ours = small(raw)
-    try:
-        measured = ours.measure(conversation)
-    except SampleRejected as rejected:
-        assert "ratio" in rejected.detail or "font size" in rejected.detail  # noqa: PT017
-        return
-    ids, _ = measured.expand()
-    tensors = random_pixels(measured.plans, conversation.media)
-    visual = ours.family.pixels(measured.plans, tensors)
-    assert bool(ours.family.pixel_forms) == (not raw)
-    if not raw:
-        carried = ours.family.pixels(measured.plans, tensors, raw=True)
-        assert all(torch.equal(made, visual[name]) for name, made in finish(carried, ours.family.pixel_forms).items())
-    triples = list(zip(measured.plans, conversation.media, tensors, strict=True))
-    arguments = {}
-    if images := [tensor for plan, _, tensor in triples if plan.kind == "image"]:
-        arguments["images"] = images
-    if clips := [entry for entry in triples if entry[0].kind == "video"]:
-        said = [
-            {"total_num_frames": medium.frames, "fps": medium.fps, "frames_indices": list(plan.frame_indices)}
-            for plan, medium, _ in clips
-        ]
-        arguments |= {"videos": [tensor for *_, tensor in clips], "video_metadata": said, "do_sample_frames": False}
-    text = ours.processor.apply_chat_template(conversation.to_messages(), tokenize=False)
-    whole = ours.processor(text=[text], return_tensors="pt", **arguments)
-    assert ids.tolist() == whole["input_ids"][0].tolist()
-    for key in ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"):
-        assert (key in visual) == (key in whole)
-        if key in whole:
-            assert visual[key].dtype == whole[key].dtype
-            assert torch.equal(visual[key], whole[key]), key
-    types = ours.family.token_values(ids)
-    assert list(types) == [field.name for field in ours.family.token_fields]
-    for name, values in types.items():
-        assert values.tolist() == whole[name][0].tolist(), name
-
-    vision = SimpleNamespace(spatial_merge_size=ours.family.merge, temporal_merge_size=2)
-    asked = SimpleNamespace(config=SimpleNamespace(vision_config=vision))
-    asked.get_vision_position_ids = MethodType(Ernie4_5_VLMoeModel.get_vision_position_ids, asked)
-    expected, _ = Ernie4_5_VLMoeModel.get_rope_index(
-        asked,
-        whole["input_ids"],
-        whole["mm_token_type_ids"],
-        whole.get("image_grid_thw"),
-        whole.get("video_grid_thw"),
-    )
-    assert np.array_equal(ours.family.positions(ids, measured.plans), expected[:, 0].numpy())
 
 
 def test_a_frame_list_shows_the_times_that_it_gives():

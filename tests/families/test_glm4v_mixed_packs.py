@@ -14,8 +14,7 @@ from whole_sample import both_ways, conversations, encoder, image, video
 
 from energon_packing import thd
 from energon_packing.conversation import Conversation, MediaPart, Turn
-from energon_packing.encoders.joinable_rows import joinable
-from energon_packing.encoders.shared_placeholder import SHARED_PLACEHOLDER
+from energon_packing.encoders.joinable_rows import SHARED_PLACEHOLDER, joinable
 from energon_packing.errors import SampleRejected
 
 LIMITS = {"shortest_edge": 4 * 28 * 28, "longest_edge": 64 * 28 * 28}

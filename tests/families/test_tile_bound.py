@@ -13,10 +13,10 @@ from whole_sample import encoder, image
 from energon_packing.config import EncoderConfig
 from energon_packing.encoders.resizing import Resizer, tokens_of
 from energon_packing.errors import ConfigError
-from energon_packing.families import tile_bound
+from energon_packing.families import geometry as tile_bound
+from energon_packing.families.geometry import MOST_TILES
 from energon_packing.families.hugging_face import TILE_LIMITS, HuggingFace
 from energon_packing.families.registry import build_family
-from energon_packing.families.tile_bound import MOST_TILES
 
 
 @pytest.mark.parametrize("make", [internvl, qianfan])

@@ -32,7 +32,7 @@ from whole_sample import encoder
 
 from energon_packing.conversation import Conversation, Media, MediaPart, Turn
 from energon_packing.errors import SampleRejected
-from energon_packing.families.pixel_limits import set_pixel_limits
+from energon_packing.families.geometry import set_pixel_limits
 from energon_packing.media.probe import probe_video
 
 RATES = tuple(

@@ -141,8 +141,8 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "families/qwen_vl.py",
-                "result = tuple(int(index) for index in indices if int(index) < total)",
-                "result = tuple(range(len(indices)))",
+                "result = tuple(sampled_frames(self.videos, total, fps, fps=self.video_fps))",
+                "result = tuple(range(len(sampled_frames(self.videos, total, fps, fps=self.video_fps))))",
             ),
         ),
     ),

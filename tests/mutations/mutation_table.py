@@ -92,10 +92,10 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=2,
         name="text after an image counts on from its rows only",
-        test="tests/families/test_qwen_against_processor.py::"
-        "test_tokens_pixels_and_positions_equal_the_processor_and_model_on_the_whole_sample[qwen2_5_vl]",
+        test="tests/families/test_families.py::"
+        "test_tokens_types_pixels_and_positions_equal_the_processor_and_model_on_the_whole_sample[qwen2_5_vl]",
         oracle="`get_rope_index` of Hugging Face",
-        edits=(("families/rope_positions.py", "position += max(rows, columns)", "position += rows"),),
+        edits=(("families/geometry.py", "position += max(rows, columns)", "position += rows"),),
     ),
     Mutation(
         trap=3,

@@ -24,7 +24,7 @@ TEMPLATE_MUTATIONS: tuple[Mutation, ...] = (
         name="what is missing from the text is not looked for",
         test=TRAPS + "test_a_short_name_that_stands_elsewhere_in_the_text_is_still_missed",
         oracle=WORDS,
-        edits=(("chat/layout.py", "if piece not in shown]", "if False]"),),
+        edits=(("chat/marks.py", "if piece not in shown]", "if False]"),),
     ),
     Mutation(
         trap=41,
@@ -34,9 +34,8 @@ TEMPLATE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "chat/structures.py",
-                '        if piece.kind == "definition":\n            return self._tool_definitions',
-                '        if piece.kind in ("definition", "call", "argument"):\n'
-                "            return self._tool_definitions",
+                'allowed = {"definition"} if',
+                'allowed = {"definition", "call", "argument"} if',
             ),
         ),
     ),
@@ -59,7 +58,7 @@ TEMPLATE_MUTATIONS: tuple[Mutation, ...] = (
         name="a turn may stand before the turns that it followed",
         test=TRAPS + "test_a_template_that_puts_a_later_turn_first_costs_the_sample",
         oracle=WORDS,
-        edits=(("chat/layout.py", "            if turn < latest:\n", "            if False:\n"),),
+        edits=(("chat/marks.py", "            if turn < latest:\n", "            if False:\n"),),
     ),
     Mutation(
         trap=42,
@@ -161,7 +160,7 @@ TEMPLATE_MUTATIONS: tuple[Mutation, ...] = (
         test=PAIRS
         + "test_the_text_of_a_record_is_what_transformers_renders_and_its_answers_alone_are_trained[nemotron_3_nano]",
         oracle="transformers on the record's messages",
-        edits=(("chat/sentinels.py", "not passing.thinking_apart:", "True:"),),
+        edits=(("chat/marks.py", "not passing.thinking_apart:", "True:"),),
     ),
     Mutation(
         trap=72,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from energon_packing.chat.prompt_files import builtin_prompts, load_prompt
+from energon_packing.chat.prompt_files import builtin_prompts
 from energon_packing.config import EncoderConfig
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.validate.looks.hub import cached_directory, is_hub_name, offline
@@ -128,7 +128,7 @@ def _lacking_files(directory: Path) -> str:
 
 
 def _missing_template(config: EncoderConfig, at: str) -> Look | None:
-    """The look at a template that is not a file, or a file that is not a template; None if it may be one."""
+    """The look at a template that is not a file; None if it may be one."""
     name = config.chat_template
     known = builtin_prompts()
     if name is None or name in known:
@@ -143,11 +143,6 @@ def _missing_template(config: EncoderConfig, at: str) -> Look | None:
             why=f"{name} is neither a file nor a built-in prompt format",
             fix=f"did you mean {near[0]!r}?" if near else f"built in are {', '.join(known)}",
         )
-    if path.suffix in (".yaml", ".yml"):
-        try:
-            load_prompt(path)
-        except ConfigError as error:
-            return Look(id="chat-template", at=at, outcome="error", why=_plain(error), fix="correct the file")
     return None
 
 

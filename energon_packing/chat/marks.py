@@ -7,8 +7,10 @@ space around texts and thinking tags stay, since templates strip the former and 
 
 from __future__ import annotations
 
+import html
+import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -16,7 +18,7 @@ from energon_packing.chat.thinking import CLOSE, OPEN, TAG, joined_answer, split
 from energon_packing.conversation import Conversation, MediaPart, Part, Turn
 from energon_packing.errors import SampleRejected
 
-PieceKind = Literal["text", "thinking", "call", "argument", "definition", "result_name"]
+PieceKind = Literal["text", "thinking", "call", "argument", "definition"]
 DEFINITIONS = -1
 """Turn of the pieces that belong to no turn: tool definitions."""
 MARKUP = re.compile(r"<[^<>\s]{1,40}>|\[/?[A-Z_]{2,30}\]")
@@ -39,9 +41,6 @@ class Piece(NamedTuple):
 
     def forms(self) -> Iterator[str]:
         """The forms in which a template may write the value: as it is, or escaped for JSON, HTML or Python."""
-        import html
-        import json
-
         if not isinstance(self.value, str):
             yield from dict.fromkeys((json.dumps(self.value), str(self.value)))
             return
@@ -77,35 +76,7 @@ class Passing:
     thinking_split: bool = False
 
 
-class Words:
-    """Writes the pieces of a conversation as they are."""
-
-    def text(self, turn: int, text: str, *, answer: bool) -> str:
-        """A text of a turn; thinking tags count only in an ``answer``."""
-        return text
-
-    def thinking(self, turn: int, text: str) -> str:
-        """Thinking that is a field of the message."""
-        return text
-
-    def call(self, turn: int, number: int, name: str) -> str:
-        """The name of a turn's call."""
-        return name
-
-    def arguments(self, turn: int, value: Any) -> Any:
-        """Arguments of a call."""
-        return value
-
-    def result_name(self, turn: int, call: tuple[int, int], name: str) -> str:
-        """The name of the tool that a result comes from; ``call`` is the turn and number of its call."""
-        return name
-
-    def definition(self, name: str) -> str:
-        """The name of a tool's definition."""
-        return name
-
-
-class Marks(Words):
+class Marks:
     """Writes a mark for every piece and remembers what it stands for.
 
     Args:
@@ -119,7 +90,6 @@ class Marks(Words):
     def __init__(self, *, markup: bool = False, calls: bool = True) -> None:
         self.pieces: list[Piece] = []
         self._markup, self._calls = markup, calls
-        self._named: dict[tuple[int, int], str] = {}
         self._depth = (-1, 0)  # the turn of the last text, and how many thinking tags are open after it
 
     def _mark(self, turn: int, kind: PieceKind, value: str | int | float) -> str | int | float:
@@ -133,8 +103,6 @@ class Marks(Words):
         core = text.strip()
         if not core:
             return text
-        if len(core) == len(text):  # nearly all texts
-            return str(self._mark(turn, kind, text))
         start = text.index(core)
         return text[:start] + str(self._mark(turn, kind, core)) + text[start + len(core) :]
 
@@ -160,12 +128,9 @@ class Marks(Words):
         """One mark."""
         return self._core(turn, "thinking", text)
 
-    def call(self, turn: int, number: int, name: str) -> str:
-        """One mark, used again for the results of the call."""
-        if not self._calls:
-            return name
-        self._named[turn, number] = str(self._mark(turn, "call", name))
-        return self._named[turn, number]
+    def name(self, turn: int, kind: PieceKind, name: str) -> str:
+        """One mark for the name of a call or of a definition."""
+        return str(self._mark(turn, kind, name)) if self._calls else name
 
     def arguments(self, turn: int, value: Any) -> Any:
         """A mark for every key, text and number; booleans and nulls stay."""
@@ -184,14 +149,6 @@ class Marks(Words):
             return value
         return self._mark(turn, "argument", value)
 
-    def result_name(self, turn: int, call: tuple[int, int], name: str) -> str:
-        """The mark of the call."""
-        return self._named.get(call, name)
-
-    def definition(self, name: str) -> str:
-        """One mark."""
-        return str(self._mark(DEFINITIONS, "definition", name)) if self._calls else name
-
 
 def find_marks(text: str) -> Iterator[tuple[int, int, int]]:
     """Yields ``(start, end, index)``: the characters ``[start, end)`` of every mark in a text, and its piece."""
@@ -200,12 +157,12 @@ def find_marks(text: str) -> Iterator[tuple[int, int, int]]:
 
 
 def to_messages(
-    conversation: Conversation, words: Words, passing: Passing, *, as_list: bool
+    conversation: Conversation, marks: Marks | None, passing: Passing, *, as_list: bool
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
     """Messages and tool definitions for a chat template.
 
     Args:
-        words: writes each piece.
+        marks: writes marks in place of what the conversation says; None leaves it as it is.
         passing: the form that the template expects.
         as_list: whether every content is a list of parts.
 
@@ -215,9 +172,9 @@ def to_messages(
     Raises:
         SampleRejected: ``bad_record`` if a tool call has no name or no arguments.
     """
-    tools = [_definition(tool, words.definition) for tool in conversation.tools] if conversation.tools else None
+    tools = [_definition(tool, marks) for tool in conversation.tools] if conversation.tools else None
     messages: list[dict[str, Any]] = []
-    open_calls: list[tuple[tuple[int, int], str | None, str]] = []
+    open_calls: list[tuple[str | None, str]] = []  # id and name
     for number, turn in enumerate(conversation.turns):
         message: dict[str, Any] = {"role": turn.role, "content": None}
         parts = turn.parts
@@ -229,72 +186,166 @@ def to_messages(
             elif thinking is None and passing.thinking_split:
                 thinking, parts = split_answer(parts)
             if thinking is not None:
-                said = words.thinking(number, thinking)
+                said = marks.thinking(number, thinking) if marks else thinking
                 # Each model has its own name for the field; a template reads the one that it knows.
                 message |= {"reasoning_content": said, "reasoning": said, "thinking": said}
-        message["content"] = _content(conversation, number, turn, parts, words, as_list)
+        message["content"] = _content(conversation, number, turn, parts, marks, as_list)
         if turn.tool_calls:
-            open_calls = []
-            message["tool_calls"] = [
-                _call(number, at, call, words, passing, open_calls) for at, call in enumerate(turn.tool_calls)
-            ]
+            calls = [_call(number, call, marks, passing) for call in turn.tool_calls]
+            message["tool_calls"] = [call for call, _ in calls]
+            open_calls = [(call.get("id"), name) for call, name in calls]
             if passing.no_text_is_none and not parts:
                 message["content"] = None
         if turn.tool_call_id is not None:
             message["tool_call_id"] = turn.tool_call_id
         if turn.role == "tool" and passing.name_results and open_calls:
-            at = next(
-                (i for i, (_, call_id, _) in enumerate(open_calls) if call_id and call_id == turn.tool_call_id), 0
-            )
-            call, _, name = open_calls.pop(at)
-            message["name"] = words.result_name(number, call, name)
+            ids = [call_id for call_id, _ in open_calls]
+            at = ids.index(turn.tool_call_id) if turn.tool_call_id and turn.tool_call_id in ids else 0
+            message["name"] = open_calls.pop(at)[1]
         messages.append(message)
     return messages, tools
 
 
 def _content(
-    conversation: Conversation, number: int, turn: Turn, parts: tuple[Part, ...], words: Words, as_list: bool
+    conversation: Conversation, number: int, turn: Turn, parts: tuple[Part, ...], marks: Marks | None, as_list: bool
 ) -> str | list[dict[str, Any]]:
-    answer = turn.role == "assistant"
-    if len(parts) == 1 and isinstance(parts[0], str):  # nearly all turns
-        alone = words.text(number, parts[0], answer=answer)
-        return [{"type": "text", "text": alone}] if as_list else alone
+    def written(text: str) -> str:
+        return marks.text(number, text, answer=turn.role == "assistant") if marks else text
+
     if any(isinstance(part, MediaPart) for part in parts):
         return [
-            {"type": "text", "text": words.text(number, part, answer=answer)}
+            {"type": "text", "text": written(part)}
             if isinstance(part, str)
             else {"type": conversation.media[part.index].kind}
             for part in parts
         ]
-    text = words.text(number, "".join(part for part in parts if isinstance(part, str)), answer=answer)
+    text = written("".join(part for part in parts if isinstance(part, str)))
     return [{"type": "text", "text": text}] if as_list else text
 
 
-def _call(
-    turn: int,
-    number: int,
-    call: Mapping[str, Any],
-    words: Words,
-    passing: Passing,
-    made: list[tuple[tuple[int, int], str | None, str]],
-) -> dict[str, Any]:
-    import json
-
+def _call(turn: int, call: Mapping[str, Any], marks: Marks | None, passing: Passing) -> tuple[dict[str, Any], str]:
+    """A call as the template takes it, and its name."""
     function = call.get("function")
     inner: Mapping[str, Any] = function if isinstance(function, Mapping) else call
     name, arguments = inner.get("name"), inner.get("arguments")
     if not isinstance(name, str) or "arguments" not in inner:
         raise SampleRejected("bad_record", f"a tool call of turn {turn + 1} has no name or no arguments")
-    made.append(((turn, number), call.get("id"), name))
-    name, written = words.call(turn, number, name), words.arguments(turn, arguments)
-    if passing.arguments_as_text and not isinstance(written, str):
-        written = json.dumps(written, ensure_ascii=False)
-    changed = {**inner, "name": name, "arguments": written}
-    return {**call, "function": changed} if inner is function else changed
+    if marks:
+        name, arguments = marks.name(turn, "call", name), marks.arguments(turn, arguments)
+    if passing.arguments_as_text and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    changed = {**inner, "name": name, "arguments": arguments}
+    return ({**call, "function": changed} if inner is function else changed), name
 
 
-def _definition(tool: Mapping[str, Any], write: Callable[[str], str]) -> dict[str, Any]:
+def _definition(tool: Mapping[str, Any], marks: Marks | None) -> dict[str, Any]:
     function = tool.get("function")
-    if isinstance(function, Mapping) and isinstance(function.get("name"), str):
-        return {**tool, "function": {**function, "name": write(function["name"])}}
-    return {**tool, "name": write(tool["name"])} if isinstance(tool.get("name"), str) else dict(tool)
+    inner: Mapping[str, Any] = function if isinstance(function, Mapping) else {}
+    inner = inner if isinstance(inner.get("name"), str) else tool
+    if marks is None or not isinstance(inner.get("name"), str):
+        return dict(tool)
+    named = {**inner, "name": marks.name(DEFINITIONS, "definition", inner["name"])}
+    return {**tool, "function": named} if inner is function else named
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """A rendering, split at its marks.
+
+    Attributes:
+        frames: the template's text around the marks, one more than there are marks.
+        order: index of the piece of each mark; a piece that is shown twice has two marks.
+        pieces: of the conversation that this was made from; others of its structure have the same, with other values.
+    """
+
+    frames: tuple[str, ...]
+    order: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @classmethod
+    def of(cls, marked: str, pieces: Sequence[Piece]) -> Layout:
+        """Splits a rendering at its marks."""
+        frames, order, cursor = [], [], 0
+        for start, end, piece in find_marks(marked):
+            if piece >= len(pieces):
+                continue  # a number in the template that looks like a mark
+            frames.append(marked[cursor:start])
+            order.append(piece)
+            cursor = end
+        return cls(frames=(*frames, marked[cursor:]), order=tuple(order), pieces=tuple(pieces))
+
+    def missing(self) -> list[int]:
+        """Indices of the pieces that are not shown."""
+        shown = set(self.order)
+        return [piece for piece in range(len(self.pieces)) if piece not in shown]
+
+    def disorder(self) -> tuple[int, int] | None:
+        """Two turns (earlier, later) of which the later one is shown first; None if all are in order."""
+        shown: set[int] = set()
+        latest = DEFINITIONS
+        for piece in self.order:
+            turn = self.pieces[piece].turn
+            if piece in shown or turn == DEFINITIONS:
+                continue
+            shown.add(piece)
+            if turn < latest:
+                return turn, latest
+            latest = turn
+        return None
+
+    def places_of_turns(self) -> dict[int, tuple[int, int]]:
+        """First and last mark of every turn that has one, repetitions left out."""
+        shown: set[int] = set()
+        places: dict[int, tuple[int, int]] = {}
+        for at, piece in enumerate(self.order):
+            turn = self.pieces[piece].turn
+            if piece not in shown and turn != DEFINITIONS:
+                shown.add(piece)
+                places[turn] = (places.get(turn, (at, at))[0], at)
+        return places
+
+    def walk(self, text: str, pieces: Sequence[Piece]) -> tuple[list[tuple[int, int]], int | None]:
+        """Finds the characters ``[start, end)`` that stand in place of each mark.
+
+        Args:
+            text: a rendering of a conversation of this structure.
+            pieces: of that conversation.
+
+        Returns:
+            The places and None; if a piece appears in an unknown form, the places before it and its index.
+        """
+        places: list[tuple[int, int]] = []
+        at = len(self.frames[0])
+        if not text.startswith(self.frames[0]):
+            return places, self.order[0] if self.order else 0
+        for piece, frame in zip(self.order, self.frames[1:], strict=True):
+            found = pieces[piece]
+            core = found.value
+            end = at + len(core) if isinstance(core, str) else -1
+            if end < 0 or not text.startswith(core, at) or not text.startswith(frame, end):  # type: ignore[arg-type]
+                ends = (at + len(form) for form in found.forms() if text.startswith(form, at))
+                end = next((end for end in ends if text.startswith(frame, end)), -1)
+                if end < 0:
+                    return places, piece
+            places.append((at, end))
+            at = end + len(frame)
+        return places, None if at == len(text) else self.order[-1] if self.order else 0
+
+
+def names_of(pieces: Sequence[Piece], turns: Sequence[Turn], missing: Sequence[int]) -> str:
+    """What is missing, in words: ``the call 'weather' of turn 2 (assistant)``."""
+    words: list[str] = []
+    called = {pieces[index].turn for index in missing if pieces[index].kind == "call"}
+    for index in missing:
+        piece = pieces[index]
+        if piece.kind == "argument" and piece.turn in called:
+            continue  # its call is missing too
+        value = str(piece.value)
+        short = repr(value if len(value) <= 40 else value[:39] + "…")
+        if piece.kind == "definition":
+            words.append(f"the definition of the tool {short}")
+            continue
+        what = {"text": "text", "thinking": "thinking", "call": "call", "argument": "argument"}.get(piece.kind, "name")
+        words.append(f"the {what} {short} of turn {piece.turn + 1} ({turns[piece.turn].role})")
+    more = f" and {len(words) - 3} more" if len(words) > 3 else ""
+    return ", ".join(words[:3]) + more

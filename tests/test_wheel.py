@@ -21,7 +21,7 @@ import pytest
 from bench import environments
 from packaging.requirements import Requirement
 
-from energon_packing.cli.extras import EXTRA_OF
+from energon_packing.cli.main import EXTRA_OF
 from energon_packing.cli.main import SUBCOMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]

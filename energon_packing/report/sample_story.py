@@ -96,7 +96,11 @@ def story_in_plan(key: str, path: Path) -> list[Event]:
     from energon_packing.offline.plan import Plan
     from energon_packing.offline.plan_explanation import explanation
 
-    found = explanation(Plan.open(path), key)
+    return events_of_plan(explanation(Plan.open(path), key))
+
+
+def events_of_plan(found: dict[str, Any]) -> list[Event]:
+    """What `energon_packing.offline.plan_explanation.explanation` says about a key."""
     events = []
     for each in found["packed"]:
         beside = ", ".join(other["sample"] for other in each["beside"][:5])

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from click.testing import CliRunner, Result
 
 from energon_packing.cli.main import cli
@@ -146,26 +145,6 @@ def test_the_summary_is_what_the_run_will_do(good: Path) -> None:
     assert summary["micro_batches_per_step"] == 2
     assert summary["max_tokens_per_step"] == 8 * 4096
     assert summary["world_size_assumed"] is False
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_file_is_fixed_in_a_new_file_that_is_valid_and_the_difference_is_shown(good: Path, name: str) -> None:
-    overrides, _, _ = BROKEN[name]
-    before = good.read_text()
-    result = run(str(good), "--no-bridge", "--fix", *sets(overrides))
-    assert result.exit_code == 0, result.stdout
-    assert "+++" in result.stdout
-    written = good.with_name("run.fixed.yaml")
-    assert "run.fixed.yaml" in result.stdout
-    assert run(str(written), "--no-bridge").exit_code == 0
-    assert good.read_text() == before
-
-
-def test_a_file_without_fault_is_written_as_it_is(good: Path) -> None:
-    code, answer = run_json(str(good), "--no-bridge", "--fix")
-    assert code == 0
-    assert answer["fix"]["changes"] == {}
-    assert yaml.safe_load(good.with_name("run.fixed.yaml").read_text()) == yaml.safe_load(GOOD)
 
 
 ARGUMENTS = "--tensor-model-parallel-size 2 --context-parallel-size 2 --sequence-parallel --seq-length 4096"

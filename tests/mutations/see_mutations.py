@@ -41,7 +41,7 @@ SEE_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=63,
         name="a rank that stopped writing passes as running",
-        test="tests/cli/test_watch.py::test_a_rank_that_stopped_writing_is_named_and_exits_with_1",
+        test="tests/test_metrics_report.py::test_a_rank_is_silent_after_a_minute_and_five_of_its_lines_or_as_long_as_is_said",
         oracle="the definition",
         edits=(("metrics_report.py", '"silent" if ago > waits else "running"', '"running"'),),
     ),

@@ -49,7 +49,7 @@ def explain(
         events = story_in_plan(key, path)
     else:
         events = story_in_dataset(key, str(path), load_config(config_path, overrides), ledger=ledger)
-    told = {"key": key, "path": str(path), "events": [event.to_json() for event in events]}
+    told = {"key": key, "path": str(path), "events": [event._asdict() for event in events]}
     answer(told, as_json, _show, ensure_ascii=False, indent=1)
 
 

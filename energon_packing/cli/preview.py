@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 from energon_packing.cli.options import AT_LEAST_0, AT_LEAST_1, NEW_FILE, config_options, json_option
-from energon_packing.cli.terminal import ShownProgress, answer, cell, counted, print_warnings, say
+from energon_packing.cli.terminal import ShownProgress, answer, cell, counted, dropped_lines, panel, print_warnings, say
 from energon_packing.config import load_config
 from energon_packing.errors import UserError
 from energon_packing.report.excerpt import Piece, excerpt, visible
@@ -129,32 +128,11 @@ def _show_packs(views: Sequence[Mapping[str, Any]], width: int, multiple: int, t
     )
 
 
-def panel(title: str, parts: Iterable[Iterable[RenderableType]], lines: Iterable[str]) -> Panel:
-    """A pack for a terminal of any width: everything folds, nothing is cut off by a column.
-
-    Args:
-        title: the pack in a few words.
-        parts: for each segment what is shown of it.
-        lines: about the whole pack.
-    """
-    grid = Table.grid(padding=(0, 1))
-    grid.add_column(justify="right", no_wrap=True, style="bold")
-    grid.add_column(ratio=1, overflow="fold")
-    for number, part in enumerate(parts):
-        grid.add_row(str(number), Group(*part))
-    return Panel(Group(grid, cell("\n".join(map(visible, lines)), line_break="\n")), title=title, title_align="left")
-
-
-def dropped_lines(view: Mapping[str, Any]) -> list[str]:
-    """What was dropped before a pack."""
-    return [f"dropped before this pack: {each['key']} ({each['reason']}: {each['detail']})" for each in view["dropped"]]
-
-
 def pack_panel(view: Mapping[str, Any], text_width: int, *, colours: bool) -> Panel:
     """A pack of conversations.
 
     Args:
-        view: `energon_packing.report.preview.PackView` as plain values.
+        view: as `energon_packing.report.preview.describe` returns it.
         text_width: characters of text per segment.
         colours: whether the terminal has any.
     """

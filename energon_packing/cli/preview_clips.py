@@ -10,8 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.panel import Panel
 
-from energon_packing.cli.preview import dropped_lines, panel
-from energon_packing.cli.terminal import answer, cell, counted, say
+from energon_packing.cli.terminal import answer, cell, counted, dropped_lines, panel, say
 from energon_packing.ledger_place import without_ledger
 
 

@@ -26,7 +26,7 @@ from energon_packing.cli.options import (
     split_option,
     together,
 )
-from energon_packing.cli.terminal import ShownProgress, answer, cell, print_warnings, say, table
+from energon_packing.cli.terminal import ShownProgress, answer, print_warnings, say, table
 from energon_packing.config import RunConfig, load_config
 from energon_packing.errors import UserError
 

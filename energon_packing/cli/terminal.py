@@ -11,7 +11,8 @@ from typing import Any
 
 import click
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -86,6 +87,27 @@ def print_warnings(warnings: Iterable[str]) -> None:
     """Prints sentences that nobody should miss."""
     for sentence in warnings:
         Console().print(cell(f"warning: {sentence}", "yellow"))
+
+
+def panel(title: str, parts: Iterable[Iterable[RenderableType]], lines: Iterable[str]) -> Panel:
+    """A pack for a terminal of any width: everything folds, nothing is cut off by a column.
+
+    Args:
+        title: the pack in a few words.
+        parts: for each segment what is shown of it.
+        lines: about the whole pack.
+    """
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(justify="right", no_wrap=True, style="bold")
+    grid.add_column(ratio=1, overflow="fold")
+    for number, part in enumerate(parts):
+        grid.add_row(str(number), Group(*part))
+    return Panel(Group(grid, cell("\n".join(map(visible, lines)), line_break="\n")), title=title, title_align="left")
+
+
+def dropped_lines(view: Mapping[str, Any]) -> list[str]:
+    """What was dropped before a pack."""
+    return [f"dropped before this pack: {each['key']} ({each['reason']}: {each['detail']})" for each in view["dropped"]]
 
 
 class ShownProgress:

@@ -173,13 +173,5 @@ def _show_explanation(result: dict[str, Any]) -> None:
     from energon_packing.report.sample_story import events_of_plan
 
     for event in events_of_plan(result):
-        say(
-            f"{event.outcome}: {event.text}"
-            + (
-                f" (setting: {event.setting})"
-                if event.setting
-                else ""
-                if event.outcome == "ok"
-                else " (whatever the plan)"
-            )
-        )
+        decided = f" (setting: {event.setting})" if event.setting else " (whatever the plan)"
+        say(f"{event.outcome}: {event.text}{decided if event.outcome != 'ok' else ''}")

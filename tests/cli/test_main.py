@@ -94,10 +94,6 @@ def test_a_usage_error_with_json_is_an_object_too(group: CommandGroup) -> None:
     assert "--no-such-option" in json.loads(result.stdout)["error"]
 
 
-def test_an_error_of_clicks_own_is_2_and_not_1(group: CommandGroup) -> None:
-    assert run(group, "end", "click").exit_code == 2
-
-
 @pytest.mark.parametrize(("how", "name"), [("bug", "ZeroDivisionError"), ("missing", "FileNotFoundError")])
 def test_a_bug_names_its_exception_and_asks_for_a_report_without_a_traceback(
     group: CommandGroup, how: str, name: str
@@ -169,12 +165,6 @@ def test_a_removed_name_answers_with_its_new_place(words: list[str]) -> None:
     name = words[0] if words[0] in REMOVED else "validate --fix"
     assert (result.exit_code, REMOVED[name] in " ".join(result.stderr.split())) == (2, True)
     assert REMOVED[name] in json.loads(run(cli, *words, "--json").stdout)["error"]
-
-
-def test_version_prints_a_version() -> None:
-    result = run(cli, "--version")
-    assert result.exit_code == 0
-    assert result.stdout.startswith("energon-packing ")
 
 
 def test_help_lists_every_command_and_imports_nothing_heavy() -> None:

@@ -101,13 +101,6 @@ def test_a_broken_configuration_exits_with_1_and_names_rule_values_and_mend(good
     assert "not valid" in text.stdout
 
 
-@pytest.mark.parametrize("name", [name for name in BROKEN if name not in ("7", "8")])
-def test_a_configuration_that_breaks_one_rule_is_told_of_that_rule_only(good: Path, name: str) -> None:
-    overrides, expected, _ = BROKEN[name]
-    _, answer = run_json(str(good), "--no-bridge", *sets(overrides))
-    assert [rule["rule"] for rule in answer["rules"] if rule["verdict"] == "error"] == [expected]
-
-
 @pytest.mark.skipif(installed_version("megatron-bridge") is None, reason="Megatron-Bridge is not installed")
 @pytest.mark.parametrize("name", ["good", *BROKEN])
 def test_the_installed_bridge_says_the_same(good: Path, name: str) -> None:
@@ -207,12 +200,6 @@ def test_the_step_of_megatron_lm_arguments_is_judged() -> None:
     result = run(*arguments)
     outcomes = {rule["rule"]: rule["verdict"] for rule in json.loads(result.stdout)["rules"]}
     assert outcomes["ours/step-reads-packs"] == "error"
-
-
-def test_a_world_size_that_does_not_fit_is_refused(good: Path) -> None:
-    code, answer = run_json(str(good), "--no-bridge", "--world-size", "6")
-    assert code == 1
-    assert "bridge/world-size" in [rule["rule"] for rule in answer["rules"] if rule["verdict"] == "error"]
 
 
 def test_warnings_and_notes_do_not_fail_a_run(good: Path) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -153,13 +152,6 @@ def test_the_template_writes_chatml_with_system_prompt_media_and_both_speakers(t
     )
 
 
-def test_content_as_text_and_as_a_list_of_parts_renders_alike(tokenizer: Any) -> None:
-    texts = [("user", "What is it?"), ("assistant", "A circle."), ("tool", "{}"), ("assistant", "")]
-    plain = [{"role": role, "content": text} for role, text in texts]
-    parts = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in texts]
-    assert tokenizer.apply_chat_template(plain, tokenize=False) == tokenizer.apply_chat_template(parts, tokenize=False)
-
-
 def test_tool_calls_and_results_are_written_in_the_hermes_form(tokenizer: Any) -> None:
     calls = [
         {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}},
@@ -183,45 +175,3 @@ def test_tool_calls_and_results_are_written_in_the_hermes_form(tokenizer: Any) -
         '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>\n'
         "<|im_start|>user\n<tool_response>\n3\n</tool_response>\n<tool_response>\n4\n</tool_response><|im_end|>\n"
     ) in text
-
-
-@pytest.mark.parametrize(
-    "message", [{"role": "narrator", "content": "x"}, {"role": "user", "content": [{"type": "x"}]}]
-)
-def test_the_template_refuses_what_it_does_not_know(tokenizer: Any, message: dict[str, Any]) -> None:
-    from jinja2.exceptions import TemplateError
-
-    with pytest.raises(TemplateError, match=r"Unknown role|content part"):
-        tokenizer.apply_chat_template([message], tokenize=False)
-
-
-@pytest.mark.parametrize("name", VISION)
-@pytest.mark.parametrize("size", [(56, 56), (64, 96), (224, 224), (640, 480), (1920, 1080), (1080, 1920)])
-def test_an_image_costs_16_to_320_tokens(processors: dict[str, Any], name: str, size: tuple[int, int]) -> None:
-    from PIL import Image
-
-    processor = processors[name]
-    result = processor(text=["<|image_pad|>"], images=[Image.new("RGB", size)], return_tensors="pt")
-    grid = result["image_grid_thw"][0].tolist()
-    tokens = int((result["input_ids"] == processor.image_token_id).sum())
-    assert tokens == grid[1] * grid[2] // 4
-    assert 16 <= tokens <= 320
-
-
-@pytest.mark.parametrize("name", VISION)
-@pytest.mark.parametrize(("frames", "fps"), [(8, 30), (30, 30), (75, 25), (32, 8)])
-def test_a_video_is_sampled_at_two_frames_a_second_and_costs_at_most_600_tokens(
-    processors: dict[str, Any], name: str, frames: int, fps: int
-) -> None:
-    from transformers.video_utils import VideoMetadata
-
-    processor = processors[name]
-    result = processor(
-        text=["<|video_pad|>"],
-        videos=[np.zeros((frames, 180, 240, 3), np.uint8)],
-        video_metadata=[VideoMetadata(total_num_frames=frames, fps=float(fps), duration=frames / fps)],
-        return_tensors="pt",
-    )
-    steps = result["video_grid_thw"][0][0].item()
-    assert steps == max(4, round(frames / fps * 2)) // 2
-    assert 16 <= int((result["input_ids"] == processor.video_token_id).sum()) <= 600

@@ -80,11 +80,10 @@ def stats_report(
             seed=seed,
         )
     )
-    planned = [planned_packing(samples, run)] if samples.kind == "plan" else []
     return {
         **statistics(samples),
         "global_batch_size": run.training.global_batch_size,
-        "plan": planned[0] if planned else None,
+        "plan": planned_packing(samples, run) if samples.kind == "plan" else None,
         "packing": compared,
         "recommendation": recommendation(samples, run, compared),
     }
@@ -251,7 +250,6 @@ def planned_packing(samples: StatsSamples, run: RunConfig) -> dict[str, Any]:
     row, multiple, packs = (samples.planned[name] for name in ("seq_length", "multiple", "packs"))
     sizes = _sizes(samples)
     aligned = int(array_limits.length_units(PackLimits(tokens=row, multiple=multiple), sizes).sum()) * multiple
-    room = packs * row
     cost = np.bincount(samples.pack, sizes.cost.astype(np.float64), packs)
     return {
         "seq_length": row,
@@ -259,9 +257,7 @@ def planned_packing(samples: StatsSamples, run: RunConfig) -> dict[str, Any]:
         "window": None,
         "oversize": samples.dropped["oversize"] + samples.dropped["over_limit"],
         "lost": None,
-        "fill": int(samples.tokens.sum()) / room,
-        "alignment": (aligned - int(samples.tokens.sum())) / room,
-        "tail": 1 - aligned / room,
+        **_shares(int(samples.tokens.sum()), aligned, packs * row),
         "error": 0.0,
         "packs": packs,
         "packs_error": 0,
@@ -269,6 +265,11 @@ def planned_packing(samples: StatsSamples, run: RunConfig) -> dict[str, Any]:
         "samples_per_pack": len(sizes) / packs,
         "cost_spread": float(cost.std() / cost.mean()),
     }
+
+
+def _shares(tokens: int, aligned: int, room: int) -> dict[str, float]:
+    """What the tokens of all rows are: of samples, of their alignment, or of a row's tail."""
+    return {"fill": tokens / room, "alignment": (aligned - tokens) / room, "tail": 1 - aligned / room}
 
 
 def recommendation(samples: StatsSamples, run: RunConfig, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -409,23 +410,22 @@ def _packed(
     order = groups.order[: int(offsets[packs])]
     of_pack = np.repeat(np.arange(packs), np.diff(offsets[: packs + 1]))
     real = np.bincount(of_pack, part.tokens[order], packs)
-    aligned = np.bincount(of_pack, units[order] * limits.multiple, packs)
     cost = np.bincount(of_pack, part.cost[order].astype(np.float64), packs)
-    room = packs * limits.tokens
-    fill = float(real.sum() / room)
+    aligned = int(units[order].sum()) * limits.multiple
+    shares = _shares(int(part.tokens[order].sum()), aligned, packs * limits.tokens)
+    fill = shares["fill"]
     # As many rows as the tokens of all samples need at this fill.
     rows = float(tokens[kept].sum()) * scale / (fill * limits.tokens)
     all_tokens = np.concatenate([tokens[kept], np.zeros(samples.measured - kept.size)])
     relative = 0.0 if samples.whole else mean_error(samples, all_tokens) / max(float(all_tokens.mean()), 1e-9)
     error = 0.0 if whole else Z * float(real.std() / limits.tokens) / math.sqrt(packs)
+    made = packs if whole else round(rows)
     found |= {
-        "fill": fill,
-        "alignment": float((aligned.sum() - real.sum()) / room),
-        "tail": float(1 - aligned.sum() / room),
+        **shares,
         "error": error,
-        "packs": packs if whole else round(rows),
+        "packs": made,
         "packs_error": round(rows * math.hypot(relative, error / fill)),
-        "steps": (packs if whole else round(rows)) // run.training.global_batch_size,
+        "steps": made // run.training.global_batch_size,
         "samples_per_pack": order.size / packs,
         "cost_spread": float(cost.std() / cost.mean()),
     }

@@ -15,18 +15,18 @@ WIDTH = 340
 LEFT, RIGHT = 86, 54
 PANELS = 3
 """Panels of a picture beside each other."""
-_SUFFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k"))
+_SUFFIXES = ((1e12, 1e12, "T"), (1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k"))
 
 
 def number(value: float, error: float = 0) -> str:
     """A count or mean in at most four digits, with its error where that shows in them."""
-    for size, suffix in _SUFFIXES:
+    error = error if error >= 1e-3 * abs(value) else 0
+    for size, unit, suffix in _SUFFIXES:
         if abs(value) >= size:
-            unit = 1e3 if suffix == "k" else size
             text = f"{value / unit:.3g}" if abs(value) < 100 * unit else f"{value / unit:,.0f}"
-            return f"{text}{suffix}" + (f" \u00b1{error / unit:.2g}{suffix}" if error >= 1e-3 * abs(value) else "")
+            return f"{text}{suffix}" + (f" \u00b1{error / unit:.2g}{suffix}" if error else "")
     text = f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 100 else f"{value:.3g}"
-    return text + (f" \u00b1{error:,.2g}" if error and error >= 1e-3 * abs(value) else "")
+    return text + (f" \u00b1{error:,.2g}" if error else "")
 
 
 def share(value: float) -> str:

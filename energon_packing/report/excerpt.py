@@ -95,7 +95,7 @@ def _kept(piece: Piece, level: int) -> tuple[int, int]:
     size = len(piece.text)
     if size <= level:
         return 0, size
-    import regex  # of the extra vlm: transformers needs it
+    import regex  # type: ignore[import-untyped]  # of the extra vlm: transformers needs it
 
     bounds = [0, *(sign.end() for sign in regex.finditer(r"\X", piece.text))]
     if piece.trained:

@@ -268,9 +268,8 @@ training: {global_batch_size: 8, model: qwen3_vl, step: vlm_step}
         (["validate", "RUN", "--no-bridge"], {*LOADERS, "httpx", "requests", "numpy", "asyncio"}),
         (["validate", "RUN", "--no-bridge", "--no-data"], {*LOADERS, "httpx", "requests", "numpy", "asyncio"}),
         (["convert", "--help"], {*LOADERS, *HUB}),
-        (["fill", "--help"], {*LOADERS, *HUB}),
+        (["stats", "--help"], {*LOADERS, *HUB}),
         (["preview", "--help"], {*LOADERS, *HUB}),
-        (["parity", "--help"], {*LOADERS, *HUB}),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from energon_packing.cli.counted import counted
+from energon_packing.cli.terminal import counted
 from energon_packing.validate.rules.loader import loader_bytes
 from energon_packing.validate.run_view import RunView
 

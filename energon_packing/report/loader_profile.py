@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import math
 import resource
 import time
@@ -11,12 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from megatron.energon import stateless
 from megatron.energon.cache import FileStore
 
 from energon_packing.config import RunConfig
-from energon_packing.energon.loader import task_encoder_of
-from energon_packing.energon.samples import ConversationSample, MeasuredSample, Pack, RenderedSample
+from energon_packing.energon.loader import build_task_encoder
+from energon_packing.energon.samples import MeasuredSample, RenderedSample
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import UserError
 from energon_packing.ledger import without_ledger
@@ -74,64 +75,48 @@ class StageClock:
             self._running.pop()
 
 
-class TimedTaskEncoder(PackingTaskEncoder):
-    """A task encoder that counts the time of its stages; for loaders without workers.
+def timed_task_encoder(run: RunConfig, clock: StageClock) -> PackingTaskEncoder:
+    """A task encoder whose stages are counted; for loaders without workers."""
+    encoder = build_task_encoder(run)
+    family = getattr(encoder.encoder, "family", None)
+    for owner, name, stage in (
+        (family, "pixels", "pixels"),
+        (encoder, "preencode_sample", "measure"),
+        (encoder, "select_pack", "select"),
+        (encoder, "pack_selected_samples", "assemble"),
+    ):
+        if owner is not None:
+            setattr(owner, name, _timed(getattr(owner, name), clock, stage))
+    render = encoder.postencode_sample
 
-    Attributes:
-        clock: of the stages.
-    """
-
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
-        self.clock = StageClock()
-        for encoder in self.encoders:
-            family = getattr(encoder, "family", None)
-            if family is not None:
-                family.pixels = self._timed(family.pixels, "pixels")
-
-    def _timed(self, function: Callable[..., Any], stage: str) -> Callable[..., Any]:
-        def timed(*arguments: Any, **settings: Any) -> Any:
-            with self.clock.stage(stage):
-                return function(*arguments, **settings)
-
-        return timed
-
-    @stateless
-    def preencode_sample(self, sample: ConversationSample) -> MeasuredSample:
-        """See `PackingTaskEncoder.preencode_sample`."""
-        with self.clock.stage("measure"):
-            return super().preencode_sample(sample)
-
-    @stateless
-    def postencode_sample(self, sample: MeasuredSample) -> RenderedSample:
-        """See `PackingTaskEncoder.postencode_sample`."""
+    @functools.wraps(render)  # Energon asks a method whether it is stateless
+    def timed(sample: MeasuredSample) -> RenderedSample:
         store = sample.store
-        if store is not None:
-            sample.store = _TimedStore(store, self.clock)
+        sample.store = None if store is None else _TimedStore(store, clock)
         try:
-            with self.clock.stage("decode" if store is not None else "text rows"):
-                return super().postencode_sample(sample)
+            with clock.stage("text rows" if store is None else "decode"):
+                return render(sample)
         finally:
             sample.store = store
 
-    def select_pack(self, samples: Sequence[MeasuredSample], ended: bool) -> list[int]:
-        """See `WindowTaskEncoder.select_pack`."""
-        with self.clock.stage("select"):
-            return super().select_pack(samples, ended)
+    encoder.postencode_sample = timed  # type: ignore[method-assign]
+    return encoder
 
-    @stateless
-    def pack_selected_samples(self, samples: list[RenderedSample]) -> Pack:
-        """See `PackingTaskEncoder.pack_selected_samples`."""
-        with self.clock.stage("assemble"):
-            return super().pack_selected_samples(samples)
+
+def _timed(function: Callable[..., Any], clock: StageClock, stage: str) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def timed(*arguments: Any, **settings: Any) -> Any:
+        with clock.stage(stage):
+            return function(*arguments, **settings)
+
+    return timed
 
 
 class _TimedStore(FileStore[bytes]):
     """A store whose reads are counted."""
 
     def __init__(self, inner: FileStore[bytes], clock: StageClock) -> None:
-        self._inner = inner
-        self._clock = clock
+        self._inner, self._clock = inner, clock
 
     def __getitem__(self, key: str) -> Any:
         with self._clock.stage("read media"):
@@ -197,30 +182,27 @@ def loader_profile(
 
 def _counted(run: RunConfig, packs: int, progress: Callable[[str, int, int], None]) -> dict[str, Any]:
     # One process, so that its clock sees all of the work.
-    encoder = dataclasses.replace(run.encoder, decode_in_child=False)
-    alone = dataclasses.replace(run, data=dataclasses.replace(run.data, workers=0), encoder=encoder)
-    encoder = task_encoder_of(alone, TimedTaskEncoder)
-    loader = iter(open_loader(alone, task_encoder=encoder))
+    settings = dataclasses.replace(run.encoder, decode_in_child=False)
+    alone = dataclasses.replace(run, data=dataclasses.replace(run.data, workers=0), encoder=settings)
+    clock = StageClock()
+    loader = iter(open_loader(alone, task_encoder=timed_task_encoder(alone, clock)))
     samples = tokens = media = done = 0
     progress("profile", 0, packs)
-    if next(loader, None) is not None:  # fills the window, which a long run does once
-        encoder.clock.restart()
-        began = time.perf_counter()
-        for done in range(1, packs + 1):
-            pack = next(loader, None)
-            if pack is None:
-                done -= 1
-                break
-            samples += len(pack.keys)
-            tokens += pack.batch.real_tokens
-            counts = [each[: pack.batch.num_samples] for each in pack.batch.visual_counts.values()]
-            media += sum(any(own) for own in zip(*counts, strict=True))
-            progress("profile", done, packs)
-        encoder.clock.count()
-        wall = time.perf_counter() - began
+    next(loader, None)  # fills the window, which a long run does once
+    clock.restart()
+    began = time.perf_counter()
+    for pack in itertools.islice(loader, packs):
+        done += 1
+        samples += len(pack.keys)
+        tokens += pack.batch.real_tokens
+        counts = [each[: pack.batch.num_samples] for each in pack.batch.visual_counts.values()]
+        media += sum(any(own) for own in zip(*counts, strict=True))
+        progress("profile", done, packs)
+    clock.count()
+    wall = time.perf_counter() - began
     if done == 0:
         raise UserError(f"{run.data.path} gives fewer than two packs, too few to measure; set data.repeat=true.")
-    cpu = sum(encoder.clock.seconds.values())
+    cpu = sum(clock.seconds.values())
     return {
         "packs": done,
         "samples": samples,
@@ -237,7 +219,7 @@ def _counted(run: RunConfig, packs: int, progress: Callable[[str, int, int], Non
                 "ms_per_sample": 1e3 * seconds / max(samples, 1),
                 "share": seconds / cpu if cpu else 0.0,
             }
-            for name, seconds in encoder.clock.seconds.items()
+            for name, seconds in clock.seconds.items()
         ],
     }
 
@@ -248,9 +230,5 @@ def _handed_over(run: RunConfig, packs: int) -> float:
     loader = iter(open_loader(one))
     next(loader, None)
     began = time.process_time()
-    taken = 0
-    for _ in range(packs):
-        if next(loader, None) is None:
-            break
-        taken += 1
+    taken = sum(1 for _ in itertools.islice(loader, packs))
     return (time.process_time() - began) / max(taken, 1)

@@ -11,6 +11,8 @@ import gzip
 import hashlib
 import html
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -87,26 +89,13 @@ def page(title: str, body: str, *, style: str = "", script: str = "") -> str:
     )
 
 
-def check_place(path: Path) -> None:
-    """Called before long work whose result goes into a file.
-
-    Raises:
-        UserError: its directory does not exist.
-    """
-    if not path.parent.is_dir():
-        raise UserError(f"{path} cannot be written: there is no directory {path.parent}.")
-
-
-def write_page(path: Path, text: str) -> None:
-    """Writes a page.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raises a `UserError` about the file where what is inside cannot write it."""
     try:
-        path.write_text(text, encoding="utf-8")
+        yield
     except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}.") from error
+        raise UserError(f"{error.filename or path} cannot be written: {error.strerror or error}.") from error
 
 
 def _json(values: Any) -> bytes:

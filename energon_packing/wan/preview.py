@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 from collections.abc import Iterable
 from typing import Any
 
-import click
-from rich.console import Console, Group
+from rich.console import Console
 from rich.panel import Panel
-from rich.table import Table
-from rich.text import Text
 
-from energon_packing.cli.counted import counted
+from energon_packing.cli.terminal import answer, cell, counted, dropped_lines, panel, say
 from energon_packing.ledger import without_ledger
-from energon_packing.report.excerpt import visible
 from energon_packing.wan.task_encoder import ClipPack
 
 
@@ -83,41 +78,38 @@ def preview_clips(dataset: str, config_path: str | None, overrides: Iterable[str
     width = config.packing.seq_length
     loader = open_loader(without_ledger(config))
     views = [describe_clips(pack, seq_length=width) for pack in itertools.islice(loader, packs)]
-    if as_json:
-        click.echo(json.dumps({"dataset": dataset, "seq_length": width, "packs": views}, indent=2))
-        return
-    console = Console()
-    for view in views:
-        console.print(_panel(view))
-    real, patches = sum(view["real_patches"] for view in views), sum(view["patches"] for view in views)
-    clips = counted(sum(len(view["clips"]) for view in views), "clip")
-    console.print(
-        f"{counted(len(views), 'pack')}, {clips}, {real:,} patches in rows of {width}: "
-        f"fill {real / max(1, len(views)) / width:.2%}, padding {patches - real:,} patches (multiple {config.multiple})"
-    )
 
-
-def _panel(view: dict) -> Panel:
-    table = Table.grid(padding=(0, 1))
-    table.add_column(justify="right", no_wrap=True, style="bold")
-    table.add_column(ratio=1, overflow="fold")
-    for number, clip in enumerate(view["clips"]):
-        facts = (
-            f"start {clip['start']} \u00b7 patches {clip['patches']} \u00b7 grid {'x'.join(map(str, clip['grid']))} "
-            f"\u00b7 pad {clip['padding']} \u00b7 text start {clip['text_start']} \u00b7 text tokens "
-            f"{clip['text_tokens']} \u00b7 text pad {clip['text_padding']} \u00b7 weight {clip['weight']:g}"
+    def show(_: Any) -> None:
+        for view in views:
+            Console().print(_panel(view))
+        real, patches = sum(view["real_patches"] for view in views), sum(view["patches"] for view in views)
+        clips = counted(sum(len(view["clips"]) for view in views), "clip")
+        say(
+            f"{counted(len(views), 'pack')}, {clips}, {real:,} patches in rows of {width}: fill "
+            f"{real / max(1, len(views)) / width:.2%}, padding {patches - real:,} patches (multiple {config.multiple})"
         )
-        name = Text(visible(clip["key"] or "(padding)"), style="bold", overflow="fold")
-        table.add_row(str(number), Group(name, Text(facts, style="cyan", overflow="fold")))
-    lines = [
-        f"latents {list(view['latents'])}, context {list(view['context'])}",
-        *(
-            visible(f"dropped before this pack: {entry['key']} ({entry['reason']}: {entry['detail']})")
-            for entry in view["dropped"]
-        ),
+
+    answer({"dataset": dataset, "seq_length": width, "packs": views}, as_json, show, indent=2)
+
+
+def _panel(view: dict[str, Any]) -> Panel:
+    parts = [
+        (
+            cell(clip["key"] or "(padding)", "bold"),
+            cell(
+                f"start {clip['start']} \u00b7 patches {clip['patches']} \u00b7 grid "
+                f"{'x'.join(map(str, clip['grid']))} \u00b7 pad {clip['padding']} \u00b7 text start "
+                f"{clip['text_start']} \u00b7 text tokens {clip['text_tokens']} \u00b7 text pad "
+                f"{clip['text_padding']} \u00b7 weight {clip['weight']:g}",
+                "cyan",
+            ),
+        )
+        for clip in view["clips"]
     ]
     title = (
         f"pack {view['index']}: {view['real_patches']} patches in a row of {view['patches']}, "
         f"{view['text_tokens']} text tokens, fill {view['fill']:.2%}"
     )
-    return Panel(Group(table, Text("\n".join(lines), overflow="fold")), title=title, title_align="left")
+    return panel(
+        title, parts, [f"latents {list(view['latents'])}, context {list(view['context'])}", *dropped_lines(view)]
+    )

@@ -1,4 +1,4 @@
-"""`energon-packing fill`: policies and data-parallel steps on a user's own lengths."""
+"""`energon-packing stats --fill`: policies and data-parallel steps on a user's own lengths."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LENGTHS = np.random.default_rng(0).integers(10, 900, 400)
 
 
 def fill(*arguments):
-    return CliRunner().invoke(cli, ["fill", *map(str, arguments)])
+    return CliRunner().invoke(cli, ["stats", "--fill", *map(str, arguments)])
 
 
 def rows(*arguments):

@@ -8,7 +8,9 @@ import time
 import pytest
 from rich.console import Console
 
-from energon_packing.cli.progress import ShownProgress
+from energon_packing.cli.terminal import ShownProgress
+
+LOG = Console(file=io.StringIO())
 
 
 def test_a_log_gets_a_line_every_half_minute_with_rate_and_time_left(
@@ -17,7 +19,7 @@ def test_a_log_gets_a_line_every_half_minute_with_rate_and_time_left(
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     stages, units = {"read": "reading", "write": "writing"}, {"read": "bytes", "write": "samples"}
-    with ShownProgress(Console(file=io.StringIO()), stages, quiet=False, units=units) as shown:
+    with ShownProgress(stages, quiet=False, units=units, console=LOG) as shown:
         shown("read", 0, 100_000_000)
         for second in range(1, 100):
             now = 1000.0 + second
@@ -44,7 +46,7 @@ def test_a_count_of_records_is_on_the_lines_of_its_stage(
     monkeypatch.setattr(time, "monotonic", lambda: now)
     units = {"records": "records", "read": "bytes", "write": "samples"}
     stages = {"read": "reading", "write": "writing"}
-    with ShownProgress(Console(file=io.StringIO()), stages, quiet=False, units=units) as shown:
+    with ShownProgress(stages, quiet=False, units=units, console=LOG) as shown:
         for second in range(0, 62, 2):
             now = float(second)
             shown("records", second * 500, 0)
@@ -64,7 +66,7 @@ def test_a_stage_without_a_unit_shows_its_share_alone(
 ) -> None:
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    with ShownProgress(Console(file=io.StringIO()), {"pack": "packing"}, quiet=False) as shown:
+    with ShownProgress({"pack": "packing"}, quiet=False, console=LOG) as shown:
         shown("pack", 0, 10)
         now = 31.0
         shown("pack", 5, 10)
@@ -72,7 +74,7 @@ def test_a_stage_without_a_unit_shows_its_share_alone(
 
 
 def test_what_libraries_print_meanwhile_does_not_come_before_the_report(capsys: pytest.CaptureFixture[str]) -> None:
-    with ShownProgress(Console(file=io.StringIO()), {"pack": "packing"}, quiet=True) as shown:
+    with ShownProgress({"pack": "packing"}, quiet=True, console=LOG) as shown:
         shown("pack", 0, 10)
         print("a worker died")
     print("{}")

@@ -100,11 +100,6 @@ def test_a_missing_thing_exits_with_1_and_is_the_one_that_is_named(run, name):
     assert "0 rules violated, 1 thing that the run reads cannot be used" in " ".join(text.stdout.split())
 
 
-def test_the_nearest_built_in_template_is_named(run):
-    _, looks, _ = validate(run, "encoder.chat_template=chatmll")
-    assert looks["chat-template"][0]["fix"] == "did you mean 'chatml'?"
-
-
 def test_all_four_at_once_are_named_in_one_run(run, data, tmp_path):
     """A blend, because a part of nothing cannot be missing."""
     blend = tmp_path / "blend.yaml"
@@ -119,14 +114,6 @@ def test_all_four_at_once_are_named_in_one_run(run, data, tmp_path):
     assert f"{tmp_path / 'nowhere'} does not exist (named in {blend})" in found["data-path"]
     assert "no split 'trian'; it has 'train', 'val'" in found["data-split"]
     assert looks["samples"][0]["outcome"] == "not looked at"
-
-
-def test_a_path_processor_and_template_that_are_missing_are_named_together(run):
-    code, looks, _ = validate(run, *(override for override, _, _ in MISSING.values()))
-    assert code == 1
-    assert [look["look"] for look in errors(looks)] == ["data-path", "processor", "chat-template"]
-    assert looks["data-split"][0]["at"] == "data.split: trian"
-    assert looks["data-split"][0]["outcome"] == "not looked at"
 
 
 def test_a_name_of_the_hub_that_is_not_here_is_said_and_the_network_is_left_alone(run, tmp_path, monkeypatch):
@@ -282,20 +269,6 @@ def test_one_conversation_that_the_template_cannot_show_is_an_error_and_one_that
     assert samples["outcome"] == "note"
     assert f"1 of {IN_TRAINING}" in samples["why"]
     assert "1 too_few_targets" in samples["why"]
-
-
-def test_conversations_of_which_none_can_be_trained_on_are_an_error(run):
-    code, looks, _ = validate(run, "packing.seq_length=16")
-    assert code == 1
-    (samples,) = looks["samples"]
-    assert f"all {IN_TRAINING} conversations are refused ({IN_TRAINING} oversize)" in samples["why"]
-
-
-def test_a_conversation_that_stops_the_run_is_an_error_with_its_key(run):
-    code, looks, _ = validate(run, "encoder.limits={max_tokens: 2, when_over: [raise]}")
-    assert code == 1
-    (samples,) = looks["samples"]
-    assert f"sample {samples['refused'][0]['key']} stops the run" in samples["why"]
 
 
 def test_without_data_and_processor_the_layout_is_judged_and_that_nothing_was_looked_at_is_said(tmp_path):

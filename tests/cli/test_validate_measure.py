@@ -113,14 +113,6 @@ def test_an_epoch_of_single_samples_has_as_many_rows_as_samples_and_no_fill(run,
     assert f"{kept} samples" in told_why
 
 
-def test_the_table_of_a_run_of_single_samples_counts_samples(run, packs):
-    kept = sum(len(pack.batch.sample_lengths) for pack in packs)
-    result = CliRunner().invoke(cli, ["validate", str(run), "--no-bridge", "--measure", "1000", *IN_BATCH])
-    assert result.exit_code == 0
-    assert f"about {kept} samples, {kept / 2} steps" in result.stdout
-    assert "expected" not in result.stdout
-
-
 def test_a_pair_counts_as_the_run_trains_it(tmp_path):
     """Its two answers are two rows, which packs hold; where samples are read singly, they stop the run."""
     pairs = [{"prompt": f"Why {n}?", "chosen": "Because.", "rejected": "No."} for n in range(4)]
@@ -159,24 +151,3 @@ def test_a_step_longer_than_an_epoch_is_warned_of(run):
     _, told, answer = validate(run, *arguments)
     assert told["steps_per_epoch"] < 1
     assert "ours/steps-an-epoch" in {rule["rule"] for rule in answer["rules"] if rule["verdict"] == "warning"}
-
-
-def test_without_measuring_nothing_is_told_of_the_data(run):
-    _, told, answer = validate(run)
-    assert told["measured_samples"] is told["expected_fill"] is told["packs_per_epoch"] is None
-    silent = {rule["rule"] for rule in answer["rules"] if rule["verdict"] == "not applicable"}
-    assert {"ours/longest-sample", "ours/steps-an-epoch"} <= silent
-
-
-def test_the_table_shows_what_was_measured(run):
-    result = CliRunner().invoke(cli, ["validate", str(run), "--no-bridge", "--measure", "20"])
-    assert result.exit_code == 0
-    assert "20 samples measured" in result.stdout
-    assert "expected" in result.stdout
-
-
-def test_a_data_set_that_is_not_there_exits_with_2_and_one_sentence(run):
-    result = CliRunner().invoke(cli, ["validate", str(run), "--no-bridge", "--measure", "5", "--set", "data.path=none"])
-    assert result.exit_code == 2
-    assert result.stderr.count("\n") == 1
-    assert "none" in result.stderr

@@ -192,22 +192,6 @@ def test_a_broken_recipe_is_refused_for_its_rule(recipe, size, overrides, rule):
     assert any(found.startswith(rule) for found, verdict in speaking(answer).items() if verdict == "error")
 
 
-def test_a_recipe_is_fixed_by_overrides_that_bridge_takes(tmp_path):
-    recipe = "bridge_configs.qwen3_vl:qwen3_vl_8b_sft"
-    sets = ["--set", "train.micro_batch_size=2", "--set", "ddp.overlap_grad_reduce=true"]
-    code, answer = validate(recipe, "--world-size", "8", "--step", "vlm_step", *sets, "--fix")
-    assert code == 0, speaking(answer)
-    assert answer["fix"]["changes"] == {
-        "train.micro_batch_size": 1,
-        "dataset.micro_batch_size": 1,
-        "train.global_batch_size": 8,
-        "dataset.seq_length": 16384,
-        "model.seq_length": 16384,
-        "ddp.overlap_grad_reduce": False,
-    }
-    assert (tmp_path / "qwen3_vl_8b_sft.fixed.yaml").is_file()
-
-
 def test_the_global_batch_that_keeps_the_tokens_of_an_unpacked_recipe_is_told():
     name = "megatron.bridge.recipes.qwen_vl:qwen3_vl_8b_sft_config"
     code, answer = validate(name, "--world-size", "8", "--tokens-per-sample", "512", "--no-bridge")
@@ -231,19 +215,6 @@ def test_a_serialised_bridge_configuration_is_judged(serialised):
     assert (code, speaking(answer), answer["bridge"]["verdict"]) == (0, WITHOUT_WEIGHTS, "accepts")
     code, answer = validate(str(serialised), "--world-size", "8", "--step", "qwen3_vl_step")
     assert (code, speaking(answer)) == (1, {"ours/step-reads-packs": "error", **WITHOUT_WEIGHTS})
-
-
-def test_a_broken_serialised_configuration_is_fixed_in_a_new_file_that_is_valid(serialised):
-    text = serialised.read_text().replace("average_in_collective: false", "average_in_collective: true", 1)
-    broken = serialised.with_name("broken.yaml")
-    broken.write_text(text.replace("context_parallel_size: 1\n", "context_parallel_size: 2\n", 1))
-    arguments = ("--world-size", "8", "--step", "vlm_step")
-    assert validate(str(broken), *arguments)[0] == 1
-    code, answer = validate(str(broken), *arguments, "--fix")
-    assert code == 0
-    assert answer["fix"]["written"].endswith("broken.fixed.yaml")
-    assert broken.read_text() != serialised.read_text()  # the given file stays
-    assert validate(answer["fix"]["written"], *arguments)[0] == 0
 
 
 def reads_of(*sets):

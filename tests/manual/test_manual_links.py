@@ -8,7 +8,7 @@ import re
 import pytest
 from manual import DOCS, ROOT, pages
 from manual.blocks import PageError, read_page
-from manual.links import anchors, broken_links
+from manual.links import broken_links
 from manual.report import counted
 from manual.written import WRITE, written
 
@@ -42,12 +42,6 @@ def test_a_broken_link_is_named_with_its_place(text, trouble, tmp_path, monkeypa
     assert all(line.startswith("docs/a.md:3: ") and trouble in line for line in broken)
 
 
-def test_anchors_are_those_that_github_makes(tmp_path):
-    page = tmp_path / "a.md"
-    page.write_text("# One, two & `three`\n\n## A_b: C - d\n\n## Same\n\n## Same\n\n```text\n## not a heading\n```\n")
-    assert anchors(page) == {"one-two--three", "a_b-c---d", "same", "same-1"}
-
-
 @pytest.mark.parametrize("path", list(written()), ids=lambda path: path.name)
 def test_a_page_made_from_code_is_in_step_with_it(path):
     assert path.read_text(encoding="utf-8") == written()[path](), f"run: {WRITE}"
@@ -74,13 +68,6 @@ def test_a_block_that_nobody_would_run_is_an_error_of_the_page(text, message, tm
     page.write_text(f"# A\n\n{text}\n")
     with pytest.raises(PageError, match=message):
         read_page(page)
-
-
-def test_blocks_in_lists_lose_their_indent_and_keep_their_line():
-    page = read_page(DOCS / "index.md")
-    block = page.blocks[0]
-    assert block.text.startswith("from megatron.energon import")
-    assert page.path.read_text().splitlines()[block.line - 1].strip() == block.text.splitlines()[0]
 
 
 def quoted_messages() -> list[str]:

@@ -345,6 +345,12 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         name="unwanted answers of LLaMA-Factory come in without a choice",
         test=PAIRS + "test_labelled_answers_of_llama_factory_come_in_only_where_the_user_says_so",
         oracle="the entry of dataset_info.json",
-        edits=(("cli/convert.py", "if kto_label != entry", "if kto_label and kto_label != entry"),),
+        edits=(
+            (
+                "cli/convert.py",
+                'if given["kto_label"] != entry',
+                'if given["kto_label"] and given["kto_label"] != entry',
+            ),
+        ),
     ),
 )

@@ -1,4 +1,4 @@
-"""``size``: what it multiplies is what the commands themselves write."""
+"""``stats --size``: what it multiplies is what the commands themselves write."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def config(data, run_of, tmp_path):
 
 
 def sized(*words):
-    return CliRunner().invoke(cli, ["size", *map(str, words)])
+    return CliRunner().invoke(cli, ["stats", "--size", *map(str, words)])
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""`profile` counts every second once, in the stage that spent it, and every sample that it read."""
+"""`stats --profile` counts every second once, in the stage that spent it, and every sample that it read."""
 
 from __future__ import annotations
 
@@ -100,12 +100,14 @@ def test_the_command_prints_it_at_80_columns(run, monkeypatch, tmp_path):
     settings = [part for name in ("packing.seq_length=4096", "packing.window=8") for part in ("--set", name)]
     settings += ["--set", f"encoder.processor={processor_path('qwen2_5_vl')}"]
     settings += ["--set", f"packing.ledger={tmp_path / 'ledger'}"]
-    done = CliRunner().invoke(cli, ["profile", run.data.path, *settings, "--packs", "3", "--json"])
+    done = CliRunner().invoke(cli, ["stats", "--profile", run.data.path, *settings, "--packs", "3", "--json"])
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["hand_over_ms"] > 0
     assert not (tmp_path / "ledger").exists(), "the ledger is that of a run, which may be alive"
     monkeypatch.setattr(module, "_handed_over", lambda *_: 0.001)
-    done = CliRunner().invoke(cli, ["profile", run.data.path, *settings, "--packs", "3", "--step-seconds", "1.5"])
+    done = CliRunner().invoke(
+        cli, ["stats", "--profile", run.data.path, *settings, "--packs", "3", "--step-seconds", "1.5"]
+    )
     assert done.exit_code == 0, done.output
     for word in ("read media", "workers per rank", "1.5", "1.0 ms CPU per pack"):
         assert word in done.output
@@ -116,7 +118,7 @@ def test_too_few_packs_are_a_sentence(run):
     done = CliRunner().invoke(
         cli,
         [
-            *("profile", run.data.path, "--set", f"encoder.processor={processor_path('qwen2_5_vl')}"),
+            *("stats", "--profile", run.data.path, "--set", f"encoder.processor={processor_path('qwen2_5_vl')}"),
             *("--set", "packing.seq_length=131072", "--set", "data.repeat=false"),
         ],
     )

@@ -24,9 +24,15 @@ from energon_packing.demo import make_data, processor_path
 from energon_packing.drops import DroppedSample
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.ledger import ChangedSample
-from energon_packing.report.drawn_pack import KINDS, drawn_pack
-from energon_packing.report.preview_page import preview_page, text_per_sample
-from energon_packing.report.watched_packs import PICTURES, ShownMedia, picture
+from energon_packing.report.preview_page import (
+    KINDS,
+    PICTURES,
+    ShownMedia,
+    drawn_pack,
+    picture,
+    preview_page,
+    text_per_sample,
+)
 
 EVIL = "</script><script>window.owned=1;alert(1)</script><img src=x onerror=window.owned=2>"
 KEY = f'"><svg onload="window.owned=3">{EVIL}'
@@ -75,8 +81,8 @@ def drawn(pack, encoder):
     total = int((kinds > 0).sum())
     first = 3  # a 90x30 image becomes 84x28: three merged patches
     shown = (
-        ShownMedia(kind="image", name=EVIL, label=f"image {EVIL}", tokens=first, pictures=(thumb,)),
-        ShownMedia(kind="image", name="b.png", label="second", tokens=total - first, pictures=("javascript:alert(5)",)),
+        ShownMedia(name=EVIL, label=f"image {EVIL}", tokens=first, pictures=(thumb,)),
+        ShownMedia(name="b.png", label="second", tokens=total - first, pictures=("javascript:alert(5)",)),
     )
     return drawn_pack(
         pack,

@@ -22,12 +22,9 @@ from energon_packing.energon.loader import build_loader
 from energon_packing.errors import ConfigError
 from energon_packing.offline.index import Index
 from energon_packing.offline.plan import Plan
-from energon_packing.report.stats import statistics
-from energon_packing.report.stats_figure import save_figure
-from energon_packing.report.stats_packing import packings
-from energon_packing.report.stats_report import stats_report
+from energon_packing.report.stats import packings, statistics, stats_report
+from energon_packing.report.stats_page import bin_name, number, save_figure, share
 from energon_packing.report.stats_samples import COLUMNS, StatsSamples, dataset_names, samples_of_index, unique_names
-from energon_packing.report.stats_words import bin_name, number, share
 
 pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 HOSTILE = "<script>alert(1)</script>"
@@ -206,7 +203,7 @@ def test_without_matplotlib_png_names_the_extra(index, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     found = stats(index, "--png", tmp_path / "stats.png")
     assert found.exit_code == 2
-    assert "energon-packing[figures]" in found.output
+    assert "energon-packing[figures,offline]" in found.output
 
 
 def test_the_picture_is_drawn(samples, tmp_path):

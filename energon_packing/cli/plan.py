@@ -56,8 +56,8 @@ def plan(
     """
     if diff or explain is not None:
         from energon_packing.offline.plan import Plan
-        from energon_packing.offline.plan_changes import changes
-        from energon_packing.offline.plan_explanation import explanation
+        from energon_packing.offline.explain import changes
+        from energon_packing.offline.explain import explanation
 
         if out is not None or config_path is not None or (diff and explain is not None):
             raise UserError("--diff and --explain read plans only: use one of them, without --out and --config.")

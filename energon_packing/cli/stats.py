@@ -274,7 +274,7 @@ def _readers(found: Mapping[str, Any], number: Callable[[float], str], share: Ca
 
 
 def _fill(given: SimpleNamespace) -> None:
-    from energon_packing.packing.policies.registry import policy_names
+    from energon_packing.packing.policies import policy_names
     from energon_packing.report.fill import fills, read_lengths, step_efficiencies
 
     samples = read_lengths(given.path)

@@ -26,8 +26,8 @@ from energon_packing.offline.index import pair_counts
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.packed import Packed
 from energon_packing.offline.plan import Plan
-from energon_packing.offline.plan_explanation import explanation
-from energon_packing.offline.planned_loader import PlannedLoader
+from energon_packing.offline.explain import explanation
+from energon_packing.offline.loader import PlannedLoader
 from energon_packing.report.excerpt import Piece
 from energon_packing.thd.batch import PackedBatch
 

@@ -26,9 +26,9 @@ from energon_packing.energon.loader import task_encoder_of
 from energon_packing.energon.samples import MeasuredSample, Pack, RenderedSample, read_media
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.families.base import VisionFamily
-from energon_packing.families.media_plan import MediaPlan
+from energon_packing.families.geometry import MediaPlan
 from energon_packing.ledger import without_ledger
-from energon_packing.media.frame_files import decode_frame_files
+from energon_packing.media.video import decode_frame_files
 from energon_packing.media.image import decode_image
 from energon_packing.media.video import decode_frames
 from energon_packing.report.excerpt import Piece, excerpt, visible

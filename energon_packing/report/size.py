@@ -19,12 +19,13 @@ from energon_packing.errors import UserError
 from energon_packing.executors.local import LocalProcesses
 from energon_packing.offline.index import SCHEMA, Index, IndexedDataset, IndexedShard
 from energon_packing.sample_kind import kind_of_config
-from energon_packing.offline.measuring import ShardMeasurer
+from energon_packing.offline.measure import ShardMeasurer
 from energon_packing.offline.pack import PackConfig, pack
-from energon_packing.offline.parquet import write_table
+from energon_packing.offline.files import write_table
 from energon_packing.offline.planner import make_plan
-from energon_packing.offline.sample_remeasurer import SampleRemeasurer
-from energon_packing.offline.source_part import SourcePart, source_parts
+from energon_packing.offline.packs import SampleRemeasurer
+from energon_packing.offline.source import source_parts
+from energon_packing.offline.source import SourcePart
 
 PLANNED = 200_000
 """Samples of the plan that is probed: the packed ones again and again."""

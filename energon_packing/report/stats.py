@@ -14,9 +14,9 @@ import numpy as np
 from energon_packing.config import RunConfig
 from energon_packing.drops import unwished
 from energon_packing.errors import ConfigError
-from energon_packing.offline import array_limits
-from energon_packing.offline.array_limits import Sizes
-from energon_packing.offline.conversations import row_limits
+from energon_packing.offline import sizes as array_limits
+from energon_packing.offline.sizes import Sizes
+from energon_packing.kinds.conversations import row_limits
 from energon_packing.offline.index import MODALITIES
 from energon_packing.packing.balance import simulate_steps
 from energon_packing.packing.pack_limits import PackLimits
@@ -457,7 +457,7 @@ def reader_figures(path: str, split: str, run: RunConfig, samples: StatsSamples,
     """
     from energon_packing.energon.loader import build_dataset
     from energon_packing.energon.reader_shares import dealt_shares
-    from energon_packing.offline.source_part import source_parts
+    from energon_packing.offline.source import source_parts
 
     run = dataclasses.replace(run, data=dataclasses.replace(run.data, path=path, split=split))
     shares = dict(dealt_shares(build_dataset(run, world_size=data_parallel)))

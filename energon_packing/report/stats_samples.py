@@ -19,8 +19,8 @@ from energon_packing.errors import UserError
 from energon_packing.offline.index import Index, dropped_row, frequent_drops, kind_of, modality_of, pair_counts
 from energon_packing.offline.plan import Plan
 from energon_packing.sample_kind import KINDS
-from energon_packing.offline.plan_drops import read_drops
-from energon_packing.offline.source_part import source_parts
+from energon_packing.offline.plan import read_drops
+from energon_packing.offline.source import source_parts
 
 COLUMNS = ("length", "second", "targets", "images", "patches", "turns", "stills", "videos", "frames", "pixels")
 """Columns of an index that statistics read."""
@@ -170,7 +170,7 @@ def samples_of_dataset(
     Raises:
         UserError: the data set or the processor cannot be used, or it holds nothing.
     """
-    from energon_packing.offline.measuring import ShardMeasurer
+    from energon_packing.offline.measure import ShardMeasurer
 
     parts = source_parts(path, split)
     counted_pairs(Path(part.root) for part in parts).check(path, run.packing.pairs)

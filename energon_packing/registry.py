@@ -43,7 +43,9 @@ class Registry[Entry]:
     def _built_in(self) -> dict[str, Entry]:
         if self._entries is None:
             entries: dict[str, Entry] = {}
-            for module in sorted(pkgutil.iter_modules(importlib.import_module(self.folder).__path__)):
+            for module in sorted(
+                pkgutil.iter_modules(importlib.import_module(self.folder).__path__), key=lambda each: each.name
+            ):
                 for name, entry in self._declared(importlib.import_module(f"{self.folder}.{module.name}")).items():
                     if name in entries:
                         raise ConfigError(f"Two files of {self.folder} declare the {self.what} {name!r}.")

@@ -33,8 +33,8 @@ from energon_packing.energon.micro_batches import MicroBatchTaskEncoder
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import ConfigError
 from energon_packing.offline.open_loader import open_loader
+from energon_packing.validate.container_view import view_of
 from energon_packing.validate.rules.registry import violations
-from energon_packing.validate.views.container import view_of
 
 
 @dataclass(kw_only=True)

@@ -33,7 +33,7 @@ from energon_packing.errors import ConfigError
 from energon_packing.ledger_place import ledger_apart, without_ledger
 from energon_packing.offline.data_paths import has_global_packs
 from energon_packing.offline.open_loader import open_together, refuse_short_plan
-from energon_packing.validate.views.container import finalised
+from energon_packing.validate.container_view import finalised
 
 
 @dataclass(kw_only=True)

@@ -24,7 +24,7 @@ from energon_packing.config.metrics import MetricsConfig
 from energon_packing.energon.loader_base import LoaderBase
 from energon_packing.errors import ConfigError
 from energon_packing.offline.open_loader import open_loader
-from energon_packing.validate.views.container import finalised
+from energon_packing.validate.container_view import finalised
 from energon_packing.wan.config import (
     TextToVideoConfig,
     TextToVideoPackingConfig,

@@ -13,7 +13,7 @@ import yaml
 
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.validate.rules.registry import judge
-from energon_packing.validate.sources.run_source import ArgumentsRun, RunSource, YamlRun
+from energon_packing.validate.run_source import ArgumentsRun, RunSource, YamlRun
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

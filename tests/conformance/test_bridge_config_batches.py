@@ -27,7 +27,7 @@ pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
 if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
-from energon_packing.validate.sources.run_source import run_source
+from energon_packing.validate.run_source import run_source
 from energon_packing.validate.verdict import container_verdict
 
 pytestmark = pytest.mark.usefixtures("stand_ins")

@@ -20,9 +20,9 @@ if importlib.util.find_spec("megatron.bridge") is None:
 from energon_packing.cli.main import cli
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data, processor_path
+from energon_packing.validate.recipes import SHIPPED
 from energon_packing.validate.rules.registry import judge
-from energon_packing.validate.sources.model_configs import SHIPPED
-from energon_packing.validate.sources.run_source import run_source
+from energon_packing.validate.run_source import run_source
 
 pytestmark = pytest.mark.usefixtures("stand_ins")
 

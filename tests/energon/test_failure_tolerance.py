@@ -13,8 +13,8 @@ from energon_packing.energon.loader import build_dataset
 from energon_packing.energon.sample_task_encoder import TextTaskEncoder
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import ConfigError
+from energon_packing.validate.container_view import view_of
 from energon_packing.validate.rules.registry import violations
-from energon_packing.validate.views.container import view_of
 
 
 def failures_until_energon_stops(tolerance, most=500):

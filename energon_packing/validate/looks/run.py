@@ -11,7 +11,7 @@ from energon_packing.errors import ConfigError
 from energon_packing.validate.looks.data import look_at_data
 from energon_packing.validate.looks.ledger import look_at_ledger
 from energon_packing.validate.looks.look import LOOKS, Look
-from energon_packing.validate.sources.run_reads import RunReads
+from energon_packing.validate.run_source import RunReads
 from energon_packing.validate.verdict import without_output
 
 

@@ -25,6 +25,7 @@ from energon_packing.validate.looks.hub import offline
 from energon_packing.validate.looks.leaves import REMOTE, Leaf
 from energon_packing.validate.looks.look import Look, RefusedSample
 from energon_packing.validate.looks.shards import PREPARE_MEDIA, Inspected
+from energon_packing.validate.measurement import measuring_encoder
 
 SAMPLES = 200
 """Conversations read per data set, from places all over it that the run's seed chooses."""
@@ -85,7 +86,7 @@ def _opened(
 
         shares = []
         with offline():
-            encoder = _measuring(config, processor)
+            encoder = measuring_encoder(config, ParallelConfig(), processor=processor, deals=True)
             if whole:
                 shares = described_shares(build_dataset(config, task_encoder=encoder, world_size=data_parallel))
     except ImportError as error:
@@ -184,24 +185,6 @@ def is_of_the_template(reason: str) -> bool:
 
 def _error(at: str, why: str, fix: str, samples: int, refused: list[RefusedSample]) -> Look:
     return Look(id="samples", at=at, outcome="error", why=why, fix=fix, samples=samples, refused=tuple(refused))
-
-
-def _measuring(config: RunConfig, processor: Any) -> Any:
-    """The run's task encoder, changed to yield measured samples instead of packing them."""
-    from energon_packing.energon.reader_shares import deal_samples
-    from energon_packing.energon.task_encoder import PackingTaskEncoder
-
-    class Measuring(PackingTaskEncoder):
-        """Ends where packing begins."""
-
-        def build_batch(self, dataset: Any, *, worker_config: Any, **_unused: Any) -> Any:
-            """Returns the data set of samples itself; Energon calls it in place of batching."""
-            deal_samples(dataset, worker_config)
-            return dataset
-
-    # Samples that are too long are dropped as in the run; the rules judge how rows are aligned.
-    packing = dataclasses.replace(config.packing, oversize="drop", ledger=None)
-    return Measuring(config.encoder, packing, ParallelConfig(), processor=processor)
 
 
 def _read(config: RunConfig, encoder: Any, leaf: Leaf, samples: int) -> Iterator[Any]:

@@ -29,28 +29,32 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SourceLine:
+class Versioned:
+    """What is true from one version of Megatron-Bridge on, by its first two numbers, and maybe not from a later one."""
+
+    since: tuple[int, int] = (0, 6)
+    before: tuple[int, int] | None = None
+
+    def speaks_of(self, release: tuple[int, int]) -> bool:
+        """Returns whether it is true of, or alongside, this version of Megatron-Bridge."""
+        return self.since <= release and (self.before is None or release < self.before)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceLine(Versioned):
     """The place of a rule in the source of the program that it is about.
 
     Attributes:
         file: from the root of its package: ``megatron/core/...``, ``transformer_engine/...``, ``energon_packing/...``.
         says: text that the file contains, part of one line.
-        since: first two numbers of the Megatron-Bridge version from which the file contains it.
-        before: likewise of the first version that no longer contains it; None if every known one does.
     """
 
     file: str
     says: str
-    since: tuple[int, int] = (0, 6)
-    before: tuple[int, int] | None = None
-
-    def speaks_of(self, release: tuple[int, int]) -> bool:
-        """Returns whether the file must contain the text in, or alongside, this version of Megatron-Bridge."""
-        return self.since <= release and (self.before is None or release < self.before)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rule:
+class Rule(Versioned):
     """One rule.
 
     Attributes:
@@ -65,8 +69,6 @@ class Rule:
         provider_escapes: whether Bridge tests it for its own data set classes only, and no other ``DatasetProvider``.
         severity: ``error`` makes the run impossible or wrong, ``warning`` may, ``note`` states what Bridge will change.
         bridge_says: fragments of the messages that Bridge's ``validate()`` raises for it; empty if it has no such rule.
-        since: first two numbers of the Megatron-Bridge version from which the rule is true.
-        before: likewise of the first version in which it is not; None if it is true of every known one.
         sources: lines that justify a rule that nobody raises before GPUs are taken; ``bridge_says`` does it for others.
     """
 
@@ -80,8 +82,6 @@ class Rule:
     order: int = LAST
     provider_escapes: bool = False
     bridge_says: tuple[str, ...] = ()
-    since: tuple[int, int] = (0, 6)
-    before: tuple[int, int] | None = None
     sources: tuple[SourceLine, ...] = ()
 
     def __post_init__(self) -> None:
@@ -99,8 +99,7 @@ class Rule:
         """Returns whether the rule applies to such a run on the installed Bridge."""
         if self.provider_escapes and view.dataset_kind == "provider":
             return False
-        known = self.since <= view.bridge_release and (self.before is None or view.bridge_release < self.before)
-        return known and self.applies(view)
+        return self.speaks_of(view.bridge_release) and self.applies(view)
 
     def check(self, view: RunView) -> Finding | None:
         """Returns None if the rule holds."""

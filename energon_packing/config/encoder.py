@@ -42,6 +42,9 @@ MODALITIES: dict[str, tuple[str, ...]] = {
 }
 """Kinds of media that each modality accepts."""
 
+_FRAMES = ("vision_limits", "video_fps", "video_frames", "video_frame_limits")
+"""Entries of the encoder's fingerprint that depend on the choice of frames."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LimitsConfig:
@@ -85,14 +88,14 @@ class LimitsConfig:
 class EncoderConfig:
     """How a conversation becomes tokens, labels and pixels."""
 
-    processor: str = ""
+    processor: str = setting("", stated="tokenizer", place=True)
     """Directory or hub name of a Hugging Face processor or tokenizer."""
-    family: str = "auto"
+    family: str = setting("auto", stated="family")
     """Vision family by name; ``auto`` infers it from the processor's class."""
     modality: Modality = "mixed"
     """Media that samples may have: ``text`` none, ``text_image`` images, ``text_video`` videos, ``mixed`` both. A
     sample with another kind is dropped as ``other_modality``."""
-    chat_template: str | None = None
+    chat_template: str | None = setting(None, stated="chat_template", place=True)
     """Replaces the processor's own chat template: the name of a built-in prompt format (chatml, qwen, llama3, ...), or
     the path of a YAML prompt format or a Jinja file; see docs/prompts.md."""
     thinking: Thinking = "keep"
@@ -101,70 +104,70 @@ class EncoderConfig:
     thinking, including that which the chat template writes (Qwen3's)."""
     train_on: TrainOn = "assistant"
     """What is trained: all answers, the last answer only, or every token."""
-    template_date: str | None = setting(None, changes_rows=True)
+    template_date: str | None = setting(None, newer=True)
     """The date that a chat template writes which asks for today's (``strftime_now``), such as ``2026-01-31``; without
     it, such a template is refused, because tokens would depend on the day. See docs/prompts.md."""
     train_line_break: TrainLineBreak = "as_marked"
     """Whether the line break after the token that ends an answer is trained: ``as_marked`` only if the chat template
     marks it with ``{% generation %}``, ``always``, or ``never``."""
-    special_tokens_in_text: SpecialTokensInText = setting("keep", changes_rows=True)
+    special_tokens_in_text: SpecialTokensInText = setting("keep", newer=True)
     """What a special token (``<|im_end|>``) becomes that a text of the record contains: ``keep`` makes it that token,
     as transformers does, ``text`` ordinary text; ``refuse`` drops the sample (``special_token``). See
     docs/prompts.md."""
     tool_definitions: ToolDefinitions = "required"
     """``required`` drops a sample (``template_omits``) if the chat template omits its tool definitions; ``optional``
     trains it without them. Calls and results are always required."""
-    loss_weighting: LossWeighting = "token"
+    loss_weighting: LossWeighting = setting("token", changes="rows")
     """Weight of a target in a sample of x targets: ``token`` 1, ``sample`` 1/x, ``square`` 1/sqrt(x). If turns have
     weights, each target is multiplied by its turn's, and x is their sum."""
-    loss_scale: int | None = setting(None, unit="number")
+    loss_scale: int | None = setting(None, unit="number", changes="rows", entries=("loss_weighting",))
     """Factor applied to all weights, so that Bridge's integer token count preserves their sum. None means 1 for
     ``token`` and `energon_packing.encoders.weighting.FIXED_POINT` for the others."""
-    trust_remote_code: bool = False
+    trust_remote_code: bool = setting(False, changes="nothing")
     """Whether code that comes with the processor may run."""
-    position_ids: PositionIds = "auto"
+    position_ids: PositionIds = setting("auto", changes="rows")
     """``1d`` counts tokens; ``mrope`` yields ``[3, 1, T]``; ``auto`` is ``1d``, because Bridge's models compute their
     own positions."""
-    tokens_per_second: int = setting(2, unit="positions per second")
+    tokens_per_second: int = setting(2, unit="positions per second", changes="rows", entries=("position_ids",))
     """The value from Qwen2.5-VL's vision config; used for ``mrope`` positions only."""
-    min_pixels: int | None = setting(None, unit="pixels", by_family=True)
+    min_pixels: int | None = setting(None, unit="pixels", by_family=True, entries=("vision_limits",))
     """Smallest area of a resized image in pixels; None keeps the processor's value."""
-    max_pixels: int | None = setting(None, unit="pixels", by_family=True)
+    max_pixels: int | None = setting(None, unit="pixels", by_family=True, entries=("vision_limits",))
     """Largest area of a resized image in pixels; None keeps the processor's value."""
-    video_min_pixels: int | None = setting(None, unit="pixels, see text", by_family=True)
+    video_min_pixels: int | None = setting(None, unit="pixels, see text", by_family=True, entries=("vision_limits",))
     """Smallest size of a resized video; see ``video_max_pixels``."""
-    video_max_pixels: int | None = setting(None, unit="pixels, see text", by_family=True)
+    video_max_pixels: int | None = setting(None, unit="pixels, see text", by_family=True, entries=("vision_limits",))
     """Largest size of a resized video, in the processor's own unit: of one frame for Qwen2.5-VL, of the whole clip for
     Qwen3-VL."""
-    video_fps: float | None = setting(None, unit="frames per second", by_family=True)
+    video_fps: float | None = setting(None, unit="frames per second", by_family=True, entries=_FRAMES)
     """Frames per second sampled from a video; None keeps the processor's rate; without one, families of Qwen and GLM
     take 2.0, InternVL a fixed number of frames, and Ernie every frame up to its maximum."""
-    video_min_frames: int | None = setting(None, unit="frames", by_family=True)
+    video_min_frames: int | None = setting(None, unit="frames", by_family=True, entries=_FRAMES)
     """Fewest frames sampled from a video; None keeps the processor's value."""
-    video_max_frames: int | None = setting(None, unit="frames", by_family=True)
+    video_max_frames: int | None = setting(None, unit="frames", by_family=True, entries=_FRAMES)
     """Most frames sampled from a video; None keeps the processor's value."""
-    pan_and_scan: bool | None = setting(None, by_family=True)
+    pan_and_scan: bool | None = setting(None, by_family=True, entries=("vision_limits",))
     """Whether Gemma 3 also sees crops of long images (the processor's ``do_pan_and_scan``); None keeps its default,
     no."""
-    pixels: Pixels = "bytes"
+    pixels: Pixels = setting("bytes", changes="rows", stated="pixels")
     """What packs carry to the trainer: ``bytes`` are normalised where the batch is used, which gives the processor's
     float32 numbers bit for bit; ``float32`` numbers are made by the workers, and so are ``bfloat16`` ones, which are
     rounded. A family that cannot give exact bytes keeps float32; see docs/encoders.md."""
-    jpeg_scaled_decoding: float | None = setting(None, unit="factor", by_family=True, changes_rows=True)
+    jpeg_scaled_decoding: float | None = setting(None, unit="factor", changes="rows", by_family=True, newer=True)
     """Decodes a JPEG file at 1/2, 1/4 or 1/8 of its size while that is at least this many times the size in the model,
     in both axes; 2 is a good value. It is faster, and pixels differ from the processor's; see docs/encoders.md. None
     decodes the whole image."""
-    transparency: Transparency = setting("white", changes_rows=True)
+    transparency: Transparency = setting("white")
     """How transparent pixels of an image are shown: on ``white``, or as the ``processor`` gets them from transformers'
     ``load_image``, which drops the alpha channel; they are then mostly black."""
-    max_source_pixels: int = setting(120_000_000, unit="pixels")
+    max_source_pixels: int = setting(120_000_000, unit="pixels", changes="drops")
     """An image or frame with more pixels than this is rejected before it is decoded."""
-    max_decoded_bytes: int = setting(5 * 2**30, unit="bytes")
+    max_decoded_bytes: int = setting(5 * 2**30, unit="bytes", changes="drops")
     """Memory limit for the decoded media of one sample, at 3 bytes per pixel; a sample above it is dropped before
     decoding. The default holds 768 frames of 1920x1080, the most that Qwen's processors sample."""
-    decode_seconds: float | None = setting(120.0, unit="seconds")
+    decode_seconds: float | None = setting(120.0, unit="seconds", changes="packs")
     """Wall-clock limit for decoding the media of one sample, reading excluded if `decode_in_child`; None sets none."""
-    decode_in_child: bool = True
+    decode_in_child: bool = setting(True, changes="nothing")
     """Whether videos, and images other than PNG and sequential JPEG, are decoded in a child process of the loader's
     worker. A decoder that hangs or crashes then costs
     its sample; else it holds or ends the run. See docs/reliability.md."""

@@ -13,21 +13,21 @@ from energon_packing.thd.alignment import alignment_multiple
 class ParallelConfig:
     """Sizes of the parallel groups of the training run."""
 
-    tensor_parallel: int = setting(1, unit="ranks")
+    tensor_parallel: int = setting(1, unit="ranks", stated="multiple")
     """Size of the tensor-parallel group."""
-    context_parallel: int = setting(1, unit="ranks")
+    context_parallel: int = setting(1, unit="ranks", stated="multiple")
     """Size of the context-parallel group, which cuts every sample."""
-    pipeline_parallel: int = setting(1, unit="ranks")
+    pipeline_parallel: int = setting(1, unit="ranks", stated="multiple")
     """Number of pipeline stages."""
-    expert_parallel: int = setting(1, unit="ranks")
+    expert_parallel: int = setting(1, unit="ranks", stated="multiple")
     """Size of the expert-parallel group."""
-    sequence_parallel: bool = False
+    sequence_parallel: bool = setting(False, stated="multiple")
     """Whether activations are divided over the tensor-parallel group."""
-    eval_context_parallel: int | None = setting(None, unit="ranks")
+    eval_context_parallel: int | None = setting(None, unit="ranks", stated="multiple")
     """``context_parallel`` of the evaluation; None means that of the training."""
-    cp_comm_type: str | None = None
+    cp_comm_type: str | None = setting(None, stated="multiple")
     """How context-parallel ranks communicate, for example ``p2p`` or ``a2a``; read by ``validate``."""
-    hierarchical_context_parallel_sizes: tuple[int, ...] | None = setting(None, unit="ranks")
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None = setting(None, unit="ranks", stated="multiple")
     """Sizes of the levels of ``a2a+p2p``; read by ``validate``."""
 
     def __post_init__(self) -> None:

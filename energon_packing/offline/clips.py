@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from energon_packing.config import PACK_LIMITS
+from energon_packing.config.setting import length_free_of
 from energon_packing.offline.array_limits import AnyLimits, SizedRow
 from energon_packing.offline.index import CLIP_SCHEMA
 from energon_packing.offline.sample_kind import NO_ROW, SampleKind
-from energon_packing.wan.config import TextToVideoPackingConfig, TextToVideoRunConfig
+from energon_packing.wan.config import TextToVideoConfig, TextToVideoPackingConfig, TextToVideoRunConfig
 from energon_packing.wan.limits import ClipLimits
 
 if TYPE_CHECKING:  # planning needs neither torch nor Energon
@@ -20,8 +21,6 @@ if TYPE_CHECKING:  # planning needs neither torch nor Energon
     from energon_packing.wan.encoder import MeasuredClip
     from energon_packing.wan.task_encoder import TextToVideoTaskEncoder
 
-_RENDERING = ("dtype", "device", "decode_seconds", "decode_in_child", "max_source_pixels")
-"""Settings of `TextToVideoConfig` that count when a clip is rendered, but change no size."""
 _SIZES = ("length", "second", "targets", "images", "patches", "turns", "stills", "videos", "frames", "pixels")
 
 
@@ -31,9 +30,6 @@ class Clips(SampleKind):
     name = "clips"
     run_class = TextToVideoRunConfig
     schema = CLIP_SCHEMA
-    length_free = _RENDERING
-    by_content = ("vae", "text_encoder")
-    decisive = ()
     sizes = "patches and text tokens"
 
     @property
@@ -131,6 +127,6 @@ class Clips(SampleKind):
     def stored_settings(self, fingerprint: Mapping[str, Any], store: str) -> dict[str, str]:
         """See `SampleKind.stored_settings`."""
         rendered = store == "pixels"  # the dtype of what is stored then
-        names = [name for name in _RENDERING if name != "dtype" or not rendered]
+        names = [name for name in length_free_of(TextToVideoConfig) if name != "dtype" or not rendered]
         free = {f"encoder.{name}" for name in names}
         return {name: str(value) for name, value in fingerprint.items() if name not in free}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from energon_packing.config import PACK_LIMITS, PackingConfig, RunConfig
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline.array_limits import AnyLimits, SizedRow
-from energon_packing.offline.index import LENGTH_FREE, SCHEMA
+from energon_packing.offline.index import SCHEMA
 from energon_packing.offline.sample_kind import NO_ROW, SampleKind
 from energon_packing.packing.pack_limits import PackLimits
 
@@ -40,9 +40,6 @@ class Conversations(SampleKind):
     name = "conversations"
     run_class = RunConfig
     schema = SCHEMA
-    length_free = LENGTH_FREE
-    by_content = ("processor", "chat_template", "trust_remote_code")
-    decisive = ("dummy_image", "oversize", "split_at", "split_positions")
     sizes = "tokens"
 
     @property

@@ -37,11 +37,6 @@ MARKS: Mapping[Kind, Mapping[str, str]] = {"conversations": SUBFLAVORS, "clips":
 FORMAT = 2
 """2 counts turns, images, videos, frames and pixels too."""
 MODALITIES = ("text", "image", "video", "image and video")
-LENGTH_FREE = (
-    *("pixels", "jpeg_scaled_decoding", "decode_seconds", "decode_in_child"),
-    *("loss_weighting", "loss_scale", "position_ids", "tokens_per_second"),
-)
-"""Fields of `EncoderConfig` on which neither lengths nor drops depend. All others must be as they were measured."""
 INDEX_FILE = "index.json"
 MEDIA = pa.list_(
     pa.struct(

@@ -33,18 +33,12 @@ class SampleKind(ABC):
         name: of the kind.
         run_class: its configuration.
         schema: columns of a shard's file in the index.
-        length_free: fields of the ``encoder`` section on which neither lengths nor drops depend.
-        by_content: fields that name what the encoder's own fingerprint states.
-        decisive: fields of the ``packing`` section that a run on a plan must share with it, besides the row.
         sizes: what `PlannedSample.sizes` are, in the plural.
     """
 
     name: ClassVar[Kind]
     run_class: ClassVar[type[Any]]
     schema: ClassVar[pa.Schema]
-    length_free: ClassVar[tuple[str, ...]]
-    by_content: ClassVar[tuple[str, ...]]
-    decisive: ClassVar[tuple[str, ...]]
     sizes: ClassVar[str]
 
     def load_run(self, path: str | Path | None, overrides: Iterable[str] = ()) -> Any:

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from energon_packing.config import to_mapping
+from energon_packing.config.setting import length_free_of
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline.index import Index, IndexedDataset, IndexedShard, Kind, kind_of
 from energon_packing.offline.kinds import kind_of_config
@@ -118,7 +119,7 @@ class Sources:
 
 def _check_encoder(index: Index, encoder: AnyEncoderConfig) -> None:
     measured, own = dict(index.encoder), to_mapping(encoder)
-    free = (*kind_of_config(encoder).length_free, "trust_remote_code")
+    free = length_free_of(encoder)
     for name in sorted(measured.keys() | own.keys()):
         if name not in free and _plain(measured.get(name)) != _plain(own.get(name)):
             raise ConfigError(

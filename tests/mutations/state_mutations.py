@@ -47,7 +47,11 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         test=EACH_FIELD + "[data.shuffle_over_epochs]",
         oracle="the stream of packs",
         edits=(
-            ("energon/fingerprint.py", '*("data.packs_ahead",', '*("data.shuffle_over_epochs", "data.packs_ahead",'),
+            (
+                "config/data.py",
+                'setting(1, unit="epochs", changes="packs")',
+                'setting(1, unit="epochs", changes="nothing")',
+            ),
         ),
     ),
     Mutation(

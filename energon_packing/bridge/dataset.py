@@ -18,7 +18,6 @@ from energon_packing.bridge.dataset_sections import (
     SECTIONS,
     DataSection,
     EncoderSection,
-    MetricsSection,
     PackingSection,
     frozen,
 )
@@ -71,15 +70,6 @@ class PackedEnergonDatasetConfig(PackProvider):
     """Tokens, targets, pixels and limits of a sample. The fields of `energon_packing.config.EncoderConfig`."""
     packing: Any = field(default_factory=PackingSection)
     """Window, policy, limits of a pack, drop budget. The fields of `energon_packing.config.PackingConfig`."""
-
-    def sections(self) -> dict[str, type]:
-        """See `PackProvider.sections`."""
-        return {
-            "data": DataSection,
-            "encoder": EncoderSection,
-            "packing": PackingSection,
-            "metrics": MetricsSection,
-        }
 
     @property
     def enable_in_batch_packing(self) -> bool:

@@ -14,13 +14,7 @@ from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.utils.common_utils import get_world_size_safe
 from megatron.bridge.utils.instantiate_utils import target_allowlist
 
-from energon_packing.bridge.dataset_sections import (
-    SECTIONS,
-    DataSection,
-    EncoderSection,
-    PackingSection,
-    frozen,
-)
+from energon_packing.bridge.dataset_sections import SECTIONS, DataSection, EncoderSection, PackingSection, frozen
 from energon_packing.bridge.in_batch import PAD_TO_MULTIPLE_OF, check_mode, form_of
 from energon_packing.bridge.pack_iterator import to_bridge
 from energon_packing.bridge.provider import PackProvider

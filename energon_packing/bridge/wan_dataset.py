@@ -25,11 +25,7 @@ from energon_packing.energon.loader_base import LoaderBase
 from energon_packing.errors import ConfigError
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.validate.container_view import finalised
-from energon_packing.wan.config import (
-    TextToVideoConfig,
-    TextToVideoPackingConfig,
-    TextToVideoRunConfig,
-)
+from energon_packing.wan.config import TextToVideoConfig, TextToVideoPackingConfig, TextToVideoRunConfig
 
 
 @dataclass(kw_only=True)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 from energon_packing.validate.rules.native import TASK_ENCODER
 from energon_packing.validate.rules.registry import rule_that_bridge_named
@@ -74,12 +75,8 @@ def container_verdict(container: Any, *, world_size: int) -> BridgeVerdict:
         for name in ("moe_permute_fusion", "moe_router_fusion"):
             if hasattr(container.model, name):
                 setattr(container.model, name, False)
-    environment = dict(os.environ)
-    try:
+    with mock.patch.dict(os.environ):  # a recipe sets environment variables of the training machine
         return _judged(lambda: runtime_config_update(container), world_size)
-    finally:  # a recipe sets environment variables of the training machine
-        os.environ.clear()
-        os.environ.update(environment)
 
 
 def _judged(check: Callable[[], None], size: int) -> BridgeVerdict:
@@ -220,18 +217,9 @@ def _name(annotation: Any) -> str:
     return annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
 
 
-@contextlib.contextmanager
-def believed_world_size(size: int) -> Iterator[None]:
+def believed_world_size(size: int) -> contextlib.AbstractContextManager[Any]:
     """Makes Bridge see a number of processes; it reads ``WORLD_SIZE`` if no process group is open."""
-    before = os.environ.get("WORLD_SIZE")
-    os.environ["WORLD_SIZE"] = str(size)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["WORLD_SIZE"]
-        else:
-            os.environ["WORLD_SIZE"] = before
+    return mock.patch.dict(os.environ, WORLD_SIZE=str(size))
 
 
 @contextlib.contextmanager

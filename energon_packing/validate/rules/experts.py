@@ -7,11 +7,7 @@ from __future__ import annotations
 
 import math
 
-from energon_packing.validate.rules.rule import (
-    Finding,
-    SourceLine,
-    rule,
-)
+from energon_packing.validate.rules.rule import Finding, SourceLine, rule
 from energon_packing.validate.run_view import RunView
 
 HYBRIDEP_CHUNK = 128

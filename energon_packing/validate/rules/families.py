@@ -9,11 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from energon_packing.validate.family_table import FAMILY_TABLE, NAMED_TEXT_MODELS, FamilyLine, line_of
-from energon_packing.validate.rules.rule import (
-    Finding,
-    SourceLine,
-    rule,
-)
+from energon_packing.validate.rules.rule import Finding, SourceLine, rule
 from energon_packing.validate.run_view import RunView
 
 _VISION = ("qwen2vl", "qwen25vl", "qwen3vl", "qwen35vl", "gemma3vl", "internvl", "llava", "glm45v")

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import math
 
-from energon_packing.validate.rules.rule import (
-    Finding,
-    SourceLine,
-    rule,
-)
+from energon_packing.validate.rules.rule import Finding, SourceLine, rule
 from energon_packing.validate.run_view import RunView
 
 WIDEST_HEAD = 256

@@ -5,12 +5,7 @@ Imports neither torch nor Bridge.
 
 from __future__ import annotations
 
-from energon_packing.validate.rules.rule import (
-    Finding,
-    SourceLine,
-    bridges_rule,
-    rule,
-)
+from energon_packing.validate.rules.rule import Finding, SourceLine, bridges_rule, rule
 from energon_packing.validate.run_view import RunView
 
 

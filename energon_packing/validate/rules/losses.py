@@ -5,12 +5,7 @@ Nothing else reports these before GPUs are taken. Imports neither torch nor Brid
 
 from __future__ import annotations
 
-from energon_packing.validate.rules.rule import (
-    Finding,
-    SourceLine,
-    bridge_is_silent_on_loss,
-    rule,
-)
+from energon_packing.validate.rules.rule import Finding, SourceLine, bridge_is_silent_on_loss, rule
 from energon_packing.validate.run_view import RunView
 
 

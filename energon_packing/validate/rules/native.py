@@ -6,10 +6,7 @@ The packing (``EnergonDatasetConfig.packing_buffer_size``) came with 0.7; 0.6 ha
 
 from __future__ import annotations
 
-from energon_packing.validate.rules.rule import (
-    Finding,
-    bridges_rule,
-)
+from energon_packing.validate.rules.rule import Finding, bridges_rule
 from energon_packing.validate.run_view import RunView
 
 _dataset = "megatron.bridge.data.builders.energon.EnergonDatasetConfig.validate"

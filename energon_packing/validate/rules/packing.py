@@ -10,12 +10,7 @@ from __future__ import annotations
 import math
 import re
 
-from energon_packing.validate.rules.rule import (
-    Finding,
-    SourceLine,
-    bridges_rule,
-    rule,
-)
+from energon_packing.validate.rules.rule import Finding, SourceLine, bridges_rule, rule
 from energon_packing.validate.run_view import PACKING_STEPS, RunView, installed_version
 
 

@@ -8,12 +8,7 @@ from __future__ import annotations
 
 import math
 
-from energon_packing.validate.rules.rule import (
-    Finding,
-    bridges_rule,
-    context_parallel,
-    packed_offline,
-)
+from energon_packing.validate.rules.rule import Finding, bridges_rule, context_parallel, packed_offline
 from energon_packing.validate.run_view import COLLATED, DatasetKind, RunView
 
 # The data set classes that a rule of Bridge tests for.

@@ -6,11 +6,7 @@ Bridge.
 
 from __future__ import annotations
 
-from energon_packing.validate.rules.rule import (
-    Finding,
-    SourceLine,
-    rule,
-)
+from energon_packing.validate.rules.rule import Finding, SourceLine, rule
 from energon_packing.validate.run_view import RunView
 
 OUR_STEP = "energon_packing.bridge.step"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from energon_packing.config.bounds import at_least
-from energon_packing.config.setting import setting
+from energon_packing.config.setting import check_bounds, setting
 from energon_packing.errors import ConfigError
 
 EpochEnd = Literal["uneven", "drop", "pad"]
@@ -20,11 +19,11 @@ class DataConfig:
     """An Energon data set: a directory made by ``convert``, a prepared WebDataset, or a metadataset YAML."""
     split: str = setting("train", stated="split")
     """Part of the data set to read."""
-    workers: int = setting(2, unit="processes", stated="workers")
+    workers: int = setting(2, unit="processes", stated="workers", least=0)
     """Loader processes of one rank; 0 reads in the training process."""
-    shuffle_buffer: int = setting(100, unit="samples", changes="packs")
+    shuffle_buffer: int = setting(100, unit="samples", changes="packs", least=1)
     """Samples shuffled before encoding; 1 keeps the order of the shards."""
-    shuffle_over_epochs: int = setting(1, unit="epochs", changes="packs")
+    shuffle_over_epochs: int = setting(1, unit="epochs", changes="packs", least=0)
     """Epochs over which shards are shuffled together; 1 and 0 keep every epoch apart."""
     repeat: bool = setting(True, changes="packs")
     """False ends after one epoch; exact resume is promised for True only (see docs/resume.md)."""
@@ -34,7 +33,7 @@ class DataConfig:
     a rank that has run out until all have. ``uneven`` leaves it to the trainer."""
     seed: int = setting(0, unit="number", changes="packs")
     """Seed of the order of shards and samples."""
-    packs_ahead: int = setting(2, unit="packs", changes="nothing")
+    packs_ahead: int = setting(2, unit="packs", changes="nothing", least=0)
     """Packs that every rank of a replica has ready before its step asks, so that no step waits for reading or for the
     transfer (docs/bridge.md). They take that much memory more: once per host, plus once per rank in pinned memory where
     there is a GPU. 0 reads and transfers each pack when it is asked for; so do ``workers: 0`` and any
@@ -61,6 +60,4 @@ class DataConfig:
             raise ConfigError(
                 f"data.epoch_end is {self.epoch_end!r}, but no epoch ends while data.repeat is true; set it to false."
             )
-        counts = {"workers": self.workers, "packs_ahead": self.packs_ahead}
-        at_least("data", counts | {"shuffle_over_epochs": self.shuffle_over_epochs}, 0)
-        at_least("data", {"shuffle_buffer": self.shuffle_buffer}, 1)
+        check_bounds("data", self)

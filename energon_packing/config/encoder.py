@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from datetime import date
 from typing import Literal
 
-from energon_packing.config.bounds import at_least
-from energon_packing.config.setting import setting
+from energon_packing.config.setting import check_bounds, setting
 from energon_packing.errors import ConfigError
 
 TrainOn = Literal["assistant", "last_assistant", "all"]
@@ -50,13 +49,13 @@ _FRAMES = ("vision_limits", "video_fps", "video_frames", "video_frame_limits")
 class LimitsConfig:
     """What one sample may hold; None sets no limit. See docs/limits.md."""
 
-    max_images: int | None = setting(None, unit="images")
+    max_images: int | None = setting(None, unit="images", least=0)
     """Images of the conversation."""
-    max_frames: int | None = setting(None, unit="frames")
+    max_frames: int | None = setting(None, unit="frames", least=0)
     """Sampled frames, summed over all videos."""
-    max_visual_tokens: int | None = setting(None, unit="tokens")
+    max_visual_tokens: int | None = setting(None, unit="tokens", least=0)
     """Placeholder tokens, summed over all images and videos."""
-    max_tokens: int | None = setting(None, unit="tokens")
+    max_tokens: int | None = setting(None, unit="tokens", least=2)
     """Tokens of the whole sample."""
     when_over: tuple[WhenOver, ...] = ("drop",)
     """Actions tried in order on a sample over a limit: ``resize`` its media down, ``truncate`` it after a turn,
@@ -66,9 +65,7 @@ class LimitsConfig:
     has a target. InternVL's packed data set uses 1/256, which drops one-word answers to photos."""
 
     def __post_init__(self) -> None:
-        for name in ("max_images", "max_frames", "max_visual_tokens"):
-            at_least("encoder.limits", {name: getattr(self, name)}, 0)
-        at_least("encoder.limits", {"max_tokens": self.max_tokens}, 2)
+        check_bounds("encoder.limits", self)
         if not self.when_over or len(set(self.when_over)) != len(self.when_over):
             raise ConfigError(
                 f"encoder.limits.when_over is {list(self.when_over)}; name one or more of resize, truncate, drop and "
@@ -120,7 +117,7 @@ class EncoderConfig:
     loss_weighting: LossWeighting = setting("token", changes="rows")
     """Weight of a target in a sample of x targets: ``token`` 1, ``sample`` 1/x, ``square`` 1/sqrt(x). If turns have
     weights, each target is multiplied by its turn's, and x is their sum."""
-    loss_scale: int | None = setting(None, unit="number", changes="rows", entries=("loss_weighting",))
+    loss_scale: int | None = setting(None, unit="number", changes="rows", entries=("loss_weighting",), least=1)
     """Factor applied to all weights, so that Bridge's integer token count preserves their sum. None means 1 for
     ``token`` and `energon_packing.encoders.weighting.FIXED_POINT` for the others."""
     trust_remote_code: bool = setting(False, changes="nothing")
@@ -128,23 +125,27 @@ class EncoderConfig:
     position_ids: PositionIds = setting("auto", changes="rows")
     """``1d`` counts tokens; ``mrope`` yields ``[3, 1, T]``; ``auto`` is ``1d``, because Bridge's models compute their
     own positions."""
-    tokens_per_second: int = setting(2, unit="positions per second", changes="rows", entries=("position_ids",))
+    tokens_per_second: int = setting(2, unit="positions per second", changes="rows", entries=("position_ids",), least=1)
     """The value from Qwen2.5-VL's vision config; used for ``mrope`` positions only."""
-    min_pixels: int | None = setting(None, unit="pixels", by_family=True, entries=("vision_limits",))
+    min_pixels: int | None = setting(None, unit="pixels", by_family=True, entries=("vision_limits",), least=1)
     """Smallest area of a resized image in pixels; None keeps the processor's value."""
-    max_pixels: int | None = setting(None, unit="pixels", by_family=True, entries=("vision_limits",))
+    max_pixels: int | None = setting(None, unit="pixels", by_family=True, entries=("vision_limits",), least=1)
     """Largest area of a resized image in pixels; None keeps the processor's value."""
-    video_min_pixels: int | None = setting(None, unit="pixels, see text", by_family=True, entries=("vision_limits",))
+    video_min_pixels: int | None = setting(
+        None, unit="pixels, see text", by_family=True, entries=("vision_limits",), least=1
+    )
     """Smallest size of a resized video; see ``video_max_pixels``."""
-    video_max_pixels: int | None = setting(None, unit="pixels, see text", by_family=True, entries=("vision_limits",))
+    video_max_pixels: int | None = setting(
+        None, unit="pixels, see text", by_family=True, entries=("vision_limits",), least=1
+    )
     """Largest size of a resized video, in the processor's own unit: of one frame for Qwen2.5-VL, of the whole clip for
     Qwen3-VL."""
     video_fps: float | None = setting(None, unit="frames per second", by_family=True, entries=_FRAMES)
     """Frames per second sampled from a video; None keeps the processor's rate; without one, families of Qwen and GLM
     take 2.0, InternVL a fixed number of frames, and Ernie every frame up to its maximum."""
-    video_min_frames: int | None = setting(None, unit="frames", by_family=True, entries=_FRAMES)
+    video_min_frames: int | None = setting(None, unit="frames", by_family=True, entries=_FRAMES, least=1)
     """Fewest frames sampled from a video; None keeps the processor's value."""
-    video_max_frames: int | None = setting(None, unit="frames", by_family=True, entries=_FRAMES)
+    video_max_frames: int | None = setting(None, unit="frames", by_family=True, entries=_FRAMES, least=1)
     """Most frames sampled from a video; None keeps the processor's value."""
     pan_and_scan: bool | None = setting(None, by_family=True, entries=("vision_limits",))
     """Whether Gemma 3 also sees crops of long images (the processor's ``do_pan_and_scan``); None keeps its default,
@@ -153,16 +154,18 @@ class EncoderConfig:
     """What packs carry to the trainer: ``bytes`` are normalised where the batch is used, which gives the processor's
     float32 numbers bit for bit; ``float32`` numbers are made by the workers, and so are ``bfloat16`` ones, which are
     rounded. A family that cannot give exact bytes keeps float32; see docs/encoders.md."""
-    jpeg_scaled_decoding: float | None = setting(None, unit="factor", changes="rows", by_family=True, newer=True)
+    jpeg_scaled_decoding: float | None = setting(
+        None, unit="factor", changes="rows", by_family=True, newer=True, least=1
+    )
     """Decodes a JPEG file at 1/2, 1/4 or 1/8 of its size while that is at least this many times the size in the model,
     in both axes; 2 is a good value. It is faster, and pixels differ from the processor's; see docs/encoders.md. None
     decodes the whole image."""
     transparency: Transparency = setting("white")
     """How transparent pixels of an image are shown: on ``white``, or as the ``processor`` gets them from transformers'
     ``load_image``, which drops the alpha channel; they are then mostly black."""
-    max_source_pixels: int = setting(120_000_000, unit="pixels", changes="drops")
+    max_source_pixels: int = setting(120_000_000, unit="pixels", changes="drops", least=1)
     """An image or frame with more pixels than this is rejected before it is decoded."""
-    max_decoded_bytes: int = setting(5 * 2**30, unit="bytes", changes="drops")
+    max_decoded_bytes: int = setting(5 * 2**30, unit="bytes", changes="drops", least=1)
     """Memory limit for the decoded media of one sample, at 3 bytes per pixel; a sample above it is dropped before
     decoding. The default holds 768 frames of 1920x1080, the most that Qwen's processors sample."""
     decode_seconds: float | None = setting(120.0, unit="seconds", changes="packs")
@@ -177,18 +180,7 @@ class EncoderConfig:
     ``preference`` is computed here: 1 on chosen targets, -1 on rejected ones. See docs/limits.md."""
 
     def __post_init__(self) -> None:
-        names = (
-            "tokens_per_second",
-            "min_pixels",
-            "max_pixels",
-            "video_min_pixels",
-            "video_max_pixels",
-            "video_min_frames",
-            "video_max_frames",
-            "max_source_pixels",
-            "max_decoded_bytes",
-        )
-        at_least("encoder", {name: getattr(self, name) for name in names}, 1)
+        check_bounds("encoder", self)
         for low, high in (
             ("min_pixels", "max_pixels"),
             ("video_min_pixels", "video_max_pixels"),
@@ -197,16 +189,10 @@ class EncoderConfig:
             small, large = getattr(self, low), getattr(self, high)
             if small is not None and large is not None and small > large:
                 raise ConfigError(f"encoder.{low} ({small}) is above encoder.{high} ({large}).")
-        at_least("encoder", {"loss_scale": self.loss_scale}, 1)
         if self.template_date is not None and not _is_date(self.template_date):
             raise ConfigError(f"encoder.template_date is {self.template_date!r}; write a date such as '2026-01-31'.")
         if len(set(self.extra_fields)) != len(self.extra_fields) or not all(self.extra_fields):
             raise ConfigError(f"encoder.extra_fields is {list(self.extra_fields)}; name each field once.")
-        scaled = self.jpeg_scaled_decoding
-        if scaled is not None and (isinstance(scaled, bool) or not 1 <= scaled < math.inf):
-            raise ConfigError(
-                f"encoder.jpeg_scaled_decoding is {scaled}; it must be a number of at least 1, or null to decode all."
-            )
         for name in ("video_fps", "decode_seconds"):
             value = getattr(self, name)
             if value is not None and not (0 < value < math.inf):

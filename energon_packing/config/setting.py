@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import Any, Literal
+
+from energon_packing.errors import ConfigError
 
 Effect = Literal["lengths", "drops", "rows", "packs", "nothing"]
 """The most that another value of a setting changes. ``lengths``: tokens of samples. ``drops``: which samples are
@@ -16,6 +19,8 @@ def setting[T](
     default: T,
     *,
     unit: str = "",
+    least: float | None = None,
+    most: float = sys.float_info.max,
     changes: Effect = "lengths",
     stated: str = "",
     place: bool = False,
@@ -28,6 +33,7 @@ def setting[T](
     Args:
         default: its value where nobody sets it.
         unit: of a number, for docs/settings.md.
+        least, most: bounds of a number, see `check_bounds`.
         changes: what depends on it. A field that does not say so counts as one that changes lengths.
         stated: entry of a loader's fingerprint that says what the value names; compared in place of the value.
         place: the value is an address, so that only ``stated`` tells two of them apart.
@@ -36,8 +42,23 @@ def setting[T](
         newer: its default leaves fingerprints as they were before the field, which stored lengths, plans and states
             have.
     """
-    marks = {"unit": unit, "changes": changes, "stated": stated, "place": place, "entries": entries}
-    return dataclasses.field(default=default, metadata={**marks, "by_family": by_family, "newer": newer})
+    marks = {"changes": changes, "stated": stated, "place": place, "entries": entries, "by_family": by_family}
+    bounds = {"unit": unit, "least": least, "most": most}
+    return dataclasses.field(default=default, metadata={**marks, **bounds, "newer": newer})
+
+
+def check_bounds(section: str, config: Any) -> None:
+    """Checks the numbers of a section; None is within any bounds.
+
+    Raises:
+        ConfigError: the first that is less than its ``least`` or more than its ``most``, or infinite.
+    """
+    for entry in dataclasses.fields(config):
+        value, least = getattr(config, entry.name), entry.metadata.get("least")
+        if value is not None and least is not None and not least <= value <= entry.metadata["most"]:
+            most = entry.metadata["most"]
+            bounds = f"at least {least}" if most == sys.float_info.max else f"from {least} to {most}"
+            raise ConfigError(f"{section}.{entry.name} is {value}; it must be {bounds}.")
 
 
 def marked(config: Any, mark: str) -> tuple[str, ...]:

@@ -162,7 +162,7 @@ def _failure_tolerance(dataset: Any, keywords: Any) -> int | None:
             return value
     unset = object()
     value = getattr(getattr(dataset, "task_encoder", None), "__default_failure_tolerance__", unset)
-    return None if value is unset else int(value or 0)  # type: ignore[call-overload]
+    return None if value is unset else int(value or 0)
 
 
 def _names(members: Any) -> tuple[str, ...]:

@@ -49,8 +49,8 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "config/data.py",
-                'setting(1, unit="epochs", changes="packs")',
-                'setting(1, unit="epochs", changes="nothing")',
+                'unit="epochs", changes="packs"',
+                'unit="epochs", changes="nothing"',
             ),
         ),
     ),

@@ -92,7 +92,7 @@ def _fine_tunes(view: RunView) -> bool:
     checks="training on conversations begins with trained weights",
     place="recipes of Bridge name no checkpoint; its finetune() asks for one, its pretrain() draws weights at random",
     applies=_fine_tunes,
-    holds=lambda view: view.has_weights,
+    holds=lambda view: bool(view.has_weights),
     severity="warning",
     sources=(
         SourceLine(

@@ -10,7 +10,6 @@ import importlib
 import json
 import sys
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +113,7 @@ def config_file(hub_name: str, folder: Path | None = None) -> Path | None:
     return file if name not in ("", ".", "..") and file.is_file() else None
 
 
-@contextlib.contextmanager
-def _models_from(folder: Path | None) -> Iterator[None]:
+def _models_from(folder: Path | None) -> contextlib.AbstractContextManager[Any]:
     """Inside the block, ``AutoBridge.from_hf_pretrained`` reads the folder's models from there.
 
     Raises:
@@ -123,40 +121,35 @@ def _models_from(folder: Path | None) -> Iterator[None]:
     """
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"There is no folder {folder} with model configurations.")
+    from unittest import mock
+
     from megatron.bridge import AutoBridge
 
-    original = vars(AutoBridge)["from_hf_pretrained"]
+    original = AutoBridge.from_hf_pretrained
 
-    def from_folder(cls: Any, path: Any, **keywords: Any) -> Any:
+    def from_folder(path: Any, **keywords: Any) -> Any:
         """Stands in for ``AutoBridge.from_hf_pretrained``: the folder's configuration if there is one."""
         file = config_file(str(path), folder)
-        return original.__get__(None, cls)(path, **keywords) if file is None else cls.from_hf_config(_read(file))
+        return original(path, **keywords) if file is None else AutoBridge.from_hf_config(_read(file))
 
-    AutoBridge.from_hf_pretrained = classmethod(from_folder)
-    try:
-        yield
-    finally:
-        AutoBridge.from_hf_pretrained = original
+    return mock.patch.object(AutoBridge, "from_hf_pretrained", from_folder)
 
 
-@contextlib.contextmanager
-def _gpu_of_recipes() -> Iterator[None]:
+def _gpu_of_recipes() -> contextlib.AbstractContextManager[Any]:
     """Inside the block, on a machine without CUDA, a recipe that asks which GPU it runs on sees an H100.
 
     Recipes for mixtures of experts choose their dispatcher by the GPU.
     """
+    from unittest import mock
+
     import torch
 
-    original = torch.cuda.get_device_properties
     h100 = types.SimpleNamespace(
         name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_memory=80 * 2**30, multi_processor_count=132
     )
-    if not torch.cuda.is_available():
-        torch.cuda.get_device_properties = lambda *_, **__: h100  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.cuda.get_device_properties = original
+    if torch.cuda.is_available():
+        return contextlib.nullcontext()
+    return mock.patch.object(torch.cuda, "get_device_properties", return_value=h100)
 
 
 def _read(file: Path) -> Any:

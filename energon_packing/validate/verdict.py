@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 from energon_packing.validate.rules.native import TASK_ENCODER
 from energon_packing.validate.rules.registry import rule_that_bridge_named
@@ -67,6 +66,8 @@ def container_verdict(container: Any, *, world_size: int) -> BridgeVerdict:
     It changes the container: names of precisions become settings, and derived settings are filled in. On a machine
     without Transformer Engine, which Megatron-Core already looks for here, fused kernels are turned off first.
     """
+    from unittest import mock
+
     from megatron.bridge.training.config import runtime_config_update
 
     from energon_packing.bridge_cpu import stand_ins
@@ -219,6 +220,8 @@ def _name(annotation: Any) -> str:
 
 def believed_world_size(size: int) -> contextlib.AbstractContextManager[Any]:
     """Makes Bridge see a number of processes; it reads ``WORLD_SIZE`` if no process group is open."""
+    from unittest import mock  # which imports asyncio
+
     return mock.patch.dict(os.environ, WORLD_SIZE=str(size))
 
 

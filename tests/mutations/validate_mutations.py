@@ -95,7 +95,7 @@ VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
         name="a look reaches for the network",
         test=READS + "test_a_name_of_the_hub_is_loaded_from_its_cache_without_the_network",
         oracle="a socket that refuses",
-        edits=(("validate/looks/hub.py", "    constants.HF_HUB_OFFLINE = True\n", ""),),
+        edits=(("validate/looks/hub.py", '"HF_HUB_OFFLINE", True)', '"HF_HUB_OFFLINE", False)'),),
     ),
     Mutation(
         trap=85,

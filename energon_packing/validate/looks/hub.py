@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # The hub's form of names; a leading dot or slash marks a path, and so does a second slash.
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z")
@@ -33,18 +33,14 @@ def cached_directory(name: str) -> Path | None:
         return None
 
 
-@contextlib.contextmanager
-def offline() -> Iterator[None]:
+def offline() -> contextlib.AbstractContextManager[Any]:
     """Inside the block everything is loaded from this machine or not at all, repository code (``auto_map``) included.
 
     ``local_files_only`` does not reach everything that transformers loads with a processor; the hub's own switch
     refuses each request. It is set on the module, because the environment variable is read only at import.
     """
+    from unittest import mock
+
     from huggingface_hub import constants
 
-    before = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = before
+    return mock.patch.object(constants, "HF_HUB_OFFLINE", True)

@@ -36,9 +36,6 @@ class SampleKind(ABC):
         bridge_module: of its data set for Bridge, whose classes Bridge's YAML may name; empty if it has none.
         run_class, encoder_config: its configuration, and the class of the ``encoder`` section.
         more_columns: int32 columns that indexes and plans have besides those of conversations.
-        length_free: fields of the ``encoder`` section on which neither lengths nor drops depend.
-        by_content: fields that name what the encoder's own fingerprint states.
-        decisive: fields of the ``packing`` section that a run on a plan must share with it, besides the row.
         sizes: what `PlannedSample.sizes` are, in the plural.
     """
 
@@ -51,9 +48,6 @@ class SampleKind(ABC):
     run_class: ClassVar[type[Any]]
     encoder_config: ClassVar[type[Any]]
     more_columns: ClassVar[tuple[str, ...]] = ()
-    length_free: ClassVar[tuple[str, ...]]
-    by_content: ClassVar[tuple[str, ...]]
-    decisive: ClassVar[tuple[str, ...]] = ()
     sizes: ClassVar[str]
 
     def load_run(self, path: str | Path | None, overrides: Iterable[str] = ()) -> Any:

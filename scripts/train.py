@@ -95,8 +95,7 @@ def configuration(run: str, overrides: tuple[str, ...]) -> Any:
         UserError: it cannot be read, or an override names no existing setting.
     """
     from energon_packing.errors import ConfigError
-    from energon_packing.validate.sources.container_run import ContainerRun
-    from energon_packing.validate.sources.run_source import run_source
+    from energon_packing.validate.run_source import ContainerRun, run_source
 
     sys.path.insert(0, str(ROOT))  # recipes of the checkout: bridge_configs.MODULE:FUNCTION
     source = run_source((run,), overrides=overrides)
@@ -110,8 +109,8 @@ def configuration(run: str, overrides: tuple[str, ...]) -> Any:
 
 def broken_rules(config: Any, step: str) -> list[str]:
     """Returns what our rules say about the run on its ranks, one sentence per violated rule; prints their warnings."""
+    from energon_packing.validate.container_view import view_of
     from energon_packing.validate.rules.registry import judge
-    from energon_packing.validate.views.container import view_of
 
     broken = []
     for one in judge(view_of(config, world_size=_world_size(), step=step.partition(":")[0])):

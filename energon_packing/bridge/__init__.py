@@ -6,6 +6,7 @@ the rules do not.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,9 +15,10 @@ if TYPE_CHECKING:
 __all__ = ["PackedEnergonDatasetConfig"]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "PackedEnergonDatasetConfig":
-        from energon_packing.bridge.dataset import PackedEnergonDatasetConfig
+_MODULES = {"PackedEnergonDatasetConfig": "dataset"}
 
-        return PackedEnergonDatasetConfig
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"energon_packing.bridge.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'energon_packing.bridge' has no attribute {name!r}")

@@ -14,14 +14,7 @@ from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.utils.common_utils import get_world_size_safe
 from megatron.bridge.utils.instantiate_utils import target_allowlist
 
-from energon_packing.bridge.dataset_sections import (
-    SECTIONS,
-    DataSection,
-    EncoderSection,
-    MetricsSection,
-    PackingSection,
-    frozen,
-)
+from energon_packing.bridge.dataset_sections import SECTIONS, DataSection, EncoderSection, PackingSection, frozen
 from energon_packing.bridge.in_batch import PAD_TO_MULTIPLE_OF, check_mode, form_of
 from energon_packing.bridge.pack_iterator import to_bridge
 from energon_packing.bridge.provider import PackProvider
@@ -32,8 +25,8 @@ from energon_packing.energon.sample_task_encoder import MicroBatchTaskEncoder
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import ConfigError
 from energon_packing.offline.open_loader import open_loader
+from energon_packing.validate.container_view import view_of
 from energon_packing.validate.rules.registry import violations
-from energon_packing.validate.views.container import view_of
 
 
 @dataclass(kw_only=True)
@@ -70,15 +63,6 @@ class PackedEnergonDatasetConfig(PackProvider):
     """Tokens, targets, pixels and limits of a sample. The fields of `energon_packing.config.EncoderConfig`."""
     packing: Any = field(default_factory=PackingSection)
     """Window, policy, limits of a pack, drop budget. The fields of `energon_packing.config.PackingConfig`."""
-
-    def sections(self) -> dict[str, type]:
-        """See `PackProvider.sections`."""
-        return {
-            "data": DataSection,
-            "encoder": EncoderSection,
-            "packing": PackingSection,
-            "metrics": MetricsSection,
-        }
 
     @property
     def enable_in_batch_packing(self) -> bool:

@@ -6,34 +6,30 @@ Each field here and in its subclasses states what Bridge reads by name from a da
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import typing
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
 from megatron.bridge.training.config import ConfigContainer
 
-from energon_packing.bridge.dataset_checks import (
-    check_types,
-    container_under_validation,
-    refuse_fixed_settings,
-    refuse_unknown_names,
-)
-from energon_packing.bridge.dataset_sections import MetricsSection
-from energon_packing.bridge.pack_iterator import BridgePackIterator, EndlessPacks, to_bridge
-from energon_packing.bridge.resumed_state import saved_state, step_and_folder
-from energon_packing.config import ParallelConfig
+from energon_packing.bridge.callers import container_under_validation, saved_state, step_and_folder
+from energon_packing.bridge.dataset_sections import SECTIONS, MetricsSection
+from energon_packing.bridge.pack_iterator import BridgePackIterator, open_packs, packs_of_steps, to_bridge
+from energon_packing.config import ParallelConfig, from_mapping
 from energon_packing.config.metrics import MetricsConfig
-from energon_packing.energon.loader import LoaderBase
-from energon_packing.energon.metrics import PackMetrics
+from energon_packing.energon.loader_base import LoaderBase
 from energon_packing.energon.replica import Replica
 from energon_packing.energon.replica_reader import EveryReader, OneReader
 from energon_packing.errors import ConfigError
 from energon_packing.ledger import ledger_apart, without_ledger
 from energon_packing.offline.data_paths import has_global_packs
-from energon_packing.offline.open_loader import open_together, refuse_short_plan
-from energon_packing.validate.views.container import finalised
+from energon_packing.offline.open_loader import refuse_short_plan
+from energon_packing.validate.container_view import finalised
 
 
 @dataclass(kw_only=True)
@@ -44,7 +40,7 @@ class PackProvider(DatasetProvider):
     ``ConfigContainer.validate()`` calls, validates everything. The fields that Bridge reads are here and in the
     subclass, all others in the subclass's sections. Each setting has one place, and all values are plain.
 
-    A subclass defines `sections`, `run_config`, `make_loader`, `check_fields` and `check_run`.
+    A subclass defines `run_config`, `make_loader`, `check_fields` and `check_run`.
     """
 
     path: str = ""
@@ -80,7 +76,8 @@ class PackProvider(DatasetProvider):
 
     def sections(self) -> dict[str, type]:
         """Class of each section by the name of its field."""
-        raise NotImplementedError
+        made = ((entry.name, entry.default_factory) for entry in fields(self))
+        return {name: made_by for name, made_by in made if made_by in SECTIONS.values()}  # type: ignore[misc]
 
     def run_config(self, parallel: ParallelConfig) -> Any:
         """The same settings as our own frozen configuration.
@@ -266,7 +263,7 @@ class PackProvider(DatasetProvider):
         settings = getattr(self._run, "validation", None) or train
         batch = getattr(settings, "eval_global_batch_size", None) or train.global_batch_size
         micro = getattr(settings, "eval_micro_batch_size", None) or train.micro_batch_size
-        return int(settings.eval_iters * (batch // (micro * ranks)) * ranks)
+        return packs_of_steps(settings.eval_iters, batch // micro, ranks)
 
     def _packs_left(self, resumed: tuple[int, str | None] | None, ranks: int) -> int | None:
         """Packs that the run has still to read, over all ranks.
@@ -281,30 +278,16 @@ class PackProvider(DatasetProvider):
         train = getattr(self._run, "train", None)
         if resumed is None or train is None or train.train_iters is None or train.rampup_batch_size:
             return None
-        # The batch is rounded down with ``decrease_batch_size_if_needed``, and divides without a rest otherwise.
-        batch = train.global_batch_size // (train.micro_batch_size * ranks) * ranks
-        return int(max(train.train_iters - resumed[0], 0) * batch)
+        packs = train.global_batch_size // train.micro_batch_size
+        return packs_of_steps(train.train_iters - resumed[0], packs, ranks)
 
     def _iterator(self, config: Any, groups: Any, replica: Replica, **what: Any) -> BridgePackIterator:
-        depth = config.data.depth
-        source = metrics = None
+        depth, every = config.data.depth, self.readers == "every"
         config = config if replica.is_reader else without_ledger(config)
-        loader = open_together(
-            config,
-            replica,
-            opened=self.make_loader,
-            reads=replica.is_reader or self.readers == "every",
-            data_parallel_group=getattr(groups, "dp", None),
-            **what,
-        )
-        if loader is not None:
-            if depth and replica.size > 1 and self.readers == "one":
-                loader.share_unpinned()
-            if replica.is_reader:
-                metrics = PackMetrics.of(config.metrics, loader, rank=replica.rank, world_size=replica.world_size)
-            source = EndlessPacks(loader, metrics)
+        what |= {"opened": self.make_loader, "data_parallel_group": getattr(groups, "dp", None)}
+        source, metrics = open_packs(config, replica, every=every, **what)
         reader: OneReader | EveryReader
-        if source is not None and self.readers == "every":
+        if source is not None and every:
             reader = EveryReader(source, replica, compare_every=self.compare_every, depth=depth, pixels_to_device=True)
         else:
             reader = OneReader(source, replica, depth=depth, pixels_to_device=True)
@@ -315,3 +298,48 @@ def _evaluates(container: Any) -> bool:
     """Whether the run asks for validation batches."""
     settings = getattr(container, "validation", None) or container.train
     return bool(getattr(settings, "eval_iters", 0))
+
+
+def check_types(dataset: Any) -> None:
+    """Checks the fields outside the sections against their annotations, as for a configuration file."""
+    hints = typing.get_type_hints(type(dataset))
+    plain = [entry.name for entry in dataclasses.fields(dataset) if hints[entry.name] is not Any]
+    shape = dataclasses.make_dataclass("Dataset", [(name, hints[name], None) for name in plain])
+    from_mapping(shape, {name: getattr(dataset, name) for name in plain}, where="dataset")
+
+
+def refuse_unknown_names(dataset: Any, sections: Mapping[str, type]) -> None:
+    """Refuses an attribute that was meant as a setting: a misspelt one, or one that belongs to a section.
+
+    Other attributes pass: Bridge itself attaches objects to a data set (its tokenizer, paddings).
+
+    Args:
+        sections: class of each section by the name of its field.
+    """
+    known = {entry.name for entry in dataclasses.fields(dataset)}
+    for name in set(vars(dataset)) - known:
+        if name.startswith("_"):
+            continue
+        for section, twin in sections.items():
+            if name in {entry.name for entry in dataclasses.fields(twin)}:
+                raise ConfigError(f"dataset.{name} is not a setting; use dataset.{section}.{name}.")
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+        if near:
+            raise ConfigError(f"dataset.{name} is not a setting; did you mean dataset.{near[0]}?")
+
+
+FIXED_SETTINGS = {
+    "data_sharding": "replicas always read different samples",
+    "pin_memory": "Energon's loader always pins memory if there is a GPU",
+    "drop_last": "the stream of packs is endless, so there is no last batch to keep",
+    "persistent_workers": "Energon keeps its loader processes for the whole run",
+}
+"""Settings that Bridge gives every data set and that its other loaders read; here each must be true."""
+
+
+def refuse_fixed_settings(dataset: Any) -> None:
+    """Refuses a value that nothing would read. Bridge itself unsets ``persistent_workers`` where there is no worker."""
+    for name, reason in FIXED_SETTINGS.items():
+        unset_by_bridge = name == "persistent_workers" and dataset.num_workers == 0
+        if not getattr(dataset, name) and not unset_by_bridge:
+            raise ConfigError(f"dataset.{name} is false, which this data set does not support: {reason}. Leave it out.")

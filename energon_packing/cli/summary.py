@@ -20,28 +20,28 @@ def resolved_summary(view: RunView, *, assumed: bool, tokens_per_sample: int | N
         assumed: whether the number of GPUs was.
         tokens_per_sample: mean length of a sample, for the estimates; without it the measured one.
     """
-    rows_a_pass = view.batch.micro_batch_size * view.data_parallel
-    divides = rows_a_pass > 0 and view.batch.global_batch_size % rows_a_pass == 0
+    rows_a_pass = view.micro_batch_size * view.data_parallel
+    divides = rows_a_pass > 0 and view.global_batch_size % rows_a_pass == 0
     packing, packer = packing_of(view)
     memory = loader_bytes(view)
     return {
-        "world_size": view.parallel.world_size,
+        "world_size": view.world_size,
         "world_size_assumed": assumed,
-        "tensor_parallel": view.parallel.tensor_parallel,
-        "context_parallel": view.parallel.context_parallel,
-        "pipeline_parallel": view.parallel.pipeline_parallel,
-        "expert_parallel": view.parallel.expert_parallel,
-        "sequence_parallel": view.parallel.sequence_parallel,
-        "eval_context_parallel": view.parallel.eval_context_parallel,
+        "tensor_parallel": view.tensor_parallel,
+        "context_parallel": view.context_parallel,
+        "pipeline_parallel": view.pipeline_parallel,
+        "expert_parallel": view.expert_parallel,
+        "sequence_parallel": view.sequence_parallel,
+        "eval_context_parallel": view.eval_context_parallel,
         "data_parallel": view.data_parallel,
         "alignment_multiple": view.multiple,
-        "seq_length": view.rows.dataset_seq_length,
+        "seq_length": view.dataset_seq_length,
         "packing": packing,
         "packed_by": packer,
-        "micro_batch_size": view.batch.micro_batch_size,
-        "global_batch_size": view.batch.global_batch_size,
-        "micro_batches_per_step": view.batch.global_batch_size // rows_a_pass if divides else None,
-        "max_tokens_per_step": view.batch.global_batch_size * view.rows.dataset_seq_length,
+        "micro_batch_size": view.micro_batch_size,
+        "global_batch_size": view.global_batch_size,
+        "micro_batches_per_step": view.global_batch_size // rows_a_pass if divides else None,
+        "max_tokens_per_step": view.global_batch_size * view.dataset_seq_length,
         "loader_memory_mb": None if memory is None else memory >> 20,
         **_estimates(view, tokens_per_sample),
     }
@@ -49,11 +49,11 @@ def resolved_summary(view: RunView, *, assumed: bool, tokens_per_sample: int | N
 
 def packing_of(view: RunView) -> tuple[str, str | None]:
     """How rows come to hold several samples, and whose code does it."""
-    if view.dataset_kind == "energon" and view.packing.packing_buffer_size is not None:
-        return "online", f"Megatron-Bridge {view.versions.bridge_version or ''}".strip()
-    if view.packing.enable_in_batch_packing:
+    if view.dataset_kind == "energon" and view.packing_buffer_size is not None:
+        return "online", f"Megatron-Bridge {view.bridge_version or ''}".strip()
+    if view.enable_in_batch_packing:
         return "in_batch", "Megatron-Bridge, of the samples of a micro-batch"
-    if not view.packing.enable_offline_packing:
+    if not view.enable_offline_packing:
         return "none", None
     if view.dataset_kind == "packed_energon":
         return "online", "energon_packing"
@@ -62,7 +62,7 @@ def packing_of(view: RunView) -> tuple[str, str | None]:
 
 def _estimates(view: RunView, tokens_per_sample: int | None) -> dict[str, Any]:
     """Samples a step of a packed run; the global batch of packs that keeps the tokens of an unpacked one."""
-    data, rows, packs = view.facts.data, view.rows_per_epoch, view.rows_are_packs
+    data, rows, packs = view.data, view.rows_per_epoch, view.rows_are_packs
     found: dict[str, Any] = {
         "tokens_per_sample": tokens_per_sample or (round(data.mean) if data else None),
         "expected_fill": round(data.fill, 4) if data and packs else None,
@@ -70,7 +70,7 @@ def _estimates(view: RunView, tokens_per_sample: int | None) -> dict[str, Any]:
         "global_batch_size_in_packs": None,
         "packs_per_epoch": rows if packs else None,
         "samples_per_epoch": data.samples_per_epoch if data else None,
-        "steps_per_epoch": None if rows is None else round(rows / view.batch.global_batch_size, 1),
+        "steps_per_epoch": None if rows is None else round(rows / view.global_batch_size, 1),
         "measured_samples": data.measured if data else None,
         "dropped_samples": data.dropped if data else None,
         "longest_sample": data.longest if data else None,
@@ -78,12 +78,12 @@ def _estimates(view: RunView, tokens_per_sample: int | None) -> dict[str, Any]:
     mean = tokens_per_sample or (data.mean if data else None)
     if mean is None:
         return found
-    a_row = max(1.0, (data.fill if data else FILL) * view.rows.dataset_seq_length / mean)
+    a_row = max(1.0, (data.fill if data else FILL) * view.dataset_seq_length / mean)
     if packs:
-        return found | {"samples_per_step": round(view.batch.global_batch_size * a_row)}
+        return found | {"samples_per_step": round(view.global_batch_size * a_row)}
     replicas = max(1, view.data_parallel)
-    batch = max(1, round(view.batch.global_batch_size / a_row / replicas)) * replicas
-    return found | {"samples_per_step": view.batch.global_batch_size, "global_batch_size_in_packs": batch}
+    batch = max(1, round(view.global_batch_size / a_row / replicas)) * replicas
+    return found | {"samples_per_step": view.global_batch_size, "global_batch_size_in_packs": batch}
 
 
 def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:

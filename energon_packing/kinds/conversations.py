@@ -42,12 +42,6 @@ class Conversations(SampleKind):
     marks = SUBFLAVORS
     bridge_module = "energon_packing.bridge.dataset"
     run_class, encoder_config = RunConfig, EncoderConfig
-    length_free = (
-        *("pixels", "jpeg_scaled_decoding", "decode_seconds", "decode_in_child"),
-        *("loss_weighting", "loss_scale", "position_ids", "tokens_per_second"),
-    )
-    by_content = ("processor", "chat_template", "trust_remote_code")
-    decisive = ("dummy_image", "oversize", "split_at", "split_positions")
     sizes = "tokens"
 
     @property

@@ -10,6 +10,7 @@ import torch
 import torch.utils.data
 
 from energon_packing.config import RunConfig
+from energon_packing.config.setting import changing
 from energon_packing.energon.epoch_end import Agree, EpochReport
 from energon_packing.energon.fingerprint import check_fingerprint, tell_of_accepted
 from energon_packing.energon.loader import LoaderBase
@@ -322,7 +323,7 @@ def check_plan(plan: Plan, config: AnyRun, encoder: Any, split: str | None) -> N
             f"{plan.path} aligns samples to {multiple} tokens, but the parallel sizes of this run need "
             f"{encoder.multiple}; plan again with these sizes."
         )
-    for name in kind.decisive:
+    for name in changing(config.packing, "rows"):
         if planned.get(name) != getattr(config.packing, name):
             raise ConfigError(
                 f"{plan.path} was made with packing.{name}={planned.get(name)!r}, but this run has "

@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from energon_packing.config import RunConfig, to_mapping
-from energon_packing.config.setting import marked_and_set
+from energon_packing.config.setting import length_free_of, marked, marked_and_set
 from energon_packing.conversation import PairCounts
 from energon_packing.convert.report import counted_pairs
 from energon_packing.encoders.tokenized import use_one_thread
@@ -51,19 +51,19 @@ into the cache, and few texts are held."""
 def measuring_fingerprint(encoder: Any, run: AnyRun) -> dict[str, str]:
     """What lengths, targets and refusals depend on, by name.
 
-    Every field of the ``encoder`` section is in it but those that its kind names (`SampleKind.length_free`,
-    `SampleKind.by_content`), so none can be forgotten; of the ``packing`` section those marked ``changes_rows``.
+    Every field of the ``encoder`` section is in it but those that do not change lengths, and those that name a place,
+    so none can be forgotten; of the ``packing`` section those marked ``newer``.
     """
     kind = kind_of_config(run)
     fields = {
         f"encoder.{name}": json.dumps(value, sort_keys=True)
         for name, value in to_mapping(run.encoder).items()
-        if name not in (*kind.length_free, *kind.by_content)
+        if name not in (*length_free, *marked(run.encoder, "place"))
     }
     # Their defaults leave the fingerprints of older indexes and plans as they were.
-    fields |= {f"packing.{name}": value for name, value in marked_and_set(run.packing, "changes_rows").items()}
+    fields |= {f"packing.{name}": value for name, value in marked_and_set(run.packing, "newer").items()}
     # Limits count as configured, because a run lowers them to those of its rows.
-    left_out = {"limits", *kind.length_free, *(f"encoder.{name}" for name in kind.length_free)}
+    left_out = {"limits", *length_free, *(f"encoder.{name}" for name in length_free)}
     own = {name: str(value) for name, value in encoder.encoder.fingerprint().items() if name not in left_out}
     return {**own, **fields}
 

@@ -442,7 +442,7 @@ def _check_measured(directories: Sequence[str | Path], sources: Sources, samples
         ConfigError: the run refuses pairs and the indexes hold some, or they were measured with another setting.
     """
     where = ", ".join(map(str, directories))
-    for name in marked(config.packing, "changes_rows"):
+    for name in marked(config.packing, "newer"):
         own = getattr(config.packing, name)
         if name == "pairs":  # an older index did not count them
             known, seen = pair_counts(sources.datasets), int(np.count_nonzero(samples.sizes.second))

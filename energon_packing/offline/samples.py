@@ -128,7 +128,7 @@ class Sources:
 
 
 def _check_encoder(index: Index, encoder: Any) -> None:
-    free = (*kind_of_config(encoder).length_free, "trust_remote_code")
+    free = length_free_of(encoder)
     for name, measured, own in differing(_plain(index.encoder), _plain(to_mapping(encoder))):
         if name not in free:
             raise ConfigError(

@@ -101,7 +101,10 @@ def processor_facts(processor: str | None) -> TokenFacts | None:
     Raises:
         ConfigError: the file cannot be read.
     """
-    folder = _folder(processor) if processor else None
+    folder = None
+    if processor:
+        local = Path(processor).is_dir() or not is_hub_name(processor)
+        folder = Path(processor) if local else cached_directory(processor)
     if folder is None or not (folder / "tokenizer.json").is_file():
         return None
     values = _read(folder / "tokenizer.json")
@@ -124,15 +127,6 @@ def processor_facts(processor: str | None) -> TokenFacts | None:
 
 
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
-
-
-def _folder(processor: str) -> Path | None:
-    if Path(processor).is_dir() or not is_hub_name(processor):
-        return Path(processor)
-    try:
-        return cached_directory(processor)
-    except ImportError:
-        return None
 
 
 def _processor_geometry(texts: list[dict[str, Any]]) -> dict[str, int]:

@@ -18,12 +18,8 @@ from energon_packing.config.metrics import MetricsConfig
 from energon_packing.energon.loader import LoaderBase
 from energon_packing.errors import ConfigError
 from energon_packing.offline.open_loader import open_loader
-from energon_packing.validate.views.container import finalised
-from energon_packing.wan.config import (
-    TextToVideoConfig,
-    TextToVideoPackingConfig,
-    TextToVideoRunConfig,
-)
+from energon_packing.validate.container_view import finalised
+from energon_packing.wan.config import TextToVideoConfig, TextToVideoPackingConfig, TextToVideoRunConfig
 
 TextToVideoSection: Any = twin(TextToVideoConfig, module=__name__)
 TextToVideoPackingSection: Any = twin(TextToVideoPackingConfig, ("seq_length",), module=__name__)

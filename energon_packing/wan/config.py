@@ -21,6 +21,7 @@ from typing import Literal
 from energon_packing.config import MAX_DROPS_WITHOUT_PACK, DataConfig, ParallelConfig, from_mapping, load_values
 from energon_packing.config.metrics import MetricsConfig
 from energon_packing.config.plan import PlanConfig
+from energon_packing.config.setting import setting
 from energon_packing.errors import ConfigError
 from energon_packing.thd.alignment import alignment_multiple
 
@@ -47,15 +48,15 @@ class TextToVideoConfig:
     compat: Compat = "none"
     """``bridge`` makes the rows that Bridge's own Wan data path makes: every text 512 tokens long, all of them called
     real, and alignment to ``2 * context_parallel`` only."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16"] = setting("float32", changes="rows")
     """Dtype of latents and embeddings in a batch, whatever their files hold."""
-    vae: str = ""
+    vae: str = setting("", stated="latent encoder", place=True)
     """Directory or hub name of a diffusers pipeline with ``vae``, or of an `AutoencoderKLWan`; empty if all records
     have stored latents."""
-    text_encoder: str = ""
+    text_encoder: str = setting("", stated="caption encoder", place=True)
     """Directory or hub name of a diffusers pipeline with ``text_encoder`` and ``tokenizer``, or of a UMT5 or T5 encoder
     with its tokenizer; empty if all records have stored embeddings."""
-    device: str = "cpu"
+    device: str = setting("cpu", changes="nothing")
     """Device of the two encoders; any other than the CPU needs ``data.workers: 0``."""
     fps: float | None = 16.0
     """Frames per second that are taken from a clip; None takes every frame."""
@@ -65,11 +66,11 @@ class TextToVideoConfig:
     plays faster."""
     max_pixels: int = 832 * 480
     """Largest area of a frame after resizing; a smaller clip is not enlarged."""
-    max_source_pixels: int = 120_000_000
+    max_source_pixels: int = setting(120_000_000, changes="packs")
     """A frame with more pixels than this is refused before it is decoded."""
-    decode_seconds: float | None = 120.0
+    decode_seconds: float | None = setting(120.0, changes="packs")
     """Wall-clock limit for decoding one clip; None sets none."""
-    decode_in_child: bool = True
+    decode_in_child: bool = setting(True, changes="nothing")
     """Whether clips are decoded in a child process, so that a decoder that hangs or crashes costs its clip alone."""
 
     def __post_init__(self) -> None:
@@ -110,11 +111,11 @@ class TextToVideoPackingConfig:
     """Finished plans that are sorted by cost before they are emitted; 1 keeps the order of selection."""
     oversize: Literal["drop", "raise"] = "drop"
     """Whether a clip longer than a row is dropped and noted in the ledger, or stops the run."""
-    drop_budget: float = 0.1
+    drop_budget: float = setting(0.1, changes="nothing")
     """Share of the samples read that may be dropped; the run stops when more are, beyond doubt. 1.0 never stops."""
-    max_drops_without_pack: int = MAX_DROPS_WITHOUT_PACK
+    max_drops_without_pack: int = setting(MAX_DROPS_WITHOUT_PACK, changes="nothing")
     """Samples that a worker may drop one after another without a pack between them before the run stops."""
-    ledger: str | None = None
+    ledger: str | None = setting(None, changes="nothing")
     """Directory of the ledger files, one per worker; None keeps the ledger in the batches only."""
 
     def __post_init__(self) -> None:

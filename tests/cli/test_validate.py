@@ -116,7 +116,7 @@ def test_the_installed_bridge_says_the_same(good: Path, name: str) -> None:
 
 def test_a_rejection_by_bridge_alone_is_not_valid(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = verdict.BridgeVerdict(version="9.9", accepted=False, message="a rule of a later Bridge")
-    monkeypatch.setattr("energon_packing.validate.sources.run_source.bridge_verdict", lambda view: answer)
+    monkeypatch.setattr("energon_packing.validate.run_source.bridge_verdict", lambda view: answer)
     result = run(str(good))
     assert result.exit_code == 1
     assert "a rule of a later Bridge" in result.stdout
@@ -245,7 +245,7 @@ def test_the_rules_are_shown_before_bridge_is_asked(good: Path, monkeypatch: pyt
     def breaks_off(_source: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("energon_packing.validate.sources.run_source.YamlRun.verdict", breaks_off)
+    monkeypatch.setattr("energon_packing.validate.run_source.YamlRun.verdict", breaks_off)
     result = run(str(good), *sets(["training.calculate_per_token_loss=false"]))
     assert result.exit_code != 0
     assert "bridge/per-token-loss" in result.stdout

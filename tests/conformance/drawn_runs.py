@@ -92,7 +92,7 @@ def natively(view: RunView) -> dict[str, Any]:
         "dataset_micro_batch_size": 1,
         "eval_micro_batch_size": None,
         "eval_global_batch_size": None,
-        "global_batch_size": 2 * view.parallel.world_size,
+        "global_batch_size": 2 * view.world_size,
         **dict.fromkeys(("enable_offline_packing", "has_offline_packing_specs", "enable_in_batch_packing"), False),
         "packed_sequence_size": None,
         "pad_cu_seqlens": False,
@@ -114,8 +114,8 @@ def dispatched(view: RunView) -> dict[str, Any]:
         "dataset_micro_batch_size": 2,
         "eval_micro_batch_size": None,
         "eval_global_batch_size": None,
-        "global_batch_size": 8 * view.parallel.world_size,
-        "world_size": 2 * view.parallel.world_size,
+        "global_batch_size": 8 * view.world_size,
+        "world_size": 2 * view.world_size,
         "expert_parallel": 2,
         "expert_tensor_parallel": None,
         "expert_dispatcher": "hybridep",
@@ -128,17 +128,17 @@ Fault = Callable[[RunView, random.Random], dict[str, Any]]
 
 def specs(view: RunView) -> dict[str, Any]:
     return {"enable_offline_packing": True, "has_offline_packing_specs": True} | (
-        {"packed_sequence_size": view.rows.dataset_seq_length}
+        {"packed_sequence_size": view.dataset_seq_length}
     )
 
 
 def lengths(view: RunView, tokens: int) -> dict[str, Any]:
-    packs = {"packed_sequence_size": tokens} if view.packing.has_offline_packing_specs else {}
+    packs = {"packed_sequence_size": tokens} if view.has_offline_packing_specs else {}
     return {"dataset_seq_length": tokens, "model_seq_length": tokens, **packs}
 
 
 def data_set_rows(view: RunView, rng: random.Random) -> dict[str, Any]:
-    other = view.batch.micro_batch_size + 1
+    other = view.micro_batch_size + 1
     evaluated: dict[str, Any] = rng.choice(
         [
             {},  # the rule about the evaluation speaks too
@@ -150,10 +150,10 @@ def data_set_rows(view: RunView, rng: random.Random) -> dict[str, Any]:
 
 
 def evaluation_rows(view: RunView, rng: random.Random) -> dict[str, Any]:
-    other, whole = view.batch.micro_batch_size + 1, (view.batch.micro_batch_size + 1) * view.eval_data_parallel
+    other, whole = view.micro_batch_size + 1, (view.micro_batch_size + 1) * view.eval_data_parallel
     return {
         "dataset_kind": rng.choice(["energon", "packed_energon"]),
-        "dataset_micro_batch_size": view.batch.micro_batch_size,
+        "dataset_micro_batch_size": view.micro_batch_size,
         "do_validation": True,
         "eval_micro_batch_size": other,
         "eval_global_batch_size": whole,

@@ -18,9 +18,9 @@ from support.bridge_cpu import tiny_models, training_run
 
 from energon_packing.config import ParallelConfig, RunConfig, TrainingConfig
 from energon_packing.errors import ConfigError
+from energon_packing.validate.container_view import view_of
 from energon_packing.validate.rules.registry import violations
-from energon_packing.validate.views.config import view_of_config
-from energon_packing.validate.views.container import view_of
+from energon_packing.validate.run_source import view_of_config
 
 pytestmark = pytest.mark.usefixtures("stand_ins")
 
@@ -68,7 +68,7 @@ def test_rows_are_aligned_to_what_the_provider_has_after_its_own_finalize(family
     final = cfg.model.sequence_parallel
     assert final == (family == "qwen3_vl" and experts > 0)
     assert cfg.dataset.parallel_config(groups()).multiple == alignment_multiple(TP, 1, final)
-    assert before.parallel.sequence_parallel == view_of(cfg, world_size=TP).parallel.sequence_parallel == final
+    assert before.sequence_parallel == view_of(cfg, world_size=TP).sequence_parallel == final
 
 
 @pytest.mark.usefixtures("world")
@@ -129,5 +129,5 @@ def test_sequence_parallelism_that_loses_gradients_of_images_is_refused_also_whe
 def test_our_yaml_is_judged_with_what_its_model_turns_on(model, forced):
     config = RunConfig(parallel=ParallelConfig(tensor_parallel=TP), training=TrainingConfig(model=model))
     view = view_of_config(config)
-    assert view.parallel.sequence_parallel == forced
+    assert view.sequence_parallel == forced
     assert [found.rule.id for found in violations(view)] == ["ours/deepstack-over-tensor-ranks"] * forced

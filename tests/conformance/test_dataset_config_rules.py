@@ -161,7 +161,7 @@ def test_settings_that_every_loader_of_bridge_has_are_refused_or_have_one_value(
     """Whatever Bridge adds to every data set is read, or is among the settings that we refuse by name."""
     from megatron.bridge.data.base import DataloaderConfig
 
-    from energon_packing.bridge.dataset_checks import FIXED_SETTINGS
+    from energon_packing.bridge.provider import FIXED_SETTINGS
 
     read_by_us = {"dataloader_type", "num_workers", "trust_remote_code"}
     read_by_bridge = {"dataloader_save", "dataloader_load"}  # where the position in the stream is kept

@@ -26,7 +26,7 @@ if importlib.util.find_spec("megatron.bridge") is None:
 from support.bridge_cpu import tiny_models, training_run
 
 from energon_packing.validate.rules.registry import judge, rule_that_bridge_named
-from energon_packing.validate.sources.container_run import ContainerRun
+from energon_packing.validate.run_source import ContainerRun
 from energon_packing.validate.verdict import believed_world_size, without_output
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("stand_ins")]

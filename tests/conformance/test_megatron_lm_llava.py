@@ -142,7 +142,7 @@ def test_the_losses_of_a_packed_row_are_those_of_its_samples_alone_in_the_models
 
 
 def test_the_model_makes_the_row_again_that_the_placeholders_stood_for(model):
-    from energon_packing.megatron_lm.llava import llava_inputs
+    from energon_packing.megatron_lm.vlm import llava_inputs
 
     batch = stage_batch([row for row, _ in SAMPLES], 8, 160)
     made = llava_inputs(batch, placeholder=PLACEHOLDER, image_token_index=-200, tokens_per_tile=TILE)
@@ -164,7 +164,7 @@ def test_the_model_makes_the_row_again_that_the_placeholders_stood_for(model):
 
 
 def test_a_processor_of_another_vision_model_is_refused():
-    from energon_packing.megatron_lm.llava import llava_inputs
+    from energon_packing.megatron_lm.vlm import llava_inputs
 
     batch = stage_batch([SAMPLES[0][0]])
     with pytest.raises(ConfigError, match="4 placeholders, but the model makes 9 embeddings"):
@@ -172,7 +172,7 @@ def test_a_processor_of_another_vision_model_is_refused():
 
 
 def test_between_pipeline_stages_the_models_length_must_be_the_rows():
-    from energon_packing.megatron_lm.llava import check_pipeline_width
+    from energon_packing.megatron_lm.vlm import check_pipeline_width
 
     batch = stage_batch([SAMPLES[0][0]], 1, 64)
     check_pipeline_width(SimpleNamespace(_language_is_pipeline_parallel=True, _language_max_sequence_length=64), batch)

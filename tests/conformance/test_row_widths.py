@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from energon_packing import thd
+from energon_packing.validate.container_view import view_of
 from energon_packing.validate.run_view import COLLATED, RunView
-from energon_packing.validate.views.container import view_of
 
 pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
 if importlib.util.find_spec("megatron.bridge") is None:
@@ -155,9 +155,9 @@ def test_bridge_fixes_the_width_for_pipelines_and_experts_where_the_rule_says_so
         dataset_micro_batch_size=None if kind == "gpt_sft" else 1,
     )
     container = equivalent_container(view)
-    with believed_world_size(view.parallel.world_size):
+    with believed_world_size(view.world_size):
         container.validate()
-    assert view_of(container, world_size=view.parallel.world_size).rows.pad_to_max_length == view.width_fixed_by_bridge
+    assert view_of(container, world_size=view.world_size).pad_to_max_length == view.width_fixed_by_bridge
 
 
 def test_the_data_sets_with_a_width_that_bridge_fixes_are_those_that_have_the_setting() -> None:

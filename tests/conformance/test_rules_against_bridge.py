@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from energon_packing.validate import verdict
+from energon_packing.validate.container_view import view_of
 from energon_packing.validate.rules.registry import RULES, rule_that_bridge_named, violations
 from energon_packing.validate.run_view import RunView, installed_version, smallest_world_size
 from energon_packing.validate.verdict import BridgeVerdict, bridge_verdict, equivalent_container
-from energon_packing.validate.views.container import view_of
 
 if installed_version("megatron-bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
@@ -68,9 +68,7 @@ def consistent(**changes: Any) -> RunView:
         "model_seq_length": changes.get("dataset_seq_length", 96),
     }
     view = RunView.of(**(base | changes))
-    return (
-        view.changed(packed_sequence_size=view.rows.dataset_seq_length) if view.packing.enable_offline_packing else view
-    )
+    return view.changed(packed_sequence_size=view.dataset_seq_length) if view.enable_offline_packing else view
 
 
 # Each rule about batches and lengths as the only violation, once or more; the pair names kind and rule.
@@ -193,7 +191,7 @@ def test_the_view_of_a_container_gives_the_verdict_of_the_view_that_it_was_made_
     for _ in range(300):
         view = random_view(rng)
         kind = "gpt_sft" if view.dataset_kind == "gpt_sft" else "energon"
-        seen = view_of(equivalent_container(view), world_size=view.parallel.world_size)
+        seen = view_of(equivalent_container(view), world_size=view.world_size)
         assert seen.dataset_kind == kind
         assert first_of_ours(seen) == first_of_ours(view)
 
@@ -203,10 +201,10 @@ def test_a_foreign_provider_escapes_the_rules_that_ours_must_obey() -> None:
     view = consistent(dataset_kind="packed_energon", context_parallel=2, calculate_per_token_loss=False, **PACKED)
     container = equivalent_container(view)
     container.dataset = _provider(container.dataset)
-    with verdict.believed_world_size(view.parallel.world_size):
+    with verdict.believed_world_size(view.world_size):
         container.validate()
     assert first_of_ours(view) == "bridge/per-token-loss"
-    assert first_of_ours(view_of(container, world_size=view.parallel.world_size)) is None
+    assert first_of_ours(view_of(container, world_size=view.world_size)) is None
 
 
 @pytest.mark.parametrize(("rule", "changes"), ONLY_VIOLATION)
@@ -220,7 +218,7 @@ def test_bridge_spares_a_foreign_provider_the_rules_that_say_so_and_no_others(
         setattr(provider, name, getattr(container.dataset, name))
     container.dataset = provider
     message = None
-    with verdict.believed_world_size(view.parallel.world_size):
+    with verdict.believed_world_size(view.world_size):
         try:
             container.validate()
         except (ValueError, AssertionError) as error:

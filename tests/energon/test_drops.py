@@ -177,10 +177,10 @@ def consumers() -> dict[str, Any]:
         return (dataclasses.make_dataclass("P", ["keys"])((1,) * 8) for _ in iter(lambda: next(packs), None))
 
     def megatron_lm(run: RunConfig) -> Any:
-        from energon_packing.megatron_lm.dataloader import _Endless
+        from energon_packing.bridge.pack_iterator import EndlessPacks
 
         finite = dataclasses.replace(run, data=dataclasses.replace(run.data, repeat=False))
-        packs = _Endless(build_loader(finite))
+        packs = EndlessPacks(build_loader(finite))
         return (dataclasses.make_dataclass("P", ["keys"])(next(packs).sample_keys) for _ in iter(int, 1))
 
     return {"our loader": build_loader, "bridge": bridge, "megatron_lm": megatron_lm}

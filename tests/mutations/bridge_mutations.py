@@ -32,7 +32,7 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         name="the layout is read from the model as it was given",
         test=LAYOUT + "test_rows_are_aligned_to_what_the_provider_has_after_its_own_finalize",
         oracle=PROVIDER,
-        edits=(("validate/views/container.py", "            changed.finalize()\n", "            pass\n"),),
+        edits=(("validate/container_view.py", "            changed.finalize()\n", "            pass\n"),),
         needs_bridge=True,
     ),
     Mutation(
@@ -50,9 +50,9 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         oracle=PROVIDER,
         edits=(
             (
-                "validate/views/config.py",
-                "if view.model_forces_sequence_parallel and",
-                "if not view.model_forces_sequence_parallel and",
+                "validate/run_source.py",
+                "forced = view.model_forces_sequence_parallel and",
+                "forced = not view.model_forces_sequence_parallel and",
             ),
         ),
         needs_bridge=True,
@@ -74,8 +74,8 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "validate/rules/steps.py",
-                'changes={"cuda_graph_impl": "none", "step": OUR_STEP}',
-                'changes={"step": OUR_STEP}',
+                "set cuda_graph_impl to 'none' and train with the forward step",
+                "train with the forward step",
             ),
         ),
     ),
@@ -87,8 +87,8 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "validate/rules/families.py",
-                "    if not view.parallel.sequence_parallel:\n",
-                "    if view.parallel.sequence_parallel:\n",
+                "    if not view.sequence_parallel:\n",
+                "    if view.sequence_parallel:\n",
             ),
         ),
         needs_bridge=True,
@@ -115,8 +115,8 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "validate/run_view.py",
-                "self.packing.enable_in_batch_packing or self.packs_natively\n",
-                "self.packing.enable_in_batch_packing\n",
+                "self.enable_in_batch_packing or self.packs_natively\n",
+                "self.enable_in_batch_packing\n",
             ),
         ),
     ),
@@ -128,8 +128,8 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "validate/rules/experts.py",
-                "    if view.multiple == 1 and not view.rows_of_one_width:\n",
-                "    if not view.rows_of_one_width:\n",
+                "holds=lambda view: view.multiple == 1 and not view.rows_of_one_width,",
+                "holds=lambda view: not view.rows_of_one_width,",
             ),
         ),
     ),
@@ -141,7 +141,7 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "validate/rules/steps.py",
-                "return view.packing.enable_offline_packing or view.multiple > 1",
+                "return view.enable_offline_packing or view.multiple > 1",
                 "return False",
             ),
         ),

@@ -278,7 +278,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "offline/measure.py",
-                'marked_and_set(run.packing, "changes_rows").items()',
+                'marked_and_set(run.packing, "newer").items()',
                 'marked_and_set(run.packing, "by_family").items()',
             ),
         ),

@@ -239,7 +239,7 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         test="tests/conformance/test_bridge_dataset_config.py::"
         "test_every_evaluation_of_bridge_reports_the_loss_on_the_same_packs_and_so_does_the_next_run",
         oracle="Bridge's own evaluate",
-        edits=(("bridge/provider.py", "(settings.eval_iters * (batch", "((1 + settings.eval_iters) * (batch"),),
+        edits=(("bridge/provider.py", "(settings.eval_iters, batch", "(1 + settings.eval_iters, batch"),),
         needs_bridge=True,
     ),
     Mutation(

@@ -47,7 +47,11 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         test=EACH_FIELD + "[data.shuffle_over_epochs]",
         oracle="the stream of packs",
         edits=(
-            ("energon/fingerprint.py", '*("data.packs_ahead",', '*("data.shuffle_over_epochs", "data.packs_ahead",'),
+            (
+                "config/data.py",
+                'unit="epochs", changes="packs"',
+                'unit="epochs", changes="nothing"',
+            ),
         ),
     ),
     Mutation(
@@ -111,7 +115,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         name="a run of Bridge that continues without a state begins its data anew",
         test=RESUMED + "test_a_run_that_continues_is_refused_where_no_state_would_be_restored",
         oracle="the definition",
-        edits=(("bridge/resumed_state.py", "if resumed is None or not resumed[0]:", "if True:"),),
+        edits=(("bridge/callers.py", "if resumed is None or not resumed[0]:", "if True:"),),
         needs_bridge=True,
     ),
     Mutation(

@@ -80,10 +80,6 @@ def test_batches_of_bridges_own_packing_count_packs() -> None:
 def test_what_bridges_own_packing_cannot_do_is_refused_by_one_rule(rule: str, broken: dict[str, Any]) -> None:
     view = NATIVE.changed(**broken)
     assert errors(view) == [rule]
-    (finding,) = (judgement.finding for judgement in violations(view))
-    assert finding is not None
-    if finding.changes:
-        assert errors(view.changed(**finding.changes)) == []
 
 
 def test_two_packers_of_one_run_are_refused() -> None:
@@ -189,9 +185,6 @@ def test_hybridep_gets_whole_chunks_of_128_tokens(length: int, layout: dict[str,
     size = {"dataset_seq_length": length, "model_seq_length": length, "packed_sequence_size": length}
     view = OVER_HYBRIDEP.changed(**size, **layout, expert_tensor_parallel=1)
     assert outcome("ours/hybridep-chunks", view) == expected
-    finding = next(j.finding for j in judge(view) if j.rule.id == "ours/hybridep-chunks")
-    if finding is not None:
-        assert outcome("ours/hybridep-chunks", view.changed(**finding.changes)) == "ok"
 
 
 def test_experts_with_a_capacity_are_warned_of_padding_that_takes_their_room() -> None:

@@ -17,7 +17,7 @@ from energon_packing.demo import processor_path
 from energon_packing.validate.family_table import FAMILY_TABLE, PROCESSOR_CLASSES
 from energon_packing.validate.rules.registry import judge
 from energon_packing.validate.run_facts import processor_facts
-from energon_packing.validate.views.config import view_of_config
+from energon_packing.validate.run_source import view_of_config
 
 # Family in Bridge -> configuration of a model of it, and the family whose processor it is published with.
 MODELS = {

@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 import random
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
-from energon_packing.errors import PackingError
+from energon_packing.errors import ConfigError, PackingError
 from energon_packing.validate import rules
 from energon_packing.validate.rules import registry
-from energon_packing.validate.rules.registry import RULES, in_order
-from energon_packing.validate.rules.rule import Rule
-from energon_packing.validate.rules.table import with_table
+from energon_packing.validate.rules.registry import RULES, in_order, judge, with_table
+from energon_packing.validate.rules.rule import LAST, Rule
 from energon_packing.validate.run_view import RunView
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,15 +23,39 @@ BRIDGES = [rule for rule in RULES if rule.origin == "bridge"]
 
 def test_the_table_in_the_documentation_is_the_one_that_the_rules_give() -> None:
     page = (ROOT / "docs" / "validate.md").read_text(encoding="utf-8")
-    assert with_table(page) == page, "run python -m energon_packing.validate.rules.table docs/validate.md"
+    assert with_table(page) == page, "run python -m energon_packing.validate.rules.registry docs/validate.md"
 
 
-def test_every_file_that_defines_rules_is_read() -> None:
-    folder = Path(rules.__file__).parent
-    defining = {file.stem for file in folder.glob("*.py") if re.search(r"^@_?rule\($", file.read_text(), re.M)}
-    assert {topic.__name__.rpartition(".")[2] for topic in registry.TOPICS} == defining
-    written = sum(len(re.findall(r"^    id=\"", file.read_text(), re.M)) for file in folder.glob("*.py"))
-    assert len(RULES) == written
+def test_a_file_in_the_folder_is_all_that_a_rule_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = """from energon_packing.validate.rules.rule import Finding, SourceLine, rule
+@rule(id="ours/even", checks="", place="", sources=(SourceLine(file="", says=""),), applies=lambda view: view.packed)
+def _even(view):
+    return Finding(why="odd", fix="make it even")
+"""
+    (tmp_path / "even.py").write_text(own)
+    monkeypatch.setattr(rules, "__path__", [*rules.__path__, str(tmp_path)])
+    monkeypatch.setattr(registry._REGISTRY, "_entries", None)
+    registry.all_rules.cache_clear()
+    try:
+        (last,) = judge(RunView(enable_offline_packing=True))[len(RULES) :]
+        assert (last.rule.id, last.outcome) == ("ours/even", "error")
+    finally:
+        monkeypatch.undo()
+        registry.all_rules.cache_clear()
+        sys.modules.pop("energon_packing.validate.rules.even", None)
+
+
+def test_a_rule_of_another_package_is_judged_last_and_its_id_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = dataclasses.replace(RULES[-1], id="ours/theirs", order=LAST)
+    monkeypatch.setattr(registry._REGISTRY, "_added", {})
+    registry.register_rule(theirs)
+    try:
+        assert judge(RunView())[-1].rule is theirs
+        with pytest.raises(ConfigError, match="ours/theirs"):
+            registry.register_rule(theirs)
+    finally:
+        monkeypatch.undo()
+        registry.all_rules.cache_clear()
 
 
 def test_no_rule_is_named_elsewhere_in_the_package_by_an_id_that_does_not_exist() -> None:
@@ -45,11 +69,9 @@ def test_no_rule_is_named_elsewhere_in_the_package_by_an_id_that_does_not_exist(
 
 
 def test_bridges_rules_come_first_in_bridges_own_order() -> None:
-    orders = [rule.order for rule in RULES]
-    placed = [order for order in orders if order is not None]
-    assert orders == placed + [None] * (len(RULES) - len(placed))
-    assert placed == sorted(placed)
-    assert in_order(reversed(RULES))[: len(placed)] == RULES[: len(placed)]
+    assert [rule.order for rule in RULES] == sorted(rule.order for rule in RULES)
+    assert all((rule.order < 1000) == (rule.origin == "bridge") for rule in RULES)
+    assert in_order(reversed(RULES)) == RULES
 
 
 @pytest.mark.parametrize("changes", [{"id": "bridge/another"}, {"order": 15}])
@@ -58,20 +80,10 @@ def test_two_rules_with_one_order_or_one_id_are_refused(changes: dict[str, objec
         in_order([*RULES, dataclasses.replace(BRIDGES[0], **changes)])  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"id": "bridge-07-length"}, "not a rule id"),
-        ({"id": "theirs/length"}, "not a rule id"),
-        ({"order": None}, "have an order"),
-        ({"id": "ours/length"}, "have an order"),
-        ({"id": "ours/length", "order": None, "provider_escapes": True}, "only a rule of Bridge's"),
-        ({"id": "ours/length", "order": None}, "no source line"),
-    ],
-)
-def test_a_rule_that_contradicts_itself_is_refused(changes: dict[str, object], says: str) -> None:
+@pytest.mark.parametrize(("id", "says"), [("bridge-07-length", "not a rule id"), ("ours/length", "no source line")])
+def test_a_rule_without_a_proper_id_or_a_source_is_refused(id: str, says: str) -> None:
     with pytest.raises(PackingError, match=says):
-        dataclasses.replace(BRIDGES[0], **changes)  # type: ignore[arg-type]
+        dataclasses.replace(BRIDGES[0], id=id)
 
 
 def provider_runs() -> list[RunView]:

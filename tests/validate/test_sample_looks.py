@@ -13,7 +13,7 @@ from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import processor_path
 from energon_packing.validate.looks import samples as sample_looks
 from energon_packing.validate.looks.run import look_at_run
-from energon_packing.validate.sources.run_reads import RunReads
+from energon_packing.validate.run_source import RunReads
 
 
 def converted(folder, name, records, **settings):

@@ -13,7 +13,7 @@ from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data, processor_path
 from energon_packing.energon.loader import build_loader
 from energon_packing.validate.looks.data import look_at_data
-from energon_packing.validate.sources.run_reads import PLACES
+from energon_packing.validate.run_source import PLACES
 
 
 @pytest.fixture(scope="module")

@@ -127,15 +127,8 @@ def _references(values: Mapping[str, Any], parent: Leaf, above: tuple[str, ...])
     joined = parent.joined or listed == "join"
     split = str(values["split_part"]) if listed == "join" and values.get("split_part") else parent.split
     subflavors = {**(values.get("subflavors") or {}), **parent.subflavors} if listed == "join" else parent.subflavors
-    below = Leaf(
-        path=parent.path,
-        split=split,
-        subflavors=subflavors,
-        joined=joined,
-        weight=parent.weight,
-        repetitions=parent.repetitions,
-        subset=parent.subset or bool(values.get("subset")),
-    )
+    subset = parent.subset or bool(values.get("subset"))
+    below = replace(parent, split=split, subflavors=subflavors, joined=joined, subset=subset)
     try:
         shared = _shares(listed, entries, below)
     except ValueError as error:
@@ -173,7 +166,8 @@ def _shares(listed: str, entries: list[Mapping[str, Any]], parent: Leaf) -> list
 def _leaf(values: Mapping[str, Any], parent: Leaf, file: str) -> Leaf:
     """One reference; outer subflavors win over inner ones, as in Energon."""
     aux = values.get("aux") or {}
-    return Leaf(
+    return replace(
+        parent,
         path=_beside(file, str(values["path"])),
         split=str(values.get("split_part") or parent.split),
         named_in=file,
@@ -181,9 +175,6 @@ def _leaf(values: Mapping[str, Any], parent: Leaf, file: str) -> Leaf:
         dataset_config=str(values.get("dataset_config") or "dataset.yaml"),
         aux={str(name): _aux(file, value) for name, value in aux.items()},
         subflavors={**(values.get("subflavors") or {}), **parent.subflavors},
-        joined=parent.joined,
-        weight=parent.weight,
-        repetitions=parent.repetitions,
         subset=parent.subset or bool(values.get("subset")),
     )
 

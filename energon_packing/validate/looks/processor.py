@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,27 +40,27 @@ def look_at_processor(config: EncoderConfig, place: str, template_place: str) ->
     look, processor = _processor(config, f"{place}: {config.processor}" if config.processor else place)
     own = config.chat_template is None
     at = f"{template_place}: {'of the processor' if own else config.chat_template}"
-    missing = _missing_template(config, at)
-    if missing is not None:
-        return ProcessorLooks(looks=[look, missing])
-    if processor is None:
-        why = "without a processor its tokens are unknown" + (
-            ", and so is its template" if own else "; the file is there"
+    template = _missing_template(config, at)
+    if template is None and processor is None:
+        why = (
+            f"without a processor its tokens are unknown{', and so is its template' if own else '; the file is there'}"
         )
-        return ProcessorLooks(looks=[look, Look(id="chat-template", at=at, outcome="not looked at", why=why)])
+        template = Look(id="chat-template", at=at, outcome="not looked at", why=why)
+    if template is not None:
+        return ProcessorLooks(looks=[look, template])
     from energon_packing.encoders.encoder import ConversationEncoder
 
+    fits = Look(id="chat-template", at=at, outcome="ok", why="it fits the tokenizer")
     try:
         with offline():
             ConversationEncoder(config, processor=processor)
     except UserError as error:
+        fix = f"name a template with {template_place}" if own else "correct it, or name another template"
+        template = replace(fits, outcome="error", why=_plain(error), fix=fix)
         if own and not Path(config.processor).exists():  # a cache may hold a part of what the run will load
             why = f"the hub's cache has none that can be used: {_plain(error)}"
-            return ProcessorLooks(looks=[look, Look(id="chat-template", at=at, outcome="not looked at", why=why)])
-        fix = f"name a template with {template_place}" if own else "correct it, or name another template"
-        wrong = Look(id="chat-template", at=at, outcome="error", why=_plain(error), fix=fix)
-        return ProcessorLooks(looks=[look, wrong])
-    fits = Look(id="chat-template", at=at, outcome="ok", why="it fits the tokenizer")
+            template = replace(fits, outcome="not looked at", why=why)
+        return ProcessorLooks(looks=[look, template])
     return ProcessorLooks(looks=[look, fits], processor=processor)
 
 
@@ -77,7 +77,7 @@ def _processor(config: EncoderConfig, at: str) -> tuple[Look, Any]:
     if not name:
         return unread("no processor is named")
     local = Path(name).exists()
-    directory = Path(name) if local else _cached(name)
+    directory = Path(name) if local else cached_directory(name)
     if directory is None:
         if is_hub_name(name):
             return unread(f"{name} is not on this machine: no such directory, and not in the hub's cache")
@@ -109,22 +109,13 @@ def _processor(config: EncoderConfig, at: str) -> tuple[Look, Any]:
     return Look(id="processor", at=at, outcome="ok", why=f"a {kind}, served by the family {family.name}"), processor
 
 
-def _cached(name: str) -> Path | None:
-    try:
-        return cached_directory(name)
-    except ImportError:  # no transformers, no cache
-        return None
-
-
 def _lacking_files(directory: Path) -> str:
     """Why a path cannot be a processor; empty if it may be one."""
     if not directory.is_dir():
         return f"{directory} is a file; a processor is a directory"
     there = {file.name for file in directory.iterdir()}
-    for files in (_TOKENIZERS, _CONFIGURATIONS):
-        if not there & set(files):
-            return f"{directory} lacks {' or '.join(files[:2])}"
-    return ""
+    lacking = (files for files in (_TOKENIZERS, _CONFIGURATIONS) if not there & set(files))
+    return next((f"{directory} lacks {' or '.join(files[:2])}" for files in lacking), "")
 
 
 def _missing_template(config: EncoderConfig, at: str) -> Look | None:
@@ -133,8 +124,10 @@ def _missing_template(config: EncoderConfig, at: str) -> Look | None:
     known = builtin_prompts()
     if name is None or name in known:
         return None
-    path = Path(name)
-    if not path.is_file():
+    wrong = Look(
+        id="chat-template", at=at, outcome="error", why=f"{name} is neither a file nor a built-in prompt format"
+    )
+    if not Path(name).is_file():
         near = difflib.get_close_matches(name, known, n=1)
         return Look(
             id="chat-template",

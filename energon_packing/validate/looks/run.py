@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from pathlib import Path
 
 from energon_packing.config import RunConfig
 from energon_packing.conversation import PREFERENCE, PairCounts
 from energon_packing.energon.data_identity import known_pairs
 from energon_packing.errors import ConfigError
 from energon_packing.validate.looks.data import look_at_data
-from energon_packing.validate.looks.ledger import look_at_ledger
+from energon_packing.validate.looks.leaves import REMOTE
 from energon_packing.validate.looks.look import LOOKS, Look
-from energon_packing.validate.sources.run_reads import RunReads
+from energon_packing.validate.run_source import RunReads
 from energon_packing.validate.verdict import without_output
 
 
@@ -28,11 +30,12 @@ def look_at_run(reads: RunReads, *, data_parallel: int = 1) -> list[Look]:
     Returns:
         One or more looks per id of `LOOKS`, in that order.
     """
-    if reads.problem:
-        wrong = Look(id="data-path", at="the run", outcome="error", why=reads.problem, fix="correct the setting")
-        return [wrong, *(_unread(look, "its settings cannot be used") for look in LOOKS if look != wrong.id)]
     if reads.config is None:
-        return [_unread(look, reads.unread) for look in LOOKS]
+        why = "its settings cannot be used" if reads.problem else reads.unread
+        looks = [Look(id=id, at="the run", outcome="not looked at", why=why) for id in LOOKS]
+        if reads.problem:
+            looks[0] = replace(looks[0], outcome="error", why=reads.problem, fix="correct the setting")
+        return looks
     config, places = reads.config, reads.places
     data = look_at_data(config.data.path, config.data.split, places, reads.other_splits)
     ledger = look_at_ledger(config.packing.ledger, places["packing.ledger"])
@@ -44,10 +47,9 @@ def look_at_run(reads: RunReads, *, data_parallel: int = 1) -> list[Look]:
         counts, refused = _pairs(config, at) if data.readable else (PairCounts(), None)
         if refused is not None:
             samples = [refused]
-        elif not data.readable:
-            samples = [Look(id="samples", at=at, outcome="not looked at", why="there is no data set to read")]
-        elif found.processor is None:
+        elif not data.readable or found.processor is None:
             why = "without a processor and a template nothing can be rendered"
+            why = why if data.readable else "there is no data set to read"
             samples = [Look(id="samples", at=at, outcome="not looked at", why=why)]
         else:
             from energon_packing.validate.looks.samples import look_at_samples
@@ -56,6 +58,28 @@ def look_at_run(reads: RunReads, *, data_parallel: int = 1) -> list[Look]:
         if counts and refused is None:
             samples[0] = _with_pairs(samples[0], config, counts)
     return [*data.looks, ledger, *found.looks, *samples]
+
+
+def look_at_ledger(ledger: str | None, place: str) -> Look:
+    """Whether files can be created in the directory, or the directory itself if it does not exist. Writes nothing.
+
+    Args:
+        ledger: ``packing.ledger``, which workers write hours into a run.
+        place: name of that setting in the run.
+    """
+    if ledger is None:
+        return Look(id="packing-ledger", at=place, outcome="ok", why="no ledger is written to disk")
+    directory = Path(ledger).absolute()
+    there = next(place for place in (directory, *directory.parents) if place.exists())
+    why, fix = "", "name another directory"
+    if REMOTE in ledger:
+        why, fix = f"{ledger} is an address; a ledger is written to a directory", "name a directory"
+    elif not there.is_dir():
+        why = f"{there} is a file, so no ledger can be written to {ledger}"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        why = f"{there} cannot be written"
+    ok = Look(id="packing-ledger", at=f"{place}: {ledger}", outcome="ok", why="it can be written")
+    return replace(ok, outcome="error", why=why, fix=fix) if why else ok
 
 
 def _pairs(config: RunConfig, at: str) -> tuple[PairCounts, Look | None]:
@@ -77,7 +101,3 @@ def _with_pairs(look: Look, config: RunConfig, counts: PairCounts) -> Look:
     why += ", but without 'preference' in encoder.extra_fields a loss cannot tell rejected answers from others"
     fix = "set encoder.extra_fields to [preference], or packing.pairs to chosen"
     return replace(look, outcome="note", why=why, fix=fix)
-
-
-def _unread(look: str, why: str) -> Look:
-    return Look(id=look, at="the run", outcome="not looked at", why=why)

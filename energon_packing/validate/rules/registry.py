@@ -2,85 +2,67 @@
 
 Bridge stops at its first error; `judge` lists every rule that does not hold, each with the values and the fix. A
 conformance test compares the verdicts with the installed Bridge, rule by rule.
+
+    python -m energon_packing.validate.rules.registry docs/validate.md
+
+writes the table of all rules into the page, between the lines that mark it; a test compares the two.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from types import ModuleType
+from functools import cache
+from pathlib import Path
 from typing import Literal
 
 from energon_packing.errors import PackingError
-from energon_packing.validate.rules import (
-    batches,
-    bridges_packing,
-    core,
-    epochs,
-    experts,
-    families,
-    kernels,
-    layout,
-    lengths,
-    loader,
-    losses,
-    native,
-    packing_modes,
-    prepared,
-    steps,
-    tokens,
-    weights,
-)
-from energon_packing.validate.rules.rule import Finding, Rule
+from energon_packing.registry import Registry
+from energon_packing.validate.rules.rule import LAST, Finding, Rule
 from energon_packing.validate.run_view import RunView
 
-TOPICS = (
-    core,
-    steps,
-    experts,
-    losses,
-    families,
-    prepared,
-    kernels,
-    tokens,
-    native,
-    epochs,
-    loader,
-    bridges_packing,
-    packing_modes,
-    batches,
-    lengths,
-    layout,
-    weights,
+_REGISTRY: Registry[Rule] = Registry(
+    "rule",
+    folder="energon_packing.validate.rules",
+    declared=lambda module: {value.id: value for value in vars(module).values() if isinstance(value, Rule)},
+    setting="the rule",
 )
-"""The modules that define rules."""
-
-
-def rules_of(topics: Sequence[ModuleType]) -> list[Rule]:
-    """The rules that modules define, in the order of the modules and of their definitions."""
-    return [value for topic in topics for value in vars(topic).values() if isinstance(value, Rule)]
 
 
 def in_order(rules: Iterable[Rule]) -> tuple[Rule, ...]:
-    """Bridge's rules in the order in which it tests them, then the others in their given order.
+    """Returns rules by their ``order``, those without one last.
 
     Raises:
-        PackingError: two rules share an id or a place in Bridge's order.
+        PackingError: two rules share an id or a place.
     """
-    found = list(rules)
-    ids = collections.Counter(rule.id for rule in found)
-    orders = collections.Counter(rule.order for rule in found if rule.order is not None)
-    twice = [id for id, count in ids.items() if count > 1]
-    twice += [rule.id for rule in found if rule.order is not None and orders[rule.order] > 1]
+    unordered = list(rules)
+    counts = collections.Counter([*(rule.id for rule in unordered), *(rule.order for rule in unordered)])
+    twice = [rule.id for rule in unordered if counts[rule.id] > 1 or (counts[rule.order] > 1 and rule.order != LAST)]
     if twice:
         raise PackingError(f"Rules with one id or one order: {', '.join(sorted(set(twice)))}.")
-    bridges = [(rule.order, rule) for rule in found if rule.order is not None]
-    return (*(rule for _, rule in sorted(bridges, key=lambda pair: pair[0])), *(r for r in found if r.order is None))
+    return tuple(sorted(unordered, key=lambda rule: rule.order))
 
 
-RULES: tuple[Rule, ...] = in_order(rules_of(TOPICS))
-"""Bridge's rules in the order in which it tests them, then Megatron-Core's and ours."""
+@cache
+def all_rules() -> tuple[Rule, ...]:
+    """Returns Bridge's rules in the order in which it tests them, then Megatron-Core's and ours, then others'."""
+    return in_order(map(_REGISTRY.find, _REGISTRY.names()))
+
+
+def register_rule(rule: Rule) -> None:
+    """Adds a rule of another package, for this process; an entry point in ``energon_packing.validate.rules`` lasts.
+
+    Raises:
+        ConfigError: its id is taken.
+    """
+    _REGISTRY.add(rule.id, rule)
+    all_rules.cache_clear()
+
+
+RULES = all_rules()
+"""Those of this package, and those that installed packages declare."""
 
 Outcome = Literal["ok", "error", "warning", "note", "not applicable"]
 
@@ -98,29 +80,53 @@ def judge(view: RunView) -> list[Judgement]:
     """Applies every rule to a run.
 
     Returns:
-        One judgement per rule, in the order of `RULES`. The first error among those with ``bridge_says`` is what
+        One judgement per rule, in the order of `all_rules`. The first error among those with ``bridge_says`` is what
         Bridge's ``validate()`` raises; only ``bridge/pack-size`` comes earlier for Bridge's own text data sets.
     """
     judgements = []
-    for rule in RULES:
-        if not rule.concerns(view):
-            judgements.append(Judgement(rule=rule, outcome="not applicable"))
-            continue
-        finding = rule.check(view)
-        judgements.append(Judgement(rule=rule, outcome=rule.severity if finding else "ok", finding=finding))
+    for rule in all_rules():
+        concerned = rule.concerns(view)
+        finding = rule.check(view) if concerned else None
+        outcome: Outcome = rule.severity if finding else "ok" if concerned else "not applicable"
+        judgements.append(Judgement(rule=rule, outcome=outcome, finding=finding))
     return judgements
 
 
 def violations(view: RunView) -> list[Judgement]:
-    """The judgements of rules of severity ``error`` that do not hold."""
+    """Returns the judgements of rules of severity ``error`` that do not hold."""
     return [judgement for judgement in judge(view) if judgement.outcome == "error"]
 
 
 def rule_that_bridge_named(message: str) -> Rule | None:
-    """The rule for a message of ``ConfigContainer.validate()``; None if it concerns something else."""
-    for rule in RULES:
-        if f"(rule {rule.id})" in message:  # our data set config enforces what a provider escapes, by id
-            return rule
-        if any(fragment in message for fragment in rule.bridge_says):
+    """Returns the rule for a message of ``ConfigContainer.validate()``; None if it concerns something else."""
+    for rule in all_rules():
+        # Our data set config enforces what a provider escapes, by id.
+        if f"(rule {rule.id})" in message or any(fragment in message for fragment in rule.bridge_says):
             return rule
     return None
+
+
+BEGIN, END = "<!-- rules: begin -->", "<!-- rules: end -->"
+
+
+def markdown_rows() -> Iterator[str]:
+    """The table, line by line: one row per rule, in the order of `RULES`."""
+    yield "| rule | severity | what holds | a provider | versions | place |"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    for rule in RULES:
+        versions = "{}.{} on".format(*rule.since) if rule.since > (0, 6) else "all"
+        if rule.before is not None:
+            versions = "before {}.{}".format(*rule.before)
+        provider = "escapes" if rule.provider_escapes else ""
+        yield f"| `{rule.id}` | {rule.severity} | {rule.checks} | {provider} | {versions} | {rule.place} |"
+
+
+def with_table(page: str) -> str:
+    """Returns the page of ``docs/validate.md`` with the current table."""
+    before, _, rest = page.partition(BEGIN)
+    return "\n".join([before + BEGIN, "", *markdown_rows(), "", END + rest.partition(END)[2]])
+
+
+if __name__ == "__main__":
+    file = Path(sys.argv[1])
+    file.write_text(with_table(file.read_text(encoding="utf-8")), encoding="utf-8")

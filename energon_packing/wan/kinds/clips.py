@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from energon_packing.config import PACK_LIMITS
+from energon_packing.config.setting import length_free_of
 from energon_packing.sample_kind import NO_ROW, SampleKind
 from energon_packing.wan.config import SUBFLAVORS, TextToVideoConfig, TextToVideoPackingConfig, TextToVideoRunConfig
 from energon_packing.wan.limits import ClipLimits
@@ -20,8 +21,6 @@ if TYPE_CHECKING:  # planning needs neither torch nor Energon
     from energon_packing.wan.pack import WanPack
     from energon_packing.wan.task_encoder import TextToVideoTaskEncoder
 
-_RENDERING = ("dtype", "device", "decode_seconds", "decode_in_child", "max_source_pixels")
-"""Settings of `TextToVideoConfig` that count when a clip is rendered, but change no size."""
 _SIZES = ("length", "second", "targets", "images", "patches", "turns", "stills", "videos", "frames", "pixels")
 
 
@@ -36,8 +35,6 @@ class Clips(SampleKind):
     extras = {"diffusers": "wan", "safetensors": "wan"}  # noqa: RUF012
     bridge_module = "energon_packing.wan.bridge"
     more_columns = ("text_tokens",)
-    length_free = _RENDERING
-    by_content = ("vae", "text_encoder")
     sizes = "patches and text tokens"
 
     def preview(self, dataset: str, config: str | None, overrides: Iterable[str], packs: int, as_json: bool) -> None:
@@ -175,7 +172,7 @@ class Clips(SampleKind):
 
     def free_when_stored(self, store: str) -> set[str]:
         """See `SampleKind.free_when_stored`; where tensors are stored, so is their dtype."""
-        return {f"encoder.{name}" for name in _RENDERING if store == "tokens" or name != "dtype"}
+        return {f"encoder.{n}" for n in length_free_of(TextToVideoConfig) if store == "tokens" or n != "dtype"}
 
 
 KIND = Clips()

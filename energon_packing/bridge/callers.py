@@ -1,4 +1,4 @@
-"""Finds out whether Bridge is about to continue a run, and reads the loader's state for it.
+"""What a data set learns from Bridge's calls to it: the run's configuration, and whether it continues an earlier run.
 
 Bridge itself restores a state after it has built the iterators, each rank the file of its number, and starts the data
 over with no more than a line in its log where it finds none: 0.6.2 where the folder of the states is missing, its main
@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from energon_packing.energon.states import read_state
+from megatron.bridge.training.config import ConfigContainer
+
+from energon_packing.energon.state_file import read_state
 from energon_packing.errors import ConfigError
 
 FILE = "train_dataloader_dprank{:03d}.pt"
@@ -24,6 +27,27 @@ _FRAMES = 60
 """Calls between Bridge's ``setup`` and a data set, at most."""
 
 
+def container_under_validation() -> ConfigContainer | None:
+    """The ``ConfigContainer`` whose ``validate()`` is calling ``finalize()``; None for a direct call.
+
+    ``finalize()`` takes no argument, and a data set never learns of the model: the caller's frame is the only place
+    where both are visible before any GPU is taken. It is used to enforce rules; the layout is read later, see
+    `PackProvider.follow`. A test checks this against the installed Bridge.
+    """
+    containers = (known.get("self") for known in _callers(9))
+    return next((found for found in containers if isinstance(found, ConfigContainer)), None)
+
+
+def _callers(most: int) -> Iterator[Mapping[str, Any]]:
+    """Variables of the functions that are being called, the innermost first."""
+    frame = sys._getframe(2)
+    for _ in range(most):
+        yield frame.f_locals
+        if frame.f_back is None:
+            return
+        frame = frame.f_back
+
+
 def step_and_folder() -> tuple[int, str | None] | None:
     """The step from which Bridge's ``setup`` is about to continue, and the folder of the loader's states that its
     checkpoint names; None if no ``setup`` is calling.
@@ -32,17 +56,12 @@ def step_and_folder() -> tuple[int, str | None] | None:
     which a test looks up in the sources of Bridge.
     """
     step: int | None = None
-    frame = sys._getframe(1)
-    for _ in range(_FRAMES):
-        known = frame.f_locals
+    for known in _callers(_FRAMES):
         found = getattr(known.get("train_state"), "step", None)
         step = found if isinstance(found, int) else step
         context = getattr(known.get("checkpoint_manager"), "checkpointing_context", None)
         if isinstance(context, dict) and step is not None:
             return step, context.get("dataloader_state_dir")
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
     return None if step is None else (step, None)
 
 
@@ -76,13 +95,11 @@ def saved_state(dataset: Any, resumed: tuple[int, str | None] | None, *, rank: i
     if MISSING_STATE in accepted:
         warnings.warn(f"The run continues at step {step} and begins its data anew (data.accept_changed).", stacklevel=2)
         return None
-    if path is not None:
-        raise ConfigError(
-            f"The run continues at step {step}, but there is no state of the loader at {path}, so the data would "
-            f"start over; continue from a checkpoint that has one, name its folder in dataset.dataloader_load, or "
-            f"{anew}"
-        )
-    raise ConfigError(
-        f"The run continues at step {step}, but neither its checkpoint nor dataset.dataloader_load names a folder "
-        f"of loader states, so the data would start over; name it, or {anew}"
+    lacking = (
+        f"there is no state of the loader at {path}, so the data would start over; continue from a checkpoint that has "
+        "one, name its folder in dataset.dataloader_load, or"
+        if path is not None
+        else "neither its checkpoint nor dataset.dataloader_load names a folder of loader states, so the data would "
+        "start over; name it, or"
     )
+    raise ConfigError(f"The run continues at step {step}, but {lacking} {anew}")

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron.bridge.training.config import ConfigContainer
 
-from energon_packing.energon.state_file import read_state
+from energon_packing.energon.states import read_state
 from energon_packing.errors import ConfigError
 
 FILE = "train_dataloader_dprank{:03d}.pt"

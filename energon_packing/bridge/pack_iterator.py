@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from energon_packing.energon.loader_base import LoaderBase
-from energon_packing.energon.pack_metrics import PackMetrics
+from energon_packing.energon.loader import LoaderBase
+from energon_packing.energon.metrics import PackMetrics
 from energon_packing.energon.replica import Replica
 from energon_packing.energon.replica_reader import EveryReader, OneReader
 from energon_packing.errors import ConfigError

@@ -22,7 +22,7 @@ from energon_packing.bridge.dataset_sections import SECTIONS, MetricsSection
 from energon_packing.bridge.pack_iterator import BridgePackIterator, open_packs, packs_of_steps, to_bridge
 from energon_packing.config import ParallelConfig, from_mapping
 from energon_packing.config.metrics import MetricsConfig
-from energon_packing.energon.loader_base import LoaderBase
+from energon_packing.energon.loader import LoaderBase
 from energon_packing.energon.replica import Replica
 from energon_packing.energon.replica_reader import EveryReader, OneReader
 from energon_packing.errors import ConfigError

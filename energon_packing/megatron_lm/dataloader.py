@@ -13,13 +13,13 @@ from typing import Any
 from energon_packing.bridge.pack_iterator import open_packs, packs_of_steps
 from energon_packing.config import RunConfig
 from energon_packing.config.metrics import MetricsConfig
-from energon_packing.energon.metrics_log import MetricsLog
-from energon_packing.energon.pack_metrics import PackMetrics
+from energon_packing.energon.metrics import MetricsLog
+from energon_packing.energon.metrics import PackMetrics
 from energon_packing.energon.replica import Replica
 from energon_packing.energon.replica_reader import OneReader
-from energon_packing.energon.state_file import read_state
+from energon_packing.energon.states import read_state
 from energon_packing.errors import ConfigError
-from energon_packing.ledger_place import ledger_apart
+from energon_packing.ledger import ledger_apart
 from energon_packing.megatron_lm.arguments import run_config_of
 from energon_packing.offline.data_paths import has_global_packs
 from energon_packing.offline.open_loader import refuse_short_plan

@@ -22,7 +22,7 @@ from energon_packing.megatron_lm.arguments import (
 )
 from energon_packing.megatron_lm.batch import StageBatch, get_batch
 from energon_packing.megatron_lm.dataloader import train_valid_test_datasets_provider
-from energon_packing.thd.expert_masks import experts_read_masks
+from energon_packing.thd.routers import experts_read_masks
 
 __all__ = [
     "add_energon_packing_args",

@@ -32,6 +32,8 @@ from energon_packing.sample_kind import KINDS, kind_of_subflavors
 FORMAT = 2
 """2 counts turns, images, videos, frames and pixels too."""
 MODALITIES = ("text", "image", "video", "image and video")
+DEFAULT_KIND = "conversations"
+"""Of data sets that `convert` marked as none."""
 INDEX_FILE = "index.json"
 MEDIA = pa.list_(
     pa.struct(

@@ -54,7 +54,7 @@ def measuring_fingerprint(encoder: Any, run: AnyRun) -> dict[str, str]:
     Every field of the ``encoder`` section is in it but those that do not change lengths, and those that name a place,
     so none can be forgotten; of the ``packing`` section those marked ``newer``.
     """
-    kind = kind_of_config(run)
+    length_free = length_free_of(run.encoder)
     fields = {
         f"encoder.{name}": json.dumps(value, sort_keys=True)
         for name, value in to_mapping(run.encoder).items()

@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from energon_packing.config import to_mapping
+from energon_packing.config.setting import length_free_of
 from energon_packing.errors import ConfigError, PackingError, UserError
 from energon_packing.offline import sizes as array_limits
 from energon_packing.offline.files import differing

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_packing.errors import ConfigError, UserError
+from energon_packing.sample_kind import all_kinds
 from energon_packing.validate.verdict import prepare_bridge, without_output
 
 SHIPPED = Path(__file__).resolve().parents[2] / "bridge_configs" / "hf"
@@ -82,8 +83,8 @@ def _bridge() -> None:
     try:
         with without_output():
             prepare_bridge()
-            for name in ("dataset", "wan_dataset"):  # Bridge's YAML may name their classes
-                importlib.import_module(f"energon_packing.bridge.{name}")
+            for module in filter(None, (kind.bridge_module for kind in all_kinds())):
+                importlib.import_module(module)  # Bridge's YAML may name its classes
     except ImportError as error:
         raise UserError(f"Megatron-Bridge is needed for this and cannot be imported: {error}.") from error
 

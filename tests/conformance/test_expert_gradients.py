@@ -107,15 +107,6 @@ def test_ranks_train_experts_as_one_rank_does_without_padding(family, layout, ma
         assert torch.equal(ours["counts"], theirs["counts"])
 
 
-def test_the_table_of_layouts():
-    print("\nRelative difference of the gradient from one rank without padding: all weights, routers")
-    for (family, layout, masked), (world, one) in cases().items():
-        ours, theirs = (each["gradient"] for each in (result_of(world, one), result_of(1, alone(one))))
-        name = f"{family} {layout}" + (" recomputed" if one["recompute"] else "")
-        gaps = [relative_difference(*pair) for pair in ((ours, theirs), (of_routers(ours), of_routers(theirs)))]
-        print(f"{name:28} {'padding mask' if masked else 'mask off':12} {gaps[0]:.1e} {gaps[1]:.1e}")
-
-
 @pytest.mark.parametrize("family", ["text", "qwen3_vl"])
 def test_a_router_that_balances_sequences_is_refused_before_it_takes_a_pack_for_one(family, tiny_provider, cpu_world):
     from support.bridge_cpu import training_run

@@ -360,25 +360,6 @@ def test_validate_judges_a_recipe_in_the_mode(monkeypatch):
     assert judged(monkeypatch, *deferred, "--step", "vlm_step")[1] == ["ours/step-packs-in-batch"]
 
 
-def test_fix_takes_fp8_to_packs_whose_width_it_can_take(monkeypatch, tmp_path):
-    """Rows packed in the batch are as wide as their samples are, whatever ``pad_to_max_length`` is."""
-    monkeypatch.chdir(tmp_path)
-    sizes = [f"{place}.micro_batch_size=2" for place in ("dataset", "train")]
-    changes = ("dataset.mode=in_batch", "dataset.pad_to_max_length=true", "mixed_precision=bf16_with_mxfp8_mixed")
-    sets = [word for change in (*changes, *sizes) for word in ("--set", change)]
-    assert judged(monkeypatch, *sets, "--step", "vlm_step", "--no-bridge")[1] == ["ours/fp8-multiple"]
-    code, broken, answer = judged(monkeypatch, *sets, "--step", "vlm_step", "--fix")
-    assert (code, broken, answer["bridge"]["verdict"]) == (0, [], "accepts")
-    assert (answer["resolved"]["packing"], answer["resolved"]["packed_by"]) == ("online", "energon_packing")
-
-
-def test_fix_takes_a_micro_batch_of_one_back_to_packs(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    code, _, answer = judged(monkeypatch, "--set", "dataset.mode=in_batch", "--step", "vlm_step", "--fix")
-    assert code == 0
-    assert answer["fix"]["changes"] == {"dataset.mode": "packs"}
-
-
 @pytest.mark.parametrize("size", [2, 1])
 def test_another_micro_batch_of_the_trainer_is_refused(size, run):
     config = run("text", mode="in_batch")

@@ -9,16 +9,12 @@ import math
 import sys
 from pathlib import Path
 
+import bridge_here  # noqa: F401
 import pytest
 import torch
 from bridge_sources import sources
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
-if importlib.util.find_spec("megatron.bridge") is None:
-    pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
-
 from support.bridge_cpu import attention as cpu_attention
 from support.bridge_cpu import stand_ins, training_run
 

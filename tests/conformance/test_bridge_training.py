@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-
+import bridge_here  # noqa: F401
 import pytest
 import torch
-
-from energon_packing import thd
-
-pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
-if importlib.util.find_spec("megatron.bridge") is None:
-    pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
-
 from support.bridge_cpu import attention as cpu_attention
 from support.bridge_cpu import row_parity as parity
 from support.bridge_cpu import training_run
+
+from energon_packing import thd
 
 pytestmark = pytest.mark.usefixtures("stand_ins")
 

@@ -9,21 +9,17 @@ images under sequence parallelism, so those rows are of text. See `expert_ranks`
 from __future__ import annotations
 
 import functools
-import importlib.util
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import bridge_here  # noqa: F401
 import gloo_ranks
 import pytest
 import torch
 from manual.blocks import read_page
 from ranks_environment import ranks_environment
-
-pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
-if importlib.util.find_spec("megatron.bridge") is None:
-    pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
 pytestmark = pytest.mark.timeout(600)
 # name: (processes, what differs from one rank). TP is with sequence parallelism: Megatron-Core demands it of experts.

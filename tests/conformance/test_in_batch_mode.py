@@ -6,27 +6,21 @@ right-padded batch as its collators call it, makes of the same samples; and our 
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
+import bridge_here  # noqa: F401
 import pytest
 import torch
 from click.testing import CliRunner
-
-from energon_packing import thd
-from energon_packing.convert import ConvertConfig, convert
-from energon_packing.demo import make_data, processor_path
-from energon_packing.errors import ConfigError
-
-pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
-if importlib.util.find_spec("megatron.bridge") is None:
-    pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
-
 from support.bridge_cpu import attention as cpu_attention
 from support.bridge_cpu import tiny_models, training_run
 
+from energon_packing import thd
 from energon_packing.cli.main import cli
+from energon_packing.convert import ConvertConfig, convert
+from energon_packing.demo import make_data, processor_path
+from energon_packing.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("stand_ins")
 

@@ -68,7 +68,7 @@ LONGEST_FIRST = (
     "conformance/test_megatron_lm_page.py",
     "conformance/test_packed_training.py",
     "conformance/test_bridge_config_batches.py",
-    "cli/test_parity.py",
+    "scripts/test_parity.py",
     "chat/test_published_templates.py",
     "scripts/test_new_user_script.py",
     "scripts/test_demo_script.py",

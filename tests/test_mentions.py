@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[1]
 CODE = tuple(
     sorted(path for folder in ("energon_packing", "scripts", "tests") for path in (ROOT / folder).rglob("*.py"))
@@ -178,37 +176,3 @@ def missing(text: Text) -> Iterator[str]:
 def test_every_module_file_name_and_option_that_a_text_mentions_is_there() -> None:
     wrong = [line for text in texts() for line in missing(text)]
     assert not wrong, "\n".join(wrong)
-
-
-@pytest.mark.parametrize(
-    "phantom",
-    [
-        "`energon_packing.packing.no_such_module`",
-        "`energon_packing.packing.online.no_such_function`",
-        "``energon_packing.no_such_module.Name``",
-        "`packing/no_such_file.py`",
-        "`tests/no_such_file.py`",
-        "`NoSuch" + "Class`",
-        "`NoSuch" + "Class.method(x)`",
-        "``energon-packing validate --no-such-opt" + "ion``",
-    ],
-)
-def test_a_phantom_is_found(phantom: str) -> None:
-    assert list(missing(Text(path=Path(__file__), line=1, text=f"See {phantom}.")))
-
-
-@pytest.mark.parametrize(
-    "mention",
-    [
-        "`energon_packing.thd`",
-        "`energon_packing.thd.assemble`",
-        "`energon_packing.packing.online.next_pack(...)`",
-        "`packing/online.py`",
-        "`models/of_another_project.py`",
-        "`Conversation.is_pair`",
-        "``energon-packing validate --json``",
-        "```\nenergon-packing --a-block-of-code `x.y.z`\n```",
-    ],
-)
-def test_what_is_there_is_no_phantom(mention: str) -> None:
-    assert not list(missing(Text(path=Path(__file__), line=1, text=f"See {mention}.")))

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-
+import bridge_here  # noqa: F401
 import pytest
 import torch
-
-from energon_packing import thd
-from energon_packing.errors import ConfigError, UserError
-
-pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
-if importlib.util.find_spec("megatron.bridge") is None:
-    pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
-
 from support.bridge_cpu import attention as cpu_attention
 from support.bridge_cpu import row_parity as parity
 from support.bridge_cpu import training_run
+
+from energon_packing import thd
 
 pytestmark = pytest.mark.usefixtures("stand_ins")
 
@@ -112,34 +105,6 @@ def test_a_run_leaves_no_process_group_and_no_megatron_state_behind(train, make_
     assert not torch.distributed.is_initialized()
     assert not parallel_state.is_initialized()
     assert num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR is None
-
-
-def test_what_bridge_prints_stays_off_the_terminal_and_step_reports_reach_it(train, make_samples, capsys):
-    batches = [thd.assemble(rows).to_bridge() for rows in packs_of(make_samples, "text", 1)]
-    train("text", batches, steps=2, on_step=lambda report: print("step", report.step))
-    assert capsys.readouterr().out == "step 1\nstep 2\n"
-
-
-def test_a_run_inside_another_process_group_is_refused_with_a_sentence():
-    with (
-        training_run.process_groups(),
-        pytest.raises(UserError, match="initialised already"),
-        training_run.process_groups(),
-    ):
-        pass
-    assert not torch.distributed.is_initialized()
-
-
-@pytest.mark.parametrize("wrong", [{"steps": 0}, {"steps": 2, "global_batch_size": 0}])
-def test_a_run_of_no_steps_or_no_rows_is_refused_with_a_sentence(wrong, tiny_provider, ready_batches):
-    with pytest.raises(ConfigError, match="must be at least 1"):
-        training_run.make_config(tiny_provider("text"), ready_batches(), **wrong)
-
-
-def test_an_unknown_forward_step_is_refused_with_a_sentence(tiny_provider, ready_batches):
-    config = training_run.make_config(tiny_provider("text"), ready_batches(), steps=1)
-    with pytest.raises(ConfigError, match="forward_step is 'llava'"):
-        training_run.run(config, forward_step="llava")
 
 
 def test_a_run_begins_where_a_loss_of_bridge_was_computed_before():

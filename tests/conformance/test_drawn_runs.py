@@ -5,21 +5,18 @@ A few hundred by default; ``ENERGON_PACKING_DRAWN_RUNS=9000`` draws more, and ``
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import bridge_here  # noqa: F401
 import pytest
 from bridge_sources import path_of_main
 from forking_python import quick_python
 
 from energon_packing.validate.rules.registry import RULES
-
-if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.bridge") is None:
-    pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
 HERE = Path(__file__).parent
 RUNS = int(os.environ.get("ENERGON_PACKING_DRAWN_RUNS", "400"))

@@ -6,16 +6,11 @@ the types of tokens from the visual inputs, and normalises the bytes of the pixe
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 
+import bridge_here  # noqa: F401
 import pytest
-
-pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
-if importlib.util.find_spec("megatron.bridge") is None:
-    pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
-
 import torch
 from support.bridge_cpu import row_parity, training_run
 from support.offline_processors import ernie4_5_vl

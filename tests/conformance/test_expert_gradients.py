@@ -9,21 +9,17 @@ images under sequence parallelism, so those rows are of text. See `expert_ranks`
 from __future__ import annotations
 
 import functools
-import importlib.util
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import bridge_here  # noqa: F401
 import gloo_ranks
 import pytest
 import torch
 from manual.blocks import read_page
 from ranks_environment import ranks_environment
-
-pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
-if importlib.util.find_spec("megatron.bridge") is None:
-    pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
 pytestmark = pytest.mark.timeout(600)
 # name: (processes, what differs from one rank). TP is with sequence parallelism: Megatron-Core demands it of experts.
@@ -105,15 +101,6 @@ def test_ranks_train_experts_as_one_rank_does_without_padding(family, layout, ma
     if family == "glm4v_moe":  # its router bias is updated by them
         assert theirs["counts"].sum() == 2 * theirs["tokens"]
         assert torch.equal(ours["counts"], theirs["counts"])
-
-
-def test_the_table_of_layouts():
-    print("\nRelative difference of the gradient from one rank without padding: all weights, routers")
-    for (family, layout, masked), (world, one) in cases().items():
-        ours, theirs = (each["gradient"] for each in (result_of(world, one), result_of(1, alone(one))))
-        name = f"{family} {layout}" + (" recomputed" if one["recompute"] else "")
-        gaps = [relative_difference(*pair) for pair in ((ours, theirs), (of_routers(ours), of_routers(theirs)))]
-        print(f"{name:28} {'padding mask' if masked else 'mask off':12} {gaps[0]:.1e} {gaps[1]:.1e}")
 
 
 @pytest.mark.parametrize("family", ["text", "qwen3_vl"])

@@ -8,23 +8,17 @@ from __future__ import annotations
 
 import collections
 import copy
-import importlib.util
 import os
 import random
 import re
 from typing import Any
 
+import bridge_here  # noqa: F401
 import pytest
 from bridge_sources import installed_release
-
-from energon_packing.demo import processor_path
-
-pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
-if importlib.util.find_spec("megatron.bridge") is None:
-    pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
-
 from support.bridge_cpu import tiny_models, training_run
 
+from energon_packing.demo import processor_path
 from energon_packing.validate.rules.registry import judge, rule_that_bridge_named
 from energon_packing.validate.run_source import ContainerRun
 from energon_packing.validate.verdict import believed_world_size, without_output

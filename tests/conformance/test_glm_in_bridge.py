@@ -6,17 +6,12 @@ The model is Bridge's, made of a tiny configuration by its own ``AutoBridge`` an
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from functools import partial
 from pathlib import Path
 
+import bridge_here  # noqa: F401
 import pytest
-
-pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
-if importlib.util.find_spec("megatron.bridge") is None:
-    pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
-
 import torch
 import transformers
 from support.bridge_cpu import row_parity, training_run

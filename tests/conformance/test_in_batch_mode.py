@@ -6,27 +6,21 @@ right-padded batch as its collators call it, makes of the same samples; and our 
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
+import bridge_here  # noqa: F401
 import pytest
 import torch
 from click.testing import CliRunner
-
-from energon_packing import thd
-from energon_packing.convert import ConvertConfig, convert
-from energon_packing.demo import make_data, processor_path
-from energon_packing.errors import ConfigError
-
-pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
-if importlib.util.find_spec("megatron.bridge") is None:
-    pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
-
 from support.bridge_cpu import attention as cpu_attention
 from support.bridge_cpu import tiny_models, training_run
 
+from energon_packing import thd
 from energon_packing.cli.main import cli
+from energon_packing.convert import ConvertConfig, convert
+from energon_packing.demo import make_data, processor_path
+from energon_packing.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("stand_ins")
 
@@ -358,15 +352,6 @@ def test_validate_judges_a_recipe_in_the_mode(monkeypatch):
     deferred = (*sets, "--set", "dataset.defer_in_batch_packing_to_step=true", "--no-bridge")
     assert judged(monkeypatch, *deferred, "--step", "qwen3_vl_step")[1] == []
     assert judged(monkeypatch, *deferred, "--step", "vlm_step")[1] == ["ours/step-packs-in-batch"]
-
-
-def test_fp8_needs_packs_whose_width_it_can_take(monkeypatch, tmp_path):
-    """Rows packed in the batch are as wide as their samples are, whatever ``pad_to_max_length`` is."""
-    monkeypatch.chdir(tmp_path)
-    sizes = [f"{place}.micro_batch_size=2" for place in ("dataset", "train")]
-    changes = ("dataset.mode=in_batch", "dataset.pad_to_max_length=true", "mixed_precision=bf16_with_mxfp8_mixed")
-    sets = [word for change in (*changes, *sizes) for word in ("--set", change)]
-    assert judged(monkeypatch, *sets, "--step", "vlm_step", "--no-bridge")[1] == ["ours/fp8-multiple"]
 
 
 @pytest.mark.parametrize("size", [2, 1])

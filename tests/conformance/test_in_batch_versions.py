@@ -5,15 +5,12 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+import bridge_here  # noqa: F401
 import pytest
 import torch
 from bridge_sources import BridgeSource, sources
 
 from energon_packing import thd
-
-pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
-if importlib.util.find_spec("megatron.bridge") is None:
-    pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
 pytestmark = pytest.mark.usefixtures("stand_ins")
 

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import pickle
 from pathlib import Path
 from types import SimpleNamespace
 
+import bridge_here  # noqa: F401
 import pytest
 import torch
 from bridge_sources import installed_release
+from support.bridge_cpu import training_run
 from support.p2p_cut import infers_padding
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from energon_packing import thd
 from energon_packing.errors import ConfigError
-
-pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
-if importlib.util.find_spec("megatron.bridge") is None:
-    pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
-
-from support.bridge_cpu import training_run
 
 pytestmark = pytest.mark.usefixtures("stand_ins")
 

@@ -6,16 +6,13 @@ import importlib.util
 from types import SimpleNamespace
 from typing import Any
 
+import bridge_here  # noqa: F401
 import pytest
 import torch
 
 from energon_packing import thd
 from energon_packing.validate.rules.registry import judge
 from energon_packing.validate.run_view import PACKING_STEPS, RunView
-
-pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
-if importlib.util.find_spec("megatron.bridge") is None:
-    pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
 pytestmark = pytest.mark.usefixtures("stand_ins")
 

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-
+import bridge_here  # noqa: F401
 import bridge_ranks
 import pytest
 from planned_data import planned_data
-
-pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
-if importlib.util.find_spec("megatron.bridge") is None:
-    pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
-
 from support.bridge_cpu import stand_ins
 
 from energon_packing.demo import processor_path

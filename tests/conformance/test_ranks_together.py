@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib.util
 import json
 import pickle
 import shutil
 import subprocess
 from pathlib import Path
 
+import bridge_here  # noqa: F401
 import numpy as np
 import pytest
 from forking_python import quick_python
@@ -20,10 +20,6 @@ from ranks_together import Job, state_file
 from energon_packing.config import ParallelConfig, PlanConfig
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import processor_path
-
-pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
-if importlib.util.find_spec("megatron.bridge") is None:
-    pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
 KINDS = ("online", "planned", "packed", "clips")
 PLANS = ("planned", "packed")

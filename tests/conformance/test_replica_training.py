@@ -7,22 +7,17 @@ trains on the recorded packs of all replicas; that of a resume is the run that w
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 
+import bridge_here  # noqa: F401
 import bridge_ranks
 import pytest
+from support.bridge_cpu import stand_ins
 
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data
 from energon_packing.line_file import read_lines
 from energon_packing.metrics_report import RankLine, figures
-
-pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
-if importlib.util.find_spec("megatron.bridge") is None:
-    pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
-
-from support.bridge_cpu import stand_ins
 
 if not stand_ins.needed():
     pytest.skip("a CUDA device and Transformer Engine are present: nothing is replaced", allow_module_level=True)

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
 import shutil
 import warnings
 from types import SimpleNamespace
 
+import bridge_here  # noqa: F401
 import bridge_ranks
 import pytest
 from bridge_sources import BridgeSource, sources
+from support.bridge_cpu import stand_ins
 
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, ParallelConfig, PlanConfig, RunConfig
 from energon_packing.config.plan import PlannedDatasetConfig
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data, processor_path
-
-pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
-if importlib.util.find_spec("megatron.bridge") is None:
-    pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
-
-from support.bridge_cpu import stand_ins
-
-from energon_packing.energon.states import read_state
+from energon_packing.energon.state_file import read_state
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.ledger_report import merged
 from energon_packing.offline.measure import MeasureConfig, measure

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from typing import Any
 
+import bridge_here  # noqa: F401
 import pytest
 import torch
 
 from energon_packing import thd
 from energon_packing.validate.container_view import view_of
 from energon_packing.validate.run_view import COLLATED, RunView
-
-pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
-if importlib.util.find_spec("megatron.bridge") is None:
-    pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
 pytestmark = pytest.mark.usefixtures("stand_ins")
 

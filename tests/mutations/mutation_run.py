@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from bridge_mutations import BRIDGE_MUTATIONS
 from budget_mutations import BUDGET_MUTATIONS
 from convert_mutations import CONVERT_MUTATIONS
+from engine_mutations import ENGINE_MUTATIONS
 from family_mutations import FAMILY_MUTATIONS
 from forking_python import PACKAGE, ROOT, import_slow_modules
 from media_mutations import MEDIA_MUTATIONS
@@ -48,8 +49,9 @@ ALL_MUTATIONS = (
     *(*MUTATIONS, *MEDIA_MUTATIONS, *TEMPLATE_MUTATIONS, *CONVERT_MUTATIONS),
     *(*BUDGET_MUTATIONS, *VALIDATE_MUTATIONS, *FAMILY_MUTATIONS, *BRIDGE_MUTATIONS, *STATE_MUTATIONS),
     *(*OFFLINE_MUTATIONS, *SEE_MUTATIONS, *TARGET_MUTATIONS, *MEGATRON_LM_MUTATIONS, *READER_MUTATIONS),
+    *ENGINE_MUTATIONS,
 )
-PYTEST = ("-ppytest_timeout", "--timeout=0", "--tb=native")
+PYTEST = ("-ppytest_timeout", "--timeout=0", "--tb=native", "--assert=plain")
 LIMIT_S = 300
 """A test that has not ended by then is stopped; a mutation that makes code hang counts as not noticed."""
 UNCHANGED_LIMIT_S = 1500
@@ -278,8 +280,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import hypothesis  # noqa: F401
-    import pytest  # noqa: F401
+    from _pytest.config import get_config
 
+    get_config()  # imports pytest's own plugins, which every fork would import
     has_bridge = import_slow_modules()
     keep = Path(tempfile.mkdtemp(prefix="energon-packing-mutations-"))
     try:

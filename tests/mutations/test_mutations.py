@@ -11,6 +11,7 @@ import pytest
 from bridge_mutations import BRIDGE_TRAPS
 from budget_mutations import BUDGET_TRAPS
 from convert_mutations import CONVERT_TRAPS
+from engine_mutations import ENGINE_TRAPS
 from family_mutations import FAMILY_TRAPS
 from forking_python import quick_python
 from media_mutations import MEDIA_TRAPS
@@ -41,6 +42,7 @@ TABLES = (
     TARGET_TRAPS,
     MEGATRON_LM_TRAPS,
     READER_TRAPS,
+    ENGINE_TRAPS,
 )
 ALL_TRAPS = {number: trap for table in TABLES for number, trap in table.items()}
 TABLE = ROOT / "docs" / "correctness.md"
@@ -53,7 +55,7 @@ def table_row(mutation: Mutation) -> str:
 
 
 def test_every_trap_has_a_mutation_and_every_mutation_a_name_of_its_own():
-    numbers = {*range(1, 29), 31, 37, 38, *range(40, 103)}
+    numbers = {*range(1, 29), 31, 37, 38, *range(40, 105)}
     assert all(ALL_TRAPS[number] == trap for table in TABLES for number, trap in table.items()), "two traps, one number"
     assert {mutation.trap for mutation in ALL} == set(ALL_TRAPS) == numbers
     assert len({mutation.name for mutation in ALL}) == len(ALL)

@@ -31,6 +31,7 @@ import json
 import sqlite3
 import uuid
 from collections.abc import Iterable, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -272,14 +273,9 @@ def shard_ranges(names: list[str]) -> list[str]:
 
     A range never spans numbers with different counts of digits.
     """
-    if len(names) < 2:
-        return names
-    by_digits: dict[int, list[str]] = {}
-    for name in names:
-        by_digits.setdefault(len(name), []).append(name)
     ranges = []
-    for group in by_digits.values():
-        split, first = group[0].removesuffix(".tar").rsplit("-", 1)
-        last = group[-1].removesuffix(".tar").rsplit("-", 1)[1]
-        ranges.append(group[0] if first == last else f"{split}-{{{first}..{last}}}.tar")
+    for _, group in groupby(names, key=len):
+        first, *others = (name.removesuffix(".tar").rsplit("-", 1) for name in group)
+        number = f"{{{first[1]}..{others[-1][1]}}}" if others else first[1]
+        ranges.append(f"{first[0]}-{number}.tar")
     return ranges

@@ -73,7 +73,8 @@ class EmbeddedFiles:
             self._check(member.size)
             return self._store(member.read(), member.name)
         if members:
-            raise SampleRejected("missing_media", f"{reference!r} is not in the sample; it has: {_names(members)}")
+            names = ", ".join(sorted({member.name for member in members.values()})[:20])
+            raise SampleRejected("missing_media", f"{reference!r} is not in the sample; it has: {names}")
         return self._fetched.place(reference, root) if isinstance(root, str) else resolve_media(reference, root)
 
     def _check(self, size: int) -> None:
@@ -91,10 +92,6 @@ class EmbeddedFiles:
             os.utime(part, (_LONG_AGO, _LONG_AGO))
             os.rename(part, path)
         return str(path)
-
-
-def _names(members: Mapping[str, MemberBytes]) -> str:
-    return ", ".join(sorted({member.name for member in members.values()})[:20])
 
 
 def _decoded(address: str, max_bytes: int) -> tuple[bytes, str]:

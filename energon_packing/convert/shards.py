@@ -26,7 +26,6 @@ from energon_packing.errors import UserError
 BLOCK = tarfile.BLOCKSIZE
 _LONGEST_NAME = 100
 _LARGEST_SIZE = 8**11 - 1
-_NAME, _SIZE, _CHECKSUM = slice(0, 100), slice(124, 136), slice(148, 156)
 
 
 def _by_tarfile(name: str, size: int) -> bytes:
@@ -38,11 +37,8 @@ def _by_tarfile(name: str, size: int) -> bytes:
 
 
 _TEMPLATE = _by_tarfile("a", 0)
-_BEFORE_SIZE = _TEMPLATE[_NAME.stop : _SIZE.start]
-_AFTER_SIZE = _TEMPLATE[_SIZE.stop : _CHECKSUM.start]
-_AFTER_CHECKSUM = _TEMPLATE[_CHECKSUM.stop :]
-_FIXED_SUM = sum(_BEFORE_SIZE + _AFTER_SIZE + _AFTER_CHECKSUM) + 8 * ord(" ")
-"""The checksum counts its own eight bytes as spaces."""
+_FIXED_SUM = sum(_TEMPLATE[100:124] + _TEMPLATE[136:148] + _TEMPLATE[156:]) + 8 * ord(" ")
+"""Of all but name, size and the checksum itself, which counts its own eight bytes as spaces."""
 _PADDING = tuple(b"\0" * (-length % BLOCK) for length in range(BLOCK))
 
 
@@ -56,19 +52,10 @@ def header(name: str, size: int) -> bytes:
     encoded = name.encode("utf-8")
     if len(encoded) > _LONGEST_NAME or size > _LARGEST_SIZE or name.startswith("/") or name.endswith("/"):
         return _by_tarfile(name, size)
-    length = b"%011o" % size
-    checksum = _FIXED_SUM + sum(encoded) + sum(length)
-    return b"".join(
-        (
-            encoded.ljust(_LONGEST_NAME, b"\0"),
-            _BEFORE_SIZE,
-            length,
-            b"\0",
-            _AFTER_SIZE,
-            b"%06o\0 " % checksum,
-            _AFTER_CHECKSUM,
-        )
-    )
+    length = b"%011o\0" % size
+    checksum = b"%06o\0 " % (_FIXED_SUM + sum(encoded) + sum(length))
+    name_field = encoded.ljust(_LONGEST_NAME, b"\0")
+    return b"".join((name_field, _TEMPLATE[100:124], length, _TEMPLATE[136:148], checksum, _TEMPLATE[156:]))
 
 
 def padding(size: int) -> bytes:

@@ -16,8 +16,8 @@ from source_files import openai, run, sharegpt, write_image, write_json, write_l
 
 from energon_packing.cli.main import cli
 from energon_packing.conversation import PREFERENCE, Conversation, MediaPart
-from energon_packing.convert.config import ColumnMap, RecordFormat, parse_names
-from energon_packing.convert.layouts.layout import LAYOUTS
+from energon_packing.convert.config import ColumnMap, ConvertConfig, RecordFormat, parse_names
+from energon_packing.convert.layouts.layout import LAYOUTS, Layout, all_layouts, register_layout
 from energon_packing.convert.records import parse_record
 from energon_packing.errors import ConfigError, SampleRejected, UserError
 
@@ -360,3 +360,22 @@ def test_images_without_any_placeholder_are_put_where_the_option_says(how: Any, 
 def test_too_few_placeholders_are_refused_all_the_same() -> None:
     record = sharegpt(question="<image>?", images=["a.png", "b.png"])
     assert refused(record, missing_placeholder="prepend")[0] == "placeholder_mismatch"
+
+
+def test_a_layout_that_another_package_registers_is_found_and_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LAYOUTS, "_added", {})
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "r"}]
+    register_layout(
+        Layout(
+            name="stranger",
+            expects="'zeta'",
+            matches=lambda record: "zeta" in record,
+            restate=lambda record, warnings: {"messages": turns},
+        )
+    )
+    try:
+        assert parse_record({"zeta": 1}).layout == parse_record({"zeta": 1}, "stranger").layout == "stranger"
+        assert ConvertConfig(sources=(Path("x"),), format="stranger").format == "stranger"
+        assert refused(openai(), "stranger")[0] == "unknown_layout"
+    finally:
+        all_layouts.cache_clear()

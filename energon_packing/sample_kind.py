@@ -5,6 +5,7 @@ A kind answers in one file, and everything that belongs to it may live in one fo
 
 from __future__ import annotations
 
+import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -34,6 +35,7 @@ class SampleKind(ABC):
         record_format: its layout in `convert`, and its name in `preview`; empty for conversations.
         extras: module that it may need -> the extra of pyproject.toml that brings it.
         bridge_module: of its data set for Bridge, whose classes Bridge's YAML may name; empty if it has none.
+        classes: ``encoder``, ``batch``, ``shard_packer`` and ``stored_packs``, as ``module:name``: some need torch.
         run_class, encoder_config: its configuration, and the class of the ``encoder`` section.
         more_columns: int32 columns that indexes and plans have besides those of conversations.
         sizes: what `PlannedSample.sizes` are, in the plural.
@@ -45,6 +47,7 @@ class SampleKind(ABC):
     record_format: ClassVar[str] = ""
     extras: ClassVar[Mapping[str, str]] = {}
     bridge_module: ClassVar[str] = ""
+    classes: ClassVar[Mapping[str, str]]
     run_class: ClassVar[type[Any]]
     encoder_config: ClassVar[type[Any]]
     more_columns: ClassVar[tuple[str, ...]] = ()
@@ -67,25 +70,29 @@ class SampleKind(ABC):
         """
         raise NotImplementedError
 
+    def _resolved(self, name: str) -> type[Any]:
+        found: type[Any] = pkgutil.resolve_name(self.classes[name])
+        return found
+
     @property
-    @abstractmethod
     def encoder_class(self) -> type[Any]:
         """Its task encoder, online and offline."""
+        return self._resolved("encoder")
 
     @property
-    @abstractmethod
     def batch_class(self) -> type[Any]:
         """The batch of a pack: a dataclass of tensors and plain values."""
+        return self._resolved("batch")
 
     @property
-    @abstractmethod
     def shard_packer(self) -> type[Any]:
-        """Writes stored packs: a `energon_packing.offline.pack.ShardPacker`."""
+        """Writes stored packs: a `energon_packing.offline.formats.shards.ShardPacker`."""
+        return self._resolved("shard_packer")
 
     @property
-    @abstractmethod
     def stored_packs(self) -> type[Any]:
         """Reads them: a `energon_packing.offline.packed.StoredPacks`."""
+        return self._resolved("stored_packs")
 
     @abstractmethod
     def cook(self, sample: CrudeSample, store: FileStore[bytes]) -> Any:

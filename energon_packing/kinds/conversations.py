@@ -19,7 +19,6 @@ if TYPE_CHECKING:  # planning needs neither torch nor Energon
     from energon_packing.encoders.sample_encoder import AnyMeasured
     from energon_packing.energon.loader import PackLoader
     from energon_packing.energon.task_encoder import PackingTaskEncoder
-    from energon_packing.thd.batch import PackedBatch
 
 
 def row_limits(packing: PackingConfig, seq_length: int, multiple: int) -> PackLimits:
@@ -41,36 +40,14 @@ class Conversations(SampleKind):
     name = title = "conversations"
     marks = SUBFLAVORS
     bridge_module = "energon_packing.bridge.dataset"
+    classes = {  # noqa: RUF012
+        "encoder": "energon_packing.energon.task_encoder:PackingTaskEncoder",
+        "batch": "energon_packing.thd.batch:PackedBatch",
+        "shard_packer": "energon_packing.offline.stored_pack:ConversationPacker",
+        "stored_packs": "energon_packing.offline.stored_pack:PackedPacks",
+    }
     run_class, encoder_config = RunConfig, EncoderConfig
     sizes = "tokens"
-
-    @property
-    def encoder_class(self) -> type[PackingTaskEncoder]:
-        """See `SampleKind.encoder_class`."""
-        from energon_packing.energon.task_encoder import PackingTaskEncoder
-
-        return PackingTaskEncoder
-
-    @property
-    def batch_class(self) -> type[PackedBatch]:
-        """See `SampleKind.batch_class`."""
-        from energon_packing.thd.batch import PackedBatch
-
-        return PackedBatch
-
-    @property
-    def shard_packer(self) -> type[Any]:
-        """See `SampleKind.shard_packer`."""
-        from energon_packing.offline.stored_pack import ConversationPacker
-
-        return ConversationPacker
-
-    @property
-    def stored_packs(self) -> type[Any]:
-        """See `SampleKind.stored_packs`."""
-        from energon_packing.offline.stored_pack import PackedPacks
-
-        return PackedPacks
 
     def cook(self, sample: CrudeSample, store: FileStore[bytes]) -> Any:
         """See `SampleKind.cook`."""

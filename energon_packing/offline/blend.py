@@ -1,10 +1,8 @@
 """Which samples occur in which epoch of a plan, when data sets have weights or are repeated.
 
-Every data set is an endless row of seeded permutations of its samples, and each epoch takes the next stretch of it. So
-a data set that occurs half a time in an epoch is complete after two, and no sample occurs twice before all have
-occurred.
-
-The share of each data set in a plan: what the section ``plan`` says, or else the metadataset that was measured.
+The share of a data set is what the section ``plan`` says, or else the metadataset that was measured. Every data set is
+an endless row of seeded permutations of its samples, and each epoch takes the next stretch of it. So a data set that
+occurs half a time in an epoch is complete after two, and no sample occurs twice before all have occurred.
 """
 
 from __future__ import annotations
@@ -142,6 +140,7 @@ class Blend:
         groups: for each group, the numbers of its data sets, by name of the group.
         samples: what can be packed.
         config: seed and unit of the weights.
+        rest: ``[N]`` rows of `Samples` that come first, as an epoch of their own; None begins with a whole epoch.
     """
 
     ends: tuple[int, ...]
@@ -149,6 +148,7 @@ class Blend:
     groups: Mapping[str, tuple[int, ...]]
     samples: Samples
     config: PlanConfig
+    rest: np.ndarray | None = None
 
     @classmethod
     def of(
@@ -183,6 +183,10 @@ class Blend:
 
         A row occurs more than once if its data set is repeated within the epoch. Pieces of a sample occur together.
         """
+        if self.rest is not None:
+            if not number:
+                return np.random.default_rng([self.config.seed, 4]).permutation(self.rest)
+            number -= 1
         parts = [self._of_dataset(dataset, number) for dataset in self.groups[group]]
         rows = np.concatenate(parts)
         place = sorted(self.groups).index(group)

@@ -1,6 +1,5 @@
-"""What became of one sample in a plan: where it is and beside what, or why it was dropped and by which setting.
-
-What differs between two plans: which samples entered, left, or moved to another pack.
+"""What a plan says about one sample (where it is and beside what, or why it was dropped and by which setting), and what
+differs between two plans: which samples entered, left, or moved to another pack.
 """
 
 from __future__ import annotations

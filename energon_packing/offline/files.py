@@ -1,6 +1,5 @@
-"""Parquet files that are there whole or not at all, with small metadata of our own.
-
-Fields of a JSON file that anybody may have written: each has the type that the program relies on.
+"""Files that are there whole or not at all, Parquet files with small metadata of our own, and fields of JSON files that
+anybody may have written.
 """
 
 from __future__ import annotations

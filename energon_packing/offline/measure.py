@@ -1,6 +1,6 @@
 """``measure``: brings an index up to date, shard by shard, in several processes.
 
-Measures the samples of a shard: one row of the index each, without a pixel.
+Every sample of a shard becomes one row of the index, without a pixel.
 """
 
 from __future__ import annotations
@@ -73,11 +73,22 @@ def digest_of_fingerprint(fingerprint: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(dict(fingerprint), sort_keys=True).encode()).hexdigest()[:32]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class MeasureTask:
+    """A shard to measure: number of its part, the part, its name, and the directory that its rows go to."""
+
+    dataset: int
+    part: SourcePart
+    shard: str
+    directory: Path
+
+
 class ShardMeasurer:
-    """Measures shards with one encoder.
+    """Measures shards with one encoder: a `energon_packing.executors.work.Work` of `MeasureTask`.
 
     Args:
         run: processor and limits of a sample, and what is trained of pairs.
+        directories: that hold what it writes.
 
     Attributes:
         pair_counts: of all samples that were measured.
@@ -86,7 +97,8 @@ class ShardMeasurer:
         ConfigError: the processor cannot be used.
     """
 
-    def __init__(self, run: AnyRun) -> None:
+    def __init__(self, run: AnyRun, directories: Sequence[Path] = ()) -> None:
+        self.directories = tuple(directories)
         self._run = run
         self._kind = kind_of_config(run)
         self._schema = schema_of(SCHEMA, self._kind.name)
@@ -99,7 +111,7 @@ class ShardMeasurer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Another machine makes its own, whose fingerprint must be the same.
-        return _made_again, (self._run, self.fingerprint)
+        return _made_again, (self._run, self.fingerprint, self.directories)
 
     def index_of(self, root: str) -> ShardIndex:
         """The index of a data set's directory, opened once."""
@@ -107,9 +119,21 @@ class ShardMeasurer:
             self._indices[root] = ShardIndex(Path(root))
         return self._indices[root]
 
-    def forget_open_files(self) -> None:
-        """Opens everything anew when it is needed; for a fork, which may not use its parent's databases."""
+    def begin(self) -> None:
+        """Opens files anew, since a fork may not use its parent's databases, and removes those that killed processes
+        of this host were writing."""
+        use_one_thread()
         self._files, self._indices = TarFiles(), {}
+        for directory in self.directories:
+            remove_leftovers(directory)
+
+    def do(self, task: MeasureTask) -> IndexedShard:
+        """Measures a shard."""
+        return self.measure(task.part, task.shard, task.directory)
+
+    def name(self, task: MeasureTask) -> str:
+        """Returns what a task does, for messages."""
+        return f"measuring {task.shard} of {task.part.root}"
 
     def measured(self, part: SourcePart, shard: str, directory: Path) -> IndexedShard | None:
         """What is known of a shard whose file in `directory` is there and still true; None if it must be measured."""
@@ -280,13 +304,13 @@ def cannot_write(path: Path, error: OSError) -> UserError:
     )
 
 
-def _made_again(run: AnyRun, fingerprint: Mapping[str, str]) -> ShardMeasurer:
+def _made_again(run: AnyRun, fingerprint: Mapping[str, str], directories: Sequence[Path]) -> ShardMeasurer:
     """A measurer on another machine.
 
     Raises:
         UserError: it would measure something else.
     """
-    found = ShardMeasurer(run)
+    found = ShardMeasurer(run, directories)
     for name, here, there in differing(fingerprint, found.fingerprint):
         raise UserError(
             f"{socket.gethostname()} would measure something else: {name} is {there} there and {here} here; install "
@@ -364,37 +388,6 @@ class MeasureReport:
     missing: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Task:
-    dataset: int
-    part: SourcePart
-    shard: str
-    directory: Path
-
-
-class _Measuring:
-    """A `energon_packing.executors.work.Work`: measures a shard."""
-
-    def __init__(self, measurer: ShardMeasurer, directories: Sequence[Path]) -> None:
-        self._measurer = measurer
-        self._directories = tuple(directories)
-
-    def begin(self) -> None:
-        """Opens files anew, and removes those that killed processes of this host were writing."""
-        use_one_thread()
-        self._measurer.forget_open_files()
-        for directory in self._directories:
-            remove_leftovers(directory)
-
-    def do(self, task: _Task) -> IndexedShard:
-        """Measures it."""
-        return self._measurer.measure(task.part, task.shard, task.directory)
-
-    def name(self, task: _Task) -> str:
-        """Of the shard."""
-        return f"measuring {task.shard} of {task.part.root}"
-
-
 def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: None) -> MeasureReport:
     """Measures the shards that the index lacks, and writes ``index.json``.
 
@@ -420,11 +413,11 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
         known.check(", ".join(map(shown, config.paths)), run.packing.pairs)
     out = config.out.absolute()  # workers may have another current directory
     directories = [out / name for name in names]
-    work = _Measuring(measurer, directories)
+    measurer.directories = tuple(directories)
     done: dict[tuple[int, str], IndexedShard] = {}
-    mine: list[_Task] = []
+    mine: list[MeasureTask] = []
     tasks = [
-        _Task(number, part, shard, out / name)
+        MeasureTask(number, part, shard, out / name)
         for number, (name, part) in enumerate(zip(names, parts, strict=True))
         for shard in part.shards
     ]
@@ -441,7 +434,7 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
     # Closed at once, whatever happens: else its processes would end only when nothing refers to it any more.
     with (
         no_leftovers(*directories),
-        closing(config.executor_config().executor(len(mine)).results(mine, work)) as results,
+        closing(config.executor_config().executor(len(mine)).results(mine, measurer)) as results,
     ):
         for task, measured in results:
             done[task.dataset, task.shard] = measured

@@ -1,8 +1,6 @@
-"""Packs by their position, whatever they are read from: a map-style data set for every rank and worker.
+"""Packs by their position: a map-style data set for every rank and worker.
 
-The packs of a plan, made from the source data sets: any pack by its position, on any rank, in any process.
-
-Measures samples again for a plan, under the limits of its rows: what ``oversize`` and ``when_over`` make of them.
+Those of a plan are made from the source data sets, any pack by its position, on any rank, in any process.
 """
 
 from __future__ import annotations

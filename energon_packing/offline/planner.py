@@ -1,12 +1,7 @@
 """Makes a plan: from indexes and a configuration to the Parquet file.
 
-The packs of one epoch: which samples share a row, and in which order they are in it.
-
-All packs of a plan in their global order: the blend of every epoch, packed and put in order.
-
-A plan that goes on where an online run stopped: first the rest of its running epoch, then whole epochs.
-
-Figures about a plan, for readers: histogram, fill, balance of steps, steps per epoch.
+Every epoch of the blend is packed, its packs are put in order, and the rows follow. A plan may begin with the rest of
+an online run's epoch. Figures for readers end it: histogram, fill, balance of steps, steps per epoch.
 """
 
 from __future__ import annotations
@@ -144,11 +139,9 @@ def ordered_packs(
         UserError: an epoch has no samples.
     """
     settings = config.plan
-    whole = Blend.of(sources.datasets, sources.dataset_ends(), samples, settings)
-    blend: Blend | RestThenBlend = whole
-    epochs = settings.epochs
+    blend, epochs = Blend.of(sources.datasets, sources.dataset_ends(), samples, settings), settings.epochs
     if rest is not None and rest.size:
-        blend, epochs = RestThenBlend(blend=whole, rows=rest), epochs + 1
+        blend, epochs = replace(blend, rest=rest), epochs + 1
     sample_costs = samples.sizes.cost
     small = np.int32 if len(samples) < 1 << 31 else np.int64
     order: list[np.ndarray] = []
@@ -180,12 +173,12 @@ def ordered_packs(
         epoch_ends=tuple(ends),
         costs=np.concatenate(costs),
         bound=bounds,
-        repeats=whole.repeats,
+        repeats=blend.repeats,
     )
 
 
 def _packed_epoch(
-    blend: Blend | RestThenBlend, epoch: int, samples: Samples, limits: AnyLimits, config: AnyRun
+    blend: Blend, epoch: int, samples: Samples, limits: AnyLimits, config: AnyRun
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Rows of `Samples`, pack after pack, the number of rows of each pack, and the bound."""
     rows, counts, bound = [], [], 0
@@ -236,30 +229,6 @@ class Left:
     ranks: int
     workers: int
     packs: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class RestThenBlend:
-    """Draws the samples of each epoch, as `Blend` does, but the first is the rest.
-
-    Attributes:
-        blend: of the epochs after it.
-        rows: ``[N]`` rows of `Samples` in the rest.
-    """
-
-    blend: Blend
-    rows: np.ndarray
-
-    @property
-    def groups(self) -> Mapping[str, tuple[int, ...]]:
-        """As `Blend.groups`."""
-        return self.blend.groups
-
-    def epoch(self, number: int, group: str) -> np.ndarray:
-        """As `Blend.epoch`."""
-        if number:
-            return self.blend.epoch(number - 1, group)
-        return np.random.default_rng([self.blend.config.seed, 4]).permutation(self.rows)
 
 
 def rows_left(left: Left, sources: Sources, samples: Samples) -> np.ndarray:

@@ -1,11 +1,7 @@
-"""What a plan is made of: the data sets of one or more indexes, with all their rows counted through.
+"""Which samples of indexes fit a pack, what becomes of the others, and why a sample is dropped.
 
-Samples that are measured again for a plan, because they fit no pack as they are.
-
-An index knows each sample as it is without a row length. ``packing.oversize`` and ``encoder.limits.when_over`` may cut,
-split or resize what fits no pack, which takes the sample itself: a planner is given a function for that.
-
-Which samples of an index fit a pack, what becomes of the others, and why a sample is dropped.
+``packing.oversize`` and ``encoder.limits.when_over`` may cut, split or resize what fits no pack, which takes the sample
+itself: a planner is given a function that measures it again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""Reads pieces of tars by their positions, with a bounded number of files open.
-
-Positions of records and media in the tars of a WebDataset, from the index that Energon keeps beside them.
-
-The data sets that offline commands read: parts with their shards, and the samples in them, by position.
+"""The data sets that offline commands read: parts with their shards, the positions of records and media in their tars
+from the index that Energon keeps, and the bytes there.
 """
 
 from __future__ import annotations

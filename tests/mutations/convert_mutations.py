@@ -268,7 +268,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         name="measuring ignores the choice",
         test=CHOSEN + "[LLaMA-Factory dpo-from a plan]",
         oracle="the chosen answers of the records, decoded by Hugging Face's tokenizer",
-        edits=(("offline/conversations.py", "pairs=run.packing.pairs", 'pairs="both"'),),
+        edits=(("kinds/conversations.py", "pairs=run.packing.pairs", 'pairs="both"'),),
     ),
     Mutation(
         trap=67,

@@ -23,7 +23,7 @@ from energon_packing.cli.main import cli
 from energon_packing.config import to_mapping
 from energon_packing.errors import UserError
 from energon_packing.offline.open_loader import open_loader
-from energon_packing.offline.pack import PackConfig, pack
+from energon_packing.offline.pack import PackConfig, PackFormat, pack, register_pack_format
 from energon_packing.offline.packed import PackedFacts
 from energon_packing.offline.shards import ShardFile, ShardWriter
 from energon_packing.offline.stored_pack import StoredPack
@@ -355,3 +355,26 @@ def test_a_manifest_that_cannot_be_is_refused_by_verify_and_by_the_loader(change
     assert (done.exit_code, said in done.output) == (2, True), done.output
     with pytest.raises(UserError, match=said):
         open_loader(_on(plan_of, copied))
+
+
+def test_a_format_of_ones_own_is_written_by_the_same_command_and_an_unknown_one_is_a_sentence(plan_of, tmp_path):
+    class Counts(PackFormat):
+        def path(self, number):
+            return self.config.out / f"{number}.txt"
+
+        def prepare(self):
+            self.config.out.mkdir(exist_ok=True)
+
+        def found(self, number):
+            return self.path(number).exists() or None
+
+        def do(self, task):
+            return self.path(task.number).write_text(f"{len(list(self.planned_packs(task.number)))}")
+
+    register_pack_format("counts", Counts)
+    words = ("pack", plan_of.data.path, "--out", tmp_path / "out", "--workers", 0, "--json", "--format")
+    done = invoke(*words, "counts")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.output)["packs"] == sum(int(path.read_text()) for path in (tmp_path / "out").iterdir())
+    done = invoke(*words, "count")
+    assert (done.exit_code, "--format is 'count', an unknown pack format" in done.output) == (2, True)

@@ -18,7 +18,6 @@ if TYPE_CHECKING:  # planning needs neither torch nor Energon
 
     from energon_packing.energon.loader import PackLoader
     from energon_packing.wan.encoder import MeasuredClip
-    from energon_packing.wan.pack import WanPack
     from energon_packing.wan.task_encoder import TextToVideoTaskEncoder
 
 _SIZES = ("length", "second", "targets", "images", "patches", "turns", "stills", "videos", "frames", "pixels")
@@ -34,6 +33,12 @@ class Clips(SampleKind):
     run_class, encoder_config = TextToVideoRunConfig, TextToVideoConfig
     extras = {"diffusers": "wan", "safetensors": "wan"}  # noqa: RUF012
     bridge_module = "energon_packing.wan.bridge"
+    classes = {  # noqa: RUF012
+        "encoder": "energon_packing.wan.task_encoder:TextToVideoTaskEncoder",
+        "batch": "energon_packing.wan.pack:WanPack",
+        "shard_packer": "energon_packing.wan.stored:ClipPacker",
+        "stored_packs": "energon_packing.wan.stored:PackedClips",
+    }
     more_columns = ("text_tokens",)
     sizes = "patches and text tokens"
 
@@ -42,34 +47,6 @@ class Clips(SampleKind):
         from energon_packing.wan.preview import preview_clips
 
         preview_clips(dataset, config, overrides, packs, as_json)
-
-    @property
-    def encoder_class(self) -> type[TextToVideoTaskEncoder]:
-        """See `SampleKind.encoder_class`."""
-        from energon_packing.wan.task_encoder import TextToVideoTaskEncoder
-
-        return TextToVideoTaskEncoder
-
-    @property
-    def batch_class(self) -> type[WanPack]:
-        """See `SampleKind.batch_class`."""
-        from energon_packing.wan.pack import WanPack
-
-        return WanPack
-
-    @property
-    def shard_packer(self) -> type[Any]:
-        """See `SampleKind.shard_packer`."""
-        from energon_packing.wan.stored import ClipPacker
-
-        return ClipPacker
-
-    @property
-    def stored_packs(self) -> type[Any]:
-        """See `SampleKind.stored_packs`."""
-        from energon_packing.wan.stored import PackedClips
-
-        return PackedClips
 
     def cook(self, sample: CrudeSample, store: FileStore[bytes]) -> Any:
         """See `SampleKind.cook`."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import torch
 
-from energon_packing.energon.pack_bytes import AnyPack, tensors_of
+from energon_packing.energon.pack_bytes import tensors_of
 from energon_packing.energon.samples import Pack
 from energon_packing.thd.batch import PackedBatch
 from energon_packing.wan.pack import WanPack
@@ -60,7 +61,7 @@ def first_difference(expected: Pack, found: Pack) -> Difference | None:
     return None
 
 
-def _finished(batch: AnyPack) -> AnyPack:
+def _finished(batch: Any) -> Any:
     return batch.finished() if isinstance(batch, PackedBatch) else batch
 
 
@@ -73,7 +74,7 @@ def _of_values(name: str, ours: object, theirs: object) -> Difference:
     return Difference(field=name, sample=None, what=f"{theirs!r} instead of {ours!r}")
 
 
-def _of_tensors(name: str, ours: torch.Tensor, theirs: torch.Tensor, batch: AnyPack) -> Difference:
+def _of_tensors(name: str, ours: torch.Tensor, theirs: torch.Tensor, batch: Any) -> Difference:
     at = np.argwhere((ours != theirs).numpy())[0].tolist()
     what = f"{theirs[tuple(at)].item()} instead of {ours[tuple(at)].item()} at {at}"
     _, _, visual = name.partition("visual_inputs/")

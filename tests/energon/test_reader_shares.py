@@ -365,19 +365,11 @@ def test_a_subset_is_dealt_whole_and_nothing_else_of_its_data_set(made, tmp_path
 
 
 @pytest.mark.parametrize(("samples", "ranks", "workers"), [(60, 2, 0), (60, 3, 2), (3, 2, 2)])
-def test_a_state_of_dealt_samples_continues_exactly_after_every_pack(made, samples, ranks, workers):
+def test_a_state_of_dealt_samples_continues_exactly_after_every_pack(made, continues, samples, ranks, workers):
     path, _ = made("shuffled", samples)
-    build = functools.partial(build_loader, run_of(path, workers=workers), task_encoder=encoder_of(path))
     for rank in range(ranks):
-        first = build(rank=rank, world_size=ranks)
-        states, given = [], []
-        for pack in itertools.islice(first, 9):
-            given.append(pack.keys)
-            states.append(first.save_state())
-        for at in (0, 3, 6):
-            again = build(rank=rank, world_size=ranks)
-            again.restore_state(states[at])
-            assert [pack.keys for pack in itertools.islice(again, 8 - at)] == given[at + 1 :]
+        arguments = {"task_encoder": encoder_of(path), "rank": rank, "world_size": ranks}
+        continues(functools.partial(build_loader, run_of(path, workers=workers), **arguments), at=(1, 4, 7))
 
 
 def test_a_state_is_refused_where_other_samples_are_a_readers(made, tmp_path):

@@ -33,13 +33,13 @@ def test_predictions_equal_the_real_processors(name):
 
 
 def test_a_wrong_number_of_tokens_is_a_mismatch_and_exit_code_1(monkeypatch, capsys):
-    right = LlavaNext._plan
+    right = LlavaNext.geometry
 
     def wrong(self, media, height, width):
         plan = right(self, media, height, width)
         return dataclasses.replace(plan, runs=(plan.runs[0] + (width % 7 == 0),))
 
-    monkeypatch.setattr(LlavaNext, "_plan", wrong)
+    monkeypatch.setattr(LlavaNext, "geometry", wrong)
     assert bench_exactness.main(["--family", "llava_next", "--sizes", "60", "--videos", "0"]) == 1
     row = json.loads(capsys.readouterr().out.splitlines()[0])
     assert 0 < row["mismatches"] < 60

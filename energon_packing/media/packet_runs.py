@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from energon_packing.media.probe import SIZED_CONTAINERS
 
-FAR = 32
+FAR = 16
 """Packets before a wanted one from which on those that no other frame needs are left out. H.264 and H.265 decoders hold
 at most 16 pictures, so one that is stored so much earlier is shown earlier."""
 

@@ -12,12 +12,12 @@ FFmpeg's own bitstream filters read the bits of a packet: which units it holds, 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from energon_packing.media.probe import SIZED_CONTAINERS
 
-FAR = 32
+FAR = 16
 """Packets before a wanted one from which on those that no other frame needs are left out. H.264 and H.265 decoders hold
 at most 16 pictures, so one that is stored so much earlier is shown earlier."""
 
@@ -116,8 +116,11 @@ def packet_runs(container: Any, stream: Any, wanted: Sequence[int]) -> PacketRun
     if wanted[0] < 0 or wanted[-1] >= len(order):
         return None
     units = _CODECS[stream.codec_context.codec.canonical_name]
-    needed, parameters = (_filtered(stream, each, packets) for each in (units.needed, units.parameters))
-    starts = _starts(packets, _filtered(stream, units.starts, packets), parameters)
+    shown = [number for number, _ in _filtered(stream, units.needed, packets)]
+    if "discard" not in units.needed and shown != list(range(len(packets))):
+        return None  # a packet of VP9 that holds no shown frame, or several
+    parameters = {number: bytes(left) for number, left in _filtered(stream, units.parameters, packets)}
+    starts = _starts(packets, {number for number, _ in _filtered(stream, units.starts, packets)}, parameters)
     if starts is None or any(time < at for time, at in zip(times, stored, strict=True)):
         return None
     spans: list[tuple[int, int]] = [(0, 0)]
@@ -128,23 +131,21 @@ def packet_runs(container: Any, stream: Any, wanted: Sequence[int]) -> PacketRun
         if start > spans[-1][1]:
             spans.append((start, stop))
         spans[-1] = spans[-1][0], max(spans[-1][1], stop)
-    return PacketRuns([_run(times, needed, *span, by_number) for span in spans], packets)
+    return PacketRuns([_run(times, set(shown), *span, by_number) for span in spans], packets)
 
 
-def _filtered(stream: Any, description: str, packets: Sequence[Any]) -> dict[int, bytes]:
-    """Returns what a bitstream filter leaves of each packet that is shown, by the number of the packet."""
+def _filtered(stream: Any, description: str, packets: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+    """Yields what a bitstream filter leaves of each packet that is shown, with the number of the packet."""
     import av
 
     bitstream = av.bitstream.BitStreamFilterContext(description, stream)
-    left: dict[int, bytes] = {}
     for number, packet in enumerate(packets):
         copy = av.Packet(bytes(packet))
         copy.pts = copy.dts = number
-        left |= {each.dts: bytes(each) for each in bitstream.filter(copy) if each.pts is not None}
-    return left
+        yield from ((each.dts, each) for each in bitstream.filter(copy) if each.pts is not None)
 
 
-def _starts(packets: Sequence[Any], candidates: Mapping[int, Any], parameters: Mapping[int, bytes]) -> list[int] | None:
+def _starts(packets: Sequence[Any], candidates: Set[int], parameters: Mapping[int, bytes]) -> list[int] | None:
     """Returns the packets at which a run may start; None if times contradict what random access means.
 
     Every frame before such a packet is shown before it. Times that say otherwise (edits that overlap, a damaged table)
@@ -164,7 +165,7 @@ def _starts(packets: Sequence[Any], candidates: Mapping[int, Any], parameters: M
     return starts if starts[:1] == [0] else None
 
 
-def _run(times: Sequence[int], needed: Mapping[int, Any], start: int, stop: int, wanted: Mapping[int, int]) -> Run:
+def _run(times: Sequence[int], needed: Set[int], start: int, stop: int, wanted: Mapping[int, int]) -> Run:
     reached = [number for number in wanted if start <= number <= stop]
     near = {number - back for number in reached for back in range(FAR)}
     last = max(reached, default=stop)

@@ -7,7 +7,7 @@ starts another program), and the number of pixels is checked from the header bef
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
 from functools import cache
@@ -284,24 +284,25 @@ def video_stream(container: Any) -> Any:
     return stream
 
 
-def limit_codec(stream: Any, max_pixels: int) -> None:
-    """Makes a stream's decoder refuse frames far above ``max_pixels`` before it allocates memory for them.
-
-    A stream may state another size than its container. Codecs round sides up to blocks, hence twice the limit here; the
-    exact limit is checked on the first frame.
-    """
-    stream.codec_context.options = {"max_pixels": str(2 * max_pixels + 2**16)}
-
-
 @contextmanager
-def _decodable(file: BinaryIO, max_pixels: int) -> Iterator[tuple[Any, Any]]:
-    """The container, opened at its beginning because seeking is not exact in every format, and its video stream."""
+def decodable(file: BinaryIO, max_pixels: int, check: Callable[[int, int, int], None]) -> Iterator[tuple[Any, Any]]:
+    """The container, opened at its beginning because seeking is not exact in every format, and its video stream.
+
+    Its decoder refuses frames far above ``max_pixels`` before it allocates memory for them.
+
+    Args:
+        check: refuses a size that the container announces: its width, its height and ``max_pixels``.
+    """
     file.seek(0)
     with open_video(file) as container:
         stream = video_stream(container)
-        _check_pixels(stream.codec_context.width, stream.codec_context.height, max_pixels)
-        stream.codec_context.thread_count = 1  # the converter runs one file per thread
-        limit_codec(stream, max_pixels)
+        codec = stream.codec_context
+        check(codec.width, codec.height, max_pixels)
+        # A stream may state another size than its container. Codecs round sides up to blocks, hence twice the limit;
+        # the exact limit is checked on the first frame.
+        codec.options = {"max_pixels": str(2 * max_pixels + 2**16)}
+        # One thread: the converter runs one file per thread, and a loader's worker already has one core.
+        codec.thread_type, codec.thread_count = "NONE", 1
         yield container, stream
 
 
@@ -312,7 +313,7 @@ def _probe_video(file: BinaryIO, max_pixels: int, decode: bool) -> VideoInfo:
         raise SampleRejected(
             "corrupt_media", f"truncated: the header states {wanted} bytes, but the file has {size_in_bytes}"
         )
-    with _decodable(file, max_pixels) as (container, stream):
+    with decodable(file, max_pixels, _check_pixels) as (container, stream):
         container_name, named_frames, stated = container.format.name, stream.frames, stream.average_rate or None
         codec_name = stream.codec_context.name
         first = next(iter(container.decode(stream)), None)
@@ -331,7 +332,7 @@ def _probe_video(file: BinaryIO, max_pixels: int, decode: bool) -> VideoInfo:
             packets += packet.size > 0
             yield packet
 
-    with _decodable(file, max_pixels) as (container, stream):
+    with decodable(file, max_pixels, _check_pixels) as (container, stream):
         if exact:
             frames = (frame for packet in demux(container, stream) for frame in packet.decode())
             count = _count(frames, "frame", size)
@@ -343,7 +344,7 @@ def _probe_video(file: BinaryIO, max_pixels: int, decode: bool) -> VideoInfo:
             )
     if not exact and named_frames not in (0, count.frames):
         # An edit list or a broken index: only decoding tells.
-        with _decodable(file, max_pixels) as (container, stream):
+        with decodable(file, max_pixels, _check_pixels) as (container, stream):
             count = _count(container.decode(stream), "frame", size)
     if count.frames == 0:
         raise SampleRejected("corrupt_media", "the video has no frame")

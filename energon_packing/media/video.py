@@ -5,8 +5,7 @@ from __future__ import annotations
 import io
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from energon_packing.errors import SampleRejected
 from energon_packing.media import check_decoded_bytes
 from energon_packing.media.image import decode_image
 from energon_packing.media.packet_runs import Run, may_have_runs, packet_runs
-from energon_packing.media.probe import limit_codec, open_video, video_stream
+from energon_packing.media.probe import decodable
 
 _BEGINNING = -(1 << 60)
 """A time before every packet, in any unit."""
@@ -58,31 +57,18 @@ def decode_frames(
         raise ValueError("decode_frames needs at least one index")
     frames = FrameStack(indices, max_pixels, max_bytes)
     try:
-        with _opened(data, frames, max_pixels) as (container, stream):
+        with decodable(io.BytesIO(data), max_pixels, frames.check_limits) as (container, stream):
             if not may_have_runs(container, stream):
                 _decode_from_start(container, stream, frames, deadline)
                 return frames.tensor()
             if _decode_needed(container, stream, frames, deadline):
                 return frames.tensor()
         frames = FrameStack(indices, max_pixels, max_bytes)
-        with _opened(data, frames, max_pixels) as (container, stream):
+        with decodable(io.BytesIO(data), max_pixels, frames.check_limits) as (container, stream):
             _decode_from_start(container, stream, frames, deadline)
     except (av.FFmpegError, OSError, ValueError, EOFError, IndexError, OverflowError) as error:
         raise SampleRejected("corrupt_media", f"the video cannot be decoded: {error}") from error
     return frames.tensor()
-
-
-@contextmanager
-def _opened(data: bytes, frames: FrameStack, max_pixels: int) -> Iterator[tuple[Any, Any]]:
-    """The container and its video stream, whose announced size is within the limits."""
-    with open_video(io.BytesIO(data)) as container:
-        stream = video_stream(container)
-        frames.check_limits(stream.codec_context.width, stream.codec_context.height)
-        limit_codec(stream, max_pixels)
-        # One thread, because a loader's worker already has one core.
-        stream.thread_type = "NONE"
-        stream.codec_context.thread_count = 1
-        yield container, stream
 
 
 def _check_deadline(deadline: float | None, index: int) -> None:
@@ -166,16 +152,16 @@ class FrameStack:
         # Our own: PyAV's shared one keeps a thread pool, which deadlocks in a worker that was forked after its use.
         self._reformatter = av.video.reformatter.VideoReformatter()
 
-    def check_limits(self, width: int, height: int) -> None:
+    def check_limits(self, width: int, height: int, max_pixels: int) -> None:
         """Refuses frames that are too large.
 
         Raises:
             SampleRejected: ``media_too_large``.
         """
-        if width * height > self._max_pixels:
+        if width * height > max_pixels:
             raise SampleRejected(
                 "media_too_large",
-                f"frames of {width}x{height} pixels are over encoder.max_source_pixels={self._max_pixels}",
+                f"frames of {width}x{height} pixels are over encoder.max_source_pixels={max_pixels}",
             )
         check_decoded_bytes(len(self._indices), width, height, self._max_bytes)
 
@@ -188,7 +174,7 @@ class FrameStack:
         size = frame.width, frame.height
         if self._size is None:
             # The container only announced a size; that of the decoded frame counts.
-            self.check_limits(*size)
+            self.check_limits(*size, self._max_pixels)
             self._size = size
         elif size != self._size:
             raise SampleRejected(

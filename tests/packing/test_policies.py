@@ -119,11 +119,6 @@ def test_constraints_that_cannot_be_kept_are_refused_by_name(constraint: object,
         pack_lengths([1, 1, 1], 8, constraints={"images": constraint})  # type: ignore[dict-item]
 
 
-@pytest.mark.parametrize("policy", policy_names())
-def test_an_empty_list_has_no_packs(policy: str) -> None:
-    assert pack_lengths([], 8, policy) == []
-
-
 def test_next_fit_keeps_the_order() -> None:
     assert _lists(pack_lengths([3, 2, 4, 3], 8, "next_fit")) == [[0, 1], [2, 3]]
 

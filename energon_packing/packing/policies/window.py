@@ -192,13 +192,16 @@ class WindowPacker[Key]:
 
     def _take(self, positions: list[int]) -> list[Key]:
         taken = [self._keys[position] for position in positions]
-        for column in (self._keys, self._lengths, *self._costs.values()):
+        for column in self._columns():
             for position in reversed(positions):
                 del column[position]
         return taken
 
+    def _columns(self) -> list[list[Any]]:
+        return [self._keys, self._lengths, *self._costs.values()]
+
     def _empty(self) -> None:
-        for column in (self._keys, self._lengths, *self._costs.values()):
+        for column in self._columns():
             column.clear()
 
 

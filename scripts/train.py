@@ -142,7 +142,7 @@ def _on_the_cpu(config: Any) -> None:
     from energon_packing.bridge.metrics import PackingMetrics
     from energon_packing.bridge.step import forward_step
     from energon_packing.bridge_cpu import training_run
-    from energon_packing.cli.counted import counted
+    from energon_packing.cli.terminal import counted
 
     first = os.environ.get("RANK", "0") == "0"
 

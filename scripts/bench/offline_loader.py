@@ -27,7 +27,7 @@ from bench.loader_run import LoaderJob, cpu_seconds, run_config
 from energon_packing.config import RunConfig
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import processor_path
-from energon_packing.demo.prose import story
+from energon_packing.demo.conversations import story
 
 PIXELS = (200_704, 1_003_520)
 WAYS: dict[str, tuple[str, ...]] = {

@@ -30,7 +30,7 @@ import numpy as np
 
 from bench.offline_index import drawn_mix
 from energon_packing.demo import processor_path
-from energon_packing.demo.prose import story
+from energon_packing.demo.conversations import story
 from energon_packing.packing.bound import lower_bound
 
 SEARCH_PATH = os.pathsep.join(str(Path(__file__).resolve().parents[up]) for up in (2, 1))

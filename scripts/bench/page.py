@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from energon_packing.report.previewed_packs import Wanted, drawn_packs
 from headless import Browser, chromium
 
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, RunConfig
@@ -16,7 +17,6 @@ from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data, processor_path
 from energon_packing.report.page import write_page
 from energon_packing.report.preview_page import preview_page
-from energon_packing.report.previewed_packs import Wanted, drawn_packs
 
 DRAWN = """new Promise((done) => {
   const look = () => document.querySelector(".row button") ? done(performance.now()) : requestAnimationFrame(look);

@@ -64,7 +64,8 @@ def table(
         right: numbers.
         wide: long texts, which share the rest of the width.
     """
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title=title, title_justify="left")
+    padding = (0, 1) if wide else (0, 1, 0, 0)
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=padding, title=title, title_justify="left")
     for name in left:
         made.add_column(name, overflow="fold", no_wrap=bool(wide) or not fold)
     for name in right:

@@ -55,9 +55,8 @@ def plan(
     It needs no media, and takes seconds for a million samples. With --diff or --explain the arguments are plans.
     """
     if diff or explain is not None:
+        from energon_packing.offline.explain import changes, explanation
         from energon_packing.offline.plan import Plan
-        from energon_packing.offline.explain import changes
-        from energon_packing.offline.explain import explanation
 
         if out is not None or config_path is not None or (diff and explain is not None):
             raise UserError("--diff and --explain read plans only: use one of them, without --out and --config.")

@@ -15,8 +15,8 @@ from energon_packing.cli.summary import resolved_summary, summary_lines
 from energon_packing.cli.terminal import answer, cell, say, table
 from energon_packing.validate.looks.look import LOOKS, Look
 from energon_packing.validate.looks.run import look_at_run
-from energon_packing.validate.rules.registry import Judgement, judge
-from energon_packing.validate.run_source import RunSource, run_source
+from energon_packing.validate.rules.registry import judge
+from energon_packing.validate.run_source import run_source
 from energon_packing.validate.verdict import BridgeVerdict
 
 _STYLES = {"ok": "green", "error": "bold red", "warning": "yellow", "not looked at": "yellow", "note": "cyan"}

@@ -26,8 +26,7 @@ import orjson
 
 from energon_packing.convert.chunks import MemberBytes
 from energon_packing.convert.config import ConvertConfig
-from energon_packing.convert.fetched_files import FetchedFiles
-from energon_packing.convert.fetched_files import FETCHED
+from energon_packing.convert.fetched_files import FETCHED, FetchedFiles
 from energon_packing.convert.layout import open_scratch
 from energon_packing.convert.media_files import MEDIA_KINDS, StoredMedia, open_regular, resolve_media
 from energon_packing.convert.record_media import EmbeddedBytes

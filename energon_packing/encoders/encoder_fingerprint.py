@@ -10,6 +10,7 @@ from energon_packing.config import EncoderConfig
 from energon_packing.config.setting import entries_of, marked, marked_and_set
 from energon_packing.families.base import PROCESSOR_SETTINGS, VisionFamily
 
+
 def encoder_fingerprint(
     config: EncoderConfig, family: VisionFamily, template: ChatTemplate, *, takes: str
 ) -> dict[str, str]:

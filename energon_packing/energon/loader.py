@@ -23,8 +23,7 @@ from torch import distributed
 
 from energon_packing.config import EpochEnd, RunConfig
 from energon_packing.convert.layout import dataset_entry
-from energon_packing.drops import over_budget, unwished
-from energon_packing.drops import FrequentDrops
+from energon_packing.drops import FrequentDrops, over_budget, unwished
 from energon_packing.energon.cookers import guard_shards
 from energon_packing.energon.data_identity import data_identity, known_pairs
 from energon_packing.energon.epoch_end import Agree, EpochReport, agreement, even_packs
@@ -35,8 +34,7 @@ from energon_packing.energon.states import copied, save_shallowly
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.energon.workers import answered, in_sentences, in_workers
 from energon_packing.errors import ConfigError, PackingError, UserError
-from energon_packing.ledger import DropBudgetExceeded, NothingToPack
-from energon_packing.ledger import LedgerLock
+from energon_packing.ledger import DropBudgetExceeded, LedgerLock, NothingToPack
 from energon_packing.packing.statistics import PackStatistics
 
 _BUILT = itertools.count()

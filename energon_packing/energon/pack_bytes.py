@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from energon_packing.sample_kind import all_kinds
 from energon_packing.thd.batch import PackedBatch
 from energon_packing.thd.pixels import PIXELS
 

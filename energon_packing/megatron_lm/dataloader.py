@@ -13,8 +13,7 @@ from typing import Any
 from energon_packing.bridge.pack_iterator import open_packs, packs_of_steps
 from energon_packing.config import RunConfig
 from energon_packing.config.metrics import MetricsConfig
-from energon_packing.energon.metrics import MetricsLog
-from energon_packing.energon.metrics import PackMetrics
+from energon_packing.energon.metrics import PATIENCE, MetricsLog, PackMetrics
 from energon_packing.energon.replica import Replica
 from energon_packing.energon.replica_reader import OneReader
 from energon_packing.energon.states import read_state

@@ -26,8 +26,7 @@ from energon_packing.energon.loader import build_dataset, reads_here
 from energon_packing.energon.samples import MeasuredSample, Pack, account_for, data_of
 from energon_packing.energon.window import render_or_drop
 from energon_packing.errors import UserError
-from energon_packing.ledger import Ledger
-from energon_packing.ledger import LedgerLock
+from energon_packing.ledger import Ledger, LedgerLock
 from energon_packing.offline.loader import PlannedLoader
 from energon_packing.offline.packs import PositionedPacks
 from energon_packing.sample_kind import AnyRun, kind_of_config

@@ -32,11 +32,10 @@ from energon_packing.offline.plan import PlanFacts, write_plan, written_drops
 from energon_packing.offline.samples import Drop, Remeasure, Samples, Sources, fitting_samples
 from energon_packing.offline.sizes import AnyLimits, Sizes
 from energon_packing.packing.balance import step_efficiency
-from energon_packing.packing.statistics import lower_bound
 from energon_packing.packing.constraints import Constraints
 from energon_packing.packing.limited import pack_limited
-from energon_packing.packing.partition import PackGroups
-from energon_packing.packing.partition import check_groups
+from energon_packing.packing.partition import PackGroups, check_groups
+from energon_packing.packing.statistics import lower_bound
 from energon_packing.packing.whole_list import pack_lengths_flat
 from energon_packing.remote_files import check_local
 from energon_packing.sample_kind import AnyRun, kind_of_config

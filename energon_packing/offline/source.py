@@ -25,9 +25,17 @@ from megatron.energon.cache import FileStore
 from energon_packing.convert.layout import INFO_FILE, MEDIA_AUX, META_DIRECTORY
 from energon_packing.errors import UserError
 from energon_packing.offline.index import DEFAULT_KIND
-from energon_packing.remote_files import describe, index_file, metadata_text
 from energon_packing.read_again import read_again
-from energon_packing.remote_files import PIECE_BYTES, check_remote, read_range, remote_address, shown
+from energon_packing.remote_files import (
+    PIECE_BYTES,
+    check_remote,
+    describe,
+    index_file,
+    metadata_text,
+    read_range,
+    remote_address,
+    shown,
+)
 from energon_packing.sample_kind import KINDS, kind_of_subflavors
 from energon_packing.validate.looks.data import DataLooks, look_at_data
 from energon_packing.validate.looks.leaves import REMOTE

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from energon_packing.energon.pack_bytes import tensors_of
 from energon_packing.energon.samples import Pack
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.executors.choice import ExecutorConfig, ExecutorKind

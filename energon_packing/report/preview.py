@@ -22,12 +22,12 @@ from energon_packing.errors import UserError
 from energon_packing.families.base import VisionFamily
 from energon_packing.ledger import without_ledger
 from energon_packing.offline.data_paths import is_packed, is_plan
+from energon_packing.offline.explain import explanation
 from energon_packing.offline.index import pair_counts
+from energon_packing.offline.loader import PlannedLoader
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.packed import Packed
 from energon_packing.offline.plan import Plan
-from energon_packing.offline.explain import explanation
-from energon_packing.offline.loader import PlannedLoader
 from energon_packing.report.excerpt import Piece
 from energon_packing.thd.batch import PackedBatch
 

@@ -28,9 +28,8 @@ from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.families.base import VisionFamily
 from energon_packing.families.geometry import MediaPlan
 from energon_packing.ledger import without_ledger
-from energon_packing.media.video import decode_frame_files
 from energon_packing.media.image import decode_image
-from energon_packing.media.video import decode_frames
+from energon_packing.media.video import decode_frame_files, decode_frames
 from energon_packing.report.excerpt import Piece, excerpt, visible
 from energon_packing.report.page import data_block, escaped, packed_block, page
 from energon_packing.report.preview import (

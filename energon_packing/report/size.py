@@ -17,15 +17,14 @@ import pyarrow as pa
 from energon_packing.config import RunConfig, to_mapping
 from energon_packing.errors import UserError
 from energon_packing.executors.local import LocalProcesses
+from energon_packing.offline.files import write_table
 from energon_packing.offline.index import SCHEMA, Index, IndexedDataset, IndexedShard
-from energon_packing.sample_kind import kind_of_config
 from energon_packing.offline.measure import ShardMeasurer
 from energon_packing.offline.pack import PackConfig, pack
-from energon_packing.offline.files import write_table
-from energon_packing.offline.planner import make_plan
 from energon_packing.offline.packs import SampleRemeasurer
-from energon_packing.offline.source import source_parts
-from energon_packing.offline.source import SourcePart
+from energon_packing.offline.planner import make_plan
+from energon_packing.offline.source import SourcePart, source_parts
+from energon_packing.sample_kind import kind_of_config
 
 PLANNED = 200_000
 """Samples of the plan that is probed: the packed ones again and again."""

@@ -14,10 +14,10 @@ import numpy as np
 from energon_packing.config import RunConfig
 from energon_packing.drops import unwished
 from energon_packing.errors import ConfigError
-from energon_packing.offline import sizes as array_limits
-from energon_packing.offline.sizes import Sizes
 from energon_packing.kinds.conversations import row_limits
+from energon_packing.offline import sizes as array_limits
 from energon_packing.offline.index import MODALITIES
+from energon_packing.offline.sizes import Sizes
 from energon_packing.packing.balance import simulate_steps
 from energon_packing.packing.pack_limits import PackLimits
 from energon_packing.packing.whole_list import pack_lengths_flat

@@ -17,10 +17,9 @@ from energon_packing.convert.report import counted_pairs
 from energon_packing.drops import DroppedSample, FrequentDrops
 from energon_packing.errors import UserError
 from energon_packing.offline.index import Index, dropped_row, frequent_drops, kind_of, modality_of, pair_counts
-from energon_packing.offline.plan import Plan
-from energon_packing.sample_kind import KINDS
-from energon_packing.offline.plan import read_drops
+from energon_packing.offline.plan import Plan, read_drops
 from energon_packing.offline.source import source_parts
+from energon_packing.sample_kind import KINDS
 
 COLUMNS = ("length", "second", "targets", "images", "patches", "turns", "stills", "videos", "frames", "pixels")
 """Columns of an index that statistics read."""

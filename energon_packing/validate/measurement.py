@@ -54,7 +54,6 @@ def measure_data(config: RunConfig, parallel: ParallelConfig, *, samples: int, o
 
     from energon_packing.energon.loader import build_dataset
     from energon_packing.energon.sample_task_encoder import two_rows
-    from energon_packing.energon.task_encoder import PackingTaskEncoder
     from energon_packing.packing.whole_list import pack_lengths
 
     encoder = measuring_encoder(config, parallel)

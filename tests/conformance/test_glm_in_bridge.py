@@ -23,7 +23,6 @@ from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Conversation, MediaPart, Turn
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.encoders.joinable_rows import SHARED_PLACEHOLDER, joinable
-from support.parity.tiny_native import tiny_config
 
 sys.path.append(str(Path(__file__).parents[1] / "families"))
 from whole_sample import both_ways, image, video

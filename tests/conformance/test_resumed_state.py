@@ -18,7 +18,7 @@ from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, Par
 from energon_packing.config.plan import PlannedDatasetConfig
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data, processor_path
-from energon_packing.energon.state_file import read_state
+from energon_packing.energon.states import read_state
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.ledger_report import merged
 from energon_packing.offline.measure import MeasureConfig, measure

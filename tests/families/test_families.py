@@ -11,6 +11,8 @@ from types import MethodType, SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support import predictions
 from support.offline_processors import (
     PROCESSORS,
@@ -29,8 +31,6 @@ from support.offline_processors import (
     qwen2_vl,
     qwen3_5_vl,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers.models.ernie4_5_vl_moe.modeling_ernie4_5_vl_moe import Ernie4_5_VLMoeModel
 from transformers.models.glm4v.modeling_glm4v import Glm4vModel
 from transformers.models.glm4v_moe.modeling_glm4v_moe import Glm4vMoeModel

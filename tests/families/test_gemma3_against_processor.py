@@ -6,9 +6,9 @@ from functools import cache
 
 import pytest
 import torch
-from support.offline_processors import gemma3
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.offline_processors import gemma3
 from transformers.image_utils import SizeDict
 from whole_sample import encoder, image
 

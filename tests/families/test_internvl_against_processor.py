@@ -6,10 +6,9 @@ import itertools
 
 import pytest
 import torch
-from support.offline_processors import internvl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.offline_processors import internvl, qianfan
+from support.offline_processors import internvl
 from transformers import LlavaOnevisionVideoProcessor
 from transformers.models.internvl.video_processing_internvl import InternVLVideoProcessor
 from whole_sample import encoder, image

@@ -88,9 +88,7 @@ READER_MUTATIONS: tuple[Mutation, ...] = (
         name="a reader that has nothing of a finite blend asks Energon for it",
         test=SHARES + "test_a_reader_that_has_nothing_of_a_finite_blend_has_no_packs",
         oracle="the keys of the blend",
-        edits=(
-            ("energon/window.py", "self.dataset if self.dataset.worker_has_samples() else ()", "self.dataset"),
-        ),
+        edits=(("energon/window.py", "self.dataset if self.dataset.worker_has_samples() else ()", "self.dataset"),),
     ),
     Mutation(
         trap=88,

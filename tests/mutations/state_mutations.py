@@ -106,9 +106,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         name="only errors of the unpickler tell a damaged file",
         test=FILES + "test_a_missing_an_empty_and_a_foreign_file_are_refused_by_name",
         oracle="the definition",
-        edits=(
-            ("energon/states.py", "except Exception as error:  # damaged", "except EOFError as error:  # damaged"),
-        ),
+        edits=(("energon/states.py", "except Exception as error:  # damaged", "except EOFError as error:  # damaged"),),
     ),
     Mutation(
         trap=53,

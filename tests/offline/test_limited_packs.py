@@ -9,7 +9,6 @@ from bench.offline_index import drawn_mix
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from energon_packing.packing.statistics import lower_bound
 from energon_packing.packing.constraints import Constraints
 from energon_packing.packing.decreasing import best_fit_decreasing, best_fit_into
 from energon_packing.packing.limited import pack_limited

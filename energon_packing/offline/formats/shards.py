@@ -17,8 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from energon_packing.drops import over_budget
-from energon_packing.drops import DroppedSample
+from energon_packing.drops import DroppedSample, over_budget
 from energon_packing.energon.samples import MeasuredSample, RenderedSample
 from energon_packing.energon.window import render_or_drop
 from energon_packing.errors import UserError

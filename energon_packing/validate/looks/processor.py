@@ -124,9 +124,6 @@ def _missing_template(config: EncoderConfig, at: str) -> Look | None:
     known = builtin_prompts()
     if name is None or name in known:
         return None
-    wrong = Look(
-        id="chat-template", at=at, outcome="error", why=f"{name} is neither a file nor a built-in prompt format"
-    )
     if not Path(name).is_file():
         near = difflib.get_close_matches(name, known, n=1)
         return Look(

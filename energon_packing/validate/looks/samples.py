@@ -21,7 +21,7 @@ from energon_packing.convert.layout import SUBFLAVORS
 from energon_packing.drops import DroppedSample, FrequentDrops
 from energon_packing.errors import UserError
 from energon_packing.sample_kind import kind_of_subflavors
-from energon_packing.validate.looks.data import DataLooks
+from energon_packing.validate.looks.data import PREPARE_MEDIA, DataLooks, Inspected
 from energon_packing.validate.looks.hub import offline
 from energon_packing.validate.looks.leaves import REMOTE, Leaf
 from energon_packing.validate.looks.look import Look, RefusedSample

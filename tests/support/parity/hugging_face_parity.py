@@ -18,7 +18,6 @@ import torch
 from torch.nn import functional
 
 from energon_packing.errors import PackingError, UserError
-from energon_packing.report.written_masks import written_mask
 from energon_packing.thd import (
     IGNORE_INDEX,
     PackedBatch,
@@ -30,6 +29,7 @@ from energon_packing.thd import (
 )
 from support.parity.ranked_attention import ranked_attention
 from support.parity.span_kernels import kernel_arguments, linear_layers, span_kernels
+from support.parity.written_masks import written_mask
 
 Attention = Literal["mask", "positions"]
 Break = Literal["boundaries", "positions", "labels"]

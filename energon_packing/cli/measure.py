@@ -48,7 +48,7 @@ def measure(datasets: tuple[Path, ...], config: Path, out: Path, split: str, as_
     with ShownProgress({"measure": "measuring"}, quiet=as_json) as shown:
         report = run_measure(asked, run, shown)
     measured = () if report.index is None else report.index.datasets
-    said = {
+    said: dict[str, Any] = {
         "out": str(out),
         "shards": {"measured": report.measured, "reused": report.reused, "missing": report.missing},
         "datasets": [

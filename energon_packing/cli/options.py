@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ class NewFile(click.Path):
         Raises:
             UserError: its directory does not exist.
         """
-        path = Path(super().convert(value, param, ctx))
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
         if not path.parent.is_dir():
             raise UserError(f"{path} cannot be written: there is no directory {path.parent}.")
         return path

@@ -224,15 +224,15 @@ def print_stats(console: Console, report: Mapping[str, Any]) -> None:
             continue
         bins = quantities[name]["histogram"]
         top = max(each["share"] for each in bins)
-        rows = []
+        bars: list[tuple[str, str, str | Text]] = []
         for each in bins:
             eighths = round(8 * _BAR * each["share"] / top)
             bar = "\u2588" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
             error = f" \u00b1{100 * each['error']:.1f}" if each["error"] else ""
-            rows.append((bin_name(each, name), share(each["share"]) + error, Text(bar, "cyan")))
+            bars.append((bin_name(each, name), share(each["share"]) + error, Text(bar, "cyan")))
         histogram = table([], left=(QUANTITIES[name][1],), right=("share of samples",))
         histogram.add_column("")
-        for row in rows:
+        for row in bars:
             histogram.add_row(*row)
         console.print(histogram)
     groups = ("samples", "share", "tokens", "share", "trained", "dropped")
@@ -334,8 +334,8 @@ def _fill(given: SimpleNamespace) -> None:
             )
             for row in steps
         ]
-        names = ("ranks", "packs sorted by cost", "share of a step in which ranks compute", "drift")
-        Console().print(table(shares, right=names))
+        of_steps = ("ranks", "packs sorted by cost", "share of a step in which ranks compute", "drift")
+        Console().print(table(shares, right=of_steps))
 
 
 def _size(given: SimpleNamespace) -> None:
@@ -397,8 +397,8 @@ def _show_profile(found: Mapping[str, Any]) -> None:
         (each["stage"], f"{each['ms_per_sample']:.2f}", f"{each['share']:.1%}", each["does"])
         for each in found["stages"]
     ]
-    columns = {"right": ("CPU ms per sample", "share"), "wide": ("what it does",)}
-    Console().print(table(stages, left=("stage",), **columns))
+    shown = table(stages, left=("stage",), right=("CPU ms per sample", "share"), wide=("what it does",))
+    Console().print(shown)
     workers = [(f"{each['step_seconds']:g}", each["workers"]) for each in found["workers"]]
     Console().print(table(workers, left=("seconds of a step",), right=("workers per rank",)))
     say(

@@ -115,7 +115,7 @@ class Picture:
             # 6 means "turn the stored pixels by 90 degrees clockwise", so they are stored turned the other way.
             image = image.transpose(_STORED[exif_orientation])
             exif[ORIENTATION] = exif_orientation
-        image.save(path, exif=exif, **_QUALITY[path.suffix])
+        image.save(path, None, exif=exif, **_QUALITY[path.suffix])
 
 
 @dataclass(frozen=True, slots=True)

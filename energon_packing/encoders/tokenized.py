@@ -388,7 +388,7 @@ def byte_lengths(backend: Any) -> np.ndarray | None:
     Returns:
         int32 ``[largest id + 1]``, 0 for ids without a token; None if bytes do not locate the tokens.
     """
-    from tokenizers import models, pre_tokenizers  # type: ignore[import-untyped]
+    from tokenizers import models, pre_tokenizers
 
     model, added = backend.model, backend.get_added_tokens_decoder()
     if not isinstance(model, models.BPE) or model.dropout:

@@ -394,7 +394,7 @@ class _Numbered:
         self.packs = 0
 
     def __iter__(self) -> Iterator[PackedBatch]:
-        return self  # type: ignore[return-value]
+        return self
 
     def _at_end(self, what: Callable[..., None], *arguments: Any) -> weakref.finalize[Any, Any]:
         """Calls a function when this object is closed or collected; `ReadAhead` has its own end of a process."""

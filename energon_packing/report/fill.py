@@ -102,14 +102,15 @@ def fills(
     if image_limit is not None and samples.images is None:
         raise UserError("images are limited, but the list does not say how many images each sample has")
     aligned = -(-samples.lengths // multiple) * multiple
-    limited = {} if image_limit is None else {"images": (samples.images, image_limit)}
+    images, limit = samples.images, image_limit
+    limited = {} if images is None or limit is None else {"images": (images, limit)}
     fits = aligned <= capacity
-    for counts, limit in limited.values():
-        fits &= counts <= limit
+    for counts, most in limited.values():
+        fits &= counts <= most
     if not fits.any():
         raise UserError(f"none of the {fits.size} samples fits a pack of {capacity} tokens; raise the capacity")
     tokens, real = aligned[fits], samples.lengths[fits]
-    pairs = {name: (counts[fits], limit) for name, (counts, limit) in limited.items()}
+    pairs = {name: (counts[fits], most) for name, (counts, most) in limited.items()}
     bound = lower_bound(tokens, capacity, Constraints.from_pairs(pairs, tokens.size))
     for policy in policies:
         for window in windows if policy == "window" else (max(windows),):

@@ -99,7 +99,7 @@ def timed_task_encoder(run: RunConfig, clock: StageClock) -> PackingTaskEncoder:
         finally:
             sample.store = store
 
-    encoder.postencode_sample = timed  # type: ignore[method-assign]
+    encoder.postencode_sample = timed
     return encoder
 
 

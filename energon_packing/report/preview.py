@@ -65,7 +65,7 @@ def described(config: RunConfig, wanted: Wanted, *, progress: Progress, tell: Te
     Raises:
         UserError: the data cannot be read, or no pack has the key.
     """
-    encoder = build_task_encoder(without_ledger(config))
+    encoder: Any = build_task_encoder(without_ledger(config))
     packs = wanted_packs(config, encoder, wanted, progress, tell)
     return [describe(pack, encoder.encoder.family, seq_length=config.packing.seq_length) for pack, _ in packs]
 

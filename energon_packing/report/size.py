@@ -137,6 +137,7 @@ def _pack(run: RunConfig, plan: Path, out: Path, samples: int, settings: Mapping
     start = time.process_time()
     report = pack(PackConfig(plan=plan, out=out, workers=0, **settings))
     seconds = time.process_time() - start - loading
+    assert report.facts is not None, "a directory of shards is complete after one command"
     return Used(max(seconds, 0.0), sum(shard.bytes + shard.media_bytes for shard in report.facts.shards), samples)
 
 

@@ -108,6 +108,9 @@ class _Packer:
     def select_pack(self, samples: Sequence[MeasuredSample], ended: bool) -> Sequence[int]:
         return range(min(self.pack, len(samples)))
 
+    def select_samples_to_pack(self, samples: list[MeasuredSample]) -> Sequence[Sequence[MeasuredSample]]:
+        return [samples]
+
     def order_plans(self, plans: Sequence[Sequence[MeasuredSample]], block: int) -> Sequence[int]:
         return range(len(plans))
 

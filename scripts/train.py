@@ -36,7 +36,7 @@ STEP = "energon_packing.bridge.step:forward_step"
     help="auto finetunes if checkpoint.pretrained_checkpoint is set, else pretrains.",
 )
 @click.option("--check", is_flag=True, help="Check the configuration and stop.")
-@click.option("--cpu", is_flag=True, help="Run a tiny model on the CPU over gloo (docs/bridge_cpu.md).")
+@click.option("--cpu", is_flag=True, help="Run a tiny model on the CPU over gloo (docs/correctness.md).")
 def main(run: str, overrides: tuple[str, ...], data: str | None, step: str, mode: str, check: bool, cpu: bool) -> None:
     """Trains RUN on packed rows.
 

@@ -173,7 +173,7 @@ class EncoderConfig:
     decode_in_child: bool = setting(True, changes="nothing")
     """Whether videos, and images other than PNG and sequential JPEG, are decoded in a child process of the loader's
     worker. A decoder that hangs or crashes then costs
-    its sample; else it holds or ends the run. See docs/reliability.md."""
+    its sample; else it holds or ends the run. See docs/correctness.md."""
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     extra_fields: tuple[str, ...] = ()
     """Per-token values from a record's ``extras`` that batches carry, ``[1, T]`` float32, aligned with ``labels``.

@@ -148,7 +148,7 @@ def drawn_packs(
     Raises:
         UserError: the data cannot be read, or no pack has the key.
     """
-    encoder = task_encoder_of(without_ledger(config), WatchedTaskEncoder)
+    encoder: Any = task_encoder_of(without_ledger(config), WatchedTaskEncoder)
     drawn: list[dict[str, Any]] = []
     progress("packs", 0, wanted.packs)
     most = 0

@@ -48,7 +48,7 @@ def test_installing_replaces_every_listed_name_and_uninstalling_puts_each_back()
 
 
 def test_the_documentation_lists_every_replaced_name_with_its_reason():
-    page = Path(__file__).parents[2] / "docs" / "bridge_cpu.md"
+    page = Path(__file__).parents[2] / "docs" / "correctness.md"
     rows = {
         entry.target: f"| `{entry.target}` | {entry.reason} | "
         + ("all |" if entry.since is None else f"{'.'.join(map(str, entry.since))} on |")

@@ -114,7 +114,7 @@ def loader_bytes(view: RunView) -> int | None:
     id="ours/loader-memory",
     order=1350,
     checks="the loader's windows fit into the node's memory",
-    place="docs/bench.md",
+    place="docs/correctness.md",
     applies=lambda view: loader_bytes(view) is not None,
     severity="warning",
     sources=(SourceLine(file="energon_packing/validate/rules/loader.py", says="BYTES_A_SAMPLE = 5_200"),),

@@ -3,8 +3,8 @@
 It packs micro-batches (Megatron-Bridge 0.6.2), or chooses the samples of a row with Energon's hooks (newer sources).
 
 Bridge's `QwenVLTaskEncoder` reads ChatML samples: the conversation as JSON, all images of a sample as one pickled list
-of encoded files (``.jpgs``), its videos as a pickled list of lists of encoded frames (``.videos``). ``docs/correctness.md``
-lists what had to be adapted; every choice is the one that costs Bridge less.
+of encoded files (``.jpgs``), its videos as a pickled list of lists of encoded frames (``.videos``).
+``docs/correctness.md`` lists what had to be adapted; every choice is the one that costs Bridge less.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -91,7 +92,7 @@ def record_packs(folder: Path, name: str) -> tuple[list[dict[str, Any]], Callabl
 
     def keep() -> None:
         if kept:
-            torch.save(kept, folder / f"{name}-packs-{replica[0]}.pt")
+            (folder / f"{name}-packs-{replica[0]}.pt").write_bytes(pickle.dumps(kept))  # views of one buffer
 
     pack_iterator.BridgePackIterator.__next__ = take  # type: ignore[method-assign]
     return seen, keep
@@ -152,7 +153,7 @@ def replayed(folder: Path, name: str, micro_batches: int) -> Any:
     from megatron.bridge.data.base import DatasetProvider
 
     files = sorted(folder.glob(f"{name}-packs-*.pt"))
-    replicas = [torch.load(file, weights_only=False) for file in files]
+    replicas = [pickle.loads(file.read_bytes()) for file in files]
     each = micro_batches // len(replicas)
     packs = [
         pack

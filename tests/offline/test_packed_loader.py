@@ -121,7 +121,7 @@ def test_every_family_has_the_same_packs_three_ways(name, dataset, run_of, tmp_p
     ("packing", "encoder"),
     [
         ({"oversize": "split", "split_positions": "continue"}, {"position_ids": "mrope"}),
-        ({"oversize": "truncate", "pad_to_max_length": True}, {}),
+        ({"oversize": "truncate", "pad_to_max_length": True, "seq_length": 1024}, {}),
         ({"dummy_image": True}, {"loss_weighting": "square"}),
         ({"seq_length": 512}, {"limits": LimitsConfig(max_tokens=4096, when_over=("resize", "truncate"))}),
     ],

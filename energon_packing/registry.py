@@ -11,7 +11,8 @@ import difflib
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
-from importlib.metadata import entry_points
+from functools import cached_property
+from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 
 from energon_packing.errors import ConfigError
@@ -40,6 +41,11 @@ class Registry[Entry]:
         self._entries: dict[str, Entry] | None = None
         self._added: dict[str, Entry] = {}
 
+    @cached_property
+    def _outside(self) -> dict[str, EntryPoint]:
+        """Entry points by name; looked for once, since that reads the metadata of every installed package."""
+        return {point.name: point for point in entry_points(group=self.folder)}
+
     def _built_in(self) -> dict[str, Entry]:
         if self._entries is None:
             entries: dict[str, Entry] = {}
@@ -55,8 +61,7 @@ class Registry[Entry]:
 
     def names(self) -> list[str]:
         """Returns all known names."""
-        outside = (point.name for point in entry_points(group=self.folder))
-        return list(dict.fromkeys([*self._built_in(), *self._added, *outside]))
+        return list(dict.fromkeys([*self._built_in(), *self._added, *self._outside]))
 
     def add(self, name: str, entry: Entry) -> None:
         """Registers an entry for this process.
@@ -75,7 +80,7 @@ class Registry[Entry]:
             ConfigError: there is none, or the package that declares it cannot be imported.
         """
         if name not in self._built_in() and name not in self._added:
-            for point in entry_points(group=self.folder, name=name):
+            if (point := self._outside.get(name)) is not None:
                 try:
                     self._added[name] = point.load()
                 except Exception as error:

@@ -57,7 +57,6 @@ DEFAULTS: dict[str, Any] = {
 
 def record_packs(folder: Path, name: str) -> tuple[list[dict[str, Any]], Callable[[], None]]:
     """Notes each batch that the data set hands out on this rank; the function keeps those of a reader for a replay."""
-    import torch
 
     from energon_packing.bridge import pack_iterator
 
@@ -149,7 +148,6 @@ def replayed(folder: Path, name: str, micro_batches: int) -> Any:
     """A data set of one process with the packs of all replicas of an earlier run, step for step."""
     from dataclasses import dataclass
 
-    import torch
     from megatron.bridge.data.base import DatasetProvider
 
     files = sorted(folder.glob(f"{name}-packs-*.pt"))

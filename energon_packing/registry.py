@@ -79,14 +79,12 @@ class Registry[Entry]:
         Raises:
             ConfigError: there is none, or the package that declares it cannot be imported.
         """
-        if name not in self._built_in() and name not in self._added:
-            if (point := self._outside.get(name)) is not None:
-                try:
-                    self._added[name] = point.load()
-                except Exception as error:
-                    raise ConfigError(
-                        f"The {self.what} {name!r} ({point.value}) cannot be imported: {error}"
-                    ) from error
+        known = name in self._built_in() or name in self._added
+        if not known and (point := self._outside.get(name)) is not None:
+            try:
+                self._added[name] = point.load()
+            except Exception as error:
+                raise ConfigError(f"The {self.what} {name!r} ({point.value}) cannot be imported: {error}") from error
         entry = self._built_in().get(name, self._added.get(name))
         if entry is None:
             near = difflib.get_close_matches(str(name), self.names(), n=1, cutoff=0.4)

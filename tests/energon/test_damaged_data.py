@@ -197,9 +197,9 @@ def keys_of(packs):
 
 
 def test_failures_shorter_than_all_tries_change_no_pack(run_config, monkeypatch):
-    plain = [pack.keys for pack in build_loader(run_config(seq_length=2048))]
+    plain = [pack.keys for pack in build_loader(run_config(seq_length=4096))]
     flaky = Flaky(monkeypatch, longest=len(PAUSES), share=0.2)
-    loader = build_loader(run_config(seq_length=2048))
+    loader = build_loader(run_config(seq_length=4096))
     assert [pack.keys for pack in loader] == plain
     assert flaky.failed > 20
     assert not loader.epoch_report.dropped

@@ -109,9 +109,9 @@ def test_pixels_of_a_batch_are_those_of_its_samples_in_order(dataset, single_row
 def test_a_longer_sample_is_dropped_or_truncated(dataset):
     found = {}
     for truncate in (False, True):
-        task_encoder = TextTaskEncoder(encoder_config(), max_length=128, truncate=truncate, drop_budget=1.0)
+        task_encoder = TextTaskEncoder(encoder_config(), max_length=64, truncate=truncate, drop_budget=1.0)
         batches = list(batches_of(dataset, task_encoder, batch_size=1))
-        assert all(int(batch.lengths[0]) <= 128 for batch in batches)
+        assert all(int(batch.lengths[0]) <= 64 for batch in batches)
         found[truncate] = {key for batch in batches for key in batch.keys}
         if not truncate:
             assert "oversize" in {entry.reason for batch in batches for entry in batch.dropped}

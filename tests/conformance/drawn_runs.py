@@ -171,13 +171,13 @@ FAULTS: dict[str, Fault] = {
     "specs left": lambda v, r: {**specs(v), "enable_offline_packing": False},
     "fixed boundaries": lambda v, r: {
         "has_offline_packing_specs": True,
-        "packed_sequence_size": v.rows.dataset_seq_length,
+        "packed_sequence_size": v.dataset_seq_length,
         "pad_cu_seqlens": True,
         "pad_to_max_length": False,
     },
     "graph width": lambda v, r: {
         "cuda_graph_impl": "transformer_engine",
-        "cuda_graph_modules": without_attention(v.parallel.expert_parallel),
+        "cuda_graph_modules": without_attention(v.expert_parallel),
         "pad_cu_seqlens": False,
         "pad_to_max_length": False,
     },
@@ -197,17 +197,17 @@ FAULTS: dict[str, Fault] = {
     "rows of the evaluation": evaluation_rows,
     "unaligned width": lambda v, r: {
         "dataset_kind": "energon",
-        "dataset_micro_batch_size": v.batch.micro_batch_size,
+        "dataset_micro_batch_size": v.micro_batch_size,
         # By whole slices of CP where the alignment is wider than they are.
         **lengths(
             v,
-            v.rows.dataset_seq_length
-            + (1 if v.parallel.context_parallel == 1 else r.choice([1, 2, 2]) * v.parallel.context_parallel),
+            v.dataset_seq_length
+            + (1 if v.context_parallel == 1 else r.choice([1, 2, 2]) * v.context_parallel),
         ),
     },
-    "odd slices": lambda v, r: {"dataset_kind": "gpt_sft", **lengths(v, v.rows.dataset_seq_length + 1)},
-    "world": lambda v, r: {"world_size": v.parallel.world_size + 1},
-    "half a world": lambda v, r: {"world_size": max(1, v.parallel.world_size // 2)},
+    "odd slices": lambda v, r: {"dataset_kind": "gpt_sft", **lengths(v, v.dataset_seq_length + 1)},
+    "world": lambda v, r: {"world_size": v.world_size + 1},
+    "half a world": lambda v, r: {"world_size": max(1, v.world_size // 2)},
     "evaluation world": lambda v, r: {"eval_context_parallel": r.choice([3, 8])},
     "evaluation batch": lambda v, r: {"eval_global_batch_size": v.eval_global * 2 + 1},
     "mean loss": lambda v, r: {"calculate_per_token_loss": False},
@@ -222,9 +222,9 @@ FAULTS: dict[str, Fault] = {
     "no pack size": lambda v, r: {**specs(v), "packed_sequence_size": r.choice([0, -5])},
     "several packs": lambda v, r: {
         **specs(v),
-        "micro_batch_size": two_or_more(v.batch.micro_batch_size),
-        "dataset_micro_batch_size": None if v.dataset_kind == "gpt_sft" else two_or_more(v.batch.micro_batch_size),
-        "global_batch_size": v.batch.global_batch_size * 2,
+        "micro_batch_size": two_or_more(v.micro_batch_size),
+        "dataset_micro_batch_size": None if v.dataset_kind == "gpt_sft" else two_or_more(v.micro_batch_size),
+        "global_batch_size": v.global_batch_size * 2,
         "eval_micro_batch_size": None,
         "eval_global_batch_size": None,
     },
@@ -234,8 +234,8 @@ FAULTS: dict[str, Fault] = {
         "dataset_micro_batch_size": None if v.dataset_kind == "gpt_sft" else 1,
         "eval_micro_batch_size": None,
     },
-    "two lengths": lambda v, r: {r.choice(["model_seq_length", "dataset_seq_length"]): v.rows.model_seq_length * 2},
-    "batch": lambda v, r: {"global_batch_size": v.batch.global_batch_size + 1, "eval_global_batch_size": v.eval_global},
+    "two lengths": lambda v, r: {r.choice(["model_seq_length", "dataset_seq_length"]): v.model_seq_length * 2},
+    "batch": lambda v, r: {"global_batch_size": v.global_batch_size + 1, "eval_global_batch_size": v.eval_global},
     "expert groups": lambda v, r: {
         "expert_parallel": 8,
         "expert_tensor_parallel": r.choice([1, 2]),
@@ -254,10 +254,10 @@ FAULTS: dict[str, Fault] = {
     },
     "graphed experts": lambda v, r: (
         {}
-        if not v.packing.enable_offline_packing
+        if not v.enable_offline_packing
         else {
             "dataset_kind": "packed_energon",
-            "dataset_micro_batch_size": v.batch.micro_batch_size,
+            "dataset_micro_batch_size": v.micro_batch_size,
             "num_moe_experts": 4,
             "cuda_graph_impl": "transformer_engine",
             "cuda_graph_modules": ("attn", "moe_router"),
@@ -271,9 +271,9 @@ FAULTS: dict[str, Fault] = {
         "overlap_grad_reduce": False,
         "recompute_granularity": None,
         "dataset_kind": "energon",
-        "dataset_micro_batch_size": v.batch.micro_batch_size,
+        "dataset_micro_batch_size": v.micro_batch_size,
         "sequence_parallel": True,
-        **lengths(v, v.rows.dataset_seq_length * v.parallel.tensor_parallel),
+        **lengths(v, v.dataset_seq_length * v.tensor_parallel),
     },
     "evaluated packs": lambda v, r: {
         "dataset_kind": "gpt_sft",
@@ -289,7 +289,7 @@ FAULTS: dict[str, Fault] = {
         "packed_metadata_missing": "packs.json",
     },
     "alignment": lambda v, r: {**specs(v), "pad_seq_to_multiple": 5},
-    "fp8": lambda v, r: {"fp8_recipe": r.choice(["delayed", "mxfp8"]), "pad_to_max_length": v.rows.pad_to_max_length},
+    "fp8": lambda v, r: {"fp8_recipe": r.choice(["delayed", "mxfp8"]), "pad_to_max_length": v.pad_to_max_length},
     "wide heads": lambda v, r: {"head_dim": r.choice([100, 288])},
     "attention": lambda v, r: {"attention_backend": "local"},
     "vocabulary": lambda v, r: {
@@ -302,12 +302,12 @@ FAULTS: dict[str, Fault] = {
     },
     "native packing": lambda v, r: {
         "dataset_kind": "energon",
-        "dataset_micro_batch_size": v.batch.micro_batch_size,
+        "dataset_micro_batch_size": v.micro_batch_size,
         "packing_buffer_size": 16,
     },
     "weights": lambda v, r: {
         "dataset_kind": "packed_energon",
-        "dataset_micro_batch_size": v.batch.micro_batch_size,
+        "dataset_micro_batch_size": v.micro_batch_size,
         "loss_weighting": "square",
         "calculate_per_token_loss": False,
     },
@@ -321,7 +321,7 @@ FAULTS: dict[str, Fault] = {
         **natively(v),
         "micro_batch_size": 2,
         "dataset_micro_batch_size": 2,
-        "global_batch_size": 4 * v.parallel.world_size,
+        "global_batch_size": 4 * v.world_size,
     },
     "native, other encoder": lambda v, r: {
         **natively(v),
@@ -339,8 +339,8 @@ FAULTS: dict[str, Fault] = {
     "native, pipeline": lambda v, r: {
         **natively(v),
         "pipeline_parallel": 2,
-        "world_size": 2 * v.parallel.world_size,
-        "global_batch_size": 4 * v.parallel.world_size,
+        "world_size": 2 * v.world_size,
+        "global_batch_size": 4 * v.world_size,
     },
     "native, its own step": lambda v, r: {**natively(v), "step": "qwen3_vl_step"},
     "native, overlapped": lambda v, r: {**natively(v), "overlap_moe_expert_parallel_comm": True},

@@ -174,7 +174,7 @@ def check_arguments(args: Any) -> None:
 
     shares = args.sequence_parallel and args.tensor_model_parallel_size > 1
     uneven = shares and value("num_experts") and value("moe_z_loss_coeff") and not args.calculate_per_token_loss
-    needs_own_data = ("full-validation", "multiple-validation-sets", "hybrid-context-parallel")
+    needs_own_data = ("--full-validation", "--multiple-validation-sets", "--hybrid-context-parallel")
     for broken, sentence in (
         (
             args.dataloader_type != "external",
@@ -197,8 +197,8 @@ def check_arguments(args: Any) -> None:
             "--mtp-num-layers predicts across the boundaries of packed samples; remove it.",
         ),
         *(
-            (value(name.replace("-", "_")), f"--{name} needs one of Megatron-LM's own data sets; remove it.")
-            for name in needs_own_data
+            (value(flag[2:].replace("-", "_")), f"{flag} needs one of Megatron-LM's own data sets; remove it.")
+            for flag in needs_own_data
         ),
         (value("overlap_moe_expert_parallel_comm"), NO_SCHEDULE_PLAN),
         (

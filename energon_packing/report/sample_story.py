@@ -102,7 +102,7 @@ def story_in_plan(key: str, path: Path) -> list[Event]:
 
 
 def events_of_plan(found: dict[str, Any]) -> list[Event]:
-    """What `energon_packing.offline.plan_explanation.explanation` says about a key."""
+    """What `energon_packing.offline.explain.explanation` says about a key."""
     packed = [
         Event(
             "plan",

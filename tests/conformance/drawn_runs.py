@@ -201,8 +201,7 @@ FAULTS: dict[str, Fault] = {
         # By whole slices of CP where the alignment is wider than they are.
         **lengths(
             v,
-            v.dataset_seq_length
-            + (1 if v.context_parallel == 1 else r.choice([1, 2, 2]) * v.context_parallel),
+            v.dataset_seq_length + (1 if v.context_parallel == 1 else r.choice([1, 2, 2]) * v.context_parallel),
         ),
     },
     "odd slices": lambda v, r: {"dataset_kind": "gpt_sft", **lengths(v, v.dataset_seq_length + 1)},

@@ -130,10 +130,9 @@ def break_decoder() -> None:
 
 
 def break_reader(pack: int) -> None:
-    from energon_packing.bridge import pack_iterator
     from energon_packing.errors import UserError
 
-    original, calls = pack_iterator.EndlessPacks.__next__, [0]
+    original, calls = open_loader.EndlessPacks.__next__, [0]
 
     def fail(self: Any) -> Any:
         calls[0] += 1
@@ -141,7 +140,7 @@ def break_reader(pack: int) -> None:
             raise UserError("the disk of this rank is full of ducks")
         return original(self)
 
-    pack_iterator.EndlessPacks.__next__ = fail  # type: ignore[method-assign]
+    open_loader.EndlessPacks.__next__ = fail  # type: ignore[method-assign]
 
 
 def replayed(folder: Path, name: str, micro_batches: int) -> Any:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from energon_packing.energon.loader import LoaderBase
 from energon_packing.energon.metrics import PackMetrics
-from energon_packing.energon.replica import Replica
 from energon_packing.energon.replica_reader import EveryReader, OneReader
-from energon_packing.errors import ConfigError
-from energon_packing.offline.open_loader import open_together
 from energon_packing.thd.batch import PackedBatch
 
 
@@ -20,73 +16,6 @@ def to_bridge(batch: Any) -> dict[str, Any]:
     """A packed row as the mapping that Bridge's forward step reads."""
     made: dict[str, Any] = batch.to_bridge()
     return made
-
-
-class EndlessPacks:
-    """A loader's batches without end, with the loader's state.
-
-    Args:
-        loader: of this rank.
-        metrics: is told of each pack.
-    """
-
-    def __init__(self, loader: LoaderBase, metrics: PackMetrics | None = None) -> None:
-        self._loader, self._metrics = loader, metrics
-        self._packs = self._endless()
-        self.save_state, self.state_later = loader.save_state, loader.state_later
-
-    def _endless(self) -> Iterator[PackedBatch]:
-        while True:
-            pack = None
-            for pack in self._loader:
-                if self._metrics is not None:
-                    self._metrics.made(pack)
-                yield pack.batch
-            if pack is None:
-                raise ConfigError("A whole epoch of the data set had no packs; the ledger (packing.ledger) says why.")
-
-    def __next__(self) -> PackedBatch:
-        return next(self._packs)
-
-    def restore_state(self, state: Any) -> None:
-        """Continues after the batch at which the state was saved; call before the first batch."""
-        self._loader.restore_state(state)
-        self._packs = self._endless()
-        if self._metrics is not None:
-            self._metrics.forget()
-
-
-def open_packs(
-    config: Any, replica: Replica, *, every: bool = False, **what: Any
-) -> tuple[EndlessPacks | None, PackMetrics | None]:
-    """Opens a rank's loader, as a collective call of all ranks.
-
-    Args:
-        config: of the run.
-        replica: of this rank.
-        every: each rank of a replica reads for itself, in place of one for all.
-        what: see `open_together`.
-
-    Returns:
-        Its packs, on a rank that reads; and what counts them, on the rank that does so for its replica.
-    """
-    loader = open_together(config, replica, reads=replica.is_reader or every, **what)
-    if loader is None:
-        return None, None
-    if config.data.depth and replica.size > 1 and not every:
-        loader.share_unpinned()
-    metrics = None
-    if replica.is_reader:
-        metrics = PackMetrics.of(config.metrics, loader, rank=replica.rank, world_size=replica.world_size)
-    return EndlessPacks(loader, metrics), metrics
-
-
-def packs_of_steps(steps: int, samples: int, ranks: int) -> int:
-    """Returns the packs that all ranks read in some steps of so many samples.
-
-    Trainers may round a step down to what the ranks divide (``decrease_batch_size_if_needed``).
-    """
-    return max(steps, 0) * (samples // ranks) * ranks
 
 
 class BridgePackIterator:

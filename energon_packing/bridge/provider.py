@@ -19,7 +19,7 @@ from megatron.bridge.training.config import ConfigContainer
 
 from energon_packing.bridge.callers import container_under_validation, saved_state, step_and_folder
 from energon_packing.bridge.dataset_sections import SECTIONS, MetricsSection
-from energon_packing.bridge.pack_iterator import BridgePackIterator, open_packs, packs_of_steps, to_bridge
+from energon_packing.bridge.pack_iterator import BridgePackIterator, to_bridge
 from energon_packing.config import ParallelConfig, from_mapping
 from energon_packing.config.metrics import MetricsConfig
 from energon_packing.energon.loader import LoaderBase
@@ -28,7 +28,7 @@ from energon_packing.energon.replica_reader import EveryReader, OneReader
 from energon_packing.errors import ConfigError
 from energon_packing.ledger import ledger_apart, without_ledger
 from energon_packing.offline.data_paths import has_global_packs
-from energon_packing.offline.open_loader import refuse_short_plan
+from energon_packing.offline.open_loader import open_packs, packs_of_steps, refuse_short_plan
 from energon_packing.validate.container_view import finalised
 
 

@@ -41,7 +41,7 @@ Examples:
   energon-packing convert dialogs.jsonl --columns messages=dialog,images=pics --roles human=person --out data
   energon-packing convert --dataset-info data/dataset_info.json --dataset alpaca_en_demo --out data
   energon-packing convert chats.jsonl --dry-run
-  energon-packing convert clips.jsonl --format text-to-video --media-root clips --out data
+  energon-packing convert clips.jsonl --format FORMAT --media-root clips --out data
 """
 
 
@@ -62,7 +62,7 @@ Examples:
     type=click.Choice(["auto", *LAYOUTS.names()]),
     default="auto",
     show_default=True,
-    help="Layout of the records; auto detects that of each record, text-to-video aside.",
+    help="Layout of the records; auto detects that of each conversation.",
 )
 @click.option("--columns", default="", help="Other names of columns: messages=dialog,images=pics.")
 @click.option("--roles", default="", help="Other names of roles: human=person,gpt=bot.")
@@ -226,7 +226,7 @@ def convert(
             err=True,
         )
         context.exit(1)
-    if not as_json and not dry_run and config.format != "text-to-video":
+    if not as_json and not dry_run and (config.own_layout is None or config.own_layout.parse is None):
         if remote_address(config.out) is None:
             click.echo(f"Next: energon-packing init {config.out} --processor NAME")
         else:  # init reads local data sets only

@@ -172,8 +172,7 @@ class ConvertConfig:
             object stores, see `energon_packing.remote_files`.
         out: directory of the data set; created, or replaced as a whole. A dry run needs none.
         media_root: media paths are resolved in it and may not leave it; None uses the directory of each source file.
-        format: layout of the records; ``auto`` detects the conversation in each record. ``text-to-video`` is another
-            kind of data (docs/wan.md).
+        format: layout of the records; ``auto`` detects the conversation in each record.
         layout: ``polylithic`` (text and media in two WebDatasets; the first pass of a loader reads half as much from a
             cold disk) or ``monolithic`` (one WebDataset; a file that two records name is stored twice).
         split: name -> share, 1 together; what rounding leaves is shared out. A hash of the sample's key decides its

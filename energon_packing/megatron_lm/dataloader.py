@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from energon_packing.bridge.pack_iterator import open_packs, packs_of_steps
 from energon_packing.config import RunConfig
 from energon_packing.config.metrics import MetricsConfig
 from energon_packing.energon.metrics import PATIENCE, MetricsLog, PackMetrics
@@ -21,7 +20,7 @@ from energon_packing.errors import ConfigError
 from energon_packing.ledger import ledger_apart
 from energon_packing.megatron_lm.arguments import run_config_of
 from energon_packing.offline.data_paths import has_global_packs
-from energon_packing.offline.open_loader import refuse_short_plan
+from energon_packing.offline.open_loader import open_packs, packs_of_steps, refuse_short_plan
 from energon_packing.thd.batch import PackedBatch
 
 

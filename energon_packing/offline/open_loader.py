@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -14,11 +14,13 @@ from typing import Any
 from energon_packing import __version__
 from energon_packing.energon.data_identity import told_identity
 from energon_packing.energon.loader import LoaderBase, identity_of
+from energon_packing.energon.metrics import PackMetrics
 from energon_packing.energon.replica import Facts, Replica
-from energon_packing.errors import UserError
+from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline.data_paths import has_global_packs, is_packed, is_plan
 from energon_packing.offline.plan import Plan
 from energon_packing.sample_kind import AnyRun, kind_of_config
+from energon_packing.thd.batch import PackedBatch
 
 
 def open_loader(config: AnyRun, *, evaluation: int | None = None, **arguments: Any) -> LoaderBase:
@@ -147,3 +149,70 @@ def refuse_short_plan(path: str, state: Any, packs: int) -> None:
     plan = Plan.open(path) if is_plan(path) else Packed.open(path).plan
     if (why := too_short(plan, position + packs)) is not None:
         raise UserError(why)
+
+
+class EndlessPacks:
+    """A loader's batches without end, with the loader's state.
+
+    Args:
+        loader: of this rank.
+        metrics: is told of each pack.
+    """
+
+    def __init__(self, loader: LoaderBase, metrics: PackMetrics | None = None) -> None:
+        self._loader, self._metrics = loader, metrics
+        self._packs = self._endless()
+        self.save_state, self.state_later = loader.save_state, loader.state_later
+
+    def _endless(self) -> Iterator[PackedBatch]:
+        while True:
+            pack = None
+            for pack in self._loader:
+                if self._metrics is not None:
+                    self._metrics.made(pack)
+                yield pack.batch
+            if pack is None:
+                raise ConfigError("A whole epoch of the data set had no packs; the ledger (packing.ledger) says why.")
+
+    def __next__(self) -> PackedBatch:
+        return next(self._packs)
+
+    def restore_state(self, state: Any) -> None:
+        """Continues after the batch at which the state was saved; call before the first batch."""
+        self._loader.restore_state(state)
+        self._packs = self._endless()
+        if self._metrics is not None:
+            self._metrics.forget()
+
+
+def open_packs(
+    config: Any, replica: Replica, *, every: bool = False, **what: Any
+) -> tuple[EndlessPacks | None, PackMetrics | None]:
+    """Opens a rank's loader, as a collective call of all ranks.
+
+    Args:
+        config: of the run.
+        replica: of this rank.
+        every: each rank of a replica reads for itself, in place of one for all.
+        what: see `open_together`.
+
+    Returns:
+        Its packs, on a rank that reads; and what counts them, on the rank that does so for its replica.
+    """
+    loader = open_together(config, replica, reads=replica.is_reader or every, **what)
+    if loader is None:
+        return None, None
+    if config.data.depth and replica.size > 1 and not every:
+        loader.share_unpinned()
+    metrics = None
+    if replica.is_reader:
+        metrics = PackMetrics.of(config.metrics, loader, rank=replica.rank, world_size=replica.world_size)
+    return EndlessPacks(loader, metrics), metrics
+
+
+def packs_of_steps(steps: int, samples: int, ranks: int) -> int:
+    """Returns the packs that all ranks read in some steps of so many samples.
+
+    Trainers may round a step down to what the ranks divide (``decrease_batch_size_if_needed``).
+    """
+    return max(steps, 0) * (samples // ranks) * ranks

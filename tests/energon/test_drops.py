@@ -177,7 +177,7 @@ def consumers() -> dict[str, Any]:
         return (dataclasses.make_dataclass("P", ["keys"])((1,) * 8) for _ in iter(lambda: next(packs), None))
 
     def megatron_lm(run: RunConfig) -> Any:
-        from energon_packing.bridge.pack_iterator import EndlessPacks
+        from energon_packing.offline.open_loader import EndlessPacks
 
         finite = dataclasses.replace(run, data=dataclasses.replace(run.data, repeat=False))
         packs = EndlessPacks(build_loader(finite))

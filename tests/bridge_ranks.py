@@ -131,6 +131,7 @@ def break_decoder() -> None:
 
 def break_reader(pack: int) -> None:
     from energon_packing.errors import UserError
+    from energon_packing.offline import open_loader
 
     original, calls = open_loader.EndlessPacks.__next__, [0]
 

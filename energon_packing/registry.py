@@ -79,8 +79,8 @@ class Registry[Entry]:
         Raises:
             ConfigError: there is none, or the package that declares it cannot be imported.
         """
-        known = name in self._built_in() or name in self._added
-        if not known and (point := self._outside.get(name)) is not None:
+        is_known = name in self._built_in() or name in self._added
+        if not is_known and (point := self._outside.get(name)) is not None:
             try:
                 self._added[name] = point.load()
             except Exception as error:

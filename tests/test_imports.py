@@ -41,7 +41,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("file_lock", "line_file", "pack_sums", "read_again"),
     (
         *("drop_budget", "executors", "ledger_report", "metrics_report", "quarantine"),
-        *("plain_yaml", "registry", "remote_files", "stored_record", "thd"),
+        *("plain_yaml", "remote_files", "stored_record", "thd"),
     ),
     ("conversation", "packing"),
     ("config",),

@@ -43,9 +43,6 @@ class LoaderJob:
         keep_memory: ``data.keep_memory`` (ours).
         buffer: prepared samples from which a row is chosen (native).
         checkout: of the Bridge to run on; None takes the installed one.
-        guards: ``default``; ``all`` has a ledger in ``ledger`` too, and checks each pack; ``none`` decodes in the
-            worker without a deadline (ours).
-        ledger: directory of the ledger.
     """
 
     path: str
@@ -59,8 +56,6 @@ class LoaderJob:
     keep_memory: bool = True
     buffer: int = 64
     checkout: str | None = None
-    guards: str = "default"
-    ledger: str | None = None
 
 
 def run_config(job: LoaderJob, *, workers: int, repeat: bool = False) -> RunConfig:
@@ -80,10 +75,8 @@ def run_config(job: LoaderJob, *, workers: int, repeat: bool = False) -> RunConf
             max_pixels=high,
             video_min_pixels=low,
             video_max_pixels=high,
-            decode_in_child=job.guards != "none",
-            decode_seconds=None if job.guards == "none" else EncoderConfig().decode_seconds,
         ),
-        packing=PackingConfig(seq_length=job.seq_length, window=job.window, drop_budget=1.0, ledger=job.ledger),
+        packing=PackingConfig(seq_length=job.seq_length, window=job.window, drop_budget=1.0),
     )
 
 
@@ -107,7 +100,7 @@ def open_rows(job: LoaderJob) -> Iterator[Row]:
     if job.path == "ours":
         from energon_packing.energon.loader import build_loader
 
-        return _our_rows(build_loader(run_config(job, workers=1)), check=job.guards == "all")
+        return _our_rows(build_loader(run_config(job, workers=1)))
     from bench.bridge_in_batch import build_bridge_loader, rows
 
     loader = build_bridge_loader(
@@ -122,12 +115,8 @@ def open_rows(job: LoaderJob) -> Iterator[Row]:
     return (Row(tuple(keys), tuple(lengths)) for keys, lengths in rows(loader))
 
 
-def _our_rows(loader: Any, *, check: bool) -> Iterator[Row]:
-    from energon_packing import thd
-
+def _our_rows(loader: Any) -> Iterator[Row]:
     for pack in loader:
-        if check and (problems := thd.check_thd(pack.batch)):
-            raise AssertionError(problems[0])
         dropped = tuple(entry.reason for entry in pack.dropped)
         yield Row(pack.batch.sample_keys, pack.batch.sample_lengths, dropped, pack.flush)
 

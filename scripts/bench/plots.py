@@ -5,7 +5,7 @@ Needs matplotlib. Equal lists and seeds give equal files.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ import numpy as np
 from bench.length_lists import LengthList, load_lists
 from energon_packing.errors import UserError
 from energon_packing.packing.balance import pack_cost, simulate_steps
-from energon_packing.packing.statistics import PackStatistics, lower_bound
+from energon_packing.packing.bound import lower_bound
+from energon_packing.packing.statistics import PackStatistics
 from energon_packing.packing.whole_list import pack_lengths
 
 LISTS = ("a", "c", "d32", "e")
@@ -74,24 +75,6 @@ def draw(out: Path, source: Path | None = None, *, samples: int = 100_000, seed:
         axes.plot(RANKS, [report.efficiency for report in reports], color=colour, marker="o", markersize=3, label=label)
     axes.set_ylim(0.5, 1.01)
     yield _save(pyplot, figure, axes, out / "packing-steps.svg")
-
-
-def draw_lines(path: Path, lines: Mapping[str, Sequence[tuple[float, float]]], across: str, up: str) -> None:
-    """Draws lines of points into an SVG file, by their labels.
-
-    Raises:
-        UserError: matplotlib is not installed.
-    """
-    pyplot = _pyplot()
-    figure, axes = _axes(pyplot, across, up)
-    axes.set_xscale("linear")
-    for (label, points), colour in zip(lines.items(), COLOURS, strict=False):
-        axes.plot([x for x, _ in points], [y for _, y in points], color=colour, linewidth=1, label=label)
-    axes.set_ylim(bottom=0)
-    axes.legend(fontsize=7)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None, "Creator": None})
-    pyplot.close(figure)
 
 
 def disjoint_packs(given: LengthList, size: int) -> int:

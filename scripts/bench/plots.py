@@ -15,8 +15,7 @@ import numpy as np
 from bench.length_lists import LengthList, load_lists
 from energon_packing.errors import UserError
 from energon_packing.packing.balance import pack_cost, simulate_steps
-from energon_packing.packing.bound import lower_bound
-from energon_packing.packing.statistics import PackStatistics
+from energon_packing.packing.statistics import PackStatistics, lower_bound
 from energon_packing.packing.whole_list import pack_lengths
 
 LISTS = ("a", "c", "d32", "e")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# Public name -> the module that defines it; an empty attribute means the module itself.
+# Public name -> the module that defines it.
 _PUBLIC = {
     "Conversation": "energon_packing.conversation",
     "Media": "energon_packing.conversation",
@@ -35,41 +35,57 @@ _PUBLIC = {
     "SampleRejected": "energon_packing.errors",
     "UserError": "energon_packing.errors",
 }
-_MODULES = ("thd",)
 
-__all__ = [*_PUBLIC, *_MODULES, "__version__"]
+__all__ = [
+    "ConfigError",
+    "Conversation",
+    "DataConfig",
+    "EncoderConfig",
+    "Media",
+    "MixedTaskEncoder",
+    "PackedBatch",
+    "PackingConfig",
+    "PackingError",
+    "PackingTaskEncoder",
+    "ParallelConfig",
+    "RunConfig",
+    "SampleEncoder",
+    "SampleRejected",
+    "TextImageTaskEncoder",
+    "TextTaskEncoder",
+    "TextVideoTaskEncoder",
+    "Turn",
+    "UserError",
+    "__version__",
+    "build_loader",
+    "load_config",
+    "pack_lengths",
+    "thd",
+]
 
 if TYPE_CHECKING:
-    from energon_packing import thd as thd
-    from energon_packing.config import DataConfig as DataConfig
-    from energon_packing.config import EncoderConfig as EncoderConfig
-    from energon_packing.config import PackingConfig as PackingConfig
-    from energon_packing.config import ParallelConfig as ParallelConfig
-    from energon_packing.config import RunConfig as RunConfig
-    from energon_packing.config import load_config as load_config
-    from energon_packing.conversation import Conversation as Conversation
-    from energon_packing.conversation import Media as Media
-    from energon_packing.conversation import Turn as Turn
-    from energon_packing.encoders.sample_encoder import SampleEncoder as SampleEncoder
-    from energon_packing.energon.loader import build_loader as build_loader
-    from energon_packing.energon.sample_task_encoder import MixedTaskEncoder as MixedTaskEncoder
-    from energon_packing.energon.sample_task_encoder import TextImageTaskEncoder as TextImageTaskEncoder
-    from energon_packing.energon.sample_task_encoder import TextTaskEncoder as TextTaskEncoder
-    from energon_packing.energon.sample_task_encoder import TextVideoTaskEncoder as TextVideoTaskEncoder
-    from energon_packing.energon.task_encoder import PackingTaskEncoder as PackingTaskEncoder
-    from energon_packing.errors import ConfigError as ConfigError
-    from energon_packing.errors import PackingError as PackingError
-    from energon_packing.errors import SampleRejected as SampleRejected
-    from energon_packing.errors import UserError as UserError
-    from energon_packing.packing import pack_lengths as pack_lengths
-    from energon_packing.thd import PackedBatch as PackedBatch
+    from energon_packing import thd
+    from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, ParallelConfig, RunConfig, load_config
+    from energon_packing.conversation import Conversation, Media, Turn
+    from energon_packing.encoders.sample_encoder import SampleEncoder
+    from energon_packing.energon.loader import build_loader
+    from energon_packing.energon.sample_task_encoder import (
+        MixedTaskEncoder,
+        TextImageTaskEncoder,
+        TextTaskEncoder,
+        TextVideoTaskEncoder,
+    )
+    from energon_packing.energon.task_encoder import PackingTaskEncoder
+    from energon_packing.errors import ConfigError, PackingError, SampleRejected, UserError
+    from energon_packing.packing import pack_lengths
+    from energon_packing.thd import PackedBatch
 
 
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
         return getattr(importlib.import_module(_PUBLIC[name]), name)
-    if name in _MODULES:
-        return importlib.import_module(f"energon_packing.{name}")
+    if name == "thd":
+        return importlib.import_module("energon_packing.thd")
     raise AttributeError(f"module 'energon_packing' has no attribute {name!r}")
 
 

@@ -26,6 +26,7 @@ Pairs = Literal["refuse", "chosen", "drop", "both"]
 """``packing.pairs``: what is trained of preference pairs, and of answers that a label marks (KTO)."""
 _RECORD = StoredRecord("conversation")
 _OLD_NOISE = Fraction(1, 2**50)
+RECORD_FIELDS = frozenset(("version", "turns", "media", "tools", "chosen", "rejected", "extras"))
 MEDIA_FIELDS = ("kind", "name", "width", "height", "frames", "fps", "duration", "frame_names", "frame_times")
 
 
@@ -72,11 +73,10 @@ class Media:
 
     def to_record(self) -> dict[str, Any]:
         """The JSON form, without fields that are None or empty."""
-        found = {name: getattr(self, name) for name in MEDIA_FIELDS}
         return {
             name: list(value) if isinstance(value, tuple) else value
-            for name, value in found.items()
-            if value is not None and value != ()
+            for name in MEDIA_FIELDS
+            if (value := getattr(self, name)) is not None and value != ()
         }
 
 
@@ -115,8 +115,8 @@ class PairCounts:
         return bool(self.pairs or self.unwanted)
 
     def __str__(self) -> str:
-        found = ((self.pairs, "preference pair"), (self.unwanted, "unwanted answer"))
-        named = " and ".join(f"{count:,} {what}{'s' * (count != 1)}" for count, what in found if count)
+        counts = ((self.pairs, "preference pair"), (self.unwanted, "unwanted answer"))
+        named = " and ".join(f"{count:,} {what}{'s' * (count != 1)}" for count, what in counts if count)
         mixed = ", mixed with plain conversations" if 0 < self.pairs < self.samples - self.unwanted else ""
         return f"{named or 'no preference pairs'} among {self.samples:,} samples{mixed}"
 
@@ -176,13 +176,8 @@ class Turn:
         record: dict[str, Any] = {"role": self.role, "parts": parts}
         if self.tool_calls:
             record["tool_calls"] = [dict(call) for call in self.tool_calls]
-        if self.loss_weight is not None:
-            record["loss_weight"] = self.loss_weight
-        if self.tool_call_id is not None:
-            record["tool_call_id"] = self.tool_call_id
-        if self.thinking is not None:
-            record["thinking"] = self.thinking
-        return record
+        stated = (("loss_weight", self.loss_weight), ("tool_call_id", self.tool_call_id), ("thinking", self.thinking))
+        return record | {name: value for name, value in stated if value is not None}
 
 
 # A frozen dataclass sets every field through `object.__setattr__`, which for six fields costs more than reading the
@@ -276,7 +271,7 @@ class Conversation:
         As in a pair, earlier answers of that conversation are not trained, because nobody chose them.
 
         Raises:
-            SampleRejected: one of `energon_packing.drop_budget.WISHED`.
+            SampleRejected: one of `energon_packing.drops.WISHED`.
             ConfigError: the run did not choose, and this is a pair or an unwanted answer.
         """
         if pairs == "both" or not (self.is_pair or PREFERENCE in self.extras):
@@ -336,26 +331,21 @@ class Conversation:
             message: dict[str, Any] = {"role": turn.role, "content": content}
             if turn.tool_calls:
                 message["tool_calls"] = [dict(call) for call in turn.tool_calls]
-            if turn.tool_call_id is not None:
-                message["tool_call_id"] = turn.tool_call_id
-            if turn.thinking is not None:
-                message["reasoning_content"] = turn.thinking
-            messages.append(message)
+            stated = (("tool_call_id", turn.tool_call_id), ("reasoning_content", turn.thinking))
+            messages.append(message | {name: value for name, value in stated if value is not None})
         return messages
 
     def to_record(self) -> dict[str, Any]:
         """The JSON form that is stored in the data set; `from_record` reads it back unchanged."""
-        result: dict[str, Any] = {"version": RECORD_VERSION, "turns": [turn.to_record() for turn in self.turns]}
-        if self.is_pair:
-            result["chosen"] = [turn.to_record() for turn in self.chosen]
-            result["rejected"] = [turn.to_record() for turn in self.rejected]
-        if self.extras:
-            result["extras"] = {name: _plain(value) for name, value in self.extras.items()}
-        if self.media:
-            result["media"] = [media.to_record() for media in self.media]
-        if self.tools is not None:
-            result["tools"] = [dict(tool) for tool in self.tools]
-        return result
+        parts = {
+            "turns": [turn.to_record() for turn in self.turns],
+            "chosen": [turn.to_record() for turn in self.chosen],
+            "rejected": [turn.to_record() for turn in self.rejected],
+            "extras": _plain(self.extras),
+            "media": [media.to_record() for media in self.media],
+        }
+        tools = {} if self.tools is None else {"tools": [dict(tool) for tool in self.tools]}
+        return {"version": RECORD_VERSION, **{name: part for name, part in parts.items() if part}, **tools}
 
     @classmethod
     def from_record(cls, key: str, record: Any) -> Conversation:
@@ -365,24 +355,15 @@ class Conversation:
             SampleRejected: ``bad_record`` if the JSON does not have that form, ``media_outside_root`` if a media name
                 is absolute or contains ``..``, and the reasons of `Conversation` itself.
         """
-        known = {"version", "turns", "media", "tools", "chosen", "rejected", "extras"}
-        _RECORD.check_keys(record, known, "the record")
+        _RECORD.check_keys(record, RECORD_FIELDS, "the record")
         _RECORD.check_version(record, RECORD_VERSION)
-        turns = _read_turns(record, "turns")
-        chosen, rejected = (
-            _read_turns(record, name, f"{name} ") if name in record else () for name in ("chosen", "rejected")
-        )
-        media = tuple(media_of(entry) for entry in _RECORD.read_list(record, "media", "the record", optional=True))
-        tools = None
-        if record.get("tools") is not None:
-            tools = _mappings(record, "tools", "the record")
         return cls(
             key=key,
-            turns=turns,
-            media=media,
-            tools=tools,
-            chosen=chosen,
-            rejected=rejected,
+            turns=_read_turns(record, "turns"),
+            chosen=_read_turns(record, "chosen", "chosen ") if "chosen" in record else (),
+            rejected=_read_turns(record, "rejected", "rejected ") if "rejected" in record else (),
+            media=tuple(media_of(entry) for entry in _RECORD.read_list(record, "media", "the record", optional=True)),
+            tools=None if record.get("tools") is None else _mappings(record, "tools", "the record"),
             extras=read_extras(record.get("extras", {})),
         )
 
@@ -476,12 +457,10 @@ def media_of(entry: Any) -> Media:
     if kind not in ("image", "video"):
         raise _RECORD.bad(f"a media entry is of kind {reprlib.repr(kind)}")
     _RECORD.check_name(name, kind, "a media entry")
-    for what in ("width", "height", "frames"):
+    for what in ("width", "height", "frames", "fps", "duration"):
         if entry.get(what) is not None:
-            _RECORD.check_number(entry[what], f"{what} of {reprlib.repr(name)}", whole=True)
-    for what in ("fps", "duration"):
-        if entry.get(what) is not None:
-            _RECORD.check_number(entry[what], f"{what} of {reprlib.repr(name)}")
+            whole = what not in ("fps", "duration")
+            _RECORD.check_number(entry[what], f"{what} of {reprlib.repr(name)}", whole=whole)
     names, times = (
         tuple(_RECORD.read_list(entry, field, "a media entry", optional=True)) for field in MEDIA_FIELDS[-2:]
     )

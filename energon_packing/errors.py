@@ -7,6 +7,32 @@
 
 from __future__ import annotations
 
+import errno
+from typing import Literal
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+_DISK = (*FULL, errno.EROFS, errno.EFBIG)
+UNWRITABLE = (*_DISK, errno.EIO)
+"""Error numbers of a disk that takes no more."""
+_FILE = frozenset(
+    (
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.EISDIR,
+        errno.EACCES,
+        errno.EPERM,
+        errno.EINVAL,
+        errno.ENAMETOOLONG,
+        errno.ELOOP,
+    )
+)
+
+
+def fault_of(error: OSError) -> Literal["disk", "file", "store"]:
+    """Returns what an error is about: this machine's disk, which takes no more; the one file, which another try does
+    not give and which is the sample's fault; else the store, which may answer later and says nothing of the sample."""
+    return "disk" if error.errno in _DISK else "file" if error.errno in _FILE else "store"
+
 
 class UserError(Exception):
     """A user's mistake. The message states in one sentence what is wrong, where, and how to fix it. Exit code 2."""

@@ -13,19 +13,23 @@ is set, each worker also appends to its own file there, one JSON object per line
 
 A run that resumes from a checkpoint appends to its files. It enters packs that it makes again under the same number;
 `energon_packing.ledger_report` counts what holds. If a kill cut a line off, the next run moves it to ``NAME.cut``
-(`energon_packing.line_file`). Samples that ended their decoder are listed in `energon_packing.quarantine`.
+(`energon_packing.line_file`). Lines of two runs would be counted as one run's, so one at a time writes (`LedgerLock`).
 
 A drop budget stops a run that would silently train on a small part of its data. Energon's own failure tolerance counts
 only consecutive failures, so a data set in which every second sample is broken passes it forever. The budget is a share
 of the samples *read*: samples waiting in the window count as good until they turn out to be bad
-(`energon_packing.drop_budget`). A second guard stops a run that never makes a pack even if the budget allows all drops.
+(`energon_packing.drops`). A second guard stops a run that never makes a pack even if the budget allows all drops.
 Without it, an endless loader would silently drop its data again and again, because drops wait for the next pack.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import mmap
+import os
 import warnings
+import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -34,11 +38,10 @@ from pathlib import Path
 from typing import Any
 
 from energon_packing.config import MAX_DROPS_WITHOUT_PACK
-from energon_packing.drop_budget import over_budget, unwished
-from energon_packing.drop_reasons import DroppedSample, FrequentDrops
+from energon_packing.drops import CRASH, QUARANTINED, TIMEOUT, DroppedSample, FrequentDrops, over_budget, unwished
 from energon_packing.errors import UserError
-from energon_packing.line_file import LineFile
-from energon_packing.quarantine import CRASH, REASON, TIMEOUT, Quarantine
+from energon_packing.file_lock import lock
+from energon_packing.line_file import LineFile, read_lines
 
 LONGEST_DETAIL = 2000
 """Characters of an entry's detail; an error may quote a whole sample."""
@@ -105,7 +108,6 @@ class Ledger:
         self.tells = True
         self.emitted = 0
         self.reasons: Counter[str] = Counter()
-        self.changes: Counter[str] = Counter()
         self._pending: list[DroppedSample] = []
         self._last: DroppedSample | None = None
         self._new: Counter[tuple[str, str]] = Counter()  # read since the last pack, by data set and modality
@@ -161,9 +163,8 @@ class Ledger:
         Raises:
             DropBudgetExceeded: as for `drop`.
         """
-        cause = self._quarantine.cause(data, key)
-        if cause is not None:
-            self.drop(key, REASON, cause, data=data, modality=modality)
+        if (cause := self._quarantine.causes.get((data, key))) is not None:
+            self.drop(key, QUARANTINED, cause, data=data, modality=modality)
         return cause is not None
 
     def drop(self, key: str, reason: str, detail: str, *, data: str = "", modality: str = "") -> None:
@@ -180,9 +181,8 @@ class Ledger:
             NothingToPack: ``most_pending`` samples were dropped without a pack in between.
         """
         detail = detail if len(detail) <= LONGEST_DETAIL else f"{detail[: LONGEST_DETAIL - 3]}..."
-        entry = DroppedSample(key=key, reason=reason, detail=detail, data=data, modality=modality)
-        self._pending.append(entry)
-        self._last = entry
+        self._last = DroppedSample(key=key, reason=reason, detail=detail, data=data, modality=modality)
+        self._pending.append(self._last)
         self.reasons[reason] += 1
         more = ({"data": data} if data else {}) | ({"read": self.read} if self._marked else {})
         self._write({"dropped": key, "reason": reason, "detail": detail, **more})
@@ -190,8 +190,7 @@ class Ledger:
             self._guarded(lambda: self._quarantine.add(data, key, reason, detail))
         self.check_budget()
         if len(self._pending) >= self.most_pending:
-            waiting = Counter(entry.reason for entry in self._pending)
-            (common, count) = waiting.most_common(1)[0]
+            ((common, count),) = Counter(entry.reason for entry in self._pending).most_common(1)
             last = next(entry for entry in reversed(self._pending) if entry.reason == common)
             raise NothingToPack(
                 f"{len(self._pending)} samples were dropped without a single pack between them, {count} of them as "
@@ -220,7 +219,6 @@ class Ledger:
         self.emitted += len(keys)
         self._write({"pack": pack, "keys": list(keys), **({"read": self.read} if self._marked else {})})
         for entry in changed:
-            self.changes[entry.how] += 1
             self._write({"changed": entry.key, "how": entry.how, "detail": entry.detail})
 
     def counts(self) -> dict[str, Any]:
@@ -281,3 +279,111 @@ def _unwritable(path: Path, error: OSError) -> UserError:
         f"The ledger {path} cannot be written ({error.strerror}). Free space there, or set packing.ledger to another "
         "directory."
     )
+
+
+class Quarantine:
+    """Samples that hung or crashed their decoder, by data set and key: later runs skip them at once.
+
+    The list is the folder ``quarantine`` of the ledger's directory, with a file per worker that found one. A sample
+    returns when its line is removed, or all of them with the folder.
+
+    Args:
+        directory: of the ledger; None remembers the samples in this process only.
+        name: of the worker's file.
+
+    Attributes:
+        causes: path of the data set and key of each sample in the list -> why.
+
+    Raises:
+        OSError: the list cannot be read.
+    """
+
+    def __init__(self, directory: str | None, name: str) -> None:
+        self._path = None if directory is None else Path(directory) / "quarantine" / f"{name}.jsonl"
+        self._file: LineFile | None = None
+        files = [] if self._path is None else sorted(self._path.parent.glob("*.jsonl"))
+        entries = itertools.chain.from_iterable(map(read_lines, files))
+        self.causes = {(str(each.get("data")), str(each.get("key"))): _cause(each) for each in entries}
+
+    def add(self, data: str, key: str, reason: str, detail: str) -> None:
+        """Enters a sample.
+
+        Raises:
+            OSError: the list cannot be written.
+        """
+        entry = {"data": data, "key": key, "reason": reason, "detail": detail}
+        self.causes[data, key] = _cause(entry)
+        if self._path is not None:
+            self._file = self._file or LineFile(self._path)
+            self._file.append(entry)
+
+
+def _cause(entry: dict[str, str]) -> str:
+    return f"an earlier decode ended as {entry.get('reason')}: {entry.get('detail')}"
+
+
+def without_ledger[Run: Any](run: Run) -> Run:
+    """Returns the configuration of a loader that writes no ledger: of a command that looks, or of a rank of a replica
+    whose packs another rank reads too."""
+    return dataclasses.replace(run, packing=dataclasses.replace(run.packing, ledger=None))
+
+
+def ledger_apart[Run: Any](run: Run, name: str) -> Run:
+    """Returns the configuration of a loader beside the training's, such as its evaluation: the ledger is in a folder of
+    its own in the training's."""
+    if run.packing.ledger is None:
+        return run
+    return dataclasses.replace(
+        run, packing=dataclasses.replace(run.packing, ledger=os.path.join(run.packing.ledger, name))
+    )
+
+
+class LedgerLock:
+    """Keeps other processes from writing the ledger of a rank as long as it exists.
+
+    It is a POSIX record lock: nothing is left over after a kill, network file systems know it, and the workers that a
+    process forks need no lock of their own.
+
+    Args:
+        directory: of the ledger; None locks nothing.
+        rank: data-parallel rank.
+    """
+
+    def __init__(self, directory: str | None, rank: int) -> None:
+        self._path = None if directory is None else Path(directory) / f"rank{rank}.lock"
+        self._held: _Held | None = None
+
+    def hold(self) -> None:
+        """Takes the lock, which all loaders of this process share.
+
+        Raises:
+            UserError: another process holds it, or the directory cannot be written.
+        """
+        if self._path is None or self._held is not None:
+            return
+        key = os.getpid(), os.path.realpath(self._path)
+        self._held = _HELD.get(key) or _Held(self._path)
+        _HELD[key] = self._held
+
+
+class _Held:
+    """An open and locked file; closing any descriptor of it ends the lock, so there is one per process."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = path.open("a+b")
+            weakref.finalize(self, file.close).atexit = False
+            lock(file, path.parent, wait=False, byte=0)
+        except (BlockingIOError, PermissionError) as error:
+            if error.filename is not None:  # it could not be opened
+                raise _unwritable(path.parent, error) from error
+            raise UserError(
+                f"Another run that is alive writes the ledger {path.parent}, for the same rank. Wait for its end, or "
+                "set packing.ledger to a directory for each run."
+            ) from error
+        except OSError as error:
+            raise _unwritable(path.parent, error) from error
+
+
+_HELD: weakref.WeakValueDictionary[tuple[int, str], _Held] = weakref.WeakValueDictionary()

@@ -18,6 +18,8 @@ from typing import Any
 from energon_packing.errors import UserError
 from energon_packing.line_file import read_lines
 
+_OF_LEDGER = ("from", "packs_of_plan", "epoch_read", "dropped", "keys", "changed")
+
 
 @dataclass(kw_only=True, slots=True)
 class LedgerReport:
@@ -56,40 +58,27 @@ def merged(directory: Path) -> LedgerReport:
     Raises:
         UserError: the directory holds no ledger, or cannot be read.
     """
-    files = sorted(directory.glob("*.jsonl")) if directory.is_dir() else []
-    if not files:
-        raise UserError(f"{directory} holds no ledger; name the directory of packing.ledger.")
-    report = LedgerReport(workers=len(files))
+    report = LedgerReport()
     positions: dict[int, list[dict[str, Any]]] = {}
-    packs_of_plan = 0
-    known = False
+    packs_of_plan = 1
+    for _, worker in _workers(directory, report):
+        report.workers += 1
+        if worker.mark.get("packs_of_plan"):
+            packs_of_plan = worker.mark["packs_of_plan"]
+            positions |= worker.by_position()
+        else:
+            _count(worker.lines, report, **{name: worker.mark.get(name) for name in ("samples", "ahead", "times")})
     try:
-        for file in files:
-            own = _Worker(report)
-            for entry in read_lines(file):
-                known = known or _is_of_ledger(entry)
-                own.take(entry)
-            if own.packs_of_plan:
-                packs_of_plan = own.packs_of_plan
-                positions |= own.by_position()
-            else:
-                _count(own.lines, own.samples, report, ahead=own.ahead, times=own.times)
         report.cut = sum(file.read_bytes().count(b"\n") for file in directory.glob("*.cut"))
+        lists = (directory / "quarantine").glob("*.jsonl")
         report.quarantined = len(
-            {
-                (entry.get("data"), entry.get("key"))
-                for file in (directory / "quarantine").glob("*.jsonl")
-                for entry in read_lines(file)
-            }
+            {(entry.get("data"), entry.get("key")) for each in lists for entry in read_lines(each)}
         )
     except OSError as error:
-        raise UserError(f"The ledger {error.filename or directory} cannot be read ({error.strerror}).") from error
-    if not known:  # files of something else, such as metrics or the rejects of a conversion
-        raise UserError(f"{directory} holds no line of a ledger; name the directory of packing.ledger.")
-    if positions:
-        for epoch in range(max(positions) // packs_of_plan + 1):
-            held = range(epoch * packs_of_plan, (epoch + 1) * packs_of_plan)
-            _count([line for at in held for line in positions.get(at, ())], None, report)
+        raise _unreadable(directory, error) from error
+    for epoch in range(max(positions, default=-1) // packs_of_plan + 1):
+        held = range(epoch * packs_of_plan, (epoch + 1) * packs_of_plan)
+        _count([line for at in held for line in positions.get(at, ())], report)
     report.duplicates.sort()
     return report
 
@@ -101,31 +90,41 @@ def standing_lines(directory: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     Raises:
         UserError: the directory holds no ledger, or cannot be read.
     """
-    files = sorted(directory.glob("*.jsonl")) if directory.is_dir() else []
-    if not files:
-        raise UserError(f"{directory} holds no ledger; name the directory of packing.ledger.")
     positions: dict[int, list[tuple[Path, dict[str, Any]]]] = {}
-    known = False
-    for file in files:
-        own = _Worker(LedgerReport())
-        try:
-            for entry in read_lines(file):
-                known = known or _is_of_ledger(entry)
-                own.take(entry)
-        except OSError as error:
-            raise UserError(f"The ledger {error.filename or file} cannot be read ({error.strerror}).") from error
-        if own.packs_of_plan:
-            positions |= {at: [(file, line) for line in lines] for at, lines in own.by_position().items()}
+    for file, worker in _workers(directory, LedgerReport()):
+        if worker.mark.get("packs_of_plan"):
+            positions |= {at: [(file, line) for line in lines] for at, lines in worker.by_position().items()}
         else:
-            yield from ((file, line) for line in own.lines)
-    if not known:
-        raise UserError(f"{directory} holds no line of a ledger; name the directory of packing.ledger.")
+            yield from ((file, line) for line in worker.lines)
     for at in sorted(positions):
         yield from positions[at]
 
 
-def _is_of_ledger(entry: dict[str, Any]) -> bool:
-    return not entry.keys().isdisjoint(("from", "packs_of_plan", "epoch_read", "dropped", "keys", "changed"))
+def _workers(directory: Path, report: LedgerReport) -> Iterator[tuple[Path, _Worker]]:
+    """Each worker's file with its lines that still hold.
+
+    Raises:
+        UserError: the directory holds no line of a ledger, or cannot be read.
+    """
+    files = sorted(directory.glob("*.jsonl")) if directory.is_dir() else []
+    if not files:
+        raise UserError(f"{directory} holds no ledger; name the directory of packing.ledger.")
+    ours = False  # else of something else, such as metrics or the rejects of a conversion
+    for file in files:
+        worker = _Worker(report)
+        try:
+            for entry in read_lines(file):
+                ours = ours or not entry.keys().isdisjoint(_OF_LEDGER)
+                worker.take(entry)
+        except OSError as error:
+            raise _unreadable(file, error) from error
+        yield file, worker
+    if not ours:
+        raise UserError(f"{directory} holds no line of a ledger; name the directory of packing.ledger.")
+
+
+def _unreadable(place: Path, error: OSError) -> UserError:
+    return UserError(f"The ledger {error.filename or place} cannot be read ({error.strerror}).")
 
 
 class _Worker:
@@ -133,10 +132,7 @@ class _Worker:
 
     def __init__(self, report: LedgerReport) -> None:
         self.lines: list[dict[str, Any]] = []
-        self.samples: int | None = None
-        self.ahead, self.times = 0, 1
-        self.packs_of_plan = 0
-        self._run: Any = None
+        self.mark: dict[str, Any] = {}
         self._report = report
 
     def take(self, entry: dict[str, Any]) -> None:
@@ -144,23 +140,19 @@ class _Worker:
         if "run" not in entry:
             self.lines.append(entry)
             return
-        self.packs_of_plan = entry.get("packs_of_plan", 0)
-        self.samples, self.ahead = entry.get("samples"), int(entry.get("ahead", 0))
-        self.times = int(entry.get("times", 1))
-        if self.packs_of_plan:
-            self._report.restarts += self._run is not None
+        before, self.mark = self.mark, entry
+        if entry.get("packs_of_plan"):
+            self._report.restarts += bool(before)
         elif entry.get("resumed"):
             self._report.restarts += 1
             self._cut_before(int(entry["from"]))
-        elif self._run is not None and entry["run"] != self._run:
+        elif before and entry["run"] != before["run"]:
             self._report.abandoned += 1
             self.lines.clear()
-        self._run = entry["run"]
 
     def _cut_before(self, number: int) -> None:
         """Leaves the lines up to pack ``number - 1``, with what was changed in it."""
-        at = max((at for at, line in enumerate(self.lines) if line.get("pack") == number - 1), default=-1)
-        at += 1
+        at = 1 + max((at for at, line in enumerate(self.lines) if line.get("pack") == number - 1), default=-1)
         while 0 < at < len(self.lines) and "changed" in self.lines[at]:
             at += 1
         del self.lines[at:]
@@ -182,7 +174,12 @@ class _Worker:
 
 
 def _count(
-    lines: list[dict[str, Any]], samples: int | None, report: LedgerReport, *, ahead: int = 0, times: int = 1
+    lines: list[dict[str, Any]],
+    report: LedgerReport,
+    *,
+    samples: int | None = None,
+    ahead: int | None = None,
+    times: int | None = None,
 ) -> None:
     """Counts the lines of a worker, or of an epoch of a plan.
 
@@ -198,7 +195,7 @@ def _count(
         for line in epoch:
             read = max(read, int(line.get("read", 0)))
             if "pack" in line:
-                keys = [str(key) for key in line.get("keys", ())]
+                keys = [*map(str, line.get("keys", ()))]
                 report.packs += bool(keys)
                 report.emitted += len(keys)
                 seen.update(keys)
@@ -209,9 +206,9 @@ def _count(
                 seen[str(line["dropped"])] += 1
             elif "changed" in line:
                 report.changed[str(line.get("how"))] += 1
-        most = times if ended or not samples else max(1, math.ceil((read + ahead - before) / samples))
+        most = times or 1 if ended or not samples else max(1, math.ceil((read + (ahead or 0) - before) / samples))
         before += ended
-        report.duplicates += [key for key, times in seen.items() if times > most]
+        report.duplicates += [key for key, count in seen.items() if count > most]
 
 
 def _epochs(lines: list[dict[str, Any]]) -> Iterator[tuple[list[dict[str, Any]], int]]:

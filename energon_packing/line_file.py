@@ -84,12 +84,12 @@ class LineFollower:
 
     Args:
         path: of the file; it need not exist yet.
-        last: bytes at the end of an existing file that are read the first time; None reads all of it.
+        skip: leave out what an existing file holds.
     """
 
-    def __init__(self, path: Path, *, last: int | None = None) -> None:
-        self._path, self._last = path, last
-        self._at: int | None = None
+    def __init__(self, path: Path, *, skip: bool = False) -> None:
+        self._path = path
+        self._at = path.stat().st_size if skip and path.exists() else 0
 
     def read(self) -> list[dict[str, Any]]:
         """The entries since the last call; lines that are no JSON object are left out.
@@ -103,13 +103,10 @@ class LineFollower:
             self._at = 0  # whatever is written from now on is new
             return []
         with stream:
-            size = os.fstat(stream.fileno()).st_size
-            if self._at is None:
-                self._at = 0 if self._last is None else max(0, size - self._last)
-            elif size < self._at:
+            if os.fstat(stream.fileno()).st_size < self._at:
                 self._at = 0  # another file took its place
             stream.seek(self._at)
-            data = stream.read(size - self._at)
+            data = stream.read()
         end = data.rfind(b"\n") + 1
         self._at += end
         # The first line may have begun before the place where reading began; what is left of it is no JSON object.

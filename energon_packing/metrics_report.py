@@ -1,4 +1,4 @@
-"""The metrics of a run, read from the lines that its data-parallel ranks append (``metrics.directory``).
+"""The metrics of a run: sums over packs, and the lines that its data-parallel ranks append (``metrics.directory``).
 
 Every line of ``rankN.jsonl`` stands for itself: it names its run, rank and number of ranks, and sums up its own steps
 (``last``) and all since the process began (``total``)::
@@ -12,7 +12,8 @@ cost of the rank's packs at the end of each step, so that ranks are compared ste
 
 from __future__ import annotations
 
-import math
+import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,14 +21,91 @@ from typing import Any
 
 from energon_packing.errors import UserError
 from energon_packing.line_file import LineFollower
-from energon_packing.pack_sums import PackSums
 
-TAIL = 1 << 15
-"""Bytes at the end of each file that are enough to know how a run is now."""
-STARTING = 1800.0
-"""Seconds until a rank without packs counts as silent: the first pack and the first step take long."""
-SHORTEST, LINES = 60.0, 5
-"""A rank is silent after this many seconds and this many of its intervals, if nothing else is said."""
+
+@dataclass(kw_only=True, slots=True)
+class PackSums:
+    """Sums over packs of one rank or of several. The four kinds of tokens add up to the room of the packs.
+
+    Attributes:
+        packs: packs with samples.
+        padding_packs: packs that contain only padding; the other sums leave them out.
+        samples: source samples.
+        segments: of the rows; a preference pair is one sample and two segments.
+        real: tokens that belong to samples.
+        alignment: padding after samples, up to the alignment multiple.
+        tail: padding of the rest of a row: its masked tail, dummy images.
+        unused: room up to the capacity of a pack that the row leaves out, so that no step computes it.
+        delays: samples that were measured after a sample and before its pack, summed over samples.
+        delay_max: the longest of these delays.
+        held: the most samples that a worker held.
+        dropped: dropped samples by reason.
+        seconds: wall-clock time in which the packs were used, after the first pack had arrived.
+        waited: the part of it in which the trainer waited for a pack.
+    """
+
+    packs: int = 0
+    padding_packs: int = 0
+    samples: int = 0
+    segments: int = 0
+    real: int = 0
+    alignment: int = 0
+    tail: int = 0
+    unused: int = 0
+    delays: int = 0
+    delay_max: int = 0
+    held: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+    waited: float = 0.0
+
+    def add(self, other: PackSums) -> None:
+        """Adds the sums of other packs."""
+        for name in _NUMBERS:
+            mine, others = getattr(self, name), getattr(other, name)
+            setattr(self, name, max(mine, others) if name in _LARGEST else mine + others)
+        self.dropped.update(other.dropped)
+
+    @property
+    def room(self) -> int:
+        """Tokens that the packs have room for."""
+        return self.real + self.alignment + self.tail + self.unused
+
+    def figures(self) -> dict[str, float]:
+        """What readers want to know, by name; a figure is left out where there is nothing to divide by.
+
+        Shares are 0 to 1: ``fill`` and the three causes of padding are shares of `room` and add up to 1.
+        """
+        parts = (
+            ("fill", self.real, self.room),
+            ("padding_alignment", self.alignment, self.room),
+            ("padding_tail", self.tail, self.room),
+            ("padding_unused", self.unused, self.room),
+            ("segments_per_pack", self.segments, self.packs),
+            ("delay_mean", self.delays, self.samples),
+            ("wait_share", self.waited, self.seconds),
+            ("dropped_share", self.dropped.total(), self.samples + self.dropped.total()),
+        )
+        most = {"delay_max": self.delay_max, "held_max": self.held} if self.samples else {}
+        return {name: part / whole for name, part, whole in parts if whole} | most
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain numbers by name; times to the microsecond."""
+        times = {name: round(getattr(self, name), 6) for name in ("seconds", "waited")}
+        return dataclasses.asdict(self) | times | {"dropped": dict(self.dropped)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> PackSums:
+        """The sums that `to_json` made plain.
+
+        Raises:
+            KeyError, TypeError: something else.
+        """
+        return cls(**{**values, "dropped": Counter(values["dropped"])})
+
+
+_NUMBERS = tuple(entry.name for entry in dataclasses.fields(PackSums) if entry.name != "dropped")
+_LARGEST = ("delay_max", "held")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +117,6 @@ class RankLine:
         rank: data-parallel rank.
         ranks: data-parallel size.
         time: when the line was written, in seconds since 1970.
-        pack: packs that the rank has used, over restarts.
         last: sums over the steps of the line.
         total: sums since its process began.
         steps: packs used at the end of each recent step -> cost of the rank's packs in it.
@@ -50,30 +127,24 @@ class RankLine:
     rank: int
     ranks: int
     time: float
-    pack: int
     last: PackSums
     total: PackSums
-    steps: Mapping[int, float] = field(default_factory=dict)
-    ended: bool = False
+    steps: Mapping[int, float]
+    ended: bool
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> RankLine | None:
         """The line of a file's entry; None if it is something else."""
         try:
-            line = cls(
-                run=str(entry["run"]),
-                rank=int(entry["rank"]),
-                ranks=int(entry["ranks"]),
-                time=float(entry["time"]),
-                pack=int(entry["pack"]),
+            return cls(
+                **{name: entry[name] for name in ("run", "rank", "ranks", "time")},
                 last=PackSums.from_json(entry["last"]),
                 total=PackSums.from_json(entry["total"]),
                 steps={int(pack): float(cost) for pack, cost in entry["steps"]},
                 ended=bool(entry.get("ended")),
             )
-        except (KeyError, TypeError, ValueError, OverflowError):
+        except (KeyError, TypeError, ValueError):
             return None
-        return line if 0 <= line.rank < line.ranks and math.isfinite(line.time) else None
 
     def after(self, earlier: RankLine | None) -> RankLine:
         """This line with what it takes over from the one before it: steps to compare with slower ranks' and, if it
@@ -82,21 +153,20 @@ class RankLine:
             return self
         if not self.last.packs + self.last.padding_packs:
             return replace(self, last=earlier.last, steps=earlier.steps)
-        known = {**earlier.steps, **self.steps}
+        steps = {**earlier.steps, **self.steps}
         keep = max(2 * len(self.steps), len(earlier.steps))
-        return replace(self, steps=dict(list(known.items())[-keep:]))
+        return replace(self, steps=dict(list(steps.items())[-keep:]))
 
 
 class RunLines:
-    """Follows the files of a run.
+    """Follows the files of a run, from now on.
 
     Args:
         directory: ``metrics.directory``.
-        last: bytes of each existing file that are read the first time; 0 reads what is written from now on.
     """
 
-    def __init__(self, directory: Path, *, last: int = TAIL) -> None:
-        self._directory, self._last = directory, last
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
         self._followers: dict[Path, LineFollower] = {}
         self._newest: dict[int, RankLine] = {}
         self._begun = False
@@ -107,47 +177,24 @@ class RunLines:
         Raises:
             UserError: a file cannot be read.
         """
+        news = False
         try:
-            return self._read()
+            for path in sorted(self._directory.glob("rank*.jsonl")):
+                if path not in self._followers:
+                    self._followers[path] = LineFollower(path, skip=not self._begun)
+                for line in filter(None, map(RankLine.of, self._followers[path].read())):
+                    self._newest[line.rank] = line.after(self._newest.get(line.rank))
+                    news = True
         except OSError as error:
             place = error.filename or self._directory
             raise UserError(f"The metrics {place} cannot be read ({error.strerror}).") from error
-
-    def _read(self) -> bool:
-        found = False
-        for path in sorted(self._directory.glob("rank*.jsonl")):
-            if path not in self._followers:
-                # A file that appears while a run is followed is new from its first line on.
-                self._followers[path] = LineFollower(path, last=None if self._begun else self._last)
-            for entry in self._followers[path].read():
-                line = RankLine.of(entry)
-                if line is not None:
-                    self._newest[line.rank] = line.after(self._newest.get(line.rank))
-                    found = True
         self._begun = True
-        return found
+        return news
 
     def present(self) -> list[RankLine]:
         """The newest line of each rank of the run; ranks that only an earlier, larger run had are left out."""
-        if not self._newest:
-            return []
-        ranks = max(self._newest.values(), key=lambda line: line.time).ranks
-        return [line for rank, line in sorted(self._newest.items()) if rank < ranks]
-
-
-def open_run(directory: Path) -> RunLines:
-    """The lines of a run that has begun.
-
-    Raises:
-        UserError: there are none, or they cannot be read.
-    """
-    lines = RunLines(directory)
-    lines.read()
-    if not lines.present():
-        raise UserError(
-            f"{directory} holds no metrics of a run; name the directory that metrics.directory of the run names."
-        )
-    return lines
+        newest = max(self._newest.values(), key=lambda line: line.time, default=None)
+        return [line for rank, line in sorted(self._newest.items()) if newest is not None and rank < newest.ranks]
 
 
 def merged(sums: Iterable[PackSums]) -> PackSums:
@@ -170,65 +217,8 @@ def figures(lines: Sequence[RankLine]) -> dict[str, float]:
     if waits:
         found["wait_share_max"] = max(waits)
     common = set.intersection(*(set(line.steps) for line in lines)) if lines else set()
-    ratios = []
-    for step in common:
-        costs = [line.steps[step] for line in lines]
-        if any(costs):
-            ratios.append(max(costs) * len(costs) / sum(costs))
+    costs = [[line.steps[step] for line in lines] for step in common]
+    ratios = [max(step) * len(step) / sum(step) for step in costs if any(step)]
     if ratios:
         found["cost_max_over_mean"] = sum(ratios) / len(ratios)
     return found
-
-
-def run_state(lines: Sequence[RankLine], now: float, *, patience: float | None = None) -> dict[str, Any]:
-    """How a run is, in plain values.
-
-    Args:
-        lines: the newest of each rank, at least one.
-        now: seconds since 1970.
-        patience: seconds after which a rank that writes nothing is silent; None takes a minute or five intervals of the
-            rank, whichever is longer, and half an hour before its first pack.
-
-    Returns:
-        ``state``: ``ended`` if all of them ended, ``silent`` if one writes nothing any more, else ``running``;
-        ``ranks``, ``missing`` and ``silent`` (numbers of ranks), ``last`` (`figures`), ``total``, and ``by_rank``.
-    """
-    ranks = max(lines, key=lambda line: line.time).ranks
-    by_rank = [_rank_state(line, now, patience) for line in lines]
-    silent = [each["rank"] for each in by_rank if each["state"] == "silent"]
-    ended = all(each["state"] == "ended" for each in by_rank)
-    total = merged(line.total for line in lines)
-    return {
-        "time": now,
-        "state": "silent" if silent else "ended" if ended else "running",
-        "ranks": ranks,
-        "missing": sorted(set(range(ranks)) - {line.rank for line in lines}),
-        "silent": silent,
-        "pack": max(line.pack for line in lines),
-        "last": figures(lines),
-        "total": {
-            "packs": total.packs,
-            "padding_packs": total.padding_packs,
-            "samples": total.samples,
-            "dropped": dict(total.dropped.most_common()),
-            **total.figures(),
-        },
-        "by_rank": by_rank,
-    }
-
-
-def _rank_state(line: RankLine, now: float, patience: float | None) -> dict[str, Any]:
-    waits = patience
-    if waits is None:
-        waits = max(SHORTEST, LINES * line.last.seconds) if line.last.packs else STARTING
-    ago = max(0.0, now - line.time)
-    own = line.last.figures()
-    return {
-        "rank": line.rank,
-        "state": "ended" if line.ended else "silent" if ago > waits else "running",
-        "seconds_ago": round(ago, 1),
-        "pack": line.pack,
-        **{name: own[name] for name in ("fill", "wait_share") if name in own},
-        "cost": sum(line.steps.values()) / len(line.steps) if line.steps else 0.0,
-        "dropped": line.total.dropped.total(),
-    }

@@ -53,31 +53,28 @@ def _values_of(node: Any, known: dict[int, int | None], most: int) -> int:
     """Counts the values of a node, aliases expanded, and checks each node once."""
     import yaml
 
-    def refused(problem: str) -> Exception:
-        return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+    def refused(problem: str, place: Any = node) -> Exception:
+        return yaml.constructor.ConstructorError(None, None, problem, place.start_mark)
 
     if id(node) in known:
-        count = known[id(node)]
-        if count is None:
+        if (before := known[id(node)]) is None:
             raise refused("a value that contains itself")
-        return count
+        return before
     known[id(node)] = None
-    count = 1
+    inner: list[Any] = []
     if isinstance(node, yaml.ScalarNode):
         if node.tag.endswith((":int", ":float")) and len(node.value) > LONGEST_NUMBER:
             raise refused(f"a number of {len(node.value)} characters; at most {LONGEST_NUMBER} are read")
     elif isinstance(node, yaml.MappingNode):
         seen: set[tuple[str, str]] = set()
-        for key, value in node.value:
-            if isinstance(key, yaml.ScalarNode) and not key.tag.endswith(":merge"):
-                if (key.tag, key.value) in seen:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"the key {key.value[:60]!r} occurs twice", key.start_mark
-                    )
-                seen.add((key.tag, key.value))
-            count += _values_of(key, known, most) + _values_of(value, known, most)
+        for key in [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]:
+            if (key.tag, key.value) in seen and not key.tag.endswith(":merge"):
+                raise refused(f"the key {key.value[:60]!r} occurs twice", key)
+            seen.add((key.tag, key.value))
+        inner = [each for pair in node.value for each in pair]
     else:
-        count += sum(_values_of(each, known, most) for each in node.value)
+        inner = node.value
+    count = 1 + sum(_values_of(each, known, most) for each in inner)
     if count > most:
         raise refused(f"more than {most:,} values, each alias counted as what it names")
     known[id(node)] = count

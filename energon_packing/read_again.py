@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import time
 from collections.abc import Callable, Hashable
 
+from energon_packing.errors import fault_of
+
 PAUSES = (0.1, 0.4, 1.6)
 """Seconds before the second, third and fourth try."""
-_LASTING = frozenset((errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EINVAL, errno.EROFS))
 
 _failing: set[Hashable] = set()
 
@@ -31,7 +31,7 @@ def read_again[T](place: Hashable, read: Callable[[], T], forget: Callable[[], N
         except OSError as error:
             if forget is not None:
                 forget()
-            if error.errno in _LASTING:
+            if fault_of(error) != "store":
                 raise
             if pause is None:
                 _failing.add(place)

@@ -6,6 +6,7 @@ Paths of the command line are ``pathlib.Path``, which makes one slash of two: `r
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import importlib.util
@@ -17,7 +18,7 @@ import stat
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from energon_packing.errors import ConfigError, UserError
@@ -49,10 +50,8 @@ def remote_address(path: str | Path) -> str | None:
 
     A directory of this machine may be called ``s3:``; then its paths are local.
     """
-    found = _ANY_ADDRESS.match(str(path))
-    if found is None or os.path.exists(f"{found[1]}:"):
-        return None
-    return f"{found[1]}://{str(path)[found.end() :]}"
+    start = _ANY_ADDRESS.match(str(path))
+    return None if start is None or os.path.exists(f"{start[1]}:") else f"{start[1]}://{str(path)[start.end() :]}"
 
 
 def shown(path: str | Path) -> str:
@@ -114,10 +113,10 @@ def private_directory() -> Path:
     private = Path(tempfile.gettempdir()) / f"energon-packing-{os.getuid()}"
     try:
         private.mkdir(mode=0o700, exist_ok=True)
-        found = private.lstat()
+        owner = private.lstat()
     except OSError as error:
         raise UserError(f"{private} cannot be written: {error.strerror}; point TMPDIR elsewhere") from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    if not stat.S_ISDIR(owner.st_mode) or owner.st_uid != os.getuid() or owner.st_mode & 0o077:
         raise UserError(f"{private} is not a directory of yours alone; remove it, or point TMPDIR elsewhere")
     return private
 
@@ -129,11 +128,16 @@ def status(address: str) -> RemoteFile | None:
         UserError: the store cannot be used.
         OSError: it does not answer.
     """
-    try:
-        found = _ask(address, lambda client, path: client.info(path))
-    except FileNotFoundError:
-        return None
-    return None if found.type != "file" else _described(found)
+    with contextlib.suppress(FileNotFoundError):
+        there = _ask(address, lambda client, path: client.info(path))
+        return _described(there) if there.type == "file" else None
+    return None
+
+
+def _present(address: str) -> RemoteFile:
+    if (file := status(address)) is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), address)
+    return file
 
 
 def listed(address: str) -> list[tuple[str, RemoteFile]]:
@@ -146,18 +150,12 @@ def listed(address: str) -> list[tuple[str, RemoteFile]]:
 
     def ask(client: Any, path: str) -> list[tuple[str, RemoteFile]]:
         directory = f"{path.strip('/')}/" if path.strip("/") else ""
-        files = [each for each in client.list_recursive(directory) if each.type == "file"]
-        keys = [each.key.lstrip("/") for each in files]
-        return [
-            (key.removeprefix(directory), _described(each))
-            for key, each in zip(keys, files, strict=True)
-            if key.startswith(directory)
-        ]
+        files = [(each.key.lstrip("/"), each) for each in client.list_recursive(directory) if each.type == "file"]
+        return [(key.removeprefix(directory), _described(each)) for key, each in files if key.startswith(directory)]
 
-    try:
+    with contextlib.suppress(FileNotFoundError):
         return _ask(address, ask)
-    except FileNotFoundError:
-        return []
+    return []
 
 
 def matches(address: str) -> list[str]:
@@ -167,9 +165,9 @@ def matches(address: str) -> list[str]:
         UserError: the store cannot be used.
         OSError: it does not answer.
     """
-    found, pattern = _ask(address, lambda client, path: (client.glob(path), path))
-    root = address[: len(address) - len(pattern)] if address.endswith(pattern) else address
-    return sorted({root + each.lstrip("/") for each in found})
+    names, pattern = _ask(address, lambda client, path: (client.glob(path), path))
+    root = address.removesuffix(pattern)
+    return sorted({root + name.lstrip("/") for name in names})
 
 
 def within(root: str, reference: str) -> str | None:
@@ -183,16 +181,13 @@ def within(root: str, reference: str) -> str | None:
         None if it would leave the root, also by a link where the store is a file system.
     """
     root = root.rstrip("/")
-    relative = reference.removeprefix(f"{root}/")
-    normal = posixpath.normpath(relative)
+    normal = posixpath.normpath(reference.removeprefix(f"{root}/"))
     if normal.startswith(("/", "../")) or normal in ("..", "."):
         return None
     address = f"{root}/{normal}"
     inside, real = (_ask(each, lambda client, path: client.get_posix_path(path)) for each in (root, address))
-    if inside is not None and real is not None:
-        inside, real = os.path.realpath(inside), os.path.realpath(real)
-        if os.path.commonpath((inside, real)) != inside:
-            return None
+    if inside is not None and real is not None and not Path(real).resolve().is_relative_to(Path(inside).resolve()):
+        return None
     return address
 
 
@@ -225,26 +220,32 @@ def digest(address: str) -> str:
     Raises:
         OSError: the file is not there, cannot be read, or changes.
     """
-    before = status(address)
-    if before is None:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), address)
-    found = hashlib.sha256()
+    before = _present(address)
+    content = hashlib.sha256()
     for offset in range(0, before.size, PIECE_BYTES):
-        found.update(read_range(address, offset, min(PIECE_BYTES, before.size - offset)))
+        content.update(read_range(address, offset, min(PIECE_BYTES, before.size - offset)))
     if status(address) != before:
         raise OSError(errno.EIO, "the file changed while it was read", address)
-    return found.hexdigest()
+    return content.hexdigest()
 
 
-def fetch(address: str, target: Path) -> None:
-    """Copies a file to this machine: whole or not at all, with the time of its last change.
+def copy_place(address: str, directory: Path, version: str = "") -> Path:
+    """Where `local_copy` puts a file, below a directory; another one for each version."""
+    name = hashlib.sha256((address + version).encode()).hexdigest()[:32]
+    return directory / name[:2] / name[2:] / address.rpartition("/")[2]
+
+
+def local_copy(address: str, directory: Path, version: str = "") -> Path:
+    """Copies a file to this machine: whole or not at all, with the time of its last change. One that is there stays.
 
     Raises:
         OSError: the file is not there, cannot be read, or changes; or the target cannot be written.
     """
-    before = status(address)
-    if before is None:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), address)
+    before, target = _present(address), copy_place(address, directory, version)
+    with contextlib.suppress(FileNotFoundError):
+        there = target.stat()
+        if (there.st_size, there.st_mtime_ns) == (before.size, before.changed):
+            return target
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{socket.gethostname()}-{os.getpid()}.part")
     try:
@@ -255,6 +256,7 @@ def fetch(address: str, target: Path) -> None:
         os.rename(part, target)
     finally:
         part.unlink(missing_ok=True)
+    return target
 
 
 def store(file: Path, address: str) -> None:
@@ -266,10 +268,14 @@ def store(file: Path, address: str) -> None:
         OSError: it cannot be written, or what is stored differs.
     """
     _ask(address, lambda client, path: client.upload_file(path, str(file)))
-    with file.open("rb") as stream:
-        own = hashlib.file_digest(stream, "sha256").hexdigest()
-    if digest(address) != own:
+    if digest(address) != file_digest(file):
         raise OSError(errno.EIO, "what was stored differs from what was sent", address)
+
+
+def file_digest(file: Path) -> str:
+    """SHA-256 of a file of this machine, hexadecimal."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def remove(address: str) -> None:
@@ -278,41 +284,93 @@ def remove(address: str) -> None:
     Raises:
         OSError: it cannot be deleted.
     """
-    try:
+    with contextlib.suppress(FileNotFoundError):
         _ask(address, lambda client, path: client.delete(path))
-    except FileNotFoundError:
-        return
 
 
 def _ask[Found](address: str, do: Callable[[Any, str], Found]) -> Found:
     """Calls the client of an address with its path in the store; what fails in passing is tried again."""
+    import multistorageclient
 
     def tried() -> Found:
         try:
-            client, path = _resolved(address)
+            client, path = multistorageclient.resolve_storage_client(address)
+        except (ValueError, ImportError) as error:  # its configuration, or a package of one kind of store
+            raise UserError(f"{address} cannot be used: {' '.join(str(error).split())}") from error
+        try:
             return do(client, path)
-        except RuntimeError as error:
-            raise _as_os_error(error) from error
+        except RuntimeError as error:  # an error of the system; its own kind if the store is a file system
+            code = getattr(error.__cause__, "errno", None)
+            raise OSError(code or errno.EIO, " ".join(str(error).split())[:300]) from error
 
     return read_again(address.rpartition("/")[0], tried)
 
 
-def _resolved(address: str) -> tuple[Any, str]:
-    import multistorageclient
+def _described(there: Any) -> RemoteFile:
+    changed = round(there.last_modified.timestamp() * 1e6) * 1000
+    return RemoteFile(size=there.content_length, changed=changed, version=there.etag or "")
 
+
+_META, _INDEX = ".nv-meta", "index.sqlite"
+_DESCRIPTIONS = (".yaml", ".yml", ".json", ".uuid")
+_SHARDS = (".tar", ".idx")
+
+
+def metadata_text(root: Path, name: str) -> str:
+    """A file in the ``.nv-meta`` of a data set, here or in a store.
+
+    Raises:
+        OSError, ValueError: it cannot be read.
+    """
+    address = remote_address(root)
+    return ((root / _META / name).read_bytes() if address is None else read(f"{address}/{_META}/{name}")).decode()
+
+
+def index_file(root: Path) -> Path:
+    """The index of a data set's shards; one in a store is copied once, to the directory for temporary files.
+
+    Raises:
+        UserError: that directory cannot be used.
+        OSError: the index cannot be read.
+    """
+    address = remote_address(root)
+    if address is None:
+        return root / _META / _INDEX
+    index = f"{address}/{_META}/{_INDEX}"
+    version = f"\0{_present(index)}\0{metadata_text(root, 'index.uuid')}"
+    return local_copy(index, private_directory() / "indexes", version)
+
+
+def describe(address: str, directory: Path) -> Path:
+    """Copies what describes a data set to a directory, where its shards are empty files: their names are looked at.
+
+    Args:
+        address: of a data set, or of its YAML.
+        directory: empty.
+
+    Returns:
+        What `validate.looks.data.look_at_data` takes in place of the address.
+
+    Raises:
+        UserError: there is nothing, or it cannot be read.
+    """
     try:
-        return multistorageclient.resolve_storage_client(address)
-    except (ValueError, ImportError) as error:  # its configuration, or a package of one kind of store
-        raise UserError(f"{address} cannot be used: {' '.join(str(error).split())}") from error
-
-
-def _as_os_error(error: RuntimeError) -> OSError:
-    """An error of the client as one of the system; its own kind if the store is a file system."""
-    cause = error.__cause__
-    code = cause.errno if isinstance(cause, OSError) and cause.errno is not None else errno.EIO
-    return OSError(code, " ".join(str(error).split())[:300])
-
-
-def _described(found: Any) -> RemoteFile:
-    changed = round(found.last_modified.timestamp() * 1e6) * 1000
-    return RemoteFile(size=found.content_length, changed=changed, version=found.etag or "")
+        in_file = status(address) is not None
+        root = address.rpartition("/")[0] if in_file else address
+        files = listed(root)
+        if not files:
+            raise UserError(f"{address} does not exist; name the directory that 'energon-packing convert' wrote")
+        for name, _ in files:
+            path = PurePosixPath(name)
+            described = path.suffix in (*_SHARDS, *_DESCRIPTIONS) or path.parent.name == _META
+            if path.is_absolute() or ".." in path.parts or not described:
+                continue
+            copy = directory / name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            if path.name == _INDEX and path.parent.name == _META:
+                copy.symlink_to(index_file(Path(f"{root}/{path.parent.parent}")))
+            else:
+                copy.write_bytes(b"" if path.suffix in _SHARDS else read(f"{root}/{name}"))
+    except OSError as error:
+        raise UserError(f"{address} cannot be read: {error.strerror or error}") from error
+    return directory / address.rpartition("/")[2] if in_file else directory

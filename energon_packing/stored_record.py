@@ -74,9 +74,9 @@ class StoredRecord:
         """Rejects anything but an object whose keys are all in ``known``."""
         if not isinstance(value, Mapping):
             raise self.bad(f"{where} is a {type(value).__name__}")
-        unknown = [reprlib.repr(key) for key in value if key not in known]
-        if unknown:
-            raise self.bad(f"{where} has the unknown field {unknown[0]}")
+        for key in value:
+            if key not in known:
+                raise self.bad(f"{where} has the unknown field {reprlib.repr(key)}")
 
     def check_version(self, record: Mapping[str, Any], expected: int) -> None:
         """Rejects every version but the expected integer; ``true`` and ``1.0`` are not integers."""
@@ -86,10 +86,10 @@ class StoredRecord:
 
     def read_list(self, value: Mapping[str, Any], field: str, where: str, *, optional: bool = False) -> Sequence[Any]:
         """Returns the list under ``field``; an empty one if it is missing and optional."""
-        found = value.get(field, [] if optional else None)
-        if not isinstance(found, list | tuple):
-            raise self.bad(f"{field} of {where} is a {type(found).__name__}, expected a list")
-        return found
+        entries = value.get(field, [] if optional else None)
+        if not isinstance(entries, list | tuple):
+            raise self.bad(f"{field} of {where} is a {type(entries).__name__}, expected a list")
+        return entries
 
     def check_number(self, value: Any, what: str, *, whole: bool = False, above_zero: bool = True) -> None:
         """Rejects anything but a number, including booleans, NaN, infinities and numbers that overflow arithmetic."""

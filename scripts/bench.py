@@ -20,7 +20,8 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package, if it is not installed
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # the package, if it is not installed, and `support`
 
 NAMES = ("loader", "convert", "measure", "plan", "pack", "packing", "handover", "balance", "train", "gpu")
 

@@ -25,6 +25,7 @@ from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, Par
 from energon_packing.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "tests"))  # `support`
 TRAINED = ("qwen2_5_vl", "qwen3_vl")
 console = Console()
 
@@ -110,7 +111,7 @@ def count(epoch: Epoch, config: RunConfig, pack: Any) -> None:
 
 def train(config: RunConfig, steps: int, learning_rate: float) -> tuple[str, Any]:
     """Trains a tiny, randomly initialised Bridge model on the packs; returns the family and Bridge's report."""
-    from energon_packing.bridge_cpu import stand_ins, tiny_models, training_run
+    from support.bridge_cpu import stand_ins, tiny_models, training_run
 
     stand_ins.install()
     from energon_packing.bridge import PackedEnergonDatasetConfig

@@ -141,7 +141,7 @@ def _media_seeds(folder: Path) -> list[bytes]:
         file = io.BytesIO()
         picture.save(file, form, **options)
         found.append(file.getvalue())
-    # From libx264 on, these are codecs whose packets we read ourselves (`energon_packing.media.packet_kinds`).
+    # From libx264 on: codecs of which only the needed packets are decoded (`energon_packing.media.packet_runs`).
     for container, codec, given in (
         *(("avi", "mpeg4", {}), ("mp4", "mpeg4", {}), ("mpegts", "mpeg2video", {"bf": "2"})),
         *((box, "libx264", {"preset": "ultrafast", "bf": "2", "g": "3"}) for box in ("mp4", "matroska")),
@@ -164,8 +164,7 @@ def _media_seeds(folder: Path) -> list[bytes]:
 
 def _read_media(data: bytes, folder: Path) -> None:
     from energon_packing.errors import SampleRejected
-    from energon_packing.media.image import decode_image, decode_scaled_image
-    from energon_packing.media.plain_files import is_plain
+    from energon_packing.media.image import decode_image, decode_scaled_image, is_plain
     from energon_packing.media.probe import probe_image, probe_video
     from energon_packing.media.video import decode_frames
 
@@ -232,7 +231,7 @@ def _state_seeds(folder: Path) -> list[bytes]:
 
 
 def _read_state(data: bytes, folder: Path) -> None:
-    from energon_packing.energon.state_file import read_state
+    from energon_packing.energon.states import read_state
 
     (folder / "state.pt").write_bytes(data)
     read_state(folder / "state.pt", missing="begin again.")

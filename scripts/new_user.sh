@@ -5,7 +5,7 @@
 #   bash scripts/new_user.sh DATA FOLDER    where data set, configuration and page go (default: new_user)
 #
 # Each command is printed before it runs, and its seconds after it; the script ends with the first that fails. The log of
-# a run is docs/first_hour.md. It needs Python 3.12, no GPU, and the network for the first command only. VENV=DIR takes
+# a run is docs/start.md. It needs Python 3.12, no GPU, and the network for the first command only. VENV=DIR takes
 # an environment that is there in place of the first command.
 set -euo pipefail
 

@@ -12,18 +12,14 @@ import io
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from headless import Browser, chromium
 
 from energon_packing.cli.main import cli
-from energon_packing.config import DataConfig, EncoderConfig, MetricsConfig, PackingConfig, RunConfig
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data, processor_path
-from energon_packing.energon.loader import build_loader
-from energon_packing.energon.pack_metrics import watched
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs/images"
 CONVERSATIONS = 300
@@ -49,7 +45,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for width in (80, 200):
             text = run("preview", "data", *settings, *parallel, "--packs", "1", columns=width)
             (given.out / f"preview-{width}-columns.txt").write_text(text, encoding="utf-8")
-        (given.out / "watch-80-columns.txt").write_text(watched_run(Path("run/metrics")), encoding="utf-8")
         for dark in (False, True):
             name = "dark" if dark else "light"
             with Browser(dark=dark, height=1000) as browser:
@@ -68,25 +63,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     print(f"the page has problems: {browser.problems}", file=sys.stderr)
                     return 1
     return 0
-
-
-def watched_run(path: Path) -> str:
-    """What `energon-packing watch` shows of two ranks that take a few packs of the data set ``data`` each."""
-    config = RunConfig(
-        data=DataConfig(path="data", workers=0),
-        encoder=EncoderConfig(processor=str(processor_path("qwen2_5_vl"))),
-        packing=PackingConfig(seq_length=2048, window=64, drop_budget=1.0),
-        metrics=MetricsConfig(directory=str(path), interval=5),
-    )
-    ranks = [
-        watched(build_loader(config, rank=rank, world_size=2), config.metrics, capacity=2048, rank=rank, world_size=2)
-        for rank in (0, 1)
-    ]
-    for _ in range(15):
-        for rank in ranks:
-            next(rank)
-            time.sleep(0.1)  # the step
-    return run("watch", str(path), "--once")
 
 
 def run(*arguments: str, columns: int = 80) -> str:

@@ -94,7 +94,7 @@ def plant() -> None:
     owner: Any = ConversationEncoder
     owner.measure = wrapped("measure", owner.measure, lambda self, conversation, **_: conversation.key)
     owner.text_row = wrapped("render", owner.text_row, lambda self, measured: measured.key)
-    make_pixels, visual = encoder._visual_inputs, owner.visual_fields
+    make_pixels, visual = encoder.visual_inputs, owner.visual_fields
 
     def makes(*given: Any) -> Any:  # perhaps in a child process, which knows bytes and no keys
         *others, read = given
@@ -117,7 +117,7 @@ def plant() -> None:
 
         return visual(self, measured, failing)
 
-    encoder._visual_inputs = makes
+    encoder.visual_inputs = makes
     owner.visual_fields = reads
 
 
@@ -354,7 +354,7 @@ def make_plan(work: Path) -> None:
     from energon_packing.energon.loader import build_task_encoder
     from energon_packing.offline import planner
     from energon_packing.offline.measure import MeasureConfig, measure
-    from energon_packing.offline.sample_remeasurer import SampleRemeasurer
+    from energon_packing.offline.packs import SampleRemeasurer
 
     plant()
     run = Soak(path=str(work / "data"), folder=work, workers=0).run_config()
@@ -456,7 +456,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import transformers
 
     import energon_packing.energon.loader
-    import energon_packing.offline.planned_loader
+    import energon_packing.offline.loader
 
     assert all((torch.distributed, transformers, energon_packing))
     passed = True

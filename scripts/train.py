@@ -19,6 +19,7 @@ from typing import Any
 import click
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "tests"))  # `support`
 STEP = "energon_packing.bridge.step:forward_step"
 
 
@@ -35,7 +36,7 @@ STEP = "energon_packing.bridge.step:forward_step"
     help="auto finetunes if checkpoint.pretrained_checkpoint is set, else pretrains.",
 )
 @click.option("--check", is_flag=True, help="Check the configuration and stop.")
-@click.option("--cpu", is_flag=True, help="Run a tiny model on the CPU over gloo (docs/bridge_cpu.md).")
+@click.option("--cpu", is_flag=True, help="Run a tiny model on the CPU over gloo (docs/correctness.md).")
 def main(run: str, overrides: tuple[str, ...], data: str | None, step: str, mode: str, check: bool, cpu: bool) -> None:
     """Trains RUN on packed rows.
 
@@ -61,7 +62,7 @@ def _train(run: str, overrides: tuple[str, ...], step: str, mode: str, check: bo
 
     if cpu and (step != STEP or mode != "auto"):  # before Bridge is imported, which takes ten seconds
         raise UserError("--cpu trains only with the packed forward step; leave --step and --mode out.")
-    from energon_packing.bridge_cpu import stand_ins
+    from support.bridge_cpu import stand_ins
 
     if not cpu and not check and stand_ins.needed():
         raise UserError("This machine has no GPU with Transformer Engine; --cpu runs a tiny model on the CPU.")
@@ -94,8 +95,7 @@ def configuration(run: str, overrides: tuple[str, ...]) -> Any:
         UserError: it cannot be read, or an override names no existing setting.
     """
     from energon_packing.errors import ConfigError
-    from energon_packing.validate.sources.container_run import ContainerRun
-    from energon_packing.validate.sources.run_source import run_source
+    from energon_packing.validate.run_source import ContainerRun, run_source
 
     sys.path.insert(0, str(ROOT))  # recipes of the checkout: bridge_configs.MODULE:FUNCTION
     source = run_source((run,), overrides=overrides)
@@ -109,8 +109,8 @@ def configuration(run: str, overrides: tuple[str, ...]) -> Any:
 
 def broken_rules(config: Any, step: str) -> list[str]:
     """Returns what our rules say about the run on its ranks, one sentence per violated rule; prints their warnings."""
+    from energon_packing.validate.container_view import view_of
     from energon_packing.validate.rules.registry import judge
-    from energon_packing.validate.views.container import view_of
 
     broken = []
     for one in judge(view_of(config, world_size=_world_size(), step=step.partition(":")[0])):
@@ -139,10 +139,11 @@ def _named(step: str) -> Any:
 
 
 def _on_the_cpu(config: Any) -> None:
+    from support.bridge_cpu import training_run
+
     from energon_packing.bridge.metrics import PackingMetrics
     from energon_packing.bridge.step import forward_step
-    from energon_packing.bridge_cpu import training_run
-    from energon_packing.cli.counted import counted
+    from energon_packing.cli.terminal import counted
 
     first = os.environ.get("RANK", "0") == "0"
 

@@ -62,7 +62,7 @@ def import_slow_modules() -> bool:
     has_bridge = True
     try:
         # The one import that knows how Bridge is imported on a machine without Transformer Engine.
-        from energon_packing.bridge_cpu import stand_ins
+        from support.bridge_cpu import stand_ins
 
         stand_ins.install()
         stand_ins.uninstall()
@@ -70,7 +70,7 @@ def import_slow_modules() -> bool:
         if not isinstance(error, ImportError) and type(error).__name__ != "UserError":
             raise
         has_bridge = False
-    for name in [name for name in sys.modules if name == PACKAGE or name.startswith(f"{PACKAGE}.")]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in (PACKAGE, "support")]:
         del sys.modules[name]
     sys.path.remove(str(ROOT))
     # Else a fork's first collection of garbage writes to every page that it shares with this process.

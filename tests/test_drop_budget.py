@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from energon_packing.drop_budget import BUDGET_STARTS_AT, FALSE_STOP, over_budget, reads_until_stop
+from energon_packing.drops import BUDGET_STARTS_AT, FALSE_STOP, over_budget
 
 BUDGETS = (0.01, 0.1, 0.5, 0.9)
 
@@ -48,12 +48,15 @@ def test_a_share_within_the_budget_is_never_stopped(budget: float) -> None:
         assert chance_of_a_stop(share, budget, 4000) <= FALSE_STOP
 
 
-@pytest.mark.parametrize(("share", "budget"), [(0.05, 0.01), (0.2, 0.1), (0.3, 0.1), (0.7, 0.5), (1.0, 0.9)])
-def test_a_share_above_the_budget_is_stopped_within_the_stated_number_of_reads(share: float, budget: float) -> None:
-    usual = chance_of_a_stop(share, budget, reads_until_stop(share, budget))
-    assert usual > 0.4
-    for luck in (1e-2, 1e-6):
-        assert 1 - chance_of_a_stop(share, budget, reads_until_stop(share, budget, luck=luck)) <= 2 * luck
+@pytest.mark.parametrize(
+    ("share", "budget", "usual", "late"),
+    [(0.05, 0.01, 423, 1179), (0.2, 0.1, 378, 954), (0.3, 0.1, 200, 275), (0.7, 0.5, 200, 460), (1.0, 0.9, 200, 200)],
+)
+def test_a_share_above_the_budget_is_stopped_within_the_stated_number_of_reads(
+    share: float, budget: float, usual: int, late: int
+) -> None:
+    assert chance_of_a_stop(share, budget, usual) > 0.4
+    assert chance_of_a_stop(share, budget, late) >= 0.98
 
 
 @given(budget=st.floats(0.001, 0.999), read=st.integers(1, 10**6), data=st.data())
@@ -68,9 +71,3 @@ def test_the_rule_is_the_binomial_probability_that_its_page_gives(
         return  # too near for the last digits of either
     expected = read >= BUDGET_STARTS_AT and dropped > budget * read and evidence <= np.log(FALSE_STOP)
     assert over_budget(dropped, read, budget) == expected
-
-
-@pytest.mark.parametrize(("share", "budget", "luck"), [(0.1, 0.1, 1.0), (0.5, 0.0, 1.0), (0.5, 0.1, 0.0)])
-def test_impossible_shares_are_refused(share: float, budget: float, luck: float) -> None:
-    with pytest.raises(ValueError, match="must be above budget"):
-        reads_until_stop(share, budget, luck=luck)

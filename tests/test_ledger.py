@@ -1,7 +1,7 @@
 """The ledger of one worker: what it counts, when it stops a run, and a file that survives kills and odd keys.
 
 Files are read with Python's own `json`, line by line. What a whole loader enters is in
-``energon/test_ledger_in_the_loader.py``.
+``energon/test_drops.py``.
 """
 
 from __future__ import annotations
@@ -14,15 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from energon_packing.config import MAX_DROPS_WITHOUT_PACK, PackingConfig
-from energon_packing.drop_budget import BUDGET_STARTS_AT, over_budget
-from energon_packing.drop_reasons import DroppedSample
+from energon_packing.drops import DroppedSample, over_budget
 from energon_packing.errors import UserError
-from energon_packing.ledger import ChangedSample, DropBudgetExceeded, Ledger, NothingToPack
-from energon_packing.ledger_place import LedgerLock
+from energon_packing.ledger import ChangedSample, DropBudgetExceeded, Ledger, LedgerLock, NothingToPack
 
 
 def lines(directory: Path, name: str = "w") -> list[dict[str, Any]]:
@@ -45,16 +40,6 @@ def test_a_budget_of_0_stops_at_the_first_drop_and_one_of_1_never() -> None:
         everything.drop(str(number), "oversize", "")
 
 
-def test_a_first_bad_stretch_alone_stops_nothing_before_enough_is_read() -> None:
-    ledger = Ledger(None, budget=0.1, name="x")
-    for number in range(BUDGET_STARTS_AT - 1):
-        ledger.read += 1
-        ledger.drop(str(number), "oversize", "")
-    ledger.read += 1
-    with pytest.raises(DropBudgetExceeded):
-        ledger.drop("one more", "oversize", "")
-
-
 def test_what_is_held_counts_as_read_and_the_message_names_reasons_and_the_way_out() -> None:
     ledger = Ledger(None, budget=0.1, name="x")
     ledger.read = 1000  # emitted: none, all of them wait in the window
@@ -64,11 +49,9 @@ def test_what_is_held_counts_as_read_and_the_message_names_reasons_and_the_way_o
         ledger.drop("c", "corrupt_media", "cut off")
     with pytest.raises(DropBudgetExceeded) as caught:
         ledger.drop("last", "corrupt_media", "cut off")
-    message = str(caught.value)
-    dropped = ledger.dropped
+    message, dropped = str(caught.value), ledger.dropped
     assert f"{dropped} of the 1000 samples read were dropped ({dropped - 60} corrupt_media, 60 oversize)" in message
-    assert "drop_budget=0.1" in message
-    assert message.endswith("the last one is last: cut off. Fix the data, or raise the budget.")
+    assert all(words in message for words in ("drop_budget=0.1", "the last one is last: cut off"))
     assert dropped > 100  # the budget's own share of what was read
 
 
@@ -100,15 +83,6 @@ def test_the_most_frequent_reason_is_named_with_its_last_sample_and_a_pack_start
         ledger.drop("c3", "corrupt_media", "cut off")
 
 
-def test_no_more_entries_wait_for_a_pack_than_the_configuration_says() -> None:
-    ledger = Ledger(None, budget=1.0, name="x")
-    for number in range(MAX_DROPS_WITHOUT_PACK - 1):
-        ledger.drop(str(number), "oversize", "")
-    with pytest.raises(NothingToPack):
-        ledger.drop("one more", "oversize", "")
-    assert len(ledger.take_dropped()) == MAX_DROPS_WITHOUT_PACK == PackingConfig().max_drops_without_pack
-
-
 def test_a_drop_waits_for_the_next_pack_and_travels_with_it_once() -> None:
     ledger = Ledger(None, budget=1.0, name="x")
     ledger.drop("a", "oversize", "too long")
@@ -122,36 +96,18 @@ def test_a_drop_waits_for_the_next_pack_and_travels_with_it_once() -> None:
     assert (ledger.dropped, dict(ledger.reasons)) == (2, {"oversize": 1, "decode": 1})
 
 
-def test_the_drop_that_stops_a_run_is_counted_and_written_like_the_others(tmp_path: Path) -> None:
-    ledger = Ledger(str(tmp_path), budget=0.0, name="w")
-    ledger.read = 5
-    with pytest.raises(DropBudgetExceeded):
-        ledger.drop("a", "oversize", "too long")
-    assert ledger.counts() == {"read": 5, "reasons": {"oversize": 1}}
-    assert lines(tmp_path) == [{"dropped": "a", "reason": "oversize", "detail": "too long"}]
-
-
 # --- Its file --------------------------------------------------------------------------------------------------------
 
 
 def test_every_entry_is_a_line_that_others_can_read_at_once(tmp_path: Path) -> None:
     ledger = Ledger(str(tmp_path / "new" / "deeper"), budget=1.0, name="w")
-    written = []
     ledger.drop("a", "oversize", "too long")
-    written.append({"dropped": "a", "reason": "oversize", "detail": "too long"})
+    written = [{"dropped": "a", "reason": "oversize", "detail": "too long"}]
     assert lines(tmp_path / "new" / "deeper") == written
     ledger.emit(3, ["b", "c"], changed=[ChangedSample(key="c", how="resized", detail="half")])
     written += [{"pack": 3, "keys": ["b", "c"]}, {"changed": "c", "how": "resized", "detail": "half"}]
     assert lines(tmp_path / "new" / "deeper") == written
-    assert (ledger.emitted, dict(ledger.changes)) == (2, {"resized": 1})
-
-
-def test_without_a_directory_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    ledger = Ledger(None, budget=1.0, name="w")
-    ledger.drop("a", "oversize", "")
-    ledger.emit(0, ["b"])
-    assert list(tmp_path.iterdir()) == []
+    assert ledger.emitted == 2
 
 
 ODD = [
@@ -181,32 +137,6 @@ def test_odd_keys_come_out_of_the_file_as_they_went_in(key: str, tmp_path: Path)
         {"dropped": key, "reason": "oversize", "detail": key},
         {"pack": 0, "keys": [key, key + "b"]},
     ]
-
-
-@given(keys=st.lists(st.text(st.characters() | st.characters(categories=["Cs", "Zl", "Zp", "Cc"])), min_size=1))
-def test_any_text_is_one_line(tmp_path_factory: pytest.TempPathFactory, keys: list[str]) -> None:
-    folder = tmp_path_factory.mktemp("ledger")
-    ledger = Ledger(str(folder), budget=1.0, name="w")
-    for key in keys:
-        ledger.drop(key, "oversize", key)
-    ledger.emit(0, keys)
-    *dropped, emitted = lines(folder)
-    assert [entry["dropped"] for entry in dropped] == [entry["detail"] for entry in dropped] == keys == emitted["keys"]
-
-
-def test_a_second_run_appends(tmp_path: Path) -> None:
-    for number in range(3):
-        Ledger(str(tmp_path), budget=1.0, name="w").emit(number, [f"key{number}"])
-    assert lines(tmp_path) == [{"pack": number, "keys": [f"key{number}"]} for number in range(3)]
-
-
-def test_workers_of_one_directory_write_files_of_their_own(tmp_path: Path) -> None:
-    ledgers = [Ledger(str(tmp_path), budget=1.0, name=f"rank0-worker{number}") for number in range(2)]
-    for number in range(200):
-        ledgers[number % 2].emit(number, [f"key{number}"])
-    for worker in range(2):
-        own = lines(tmp_path, f"rank0-worker{worker}")
-        assert own == [{"pack": number, "keys": [f"key{number}"]} for number in range(worker, 200, 2)]
 
 
 @pytest.mark.parametrize("end", range(1, len('{"pack": 1, "keys": ["k\u00e9y"]}'.encode()) + 1))

@@ -8,10 +8,8 @@ import io
 import re
 import tokenize
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-
-import pytest
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 CODE = tuple(
@@ -34,14 +32,8 @@ ELSEWHERE = {
 """Names in backticks that no code of ours has, and whose they are."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Text:
-    """A docstring, a comment, or a page.
-
-    Attributes:
-        path, line: where it begins.
-        text: as written.
-    """
+class Text(NamedTuple):
+    """A docstring, a comment, or a page, with the file and line where it begins."""
 
     path: Path
     line: int
@@ -57,19 +49,11 @@ class Text:
             yield found[2], found[1] == "`", f"{self.path.relative_to(ROOT)}:{line}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Module:
-    """What is looked at in one file of code; its syntax tree is let go, for all of them are millions of objects.
-
-    Attributes:
-        texts: its docstrings, also those after an assignment, and its comments.
-        names: all names in it.
-        strings: its other strings.
-    """
+class Module(NamedTuple):
+    """What is looked at in one file of code: its docstrings and comments, and all names and other strings."""
 
     texts: tuple[Text, ...]
-    names: frozenset[str]
-    strings: tuple[str, ...]
+    said: tuple[str, ...]
 
 
 @functools.cache
@@ -79,67 +63,33 @@ def looked_at(path: Path) -> Module:
     nodes = tuple(ast.walk(ast.parse(source)))
     prose = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     texts: list[Text] = []
-    names: set[str] = set()
-    strings: list[str] = []
+    said: list[str] = []
     for node in nodes:
-        match node:
-            case ast.Constant(value=str(value)):
-                if id(node) in prose:
-                    texts.append(Text(path=path, line=node.lineno, text=value))
-                else:
-                    strings.append(value)
-            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
-                names.add(name)
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-                names.add(name)
-            case ast.TypeVar(name=name):
-                names.add(name)
-            case ast.keyword(arg=str(name)):
-                names.add(name)
-            case ast.alias(name=name):
-                names.update(name.split("."))
+        values = [value for _, value in ast.iter_fields(node) if isinstance(value, str)]
+        if id(node) in prose:
+            texts += [Text(path=path, line=getattr(node, "lineno", 1), text=value) for value in values]
+        else:
+            said += values
     if re.search("#.*`", source):  # only what stands in backticks is looked at
-        for token in tokenize.generate_tokens(io.StringIO(source).readline):
-            if token.type == tokenize.COMMENT:
-                texts.append(Text(path=path, line=token.start[0], text=token.string))
-    return Module(texts=tuple(texts), names=frozenset(names), strings=tuple(strings))
-
-
-@functools.cache
-def texts() -> tuple[Text, ...]:
-    pages = (Text(path=path, line=1, text=path.read_text(encoding="utf-8")) for path in PAGES)
-    return (*(text for path in CODE for text in looked_at(path).texts), *pages)
+        tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+        texts += [
+            Text(path=path, line=each.start[0], text=each.string) for each in tokens if each.type == tokenize.COMMENT
+        ]
+    return Module(tuple(texts), tuple(said))
 
 
 @functools.cache
 def said_in_code() -> tuple[frozenset[str], str]:
-    """All names of the code with the words of its strings, and those strings together.
+    """All words of the code, and its names and strings together.
 
-    Docstrings are not among them, nor what tests say: an option that is gone may be one that a test sees refused.
+    Docstrings are not among the latter, nor what tests say: an option that is gone may be one that a test sees refused.
     """
-    names: set[str] = {part for path in CODE for part in path.relative_to(ROOT).with_suffix("").parts}
-    strings = [path.read_text(encoding="utf-8") for path in SHELL]
-    for path in CODE:
-        names |= looked_at(path).names
-        if not path.name.startswith("test_"):
-            strings += looked_at(path).strings
-    whole = "\n".join(strings)
-    return frozenset(names | set(re.findall(r"\w+", whole))), whole
-
-
-@functools.cache
-def defined(module: Path) -> set[str]:
-    """Names that a module binds at its top, and the words of its strings: a package lists its public names in them."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
-        match node:
-            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Name(id=name) | ast.arg(arg=name):
-                names.add(name)
-            case ast.alias(name=name, asname=other):
-                names.add(other or name)
-            case ast.Constant(value=str(value)) if module.name == "__init__.py" and value.isidentifier():
-                names.add(value)
-    return names
+    paths = [part for path in CODE for part in path.relative_to(ROOT).with_suffix("").parts]
+    shell = [path.read_text(encoding="utf-8") for path in SHELL]
+    own = [said for path in CODE if not path.name.startswith("test_") for said in looked_at(path).said]
+    tests = [said for path in CODE if path.name.startswith("test_") for said in looked_at(path).said]
+    whole = "\n".join([*shell, *own])
+    return frozenset(re.findall(r"\w+", "\n".join([*paths, *tests, whole]))), whole
 
 
 def resolves(dotted: str) -> bool:
@@ -150,7 +100,7 @@ def resolves(dotted: str) -> bool:
     module = folder / "__init__.py"
     if parts and (folder / f"{parts[0]}.py").is_file():
         module = folder / f"{parts.pop(0)}.py"
-    return module.is_file() and set(parts) <= defined(module)
+    return module.is_file() and set(parts) <= set(re.findall(r"\w+", " ".join(looked_at(module).said)))
 
 
 def missing(text: Text) -> Iterator[str]:
@@ -176,39 +126,7 @@ def missing(text: Text) -> Iterator[str]:
 
 
 def test_every_module_file_name_and_option_that_a_text_mentions_is_there() -> None:
-    wrong = [line for text in texts() for line in missing(text)]
+    pages = [Text(path=path, line=1, text=path.read_text(encoding="utf-8")) for path in PAGES]
+    own = [text for path in CODE for text in looked_at(path).texts]
+    wrong = [line for text in [*own, *pages] for line in missing(text)]
     assert not wrong, "\n".join(wrong)
-
-
-@pytest.mark.parametrize(
-    "phantom",
-    [
-        "`energon_packing.packing.no_such_module`",
-        "`energon_packing.packing.online.no_such_function`",
-        "``energon_packing.no_such_module.Name``",
-        "`packing/no_such_file.py`",
-        "`tests/no_such_file.py`",
-        "`NoSuch" + "Class`",
-        "`NoSuch" + "Class.method(x)`",
-        "``energon-packing validate --no-such-opt" + "ion``",
-    ],
-)
-def test_a_phantom_is_found(phantom: str) -> None:
-    assert list(missing(Text(path=Path(__file__), line=1, text=f"See {phantom}.")))
-
-
-@pytest.mark.parametrize(
-    "mention",
-    [
-        "`energon_packing.thd`",
-        "`energon_packing.thd.assemble`",
-        "`energon_packing.packing.online.next_pack(...)`",
-        "`packing/online.py`",
-        "`models/of_another_project.py`",
-        "`Conversation.is_pair`",
-        "``energon-packing validate --json``",
-        "```\nenergon-packing --a-block-of-code `x.y.z`\n```",
-    ],
-)
-def test_what_is_there_is_no_phantom(mention: str) -> None:
-    assert not list(missing(Text(path=Path(__file__), line=1, text=f"See {mention}.")))

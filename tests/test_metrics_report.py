@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from energon_packing.line_file import LineFile, LineFollower
-from energon_packing.metrics_report import RankLine, RunLines, figures, open_run, run_state
-from energon_packing.pack_sums import PackSums
+from energon_packing.metrics_report import PackSums, RankLine, RunLines, figures
 
 
 def entry(rank: int, number: int, *, ranks: int = 4, time: float = 0.0, run: str = "a", **more: Any) -> dict[str, Any]:
@@ -34,58 +33,41 @@ def entry(rank: int, number: int, *, ranks: int = 4, time: float = 0.0, run: str
         st.one_of(
             st.tuples(st.just("line"), st.integers(0, 3)),
             st.tuples(st.just("kill"), st.integers(0, 3), st.integers(1, 600)),
-            st.tuples(st.just("look"), st.booleans()),
+            st.tuples(st.just("look")),
         ),
         max_size=30,
-    ),
-    tail=st.sampled_from([700, 1500, 1 << 16]),
+    )
 )
-def test_whenever_somebody_looks_the_newest_whole_line_of_each_rank_counts(tmp_path_factory, actions, tail):
+def test_whenever_somebody_looks_the_newest_whole_line_of_each_rank_counts(tmp_path_factory, actions):
     folder = tmp_path_factory.mktemp("run")
     files: dict[int, LineFile] = {}
-    newest: dict[int, dict[str, Any]] = {}
+    newest: dict[int, PackSums] = {}
     followed = RunLines(folder)
-
-    def same(lines: RunLines) -> None:
-        assert {line.rank: line.pack for line in lines.present()} == {
-            rank: each["pack"] for rank, each in newest.items()
-        }
-        for line in lines.present():
-            assert line.total == PackSums.from_json(newest[line.rank]["total"])
-
-    for number, (kind, *details) in enumerate(actions, start=1):
+    followed.read()
+    for number, (kind, *details) in enumerate([*actions, ("look",)], start=1):
         if kind == "look":
             followed.read()
-            same(followed)
-            if details[0]:
-                anew = RunLines(folder, last=tail)
-                anew.read()
-                if tail > 1500:
-                    same(anew)
-                for line in anew.present():  # a short look back may find no whole line, and never a wrong one
-                    assert line.pack <= newest[line.rank]["pack"]
+            assert {line.rank: line.total for line in followed.present()} == newest
             continue
         rank = details[0]
         made = entry(rank, number)
-        path = folder / f"rank{rank}.jsonl"
         if kind == "kill":  # in the middle of a line; the next line is of a process that goes on
             files.pop(rank, None)
-            with path.open("ab") as stream:
+            with (folder / f"rank{rank}.jsonl").open("ab") as stream:
                 stream.write(json.dumps(made).encode()[: details[1]])
             continue
         if rank not in files:
-            files[rank] = LineFile(path)
+            files[rank] = LineFile(folder / f"rank{rank}.jsonl")
         files[rank].append(made)
-        newest[rank] = made
-    followed.read()
-    same(followed)
+        newest[rank] = PackSums.from_json(made["total"])
 
 
 def test_an_unfinished_line_waits_and_a_file_that_was_replaced_is_read_anew(tmp_path):
     path = tmp_path / "rank0.jsonl"
-    follower, late = LineFollower(path), LineFollower(path, last=0)
+    follower = LineFollower(path)
     assert follower.read() == []
     path.write_bytes(b'{"a": 1}\n{"a": ')
+    late = LineFollower(path, skip=True)
     assert follower.read() == [{"a": 1}]
     assert late.read() == []
     with path.open("ab") as stream:
@@ -114,72 +96,31 @@ def test_ranks_are_compared_step_by_step():
     assert found["dropped_share"] == pytest.approx(6 / 30)
 
 
+def present(folder: Path, *entries: dict[str, Any]) -> list[RankLine]:
+    """The lines that count after these were written."""
+    run = RunLines(folder)
+    run.read()
+    for each in entries:
+        LineFile(folder / f"rank{each['rank']}.jsonl").append(each)
+    run.read()
+    return run.present()
+
+
 def test_a_rank_that_is_a_line_ahead_is_compared_on_the_steps_that_all_have(tmp_path):
-    ahead, behind = LineFile(tmp_path / "rank0.jsonl"), LineFile(tmp_path / "rank1.jsonl")
-    for number in (1, 2):
-        ahead.append(entry(0, number, ranks=2))
-    behind.append(entry(1, 1, ranks=2))
-    found = figures(open_run(tmp_path).present())
+    found = figures(present(tmp_path, *(entry(*each, ranks=2) for each in ((0, 1), (0, 2), (1, 1)))))
     assert found["cost_max_over_mean"] == pytest.approx((2 * 11 / 21 + 2 * 21 / 41) / 2)
 
 
 def test_the_last_line_of_a_run_keeps_the_figures_of_the_one_before(tmp_path):
-    file = LineFile(tmp_path / "rank0.jsonl")
-    file.append(entry(0, 3, ranks=1))
-    file.append({**entry(0, 3, ranks=1), "last": PackSums().to_json(), "steps": [], "ended": True})
-    state = run_state(open_run(tmp_path).present(), now=1e9)
-    assert state["state"] == "ended"
-    assert state["last"]["fill"] == 0.75
-    file.append({**entry(0, 0, ranks=1, run="b"), "last": PackSums().to_json(), "steps": []})
-    state = run_state(open_run(tmp_path).present(), now=4.0)
-    assert (state["state"], state["last"], state["total"]["packs"]) == ("running", {}, 0)
-
-
-@pytest.mark.parametrize(
-    ("age", "patience", "state"),
-    [(50, None, "running"), (70, None, "silent"), (70, 80, "running"), (9, 8, "silent")],
-)
-def test_a_rank_is_silent_after_a_minute_and_five_of_its_lines_or_as_long_as_is_said(age, patience, state):
-    found = run_state(lines(entry(0, 1, ranks=3, time=1000.0 - age)), 1000.0, patience=patience)
-    assert found["state"] == state
-    assert found["silent"] == ([0] if state == "silent" else [])
-    assert found["missing"] == [1, 2]
-
-
-def test_slow_steps_and_a_slow_start_are_not_silence():
-    slow = entry(0, 1, ranks=1, time=1000.0)
-    slow["last"]["seconds"] = 100.0
-    assert run_state(lines(slow), 1499.0)["state"] == "running"
-    assert run_state(lines(slow), 1501.0)["state"] == "silent"
-    start = {**entry(0, 0, ranks=1, time=1000.0), "last": PackSums().to_json()}
-    assert run_state(lines(start), 2700.0)["state"] == "running"
-    assert run_state(lines(start), 2900.0)["state"] == "silent"
+    end = {"last": PackSums().to_json(), "steps": []}
+    first = entry(0, 3, ranks=1)
+    (line,) = present(tmp_path, first, {**first, **end, "ended": True}, {"rank": 0}, {**first, "steps": None})
+    assert (line.ended, figures([line])["fill"]) == (True, 0.75)  # lines of something else are left out
+    (line,) = present(tmp_path, {**entry(0, 0, ranks=1, run="b"), **end})
+    assert (line.ended, figures([line]), line.total.packs) == (False, {}, 0)
 
 
 def test_ranks_of_an_earlier_larger_run_are_left_out(tmp_path):
-    for rank in range(4):
-        LineFile(tmp_path / f"rank{rank}.jsonl").append(entry(rank, 1))
-    for rank in range(2):
-        LineFile(tmp_path / f"rank{rank}.jsonl").append(entry(rank, 2, ranks=2, run="b"))
-    assert [line.rank for line in open_run(tmp_path).present()] == [0, 1]
-
-
-def test_lines_of_something_else_are_left_out(tmp_path):
-    good = entry(0, 1, ranks=1)
-    wrong: list[dict[str, Any]] = [
-        {},
-        {**good, "rank": 3},
-        {**good, "time": float("nan")},
-        {**good, "last": None},
-        {**good, "total": {"packs": -1}},
-        {**good, "total": {"packs": "many"}},
-        {**good, "last": {"dropped": {"oversize": True}}},
-        {**good, "steps": [1]},
-        {**good, "steps": None},
-    ]
-    file = LineFile(Path(tmp_path / "rank0.jsonl"))
-    file.append(good)
-    for each in wrong:
-        file.append(each)
-    (line,) = open_run(tmp_path).present()
-    assert line.total.packs == 2
+    before = [entry(rank, 1) for rank in range(4)]
+    after = [entry(rank, 2, ranks=2, run="b") for rank in range(2)]
+    assert [line.rank for line in present(tmp_path, *before, *after)] == [0, 1]

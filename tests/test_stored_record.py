@@ -88,8 +88,3 @@ def test_another_version_is_refused_in_every_kind_of_record(version: Any) -> Non
     assert verdict(Conversation.from_record, "k", {"version": 1, "turns": turns}) is None
     assert verdict(Conversation.from_record, "k", {"version": version, "turns": turns}) == "bad_record"
     assert verdict(clip, version=version, video={"name": "a.mp4", **SIZES}) == "bad_record"
-
-
-def test_a_field_that_nothing_reads_is_refused_in_every_kind_of_record() -> None:
-    assert verdict(image, "a.png", colour=1) == verdict(video, "a.mp4", colour=1) == "bad_record"
-    assert verdict(clip, video={"name": "a.mp4", **SIZES}, colour=1) == "bad_record"

@@ -1,6 +1,6 @@
 """Megatron-Bridge: the data set configurations, the rules, and what makes Bridge run on a CPU.
 
-``from energon_packing.bridge import PackedEnergonDatasetConfig`` (or ``PackedWanDatasetConfig``) needs Megatron-Bridge;
+``from energon_packing.bridge import PackedEnergonDatasetConfig`` needs Megatron-Bridge;
 the rules do not.
 """
 
@@ -10,18 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from energon_packing.bridge.dataset import PackedEnergonDatasetConfig as PackedEnergonDatasetConfig
-    from energon_packing.bridge.wan_dataset import PackedWanDatasetConfig as PackedWanDatasetConfig
 
-__all__ = ["PackedEnergonDatasetConfig", "PackedWanDatasetConfig"]
+__all__ = ["PackedEnergonDatasetConfig"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "PackedEnergonDatasetConfig":
-        from energon_packing.bridge.dataset import PackedEnergonDatasetConfig
+    if name in __all__:
+        from energon_packing.bridge import dataset
 
-        return PackedEnergonDatasetConfig
-    if name == "PackedWanDatasetConfig":
-        from energon_packing.bridge.wan_dataset import PackedWanDatasetConfig
-
-        return PackedWanDatasetConfig
+        return getattr(dataset, name)
     raise AttributeError(f"module 'energon_packing.bridge' has no attribute {name!r}")

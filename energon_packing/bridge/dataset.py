@@ -1,6 +1,6 @@
 """`PackedEnergonDatasetConfig`: online packing of conversations as a Megatron-Bridge data set.
 
-`energon_packing.bridge.provider` holds what it shares with the data set of clips, and Bridge's contract.
+`energon_packing.bridge.provider` holds what it shares with those of other kinds of sample, and Bridge's contract.
 """
 
 from __future__ import annotations
@@ -14,27 +14,19 @@ from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.utils.common_utils import get_world_size_safe
 from megatron.bridge.utils.instantiate_utils import target_allowlist
 
-from energon_packing.bridge.dataset_sections import (
-    SECTIONS,
-    DataSection,
-    EncoderSection,
-    MetricsSection,
-    PackingSection,
-    frozen,
-)
+from energon_packing.bridge.dataset_sections import SECTIONS, DataSection, EncoderSection, PackingSection, frozen
 from energon_packing.bridge.in_batch import PAD_TO_MULTIPLE_OF, check_mode, form_of
 from energon_packing.bridge.pack_iterator import to_bridge
 from energon_packing.bridge.provider import PackProvider
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, ParallelConfig, RunConfig
 from energon_packing.config.metrics import MetricsConfig
-from energon_packing.energon.loader import build_task_encoder, data_fingerprint
-from energon_packing.energon.loader_base import LoaderBase
-from energon_packing.energon.micro_batches import MicroBatchTaskEncoder
+from energon_packing.energon.loader import LoaderBase, build_task_encoder, data_fingerprint
+from energon_packing.energon.sample_task_encoder import MicroBatchTaskEncoder
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import ConfigError
 from energon_packing.offline.open_loader import open_loader
+from energon_packing.validate.container_view import view_of
 from energon_packing.validate.rules.registry import violations
-from energon_packing.validate.views.container import view_of
 
 
 @dataclass(kw_only=True)
@@ -71,15 +63,6 @@ class PackedEnergonDatasetConfig(PackProvider):
     """Tokens, targets, pixels and limits of a sample. The fields of `energon_packing.config.EncoderConfig`."""
     packing: Any = field(default_factory=PackingSection)
     """Window, policy, limits of a pack, drop budget. The fields of `energon_packing.config.PackingConfig`."""
-
-    def sections(self) -> dict[str, type]:
-        """See `PackProvider.sections`."""
-        return {
-            "data": DataSection,
-            "encoder": EncoderSection,
-            "packing": PackingSection,
-            "metrics": MetricsSection,
-        }
 
     @property
     def enable_in_batch_packing(self) -> bool:

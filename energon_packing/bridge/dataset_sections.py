@@ -15,13 +15,12 @@ from typing import Any
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, from_mapping
 from energon_packing.config.metrics import MetricsConfig
 from energon_packing.errors import ConfigError
-from energon_packing.wan.config import TextToVideoConfig, TextToVideoPackingConfig
 
 SECTIONS: dict[str, type] = {}
 """Every generated class by its name in this module, which Bridge's YAML uses in ``_target_``."""
 
 
-def _twin(config: type, left_out: tuple[str, ...] = ()) -> Any:
+def twin(config: type, left_out: tuple[str, ...] = (), *, module: str = __name__) -> Any:
     """A mutable dataclass with the fields and defaults of ``config``, added to this module under its name.
 
     It has slots, so that setting a misspelt field raises at once.
@@ -29,6 +28,7 @@ def _twin(config: type, left_out: tuple[str, ...] = ()) -> Any:
     Args:
         config: one of our frozen dataclasses, nested ones allowed.
         left_out: fields that are set elsewhere.
+        module: that holds the class under its name; other modules than this one assign it themselves.
     """
     name = config.__name__.removesuffix("Config") + "Section"
     hints = typing.get_type_hints(config)
@@ -38,27 +38,26 @@ def _twin(config: type, left_out: tuple[str, ...] = ()) -> Any:
             continue
         hint = hints[entry.name]
         if dataclasses.is_dataclass(hint):
-            nested = _twin(typing.cast("type", hint))
+            nested = twin(typing.cast("type", hint), module=module)
             fields.append((entry.name, nested, dataclasses.field(default_factory=nested)))
         elif entry.default_factory is not dataclasses.MISSING:
             fields.append((entry.name, hint, dataclasses.field(default_factory=entry.default_factory)))
         else:
             fields.append((entry.name, hint, dataclasses.field(default=entry.default)))
-    twin = dataclasses.make_dataclass(name, fields, kw_only=True, slots=True, module=__name__)
-    twin.__doc__ = f"The fields of `{config.__module__}.{config.__name__}`" + (
+    made = dataclasses.make_dataclass(name, fields, kw_only=True, slots=True, module=module)
+    made.__doc__ = f"The fields of `{config.__module__}.{config.__name__}`" + (
         f", except {', '.join(left_out)}, which the data set has itself." if left_out else "."
     )
-    globals()[name] = SECTIONS[name] = twin
-    return twin
+    if module == __name__:
+        globals()[name] = SECTIONS[name] = made
+    return made
 
 
-EncoderSection: Any = _twin(EncoderConfig, left_out=("processor", "trust_remote_code"))
-PackingSection: Any = _twin(PackingConfig, left_out=("seq_length", "pad_to_max_length"))
+EncoderSection: Any = twin(EncoderConfig, left_out=("processor", "trust_remote_code"))
+PackingSection: Any = twin(PackingConfig, left_out=("seq_length", "pad_to_max_length"))
 # Bridge's iterators never end: there is no ``repeat`` and no end of an epoch.
-DataSection: Any = _twin(DataConfig, left_out=("path", "workers", "repeat", "epoch_end"))
-MetricsSection: Any = _twin(MetricsConfig)
-TextToVideoSection: Any = _twin(TextToVideoConfig)
-TextToVideoPackingSection: Any = _twin(TextToVideoPackingConfig, left_out=("seq_length",))
+DataSection: Any = twin(DataConfig, left_out=("path", "workers", "repeat", "epoch_end"))
+MetricsSection: Any = twin(MetricsConfig)
 
 
 def values_of(section: Any) -> Any:

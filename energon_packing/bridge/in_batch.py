@@ -18,7 +18,7 @@ from megatron.bridge.data.packing.in_batch import build_mcore_thd_sequence_batch
 
 from energon_packing import thd
 from energon_packing.config import ParallelConfig
-from energon_packing.energon.micro_batches import refuse_unread
+from energon_packing.energon.sample_task_encoder import refuse_unread
 from energon_packing.errors import ConfigError, PackingError
 from energon_packing.thd.batch import PackedBatch
 from energon_packing.thd.fields import IGNORE_INDEX, TOKEN_FIELDS, TokenField
@@ -124,33 +124,32 @@ def check_mode(dataset: Any) -> None:
     Raises:
         ConfigError: a micro-batch size or a setting that does not fit the mode.
     """
-    mode, size = dataset.mode, dataset.micro_batch_size
-    if mode == "packs" and size != 1:
-        raise ConfigError(
+    mode, size, multiple = dataset.mode, dataset.micro_batch_size, dataset.pad_to_multiple_of
+    for broken, sentence in (
+        (
+            mode == "packs" and size != 1,
             f"dataset.micro_batch_size is {size}; a packed row is a whole micro-batch, so it must be 1. For the same "
-            f"tokens per step, raise seq_length to {dataset.seq_length * size}."
-        )
-    if mode == "in_batch" and size < 2:
-        raise ConfigError(
+            f"tokens per step, raise seq_length to {dataset.seq_length * size}.",
+        ),
+        (
+            mode == "in_batch" and size < 2,
             f"dataset.micro_batch_size is {size}; mode 'in_batch' joins the samples of a micro-batch, so set it to 2 "
-            "or more, or use mode 'packs' (rule bridge/in-batch-needs-several)."
-        )
-    if size < 1 or dataset.pad_to_multiple_of < 1:
-        raise ConfigError("dataset.micro_batch_size and dataset.pad_to_multiple_of must be at least 1.")
-    if dataset.defer_in_batch_packing_to_step and mode != "in_batch":
-        raise ConfigError(
+            "or more, or use mode 'packs' (rule bridge/in-batch-needs-several).",
+        ),
+        (size < 1 or multiple < 1, "dataset.micro_batch_size and dataset.pad_to_multiple_of must be at least 1."),
+        (
+            dataset.defer_in_batch_packing_to_step and mode != "in_batch",
             f"dataset.defer_in_batch_packing_to_step is on, but mode {mode!r} does not read it; set dataset.mode to "
-            "'in_batch'."
-        )
-    if (
-        dataset.pad_to_multiple_of != PAD_TO_MULTIPLE_OF
-        and mode != "padded"
-        and not dataset.defer_in_batch_packing_to_step
+            "'in_batch'.",
+        ),
+        (
+            multiple != PAD_TO_MULTIPLE_OF and mode != "padded" and not dataset.defer_in_batch_packing_to_step,
+            f"dataset.pad_to_multiple_of is {multiple}, but it is read only for rows of one sample; packed rows are "
+            "aligned as the run's layout requires.",
+        ),
     ):
-        raise ConfigError(
-            f"dataset.pad_to_multiple_of is {dataset.pad_to_multiple_of}, but it is read only for rows of one sample; "
-            "packed rows are aligned as the run's layout requires."
-        )
+        if broken:
+            raise ConfigError(sentence)
     if mode == "packs":
         return
     config = dataset.run_config(ParallelConfig())

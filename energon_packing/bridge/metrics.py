@@ -14,7 +14,7 @@ from megatron.bridge.training.callbacks import Callback, CallbackContext
 from energon_packing.bridge.dataset_sections import frozen
 from energon_packing.bridge.provider import PackProvider
 from energon_packing.config.metrics import MetricsConfig
-from energon_packing.energon.metrics_log import MetricsLog
+from energon_packing.energon.metrics import MetricsLog
 
 
 class PackingMetrics(Callback):

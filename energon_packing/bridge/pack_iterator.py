@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from energon_packing.energon.loader_base import LoaderBase
-from energon_packing.energon.pack_metrics import PackMetrics
+from energon_packing.energon.metrics import PackMetrics
 from energon_packing.energon.replica_reader import EveryReader, OneReader
-from energon_packing.errors import ConfigError
 from energon_packing.thd.batch import PackedBatch
 
 
@@ -18,50 +16,6 @@ def to_bridge(batch: Any) -> dict[str, Any]:
     """A packed row as the mapping that Bridge's forward step reads."""
     made: dict[str, Any] = batch.to_bridge()
     return made
-
-
-class EndlessPacks:
-    """A loader's batches without end, with the loader's state.
-
-    Args:
-        loader: of this rank.
-        metrics: is told of each pack.
-    """
-
-    def __init__(self, loader: LoaderBase, metrics: PackMetrics | None = None) -> None:
-        self._loader, self._metrics = loader, metrics
-        self._packs = self._endless()
-
-    def _endless(self) -> Iterator[PackedBatch]:
-        while True:
-            empty = True
-            for pack in self._loader:
-                empty = False
-                if self._metrics is not None:
-                    self._metrics.made(pack)
-                yield pack.batch
-            if empty:
-                raise ConfigError(
-                    "A whole epoch of the data set had no packs; the ledger (dataset.packing.ledger) says why."
-                )
-
-    def __next__(self) -> PackedBatch:
-        return next(self._packs)
-
-    def save_state(self) -> Any:
-        """State after the last batch."""
-        return self._loader.save_state()
-
-    def state_later(self) -> Callable[[], Any]:
-        """Returns a function that gives the state after the last batch, also when more were read since."""
-        return self._loader.state_later()
-
-    def restore_state(self, state: Any) -> None:
-        """Continues after the batch at which the state was saved; call before the first batch."""
-        self._loader.restore_state(state)
-        self._packs = self._endless()
-        if self._metrics is not None:
-            self._metrics.forget()
 
 
 class BridgePackIterator:

@@ -1,39 +1,36 @@
 """What our Bridge data sets share: Bridge's ``DatasetProvider`` contract, which Bridge calls deprecated.
 
-Each field here and in the two classes states what Bridge reads by name from a data set, and when:
-`energon_packing.bridge.dataset` for conversations and `energon_packing.bridge.wan_dataset` for clips.
+Each field here and in its subclasses states what Bridge reads by name from a data set, and when;
+`energon_packing.bridge.dataset` is that for conversations.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import typing
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
 from megatron.bridge.training.config import ConfigContainer
 
-from energon_packing.bridge.dataset_checks import (
-    check_types,
-    container_under_validation,
-    refuse_fixed_settings,
-    refuse_unknown_names,
-)
+from energon_packing.bridge.callers import container_under_validation, saved_state, step_and_folder
 from energon_packing.bridge.dataset_sections import MetricsSection
-from energon_packing.bridge.pack_iterator import BridgePackIterator, EndlessPacks, to_bridge
-from energon_packing.bridge.resumed_state import saved_state, step_and_folder
-from energon_packing.config import ParallelConfig
+from energon_packing.bridge.pack_iterator import BridgePackIterator, to_bridge
+from energon_packing.config import ParallelConfig, from_mapping
 from energon_packing.config.metrics import MetricsConfig
-from energon_packing.energon.loader_base import LoaderBase
-from energon_packing.energon.pack_metrics import PackMetrics
+from energon_packing.energon.loader import LoaderBase
 from energon_packing.energon.replica import Replica
 from energon_packing.energon.replica_reader import EveryReader, OneReader
 from energon_packing.errors import ConfigError
-from energon_packing.ledger_place import ledger_apart, without_ledger
+from energon_packing.ledger import ledger_apart, without_ledger
 from energon_packing.offline.data_paths import has_global_packs
-from energon_packing.offline.open_loader import open_together, refuse_short_plan
-from energon_packing.validate.views.container import finalised
+from energon_packing.offline.open_loader import open_loader, open_packs, packs_of_steps, refuse_short_plan
+from energon_packing.validate.container_view import finalised
 
 
 @dataclass(kw_only=True)
@@ -44,7 +41,7 @@ class PackProvider(DatasetProvider):
     ``ConfigContainer.validate()`` calls, validates everything. The fields that Bridge reads are here and in the
     subclass, all others in the subclass's sections. Each setting has one place, and all values are plain.
 
-    A subclass defines `sections`, `run_config`, `make_loader`, `check_fields` and `check_run`.
+    A subclass defines `run_config`, `check_fields` and `check_run`.
     """
 
     path: str = ""
@@ -80,15 +77,16 @@ class PackProvider(DatasetProvider):
 
     def sections(self) -> dict[str, type]:
         """Class of each section by the name of its field."""
-        raise NotImplementedError
+        made = ((entry.name, entry.default_factory) for entry in fields(self))
+        return {name: section for name, section in made if dataclasses.is_dataclass(section)}  # type: ignore[misc]
 
+    @abstractmethod
     def run_config(self, parallel: ParallelConfig) -> Any:
         """The same settings as our own frozen configuration.
 
         Raises:
             ConfigError: a value that cannot work.
         """
-        raise NotImplementedError
 
     def make_loader(self, config: Any, **arguments: Any) -> LoaderBase:
         """The loader of one data-parallel rank.
@@ -98,27 +96,27 @@ class PackProvider(DatasetProvider):
             arguments: ``rank``, ``world_size``, ``data_parallel_group``, and for validation ``split`` and
                 ``evaluation``.
         """
-        raise NotImplementedError
+        return open_loader(config, **arguments)
 
     def make_form(self, config: Any) -> Callable[[Any], dict[str, Any]]:
         """Returns a function that turns each batch of the loader into what Bridge's steps read."""
         return to_bridge
 
+    @abstractmethod
     def check_fields(self) -> None:
         """Checks the fields that the subclass adds; the first check of values.
 
         Raises:
             ConfigError: a field that cannot work.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def check_run(self, container: ConfigContainer) -> None:
         """Checks the fields against the model and the trainer, which Bridge does for its own classes only.
 
         Raises:
             ConfigError: they do not fit together.
         """
-        raise NotImplementedError
 
     def finalize(self) -> None:
         """Validates every field; called by ``ConfigContainer.validate()``.
@@ -133,16 +131,22 @@ class PackProvider(DatasetProvider):
             raise ConfigError("dataset.path is empty; name the data set that `energon-packing convert` wrote.")
         self.check_fields()
         refuse_fixed_settings(self)
-        if self.dataloader_type != "external":
-            raise ConfigError(
-                f"dataset.dataloader_type is {self.dataloader_type!r}; an Energon loader needs 'external'."
-            )
-        if self.num_workers < 0 or (self.num_val_workers or 0) < 0:
-            raise ConfigError("dataset.num_workers and num_val_workers must be at least 0.")
-        if self.compare_every < 1:
-            raise ConfigError(
-                f"dataset.compare_every is {self.compare_every}; it must be at least 1, which compares every pack."
-            )
+        for broken, sentence in (
+            (
+                self.dataloader_type != "external",
+                f"dataloader_type is {self.dataloader_type!r}; an Energon loader needs 'external'.",
+            ),
+            (
+                min(self.num_workers, self.num_val_workers or 0) < 0,
+                "num_workers and num_val_workers must be at least 0.",
+            ),
+            (
+                self.compare_every < 1,
+                f"compare_every is {self.compare_every}; it must be at least 1, which compares every pack.",
+            ),
+        ):
+            if broken:
+                raise ConfigError(f"dataset.{sentence}")
         self.run_config(ParallelConfig())
         container = container_under_validation()
         if container is None or container.dataset is not self:
@@ -163,12 +167,8 @@ class PackProvider(DatasetProvider):
 
     def parallel_config(self, groups: Any) -> ParallelConfig:
         """Sizes of the run's process groups (a ``ProcessGroupCollection``); all 1 where there are none."""
-
-        def size(name: str) -> int:
-            """Ranks of the group of that name."""
-            group = getattr(groups, name, None)
-            return 1 if group is None else group.size()
-
+        found = {name: getattr(groups, name, None) for name in ("tp", "cp", "pp")}
+        sizes = {name: 1 if group is None else group.size() for name, group in found.items()}
         run = self._run
         if run is None:
             warnings.warn(
@@ -177,10 +177,10 @@ class PackProvider(DatasetProvider):
                 stacklevel=2,
             )
         return ParallelConfig(
-            tensor_parallel=size("tp"),
-            context_parallel=size("cp"),
-            pipeline_parallel=size("pp"),
-            sequence_parallel=size("tp") > 1 and (run is None or bool(finalised(run.model).sequence_parallel)),
+            tensor_parallel=sizes["tp"],
+            context_parallel=sizes["cp"],
+            pipeline_parallel=sizes["pp"],
+            sequence_parallel=sizes["tp"] > 1 and (run is None or bool(finalised(run.model).sequence_parallel)),
             eval_context_parallel=None if run is None else run.dist.eval_context_parallel_size,
         )
 
@@ -266,7 +266,7 @@ class PackProvider(DatasetProvider):
         settings = getattr(self._run, "validation", None) or train
         batch = getattr(settings, "eval_global_batch_size", None) or train.global_batch_size
         micro = getattr(settings, "eval_micro_batch_size", None) or train.micro_batch_size
-        return int(settings.eval_iters * (batch // (micro * ranks)) * ranks)
+        return packs_of_steps(settings.eval_iters, batch // micro, ranks)
 
     def _packs_left(self, resumed: tuple[int, str | None] | None, ranks: int) -> int | None:
         """Packs that the run has still to read, over all ranks.
@@ -281,30 +281,16 @@ class PackProvider(DatasetProvider):
         train = getattr(self._run, "train", None)
         if resumed is None or train is None or train.train_iters is None or train.rampup_batch_size:
             return None
-        # The batch is rounded down with ``decrease_batch_size_if_needed``, and divides without a rest otherwise.
-        batch = train.global_batch_size // (train.micro_batch_size * ranks) * ranks
-        return int(max(train.train_iters - resumed[0], 0) * batch)
+        packs = train.global_batch_size // train.micro_batch_size
+        return packs_of_steps(train.train_iters - resumed[0], packs, ranks)
 
     def _iterator(self, config: Any, groups: Any, replica: Replica, **what: Any) -> BridgePackIterator:
-        depth = config.data.depth
-        source = metrics = None
+        depth, every = config.data.depth, self.readers == "every"
         config = config if replica.is_reader else without_ledger(config)
-        loader = open_together(
-            config,
-            replica,
-            opened=self.make_loader,
-            reads=replica.is_reader or self.readers == "every",
-            data_parallel_group=getattr(groups, "dp", None),
-            **what,
-        )
-        if loader is not None:
-            if depth and replica.size > 1 and self.readers == "one":
-                loader.share_unpinned()
-            if replica.is_reader:
-                metrics = PackMetrics.of(config.metrics, loader, rank=replica.rank, world_size=replica.world_size)
-            source = EndlessPacks(loader, metrics)
+        what |= {"opened": self.make_loader, "data_parallel_group": getattr(groups, "dp", None)}
+        source, metrics = open_packs(config, replica, every=every, **what)
         reader: OneReader | EveryReader
-        if source is not None and self.readers == "every":
+        if source is not None and every:
             reader = EveryReader(source, replica, compare_every=self.compare_every, depth=depth, pixels_to_device=True)
         else:
             reader = OneReader(source, replica, depth=depth, pixels_to_device=True)
@@ -315,3 +301,48 @@ def _evaluates(container: Any) -> bool:
     """Whether the run asks for validation batches."""
     settings = getattr(container, "validation", None) or container.train
     return bool(getattr(settings, "eval_iters", 0))
+
+
+def check_types(dataset: Any) -> None:
+    """Checks the fields outside the sections against their annotations, as for a configuration file."""
+    hints = typing.get_type_hints(type(dataset))
+    plain = [entry.name for entry in dataclasses.fields(dataset) if hints[entry.name] is not Any]
+    shape = dataclasses.make_dataclass("Dataset", [(name, hints[name], None) for name in plain])
+    from_mapping(shape, {name: getattr(dataset, name) for name in plain}, where="dataset")
+
+
+def refuse_unknown_names(dataset: Any, sections: Mapping[str, type]) -> None:
+    """Refuses an attribute that was meant as a setting: a misspelt one, or one that belongs to a section.
+
+    Other attributes pass: Bridge itself attaches objects to a data set (its tokenizer, paddings).
+
+    Args:
+        sections: class of each section by the name of its field.
+    """
+    known = {entry.name for entry in dataclasses.fields(dataset)}
+    for name in set(vars(dataset)) - known:
+        if name.startswith("_"):
+            continue
+        for section, twin in sections.items():
+            if name in {entry.name for entry in dataclasses.fields(twin)}:
+                raise ConfigError(f"dataset.{name} is not a setting; use dataset.{section}.{name}.")
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+        if near:
+            raise ConfigError(f"dataset.{name} is not a setting; did you mean dataset.{near[0]}?")
+
+
+FIXED_SETTINGS = {
+    "data_sharding": "replicas always read different samples",
+    "pin_memory": "Energon's loader always pins memory if there is a GPU",
+    "drop_last": "the stream of packs is endless, so there is no last batch to keep",
+    "persistent_workers": "Energon keeps its loader processes for the whole run",
+}
+"""Settings that Bridge gives every data set and that its other loaders read; here each must be true."""
+
+
+def refuse_fixed_settings(dataset: Any) -> None:
+    """Refuses a value that nothing would read. Bridge itself unsets ``persistent_workers`` where there is no worker."""
+    for name, reason in FIXED_SETTINGS.items():
+        unset_by_bridge = name == "persistent_workers" and dataset.num_workers == 0
+        if not getattr(dataset, name) and not unset_by_bridge:
+            raise ConfigError(f"dataset.{name} is false, which this data set does not support: {reason}. Leave it out.")

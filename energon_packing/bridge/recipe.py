@@ -6,8 +6,8 @@ from typing import Any
 
 from energon_packing.bridge.dataset import PackedEnergonDatasetConfig
 from energon_packing.bridge.provider import PackProvider
-from energon_packing.bridge.wan_dataset import PackedWanDatasetConfig
 from energon_packing.errors import ConfigError
+from energon_packing.sample_kind import all_kinds
 
 
 def use_packed_data(
@@ -26,10 +26,10 @@ def use_packed_data(
     refuses together with that loss; the model's length. Everything can be changed afterwards.
 
     Args:
-        cfg: a ``ConfigContainer``, for example from a recipe; changed in place. If its model is that of a Wan recipe,
-            the data set is one of clips.
+        cfg: a ``ConfigContainer``, for example from a recipe; changed in place. Its model decides the
+            kind of sample (`SampleKind.bridge_dataset`).
         path: data set that ``energon-packing convert`` wrote, or another prepared Energon data set or blend.
-        processor: of the model; None takes the one that the recipe names. A Wan model has none.
+        processor: of the model; None takes the one that the recipe names.
         seq_length: tokens (patches) per row; None keeps the model's.
         global_batch_size: packs per step; None keeps the recipe's number, which then counts packs instead of samples.
         num_workers: loader processes per rank.
@@ -38,11 +38,12 @@ def use_packed_data(
         ``cfg``.
 
     Raises:
-        ConfigError: the recipe names no processor and none is given, or one is given for a Wan model.
+        ConfigError: the recipe names no processor and none is given.
     """
     length = seq_length or cfg.model.seq_length
-    made = _of_clips if type(cfg.model).__name__ == "WanModelProvider" else _of_conversations
-    cfg.dataset = made(cfg, processor, path=path, seq_length=length, num_workers=num_workers)
+    fields = {"path": path, "seq_length": length, "num_workers": num_workers}
+    made = (kind.bridge_dataset(cfg, processor, **fields) for kind in all_kinds())
+    cfg.dataset = next(filter(None, made), None) or _of_conversations(cfg, processor, **fields)
     cfg.dataset.follow(cfg)
     cfg.model.seq_length = length
     cfg.model.calculate_per_token_loss = True
@@ -62,13 +63,3 @@ def _of_conversations(cfg: Any, processor: str | None, **fields: Any) -> PackPro
     if not named:
         raise ConfigError("The recipe has no processor; call use_packed_data(..., processor=...).")
     return PackedEnergonDatasetConfig(processor=str(named), **fields)
-
-
-def _of_clips(cfg: Any, processor: str | None, **fields: Any) -> PackProvider:
-    if processor is not None:
-        raise ConfigError(f"use_packed_data(..., processor={processor!r}): a Wan model has no processor; leave it out.")
-    model, dataset = cfg.model, PackedWanDatasetConfig(**fields)
-    dataset.encoder.patch = (model.patch_temporal, model.patch_spatial, model.patch_spatial)
-    dataset.encoder.latent_channels, dataset.encoder.text_width = model.in_channels, model.text_dim
-    dataset.encoder.max_text_tokens = model.text_len
-    return dataset

@@ -24,6 +24,7 @@ import contextlib
 import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron.bridge.training.state import GlobalState
@@ -34,7 +35,7 @@ from megatron.core.utils import get_model_config
 from energon_packing.config import ParallelConfig
 from energon_packing.encoders.model_forward import innermost, refuse_untaken
 from energon_packing.errors import ConfigError
-from energon_packing.thd.expert_masks import experts_read_masks, put_mask
+from energon_packing.thd.routers import experts_read_masks, put_mask
 from energon_packing.validate.run_view import RunView, installed_version
 
 
@@ -152,22 +153,12 @@ def _forwards_batches_whole(step: Any) -> bool:
     return view.bridge_release >= (0, 7) and view.goes_through_gpt_step
 
 
-@contextlib.contextmanager
-def _declared_packed(dataset: Any) -> Iterator[None]:
+def _declared_packed(dataset: Any) -> contextlib.AbstractContextManager[Any]:
     """Makes ``gpt_step`` see rows as packed for the duration of the call."""
     names = ("enable_offline_packing", "enable_in_batch_packing")
     if any(getattr(dataset, name, False) for name in names):
-        yield
-        return
-    had = hasattr(dataset, names[0])
-    setattr(dataset, names[0], True)
-    try:
-        yield
-    finally:
-        if had:
-            setattr(dataset, names[0], False)
-        else:
-            delattr(dataset, names[0])
+        return contextlib.nullcontext()
+    return mock.patch.object(dataset, names[0], True, create=True)
 
 
 def _refuse_graphs(model: Any, step: Any) -> None:

@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from energon_packing.chat.layout import Layout
-from energon_packing.chat.sentinels import find_marks
+from energon_packing.chat.marks import Layout, find_marks
+from energon_packing.chat.renderer import common_prefix
 from energon_packing.errors import SampleRejected
 
 Render = Callable[[Sequence[dict[str, Any]], bool], str]
@@ -189,12 +189,6 @@ def _behind(text: str, piece: int | None) -> str | None:
         return text
     ends = [end for _, end, found in find_marks(text) if found == piece]
     return text[ends[-1] :] if ends else None
-
-
-def common_prefix(one: str, other: str) -> int:
-    """Length of the prefix that both texts share."""
-    shorter = min(len(one), len(other))
-    return next((at for at in range(shorter) if one[at] != other[at]), shorter)
 
 
 def _last_mark(layout: Layout, messages: Sequence[dict[str, Any]], render: Render, turn: int, last: int) -> int:

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from energon_packing.chat.answers import Answer
-from energon_packing.chat.layout import Layout, names_of
+from energon_packing.chat.marks import MARKUP, Layout, Marks, Passing, Piece, names_of
 from energon_packing.chat.renderer import TemplateRenderer
-from energon_packing.chat.sentinels import MARKUP, Marks, Passing, Piece, Words
 from energon_packing.chat.thinking import TAG
 from energon_packing.config import ToolDefinitions
 from energon_packing.conversation import Conversation, MediaPart, Turn
@@ -89,7 +88,16 @@ class TemplateReader:
                 the conversation cannot be passed to it.
             ConfigError: the template is not valid Jinja.
         """
-        self._check_empty_system(conversation)
+        if (
+            conversation.turns[0].role == "system"
+            and not _says(conversation.turns[0])
+            and self._renderer.hides_empty_system
+        ):
+            raise SampleRejected(
+                "template_omits",
+                "the chat template writes its default prompt in place of the empty system turn; remove that turn, or "
+                "use another encoder.chat_template",
+            )
         self._check_order_of_silence(conversation)
         failure: SampleRejected | None = None
         with_calls = any(turn.tool_calls for turn in conversation.turns) or bool(conversation.tools)
@@ -97,23 +105,14 @@ class TemplateReader:
             if failure is not None and failure.reason == "template_omits" and not mode.get("calls", True):
                 break  # without marks, nothing can be found missing
             found, error = self._best(conversation, mode)
-            if found is None:
-                if not mode:
-                    self._renderer.run(
-                        *self._renderer.messages(conversation, Words(), self._renderer.passing), track=False
-                    )  # raises with its own words
+            if found is None and not mode:
+                self._renderer.run(*self._renderer.messages(conversation))  # raises with its own words
+            if found is None or error is not None:
                 failure = failure or error
                 continue
             passing, structure, pieces = found
-            if error is not None:
-                failure = failure or error
-                continue
-            messages, tools = self._renderer.messages(conversation, Words(), passing)
-            text, marked = self._renderer.run(messages, tools, track=self._renderer.marks_generation)
+            text, marked = self._renderer.run(*self._renderer.messages(conversation, None, passing))
             places, other = structure.layout.walk(text, pieces)
-            if other is not None:  # a template may write the date, and midnight may have passed
-                structure = self._structure(conversation, passing, mode, anew=True)[0]
-                places, other = structure.layout.walk(text, pieces)
             if other is None:
                 if mode:
                     _check_unmarked(conversation, structure, places, text, calls=not mode.get("calls", True))
@@ -150,19 +149,18 @@ class TemplateReader:
         return (None, refusal) if best is None else (best[1:], complaint)
 
     def _left_out(self, conversation: Conversation, pieces: Sequence[Piece], missing: Sequence[int]) -> list[int]:
-        """Of the pieces that are missing, those that may not be."""
-        questions = [number for number, turn in enumerate(conversation.turns) if turn.role == "user"]
-        last_question = questions[-1] if questions else -1
-        return [piece for piece in missing if not self._may_omit(pieces[piece], last_question)]
-
-    def _may_omit(self, piece: Piece, last_question: int) -> bool:
-        """Whether a piece may be left out.
+        """Of the pieces that are missing, those that may not be.
 
         Many templates drop thinking before the last question; definitions may be missing if the user allows it.
         """
-        if piece.kind == "definition":
-            return self._tool_definitions == "optional"
-        return piece.kind == "thinking" and piece.turn < last_question
+        last_question = max((at for at, turn in enumerate(conversation.turns) if turn.role == "user"), default=-1)
+        allowed = {"definition"} if self._tool_definitions == "optional" else set()
+        return [
+            piece
+            for piece in missing
+            if pieces[piece].kind not in allowed
+            and not (pieces[piece].kind == "thinking" and pieces[piece].turn < last_question)
+        ]
 
     @staticmethod
     def _complaint(
@@ -203,7 +201,7 @@ class TemplateReader:
                     yield replace(plain, no_text_is_none=none, arguments_as_text=as_text, name_results=names)
 
     def _structure(
-        self, conversation: Conversation, passing: Passing, mode: Mapping[str, bool], *, anew: bool = False
+        self, conversation: Conversation, passing: Passing, mode: Mapping[str, bool]
     ) -> tuple[Structure, list[Piece]]:
         """The structure of a conversation, cached or rendered, and the conversation's pieces.
 
@@ -214,10 +212,9 @@ class TemplateReader:
         messages, tools = self._renderer.messages(conversation, marks, passing)
         key = repr((messages, tools))
         found = self._structures.get(key)
-        if found is None or anew:
+        if found is None:
             try:
-                text, _ = self._renderer.run(messages, tools, track=False)
-                found = Structure(messages, tools, text, marks.pieces)
+                found = Structure(messages, tools, self._renderer.run(messages, tools)[0], marks.pieces)
             except SampleRejected as error:
                 found = error
             self._structures[key] = found
@@ -242,29 +239,17 @@ class TemplateReader:
         if error is not None and error.reason == "unstable_prefix":
             raise error
 
-    def _check_empty_system(self, conversation: Conversation) -> None:
-        first = conversation.turns[0]
-        if first.role != "system" or first.text.strip() or any(isinstance(part, MediaPart) for part in first.parts):
-            return
-        if self._renderer.hides_empty_system:
-            raise SampleRejected(
-                "template_omits",
-                "the chat template writes its default prompt in place of the empty system turn; remove that turn, or "
-                "use another encoder.chat_template",
-            )
-
 
 def _thought_too_late(conversation: Conversation, structure: Structure) -> list[int]:
     """Pieces of a thinking field that stand after the calls that it led to, because a template without such a field
     writes the text of an answer after its calls."""
-    late: list[int] = []
+    pieces = structure.layout.pieces
     called: set[int] = set()
+    late: list[int] = []
     for piece in structure.layout.order:
-        kind, turn = structure.layout.pieces[piece].kind, structure.layout.pieces[piece].turn
-        if kind == "call":
-            called.add(turn)
-        elif kind == "thinking" and turn in called and conversation.turns[turn].thinking:
-            late.append(piece)
+        kind, turn = pieces[piece].kind, pieces[piece].turn
+        called |= {turn} if kind == "call" else set()
+        late += [piece] if kind == "thinking" and turn in called and conversation.turns[turn].thinking else []
     return late
 
 

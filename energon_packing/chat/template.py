@@ -1,7 +1,7 @@
 """Renders a conversation with a Hugging Face chat template, and finds the characters that are trained.
 
 Everything that a conversation says must appear in the text, in order. To check this, the conversation is rendered again
-with marks in place of its words (`energon_packing.chat.sentinels`); the text must equal that rendering with the words
+with marks in place of its words (`energon_packing.chat.marks`); the text must equal that rendering with the words
 in place of the marks. If the template leaves something out, the sample is rejected, and the error names what is
 missing. The same comparison finds the answers:
 
@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from energon_packing.chat.answers import StopTokens, common_prefix, find_answers
-from energon_packing.chat.renderer import TemplateRenderer
-from energon_packing.chat.sentinels import Words
+from energon_packing.chat.answers import StopTokens, find_answers
+from energon_packing.chat.renderer import TemplateRenderer, common_prefix
 from energon_packing.chat.structures import Reading, TemplateReader
 from energon_packing.chat.thinking import (
     OPEN,
@@ -190,8 +189,8 @@ class ChatTemplate:
         """
         conversation = self._shown(conversation)
         try:
-            messages, tools = self.renderer.messages(conversation, Words(), self.renderer.passing)
-            before, _ = self.renderer.run(messages[:turns], tools, track=False)
+            messages, tools = self.renderer.messages(conversation)
+            before, _ = self.renderer.run(messages[:turns], tools)
         except SampleRejected:
             before = None
         if before is not None and chat.text.startswith(before):
@@ -270,7 +269,7 @@ class ChatTemplate:
             structure.answers = find_answers(
                 structure.layout,
                 structure.messages,
-                lambda messages, prompt: run(list(messages), tools, track=False, prompt=prompt)[0],
+                lambda messages, prompt: run(list(messages), tools, prompt=prompt)[0],
                 self.stops,
                 self.renderer.thinking.opening or OPEN,
             )
@@ -367,7 +366,7 @@ def media_texts(tokenizer: Any, source: str | None, placeholders: Mapping[MediaK
         content = [{"type": "text", "text": before}, {"type": kind}, {"type": "text", "text": after}]
         try:
             own = ChatTemplate(tokenizer, source=source, date="2000-01-01")  # no day changes what is asked for here
-            shown, _ = own.renderer.run([{"role": "user", "content": content}], None, track=False)
+            shown, _ = own.renderer.run([{"role": "user", "content": content}], None)
         except (ConfigError, SampleRejected):
             continue  # no template of its own, or one that does not take this kind
         between = shown.partition(before)[2].partition(after)[0]
@@ -388,7 +387,7 @@ def media_frames(template: ChatTemplate, placeholders: Mapping[MediaKind, str]) 
         frames[kind] = "", ""
         try:
             without, shown = (
-                template.renderer.run([{"role": "user", "content": content}], None, track=False)[0]
+                template.renderer.run([{"role": "user", "content": content}], None)[0]
                 for content in (texts, [texts[0], {"type": kind}, texts[1]])
             )
         except SampleRejected:
@@ -406,9 +405,7 @@ def _with_line_break(text: str, end: int) -> int:
 
 
 def _with_space(text: str, end: int) -> int:
-    while end < len(text) and text[end].isspace():
-        end += 1
-    return end
+    return len(text) - len(text[end:].lstrip())
 
 
 def _with_gaps(spans: list[TrainedSpan], length: int) -> list[TrainedSpan]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from energon_packing.conversation import Conversation, Part, Turn
@@ -214,15 +214,10 @@ def without_spans(spans: Sequence[TrainedSpan], hidden: Sequence[tuple[int, int]
     result: list[TrainedSpan] = []
     for span in spans:
         cursor = span.start
-        for start, end in _within(hidden, span):
-            result += [span._replace(start=cursor, end=start), TrainedSpan(start, end, 0.0)]
-            cursor = end
+        for start, end in hidden:
+            start, end = max(start, cursor), min(end, span.end)
+            if start < end:
+                result += [span._replace(start=cursor, end=start), TrainedSpan(start, end, 0.0)]
+                cursor = end
         result.append(span._replace(start=cursor))
     return result
-
-
-def _within(hidden: Sequence[tuple[int, int]], span: TrainedSpan) -> Iterator[tuple[int, int]]:
-    for start, end in hidden:
-        start, end = max(start, span.start), min(end, span.end)
-        if start < end:
-            yield start, end

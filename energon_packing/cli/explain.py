@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import Any
 
 import click
+from rich.console import Console
 
+from energon_packing.cli.options import PATH, config_options, json_option
+from energon_packing.cli.terminal import answer, cell, table
 from energon_packing.config import load_config
 from energon_packing.errors import UserError
 
@@ -23,11 +26,10 @@ _STYLES = {"ok": "green", "changed": "yellow", "dropped": "bold red", "rejected"
 
 @click.command(epilog=_EXAMPLES)
 @click.argument("key")
-@click.argument("path", metavar="DATASET|PLAN", type=click.Path(path_type=Path))
-@click.option("--config", "config_path", metavar="CFG", type=click.Path(), help="YAML configuration.")
-@click.option("--set", "overrides", metavar="SECTION.KEY=VALUE", multiple=True, help="Change a value; may be repeated.")
-@click.option("--ledger", type=click.Path(path_type=Path), help="Ledger of a run. Default: packing.ledger.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
+@click.argument("path", metavar="DATASET|PLAN", type=PATH)
+@config_options
+@click.option("--ledger", type=PATH, help="Ledger of a run. Default: packing.ledger.")
+@json_option
 def explain(
     key: str, path: Path, config_path: str | None, overrides: tuple[str, ...], ledger: Path | None, as_json: bool
 ) -> None:
@@ -47,24 +49,15 @@ def explain(
         events = story_in_plan(key, path)
     else:
         events = story_in_dataset(key, str(path), load_config(config_path, overrides), ledger=ledger)
-    if as_json:
-        found = {"key": key, "path": str(path), "events": [event.to_json() for event in events]}
-        click.echo(json.dumps(found, ensure_ascii=False, indent=1))
-        return
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+    told = {"key": key, "path": str(path), "events": [event._asdict() for event in events]}
+    answer(told, as_json, _show, ensure_ascii=False, indent=1)
 
-    from energon_packing.report.excerpt import visible
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=Text(visible(key)), title_justify="left")
-    table.add_column("stage", no_wrap=True)
-    table.add_column("outcome", no_wrap=True)
-    table.add_column("what happened", ratio=1, overflow="fold")
-    for event in events:
-        text = Text(visible(event.text, line_break="\n"), overflow="fold")
-        if event.setting:
-            text.append(f"\nsetting: {event.setting}", style="cyan")
-        table.add_row(event.stage, Text(event.outcome, style=_STYLES[event.outcome]), text)
-    Console().print(table)
+def _show(told: dict[str, Any]) -> None:
+    rows = []
+    for event in told["events"]:
+        text = cell(event["text"], line_break="\n")
+        if event["setting"]:
+            text.append(f"\nsetting: {event['setting']}", style="cyan")
+        rows.append((event["stage"], cell(event["outcome"], _STYLES[event["outcome"]]), text))
+    Console().print(table(rows, left=("stage", "outcome"), wide=("what happened",), title=str(cell(told["key"]))))

@@ -9,6 +9,8 @@ from typing import Any
 
 import click
 
+from energon_packing.cli.options import AT_LEAST_1, FILE, json_option
+from energon_packing.cli.terminal import answer
 from energon_packing.errors import UserError
 
 _EXAMPLES = """
@@ -19,20 +21,19 @@ Examples:
   energon-packing init data/packed --processor models/qwen --seq-length 16384 --out run.yaml
   energon-packing init data/packed --processor models/qwen --context-parallel 2 --schema run.schema.json
 """
-_AT_LEAST_ONE = click.IntRange(min=1)
 
 
 @click.command(epilog=_EXAMPLES)
 @click.argument("dataset", type=click.Path())
 @click.option("--processor", required=True, help="Directory or hub name of a Hugging Face processor or tokenizer.")
-@click.option("--out", default="run.yaml", show_default=True, type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--out", default="run.yaml", show_default=True, type=FILE)
 @click.option("--force", is_flag=True, help="Replace an existing file.")
-@click.option("--seq-length", default=8192, show_default=True, type=_AT_LEAST_ONE, help="Tokens of a row.")
-@click.option("--global-batch-size", default=8, show_default=True, type=_AT_LEAST_ONE, help="Rows of a step.")
-@click.option("--tensor-parallel", default=1, show_default=True, type=_AT_LEAST_ONE)
-@click.option("--context-parallel", default=1, show_default=True, type=_AT_LEAST_ONE)
-@click.option("--schema", type=click.Path(path_type=Path, dir_okay=False), help="Also write a JSON Schema for editors.")
-@click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
+@click.option("--seq-length", default=8192, show_default=True, type=AT_LEAST_1, help="Tokens of a row.")
+@click.option("--global-batch-size", default=8, show_default=True, type=AT_LEAST_1, help="Rows of a step.")
+@click.option("--tensor-parallel", default=1, show_default=True, type=AT_LEAST_1)
+@click.option("--context-parallel", default=1, show_default=True, type=AT_LEAST_1)
+@click.option("--schema", type=FILE, help="Also write a JSON Schema for editors.")
+@json_option
 def init(
     dataset: str,
     processor: str,
@@ -52,8 +53,8 @@ def init(
     from energon_packing.config import ParallelConfig
     from energon_packing.convert.layout import dataset_entry
     from energon_packing.offline.data_paths import has_global_packs
-    from energon_packing.report.settings import json_schema
-    from energon_packing.report.sketched_run import sketched_run
+    from energon_packing.report.page import writing
+    from energon_packing.report.settings import json_schema, sketched_run
 
     if not os.path.exists(dataset):
         raise UserError(f"There is no data set {dataset}; `energon-packing convert` makes one.")
@@ -85,15 +86,11 @@ def init(
         "training.global_batch_size": global_batch_size,
     }
     beside = None if schema is None else os.path.relpath(schema.absolute(), out.absolute().parent)
-    text = sketched_run(given, schema=beside)
-    try:
-        out.write_text(text, encoding="utf-8")
+    with writing(out):
+        out.write_text(sketched_run(given, schema=beside), encoding="utf-8")
         if schema is not None:
             schema.write_text(json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{error.filename} cannot be written: {error.strerror or error}.") from error
-    if as_json:
-        click.echo(json.dumps({"out": str(out), "schema": None if schema is None else str(schema)}))
-        return
-    click.echo(f"Written: {out}" + (f" and {schema}" if schema else ""))
-    click.echo(f"Next: energon-packing validate {out}")
+
+    written = f"Written: {out}{f' and {schema}' if schema else ''}\nNext: energon-packing validate {out}"
+    told = {"out": str(out), "schema": None if schema is None else str(schema)}
+    answer(told, as_json, lambda _: click.echo(written))

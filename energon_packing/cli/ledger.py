@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
+from typing import Any
 
 import click
 
-from energon_packing.cli.counted import counted
+from energon_packing.cli.options import PATH, json_option
+from energon_packing.cli.terminal import answer, counted
 
 _SHOWN = 10
 _EXAMPLES = """\b
@@ -21,8 +22,8 @@ Exit code 1 if a sample came more often than the data were read.
 
 
 @click.command(epilog=_EXAMPLES)
-@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of lines.")
+@click.argument("directory", metavar="DIR", type=PATH)
+@json_option
 @click.pass_context
 def ledger(ctx: click.Context, directory: Path, as_json: bool) -> None:
     """Merge the ledger in DIR (packing.ledger): samples emitted, dropped by reason and data set, and duplicates.
@@ -32,14 +33,12 @@ def ledger(ctx: click.Context, directory: Path, as_json: bool) -> None:
     from energon_packing.ledger_report import merged
 
     report = merged(directory)
-    if as_json:
-        click.echo(json.dumps({entry.name: getattr(report, entry.name) for entry in dataclasses.fields(report)}))
-    else:
-        dropped = report.dropped.total()
+
+    def show(_: Any) -> None:
         click.echo(
-            f"{counted(report.emitted, 'sample')} emitted in {counted(report.packs, 'pack')}, {dropped:,} dropped, by "
-            f"{counted(report.workers, 'worker')} with {counted(report.restarts, 'restart')}; "
-            f"{counted(len(report.duplicates), 'duplicate')}"
+            f"{counted(report.emitted, 'sample')} emitted in {counted(report.packs, 'pack')}, "
+            f"{report.dropped.total():,} dropped, by {counted(report.workers, 'worker')} with "
+            f"{counted(report.restarts, 'restart')}; {counted(len(report.duplicates), 'duplicate')}"
         )
         for data, reasons in sorted(report.dropped_by_data.items()):
             for reason, count in reasons.most_common():
@@ -55,5 +54,7 @@ def ledger(ctx: click.Context, directory: Path, as_json: bool) -> None:
         ):
             if count:
                 click.echo(f"  {count:,} {what}")
+
+    answer({entry.name: getattr(report, entry.name) for entry in dataclasses.fields(report)}, as_json, show)
     if report.duplicates:
         ctx.exit(1)

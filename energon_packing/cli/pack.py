@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
-from rich.console import Console
 
-from energon_packing.cli.counted import counted
-from energon_packing.cli.executor_options import executor_options
-from energon_packing.cli.progress import ShownProgress
-from energon_packing.errors import UserError
-
-if TYPE_CHECKING:
-    from energon_packing.offline.pack import PackConfig
+from energon_packing.cli.options import AT_LEAST_1, PATH, executor_options, json_option, rank_options
+from energon_packing.cli.terminal import ShownProgress, answer, counted
 
 _EXAMPLES = """\b
 Examples:
@@ -31,8 +23,8 @@ Examples:
 
 
 @click.command(epilog=_EXAMPLES)
-@click.argument("plan", metavar="PLAN", type=click.Path(path_type=Path))
-@click.option("--out", metavar="DIR", required=True, type=click.Path(path_type=Path), help="Directory of the packs.")
+@click.argument("plan", metavar="PLAN", type=PATH)
+@click.option("--out", metavar="DIR", required=True, type=PATH, help="Directory of the packs.")
 @click.option(
     "--store",
     type=click.Choice(["tokens", "pixels"]),
@@ -47,23 +39,18 @@ Examples:
     show_default=True,
     help="Leave compressed media in their data sets, or copy them into DIR.",
 )
-@click.option(
-    "--shard-packs", type=click.IntRange(min=1), default=1000, show_default=True, help="Packs of a shard at most."
-)
+@click.option("--shard-packs", type=AT_LEAST_1, default=1000, show_default=True, help="Packs of a shard at most.")
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["shards", "bridge-parquet"]),
+    metavar="FORMAT",
     default="shards",
     show_default=True,
     help="Our shards; or, for text, the Parquet files of Bridge's own packed data sets.",
 )
 @executor_options
-@click.option(
-    "--rank", type=click.IntRange(min=0), default=0, help="Number of this one among --world-size such commands, from 0."
-)
-@click.option("--world-size", type=click.IntRange(min=1), default=1, help="Number of such commands.")
-@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON and nothing else.")
+@rank_options
+@json_option
 def pack(plan: Path, out: Path, form: str, as_json: bool, **given: Any) -> None:
     """Store the packs of the plan PLAN as arrays, in its order.
 
@@ -73,62 +60,42 @@ def pack(plan: Path, out: Path, form: str, as_json: bool, **given: Any) -> None:
     from energon_packing.offline.pack import PackConfig
     from energon_packing.offline.pack import pack as run_pack
 
-    config = PackConfig(plan=plan, out=out, **given)
-    if form == "bridge-parquet":
-        _pack_parquet(config, as_json)
-        return
-    with ShownProgress(Console(stderr=True), {"pack": "packing"}, quiet=as_json) as shown:
+    config = PackConfig(plan=plan, out=out, format=form, **given)
+    with ShownProgress({"pack": "packing"}, quiet=as_json) as shown:
         report = run_pack(config, shown)
+    counts = {name: getattr(report, name) for name in ("packed", "reused", "missing")}
+    if report.facts is None:
+        answer({"out": str(out), "packs": report.packs, **counts}, as_json, lambda said: _show_files(said, form))
+        return
     shards = report.facts.shards
-    drops: Counter[str] = Counter()
-    for shard in shards:
-        drops.update(shard.drops)
     said = {
         "out": str(out),
         "plan": report.facts.plan,
         "store": report.facts.store,
         "media": report.facts.media,
         "packs": report.facts.packs,
-        "shards": {"packed": report.packed, "reused": report.reused, "missing": report.missing},
+        "shards": counts,
         "samples": sum(shard.samples for shard in shards),
         "bytes": sum(shard.bytes for shard in shards),
         "media_bytes": sum(shard.media_bytes for shard in shards),
-        "drops": dict(drops),
+        "drops": dict(sum((Counter(shard.drops) for shard in shards), Counter())),
     }
-    if as_json:
-        click.echo(json.dumps(said))
-        return
-    if shards:
+    answer(said, as_json, lambda told: _show(told, len(shards)))
+
+
+def _show(said: dict[str, Any], count: int) -> None:
+    shards = said["shards"]
+    if count:
         media = f", and {said['media_bytes']:,} bytes of media" if said["media_bytes"] else ""
-        made = f"{counted(report.facts.packs, 'pack')} in {counted(len(shards), 'shard')}"
-        click.echo(f"{out}: {made}, {said['bytes']:,} bytes{media}")
-        dropped = ", ".join(f"{reason} {count:,}" for reason, count in drops.items())
-        click.echo(f"dropped: {dropped or 'none'}")
-    click.echo(f"shards packed: {report.packed:,}, there before: {report.reused:,}")
-    if report.missing:
-        click.echo(f"shards that other ranks have not packed yet: {report.missing:,}; the last rank completes {out}")
+        held = f"{counted(said['packs'], 'pack')} in {counted(count, 'shard')}, {said['bytes']:,} bytes{media}"
+        click.echo(f"{said['out']}: {held}")
+        click.echo(f"dropped: {', '.join(f'{why} {number:,}' for why, number in said['drops'].items()) or 'none'}")
+    click.echo(f"shards packed: {shards['packed']:,}, there before: {shards['reused']:,}")
+    if shards["missing"]:
+        yet = f"shards that other ranks have not packed yet: {shards['missing']:,}"
+        click.echo(f"{yet}; the last rank completes {said['out']}")
 
 
-def _pack_parquet(config: PackConfig, as_json: bool) -> None:
-    from energon_packing.offline.bridge_parquet import pack_parquet
-    from energon_packing.offline.pack import run_of_plan
-    from energon_packing.offline.plan import Plan
-
-    if (config.store, config.media) != ("tokens", "reference"):
-        raise UserError("--format bridge-parquet holds text only; leave --store and --media out.")
-    plan = Plan.open(config.plan)
-    with ShownProgress(Console(stderr=True), {"pack": "packing"}, quiet=as_json) as shown:
-        report = pack_parquet(
-            plan,
-            run_of_plan(plan),
-            config.out,
-            shard_packs=config.shard_packs,
-            executor=config.executor_config(),
-            share=(config.rank, config.world_size),
-            progress=shown,
-        )
-    if as_json:
-        click.echo(json.dumps({"out": str(config.out), **dataclasses.asdict(report)}))
-        return
-    click.echo(f"{config.out}: {counted(report.packs, 'pack')} in Bridge's form")
-    click.echo(f"files written: {report.packed:,}, there before: {report.reused:,}, missing: {report.missing:,}")
+def _show_files(said: dict[str, Any], form: str) -> None:
+    click.echo(f"{said['out']}: {counted(said['packs'], 'pack')} in the form {form}")
+    click.echo(f"files written: {said['packed']:,}, there before: {said['reused']:,}, missing: {said['missing']:,}")

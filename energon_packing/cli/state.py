@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import Any
 
 import click
 
+from energon_packing.cli.options import FILE as OUT_FILE
+from energon_packing.cli.options import PATH, json_option, set_option
+from energon_packing.cli.terminal import answer, say
 from energon_packing.config import load_config
 from energon_packing.errors import UserError
 
@@ -27,14 +30,14 @@ def state() -> None:
 
 
 @state.command(epilog=_EXAMPLES)
-@click.argument("states", metavar="STATE...", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--index", required=True, type=click.Path(path_type=Path), help="Index of the run's data set.")
+@click.argument("states", metavar="STATE...", nargs=-1, required=True, type=PATH)
+@click.option("--index", required=True, type=PATH, help="Index of the run's data set.")
 @click.option("--config", "config_path", metavar="CFG", required=True, type=click.Path(), help="YAML of the run.")
-@click.option("--set", "overrides", metavar="SECTION.KEY=VALUE", multiple=True, help="Change a value; may be repeated.")
-@click.option("--out", metavar="PLAN", required=True, type=click.Path(path_type=Path, dir_okay=False), help="To write.")
-@click.option("--states-out", metavar="DIR", type=click.Path(path_type=Path), help="Folder for Bridge's new state.")
+@set_option
+@click.option("--out", metavar="PLAN", required=True, type=OUT_FILE, help="To write.")
+@click.option("--states-out", metavar="DIR", type=PATH, help="Folder for Bridge's new state.")
 @click.option("--force", is_flag=True, help="Replace an existing plan and state.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@json_option
 def convert(
     states: tuple[Path, ...],
     index: Path,
@@ -51,23 +54,22 @@ def convert(
     them. The plan begins with the rest of the running epoch, in new packs; `plan.epochs` whole epochs follow. Every
     sample occurs in the running epoch exactly once, before or after; packs that were in the window are made anew.
     """
-    if out.suffix != ".parquet":
-        raise UserError(f"--out {out} must end with .parquet, by which data.path knows a plan.")
     import torch
 
-    from energon_packing.cli.plan import encoder_parts, print_summary
+    from energon_packing.cli.plan import check_plan_name, encoder_parts, show_summary
     from energon_packing.energon.loader import build_task_encoder
+    from energon_packing.offline.files import replacing
     from energon_packing.offline.index import Index, kind_of
+    from energon_packing.offline.loader import plan_fingerprint, planned_state
     from energon_packing.offline.online_state import left_in_epoch, read_states
-    from energon_packing.offline.parquet import replacing
     from energon_packing.offline.plan import Plan
-    from energon_packing.offline.planned_loader import plan_fingerprint, planned_state
     from energon_packing.offline.planner import make_plan
 
+    check_plan_name(out)
     if states_out is not None:
         _check_states_out(states_out / FILE, states, force)
-    if kind_of(Index.open(index).datasets) != "conversations":
-        raise UserError(f"{index} is an index of clips; only the state of a run on conversations can be converted.")
+    if (kind := kind_of(Index.open(index).datasets)) != "conversations":
+        raise UserError(f"{index} is an index of {kind}; only the state of a run on conversations can be converted.")
     config = load_config(config_path, overrides)
     left = left_in_epoch(read_states(states), config)
     limits, remeasure = encoder_parts(config, (index,))
@@ -76,10 +78,9 @@ def convert(
         fingerprint = plan_fingerprint(Plan.open(out), build_task_encoder(config))
         try:
             states_out.mkdir(parents=True, exist_ok=True)
-            file = states_out / FILE
             # As a replica's reader saves it; the number of packs is that from which its ranks count.
             saved = {"packs": 0, "source": planned_state(0, fingerprint)}
-            with replacing(file) as aside:
+            with replacing(states_out / FILE) as aside:
                 torch.save({"dataloader_state_dict": saved}, aside)
         except (OSError, RuntimeError) as error:
             raise UserError(f"--states-out {states_out} cannot be written ({error})") from error
@@ -93,14 +94,15 @@ def convert(
         "drops": dict(facts.drops),
         **facts.summary,
     }
-    if as_json:
-        click.echo(json.dumps(result, indent=2))
-        return
-    click.echo(
-        f"saved by {left.ranks} ranks x {left.workers} workers after {left.packs:,} packs each; {rest:,} samples of "
-        f"epoch {left.epoch} are left, in the first {facts.epoch_ends[0] if rest else 0:,} packs of the plan"
-    )
-    print_summary(result)
+
+    def show(told: dict[str, Any]) -> None:
+        say(
+            f"saved by {left.ranks} ranks x {left.workers} workers after {left.packs:,} packs each; {rest:,} samples "
+            f"of epoch {left.epoch} are left, in the first {facts.epoch_ends[0] if rest else 0:,} packs of the plan"
+        )
+        show_summary(told)
+
+    answer(result, as_json, show, indent=2)
 
 
 def _check_states_out(file: Path, states: tuple[Path, ...], force: bool) -> None:
@@ -109,8 +111,7 @@ def _check_states_out(file: Path, states: tuple[Path, ...], force: bool) -> None
     Raises:
         UserError: it is one of those that are read, or it is there and `force` is not given.
     """
-    read = {given / FILE if given.is_dir() else given for given in states}
-    if file.resolve() in {each.resolve() for each in read}:
+    if file.resolve() in {(given / FILE if given.is_dir() else given).resolve() for given in states}:
         raise UserError(f"--states-out {file.parent} holds the states that are converted; name another folder.")
     if file.exists() and not force:
         raise UserError(f"{file} exists already; name another --states-out, or replace it with --force.")

@@ -1,22 +1,34 @@
-"""`energon-packing stats`: how samples are distributed, and how full their packs would be."""
+"""`energon-packing stats`: how samples are distributed, how full their packs would be, and what a run of them costs."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import Any
 
 import click
 from click.core import ParameterSource
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from energon_packing.cli.progress import ShownProgress
+from energon_packing.cli.options import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    NEW_FILE,
+    PATH,
+    config_options,
+    json_option,
+    split_option,
+    together,
+)
+from energon_packing.cli.terminal import ShownProgress, answer, cells, print_warnings, say, table
 from energon_packing.config import RunConfig, load_config
 from energon_packing.errors import UserError
-
-if TYPE_CHECKING:
-    from energon_packing.report.stats_samples import StatsSamples
 
 _EXAMPLES = """
 Examples:
@@ -26,148 +38,355 @@ Examples:
   energon-packing stats index --html stats.html --seq-length 8192 --seq-length 16384 --multiple 8
   energon-packing stats plan.parquet --json
   energon-packing stats data/chats --set encoder.processor=path/or/name
-  energon-packing stats data/chats --config run.yaml --data-parallel 8
   energon-packing stats data/chats --config run.yaml --full --workers 8 --png stats.png
+  energon-packing stats --fill lengths.npz --multiple 8 --image-limit 48 --policy window --window 256
+  energon-packing stats --fill lengths.txt --capacity 32768 --ranks 8 --ranks 64 --balance-window 64
+  energon-packing stats --size data/chats data/charts --config run.yaml --samples 2e9 --cores 512
+  energon-packing stats --profile data/chats --config run.yaml --step-seconds 1.5 --packs-per-step 4
 """
-_AT_LEAST_ONE = click.IntRange(min=1)
+_BAR = 24
+_EIGHTHS = " \u258f\u258e\u258d\u258c\u258b\u258a\u2589"
+_OWN = {
+    "": {
+        *("config_path", "overrides", "split", "samples", "full", "workers", "seq_length", "multiple", "window"),
+        *("data_parallel", "seed", "html", "png"),
+    },
+    "fill": {"capacity", "multiple", "image_limit", "policy", "window", "ranks", "balance_window", "shift"},
+    "size": {"config_path", "overrides", "split", "samples", "probe", "cores"},
+    "profile": {"config_path", "overrides", "packs", "step_seconds", "packs_per_step"},
+}
+"""What is asked for -> the options that say more about it."""
+
+
+def _many(name: str, told: str, kind: click.ParamType = AT_LEAST_1) -> Callable[[Any], Any]:
+    return click.option(name, multiple=True, type=kind, help=f"{told} May be repeated.")
 
 
 @click.command(epilog=_EXAMPLES)
-@click.argument("path", metavar="DATASET|INDEX|PLAN", type=click.Path(path_type=Path))
-@click.option("--config", "config_path", metavar="CFG", type=click.Path(), help="YAML configuration.")
-@click.option("--set", "overrides", metavar="SECTION.KEY=VALUE", multiple=True, help="Change a value; may be repeated.")
-@click.option("--split", default="train", show_default=True, help="Part of a data set.")
-@click.option(
-    "--samples",
-    "most",
-    default=2000,
-    show_default=True,
-    type=_AT_LEAST_ONE,
-    help="Samples of a data set to measure, drawn at random.",
-)
+@click.argument("paths", metavar="DATASET|INDEX|PLAN", nargs=-1, required=True, type=PATH)
+@config_options
+@split_option
+@click.option("--samples", type=float, help="Samples to measure, drawn at random [2000]; --size: of the whole run.")
 @click.option("--full", is_flag=True, help="Measure all samples of a data set.")
-@click.option("--workers", type=click.IntRange(min=0), help="Processes for --full. Default: one per CPU, up to 8.")
-@click.option("--seq-length", "seq_lengths", multiple=True, type=_AT_LEAST_ONE, help="To compare; may be repeated.")
-@click.option("--multiple", "multiples", multiple=True, type=_AT_LEAST_ONE, help="To compare; may be repeated.")
-@click.option("--data-parallel", type=_AT_LEAST_ONE, help="Ranks of a run: show what their readers get of a data set.")
-@click.option("--window", "windows", multiple=True, type=_AT_LEAST_ONE, help="To compare; may be repeated.")
-@click.option(
-    "--seed", default=0, show_default=True, type=click.IntRange(min=0), help="Seed of everything drawn at random."
+@click.option("--workers", type=AT_LEAST_0, help="Processes for --full. Default: one per CPU, up to 8.")
+@_many("--seq-length", "To compare.")
+@_many("--multiple", "To compare; --fill: pads each sample to a multiple of this.")
+@_many("--window", "To compare; samples that an online policy holds.")
+@click.option("--data-parallel", type=AT_LEAST_1, help="Ranks of a run: show what their readers get of a data set.")
+@click.option("--seed", default=0, show_default=True, type=AT_LEAST_0, help="Seed of everything drawn at random.")
+@click.option("--html", type=NEW_FILE, help="Write a page.")
+@click.option("--png", type=NEW_FILE, help="Write a picture (matplotlib).")
+@together(
+    click.option("--fill", is_flag=True, help="Fill per policy; the argument is a file with the lengths of samples."),
+    click.option("--capacity", type=AT_LEAST_1, help="--fill: tokens per pack. Default: `capacity` of the .npz file."),
+    click.option("--image-limit", type=AT_LEAST_1, help="--fill: images per pack; needs `images` in the .npz file."),
+    _many("--policy", "--fill: packing policy. Default: all.", click.STRING),
+    _many("--ranks", "--fill: data-parallel size; adds a table of steps."),
+    _many("--balance-window", "--fill: packs to sort by cost.", click.IntRange(min=2)),
+    click.option("--shift", default=0, type=AT_LEAST_0, help="--fill: largest distance between ranks, in packs."),
 )
-@click.option("--html", "html", type=click.Path(path_type=Path, dir_okay=False), help="Write a page.")
-@click.option("--png", "png", type=click.Path(path_type=Path, dir_okay=False), help="Write a picture (matplotlib).")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@together(
+    click.option("--size", is_flag=True, help="Hours, storage and memory of an offline run of many such samples."),
+    click.option("--probe", type=AT_LEAST_1, default=200, show_default=True, help="--size: samples to pack."),
+    click.option("--cores", type=AT_LEAST_1, default=1, show_default=True, help="--size: for hours by the clock."),
+)
+@together(
+    click.option("--profile", is_flag=True, help="CPU time of the loader by stage, and how many workers a step needs."),
+    click.option("--packs", default=20, show_default=True, type=AT_LEAST_1, help="--profile: packs to count."),
+    _many("--step-seconds", "--profile: time of a training step.", click.FloatRange(min=0, min_open=True)),
+    click.option("--packs-per-step", default=1, show_default=True, type=AT_LEAST_1, help="--profile: of one rank."),
+)
+@json_option
 @click.pass_context
-def stats(
-    ctx: click.Context,
-    path: Path,
-    config_path: str | None,
-    overrides: tuple[str, ...],
-    split: str,
-    most: int,
-    full: bool,
-    workers: int | None,
-    seq_lengths: tuple[int, ...],
-    multiples: tuple[int, ...],
-    windows: tuple[int, ...],
-    data_parallel: int | None,
-    seed: int,
-    html: Path | None,
-    png: Path | None,
-    as_json: bool,
-) -> None:
+def stats(ctx: click.Context, paths: tuple[Path, ...], as_json: bool, **options: Any) -> None:
     """Show how samples are distributed, and compare row lengths, alignments and windows.
 
     An index (`energon-packing measure`) is read in seconds. A data set is measured in part, at random, and figures have
     error bars. A plan knows tokens only.
+
+    --fill shows how full packs of your own lengths would be, per policy: of .npz with the array `length` (and `images`,
+    `capacity`), .npy, or text with one length per line. With --ranks, a second table shows the share of each step in
+    which data-parallel ranks compute, with and without packs sorted by cost.
+
+    --size estimates what measuring, planning and packing take: one shard of each data set is measured here, some of its
+    samples are planned and packed in every form, and CPU time, bytes and memory of that are multiplied.
+
+    --profile makes packs of a data set or plan in one process, as a loader process makes them; then one loader process
+    hands some over. Costs are CPU time, so other load on the machine hardly changes them.
     """
-    from energon_packing.report.page import check_place
-    from energon_packing.report.stats_report import stats_report
-
-    for wanted in (html, png):
-        if wanted is not None:
-            check_place(wanted)
-    if png is not None:
-        from energon_packing.report.stats_figure import check_matplotlib
-
-        check_matplotlib()
-    run = load_config(config_path, overrides)
-    given = {name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
-    with ShownProgress(
-        Console(stderr=True),
-        {"sample": "measuring", "measure": "measuring"},
-        quiet=as_json,
-        units={"sample": "samples"},
-    ) as shown:
-        samples = _samples(path, split, run, most, full, workers, seed, shown, given)
-    report = stats_report(samples, run, seq_lengths=seq_lengths, multiples=multiples, windows=windows, seed=seed)
-    if data_parallel is not None:
-        from energon_packing.report.stats_readers import reader_figures
-
-        report["readers"] = reader_figures(str(path), split, run, samples, data_parallel)
-    if html is not None:
-        from energon_packing.report.page import write_page
-        from energon_packing.report.stats_page import stats_page
-
-        write_page(html, stats_page(report))
-    if png is not None:
-        from energon_packing.report.stats_figure import save_figure
-
-        save_figure(report, png)
-    if as_json:
-        click.echo(json.dumps(report, ensure_ascii=False, indent=1))
-        return
-    from energon_packing.cli.stats_tables import print_stats
-
-    print_stats(Console(), report)
-    for written in (html, png):
-        if written is not None:
-            click.echo(f"Written: {written}")
+    asked = {name for name in options if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    modes = [name for name in ("fill", "size", "profile") if options[name]] or [""]
+    if wrong := sorted(asked - _OWN[modes[0]] - {modes[0]}):
+        named = ", ".join(f"--{name.removesuffix('_path').replace('_', '-')}" for name in wrong)
+        raise UserError(f"`stats{f' --{modes[0]}' * bool(modes[0])}` does not take {named}; leave it out.")
+    if len(paths) > 1 and modes != ["size"]:
+        raise UserError(f"{len(paths)} paths are given; only --size takes several.")
+    given = SimpleNamespace(**options, paths=paths, path=paths[0], asked=asked, as_json=as_json)
+    {"": _statistics, "fill": _fill, "size": _size, "profile": _profile}[modes[0]](given)
 
 
-def _samples(
-    path: Path,
-    split: str,
-    run: RunConfig,
-    most: int,
-    full: bool,
-    workers: int | None,
-    seed: int,
-    shown: ShownProgress,
-    given: set[str],
-) -> StatsSamples:
+def _count(given: SimpleNamespace, default: float | None = None) -> int:
+    samples = default if given.samples is None else given.samples
+    if samples is None or not 1 <= samples < 1e15:
+        raise UserError(f"--samples is {samples}; it must be a number of samples, such as 100e6.")
+    return round(samples)
+
+
+def _statistics(given: SimpleNamespace) -> None:
+    from energon_packing.report.page import writing
+    from energon_packing.report.stats import reader_figures, stats_report
+    from energon_packing.report.stats_page import save_figure, stats_page
+
+    if given.png is not None:
+        import matplotlib  # noqa: F401  (before long work)
+    run = load_config(given.config_path, given.overrides)
+    stages = {"sample": "measuring", "measure": "measuring"}
+    with ShownProgress(stages, quiet=given.as_json, units={"sample": "samples"}) as shown:
+        samples = _samples(given, run, shown)
+    compared = {"seq_lengths": given.seq_length, "multiples": given.multiple, "windows": given.window}
+    report = stats_report(samples, run, **compared, seed=given.seed)
+    if given.data_parallel is not None:
+        report["readers"] = reader_figures(str(given.path), given.split, run, samples, given.data_parallel)
+    if given.html is not None:
+        with writing(given.html):
+            given.html.write_text(stats_page(report), encoding="utf-8")
+    if given.png is not None:
+        save_figure(report, given.png)
+
+    def show(_: Any) -> None:
+        print_stats(Console(), report)
+        say(*(f"Written: {written}" for written in (given.html, given.png) if written is not None))
+
+    answer(report, given.as_json, show, ensure_ascii=False, indent=1)
+
+
+def _samples(given: SimpleNamespace, run: RunConfig, shown: ShownProgress) -> Any:
     from energon_packing.offline.data_paths import is_packed, is_plan
     from energon_packing.offline.index import INDEX_FILE, Index
     from energon_packing.offline.plan import Plan
-    from energon_packing.report import stats_samples
+    from energon_packing.report.stats_samples import samples_of_dataset, samples_of_index, samples_of_plan
 
-    if is_packed(path):
-        raise UserError(f"{path} holds packs; give the plan that it was packed from, or its data set.")
-    known = is_plan(path) or (path / INDEX_FILE).is_file()
-    if known and given & {"full", "workers", "split", "most", "data_parallel"}:
-        raise UserError(
-            f"--full, --workers, --split, --samples and --data-parallel are for data sets; {path} is measured already."
-        )
-    if full and "most" in given:
-        raise UserError("--full measures all samples; leave out --samples, or --full.")
-    if workers is not None and not full:
-        raise UserError("--workers is for --full; a drawn part is measured in one process.")
+    path = given.path
+    is_index = (path / INDEX_FILE).is_file()
+    is_measured = is_plan(path) or is_index
+    mistakes = {
+        f"{path} holds packs; give the plan that it was packed from, or its data set.": is_packed(path),
+        f"--full, --workers, --split, --samples and --data-parallel are for data sets; {path} is measured already.": (
+            is_measured and given.asked & {"full", "workers", "split", "samples", "data_parallel"}
+        ),
+        "--full measures all samples; leave out --samples, or --full.": given.full and given.samples is not None,
+        "--workers is for --full; a drawn part is measured in one process.": given.workers is not None
+        and not given.full,
+        f"There is no {path}; give a data set, an index or a plan.": not is_measured and not path.exists(),
+        "Measuring needs a processor; give --config, or --set encoder.processor=path/or/name.": (
+            not is_measured and not run.encoder.processor
+        ),
+    }
+    if made := [sentence for sentence, is_made in mistakes.items() if is_made]:
+        raise UserError(made[0])
     if is_plan(path):
-        return stats_samples.samples_of_plan(Plan.open(path))
-    if known:
-        return stats_samples.samples_of_index(Index.open(path), str(path))
-    if not path.exists():
-        raise UserError(f"There is no {path}; give a data set, an index or a plan.")
-    if not run.encoder.processor:
-        raise UserError("Measuring needs a processor; give --config, or --set encoder.processor=path/or/name.")
-    if not full:
-        from energon_packing.report.drawn_samples import samples_of_dataset
-
-        return samples_of_dataset(str(path), split, run, most=most, seed=seed, progress=shown)
+        return samples_of_plan(Plan.open(path))
+    if is_index:
+        return samples_of_index(Index.open(path), str(path))
+    if not given.full:
+        most = _count(given, 2000)
+        return samples_of_dataset(str(path), given.split, run, most=most, seed=given.seed, progress=shown)
     from energon_packing.offline.measure import MeasureConfig, measure
 
     with tempfile.TemporaryDirectory(prefix="energon-packing-stats-") as directory:
-        asked = MeasureConfig(paths=(path,), out=Path(directory), split=split, workers=workers)
-        index = measure(asked, run, shown).index
+        config = MeasureConfig(paths=(path,), out=Path(directory), split=given.split, workers=given.workers)
+        index = measure(config, run, shown).index
         assert index is not None  # this command measures all shards itself
-        return stats_samples.samples_of_index(index, str(path))
+        return samples_of_index(index, str(path))
+
+
+def print_stats(console: Console, report: Mapping[str, Any]) -> None:
+    """Prints the report of `energon_packing.report.stats.stats_report`."""
+    from energon_packing.report.stats import QUANTITIES
+    from energon_packing.report.stats_page import (
+        bin_name,
+        drop_cells,
+        group_cells,
+        number,
+        packing_cells,
+        share,
+        source_sentence,
+    )
+
+    say(f"{report['path']}: {source_sentence(report)}", wrap=True)
+    quantities = {name: found for name, found in report["quantities"].items() if found["samples"]}
+    forms = {"trained_share": share}
+    rows: list[Sequence[Any]] = [
+        (
+            QUANTITIES[name][0],
+            *(forms.get(name, number)(found[key]) for key in ("mean", "p50", "p95", "p99", "largest")),
+            "" if name in forms else number(found["sum"], found["sum_error"]),
+        )
+        for name, found in quantities.items()
+    ]
+    console.print(table(rows, left=("",), right=("mean", "median", "95 %", "99 %", "largest", "in all")))
+    for name in [name for name in ("tokens", "trained_share") if name in quantities]:  # --html draws all
+        bins = quantities[name]["histogram"]
+        top = max(each["share"] for each in bins)
+        rows = [
+            (
+                bin_name(each, name),
+                share(each["share"]) + (f" \u00b1{100 * each['error']:.1f}" if each["error"] else ""),
+                _bar(each["share"] / top),
+            )
+            for each in bins
+        ]
+        console.print(table(rows, left=(QUANTITIES[name][1],), right=("share of samples",), wide=("",)))
+    groups = ("samples", "share", "tokens", "share", "trained", "dropped")
+    for title, each in (("by modality", report["modalities"]), ("by data set", report["datasets"])):
+        if each:
+            rows = [(*cells[:5], *cells[6:]) for cells in map(group_cells, each)]
+            console.print(table(rows, left=(title,), right=groups))
+    if readers := report.get("readers"):
+        console.print(_readers(readers, number, share))
+    if report["drops"]:
+        console.print(table(map(drop_cells, report["drops"]), left=("dropped",), right=("samples", "share")))
+    print_warnings(report["warnings"])
+    names = ("mult.", "window", "fill", "align", "tail", "lost", "packs", "steps")
+    if report["plan"]:
+        say("This plan", style="bold")
+        console.print(table([packing_cells(report["plan"])], left=("row",), right=names, fold=False))
+        say("Packed anew", style="bold")
+    console.print(table(map(packing_cells, report["packing"]), left=("row",), right=names, fold=False))
+    say("Recommended", style="bold")
+    say(*(f"  {name}={value}" for name, value in report["recommendation"]["settings"].items()), style="green")
+    grid = Table.grid(padding=(0, 1))
+    for reason in report["recommendation"]["reasons"]:
+        grid.add_row("\u2022", Text(reason, overflow="fold"))
+    console.print(grid)
+
+
+def _bar(share: float) -> Text:
+    """A bar of that share of the longest."""
+    eighths = round(8 * _BAR * share)
+    return Text("\u2588" * (eighths // 8) + _EIGHTHS[eighths % 8].strip(), "cyan")
+
+
+def _readers(found: Mapping[str, Any], number: Callable[[float], str], share: Callable[[float], str]) -> Table:
+    """What each reader has of each data set in an epoch."""
+    count = found["data_parallel"] * max(found["workers"], 1)
+    rows = [
+        (
+            each["name"],
+            *map(share, (each["share"], each["token_share"])),
+            number(each["mean_tokens"]),
+            *(
+                "--full" if end is None else f"{end / max(each['mean_tokens'], 1) - 1:+.1%}"
+                for end in (each["least_tokens"], each["most_tokens"])
+            ),
+        )
+        for each in [*found["datasets"], *([found["all"]] if len(found["datasets"]) > 1 else [])]
+    ]
+    left = (f"for each of {count:,} readers",)
+    return table(rows, left=left, right=("share", "of tokens", "mean", "least", "most"))
+
+
+def _fill(given: SimpleNamespace) -> None:
+    from energon_packing.packing.policies import policy_names
+    from energon_packing.report.fill import fills, read_lengths, step_efficiencies
+
+    samples = read_lengths(given.path)
+    capacity = given.capacity or samples.capacity
+    multiple = max(given.multiple, default=1)
+    if capacity is None:
+        raise UserError(f"{given.path} does not say how many tokens a pack holds; give --capacity, such as 8192.")
+    if len(given.multiple) > 1:
+        raise UserError("--fill takes one --multiple; run it once for each.")
+    policies, windows = given.policy or policy_names(), given.window or (256, 1024)
+    rows = list(fills(samples, capacity, policies, windows, multiple=multiple, image_limit=given.image_limit))
+    balance_windows, window = given.balance_window or (64,), max(given.window, default=256)
+    steps = list(
+        step_efficiencies(
+            samples, capacity, given.ranks, balance_windows, window=window, multiple=multiple, max_shift=given.shift
+        )
+    )
+    if given.as_json:
+        for row in [*rows, *steps]:
+            click.echo(json.dumps(row))
+        return
+    say(f"{len(samples.lengths):,} samples, packs of {capacity:,} tokens, at least {rows[0]['bound']:,} packs")
+    if rows[0]["oversize"]:
+        say(f"{rows[0]['oversize']:,} samples are too large for any pack and are left out")
+    named = [row | {"held": f", {row['window']} held" if row["window"] else ""} for row in rows]
+    forms = (
+        "{packs:,}",
+        "{fill:.2%}",
+        "{alignment_padding:.2%}",
+        "{tail_padding:.2%}",
+        "{delay_p99:,.0f}",
+        "{seconds:.3f}",
+    )
+    told = cells(named, "{policy}{held}", *forms)
+    names = ("packs", "fill", "alignment", "tail", "delay, 99th percentile", "seconds")
+    Console().print(table(told, left=("policy",), right=names))
+    if steps:
+        of_steps = ("ranks", "packs sorted by cost", "share of a step in which ranks compute", "drift")
+        ordered = cells(steps, "{ranks}", "{balance_window}", "{efficiency:.1%}", "{drift:.2f}")
+        Console().print(table(ordered, right=of_steps))
+
+
+def _size(given: SimpleNamespace) -> None:
+    from energon_packing.report.size import size
+
+    samples = _count(given)
+    if given.config_path is None:
+        raise UserError("--size needs the configuration of the run; give --config.")
+    run = load_config(given.config_path, given.overrides)
+    with tempfile.TemporaryDirectory(prefix="energon-packing-size-") as folder:
+        stages = size(given.paths, run, Path(folder), samples=samples, probe=given.probe, split=given.split)
+    # `plan` works in one process.
+    rows = [each | {"hours": each["cpu_hours"] / (1 if each["stage"] == "plan" else given.cores)} for each in stages]
+    answer({"samples": samples, "cores": given.cores, "stages": rows}, given.as_json, _show_size)
+
+
+def _show_size(told: Mapping[str, Any]) -> None:
+    stages = [row | {name: row[name] / 2**30 for name in ("bytes", "memory")} for row in told["stages"]]
+    names = ("CPU hours", f"hours on {told['cores']:,} cores", "storage, GiB", "memory of a process, GiB", "from")
+    rows = cells(
+        stages,
+        "{stage}",
+        *(f"{{{name}:,.2f}}" for name in ("cpu_hours", "hours", "bytes", "memory")),
+        "{probed:,} samples",
+    )
+    Console().print(table(rows, left=("command",), right=names))
+
+
+def _profile(given: SimpleNamespace) -> None:
+    from energon_packing.report.loader_profile import loader_profile
+
+    run = load_config(given.config_path, given.overrides)
+    run = dataclasses.replace(run, data=dataclasses.replace(run.data, path=str(given.path)))
+    with ShownProgress({"profile": "packs"}, quiet=given.as_json) as shown:
+        found = loader_profile(
+            run,
+            packs=given.packs,
+            step_seconds=given.step_seconds or (0.5, 1.0, 2.0, 5.0),
+            packs_per_step=given.packs_per_step,
+            progress=shown,
+        )
+    answer(found, given.as_json, _show_profile, ensure_ascii=False, indent=1)
+
+
+def _show_profile(found: Mapping[str, Any]) -> None:
+    rate = found["per_second"]
+    say(
+        f"{found['path']}: {found['packs']:,} packs, {found['samples']:,} samples, {found['tokens']:,} tokens, fill "
+        f"{found['fill']:.2%}",
+        f"one loader process: {rate['samples']:,.1f} samples, {rate['tokens']:,.0f} tokens and {rate['packs']:,.2f} "
+        f"packs per CPU second; peak memory {found['peak_mb']:,.0f} MB",
+        f"training process: {found['hand_over_ms']:,.1f} ms CPU per pack that is handed over",
+        wrap=True,
+    )
+    stages = cells(found["stages"], "{stage}", "{ms_per_sample:.2f}", "{share:.1%}", "{does}")
+    Console().print(table(stages, left=("stage",), right=("CPU ms per sample", "share"), wide=("what it does",)))
+    workers = cells(found["workers"], "{step_seconds:g}", "{workers}")
+    Console().print(table(workers, left=("seconds of a step",), right=("workers per rank",)))
+    say(
+        f"for {found['packs_per_step']} packs of one rank in a step, if each worker has a CPU core of its own",
+        wrap=True,
+    )

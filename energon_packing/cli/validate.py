@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import click
-from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
-from energon_packing.cli.fix import Fix, write_fixed
-from energon_packing.cli.looks import end_of_looks, looks_as_json, print_looks
-from energon_packing.cli.summary import resolved_summary, summary_lines
-from energon_packing.validate.looks.look import Look
+from energon_packing.cli.options import AT_LEAST_1, PATH, json_option
+from energon_packing.cli.terminal import answer, cell, counted, say, table
+from energon_packing.validate.looks.look import LOOKS, Look
 from energon_packing.validate.looks.run import look_at_run
-from energon_packing.validate.rules.registry import Judgement, judge
-from energon_packing.validate.sources.run_source import RunSource, run_source
+from energon_packing.validate.rules.loader import loader_bytes
+from energon_packing.validate.rules.registry import judge
+from energon_packing.validate.run_source import run_source
+from energon_packing.validate.run_view import RunView
 from energon_packing.validate.verdict import BridgeVerdict
 
-_STYLES = {"ok": "green", "error": "bold red", "warning": "yellow", "note": "cyan"}
+_STYLES = {"ok": "green", "error": "bold red", "warning": "yellow", "not looked at": "yellow", "note": "cyan"}
+_SHOWN = 3
+"""Refused samples of a look that the table lists; JSON lists all."""
 
 _EXAMPLES = """
 Examples:
@@ -31,7 +32,6 @@ Examples:
   energon-packing validate run.yaml --world-size 64 --set parallel.context_parallel=2
   energon-packing validate run.yaml --no-bridge --json
   energon-packing validate run.yaml --no-data
-  energon-packing validate run.yaml --fix
   energon-packing validate run.yaml --measure 500
   energon-packing validate megatron.bridge.recipes.qwen_vl:qwen3_vl_8b_sft_config --world-size 8
   energon-packing validate checkpoints/iter_0000100/run_config.yaml
@@ -56,39 +56,38 @@ missing or unusable, or Bridge rejects the run, 2 unusable input.
 @click.option(
     "--world-size",
     metavar="N",
-    type=click.IntRange(min=1),
+    type=AT_LEAST_1,
     help="GPUs of the run. Default: the smallest number that fits one replica.",
 )
 @click.option("--step", metavar="NAME", help="Forward step, such as vlm_step or energon_packing.bridge.step.")
 @click.option(
     "--tokens-per-sample",
     metavar="N",
-    type=click.IntRange(min=1),
+    type=AT_LEAST_1,
     help="Mean length of a sample: adds samples per step and, if the run is not packed, the global batch of packs "
     "with the same tokens.",
 )
 @click.option(
     "--measure",
     metavar="N",
-    type=click.IntRange(min=1),
+    type=AT_LEAST_1,
     help="Measure the first N samples of the data set, without decoding media: adds samples per step, steps per "
     "epoch, the longest sample and, for packs, the expected fill.",
 )
 @click.option(
     "--model-configs",
     metavar="DIR",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="Folder with a NAME/config.json per model, read instead of the hub. Default: bridge_configs/hf of a checkout. "
     "Our YAML names the model in training.model.",
 )
-@click.option("--fix", is_flag=True, help="Write a corrected file next to RUN, show the difference, and check it.")
 @click.option(
     "--data/--no-data",
     default=True,
     help="Look at what the run reads: data set, processor, chat template, 200 conversations (several seconds).",
 )
 @click.option("--bridge/--no-bridge", default=True, help="Ask the installed Megatron-Bridge too (several seconds).")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@json_option
 @click.pass_context
 def validate(
     ctx: click.Context,
@@ -99,7 +98,6 @@ def validate(
     tokens_per_sample: int | None,
     measure: int | None,
     model_configs: Path | None,
-    fix: bool,
     data: bool,
     bridge: bool,
     as_json: bool,
@@ -112,62 +110,38 @@ def validate(
     installed Megatron-Bridge judges the run itself or an equivalent.
     """
 
-    def source_of(names: tuple[str, ...], sets: tuple[str, ...]) -> RunSource:
-        """What was named, with the options that every source takes."""
-        return run_source(names, overrides=sets, world_size=world_size, step=step, model_configs=model_configs)
-
-    source = source_of(given, overrides)
-    fixed: Fix | None = None
-    if fix:
-        fixed = write_fixed(source, overrides)
-        source = source_of((str(fixed.written),), ()) if fixed.replaces else source_of(given, (*overrides, *fixed.sets))
+    source = run_source(given, overrides=overrides, world_size=world_size, step=step, model_configs=model_configs)
     if measure is not None:
         source.measure(measure)
     view = source.view()
     judgements = judge(view)
+    rules = [
+        {
+            "rule": judgement.rule.id,
+            "verdict": judgement.outcome,
+            "checks": judgement.rule.checks,
+            "why": judgement.finding.why if judgement.finding else None,
+            "fix": judgement.finding.fix if judgement.finding else None,
+            "place": judgement.rule.place,
+        }
+        for judgement in judgements
+    ]
     summary = resolved_summary(view, assumed=source.world_size_assumed, tokens_per_sample=tokens_per_sample)
-    console = Console()
     if not as_json:  # before transformers and Bridge are imported: that takes long, and this is known now
-        _print_rules(console, source, fixed, judgements, summary)
+        _print_rules(f"{source.name} ({source.kind})", rules, summary)
     looks = look_at_run(source.reads(), data_parallel=view.data_parallel) if data else None
     if not as_json:
-        print_looks(console, looks)
+        _print_looks(looks)
     verdict = source.verdict() if bridge else None
     valid = not any(found.outcome == "error" for found in (*judgements, *(looks or ())))
     valid = valid and (verdict is None or verdict.accepted is not False)
-    if as_json:
-        click.echo(json.dumps(_as_json(source, fixed, valid, judgements, looks, verdict, summary), indent=2))
-    else:
-        _print_end(console, valid, judgements, looks, verdict)
-    ctx.exit(0 if valid else 1)
-
-
-def _as_json(
-    source: RunSource,
-    fixed: Fix | None,
-    valid: bool,
-    judgements: list[Judgement],
-    looks: list[Look] | None,
-    verdict: BridgeVerdict | None,
-    summary: dict[str, Any],
-) -> dict[str, Any]:
-    return {
+    told = {
         "config": source.name,
         "kind": source.kind,
-        "fix": None if fixed is None else {"written": str(fixed.written), "changes": fixed.changes},
+        "fix": None,  # of the option --fix of the release before
         "valid": valid,
-        "rules": [
-            {
-                "rule": judgement.rule.id,
-                "verdict": judgement.outcome,
-                "checks": judgement.rule.checks,
-                "why": judgement.finding.why if judgement.finding else None,
-                "fix": judgement.finding.fix if judgement.finding else None,
-                "place": judgement.rule.place,
-            }
-            for judgement in judgements
-        ],
-        "reads": looks_as_json(looks),
+        "rules": rules,
+        "reads": None if looks is None else [_look(look) for look in looks],
         "bridge": None
         if verdict is None
         else {
@@ -179,55 +153,64 @@ def _as_json(
         "resolved": summary,
     }
 
+    def show(_: Any) -> None:
+        errors = counted(sum(judgement.outcome == "error" for judgement in judgements), "rule")
+        end = "valid" if valid else f"not valid: {errors} violated"
+        say(_bridge_sentence(verdict))
+        say(end + _end_of_looks(looks), style=_STYLES["ok" if valid else "error"])
 
-def _print_rules(
-    console: Console, source: RunSource, fixed: Fix | None, judgements: list[Judgement], summary: dict[str, Any]
-) -> None:
-    if fixed is not None:
-        console.print(escape(fixed.difference) or "nothing to change", highlight=False)
-        console.print(f"written: {escape(str(fixed.written))}\n", soft_wrap=True)
-    console.print(f"[bold]{escape(source.name)}[/] ({source.kind})", soft_wrap=True)
-    broken = [judgement for judgement in judgements if judgement.finding is not None]
-    if broken:
-        console.print(_findings(broken))
-    holding = [judgement.rule.id for judgement in judgements if judgement.outcome == "ok"]
-    silent = sum(judgement.outcome == "not applicable" for judgement in judgements)
+    answer(told, as_json, show, indent=2)
+    ctx.exit(0 if valid else 1)
+
+
+def _look(look: Look) -> dict[str, Any]:
+    facts = dataclasses.asdict(look)
+    return {"look": facts.pop("id"), "checks": LOOKS[look.id], **facts, "fix": look.fix or None}
+
+
+def _print_rules(name: str, rules: list[dict[str, Any]], summary: dict[str, Any]) -> None:
+    say(name, style="bold")
+    console = Console()
+    rows = [
+        (each["rule"], cell(each["verdict"], _STYLES[each["verdict"]]), each["why"], each["fix"])
+        for each in rules
+        if each["why"] is not None
+    ]
+    if rows:
+        console.print(table(rows, left=("rule", "verdict"), wide=("why", "fix")))
+    holding = [each["rule"] for each in rules if each["verdict"] == "ok"]
     console.print(f"[green]ok[/]  {len(holding)} rules hold: {', '.join(holding)}.")
+    silent = sum(each["verdict"] == "not applicable" for each in rules)
     console.print(f"{silent} rules do not apply to this run (--json lists them).\n")
-
     grid = Table(box=None, show_header=False, pad_edge=False)
-    for name, value in summary_lines(summary):
-        grid.add_row(name, escape(value))
+    for line in summary_lines(summary):
+        grid.add_row(*map(cell, line))
     console.print(grid)
     console.print()
 
 
-def _print_end(
-    console: Console,
-    valid: bool,
-    judgements: list[Judgement],
-    looks: list[Look] | None,
-    verdict: BridgeVerdict | None,
-) -> None:
-    console.print(escape(_bridge_sentence(verdict)), soft_wrap=True)
-    errors = sum(judgement.outcome == "error" for judgement in judgements)
-    rules = f"{errors} rule{'' if errors == 1 else 's'} violated"
-    end = ("valid" if valid else f"not valid: {rules}") + end_of_looks(looks)
-    console.print(f"[{_STYLES['ok' if valid else 'error']}]{escape(end)}[/]", soft_wrap=True)
+def _print_looks(looks: list[Look] | None) -> None:
+    if looks is None:
+        say("What the run reads was not looked at (--no-data).")
+        return
+    rows = []
+    for look in looks:
+        lines = [f"{look.at}: {look.why}" + (f"; {look.fix}" if look.fix else "")]
+        lines += [f"{sample.key} ({sample.reason}): {sample.detail}" for sample in look.refused[:_SHOWN]]
+        if more := len(look.refused[_SHOWN:]):
+            lines.append(f"and {more} more (--json lists them)")
+        rows.append((look.id, cell(look.outcome, _STYLES[look.outcome]), cell("\n".join(lines), line_break="\n")))
+    Console().print(table(rows, left=("the run reads", "outcome"), wide=("found",)))
 
 
-def _findings(broken: list[Judgement]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("rule", "verdict"):
-        table.add_column(column, no_wrap=True)
-    for column in ("why", "fix"):
-        table.add_column(column, ratio=1)
-    for judgement in broken:
-        assert judgement.finding is not None
-        style = _STYLES[judgement.outcome]
-        verdict = f"[{style}]{judgement.outcome}[/]"
-        table.add_row(judgement.rule.id, verdict, escape(judgement.finding.why), escape(judgement.finding.fix))
-    return table
+def _end_of_looks(looks: list[Look] | None) -> str:
+    """The end of the last line: how many looks found an error, and what the verdict does not cover."""
+    if looks is None:
+        return " (nothing that the run reads was looked at)"
+    errors = sum(look.outcome == "error" for look in looks)
+    unseen = dict.fromkeys(look.id for look in looks if look.outcome == "not looked at")
+    said = f", {counted(errors, 'thing')} that the run reads cannot be used" if errors else ""
+    return said + (f" (not looked at: {', '.join(unseen)})" if unseen else "")
 
 
 def _bridge_sentence(verdict: BridgeVerdict | None) -> str:
@@ -239,3 +222,128 @@ def _bridge_sentence(verdict: BridgeVerdict | None) -> str:
         return f"Megatron-Bridge {verdict.version}: validate() accepts."
     named = f" ({verdict.rule.id})" if verdict.rule else ""
     return f"Megatron-Bridge {verdict.version}: validate() rejects{named}: {verdict.message}"
+
+
+FILL = 0.99
+"""Share of a row that online packing fills, where the data set was not measured."""
+
+
+def resolved_summary(view: RunView, *, assumed: bool, tokens_per_sample: int | None = None) -> dict[str, Any]:
+    """What follows from the configuration: sizes in GPUs, rows (packs) and tokens.
+
+    Args:
+        view: the run.
+        assumed: whether the number of GPUs was.
+        tokens_per_sample: mean length of a sample, for the estimates; without it the measured one.
+    """
+    rows_a_pass = view.micro_batch_size * view.data_parallel
+    divides = rows_a_pass > 0 and view.global_batch_size % rows_a_pass == 0
+    packing, packer = packing_of(view)
+    memory = loader_bytes(view)
+    return {
+        "world_size": view.world_size,
+        "world_size_assumed": assumed,
+        "tensor_parallel": view.tensor_parallel,
+        "context_parallel": view.context_parallel,
+        "pipeline_parallel": view.pipeline_parallel,
+        "expert_parallel": view.expert_parallel,
+        "sequence_parallel": view.sequence_parallel,
+        "eval_context_parallel": view.eval_context_parallel,
+        "data_parallel": view.data_parallel,
+        "alignment_multiple": view.multiple,
+        "seq_length": view.dataset_seq_length,
+        "packing": packing,
+        "packed_by": packer,
+        "micro_batch_size": view.micro_batch_size,
+        "global_batch_size": view.global_batch_size,
+        "micro_batches_per_step": view.global_batch_size // rows_a_pass if divides else None,
+        "max_tokens_per_step": view.global_batch_size * view.dataset_seq_length,
+        "loader_memory_mb": None if memory is None else memory >> 20,
+        **_estimates(view, tokens_per_sample),
+    }
+
+
+def packing_of(view: RunView) -> tuple[str, str | None]:
+    """How rows come to hold several samples, and whose code does it."""
+    if view.dataset_kind == "energon" and view.packing_buffer_size is not None:
+        return "online", f"Megatron-Bridge {view.bridge_version or ''}".strip()
+    if view.enable_in_batch_packing:
+        return "in_batch", "Megatron-Bridge, of the samples of a micro-batch"
+    if not view.enable_offline_packing:
+        return "none", None
+    if view.dataset_kind == "packed_energon":
+        return "online", "energon_packing"
+    return "offline", "Megatron-Bridge, before the run"
+
+
+def _estimates(view: RunView, tokens_per_sample: int | None) -> dict[str, Any]:
+    """Samples a step of a packed run; the global batch of packs that keeps the tokens of an unpacked one."""
+    data, rows, packs = view.data, view.rows_per_epoch, view.rows_are_packs
+    found: dict[str, Any] = {
+        "tokens_per_sample": tokens_per_sample or (round(data.mean) if data else None),
+        "expected_fill": round(data.fill, 4) if data and packs else None,
+        "samples_per_step": None,
+        "global_batch_size_in_packs": None,
+        "packs_per_epoch": rows if packs else None,
+        "samples_per_epoch": data.samples_per_epoch if data else None,
+        "steps_per_epoch": None if rows is None else round(rows / view.global_batch_size, 1),
+        "measured_samples": data.measured if data else None,
+        "dropped_samples": data.dropped if data else None,
+        "longest_sample": data.longest if data else None,
+    }
+    mean = tokens_per_sample or (data.mean if data else None)
+    if mean is None:
+        return found
+    a_row = max(1.0, (data.fill if data else FILL) * view.dataset_seq_length / mean)
+    if packs:
+        return found | {"samples_per_step": round(view.global_batch_size * a_row)}
+    replicas = max(1, view.data_parallel)
+    batch = max(1, round(view.global_batch_size / a_row / replicas)) * replicas
+    return found | {"samples_per_step": view.global_batch_size, "global_batch_size_in_packs": batch}
+
+
+def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """The resolved summary for a reader: name and value of each line."""
+    assumed = " (assumed: one replica; give --world-size)" if summary["world_size_assumed"] else ""
+    evaluation = summary["eval_context_parallel"]
+    steps = summary["micro_batches_per_step"]
+    row = "pack" if summary["packing"] in ("online", "offline") else "sample"
+    lines = [
+        ("GPUs", f"{summary['world_size']}{assumed}"),
+        (
+            "layout",
+            f"TP {summary['tensor_parallel']} x CP {summary['context_parallel']} x PP {summary['pipeline_parallel']} "
+            f"x DP {summary['data_parallel']}, EP {summary['expert_parallel']}, "
+            f"sequence parallel {'on' if summary['sequence_parallel'] else 'off'}"
+            + (f", evaluation CP {evaluation}" if evaluation else ""),
+        ),
+        ("packing", f"{summary['packing']}, by {summary['packed_by']}" if summary["packed_by"] else "none"),
+        ("multiple", f"each sample is padded to a multiple of {counted(summary['alignment_multiple'], 'token')}"),
+        ("micro-batch", f"{counted(summary['micro_batch_size'], row)} of up to {summary['seq_length']} tokens"),
+        (
+            "global batch",
+            f"{counted(summary['global_batch_size'], row)}, up to {summary['max_tokens_per_step']} tokens per step"
+            + (f", {steps} micro-batches per replica" if steps else ""),
+        ),
+    ]
+    if row == "pack" and summary["samples_per_step"]:
+        lines.append(("samples", f"about {summary['samples_per_step']} per step"))
+    if summary["global_batch_size_in_packs"]:
+        lines.append(("packed", f"global batch of {summary['global_batch_size_in_packs']} packs for the same tokens"))
+    elif row == "sample":
+        lines.append(("packed", "give --tokens-per-sample to learn the global batch of packs with the same tokens"))
+    if summary["measured_samples"]:
+        lines.append(
+            (
+                "data",
+                f"{summary['measured_samples']} samples measured: mean {summary['tokens_per_sample']} tokens, longest "
+                f"{summary['longest_sample']}, {summary['dropped_samples']} dropped",
+            )
+        )
+        if summary["expected_fill"] is not None:
+            lines.append(("fill", f"{summary['expected_fill']:.1%} expected"))
+        rows = summary[f"{row}s_per_epoch"]
+        lines.append(("epoch", f"about {rows} {row}s, {summary['steps_per_epoch']} steps"))
+    if summary["loader_memory_mb"]:
+        lines.append(("loader", f"about {summary['loader_memory_mb']} MB on each rank that reads"))
+    return lines

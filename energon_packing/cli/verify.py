@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
-from energon_packing.cli.counted import counted
-from energon_packing.cli.executor_options import executor_options
-from energon_packing.cli.progress import ShownProgress
+from energon_packing.cli.options import AT_LEAST_0, PATH, executor_options, json_option
+from energon_packing.cli.terminal import ShownProgress, answer, counted
 
 _EXAMPLES = """\b
 Examples:
@@ -25,7 +22,7 @@ Exit code 1 if anything differs. With --share 0 neither the data sets nor the pr
 
 
 @click.command(epilog=_EXAMPLES)
-@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("directory", metavar="DIR", type=PATH)
 @click.option(
     "--share",
     type=click.FloatRange(0, 1),
@@ -33,9 +30,9 @@ Exit code 1 if anything differs. With --share 0 neither the data sets nor the pr
     show_default=True,
     help="Share of the packs to make anew and compare.",
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Chooses these packs.")
+@click.option("--seed", type=AT_LEAST_0, default=0, show_default=True, help="Chooses these packs.")
 @executor_options
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of lines.")
+@json_option
 @click.pass_context
 def verify(ctx: click.Context, directory: Path, as_json: bool, **given: Any) -> None:
     """Check every shard of the packed directory DIR: checksums, invariants, the plan; and make a share of packs anew.
@@ -46,17 +43,18 @@ def verify(ctx: click.Context, directory: Path, as_json: bool, **given: Any) -> 
     from energon_packing.offline.verify import verify as run_verify
 
     config = VerifyConfig(directory=directory, **given)
-    with ShownProgress(Console(stderr=True), {"verify": "verifying"}, quiet=as_json) as shown:
+    with ShownProgress({"verify": "verifying"}, quiet=as_json) as shown:
         report = run_verify(config, shown)
-    if as_json:
-        click.echo(json.dumps(dataclasses.asdict(report)))
-    else:
-        for finding in report.findings:
-            click.echo(str(finding))
+
+    def show(_: Any) -> None:
         verdict = f"{len(report.findings):,} shards differ" if report.findings else "all as planned"
-        click.echo(
+        for line in (
+            *map(str, report.findings),
             f"{counted(report.packs, 'pack')} with {counted(report.samples, 'sample')} (shards: {report.shards:,}), "
-            f"{report.remade:,} of the packs made anew: {verdict}"
-        )
+            f"{report.remade:,} of the packs made anew: {verdict}",
+        ):
+            click.echo(line)
+
+    answer(dataclasses.asdict(report), as_json, show)
     if report.findings:
         ctx.exit(1)

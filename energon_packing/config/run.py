@@ -92,10 +92,9 @@ def _apply(values: dict[str, Any], override: str) -> None:
     *parents, last = key.strip().split(".")
     node = values
     for parent in parents:
-        child = node.setdefault(parent, {})
-        if child is None:
-            child = node[parent] = {}
-        if not isinstance(child, dict):
+        if node.get(parent) is None:
+            node[parent] = {}
+        node = node[parent]
+        if not isinstance(node, dict):
             raise ConfigError(f"--set {override!r}: {parent!r} is not a section.")
-        node = child
     node[last] = value

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from energon_packing.config.bounds import at_least
-from energon_packing.config.setting import setting
+from energon_packing.config.setting import check_bounds, setting
 from energon_packing.thd.alignment import alignment_multiple
 
 
@@ -13,26 +12,25 @@ from energon_packing.thd.alignment import alignment_multiple
 class ParallelConfig:
     """Sizes of the parallel groups of the training run."""
 
-    tensor_parallel: int = setting(1, unit="ranks")
+    tensor_parallel: int = setting(1, unit="ranks", stated="multiple")
     """Size of the tensor-parallel group."""
-    context_parallel: int = setting(1, unit="ranks")
+    context_parallel: int = setting(1, unit="ranks", stated="multiple")
     """Size of the context-parallel group, which cuts every sample."""
-    pipeline_parallel: int = setting(1, unit="ranks")
+    pipeline_parallel: int = setting(1, unit="ranks", stated="multiple", least=1)
     """Number of pipeline stages."""
-    expert_parallel: int = setting(1, unit="ranks")
+    expert_parallel: int = setting(1, unit="ranks", stated="multiple", least=1)
     """Size of the expert-parallel group."""
-    sequence_parallel: bool = False
+    sequence_parallel: bool = setting(False, stated="multiple")
     """Whether activations are divided over the tensor-parallel group."""
-    eval_context_parallel: int | None = setting(None, unit="ranks")
+    eval_context_parallel: int | None = setting(None, unit="ranks", stated="multiple")
     """``context_parallel`` of the evaluation; None means that of the training."""
-    cp_comm_type: str | None = None
+    cp_comm_type: str | None = setting(None, stated="multiple")
     """How context-parallel ranks communicate, for example ``p2p`` or ``a2a``; read by ``validate``."""
-    hierarchical_context_parallel_sizes: tuple[int, ...] | None = setting(None, unit="ranks")
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None = setting(None, unit="ranks", stated="multiple")
     """Sizes of the levels of ``a2a+p2p``; read by ``validate``."""
 
     def __post_init__(self) -> None:
-        sizes = {"pipeline_parallel": self.pipeline_parallel, "expert_parallel": self.expert_parallel}
-        at_least("parallel", sizes, 1)
+        check_bounds("parallel", self)
         _ = self.multiple
 
     @property
@@ -47,13 +45,13 @@ class ParallelConfig:
 class TrainingConfig:
     """Settings of the trainer around the loader; read by ``validate``, not by the loader."""
 
-    micro_batch_size: int = setting(1, unit="rows")
+    micro_batch_size: int = setting(1, unit="rows", least=1)
     """Rows of a micro-batch; a packed row is one."""
-    global_batch_size: int = setting(1, unit="rows")
+    global_batch_size: int = setting(1, unit="rows", least=1)
     """Rows of a step, over all data-parallel ranks."""
-    eval_micro_batch_size: int | None = setting(None, unit="rows")
+    eval_micro_batch_size: int | None = setting(None, unit="rows", least=1)
     """``micro_batch_size`` of the evaluation; None means that of the training."""
-    eval_global_batch_size: int | None = setting(None, unit="rows")
+    eval_global_batch_size: int | None = setting(None, unit="rows", least=1)
     """``global_batch_size`` of the evaluation; None means that of the training."""
     calculate_per_token_loss: bool = True
     """Whether the loss is divided by all targets of a step, which rows with different numbers of targets need."""
@@ -69,7 +67,4 @@ class TrainingConfig:
     """Bridge's own packing of a micro-batch, instead of this package's."""
 
     def __post_init__(self) -> None:
-        sizes = {"micro_batch_size": self.micro_batch_size, "global_batch_size": self.global_batch_size}
-        sizes |= {"eval_micro_batch_size": self.eval_micro_batch_size or 1}
-        sizes |= {"eval_global_batch_size": self.eval_global_batch_size or 1}
-        at_least("training", sizes, 1)
+        check_bounds("training", self)

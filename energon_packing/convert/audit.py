@@ -1,42 +1,29 @@
-"""Audits a chunk of records: what a worker does with it, and what the process that keeps the order needs to know."""
+"""Audits chunks of records: what a worker does with one, and what the process that keeps the order learns from it."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from energon_packing.convert.chunks import Chunk, RawRecord, SourceFile
+from energon_packing.convert.chunks import Chunk, RawRecord
 from energon_packing.convert.config import ConvertConfig
-from energon_packing.convert.embedded_files import EmbeddedFiles
-from energon_packing.convert.key_names import key_digest, wanted_key
+from energon_packing.convert.keys import key_digest, wanted_key
 from energon_packing.convert.layout import media_names
-from energon_packing.convert.media_checks import MediaChecker, Stamp
-from energon_packing.convert.media_files import MediaFile
-from energon_packing.convert.plain_records import plain_layout, plain_record
-from energon_packing.convert.record_media import FileReference
-from energon_packing.convert.record_text import encode_record
-from energon_packing.convert.records import ParsedRecord, parse_record
+from energon_packing.convert.media_checks import MediaChecker, RecordFiles, Stamp
+from energon_packing.convert.media_files import StoredMedia
+from energon_packing.convert.record_text import encode_record, plain_record
+from energon_packing.convert.records import parse_record
+from energon_packing.convert.shards import spool_file
 from energon_packing.convert.sources import read_chunk
-from energon_packing.convert.tensor_files import TensorFile
-from energon_packing.convert.text_to_video import ParsedVideoRecord, VideoReference, parse_text_to_video
+from energon_packing.convert.tables import close_table
 from energon_packing.errors import SampleRejected
 from energon_packing.remote_files import remote_address
-
-Found = tuple[MediaFile | TensorFile, Stamp]
-
-
-@dataclass(kw_only=True, slots=True)
-class RejectedRecord:
-    """Why a record became no sample; ``index`` counts the records of its chunk."""
-
-    index: int
-    where: str
-    reason: str
-    detail: str
 
 
 @dataclass(kw_only=True, slots=True)
@@ -44,12 +31,14 @@ class ChunkAudit:
     """What is known about the records of a chunk; the good ones are in a file of their own.
 
     Attributes:
+        seconds: what the audit took.
+        spool, offset: where the JSON of the good records begins: number of the worker's file, bytes.
         keys: that the records ask for, the rejected ones included.
         numbers: of the records, see `RawRecord.number`.
         digests: `key_digest` of each key, one after the other.
         unnamed: indices of the records that have no usable id.
         sizes: bytes of the JSON of each good record, in their order in the file.
-        rejects: in order.
+        rejects: in order: index of a record in the chunk, where it is, reason, detail.
         warnings: index of a good record -> its warnings.
         ignored: name of a column that nothing reads -> good records that fill it, in the order of first sight.
         layouts: name of a layout -> good records that have it.
@@ -57,9 +46,6 @@ class ChunkAudit:
             are that, see `ParsedRecord.judged`.
         named: good records with media: number among the good ones -> names in the media store, one per mention.
         files: the distinct files that those records name, by name.
-        checks: new entries of the journal of checked media.
-        spool, offset: where the JSON of the good records begins: number of the worker's file, bytes.
-        seconds: what the audit took.
     """
 
     seconds: float = 0.0
@@ -70,112 +56,106 @@ class ChunkAudit:
     digests: bytes = b""
     unnamed: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
-    rejects: list[RejectedRecord] = field(default_factory=list)
+    rejects: list[tuple[int, str, str, str]] = field(default_factory=list)
     warnings: dict[int, list[str]] = field(default_factory=dict)
-    ignored: dict[str, int] = field(default_factory=dict)
+    ignored: Counter[str] = field(default_factory=Counter)
     layouts: Counter[str] = field(default_factory=Counter)
     mentions: Counter[str] = field(default_factory=Counter)
     named: dict[int, list[str]] = field(default_factory=dict)
-    files: dict[str, Found] = field(default_factory=dict)
-    checks: list[tuple[str, str]] = field(default_factory=list)
+    files: dict[str, tuple[StoredMedia, Stamp]] = field(default_factory=dict)
 
 
-@dataclass(kw_only=True, slots=True)
-class _WithMedia:
-    """A parsed record between its audit and the check of its media."""
-
-    parsed: ParsedRecord | ParsedVideoRecord
-    media: Sequence[FileReference | VideoReference]
-    paths: list[str]
+Parsed = Any
+"""A `energon_packing.convert.records.ParsedRecord`, or what stands for one of another kind of sample: it has its
+``layout``, ``warnings``, ``ignored``, ``judged``, ``kinds``, ``media`` and ``record``."""
 
 
-_Good = tuple[bytes, tuple[str, ...], str, str]
-"""A record as JSON, the columns that nothing reads, the name of its layout, and `ParsedRecord.judged`."""
-_Audited = _Good | _WithMedia | SampleRejected
-"""A good record, one that waits for its media, or why it is rejected."""
+class Auditing:
+    """A `energon_packing.executors.work.Work`: audits chunks of records."""
 
+    def __init__(self, config: ConvertConfig, scratch: Path, journal: Path) -> None:
+        """
+        Args:
+            config: options of the conversion.
+            scratch: its working directory, which all workers see.
+            journal: of checked media.
+        """
+        self._config, self._scratch, self._journal = config, scratch, journal
+        self._spool: BinaryIO | None = None
 
-def audit_chunk(
-    chunk: Chunk, spool: BinaryIO, config: ConvertConfig, checker: MediaChecker, embedded: EmbeddedFiles
-) -> ChunkAudit:
-    """Parses and checks the records of a chunk and the media that they name.
+    def begin(self) -> None:
+        """Opens the files of a new worker."""
+        for number in count():  # the first that no other worker has, whatever machine it is on
+            with suppress(FileExistsError):
+                self._spool = spool_file(self._scratch, number).open("xb")
+                break
+        self._number = number
+        own = self._config.own_layout
+        self._parse = None if own is None else own.parse
+        self._may_be_plain = (own is None or own.fields is not None) and not (
+            self._config.extra_columns or self._config.column_map or self._config.kto_label
+        )
+        self._files = RecordFiles(self._scratch, max_bytes=self._config.max_media_bytes)
+        self._checker = MediaChecker(self._config, self._journal, self._scratch / f"checks-{number}")
 
-    Args:
-        chunk: where the records are.
-        spool: gets the JSON of the good records, one after the other.
-        config: options of the conversion.
-        checker: of this process.
-        embedded: makes files of the media that records hold.
+    def close(self) -> None:
+        """Closes the files of the worker that the calling process was."""
+        if self._spool is not None:
+            self._spool.close()
+            self._checker.close()
+            close_table()
 
-    Raises:
-        UserError: the source cannot be read.
-    """
-    began = time.monotonic()
-    audit = ChunkAudit(offset=spool.tell())
-    root = _root(config, chunk.source)
-    digests: list[bytes] = []
-    audited: list[_Audited] = []
-    places: list[str] = []
-    for index, raw in enumerate(read_chunk(chunk, max_record_bytes=config.max_record_bytes)):
-        key, named, warnings = wanted_key(config.column_map.with_id(raw.value), raw.source.name, raw.number)
-        if not named:
-            audit.unnamed.append(index)
-        audit.keys.append(key)
-        audit.numbers.append(raw.number)
-        digests.append(key_digest(key))
-        places.append(raw.where)
-        if warnings or raw.warnings:
-            audit.warnings[index] = [*warnings, *raw.warnings]
-        audited.append(_audit(raw, index, config, root, audit, embedded))
-    audit.digests = b"".join(digests)
-    waiting = [record for record in audited if isinstance(record, _WithMedia)]
-    checker.recall(
-        (path, media.kind) for record in waiting for media, path in zip(record.media, record.paths, strict=True)
-    )
-    contents: list[bytes] = []
-    for index, record in enumerate(audited):
-        if isinstance(record, _WithMedia):
-            record = _with_media(record, index, config, checker, audit)
-        if isinstance(record, SampleRejected):
-            audit.warnings.pop(index, None)
-            reason, detail = record.reason, _short(record.detail)
-            audit.rejects.append(RejectedRecord(index=index, where=places[index], reason=reason, detail=detail))
-            continue
-        content, ignored, layout, judged = record
-        audit.layouts[layout] += 1
-        if judged:
-            audit.mentions[judged] += 1
-        for name in ignored:  # in the order of the records
-            audit.ignored[name] = audit.ignored.get(name, 0) + 1
-        contents.append(content)
-        audit.sizes.append(len(content))
-    spool.write(b"".join(contents))
-    spool.flush()
-    audit.checks, checker.new = checker.new, []
-    audit.seconds = time.monotonic() - began
-    return audit
+    def name(self, task: Chunk) -> str:
+        """Of the records."""
+        return f"reading {task.source.name} from record {task.first} on"
 
+    def do(self, task: Chunk) -> ChunkAudit:
+        """Parses and checks the records of a chunk and the media that they name.
 
-def _root(config: ConvertConfig, source: SourceFile) -> Path | str:
-    """What media paths are relative to: a directory, all links resolved, or the address of one."""
-    directory = config.media_root or Path(source.address or source.path).parent
-    return remote_address(directory) or directory.resolve()
+        Raises:
+            UserError: the source cannot be read.
+        """
+        began = time.monotonic()
+        assert self._spool is not None, "the worker has not begun"
+        audit = ChunkAudit(spool=self._number, offset=self._spool.tell())
+        directory = self._config.media_root or Path(task.source.address or task.source.path).parent
+        root = remote_address(directory) or directory.resolve()
+        with_id = self._config.column_map.with_id
+        contents: list[bytes] = []
+        for index, raw in enumerate(read_chunk(task, max_record_bytes=self._config.max_record_bytes)):
+            key, named, warnings = wanted_key(with_id(raw.value), raw.source.name, raw.number)
+            if not named:
+                audit.unnamed.append(index)
+            audit.keys.append(key)
+            audit.numbers.append(raw.number)
+            warnings += raw.warnings
+            try:
+                contents.append(self._stored(raw, root, audit, warnings))
+            except SampleRejected as error:
+                audit.rejects.append((index, raw.where, error.reason, _short(error.detail)))
+                continue
+            audit.sizes.append(len(contents[-1]))
+            if warnings:
+                audit.warnings[index] = warnings
+        audit.digests = b"".join(map(key_digest, audit.keys))
+        self._spool.write(b"".join(contents))
+        self._spool.flush()
+        if self._config.executor_config.cluster:  # other machines are to read it
+            os.fsync(self._spool.fileno())
+        audit.seconds = time.monotonic() - began
+        return audit
 
-
-def _audit(
-    raw: RawRecord, index: int, config: ConvertConfig, root: Path | str, audit: ChunkAudit, embedded: EmbeddedFiles
-) -> _Audited:
-    if raw.error is not None:
-        return raw.error
-    try:
-        parsed: ParsedRecord | ParsedVideoRecord
-        if config.format == "text-to-video":
-            parsed = parse_text_to_video(raw.value)
-        elif (
-            not (config.extra_columns or config.column_map or config.kto_label)
-            and (content := plain_record(raw.value, config.format)) is not None
-        ):
-            return content, (), plain_layout(raw.value), ""
+    def _stored(self, raw: RawRecord, root: Path | str, audit: ChunkAudit, warnings: list[str]) -> bytes:
+        """The JSON of a good record, which the audit counts; raises `SampleRejected` for any other."""
+        config = self._config
+        if raw.error is not None:
+            raise raw.error
+        if self._may_be_plain and (plain := plain_record(raw.value, config.format)) is not None:
+            audit.layouts[plain[1]] += 1
+            return plain[0]
+        parsed: Parsed
+        if self._parse is not None:
+            parsed = self._parse(raw.value)
         else:
             parsed = parse_record(
                 raw.value,
@@ -186,45 +166,28 @@ def _audit(
                 kto_label=config.kto_label,
                 missing_placeholder=config.missing_placeholder,
             )
-        if parsed.warnings:
-            audit.warnings[index] = [*audit.warnings.get(index, ()), *parsed.warnings]
-        media: Sequence[FileReference | VideoReference] = parsed.media
-        if media:
-            paths = [embedded.place(file.path, root, raw.members) for file in media]
-            return _WithMedia(parsed=parsed, media=media, paths=paths)
-        content = encode_record(parsed.record(audit.keys[index], [], []))
-        return content, parsed.ignored, parsed.layout, parsed.judged
-    except SampleRejected as error:
-        return SampleRejected(error.reason, error.detail)
-
-
-def _with_media(
-    record: _WithMedia, index: int, config: ConvertConfig, checker: MediaChecker, audit: ChunkAudit
-) -> _Good | SampleRejected:
-    """A record after its media are checked; counts them."""
-    parsed = record.parsed
-    try:
-        found = [_checked(checker, media, path) for media, path in zip(record.media, record.paths, strict=True)]
-        files = [file for file, _ in found]
+        warnings += parsed.warnings
+        places = [self._files.place(file.path, root, raw.members) for file in parsed.media]
+        checked = [self._checked(*each) for each in zip(parsed.media, places, strict=True)]
+        files = [file for file, _ in checked]
         names = [file.name for file in files]
-        content = encode_record(parsed.record(audit.keys[index], media_names(config.layout, names), files))
-    except SampleRejected as error:
-        return SampleRejected(error.reason, error.detail)
-    named = parsed.references if isinstance(parsed, ParsedRecord) else parsed.media
-    audit.mentions.update(item.kind for item in named)
-    audit.named[len(audit.sizes)] = names
-    if any(isinstance(file, MediaFile) and file.transparent for file in files):
-        audit.warnings.setdefault(index, []).append("transparent_image")
-    for file, stamp in found:
-        audit.files.setdefault(file.name, (file, stamp))
-    return content, parsed.ignored, parsed.layout, parsed.judged
+        content = encode_record(parsed.record(audit.keys[-1], media_names(config.layout, names), files))
+        audit.layouts[parsed.layout] += 1
+        audit.mentions.update([*parsed.kinds, *filter(None, [parsed.judged])])
+        audit.ignored.update(parsed.ignored)
+        if files:
+            audit.named[len(audit.sizes)] = names
+        if any(file.transparent for file in files):
+            warnings.append("transparent_image")
+        for file, stamp in checked:
+            audit.files.setdefault(file.name, (file, stamp))
+        return content
 
-
-def _checked(checker: MediaChecker, media: FileReference | VideoReference, path: str) -> Found:
-    try:
-        return checker.check(path, media.kind)
-    except SampleRejected as error:
-        raise SampleRejected(error.reason, f"{media.kind} {media.path!r}: {error.detail}") from error
+    def _checked(self, media: Any, path: str) -> tuple[StoredMedia, Stamp]:
+        try:
+            return self._checker.check(path, media.kind)
+        except SampleRejected as error:
+            raise SampleRejected(error.reason, f"{media.kind} {media.path!r}: {error.detail}") from error
 
 
 def _short(detail: str) -> str:

@@ -3,42 +3,30 @@
 Columns are rejected if data sets and trainers in use give them a meaning: LLaMA-Factory (``label``/``kto_tag``,
 ``audios``, ``history``), ms-swift (``label``, ``audios``, ``objects``, ``rejected_images``), TRL (``label``,
 ``chat_template_kwargs``, ``documents``), OpenAI (``functions``), VideoChat (``start``/``end``).
+
+Additional values of the trained tokens from a record: advantages, log-probabilities, rewards.
+
+A label that marks one answer as wanted or unwanted (KTO): stored as the extra ``preference``, as pairs have it.
+
+LLaMA-Factory calls the column ``kto_tag``, TRL and ms-swift ``label``. It is read only where the user names it: without
+a loss that reads ``preference``, unwanted answers would be learned.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from energon_packing.conversation import Turn
+from energon_packing.conversation import PREFERENCE, Turn, read_extras
+from energon_packing.convert.fields import expect, says_nothing, unread
 from energon_packing.convert.record_media import MediaReference, refuse_own_view
-from energon_packing.convert.unread import says_nothing, unread
 from energon_packing.errors import SampleRejected
 
 AUDIO = ("audio", "audios", "input_audio", "sound", "sounds", "speech")
-_AUDIO_COLUMNS = (*AUDIO, *(f"audio_{what}{s}" for what in ("path", "file", "url") for s in ("", "s")))
-_AUDIO_NAMES = frozenset(_AUDIO_COLUMNS)
+_AUDIO_COLUMNS = frozenset((*AUDIO, *(f"audio_{what}{s}" for what in ("path", "file", "url") for s in ("", "s"))))
 LABELS = ("label", "labels", "kto_tag", "kto_label", "desirable")
 _LABEL_WORDS = ("true", "false", "0", "1", "-1", "desirable", "undesirable", "chosen", "rejected")
-_WEIGHTS = (
-    "weight",
-    "weights",
-    "sample_weight",
-    "loss_weight",
-    "loss_scale",
-    "loss_mask",
-    "loss",
-    "train_mask",
-    "mask",
-    "train",
-)
-_TOOLS = ("functions", "function_definitions", "tool_definitions", "tool_schemas", "available_tools")
-_SYSTEM = ("system_prompt", "system_message")
-_ANSWERS = re.compile(
-    r"(chosen|rejected|positive|negative)_"
-    r"(messages?|responses?|conversations?|answers?|outputs?|images?|videos?|audios?|tools?)"
-)
+_ANSWERS = ("chosen", "rejected")
 _GROUNDING = ("<bbox>", "<ref-object>")
 
 
@@ -49,6 +37,79 @@ def is_preference_label(value: Any) -> bool:
     if isinstance(value, list):
         return -100 in value or (bool(value) and all(isinstance(entry, bool) for entry in value))
     return isinstance(value, bool) or value in (0, 1, -1)
+
+
+def _weighs(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(isinstance(entry, bool | int | float | list) for entry in value)
+    return isinstance(value, bool | int | float) and value != 1  # True == 1
+
+
+def _count(turns: Sequence[Turn], tag: str) -> int:
+    return sum(turn.text.count(tag) for turn in turns)
+
+
+_Applies = Callable[[Any, Mapping[str, Any], Sequence[Turn]], bool]
+_CHANGE_THE_MEANING: tuple[tuple[Collection[str], _Applies, str], ...] = (
+    (_AUDIO_COLUMNS, lambda value, record, turns: True, "holds audio, which is not supported"),
+    (
+        LABELS,
+        lambda value, record, turns: is_preference_label(value),
+        "is {value!r:.60}, a preference label (KTO); --kto-label {name} keeps it for a loss that reads 'preference'; "
+        "to train on the preferred answers alone, keep only their records and remove the column",
+    ),
+    (
+        (
+            *("weight", "weights", "sample_weight", "loss_weight", "loss_scale", "loss_mask"),
+            *("loss", "train_mask", "mask", "train"),
+        ),
+        lambda value, record, turns: _weighs(value),
+        "weighs or masks the whole record, which is not supported; write the field 'weight' into its messages",
+    ),
+    (
+        ("functions", "function_definitions", "tool_definitions", "tool_schemas", "available_tools"),
+        lambda value, record, turns: says_nothing(record.get("tools")),
+        "holds tool definitions; rename it to 'tools'",
+    ),
+    (
+        ("system_prompt", "system_message"),
+        lambda value, record, turns: (
+            not (isinstance(value, str) and any(t.role == "system" and t.text.strip() == value.strip() for t in turns))
+        ),
+        "holds a system prompt that the conversation does not; rename it to 'system'",
+    ),
+    (
+        ("history",),
+        lambda value, record, turns: isinstance(value, list),
+        "holds earlier turns, which are read beside 'instruction' or 'query' only; put them into the list of turns",
+    ),
+    (
+        ("chat_template_kwargs",),
+        lambda value, record, turns: True,
+        "is an argument of the chat template, which is not supported",
+    ),
+    (
+        ("documents",),
+        lambda value, record, turns: isinstance(value, list),
+        "is an argument of the chat template, which is not supported",
+    ),
+    (
+        ("objects",),
+        lambda value, record, turns: any(_count(turns, tag) for tag in _GROUNDING),
+        f"holds the values of {' and '.join(_GROUNDING)} in the text, which are not supported",
+    ),
+    (
+        frozenset(
+            f"{answer}_{what}{s}"
+            for answer in ("chosen", "rejected", "positive", "negative")
+            for what in ("message", "response", "conversation", "answer", "output", "image", "video", "audio", "tool")
+            for s in ("", "s")
+        ),
+        lambda value, record, turns: True,
+        "belongs to an unknown layout of pairs; docs/convert.md lists the supported ones",
+    ),
+)
+"""Columns, when they may not be ignored, and why."""
 
 
 def check_columns(
@@ -67,60 +128,107 @@ def check_columns(
     Raises:
         SampleRejected: ``unsupported_column`` for one that changes the meaning, with its name.
     """
-    filled = sorted([name for name in record if name not in read and not says_nothing(record[name])])
-    for name in filled:
-        if (why := _changes_meaning(name, record, turns)) is not None:
-            raise SampleRejected("unsupported_column", f"the column {name!r} {why}")
-    if not _AUDIO_NAMES.isdisjoint(record) and (count := _count(turns, "<audio>")):
+    others = {name: record[name] for name in record if name not in read}
+    for name in sorted(name for name in others if not says_nothing(record[name])):
+        for names, applies, why in _CHANGE_THE_MEANING:
+            if name in names and applies(record[name], record, turns):
+                raise SampleRejected(
+                    "unsupported_column", f"the column {name!r} {why.format(name=name, value=record[name])}"
+                )
+    if not _AUDIO_COLUMNS.isdisjoint(record) and (count := _count(turns, "<audio>")):
         raise SampleRejected(
             "placeholder_mismatch", f"the text has {count} <audio> placeholder(s), but the record has no audio"
         )
-    others = {name: record[name] for name in record if name not in read}
     for kind, is_frames in sorted({(reference.kind, reference.is_frames) for reference in media}):
         refuse_own_view(others, kind, "unsupported_column", "the record", is_frames=is_frames)
     return unread(record, read)
 
 
-def _changes_meaning(name: str, record: Mapping[str, Any], turns: Sequence[Turn]) -> str | None:
-    """Why a filled column may not be ignored; None if it may."""
-    value = record[name]
-    if name in _AUDIO_COLUMNS:
-        return "holds audio, which is not supported"
-    if name in LABELS and is_preference_label(value):
-        return (
-            f"is {value!r:.60}, a preference label (KTO); --kto-label {name} keeps it for a loss that reads "
-            "'preference'; to train on the preferred answers alone, keep only their records and remove the column"
-        )
-    if name in _WEIGHTS and _weighs(value):
-        return "weighs or masks the whole record, which is not supported; write the field 'weight' into its messages"
-    if name in _TOOLS and says_nothing(record.get("tools")):
-        return "holds tool definitions; rename it to 'tools'"
-    if name in _SYSTEM and not _is_shown(value, turns):
-        return "holds a system prompt that the conversation does not; rename it to 'system'"
-    if name == "history" and isinstance(value, list):
-        return (
-            "holds earlier turns, which are read beside 'instruction' or 'query' only; put them into the list of turns"
-        )
-    if name == "chat_template_kwargs" or (name == "documents" and isinstance(value, list)):
-        return "is an argument of the chat template, which is not supported"
-    if name == "objects" and any(_count(turns, tag) for tag in _GROUNDING):
-        return f"holds the values of {' and '.join(_GROUNDING)} in the text, which are not supported"
-    if _ANSWERS.fullmatch(name):
-        return "belongs to an unknown layout of pairs; docs/convert.md lists the supported ones"
-    return None
+def parse_extras(record: Mapping[str, Any], columns: Sequence[str], *, pair: bool) -> dict[str, Any]:
+    """Reads the column ``extras`` (name -> value) and each separately named column.
+
+    A value is one number for all trained tokens, or a list with one number per token. For a pair, it is one number for
+    both answers, or ``{"chosen": ..., "rejected": ...}`` of numbers or lists. These may also be in two columns:
+    ``chosen_NAME`` and ``rejected_NAME``, or ``NAME_chosen`` and ``NAME_rejected``.
+
+    Args:
+        record: the parsed JSON.
+        columns: names of further columns; a record may lack any of them.
+        pair: whether the record holds a chosen and a rejected answer.
+
+    Raises:
+        SampleRejected: ``bad_extra`` for an invalid value, ``conflicting_columns`` if a name has two values.
+    """
+    given = {} if record.get("extras") is None else record["extras"]
+    values = dict(expect(given, dict, "bad_extra", "the extras column is", "name -> value"))
+    for name in columns:
+        if (value := _column(record, name, pair)) is None:
+            continue
+        if name in values:
+            raise SampleRejected("conflicting_columns", f"{name!r} is a column and also in the extras column")
+        values[name] = value
+    try:
+        extras = read_extras(values)
+    except SampleRejected as error:
+        raise _bad_extra(error.detail) from error
+    if PREFERENCE in extras:
+        raise _bad_extra(f"{PREFERENCE!r} is made from the answers of a pair and cannot be given")
+    for name, value in extras.items():
+        if isinstance(value, Mapping) and (not pair or set(value) != set(_ANSWERS)):
+            raise _bad_extra(f"{name!r} has parts other than the two answers of a pair")
+        if isinstance(value, list | tuple) and pair:
+            raise _bad_extra(f"{name!r} is one list, but a pair has two answers; give one list for each")
+    return extras
 
 
-def _weighs(value: Any) -> bool:
-    if isinstance(value, list):
-        return any(isinstance(entry, bool | int | float | list) for entry in value)
-    return isinstance(value, bool | int | float) and value != 1  # True == 1
+def _bad_extra(detail: str) -> SampleRejected:
+    return SampleRejected("bad_extra", detail)
 
 
-def _is_shown(value: Any, turns: Sequence[Turn]) -> bool:
-    return isinstance(value, str) and any(
-        turn.role == "system" and turn.text.strip() == value.strip() for turn in turns
-    )
+def extra_columns_read(columns: Sequence[str], *, pair: bool) -> set[str]:
+    """Every column that `parse_extras` checks for these names."""
+    return {*columns, *(column for name in columns if pair for both in _names_of_pair(name) for column in both)}
 
 
-def _count(turns: Sequence[Turn], tag: str) -> int:
-    return sum(turn.text.count(tag) for turn in turns)
+def _names_of_pair(name: str) -> tuple[list[str], list[str]]:
+    return [f"{answer}_{name}" for answer in _ANSWERS], [f"{name}_{answer}" for answer in _ANSWERS]
+
+
+def _column(record: Mapping[str, Any], name: str, pair: bool) -> Any:
+    value = record.get(name)
+    for names in _names_of_pair(name) if pair else ():
+        parts = [record.get(column) for column in names]
+        if parts == [None, None]:
+            continue
+        if value is not None:
+            raise SampleRejected("conflicting_columns", f"the record has both {name!r} and {names[0]!r}")
+        if None in parts:
+            raise _bad_extra(f"the record has only one of {names[0]!r} and {names[1]!r}")
+        value = dict(zip(_ANSWERS, parts, strict=True))
+    return value
+
+
+_WORDS = {"true": True, "1": True, "desirable": True, "false": False, "0": False, "-1": False, "undesirable": False}
+
+
+def read_kto_label(record: Mapping[str, Any], column: str, warnings: list[str], *, pair: bool) -> dict[str, float]:
+    """The extra of a record: 1 for a wanted answer, -1 for an unwanted one.
+
+    Args:
+        record: the parsed JSON.
+        column: name of the label.
+        warnings: receives ``unpaired_preference``.
+        pair: whether the record is a pair, which needs no label.
+
+    Raises:
+        SampleRejected: ``bad_label`` if it is missing or is neither true nor false, ``bad_pair`` for a pair.
+    """
+    if pair:
+        raise SampleRejected("bad_pair", f"the record is a pair and has the label {column!r}; convert pairs without it")
+    value = record.get(column)
+    wanted = value if isinstance(value, bool) else _WORDS.get(str(value).strip().lower())
+    if wanted is None:
+        what = "is missing" if value is None else f"is {value!r:.60}"
+        raise SampleRejected("bad_label", f"the label {column!r} {what}; it must be true or false")
+    warnings.append("unpaired_preference")
+    return {PREFERENCE: 1.0 if wanted else -1.0}

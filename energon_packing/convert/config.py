@@ -1,34 +1,137 @@
-"""The options of a conversion, checked when they are created."""
+"""The options of a conversion, checked when they are created.
+
+Other names for columns, fields of a message and roles: a record under the names that layouts read.
+"""
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from energon_packing.conversation import PREFERENCE
-from energon_packing.convert.column_map import ColumnMap
-from energon_packing.errors import ConfigError
+from energon_packing.convert.fields import ROLE_OF, says_nothing
+from energon_packing.convert.layouts.layout import LAYOUTS
+from energon_packing.convert.layouts.layout import Layout as RecordLayout
+from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.executors.choice import ExecutorConfig, ExecutorKind
-from energon_packing.media.pixel_limit import DEFAULT_MAX_PIXELS
+from energon_packing.media import DEFAULT_MAX_PIXELS
 from energon_packing.remote_files import absolute, check_remote
 from energon_packing.stored_record import LARGEST_NUMBER, SMALLEST_NUMBER
 
-RecordFormat = Literal[
-    "auto",
-    "sharegpt",
-    "openai",
-    "alpaca",
-    "query-response",
-    "prompt-completion",
-    "llamafactory-v1",
-    "qwen-vl",
-    "text",
-    "text-to-video",
-]
+COLUMNS = (
+    *("id", "messages", "conversations", "system", "tools", "chosen", "rejected"),
+    *("image", "images", "video", "videos", "audio", "audios"),
+    *("instruction", "input", "output", "query", "response", "prompt", "completion", "history", "text"),
+)
+"""Columns that may have another name."""
+FIELDS = ("role", "content")
+"""Fields of a message that may have another name."""
+_MESSAGES = ("messages", "conversations", "chosen", "rejected")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ColumnMap:
+    """How a data set names what layouts read.
+
+    Attributes:
+        columns: a column of `COLUMNS`, or a field of `FIELDS`, -> its name in the data.
+        roles: a role that turns may have, such as ``human`` or ``gpt``, -> its name in the data.
+        only: whether columns of `COLUMNS` that are not named are left out and counted, as LLaMA-Factory does.
+        layout: what the report calls the records; empty for the name of the layout that is found.
+    """
+
+    columns: Mapping[str, str] = field(default_factory=dict)
+    roles: Mapping[str, str] = field(default_factory=dict)
+    only: bool = False
+    layout: str = ""
+
+    def __post_init__(self) -> None:
+        for what, given, known in (("columns", self.columns, (*COLUMNS, *FIELDS)), ("roles", self.roles, ROLE_OF)):
+            if unknown := [name for name in given if name not in known]:
+                raise ConfigError(f"{what} names {unknown[0]!r}; write NAME=THEIRS with one of {', '.join(known)}")
+        by_role: dict[str, str] = {}
+        for name, theirs in self.roles.items():
+            if ROLE_OF[by_role.setdefault(theirs, name)] != ROLE_OF[name]:
+                raise ConfigError(f"roles gives {theirs!r} to both {by_role[theirs]!r} and {name!r}; name it once")
+
+    def __bool__(self) -> bool:
+        return bool(self.columns or self.roles or self.only)
+
+    def with_id(self, record: Any) -> Any:
+        """What a record says about its key: the record itself, or its id alone under the usual name."""
+        theirs = self.columns.get("id")
+        return record if theirs is None or not isinstance(record, dict) else {"id": record.get(theirs)}
+
+    def apply(self, record: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
+        """A record under the names that layouts read.
+
+        Returns:
+            The record, and the names of filled columns that were left out.
+
+        Raises:
+            SampleRejected: ``conflicting_columns`` if a name is filled under both its own name and the given one.
+        """
+        theirs = {name: column for name, column in self.columns.items() if name in COLUMNS}
+        taken = set(theirs.values())
+        own = {name: value for name, value in record.items() if name not in taken}
+        left = {name for name in own if self.only and name in COLUMNS and name != "id"}
+        for name, value in own.items():
+            if name in theirs and name not in left and not says_nothing(value):
+                detail = f"the record has {name!r} and {theirs[name]!r}, which stands for it"
+                raise SampleRejected("conflicting_columns", detail)
+        found = {name: value for name, value in own.items() if name not in left}
+        found |= {name: record[column] for name, column in theirs.items() if column in record}
+        for name in _MESSAGES if self.roles or not self.columns.keys().isdisjoint(FIELDS) else ():
+            value = found.get(name)
+            if isinstance(value, list | dict):
+                found[name] = [*map(self._message, value)] if isinstance(value, list) else self._message(value)
+        return found, {name for name in left if not says_nothing(own[name])}
+
+    def _message(self, message: Any) -> Any:
+        if not isinstance(message, dict):
+            return message
+        renamed = {self.columns[name]: name for name in FIELDS if name in self.columns}
+        found = {renamed.get(name, name): value for name, value in message.items()}
+        ours = {theirs: name for name, theirs in self.roles.items()}
+        roles = {name: role for name in ("role", "from") if isinstance(role := found.get(name), str)}
+        return found | {name: ours.get(role, role) for name, role in roles.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        """For the fingerprint of a conversion."""
+        return {"columns": dict(self.columns), "roles": dict(self.roles), "only": self.only, "layout": self.layout}
+
+
+_EXAMPLES = {
+    "split": "train=0.98,val=0.02",
+    "--columns": "messages=dialog,images=pics",
+    "--roles": "human=person,gpt=bot",
+}
+
+
+def parse_names(option: str, text: str, *, stray_commas: bool = True) -> dict[str, str]:
+    """Reads ``messages=dialog,images=pics``.
+
+    Raises:
+        ConfigError: the text is not of that form, or names something twice.
+    """
+    names: dict[str, str] = {}
+    for entry in text.split(","):
+        name, _, theirs = (part.strip() for part in entry.partition("="))
+        if not entry and stray_commas:
+            continue
+        if not (name and theirs):
+            raise ConfigError(f"{option} {text!r} cannot be read at {entry!r}; write for example {_EXAMPLES[option]}")
+        if name in names:
+            raise ConfigError(f"{option} {text!r} names {name!r} twice")
+        names[name] = theirs
+    return names
+
+
+RecordFormat = str
+"""``auto``, or the name of one of `energon_packing.convert.layouts.layout.LAYOUTS`."""
 Layout = Literal["polylithic", "monolithic"]
 MediaCheck = Literal["full", "header"]
 MissingPlaceholder = Literal["reject", "prepend", "append"]
@@ -58,8 +161,7 @@ class ConvertConfig:
             object stores, see `energon_packing.remote_files`.
         out: directory of the data set; created, or replaced as a whole. A dry run needs none.
         media_root: media paths are resolved in it and may not leave it; None uses the directory of each source file.
-        format: layout of the records; ``auto`` detects the conversation in each record. ``text-to-video`` is another
-            kind of data (docs/wan.md).
+        format: layout of the records; ``auto`` detects the conversation in each record.
         layout: ``polylithic`` (text and media in two WebDatasets; the first pass of a loader reads half as much from a
             cold disk) or ``monolithic`` (one WebDataset; a file that two records name is stored twice).
         split: name -> share, 1 together; what rounding leaves is shared out. A hash of the sample's key decides its
@@ -117,67 +219,77 @@ class ConvertConfig:
         # The dataclass is frozen, so convert paths that were passed as strings here.
         object.__setattr__(self, "sources", tuple(Path(source) for source in sources))
         object.__setattr__(self, "out", Path(self.out))
-        if self.media_root is not None:
-            object.__setattr__(self, "media_root", Path(self.media_root))
+        object.__setattr__(self, "media_root", None if self.media_root is None else Path(self.media_root))
         for name, paths in (("SRC", self.sources), ("--out", (self.out,)), ("--media-root", (self.media_root,))):
-            for path in paths:
-                if path is not None:
-                    check_remote(name, path, _INSTEAD)
+            for path in filter(None, paths):
+                check_remote(name, path, _INSTEAD)
         object.__setattr__(self, "split", normalised_split(self.split))
-        if not self.sources:
-            raise ConfigError("sources is empty; name at least one file or directory of conversations")
-        for name, allowed in (
-            ("format", RecordFormat),
-            ("layout", Layout),
-            ("check_media", MediaCheck),
-            ("missing_placeholder", MissingPlaceholder),
-        ):
-            if getattr(self, name) not in get_args(allowed):
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(allowed))}"
-                )
-        for name in ("samples_per_shard", "media_shard_bytes", "max_pixels", "max_media_bytes", "max_record_bytes"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.max_media_bytes >= 8 << 30:
-            raise ConfigError(f"max_media_bytes is {self.max_media_bytes}; a tar member must stay below 8 GiB")
-        ExecutorConfig(kind=self.executor, workers=self.workers, address=self.address)  # refuses what cannot be
-        if self.executor == "ray" and self.dry_run:
-            raise ConfigError("a dry run keeps its notes on this machine alone; leave out --executor ray")
-        if not SMALLEST_NUMBER <= self.frame_fps <= LARGEST_NUMBER:
-            raise ConfigError(f"frame_fps is {self.frame_fps}; it must be a number above 0")
         object.__setattr__(self, "extra_columns", tuple(self.extra_columns))
-        reserved = {"extras", PREFERENCE, *RECORD_COLUMNS}.intersection(self.extra_columns)
-        if "" in self.extra_columns or len(set(self.extra_columns)) < len(self.extra_columns) or reserved:
-            raise ConfigError(
-                f"extra_columns is {list(self.extra_columns)}; name each column of extra values once, and no column "
-                "that convert reads for something else"
-            )
-        if not self.max_rejects >= 0.0 or (self.max_rejects > 1.0 and self.max_rejects != int(self.max_rejects)):
-            raise ConfigError(
-                f"max_rejects is {self.max_rejects}; it must be a share between 0 and 1, or a number of records"
-            )
-        if self.kto_label is not None and (not self.kto_label or self.kto_label in RECORD_COLUMNS):
-            raise ConfigError(f"kto_label is {self.kto_label!r}; name the column of labels, such as 'label'")
-        if self.format == "text-to-video" and (self.column_map or self.kto_label):
-            raise ConfigError("column_map and kto_label are for conversations; text-to-video reads neither")
+        if self.format != "auto":
+            LAYOUTS.find(self.format)
+        choices = {"layout": Layout, "check_media": MediaCheck, "missing_placeholder": MissingPlaceholder}
+        reserved = {"", "extras", PREFERENCE, *RECORD_COLUMNS}
+        positive = ("samples_per_shard", "media_shard_bytes", "max_pixels", "max_media_bytes", "max_record_bytes")
+        rejects, apart = self.max_rejects, len(set(self.extra_columns)) == len(self.extra_columns)
+        checks = (
+            ("sources", self.sources, "name at least one file or directory of conversations"),
+            *(
+                (name, getattr(self, name) in get_args(of), f"it must be one of {', '.join(get_args(of))}")
+                for name, of in choices.items()
+            ),
+            *((name, getattr(self, name) >= 1, "it must be at least 1") for name in positive),
+            ("max_media_bytes", self.max_media_bytes < 8 << 30, "a tar member must stay below 8 GiB"),
+            ("frame_fps", SMALLEST_NUMBER <= self.frame_fps <= LARGEST_NUMBER, "it must be a number above 0"),
+            (
+                "extra_columns",
+                apart and reserved.isdisjoint(self.extra_columns),
+                "name each column of extra values once, and no column that convert reads for something else",
+            ),
+            (
+                "max_rejects",
+                0.0 <= rejects <= 1.0 or (rejects > 1.0 and rejects % 1 == 0.0),
+                "it must be a share between 0 and 1, or a number of records",
+            ),
+            (
+                "kto_label",
+                self.kto_label is None or self.kto_label not in {"", *RECORD_COLUMNS},
+                "name the column of labels, such as 'label'",
+            ),
+        )
+        for name, right, fix in checks:
+            if not right:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; {fix}")
+        if self.executor_config.cluster and self.dry_run:
+            raise ConfigError(f"a dry run keeps its notes on this machine alone; leave out --executor {self.executor}")
+        if self.own_layout is not None and self.own_layout.parse and (self.column_map or self.kto_label):
+            raise ConfigError(f"column_map and kto_label are for conversations; {self.format} reads neither")
 
     @property
-    def processes(self) -> int:
-        """Processes of this machine; 1 is the calling one."""
-        return max(1, min(8, os.cpu_count() or 1) if self.workers is None else self.workers)
+    def executor_config(self) -> ExecutorConfig:
+        """Who works.
+
+        Raises:
+            ConfigError: nobody could.
+        """
+        return ExecutorConfig(kind=self.executor, workers=self.workers, address=self.address)
+
+    @property
+    def own_layout(self) -> RecordLayout | None:
+        """The layout that all records have; None if each is looked at."""
+        return None if self.format == "auto" else LAYOUTS.find(self.format)
 
     def fingerprint_options(self) -> dict[str, object]:
         """The options that decide the data set's content; resuming with different ones is refused, naming them."""
-        names = ("format", "layout", "samples_per_shard", "media_shard_bytes", "check_media")
-        options: dict[str, object] = {name: getattr(self, name) for name in names}
-        options.update({name: getattr(self, name) for name in ("max_pixels", "max_media_bytes", "max_record_bytes")})
-        options.update({"frame_fps": self.frame_fps, "extra_columns": list(self.extra_columns)})
-        options.update({name: getattr(self, name) for name in ("kto_label", "missing_placeholder")})
-        options["column_map"] = self.column_map.to_json()
-        options["media_root"] = None if self.media_root is None else absolute(self.media_root)
-        options["split"] = dict(self.split)
-        return options
+        names = (
+            *("format", "layout", "samples_per_shard", "media_shard_bytes", "check_media", "max_pixels"),
+            *("max_media_bytes", "max_record_bytes", "frame_fps", "extra_columns", "kto_label", "missing_placeholder"),
+        )
+        return {name: getattr(self, name) for name in names} | {
+            "extra_columns": list(self.extra_columns),
+            "column_map": self.column_map.to_json(),
+            "media_root": None if self.media_root is None else absolute(self.media_root),
+            "split": dict(self.split),
+        }
 
 
 def normalised_split(split: Mapping[str, float]) -> dict[str, float]:
@@ -193,15 +305,13 @@ def normalised_split(split: Mapping[str, float]) -> dict[str, float]:
         if not 0.0 <= share < float("inf"):
             raise ConfigError(f"split share {name}={share} must be a number of 0 or more")
     total = sum(split.values())
-    if total <= 0:
-        raise ConfigError("split has no share above 0; write for example train=0.98,val=0.02")
-    if total > 1 + 1e-9:
-        raise ConfigError(f"split adds up to {total:g}; shares may not exceed 1 together, as in train=0.98,val=0.02")
-    if total < 1 - _ROUNDED:
-        raise ConfigError(
-            f"split adds up to {total:g}, and every sample is in one of its parts; name a part for the rest, as in "
-            "train=0.98,val=0.02"
+    if not 1 - _ROUNDED <= total <= 1 + 1e-9:
+        why = (
+            "shares may not exceed 1 together"
+            if total > 1
+            else "every sample is in one of its parts; name a part for the rest"
         )
+        raise ConfigError(f"split adds up to {total:g}, and {why}, as in train=0.98,val=0.02")
     return {name: share / total for name, share in split.items() if share > 0}
 
 
@@ -211,17 +321,8 @@ def parse_split(text: str) -> dict[str, float]:
     Raises:
         ConfigError: the text is not of that form, or names a split twice.
     """
-    split: dict[str, float] = {}
-    for entry in text.split(","):
-        name, equals, share = entry.partition("=")
-        name = name.strip()
-        try:
-            value = float(share)
-        except ValueError:
-            equals = ""
-        if not equals:
-            raise ConfigError(f"split {text!r} cannot be read at {entry!r}; write for example train=0.98,val=0.02")
-        if name in split:
-            raise ConfigError(f"split {text!r} names {name!r} twice")
-        split[name] = value
-    return normalised_split(split)
+    names = parse_names("split", text, stray_commas=False)
+    try:
+        return normalised_split({name: float(share) for name, share in names.items()})
+    except ValueError as error:
+        raise ConfigError(f"split {text!r} cannot be read: {error}; write for example {_EXAMPLES['split']}") from error

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from energon_packing.convert.column_map import ColumnMap
-from energon_packing.convert.config import RecordFormat
-from energon_packing.convert.role_names import ROLE_OF
+from energon_packing.convert.config import ColumnMap, RecordFormat
+from energon_packing.convert.fields import ROLE_OF
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.remote_files import read, remote_address
 
@@ -28,13 +27,7 @@ _DEFAULT_TAGS = {
     "function_tag": "function_call",
     "system_tag": "system",
 }
-_ROLES = {
-    "user_tag": "human",
-    "assistant_tag": "gpt",
-    "observation_tag": "observation",
-    "function_tag": "function_call",
-    "system_tag": "system",
-}
+_ROLES = {tag: name for tag, name in _DEFAULT_TAGS.items() if tag not in ("role_tag", "content_tag")}
 _ELSEWHERE = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
 _KNOWN = {"file_name", "formatting", "ranking", "columns", "tags", "subset", "split", "folder", *_ELSEWHERE}
 _SHARED = {name: name for name in ("system", "tools", "images", "videos", "audios")}
@@ -111,26 +104,21 @@ def _names(entry: Mapping[str, Any], field: str, defaults: Mapping[str, str], wh
     if not isinstance(given, dict) or not all(isinstance(value, str) for value in given.values() if value is not None):
         raise ConfigError(f"{field} of {where} is not an object of names")
     known = {*_DEFAULT_COLUMNS, *_SHARED, "history", "chosen", "rejected", "kto_tag"}
-    for name in given:
-        if name not in (_DEFAULT_TAGS if field == "tags" else known):
-            raise ConfigError(f"{field} of {where} has {name!r}, which LLaMA-Factory does not read; remove it")
+    if unknown := [name for name in given if name not in (_DEFAULT_TAGS if field == "tags" else known)]:
+        raise ConfigError(f"{field} of {where} has {unknown[0]!r}, which LLaMA-Factory does not read; remove it")
     return {name: value for name, value in given.items() if value is not None}
 
 
 def _alpaca(columns: Mapping[str, str], *, ranking: bool, where: str) -> tuple[RecordFormat, dict[str, str]]:
     if "prompt" not in columns:
         raise ConfigError(f"columns of {where} has no 'prompt', which holds the question")
-    answers = ("chosen", "rejected") if ranking else ("response",)
-    present = [name for name in answers if name in columns]
-    if not present and "query" not in columns and "history" not in columns:
+    answers = {"chosen": "chosen", "rejected": "rejected"} if ranking else {"response": "output"}
+    missing = [name for name in answers if name not in columns]
+    if len(missing) == len(answers) and "query" not in columns and "history" not in columns:
         return "text", {"text": columns["prompt"]}
-    if len(present) < len(answers):
-        missing = next(name for name in answers if name not in columns)
-        raise ConfigError(f"columns of {where} has no {missing!r}, which holds the answer")
-    ours = {"prompt": "instruction", "query": "input", "history": "history", "response": "output"}
-    if ranking:
-        ours.pop("response")
-        ours.update({name: name for name in answers})
+    if missing:
+        raise ConfigError(f"columns of {where} has no {missing[0]!r}, which holds the answer")
+    ours = {"prompt": "instruction", "query": "input", "history": "history", **answers}
     return "alpaca", {ours[name]: column for name, column in columns.items() if name in ours}
 
 
@@ -141,10 +129,10 @@ def _turns(
         missing = "columns.messages" if "messages" not in columns else "tags.role_tag or tags.content_tag"
         raise ConfigError(f"{where} has no {missing}, which holds the turns")
     role, content = tags["role_tag"], tags["content_tag"]
-    mapped: dict[str, str] = {}
-    if (role, content) != ("from", "value"):
-        mapped.update({"role": role, "content": content})
-    mapped["conversations" if (role, content) == ("from", "value") else "messages"] = columns["messages"]
+    if (role, content) == ("from", "value"):
+        mapped = {"conversations": columns["messages"]}
+    else:
+        mapped = {"role": role, "content": content, "messages": columns["messages"]}
     if ranking:
         if missing_answers := [name for name in ("chosen", "rejected") if name not in columns]:
             raise ConfigError(f"{where} has ranking, but columns names no {missing_answers[0]!r}")

@@ -1,14 +1,100 @@
-"""Sample keys: unique in the data set, safe as a WebDataset member name, the same in every run."""
+"""Sample keys: unique in the data set, safe as a WebDataset member name, the same in every run.
+
+The key that a record asks for, and the digest that stands for a key. Loads no arrays: every worker needs this.
+
+A set of keys that takes 8 bytes for each, so that ten million of them fit into 80 MB.
+
+Which split a sample belongs to: decided by a hash of its key, so that more data never moves an old sample.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from heapq import nsmallest
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from energon_packing.convert.key_names import key_hash, wanted_key
-from energon_packing.convert.key_set import Hashes, KeySet
+_UNSAFE = re.compile(r"[^A-Za-z0-9_-]+")
+_SAFE = re.compile(r"[A-Za-z0-9_-]+")
+
+MAX_KEY_LENGTH = 72
+"""Most characters of a key: a tar header has 100 for the whole name, and longer names need extension records."""
+
+
+def wanted_key(record: Any, source_name: str, number: int) -> tuple[str, bool, list[str]]:
+    """The key that one record asks for.
+
+    Args:
+        record: the parsed JSON, of any type; its ``id`` is used if it is text or a number.
+        source_name: path of the source file; with `number`, it names a record without ``id``.
+        number: line or index of the record.
+
+    Returns:
+        The key, whether the record itself names it, and the warnings: ``sanitised_id`` (the id had characters that a
+        key cannot have), ``unusable_id`` (neither text nor number; ignored).
+    """
+    name = record.get("id") if isinstance(record, dict) else None
+    if type(name) is str and name and len(name) <= MAX_KEY_LENGTH and _SAFE.fullmatch(name) and name.strip("_"):
+        return name, True, []  # nearly all ids
+    usable = isinstance(name, str | int | float) and not isinstance(name, bool)
+    if not usable or name == "":
+        unusable = ["unusable_id"] if name is not None and not usable else []
+        return safe_key(f"{source_name.rsplit('.', 1)[0]}-{number}"), False, unusable
+    key = safe_key(str(name))
+    return key, True, ["sanitised_id"] if key != str(name) else []
+
+
+def safe_key(text: str) -> str:
+    """Keeps only letters, digits, ``-`` and ``_``: a dot would split a WebDataset key, a slash would create a folder.
+
+    Long names keep their end, because ids usually differ there.
+    """
+    key = _UNSAFE.sub("_", text)
+    return key[-MAX_KEY_LENGTH:] if key.strip("_") else "record"
+
+
+def key_digest(key: str) -> bytes:
+    """16 bytes of a key's SHA-256: 8 decide its split (`positions_of`), 8 stand for it in a `KeySet`."""
+    return hashlib.sha256(key.encode("utf-8")).digest()[:16]
+
+
+Hashes = NDArray[np.uint64]
+
+
+class KeySet:
+    """Hashes of 64 bits, in a few sorted arrays whose sizes grow by powers of two.
+
+    A key that is in the set is always found. A key that is not is taken for one that is with a probability of one in
+    four hundred thousand among ten million keys; it then gets a suffix that it did not need, the same in every run.
+    """
+
+    def __init__(self) -> None:
+        self._runs: list[Hashes] = []
+
+    def holds(self, values: Hashes) -> NDArray[np.bool_]:
+        """Whether each of the values is in the set. Shape [n] -> [n]."""
+        found = np.zeros(len(values), np.bool_)
+        for run in self._runs:
+            at = np.searchsorted(run, values)
+            at[at == len(run)] = 0
+            found |= run[at] == values
+        return found
+
+    def add(self, values: Hashes) -> None:
+        """Adds the values. Shape [n]."""
+        if not len(values):
+            return
+        run = np.sort(values)
+        while self._runs and len(self._runs[-1]) <= 2 * len(run):
+            run = np.concatenate([self._runs.pop(), run])
+            run.sort(kind="stable")  # merges two sorted halves
+        self._runs.append(run)
+
 
 _MOST_SUFFIXES = 100_000
 """Keys whose next suffix is remembered; forgetting it costs time alone, since a taken key is never given back."""
@@ -24,21 +110,12 @@ class KeyAssigner:
         self._taken = KeySet()
         self._next_suffix: dict[str, int] = {}
 
-    def assign(self, record: Any, source_name: str, number: int) -> tuple[str, list[str]]:
-        """The key of one record and its warnings: those of `wanted_key`, and ``duplicate_id`` (another record already
-        has the key; a suffix was added)."""
-        key, named, warnings = wanted_key(record, source_name, number)
-        changed = self.assign_all([key], np.array([key_hash(key)], np.uint64))
-        if changed and named:
-            warnings.append("duplicate_id")
-        return changed.get(0, key), warnings
-
     def assign_all(self, keys: Sequence[str], hashes: Hashes) -> dict[int, str]:
         """Takes the keys of records that follow each other.
 
         Args:
             keys: that they ask for.
-            hashes: `key_hash` of each. Shape [n].
+            hashes: the last 8 bytes of the `key_digest` of each. Shape [n].
 
         Returns:
             Index of a record -> the key that it gets in place of one that is taken.
@@ -48,7 +125,7 @@ class KeyAssigner:
             self._taken.add(hashes)
             return {}
         changed: dict[int, str] = {}
-        new: set[int] = set()
+        new = set[int]()
         for index, (key, value, known) in enumerate(zip(keys, hashes.tolist(), taken.tolist(), strict=True)):
             if known or value in new:
                 changed[index] = self._free(key, new)
@@ -58,11 +135,77 @@ class KeyAssigner:
         return changed
 
     def _free(self, key: str, new: set[int]) -> str:
-        suffix = self._next_suffix.get(key, 2)
-        while (value := key_hash(candidate := f"{key}-{suffix}")) in new or value in self._taken:
-            suffix += 1
+        for suffix in itertools.count(self._next_suffix.get(key, 2)):
+            value = int.from_bytes(key_digest(f"{key}-{suffix}")[8:], "big")
+            if value not in new and not self._taken.holds(np.array([value], np.uint64))[0]:
+                break
         if len(self._next_suffix) >= _MOST_SUFFIXES:
             self._next_suffix.clear()
         self._next_suffix[key] = suffix + 1
         new.add(value)
-        return candidate
+        return f"{key}-{suffix}"
+
+
+Positions = NDArray[np.float64]
+
+
+def positions_of(digests: bytes) -> Positions:
+    """A number in [0, 1) for each key, from their `key_digest` one after the other. Shape [n]."""
+    return (np.frombuffer(digests, ">u8")[::2] >> np.uint64(11)) / float(1 << 53)
+
+
+class SplitAssigner:
+    """Assigns samples to splits as they come, and keeps what it needs to fill a split that stays empty."""
+
+    def __init__(self, split: Mapping[str, float]) -> None:
+        """
+        Args:
+            split: name -> share, adding up to 1.
+        """
+        self.names = list(split)
+        self.counts = [0] * len(self.names)
+        """Samples of each split so far."""
+        self._ends = np.cumsum(list(split.values()))
+        self._ends[-1] = 1.0
+        self._samples = 0
+        # (empty split, the split that the samples are in) -> the nearest samples as (distance, number)
+        self._nearest: dict[tuple[int, int], list[tuple[float, int]]] = {}
+
+    def add(self, positions: Positions) -> NDArray[np.int64]:
+        """The splits of the next samples, as indices into `names`.
+
+        Args:
+            positions: see `positions_of`. Shape [n].
+        """
+        assigned = np.searchsorted(self._ends, positions, side="right").astype(np.int64)
+        for index, count in enumerate(np.bincount(assigned, minlength=len(self.names)).tolist()):
+            self.counts[index] += count
+        for empty in (index for index, count in enumerate(self.counts) if count == 0):
+            start, end = (float(self._ends[empty - 1]) if empty else 0.0), float(self._ends[empty])
+            distances = np.maximum(start - positions, positions - end)
+            for source in np.unique(assigned).tolist():
+                members = np.flatnonzero(assigned == source)
+                found = zip(distances[members].tolist(), (self._samples + members).tolist(), strict=True)
+                kept = self._nearest.get((empty, source), [])
+                self._nearest[empty, source] = nsmallest(len(self.names), [*kept, *found])
+        self._samples += len(positions)
+        return assigned
+
+    def finish(self) -> dict[int, int]:
+        """Fills splits that are empty, because nobody wants an empty validation set from 2 % of a small data set.
+
+        Each gets the sample nearest to its own range from the fullest split, if there are enough samples.
+
+        Returns:
+            Number of a sample -> its new split, for those that move. `counts` follow.
+        """
+        moved: dict[int, int] = {}
+        for empty in [index for index, count in enumerate(self.counts) if count == 0]:
+            fullest = max(range(len(self.names)), key=lambda index: self.counts[index])
+            if self.counts[fullest] < 2:
+                break
+            candidates = self._nearest[empty, fullest]
+            moved[next(number for _, number in candidates if number not in moved)] = empty
+            self.counts[fullest] -= 1
+            self.counts[empty] += 1
+        return moved

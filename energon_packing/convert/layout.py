@@ -14,24 +14,33 @@ Monolithic (one WebDataset)::
     DIR/.nv-meta/
 
 Both also hold `conversion.json`, `rejects.jsonl` and `warnings.jsonl`.
+
+SQLite files that are written once, from beginning to end: without a journal, since a partial one is thrown away.
+
+``.nv-meta`` of a WebDataset, as Energon makes it, from what is known about the shards.
+
+Energon's own preparation opens every tar again, takes the memory of its imports (500 MB), and writes rows in the order
+in which its processes finish, with the time and a random identifier. Here the same tables are written in one pass, in
+the order of the samples; the tests compare them with Energon's.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
+import sqlite3
+import uuid
 from collections.abc import Iterable, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import yaml
 
-from energon_packing.convert.config import Layout, RecordFormat
+from energon_packing.convert.config import Layout
+from energon_packing.convert.layouts.layout import SUBFLAVORS
 from energon_packing.errors import UserError
-
-SUBFLAVORS = {"energon_packing": "v1"}
-"""Marks every sample of a converted data set; cookers select samples by it."""
-
-TEXT_TO_VIDEO_SUBFLAVORS = {"energon_packing": "text-to-video-v1"}
-"""The mark of text-to-video samples, which no conversation cooker takes."""
 
 MEDIA_AUX = "media"
 """Name of the auxiliary data set that a cooker of a polylithic data set receives as keyword argument."""
@@ -58,12 +67,11 @@ def dataset_entry(path: str | Path) -> str:
     Raises:
         UserError: the path does not exist or is not a data set.
     """
+    place: Any = Path(path)
     if "://" in str(path):
         from megatron.energon.epathlib import EPath
 
-        place: Any = EPath(str(path))
-    else:
-        place = Path(path)
+        place = EPath(str(path))
     if place.is_file():
         if place.name.endswith((".yaml", ".yml")):
             return str(path)
@@ -82,21 +90,15 @@ def dataset_entry(path: str | Path) -> str:
     )
 
 
-def subflavors_of(record_format: RecordFormat) -> dict[str, str]:
-    """The mark of the samples that a conversion with this format writes."""
-    return dict(TEXT_TO_VIDEO_SUBFLAVORS if record_format == "text-to-video" else SUBFLAVORS)
-
-
 def write_metadataset(
     directory: Path, splits: Iterable[str], *, with_media: bool, subflavors: Mapping[str, str] = SUBFLAVORS
 ) -> None:
     """Writes ``dataset.yaml`` of a polylithic data set; its paths are relative, so the directory can be moved."""
-    references = {}
-    for split in splits:
-        reference: dict[str, Any] = {"path": f"./{TEXT_DIRECTORY}", "split_part": split, "subflavors": dict(subflavors)}
-        if with_media:
-            reference["aux"] = {MEDIA_AUX: f"./{MEDIA_DIRECTORY}"}
-        references[split] = reference
+    references = {
+        split: {"path": f"./{TEXT_DIRECTORY}", "split_part": split, "subflavors": dict(subflavors)}
+        | ({"aux": {MEDIA_AUX: f"./{MEDIA_DIRECTORY}"}} if with_media else {})
+        for split in splits
+    }
     content = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": references}
     (directory / DATASET_FILE).write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
 
@@ -114,3 +116,164 @@ def media_names(layout: Layout, names: list[str]) -> list[str]:
         return names
     order = {name: index for index, name in enumerate(dict.fromkeys(names))}
     return [f".{order[name]}.{name.rsplit('.', 1)[1]}" for name in names]
+
+
+def open_scratch(path: Path) -> sqlite3.Connection:
+    """Opens a new database without any protection against an interruption, in one transaction to its end."""
+    # Nobody else opens it, so that it needs no locks, which network file systems may lack.
+    database = sqlite3.connect(f"file:{quote(str(path))}?nolock=1", uri=True, isolation_level=None)
+    for pragma in ("journal_mode = OFF", "synchronous = OFF", "locking_mode = EXCLUSIVE", "cache_size = -16384"):
+        database.execute(f"PRAGMA {pragma}")
+    database.execute("BEGIN")
+    return database
+
+
+SampleRow = tuple[int, str, int, int, int]
+"""Number of the shard, key, index in the shard, bytes before it and of it in the tar."""
+PartRow = tuple[int, int, str, int, int]
+"""Number of the shard, index of the sample, name of the part, bytes before its content and of it."""
+_FORMAT_OF_VERSION = "7.4.1"
+_ROWS = 4096
+_NO_TIME = "1970-01-01 00:00:00"
+# As Energon 7 writes them. SQLite keeps these texts, spaces included.
+_TABLES = (
+    """
+                CREATE TABLE IF NOT EXISTS samples (
+                    tar_file_id INTEGER NOT NULL,
+                    sample_key TEXT NOT NULL UNIQUE,
+                    sample_index INTEGER NOT NULL,
+                    byte_offset INTEGER,
+                    byte_size INTEGER
+                )
+                """,
+    """
+                CREATE TABLE IF NOT EXISTS sample_parts (
+                    tar_file_id INTEGER,
+                    sample_index INTEGER,
+                    part_name TEXT,
+                    content_byte_offset INTEGER,
+                    content_byte_size INTEGER
+                )
+                """,
+    """
+                CREATE TABLE IF NOT EXISTS media_metadata (
+                    entry_key TEXT PRIMARY KEY,
+                    metadata_type TEXT NOT NULL,
+                    metadata_json TEXT NOT NULL
+                )
+                """,
+    """
+                CREATE TABLE IF NOT EXISTS media_filters (
+                    filter_id INTEGER PRIMARY KEY AUTOINCREMENT,
+                    strategy TEXT NOT NULL,
+                    patterns TEXT,
+                    created_at_utc TEXT DEFAULT CURRENT_TIMESTAMP,
+                    UNIQUE(strategy, patterns)
+                )
+                """,
+)
+_INDEXES = (
+    "CREATE INDEX IF NOT EXISTS idx_samples_by_tar_and_idx ON samples(tar_file_id, sample_index)",
+    "CREATE INDEX IF NOT EXISTS idx_sample_parts_seq ON sample_parts(tar_file_id, sample_index, content_byte_offset)",
+    "CREATE INDEX IF NOT EXISTS idx_sample_parts_full ON sample_parts(tar_file_id, sample_index, part_name, "
+    "content_byte_offset, content_byte_size)",
+)
+
+
+def energon_version() -> str:
+    """The version as Energon states it; where it is not installed, the one whose format is written here."""
+    try:
+        return importlib.metadata.version("megatron-energon")
+    except importlib.metadata.PackageNotFoundError:
+        return _FORMAT_OF_VERSION
+
+
+class IndexWriter:
+    """Writes ``.nv-meta`` of one WebDataset while its shards are written."""
+
+    def __init__(self, directory: Path) -> None:
+        """
+        Args:
+            directory: of the WebDataset; exists.
+        """
+        self._meta = directory / META_DIRECTORY
+        self._meta.mkdir()
+        self._database = open_scratch(self._meta / "index.sqlite")
+        self._samples: list[SampleRow] = []
+        self.parts: list[PartRow] = []
+        self.media: list[tuple[str, str, str]] = []
+        """Name of an entry in the data set, its type and content, see `media_files.MediaFile.metadata`."""
+        for table in _TABLES:
+            self._database.execute(table)
+
+    def add(self, row: SampleRow) -> None:
+        """Adds the row of a sample, after those of its parts.
+
+        The rows of all tables are written after a fixed number of samples: SQLite gives out pages in that order.
+        """
+        self._samples.append(row)
+        if len(self._samples) == _ROWS:
+            self._flush()
+
+    def _flush(self) -> None:
+        for table, rows in (("samples", self._samples), ("sample_parts", self.parts), ("media_metadata", self.media)):
+            values = ", ".join("?" * (3 if table == "media_metadata" else 5))
+            self._database.executemany(f"INSERT OR REPLACE INTO {table} VALUES ({values})", rows)
+            rows.clear()
+
+    def finish(
+        self,
+        shards: Mapping[str, int],
+        splits: Iterable[str],
+        *,
+        identity: bytes,
+        subflavors: Mapping[str, str] = SUBFLAVORS,
+    ) -> None:
+        """Completes the index, and writes the splits and the description of the data set.
+
+        Args:
+            shards: shard name -> number of samples, in the order of their numbers; names begin with their split.
+            splits: names of the splits.
+            identity: 16 bytes or more that depend on the content; `index.uuid` is made from them.
+            subflavors: the mark of the samples.
+        """
+        self._flush()
+        self._database.execute(
+            "INSERT INTO media_filters (strategy, patterns, created_at_utc) VALUES ('EXTENSION', '', ?)", (_NO_TIME,)
+        )
+        for index in _INDEXES:
+            self._database.execute(index)
+        self._database.execute("COMMIT")
+        self.close()
+        (self._meta / "index.uuid").write_text(str(uuid.UUID(bytes=identity[:16], version=4)), encoding="utf-8")
+        info = {"energon_version": energon_version(), "shard_counts": dict(shards)}
+        (self._meta / INFO_FILE).write_text(json.dumps(info, indent=2), encoding="utf-8")
+        parts = {split: shard_ranges([name for name in shards if name.startswith(f"{split}-")]) for split in splits}
+        self._write_yaml("split.yaml", {"split_parts": parts, "exclude": []})
+        content = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset", "subflavors": dict(subflavors)}
+        self._write_yaml("dataset.yaml", content)
+
+    def describe_records(self) -> None:
+        """Writes a second description, of the records as text: Energon's tools take no crude samples."""
+        sample_type = {"__module__": "megatron.energon", "__class__": "TextSample"}
+        self._write_yaml(LINT_FILE, {"sample_type": sample_type, "field_map": {"text": "json"}})
+
+    def _write_yaml(self, name: str, content: object) -> None:
+        (self._meta / name).write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+
+    def close(self) -> None:
+        """Closes the database."""
+        self._database.close()
+
+
+def shard_ranges(names: list[str]) -> list[str]:
+    """Shard names with consecutive numbers as Energon abbreviates them: ``train-{000000..000012}.tar``.
+
+    A range never spans numbers with different counts of digits.
+    """
+    ranges = []
+    for _, group in groupby(names, key=len):
+        first, *others = (name.removesuffix(".tar").rsplit("-", 1) for name in group)
+        number = f"{{{first[1]}..{others[-1][1]}}}" if others else first[1]
+        ranges.append(f"{first[0]}-{number}.tar")
+    return ranges

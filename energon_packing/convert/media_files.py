@@ -7,19 +7,18 @@ import os
 import re
 import stat
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import orjson
+
 from energon_packing.conversation import Media, MediaKind
 from energon_packing.convert.config import ConvertConfig
-from energon_packing.convert.jpeg_header import JpegHeader, read_jpeg_header
-from energon_packing.convert.tensor_files import TensorFile, check_tensor
+from energon_packing.convert.layouts.layout import FileKind
 from energon_packing.errors import SampleRejected
-from energon_packing.wan.record import TensorRole
 
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://|data:)")
 _EXTENSION_OF_IMAGE = {
@@ -82,22 +81,34 @@ class MediaFile:
     transparent: bool = False
 
     @property
-    def extension(self) -> str:
-        """Without the dot."""
-        return self.name.rsplit(".", 1)[1]
+    def metadata(self) -> tuple[str, str]:
+        """Type and content of the file in the table of ``energon prepare --media-metadata-by-extension``.
+
+        Energon would decode every file again, and omits a whole shard if one file fails. As in Energon's own table,
+        sizes are those of the stored pixels, before EXIF or container rotation; the records hold the displayed sizes.
+        """
+        width, height = self.stored_width, self.stored_height
+        if self.kind == "image":
+            image = {"width": width, "height": height, "format": self.format, "mode": self.mode}
+            return "image", orjson.dumps(image).decode()
+        video = {
+            "video_duration": self.duration,
+            "video_num_frames": self.frames,
+            "video_fps": self.fps,
+            "video_width": width,
+            "video_height": height,
+        }
+        return "av", orjson.dumps(video).decode()
+
+    def media(self, name: str) -> Media:
+        """The record's entry for the file, which is stored under a name."""
+        shown = {field: getattr(self, field) for field in ("kind", "width", "height", "frames", "fps", "duration")}
+        return Media(name=name, **shown)
 
 
-def media_of_file(name: str, file: MediaFile) -> Media:
-    """The record's entry for a checked file that is stored under a name."""
-    return Media(
-        kind=file.kind,
-        name=name,
-        width=file.width,
-        height=file.height,
-        frames=file.frames,
-        fps=file.fps,
-        duration=file.duration,
-    )
+StoredMedia = Any
+"""A `MediaFile`, or a checked file of another kind: it has its ``name``, ``path``, ``transparent`` and ``metadata``
+(None for what Energon has no table for)."""
 
 
 def resolve_media(reference: str, root: Path) -> str:
@@ -113,10 +124,7 @@ def resolve_media(reference: str, root: Path) -> str:
     if is_address(reference):
         shown = reference if len(reference) <= 80 else reference[:77] + "..."
         raise SampleRejected("remote_media", f"{shown!r} is not a local file; store it below {root} and name its path")
-    if not reference or "\0" in reference or not is_path(reference):
-        raise SampleRejected("missing_media", f"{reference!r} is not a path")
-    if (plain := _plain_file(reference, str(root))) is not None:
-        return plain
+    check_path(reference)
     try:
         path = Path(os.path.realpath(root / reference))
         if not path.is_relative_to(root):
@@ -134,142 +142,87 @@ def is_address(reference: str) -> bool:
     return _ADDRESS.match(reference) is not None
 
 
-def is_path(reference: str) -> bool:
-    """Whether the system can be asked for it; JSON can hold half of a character."""
-    try:
-        os.fsencode(reference)
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-@lru_cache(maxsize=4096)
-def _real_directory(directory: str) -> str:
-    return os.path.realpath(directory)
-
-
-def _plain_file(reference: str, root: str) -> str | None:
-    """The resolved path of a file that is no link, in a directory whose links have been resolved before.
-
-    Returns:
-        None for anything else: a link, another kind of file, a way out of the root.
-    """
-    directory, _, name = reference.rpartition("/")
-    if name in ("", ".", "..") or reference.startswith("/"):
-        return None
-    real = _real_directory(f"{root}/{directory}")
-    if real != root and not real.startswith(root.rstrip("/") + "/"):
-        return None
-    path = f"{real}/{name}"
-    try:
-        return path if stat.S_ISREG(os.lstat(path).st_mode) else None
-    except (OSError, ValueError):
-        return None
-
-
-def check_media(path: str, kind: MediaKind, config: ConvertConfig) -> MediaFile:
-    """Reads and checks one file.
+def check_path(reference: str) -> None:
+    """Refuses what the system cannot be asked for; JSON can hold half of a character.
 
     Raises:
-        SampleRejected: ``missing_media`` (unreadable), ``corrupt_media``, ``media_too_large``.
+        SampleRejected: ``missing_media``.
     """
-    from energon_packing.media.probe import ImageInfo, image_info, probe_video  # text needs neither Pillow nor FFmpeg
+    with suppress(UnicodeEncodeError):
+        if os.fsencode(reference) and "\0" not in reference:
+            return
+    raise SampleRejected("missing_media", f"{reference!r} is not a path")
 
-    try:
-        with open_regular(path) as stream:
-            size = os.fstat(stream.fileno()).st_size
-            if size == 0:
-                raise SampleRejected("corrupt_media", "the file is empty")
-            if size > config.max_media_bytes:
-                raise SampleRejected(
-                    "media_too_large", f"{size} bytes, more than the limit of {config.max_media_bytes}"
-                )
-            found, jpeg = _digest(stream)
-            digest = found[:32]
-        decode = config.check_media == "full"
-        if kind == "image":
-            if jpeg is not None and not decode and jpeg.width * jpeg.height <= config.max_pixels:
-                width, height, mode = jpeg
-                image = ImageInfo(width, height, "JPEG", mode, width, height)
-            else:
-                with _pillow_pixel_limit(config.max_pixels):
-                    image = image_info(path, max_pixels=config.max_pixels, decode=decode)
-            return MediaFile(
-                kind=kind,
-                path=path,
-                name=f"{digest}.{_EXTENSION_OF_IMAGE[image.format]}",
-                size=size,
-                width=image.width,
-                height=image.height,
-                frames=None,
-                fps=None,
-                duration=None,
-                stored_width=image.stored_width,
-                stored_height=image.stored_height,
-                format=image.format,
-                mode=image.mode,
-                transparent=image.transparent,
-            )
-        video = probe_video(path, max_pixels=config.max_pixels, decode=decode)
-        return MediaFile(
-            kind=kind,
-            path=path,
-            name=f"{digest}.{_video_extension(Path(path), video.container)}",
-            size=size,
-            width=video.width,
-            height=video.height,
-            frames=video.frames,
-            fps=video.fps,
-            duration=video.duration,
-            stored_width=video.stored_width,
-            stored_height=video.stored_height,
-            format=video.container,
-            mode="",
-        )
-    except OSError as error:
-        raise SampleRejected("missing_media", f"cannot be read: {error.strerror or error}") from error
 
+def check_media(stream: BinaryIO, path: str, size: int, kind: MediaKind, config: ConvertConfig) -> MediaFile:
+    """Reads and checks an open image or video.
+
+    Raises:
+        SampleRejected: ``corrupt_media``, ``media_too_large``.
+        OSError: it cannot be read.
+    """
+    from energon_packing.media.probe import image_info, jpeg_info, probe_video  # text needs neither Pillow nor FFmpeg
+
+    head = stream.peek() if kind == "image" else b""  # type: ignore[attr-defined]
+    digest = _digest(stream)
+    decode = config.check_media == "full"
+    found: Any
+    if kind == "image":
+        found = None if decode else jpeg_info(head)
+        if found is None or found.width * found.height > config.max_pixels:
+            with _pillow_pixel_limit(config.max_pixels):
+                found = image_info(path, max_pixels=config.max_pixels, decode=decode)
+        extension, form = _EXTENSION_OF_IMAGE[found.format], found.format
+    else:
+        found = probe_video(path, max_pixels=config.max_pixels, decode=decode)
+        extension, form = _video_extension(Path(path), found.container), found.container
+    return MediaFile(
+        kind=kind,
+        path=path,
+        name=f"{digest}.{extension}",
+        size=size,
+        width=found.width,
+        height=found.height,
+        frames=getattr(found, "frames", None),
+        fps=getattr(found, "fps", None),
+        duration=getattr(found, "duration", None),
+        stored_width=found.stored_width,
+        stored_height=found.stored_height,
+        format=form,
+        mode=getattr(found, "mode", ""),
+        transparent=getattr(found, "transparent", False),
+    )
+
+
+MEDIA_KINDS: Mapping[str, FileKind] = {
+    kind: FileKind(check=check_media, made=MediaFile, corrupt="corrupt_media") for kind in ("image", "video")
+}
 
 _BLOCK = bytearray(1 << 16)
 """Read into again and again: a new buffer for each file would cost as much as hashing it, and so does a larger one,
 which a processor's cache does not hold."""
 
 
-def _digest(stream: BinaryIO) -> tuple[str, JpegHeader | None]:
-    """SHA-256 of a file, hexadecimal, and what `read_jpeg_header` finds in its first block."""
+def _digest(stream: BinaryIO) -> str:
+    """The first 32 hexadecimal digits of a file's SHA-256."""
     digest = hashlib.sha256()
     view = memoryview(_BLOCK)
-    size = stream.readinto(view)  # type: ignore[attr-defined]
-    jpeg = read_jpeg_header(view[:size])
-    while size:
+    while size := stream.readinto(view):  # type: ignore[attr-defined]
         digest.update(view[:size])
-        size = stream.readinto(view)  # type: ignore[attr-defined]
-    return digest.hexdigest(), jpeg
-
-
-def check_tensor_file(path: str, role: TensorRole, config: ConvertConfig) -> TensorFile:
-    """Reads and checks one file of a tensor.
-
-    Raises:
-        SampleRejected: ``missing_media`` (unreadable), and the reasons of `check_tensor`.
-    """
-    try:
-        return check_tensor(Path(path), role, config, descriptor=_regular(path))
-    except OSError as error:
-        raise SampleRejected("missing_media", f"cannot be read: {error.strerror or error}") from error
+    return digest.hexdigest()[:32]
 
 
 def open_regular(path: str) -> Any:
-    """Opens a resolved path for reading; does not follow a link that has replaced it in the meantime."""
-    return os.fdopen(_regular(path), "rb", buffering=0)
+    """Opens a resolved path for reading; does not follow a link that has replaced it in the meantime.
 
-
-def _regular(path: str) -> int:
+    Raises:
+        OSError: it cannot be opened, or is no regular file.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(f"{path} is not a regular file")
-    return descriptor
+    return os.fdopen(descriptor, "rb")
 
 
 def _video_extension(path: Path, container: str) -> str:

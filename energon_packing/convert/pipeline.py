@@ -9,25 +9,27 @@ What is kept per record is on disk, except for 8 bytes that stand for its key.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, closing
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from energon_packing.convert.chunks import Chunk, ChunkSize, SourceFile
+import numpy as np
+
+from energon_packing.convert.audit import Auditing, ChunkAudit
+from energon_packing.convert.chunks import Chunk, ChunkSize, SourceFile, find_sources, source_digest
 from energon_packing.convert.config import ConvertConfig
+from energon_packing.convert.keys import KeyAssigner, SplitAssigner, key_digest, positions_of
 from energon_packing.convert.layout import DATASET_FILE
-from energon_packing.convert.media_checks import journal_entries
-from energon_packing.convert.media_table import MediaTable
-from energon_packing.convert.plan import SamplePlan
-from energon_packing.convert.ray_workers import RayProcesses
-from energon_packing.convert.read_records import Logs, ReadRecords
-from energon_packing.convert.remote_out import local_place, store_data_set
 from energon_packing.convert.report import (
     CONVERSION_VERSION,
     REJECTS_FILE,
@@ -36,23 +38,30 @@ from energon_packing.convert.report import (
     ignored_entries,
     read_report,
 )
-from energon_packing.convert.source_copies import FULL, UNWRITABLE, copy_of, delete_copies, fetch_source
-from energon_packing.convert.source_list import find_sources, source_digest
+from energon_packing.convert.shards import StoredFile, Writing
 from energon_packing.convert.sources import find_chunks
-from energon_packing.convert.stores import MonolithicStore, PolylithicStore, SampleStore, StoredShards
-from energon_packing.convert.worker import Assignment, Task
-from energon_packing.convert.worker_pool import CallingProcess, WorkerProcesses, Workers
+from energon_packing.convert.stores import MediaTable, PlannedSamples, SamplePlan, SampleStore, StoredShards
 from energon_packing.convert.workspace import (
     check_out,
+    copy_of,
+    delete_copies,
     dry_workspace,
+    fetch_source,
     finished_report,
+    local_place,
     partial_directory,
     publish,
+    store_data_set,
     workspace,
 )
-from energon_packing.errors import UserError
-from energon_packing.executors.on_ray import RayWorkers
+from energon_packing.errors import FULL, UNWRITABLE, UserError
+from energon_packing.executors.work import in_order
 from energon_packing.remote_files import remote_address, shown, status
+
+_MOST_NAMES = 1000
+"""Of ignored columns, and of sources in the report; records whose columns are data could hold millions."""
+_MOST_OF_CLUSTER = 256
+_AHEAD = 32  # tasks, at least, that may be given out or done before the first of them is taken; 4 per worker
 
 Progress = Callable[[str, int, int], None]
 """Called as ``progress(stage, done, total)``; stages are ``read`` (bytes), ``write`` (samples), ``index`` (shards), and
@@ -60,6 +69,97 @@ Progress = Callable[[str, int, int], None]
 
 Before each ``read``, ``records`` says how many records have been read; their total, which is not known, is 0.
 """
+
+
+class ReadRecords:
+    """What the first half has found, chunk by chunk in the order of the records."""
+
+    def __init__(self, config: ConvertConfig, media: MediaTable, plan: SamplePlan) -> None:
+        self._config = config
+        self.media = media
+        self.plan = plan
+        self._keys = KeyAssigner()
+        self._written_of_origin: Counter[int] = Counter()
+        self._first_reject: dict[int, str] = {}
+        self._media_names = sha256()
+        self.splits = SplitAssigner(config.split)
+        self.read = self.record_bytes = 0
+        self.rejected: Counter[str] = Counter()
+        self.warnings: Counter[str] = Counter()
+        self.ignored: Counter[str] = Counter()
+        self.layouts: dict[str, Counter[str]] = {}
+        self.first_rejects: dict[str, str] = {}
+        self.mentions: Counter[str] = Counter()
+
+    def add(self, chunk: Chunk, audit: ChunkAudit, rejects: TextIO, warnings: TextIO) -> None:
+        """Adds the records of the next chunk, and writes to the files of rejected records and of warnings.
+
+        Raises:
+            UserError: see `MediaTable.add`.
+        """
+        source, keys = chunk.source, audit.keys
+        hashes = np.frombuffer(audit.digests, ">u8")[1::2].astype(np.uint64)
+        positions = positions_of(audit.digests)
+        changed = self._keys.assign_all(keys, hashes)
+        for index, key in changed.items():
+            keys[index] = key
+            positions[index] = positions_of(key_digest(key))[0]
+        self.read += len(keys)
+        bad = []
+        for index, where, reason, detail in audit.rejects:
+            bad.append(index)
+            self.rejected[reason] += 1
+            self._first_reject.setdefault(source.origin, f"{where}: {reason}: {detail}")
+            self.first_rejects.setdefault(reason, f"{where}: {detail}")
+            entry = {"source": source.name, "record": audit.numbers[index], "key": keys[index]}
+            rejects.write(json.dumps({**entry, "reason": reason, "detail": detail}) + "\n")
+        for index in set(changed).difference(audit.unnamed, bad):  # another record has its own id already
+            names = audit.warnings.get(index, [])
+            at = 1 if names[:1] == ["sanitised_id"] else 0
+            audit.warnings[index] = [*names[:at], "duplicate_id", *names[at:]]
+        for index, names in sorted(audit.warnings.items()):
+            self.warnings.update(names)
+            entry = {"source": source.name, "record": audit.numbers[index], "key": keys[index], "warnings": names}
+            warnings.write(json.dumps(entry) + "\n")
+        if bad:
+            good = np.delete(np.arange(len(keys)), bad)
+            keys, positions = [keys[index] for index in good.tolist()], positions[good]
+        self._written_of_origin[source.origin] += len(keys)
+        self.mentions.update(audit.mentions)
+        self.record_bytes += sum(audit.sizes)
+        self.layouts.setdefault(_counted_as(source.name, self.layouts, "sources"), Counter()).update(audit.layouts)
+        for name, count in audit.ignored.items():
+            self.ignored[_counted_as(name, self.ignored, "columns")] += count
+        splits = self.splits.add(positions).tolist()
+        planned = PlannedSamples(spool=audit.spool, offset=audit.offset, keys=keys, sizes=audit.sizes, splits=splits)
+        for number, names in audit.named.items():
+            distinct = [audit.files[name] for name in dict.fromkeys(names)]
+            for file, stamp in distinct:
+                self.media.add(file, stamp)
+                self._media_names.update(file.name.encode())
+            if self._config.layout == "monolithic":
+                planned.files[number] = [
+                    StoredFile(name=file.name, path=file.path, stamp=stamp, metadata=file.metadata)
+                    for file, stamp in distinct
+                ]
+        if keys:
+            self.plan.add(planned)
+
+    def unusable_source(self) -> str | None:
+        """Returns a sentence about the first source without any sample; None if each has one."""
+        for origin, named in enumerate(self._config.sources):
+            if self._written_of_origin[origin] == 0:
+                first = self._first_reject.get(origin, "it is an empty list")
+                return f"{named} holds no usable record; the first problem: {first}"
+        return None
+
+    def identity(self, fingerprint: Mapping[str, Any]) -> bytes:
+        """Returns a digest of all that decides the content of the data set."""
+        return sha256(json.dumps(fingerprint, sort_keys=True).encode() + self._media_names.digest()).digest()
+
+
+def _counted_as(name: str, counts: Mapping[str, Any], what: str) -> str:
+    return name if name in counts or len(counts) < _MOST_NAMES else f"(other {what})"
 
 
 def convert(config: ConvertConfig, progress: Progress | None = None) -> ConversionReport:
@@ -81,7 +181,7 @@ def convert(config: ConvertConfig, progress: Progress | None = None) -> Conversi
     address = remote_address(config.out)
     written = (config.out, partial_directory(config.out)) if config.out.name and address is None else ()
     sources = find_sources(config.sources, exclude=written)
-    if config.executor == "ray":  # whose workers have other current directories
+    if config.executor_config.cluster:  # whose workers have other current directories
         sources = [each if each.address else replace(each, path=each.path.absolute()) for each in sources]
     fingerprint = {
         "version": CONVERSION_VERSION,
@@ -98,11 +198,9 @@ def convert(config: ConvertConfig, progress: Progress | None = None) -> Conversi
         try:
             report = _build(config, sources, build.absolute(), journal.absolute(), fingerprint, tell)
         except (OSError, sqlite3.OperationalError) as error:
-            if isinstance(error, OSError) and error.errno not in UNWRITABLE:
+            if (sentence := _unwritable(config, build, error)) is None:
                 raise
-            if isinstance(error, sqlite3.OperationalError) and not _is_about_the_disk(error):
-                raise
-            raise UserError(_unwritable(config, build, error)) from error
+            raise UserError(sentence) from error
         report = replace(report, seconds=round(time.monotonic() - started, 3))
         if not config.dry_run:
             publish(build, config.out)
@@ -136,13 +234,15 @@ def _convert_to_store(config: ConvertConfig, address: str, tell: Progress) -> Co
     return report
 
 
-def _is_about_the_disk(error: sqlite3.OperationalError) -> bool:
-    return any(words in str(error) for words in ("full", "disk I/O", "readonly", "read-only"))
-
-
-def _unwritable(config: ConvertConfig, build: Path, error: OSError | sqlite3.OperationalError) -> str:
-    """A sentence about a place that cannot be written any more."""
-    code = error.errno if isinstance(error, OSError) else errno.ENOSPC if "full" in str(error) else None
+def _unwritable(config: ConvertConfig, build: Path, error: OSError | sqlite3.OperationalError) -> str | None:
+    """A sentence about a place that cannot be written any more; None for any other error."""
+    if isinstance(error, OSError):
+        if (code := error.errno) not in UNWRITABLE:
+            return None
+    elif not any(words in str(error) for words in ("full", "disk I/O", "readonly", "read-only")):
+        return None
+    else:
+        code = errno.ENOSPC if "full" in str(error) else None
     why = str(error) if code is None else os.strerror(code)
     if config.dry_run:
         return f"a dry run keeps its notes in {build.parent}, which cannot be written ({why}); point TMPDIR elsewhere"
@@ -160,27 +260,33 @@ def _build(
 ) -> ConversionReport:
     """Makes the data set in `build`."""
     scratch = build.parent  # goes when the data set is published
+    if config.media_root is not None and remote_address(config.media_root) is None:
+        config = replace(config, media_root=config.media_root.absolute())
+    executor = config.executor_config.executor(1 if config.workers == 1 else None)
+    # How many workers a cluster has is known when it is there; a task waits for a free one in any case.
+    most = _MOST_OF_CLUSTER if config.workers is None and config.executor_config.cluster else config.workers or 0
+    results = partial(in_order, executor, ahead=max(_AHEAD, 4 * most))
     with ExitStack() as stack:
         media = MediaTable(scratch / "media", one_store=config.layout == "polylithic")
         stack.callback(media.close)
-        media.remember(journal_entries(journal))
-        workers = stack.enter_context(_workers(config, scratch, journal, media))
         reading = ReadRecords(config, media, SamplePlan(scratch / "plan"))
         stack.callback(reading.plan.close)
-        digests = _read(config, sources, workers, reading, build, tell)
-        fingerprint["sources"] = digests
+        fingerprint["sources"] = _read(config, sources, results, reading, build, journal, tell)
         if (unusable := reading.unusable_source()) is not None:
-            shutil.rmtree(build.parent)
+            shutil.rmtree(scratch)
             raise UserError(unusable)
-        if config.dry_run:
-            stored, splits = _counted(reading)
+        moved = reading.splits.finish()
+        splits = dict(zip(reading.splits.names, reading.splits.counts, strict=True))
+        if config.dry_run:  # what would be stored, without shards
+            media_bytes = sum(file.stamp.size for file in media.rows())
+            stored = StoredShards(media_bytes=media_bytes, record_bytes=reading.record_bytes, shards=0)
         else:
-            stored, splits = _write(config, reading, workers, build, fingerprint, tell)
+            stored = _write(config, reading, moved, splits, results, build, fingerprint, tell)
+    mentions = reading.mentions
+    entry = config.out / DATASET_FILE if config.layout == "polylithic" else config.out
     report = ConversionReport(
         out=shown(config.out) if config.out.name else "",
-        entry=shown(config.out / DATASET_FILE if config.layout == "polylithic" else config.out)
-        if config.out.name
-        else "",
+        entry=shown(entry) if config.out.name else "",
         layout=config.layout,
         read=reading.read,
         written=sum(splits.values()),
@@ -190,11 +296,11 @@ def _build(
         layouts={name: dict(sorted(counts.items())) for name, counts in reading.layouts.items()},
         first_rejects=dict(sorted(reading.first_rejects.items())),
         splits=splits,
-        pairs=reading.mentions["pair"],
-        unwanted=reading.mentions["unwanted"],
-        images=reading.mentions["image"],
-        videos=reading.mentions["video"],
-        tensors=reading.mentions["latents"] + reading.mentions["context"],
+        pairs=mentions["pair"],
+        unwanted=mentions["unwanted"],
+        images=mentions["image"],
+        videos=mentions["video"],
+        tensors=mentions.total() - sum(mentions[name] for name in ("pair", "unwanted", "image", "video")),
         media_files=media.files,
         media_bytes=stored.media_bytes,
         record_bytes=stored.record_bytes,
@@ -206,70 +312,46 @@ def _build(
     return report
 
 
-def _workers(config: ConvertConfig, scratch: Path, journal: Path, media: MediaTable) -> AbstractContextManager[Workers]:
-    """Who works."""
-    if config.media_root is not None and remote_address(config.media_root) is None:
-        config = replace(config, media_root=config.media_root.absolute())
-    assignment = Assignment(config=config, spools=scratch / "records", journal=journal, embedded=scratch / "embedded")
-    if config.executor == "ray":
-        return RayProcesses(assignment, RayWorkers(config.workers, config.address), scratch / "earlier-checks")
-    if config.processes > 1:
-        return WorkerProcesses(assignment, config.processes, media.recall)
-    return CallingProcess(assignment, media.recall)
-
-
-def _counted(reading: ReadRecords) -> tuple[StoredShards, dict[str, int]]:
-    """What `_write` would store, without shards."""
-    reading.splits.finish()
-    media = sum(file.size for file, _ in reading.media.rows())
-    counts = dict(zip(reading.splits.names, reading.splits.counts, strict=True))
-    return StoredShards(media_bytes=media, record_bytes=reading.record_bytes, shards=0), counts
-
-
 def _read(
     config: ConvertConfig,
     sources: list[SourceFile],
-    workers: Workers,
+    results: Callable[..., Generator[tuple[Any, Any], None, None]],
     reading: ReadRecords,
     build: Path,
+    journal: Path,
     tell: Progress,
 ) -> dict[str, str]:
     """The first half; returns the digest of each source."""
     total = sum(source.size for source in sources)
-    sources = [copy_of(source, build.parent) for source in sources]
+    scratch = build.parent
+    sources = [copy_of(source, scratch) for source in sources]
     size = ChunkSize()
     digests: dict[str, str] = {}
 
     def chunks() -> Iterator[Chunk]:
         for source in sources:
-            fetch_source(source)
+            fetch_source(source, build.parent)
             yield from find_chunks(
-                source,
-                max_record_bytes=config.max_record_bytes,
-                chunk_bytes=size,
-                scratch=build.parent,
-                digest=lambda found, source=source: digests.__setitem__(source.place, found),  # type: ignore[misc]
+                source, max_record_bytes=config.max_record_bytes, chunk_bytes=size, scratch=scratch, digests=digests
             )
 
     with (
         (build / REJECTS_FILE).open("w", encoding="utf-8") as rejects,
         (build / WARNINGS_FILE).open("w", encoding="utf-8") as warnings,
-        ExitStack() as stack,
+        closing(Auditing(config, scratch, journal)) as work,
+        closing(results(chunks(), work)) as audits,
     ):
-        logs = Logs(rejects, warnings)
         done, before = 0, sources[0]
-        for task, audit in stack.enter_context(closing(workers.results(chunks()))):
-            assert isinstance(task, Chunk)
-            assert audit is not None
-            if task.source is not before:
+        for chunk, audit in audits:
+            if chunk.source is not before:
                 done += before.size
-                delete_copies(before, build.parent)
-                before = task.source
-            reading.add(task, audit, logs)
+                delete_copies(before, scratch)
+                before = chunk.source
+            reading.add(chunk, audit, rejects, warnings)
             size.learn(audit.seconds)
             tell("records", reading.read, 0)
-            tell("read", min(done + (task.end if task.position < 0 else task.position), total), total)
-    delete_copies(before, build.parent)
+            tell("read", min(done + (chunk.end if chunk.position < 0 else chunk.position), total), total)
+    delete_copies(before, scratch)
     tell("read", total, total)
     return digests
 
@@ -277,31 +359,25 @@ def _read(
 def _write(
     config: ConvertConfig,
     reading: ReadRecords,
-    workers: Workers,
+    moved: Mapping[int, int],
+    splits: Mapping[str, int],
+    results: Callable[..., Generator[tuple[Any, Any], None, None]],
     build: Path,
     fingerprint: Mapping[str, Any],
     tell: Progress,
-) -> tuple[StoredShards, dict[str, int]]:
-    """The second half; returns what was stored and the number of samples of each split."""
-    moved = reading.splits.finish()
-    counts = dict(zip(reading.splits.names, reading.splits.counts, strict=True))
-    total = sum(counts.values())
+) -> StoredShards:
+    """The second half; returns what was stored."""
+    total, done = sum(splits.values()), 0
     with ExitStack() as stack:
-        store: SampleStore
-        if config.layout == "polylithic":
-            store = PolylithicStore(config, reading.media, counts, build, stack)
-        else:
-            store = MonolithicStore(config, counts, build, stack)
-        done = 0
+        store = SampleStore(config, reading.media, splits, build, stack)
         tell("write", done, total)
         # Closed here, whatever happens: they read from files that are closed right after.
         samples = stack.enter_context(closing(reading.plan.read(moved)))
-        pieces: Iterator[Task] = stack.enter_context(closing(store.pieces(samples)))
-        for task, _ in stack.enter_context(closing(workers.results(pieces))):
-            assert isinstance(task, tuple)
-            done += len(task[1].records)
+        pieces = stack.enter_context(closing(store.pieces(samples)))
+        for (_, piece), _ in stack.enter_context(closing(results(pieces, Writing(build.parent)))):
+            done += len(piece.records)
             tell("write", done, total)
         tell("index", 0, 1)
-        stored = store.finish([name for name, count in counts.items() if count], reading.identity(fingerprint))
+        stored = store.finish([name for name, count in splits.items() if count], reading.identity(fingerprint))
         tell("index", stored.shards, stored.shards)
-    return stored, counts
+    return stored

@@ -1,15 +1,63 @@
-"""The media of one record: paths from its columns and content parts, in the order in which its text names them."""
+"""The media of one record: paths from its columns and content parts, in the order in which its text names them.
+
+Videos that a record holds as a list of images, already sampled by the data set's authors.
+
+Images and videos of a record whose text has no placeholder for them: put before or after the first question.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
-from energon_packing.conversation import MediaKind, MediaPart
-from energon_packing.convert.frame_lists import frame_rate, frame_times
-from energon_packing.convert.unread import says_nothing, unread
+from energon_packing.conversation import MediaKind, MediaPart, Part, Turn
+from energon_packing.convert.config import MissingPlaceholder
+from energon_packing.convert.fields import expect, says_nothing, unread
 from energon_packing.errors import SampleRejected
+from energon_packing.stored_record import LARGEST_NUMBER, SMALLEST_NUMBER
+
+
+def frame_rate(value: Any) -> float | None:
+    """Frames per second from a record: None, a number, or a number as text.
+
+    Raises:
+        SampleRejected: ``bad_frames``.
+    """
+    if value is None:
+        return None
+    number = 0.0
+    with suppress(ValueError):
+        number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else 0.0
+    if not SMALLEST_NUMBER <= number <= LARGEST_NUMBER:
+        raise SampleRejected(
+            "bad_frames", f"the frame rate of a list of frames is {value!r:.80}, expected a number above 0"
+        )
+    return number
+
+
+def frame_times(value: Any, frames: int) -> tuple[float, ...]:
+    """Seconds at which each frame is shown; empty if the record has none.
+
+    Raises:
+        SampleRejected: ``bad_frames``.
+    """
+    if value is None:
+        return ()
+    numbers: list[Any] = value if isinstance(value, list) else [None]
+    wrong = ""
+    if not all(isinstance(time, int | float) and not isinstance(time, bool) for time in numbers):
+        wrong = "the timestamps of a list of frames are not a list of numbers"
+    elif len(numbers) != frames:
+        wrong = f"{len(numbers)} timestamps for a list of {frames} frames"
+    elif not all(0 <= time <= LARGEST_NUMBER for time in numbers) or any(b <= a for a, b in pairwise(numbers)):
+        wrong = "the timestamps of a list of frames are not ascending from 0 or later"
+    if wrong:
+        raise SampleRejected("bad_frames", wrong)
+    return tuple(map(float, numbers))
+
 
 COLUMNS: Mapping[MediaKind, tuple[str, str]] = {"image": ("images", "image"), "video": ("videos", "video")}
 _RATES, _TIMES = "video_fps", "video_timestamps"
@@ -186,29 +234,35 @@ def reference_of(
 
 def _column(record: Mapping[str, Any], kind: MediaKind, media: RecordMedia) -> list[MediaReference]:
     """The record's entries for one kind; empty if it lists none."""
-    filled = [name for name in COLUMNS[kind] if record.get(name) not in (None, "", [])]
-    if not filled:
+    if (name := filled_column(record, COLUMNS[kind])) is None:
         return []
-    if len(filled) > 1:
-        raise SampleRejected("conflicting_columns", f"the record has both {filled[0]!r} and {filled[1]!r}")
-    column = record[filled[0]]
-    entries = column if isinstance(column, list) else [column]
+    entries = record[name] if isinstance(record[name], list) else [record[name]]
     count = len(entries)
-    rates, times = record.get(_RATES), record.get(_TIMES)
-    if kind == "image":
-        rates = times = None
+    rates, times = (record.get(column) if kind == "video" else None for column in (_RATES, _TIMES))
     rates = rates if isinstance(rates, list) else [rates] * count
     times = [None] * count if times is None else times
-    for name, values in ((_RATES, rates), (_TIMES, times)):
+    for column, values in ((_RATES, rates), (_TIMES, times)):
         if not isinstance(values, list) or len(values) != count:
-            raise SampleRejected("bad_frames", f"{name!r} must have one entry for each of the {count} video(s)")
+            raise SampleRejected("bad_frames", f"{column!r} must have one entry for each of the {count} video(s)")
     for entry in entries:
         if isinstance(entry, dict):
-            _look_at_entry(entry, kind, filled[0], media)
+            _look_at_entry(entry, kind, name, media)
     return [
-        reference_of(entry, kind, filled[0], media.frame_fps, rate, seconds)
+        reference_of(entry, kind, name, media.frame_fps, rate, seconds)
         for entry, rate, seconds in zip(entries, rates, times, strict=True)
     ]
+
+
+def filled_column(record: Mapping[str, Any], names: Collection[str]) -> str | None:
+    """Which of some columns of one meaning has a value, or None.
+
+    Raises:
+        SampleRejected: ``conflicting_columns`` if several have.
+    """
+    filled = [name for name in names if record.get(name) not in (None, "", [])]
+    if len(filled) > 1:
+        raise SampleRejected("conflicting_columns", f"the record has both {filled[0]!r} and {filled[1]!r}")
+    return filled[0] if filled else None
 
 
 def _look_at_entry(entry: Mapping[str, Any], kind: MediaKind, column: str, media: RecordMedia) -> None:
@@ -261,13 +315,34 @@ def _path(entry: Any, name: str) -> MediaPath:
             return EmbeddedBytes(content=entry["bytes"], name=path if isinstance(path, str) else "")
         if isinstance(path, str):
             entry = path
-    if not isinstance(entry, str):
-        raise SampleRejected("non_string_value", f"{name!r} holds {kind_of(entry)}, expected a path")
-    return entry
+    return expect(entry, str, "non_string_value", f"{name!r} holds", "a path")
 
 
-def kind_of(value: Any) -> str:
-    """The type of a value of JSON or of a table, in words for a message."""
-    names = {"NoneType": "null", "dict": "an object", "list": "a list", "str": "text", "bool": "a truth value"}
-    others = {"bytes": "bytes", "date": "a date", "datetime": "a date", "Timestamp": "a date"}
-    return (names | others).get(type(value).__name__, "a number")
+def place_missing(turns: list[Turn], media: RecordMedia, how: MissingPlaceholder, warnings: list[str]) -> list[Turn]:
+    """Turns that name every image and video of a kind that no text has a placeholder for.
+
+    A text with some placeholders, but too few, stays as it is: nobody can say which of the images it means.
+
+    Args:
+        turns: of the record.
+        media: of the record; its references are put into the order of the new turns.
+        how: ``prepend`` to or ``append`` to the first turn of the user; images come before videos.
+        warnings: receives ``placeholder_added``.
+    """
+    first = next((number for number, turn in enumerate(turns) if turn.role == "user"), None)
+    missing = [kind for kind, column in media.columns.items() if column and media.placeholders[kind] == 0]
+    if first is None or not missing:
+        return turns
+    added = [media.next_of_column(kind) for kind in missing for _ in media.columns[kind]]
+    parts = turns[first].parts
+    together = (*added, *parts) if how == "prepend" else (*parts, *added)
+    changed = [*turns[:first], replace(turns[first], parts=together), *turns[first + 1 :]]
+    order = [part.index for turn in changed for part in turn.parts if isinstance(part, MediaPart)]
+    place = {old: new for new, old in enumerate(order)}
+    media.references[:] = [media.references[old] for old in order]
+    warnings.append("placeholder_added")
+
+    def moved(part: Part) -> Part:
+        return MediaPart(index=place[part.index]) if isinstance(part, MediaPart) else part
+
+    return [replace(turn, parts=tuple(map(moved, turn.parts))) for turn in changed]

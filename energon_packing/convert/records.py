@@ -2,34 +2,155 @@
 
 A layout (`energon_packing.convert.layouts`) restates the record as one of two forms: ``conversations`` of
 ``from``/``value`` (ShareGPT; LLaVA uses the same) or ``messages`` of ``role``/``content`` (OpenAI), each also with the
-preference records of `energon_packing.convert.preference`. Media appear in the text as ``<image>`` and ``<video>``,
+preference records of `energon_packing.convert.records`. Media appear in the text as ``<image>`` and ``<video>``,
 filled in order from the columns ``images``/``image`` and ``videos``/``video``, or as parts with their own path.
+
+Preference records: which messages are the shared beginning, and which are the chosen and the rejected answer.
+
+These published layouts are read:
+
+* ``conversations`` or ``messages`` (the beginning), ``chosen`` and ``rejected`` (a text, a message, or a list of them);
+* ``prompt`` (a text or a list of messages), ``chosen`` and ``rejected``;
+* ``chosen`` and ``rejected`` alone, two whole conversations that begin alike;
+* ``messages`` that include the chosen answer, and ``rejected_response`` or ``rejected_messages``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, pairwise
+from itertools import islice, pairwise, takewhile
 from typing import Any
 
-from energon_packing.conversation import PREFERENCE, Conversation, Turn
-from energon_packing.convert.column_map import ColumnMap
-from energon_packing.convert.columns import check_columns
-from energon_packing.convert.config import DEFAULT_FRAME_FPS, MissingPlaceholder, RecordFormat
-from energon_packing.convert.extras import extra_columns_read, parse_extras
-from energon_packing.convert.frame_lists import media_of_frames
-from energon_packing.convert.kto_label import read_kto_label
-from energon_packing.convert.layouts.layout import TURN_COLUMNS
-from energon_packing.convert.layouts.registry import find_layout, unknown_layout
-from energon_packing.convert.media_files import MediaFile, media_of_file
-from energon_packing.convert.missing_placeholders import place_missing
-from energon_packing.convert.near_names import near_name
-from energon_packing.convert.preference import find_pair
-from energon_packing.convert.record_media import READ_COLUMNS, FileReference, MediaReference, RecordMedia, kind_of
-from energon_packing.convert.tool_calls import parse_tools
-from energon_packing.convert.turns import read_turns
+from energon_packing.conversation import PREFERENCE, Conversation, Media, Turn
+from energon_packing.convert.columns import check_columns, extra_columns_read, parse_extras, read_kto_label
+from energon_packing.convert.config import DEFAULT_FRAME_FPS, ColumnMap, MissingPlaceholder, RecordFormat
+from energon_packing.convert.fields import THINKING_FIELDS, expect, near_name
+from energon_packing.convert.layouts.conversations import OPENAI, SHAREGPT
+from energon_packing.convert.layouts.layout import LAYOUTS, TURN_COLUMNS, Layout, find_layout, unknown_layout
+from energon_packing.convert.media_files import MediaFile
+from energon_packing.convert.record_media import (
+    READ_COLUMNS,
+    FileReference,
+    MediaReference,
+    RecordMedia,
+    place_missing,
+)
+from energon_packing.convert.turns import parse_tools, read_turns
 from energon_packing.errors import SampleRejected
+from energon_packing.stored_record import LARGEST_NUMBER, SMALLEST_NUMBER
+
+_ALIASES = {"human": "user", "gpt": "assistant"}
+
+
+@dataclass(frozen=True, slots=True)
+class RawPair:
+    """The unparsed messages of a pair: the beginning and the two answers.
+
+    Attributes:
+        beginning, chosen, rejected: lists of messages.
+        columns: where each of the three is in the record.
+    """
+
+    beginning: list[Any]
+    chosen: list[Any]
+    rejected: list[Any]
+    columns: tuple[str, str, str]
+
+
+def find_pair(record: Mapping[str, Any]) -> RawPair | None:
+    """Splits a preference record into its parts; None for any other record.
+
+    Raises:
+        SampleRejected: ``bad_pair`` if a part is missing or the answers do not follow the same beginning.
+    """
+    answers = {name: record[name] for name in ("chosen", "rejected") if record.get(name) is not None}
+    other = [name for name in ("rejected_response", "rejected_messages") if record.get(name) is not None]
+    if not answers and not other:
+        return None
+    if record.get("rejected_images") or record.get("rejected_videos"):
+        raise _bad("the rejected answer has its own media; both answers must follow the same media")
+    columns = [name for name in (*TURN_COLUMNS, "prompt") if record.get(name) is not None]
+    if len(columns) > 1:
+        raise _bad(f"both {columns[0]!r} and {columns[1]!r} contain the beginning; keep one of them")
+    common = _messages(record[columns[0]], columns[0], "user") if columns else None
+    if other:
+        if record.get("chosen_messages") is not None:
+            raise _bad(f"'chosen_messages' with {other[0]!r} is not supported; rename them to 'chosen' and 'rejected'")
+        if answers or len(other) > 1:
+            raise _bad(f"the record has both {other[0]!r} and {(*other[1:], *answers)[0]!r}; keep one of them")
+        if common is None:
+            raise _bad(f"the record has {other[0]!r} but no 'messages', which must end with the chosen answer")
+        return RawPair(*_replaced(common, record[other[0]], other[0]), columns=(columns[0], columns[0], other[0]))
+    if len(answers) == 1:
+        (only,) = answers
+        raise _bad(f"the record has only {only!r}; a pair needs both 'chosen' and 'rejected'")
+    chosen, rejected = (_messages(answers[name], name, "assistant") for name in ("chosen", "rejected"))
+    if common is None:
+        common, chosen, rejected = _split(chosen, rejected)
+    else:
+        chosen, rejected = _without(common, chosen), _without(common, rejected)
+    return RawPair(common, chosen, rejected, columns=((*columns, "chosen")[0], "chosen", "rejected"))
+
+
+def _bad(detail: str) -> SampleRejected:
+    return SampleRejected("bad_pair", detail)
+
+
+def _messages(value: Any, column: str, speaker: str) -> list[Any]:
+    """Turns a text into one message by ``speaker``, and a single message into a list."""
+    if isinstance(value, str):
+        return [{"role": speaker, "content": value}]
+    if isinstance(value, dict):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise _bad(f"{column!r} is neither text nor a message nor a list of messages")
+    return value
+
+
+def _speech(message: Any) -> Any:
+    """Who speaks and what they say, whatever the names of the fields."""
+    if not isinstance(message, dict):
+        return message
+    role = message.get("role", message.get("from"))
+    alias = _ALIASES.get(role) if isinstance(role, str) else None
+    said = [message.get(name) or None for name in ("tool_calls", "function_call", *THINKING_FIELDS)]
+    return alias or role, message.get("content", message.get("value")), said
+
+
+def _without(beginning: list[Any], answer: list[Any]) -> list[Any]:
+    """Removes the beginning from an answer that repeats it, as some data sets do."""
+    head = answer[: len(beginning)]
+    if len(answer) > len(beginning) and [_speech(turn) for turn in head] == [_speech(turn) for turn in beginning]:
+        return answer[len(beginning) :]
+    return answer
+
+
+_Parts = tuple[list[Any], list[Any], list[Any]]
+"""The beginning, the chosen and the rejected answer."""
+
+
+def _split(chosen: list[Any], rejected: list[Any]) -> _Parts:
+    """Two whole conversations; their shared messages before the first difference are the beginning."""
+    most = min(len(chosen), len(rejected)) - 1
+    alike = (_speech(one) == _speech(other) for one, other in zip(chosen[:most], rejected[:most], strict=False))
+    shared = sum(takewhile(bool, alike))
+    if shared == 0:
+        raise _bad("the chosen and the rejected conversation share no beginning, and the record has no 'prompt'")
+    return chosen[:shared], chosen[shared:], rejected[shared:]
+
+
+def _replaced(whole: list[Any], rejected: Any, column: str) -> _Parts:
+    """``messages`` that end with the chosen answer, and the rejected answer that replaces it."""
+    answer = _messages(rejected, column, "assistant")
+    if column == "rejected_messages":
+        return _split(whole, answer)
+    end = len(whole) - 1  # in the place of the last message
+    if not isinstance(rejected, str | dict):  # in the place of all that follows the last question
+        asked = [at for at, turn in enumerate(whole, 1) if isinstance(turn, dict) and _speech(turn)[0] == "user"]
+        end = asked[-1] if asked else 0
+    return whole[:end], whole[end:], answer
+
 
 _READ_COLUMNS = frozenset(("id", "system", "tools", "extras", *READ_COLUMNS))
 """Columns that are read from every record, whatever its layout."""
@@ -46,7 +167,7 @@ class ParsedRecord:
         warnings: names of oddities that were accepted.
         ignored: filled columns, and fields as ``messages[].name``, that nothing reads; sorted.
         chosen, rejected: for a preference record, the turns of each answer; empty for any other.
-        extras: additional values of the trained tokens, see `energon_packing.convert.extras`.
+        extras: additional values of the trained tokens, see `energon_packing.convert.columns`.
         layout: name of the layout that the record has.
     """
 
@@ -64,6 +185,11 @@ class ParsedRecord:
     def judged(self) -> str:
         """``pair`` for two answers, ``unwanted`` for one whose label says so; empty for any other."""
         return "pair" if self.chosen else "unwanted" if self.extras.get(PREFERENCE, 0) < 0 else ""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of each image or video."""
+        return tuple(reference.kind for reference in self.references)
 
     @property
     def media(self) -> tuple[FileReference, ...]:
@@ -89,7 +215,7 @@ class ParsedRecord:
                 media.append(media_of_frames(own, fps=reference.fps, times=reference.times))
             else:
                 ((name, file),) = own
-                media.append(media_of_file(name, file))
+                media.append(file.media(name))
         conversation = Conversation(
             key=key,
             turns=self.turns,
@@ -100,6 +226,39 @@ class ParsedRecord:
             extras=self.extras,
         )
         return conversation.to_record()
+
+
+def media_of_frames(frames: Sequence[tuple[str, MediaFile]], *, fps: float | None, times: tuple[float, ...]) -> Media:
+    """A video made of checked images.
+
+    Args:
+        frames: name in the store and file of each frame, in order.
+        fps: frames per second.
+        times: seconds of each frame, or empty; for two or more frames, they set the rate and override ``fps``.
+
+    Raises:
+        SampleRejected: ``unequal_frames`` if the frames differ in size.
+    """
+    width, height = frames[0][1].width, frames[0][1].height
+    for number, (_, file) in enumerate(frames):
+        if (file.width, file.height) != (width, height):
+            raise SampleRejected(
+                "unequal_frames",
+                f"frame {number} of a list is {file.width}x{file.height} pixels, but the first is {width}x{height}",
+            )
+    rate = (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else fps or DEFAULT_FRAME_FPS
+    rate = min(max(rate, SMALLEST_NUMBER), LARGEST_NUMBER)
+    return Media(
+        kind="video",
+        name=frames[0][0],
+        width=width,
+        height=height,
+        frames=len(frames),
+        fps=rate,
+        duration=min(max(len(frames) / rate, SMALLEST_NUMBER), LARGEST_NUMBER),
+        frame_names=tuple(name for name, _ in frames),
+        frame_times=times,
+    )
 
 
 def parse_record(
@@ -130,27 +289,26 @@ def parse_record(
             ``unsupported_field``, ``conflicting_thinking``, ``unknown_part``, ``two_system_prompts``,
             ``conflicting_columns``, ``bad_pair``, ``bad_extra``, ``bad_frames``, ``bad_label``.
     """
-    if not isinstance(value, dict):
-        raise SampleRejected("unknown_layout", f"the record is {kind_of(value)}, expected an object")
+    expect(value, dict, "unknown_layout", "the record is", "an object")
     left: set[str] = set()
     if column_map:
         value, left = column_map.apply(value)
     found_layout = find_layout(value, layout)
-    restated = found_layout.restate(value)
-    value = restated.record
+    warnings: list[str] = []
+    if found_layout.restate is not None:
+        value = found_layout.restate(value, warnings)
     pair = find_pair(value)
-    columns: tuple[str, ...]
     if pair is None:
-        messages, fields, column = _find_turns(value, layout)
-        columns = (column,)
+        messages, *columns = _find_turns(value, layout)
     else:
-        messages, fields = _of_list(pair.beginning, layout, value)
-        columns = pair.columns
+        messages, columns = pair.beginning, list(pair.columns)
+        if not messages:
+            raise _bad("there is no message before the two answers")
+    if (conversation := layout_of_turn(messages[0], layout)) is None or conversation.fields is None:
+        raise _unknown_layout(value, layout)
     media = RecordMedia.of(value, frame_fps)
     media.ignored |= left
-    warnings: list[str] = list(restated.warnings)
-    turns = read_turns(messages, fields, media, warnings, columns[0])
-    turns = _with_system_column(value, turns)
+    turns = _with_system_column(value, read_turns(messages, conversation.fields, media, warnings, columns[0]))
     read = {*_READ_COLUMNS, *columns, *extra_columns_read(extra_columns, pair=pair is not None)}
     extras = parse_extras(value, extra_columns, pair=pair is not None)
     if kto_label is not None:
@@ -192,61 +350,49 @@ def _hint(ignored: set[str]) -> str:
     return "".join(f"; the column {name!r} is not read, did you mean {near!r}?" for name, near in meant)
 
 
-Fields = tuple[str, str]
-"""Names of the role and of the content of a message."""
-
-
-def _find_turns(value: Mapping[str, Any], layout: RecordFormat) -> tuple[list[Any], Fields, str]:
-    """The list of turns, the names of the two fields of a turn, and the column that holds the list."""
+def _find_turns(value: Mapping[str, Any], layout: RecordFormat) -> tuple[list[Any], str]:
+    """The list of turns, and the column that holds it."""
     for column in TURN_COLUMNS:
         turns = value.get(column)
         if not isinstance(turns, list):
             continue
         if not turns:
             raise SampleRejected("empty_conversation", f"the record's {column} list is empty")
-        if (fields := turn_fields(turns[0], layout)) is not None:
-            return turns, fields, column
+        if layout_of_turn(turns[0], layout) is not None:
+            return turns, column
     raise _unknown_layout(value, layout)
 
 
-def _of_list(turns: list[Any], layout: RecordFormat, value: Mapping[str, Any]) -> tuple[list[Any], Fields]:
-    """The beginning of a pair, which may come from any column."""
-    if not turns:
-        raise SampleRejected("bad_pair", "there is no message before the two answers")
-    if (fields := turn_fields(turns[0], layout)) is None:
-        raise _unknown_layout(value, layout)
-    return turns, fields
-
-
-def turn_fields(message: Any, layout: RecordFormat) -> Fields | None:
-    """The field names of a message, inferred from one message; None if they do not fit the layout."""
-    first = message if isinstance(message, dict) else {}
-    if "from" in first and "role" not in first and layout != "openai":
-        return "from", "value"
-    if "role" in first and layout != "sharegpt":
-        return "role", "content"
-    return None
-
-
 def _unknown_layout(value: Mapping[str, Any], layout: RecordFormat) -> SampleRejected:
-    wanted = {
-        "sharegpt": "'conversations' of from/value",
-        "openai": "'messages' of role/content",
-    }
-    return unknown_layout(value, wanted.get(layout, " or ".join(wanted.values())))
+    own = LAYOUTS.find(layout) if layout in (SHAREGPT.name, OPENAI.name) else None
+    return unknown_layout(value, "" if own is None else own.expects)
+
+
+def layout_of_turn(message: Any, layout: str) -> Layout | None:
+    """The layout of a conversation, inferred from one message; None if it does not fit.
+
+    Args:
+        message: the first of them.
+        layout: the name of one rejects the other; any other fits both.
+    """
+    if not isinstance(message, dict):
+        return None
+    found = SHAREGPT if "from" in message and "role" not in message else OPENAI if "role" in message else None
+    return None if found is not None and layout in (SHAREGPT.name, OPENAI.name) and layout != found.name else found
 
 
 def _answer(messages: list[Any], warnings: list[str], ignored: set[str], column: str) -> list[Turn]:
     """The turns of one answer of a pair: text only, beginning with the assistant."""
     media = RecordMedia.of({}, DEFAULT_FRAME_FPS)
-    fields = turn_fields(messages[0], "auto") if messages else None
-    turns = read_turns(messages, fields or ("role", "content"), media, warnings, column)
+    found = layout_of_turn(messages[0], "auto") if messages else None
+    fields = ("role", "content") if found is None or found.fields is None else found.fields
+    turns = read_turns(messages, fields, media, warnings, column)
     ignored |= media.ignored
     if media.references:
-        raise SampleRejected("bad_pair", "an answer of the pair contains media; put them before both answers")
+        raise _bad("an answer of the pair contains media; put them before both answers")
     if not turns or turns[0].role != "assistant":
-        found = f"a {turns[0].role} turn" if turns else "nothing"
-        raise SampleRejected("bad_pair", f"an answer of the pair begins with {found}, expected an assistant turn")
+        begins = f"a {turns[0].role} turn" if turns else "nothing"
+        raise _bad(f"an answer of the pair begins with {begins}, expected an assistant turn")
     return turns
 
 
@@ -254,8 +400,7 @@ def _with_system_column(value: Mapping[str, Any], turns: list[Turn]) -> list[Tur
     system = value.get("system")
     if system is None or system == "":
         return turns
-    if not isinstance(system, str):
-        raise SampleRejected("non_string_value", f"the system column is {kind_of(system)}, expected text")
+    expect(system, str, "non_string_value", "the system column is", "text")
     if turns and turns[0].role == "system":
         if turns[0].parts == (system,):
             return turns
@@ -265,15 +410,11 @@ def _with_system_column(value: Mapping[str, Any], turns: list[Turn]) -> list[Tur
 
 def _oddities(turns: list[Turn]) -> list[str]:
     """Warnings: consecutive turns with the same role, a late system prompt, a result without a tool call."""
-    found = []
-    made = {call.get("id") for turn in turns for call in turn.tool_calls}
-    if any(turn.tool_call_id is not None and turn.tool_call_id not in made for turn in turns):
-        found.append("unknown_tool_call_id")
+    made = {None, *(call.get("id") for turn in turns for call in turn.tool_calls)}
+    found = [] if all(turn.tool_call_id in made for turn in turns) else ["unknown_tool_call_id"]
     for before, after in pairwise(turns):
-        if before.role == after.role == "user":
-            found.append("consecutive_user_turns")
-        if before.role == after.role == "assistant":
-            found.append("consecutive_assistant_turns")
+        if before.role == after.role in ("user", "assistant"):
+            found.append(f"consecutive_{after.role}_turns")
         if after.role == "system":
             found.append("late_system_turn")
     return found

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from energon_packing.conversation import PairCounts
+from energon_packing.convert.fields import near_name
 from energon_packing.convert.layout import MEDIA_DIRECTORY, TEXT_DIRECTORY
-from energon_packing.convert.near_names import near_name
 from energon_packing.remote_files import read, remote_address
 
 CONVERSION_VERSION = 6
@@ -94,25 +94,20 @@ class ConversionReport:
         return self.reject_share > most if most <= 1 else sum(self.rejected.values()) > most
 
     def samples_of_layouts(self) -> dict[str, int]:
-        """Name of a layout -> number of samples, of all sources together."""
-        total: Counter[str] = Counter()
-        for counts in self.layouts.values():
-            total.update(counts)
-        return dict(sorted(total.items()))
+        """Returns name of a layout -> number of samples, of all sources together."""
+        return dict(sorted(sum(map(Counter, self.layouts.values()), Counter()).items()))
 
     def to_json(self) -> dict[str, Any]:
         """JSON form, as in `conversion.json`."""
         return {name: value for name, value in asdict(self).items() if name != "seconds"}
 
     def ignored_lines(self) -> list[str]:
-        """A sentence about each ignored column; those with names near one that is read come first."""
-        lines = []
-        for name, found in sorted(self.ignored_columns.items(), key=lambda entry: "did_you_mean" not in entry[1]):
-            near = found.get("did_you_mean")
-            hint = f"; did you mean {near!r}?" if near else ""
-            samples = f"{found['records']:,} sample{'s' if found['records'] > 1 else ''}"
-            lines.append(f"ignored_column {name!r} in {samples}: nothing reads it{hint}")
-        return lines
+        """Returns a sentence about each ignored column; those with names near one that is read come first."""
+        return [
+            f"ignored_column {name!r} in {ignored['records']:,} sample{'s' * (ignored['records'] > 1)}: "
+            "nothing reads it" + (f"; did you mean {ignored['did_you_mean']!r}?" if "did_you_mean" in ignored else "")
+            for name, ignored in sorted(self.ignored_columns.items(), key=lambda each: "did_you_mean" not in each[1])
+        ]
 
     def write(self, directory: Path) -> None:
         """Writes `conversion.json`."""
@@ -122,12 +117,11 @@ class ConversionReport:
 
 
 def ignored_entries(counts: Mapping[str, int]) -> dict[str, dict[str, Any]]:
-    """`ConversionReport.ignored_columns` of counts, by name."""
-    entries: dict[str, dict[str, Any]] = {}
-    for name in sorted(counts):
-        near = near_name(name)
-        entries[name] = {"records": counts[name]} if near is None else {"records": counts[name], "did_you_mean": near}
-    return entries
+    """Returns `ConversionReport.ignored_columns` of counts, by name."""
+    near = {name: near_name(name) for name in sorted(counts)}
+    return {
+        name: {"records": counts[name]} | ({"did_you_mean": meant} if meant else {}) for name, meant in near.items()
+    }
 
 
 def read_report(directory: Path) -> dict[str, Any] | None:
@@ -147,18 +141,16 @@ def counted_pairs(places: Iterable[Path]) -> PairCounts:
     Args:
         places: data sets, or their parts, which lie a level below the report.
     """
-    reports: dict[str, dict[str, Any] | None] = {}
+    reports: dict[Path, dict[str, Any]] = {}
     for place in places:
-        for folder in (place, place.parent) if place.name in (TEXT_DIRECTORY, MEDIA_DIRECTORY) else (place,):
-            if str(folder) not in reports:
-                reports[str(folder)] = read_report(folder)
-            if reports[str(folder)] is not None:
-                break
-    found = PairCounts()
-    for report in filter(None, reports.values()):
-        written, pairs, unwanted = (report.get(name, 0) for name in ("written", "pairs", "unwanted"))
-        found += PairCounts(samples=int(written or 0), pairs=int(pairs or 0), unwanted=int(unwanted or 0))
-    return found
+        if report := read_report(place):
+            reports[place] = report
+        elif place.name in (TEXT_DIRECTORY, MEDIA_DIRECTORY):
+            reports[place.parent] = read_report(place.parent) or {}
+    samples, pairs, unwanted = (
+        sum(int(report.get(name) or 0) for report in reports.values()) for name in ("written", "pairs", "unwanted")
+    )
+    return PairCounts(samples=samples, pairs=pairs, unwanted=unwanted)
 
 
 def fingerprint_difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
@@ -167,11 +159,10 @@ def fingerprint_difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) 
         old, new = found.get(group), wanted[group]
         if old == new:
             continue
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            for name in sorted({*old, *new}):
-                if old.get(name) != new.get(name):
-                    if group == "sources":
-                        return f"source {name} has changed"
-                    return f"{name} was {old.get(name)!r} and is {new.get(name)!r} now"
-        return f"{group} was {old!r} and is {new!r} now"
+        if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
+            return f"{group} was {old!r} and is {new!r} now"
+        name = next(name for name in sorted({*old, *new}) if old.get(name) != new.get(name))
+        if group == "sources":
+            return f"source {name} has changed"
+        return f"{name} was {old.get(name)!r} and is {new.get(name)!r} now"
     return None

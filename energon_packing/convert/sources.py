@@ -1,40 +1,57 @@
 """Finds records in files and parses them, one `RawRecord` per record, broken ones included.
 
 One process divides the files into chunks (`find_chunks`), any number of others parse them (`read_chunk`). A file is
-never held in memory as a whole: a 2 GB array takes as much memory as its largest record. JSON is read here, plain or
-compressed; tables and tars have files of their own.
+never held in memory as a whole: a 2 GB array takes as much memory as its largest record. A compressed file is unpacked
+to the disk first. JSON is read here; tables and tars have files of their own.
 """
 
 from __future__ import annotations
 
 import errno
+import gzip
+import hashlib
 import io
 import json
+import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+import zlib
+from collections.abc import Callable, Generator, Iterator
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from energon_packing.convert.chunks import Chunk, Form, RawRecord, SourceFile, broken, one_line
-from energon_packing.convert.json_array import iterate_array
-from energon_packing.convert.json_values import parse_json, parse_quickly
-from energon_packing.convert.source_list import TABLE_SUFFIXES, TAR_SUFFIX, TEXT_SUFFIX, content_digest, suffix_of
-from energon_packing.convert.source_readers import DigestingReader, UnpackingReader
-from energon_packing.convert.table_files import find_rows, read_rows
-from energon_packing.convert.tar_samples import UnpackedCopy, find_samples, read_samples, unpacked_tar
+from energon_packing.convert.chunks import (
+    TABLE_SUFFIXES,
+    TAR_SUFFIX,
+    TEXT_SUFFIX,
+    Chunk,
+    Form,
+    RawRecord,
+    SourceFile,
+    broken,
+    content_digest,
+    one_line,
+    suffix_of,
+)
+from energon_packing.convert.json_text import DigestingReader, iterate_array, parse_json, parse_quickly
+from energon_packing.convert.tables import find_rows, read_rows
+from energon_packing.convert.tars import find_samples, read_samples
 from energon_packing.errors import SampleRejected, UserError
 
 _LINES = ("lines", "text")
 _BOM = b"\xef\xbb\xbf"
 _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
-_LARGEST_UNPACKED = 8 << 20
-"""Bytes of a compressed file that are looked at to tell its form, and kept beside the longest record."""
 _AT_ONCE = 1 << 22
 """Bytes of lines that are read at once; a chunk has more only if it has a longer line."""
+_LARGEST_RATIO = 200
+"""Text of conversations shrinks to a tenth, records that repeat each other to a hundredth; a bomb to a thousandth."""
+_ALWAYS_ALLOWED = 64 << 20
+_BLOCK = 1 << 16
+_LARGEST_WINDOW = 1 << 27
 
 
 def find_chunks(
@@ -42,7 +59,7 @@ def find_chunks(
     *,
     max_record_bytes: int,
     chunk_bytes: Callable[[], int],
-    digest: Callable[[str], None] = lambda found: None,
+    digests: dict[str, str] | None = None,
     scratch: Path | None = None,
 ) -> Iterator[Chunk]:
     """Divides a file into chunks; where they begin and end has no influence on their records.
@@ -51,81 +68,102 @@ def find_chunks(
         source: the file.
         max_record_bytes: longest line, and longest element of an array in characters.
         chunk_bytes: how large the next chunk should be; it ends with a record.
-        digest: called once with the SHA-256 of the file.
-        scratch: directory for the unpacked copy of a compressed tar, which chunks refer to (`unpacked_tar`); None keeps
-            it as long as this iterator lives.
+        digests: receives the SHA-256 of the file by its place.
+        scratch: directory for the copy of a compressed file, which chunks refer to (`unpacked`); None keeps it as long
+            as this iterator lives.
 
     Raises:
-        UserError: the file cannot be opened.
+        UserError: the file cannot be opened, or the package that unpacks or reads it is not installed.
         OSError: there is no room for the unpacked copy.
     """
     suffix, compression = suffix_of(source.path)
-    reader: Reader
+    digests = {} if digests is None else digests
     try:
-        if suffix in TABLE_SUFFIXES and compression is None:
-            yield from find_rows(source, chunk_bytes)
-            digest(content_digest(source.path))
+        if compression is None:
+            digests[source.place] = yield from _found(source, suffix, max_record_bytes, chunk_bytes)
             return
-        if suffix == TAR_SUFFIX and compression is None:
-            yield from find_samples(source, chunk_bytes)
-            digest(content_digest(source.path))
-            return
-        with source.path.open("rb") as stream:
-            if suffix == TAR_SUFFIX and compression is not None:
-                unpacking = UnpackingReader(DigestingReader(stream), compression, source.name, keep=0)
-                with tempfile.TemporaryDirectory() if scratch is None else nullcontext(str(scratch)) as directory:
-                    with UnpackedCopy(unpacking, unpacked_tar(Path(directory), source)) as copy:
-                        yield from find_samples(source, chunk_bytes, copy)
-                    digest(unpacking.hexdigest())
-                return
-            if compression is None:
-                form, start, error = _look(source, stream, suffix, max_record_bytes)
-                stream.seek(0)
-                reader = DigestingReader(stream)
-            else:
-                form, start, error = _look_inside(source, stream, suffix, compression, max_record_bytes)
-                stream.seek(0)
-                # An element is bounded in characters, of up to four bytes; while it is read, up to a byte for each
-                # character that is held is read ahead.
-                keep = max_record_bytes * (1 if form in _LINES else 5) + _LARGEST_UNPACKED
-                reader = UnpackingReader(DigestingReader(stream), compression, source.name, keep=keep)
-            if error is not None:
-                yield Chunk(source=source, form=form, start=0, end=0, first=0, error=error)
-            else:
-                reader.read(start)
-                yield from _unpacked(_FIND[form](source, reader, max_record_bytes, chunk_bytes), source, reader)
-            digest(reader.hexdigest())
+        with tempfile.TemporaryDirectory() if scratch is None else nullcontext(str(scratch)) as directory:
+            copy = replace(source, path=unpacked(Path(directory), source), size=0)
+            damage = _unpack(source, compression, copy.path)
+            size = copy.path.stat().st_size
+            if size or damage is None:
+                for chunk in _found(copy, suffix, max_record_bytes, chunk_bytes, damage):
+                    position = source.size * chunk.end // max(size, 1)
+                    yield replace(chunk, source=source, path=copy.path, position=position)
+            if damage is not None and (suffix != TAR_SUFFIX or not size):
+                yield Chunk(source=source, form="lines", start=0, end=0, first=0, error=damage)
+            digests[source.place] = content_digest(source.path)
     except OSError as problem:
         if problem.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise  # the unpacked copy of a tar
+            raise  # the unpacked copy
         raise UserError(f"{source.path} cannot be read: {problem.strerror or problem}") from problem
 
 
-Reader = DigestingReader | UnpackingReader
+def unpacked(scratch: Path, source: SourceFile) -> Path:
+    """Where the unpacked copy of a compressed source is."""
+    return scratch / "unpacked" / hashlib.sha256(os.fsencode(source.path)).hexdigest()
 
 
-def _unpacked(chunks: Iterator[Chunk], source: SourceFile, reader: Reader) -> Iterator[Chunk]:
-    """Chunks of a compressed file with their bytes, and its damage as a last one; others as they are."""
-    if isinstance(reader, DigestingReader):
-        yield from chunks
-        return
-    for chunk in chunks:
-        if chunk.error is None:
-            chunk = replace(chunk, content=reader.cut(chunk.start, chunk.end), position=reader.packed_position)
-        yield chunk
-    if reader.error is not None:
-        yield Chunk(source=source, form="lines", start=0, end=0, first=0, error=reader.error)
+def _unpack(source: SourceFile, compression: str, target: Path) -> SampleRejected | None:
+    """Unpacks a file as far as it goes; returns why the rest cannot be unpacked.
+
+    Raises:
+        UserError: the package that unpacks is not installed.
+    """
+    target.parent.mkdir(exist_ok=True)
+    with source.path.open("rb") as packed, target.open("wb") as copy:
+        stream, damage = _unpacking(packed, compression, source.name)
+        try:
+            while block := stream.read1(_BLOCK):
+                if copy.tell() + len(block) > _ALWAYS_ALLOWED + _LARGEST_RATIO * packed.tell():
+                    detail = f"unpacks to more than {_LARGEST_RATIO} times its size; unpack it if this is meant"
+                    return SampleRejected("corrupt_source", f"{source.name}: {detail}")
+                copy.write(block)
+        except damage as error:
+            problem = " ".join(str(error).split())[:200]
+            return SampleRejected("corrupt_source", f"{source.name}: cannot be unpacked further: {problem}")
+    return None
 
 
-def _look_inside(
-    source: SourceFile, stream: BinaryIO, suffix: str, compression: str, max_record_bytes: int
-) -> tuple[Form, int, SampleRejected | None]:
-    """`_look` at the beginning of a compressed file."""
-    reader = UnpackingReader(DigestingReader(stream), compression, source.name, keep=0)
-    head = reader.read(min(_LARGEST_UNPACKED, max_record_bytes))
-    if reader.error is not None and not head:
-        return "lines", 0, reader.error
-    return _look(source, io.BytesIO(head), suffix, max_record_bytes)
+def _unpacking(packed: BinaryIO, compression: str, name: str) -> tuple[Any, tuple[type[BaseException], ...]]:
+    """A stream of the unpacked bytes, and the exceptions that mean damage."""
+    if compression == "gzip":
+        return gzip.GzipFile(fileobj=packed, mode="rb"), (gzip.BadGzipFile, EOFError, zlib.error)
+    try:
+        import zstandard
+    except ImportError as error:
+        raise UserError(
+            f"{name} is compressed with zstd, which needs the package zstandard; run pip install "
+            "'energon-packing[convert]', or unpack the file"
+        ) from error
+    unpacker: Any = zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW)
+    return unpacker.stream_reader(packed, read_across_frames=True), (zstandard.ZstdError, EOFError)
+
+
+def _found(
+    source: SourceFile,
+    suffix: str,
+    max_record_bytes: int,
+    chunk_bytes: Callable[[], int],
+    damage: SampleRejected | None = None,
+) -> Generator[Chunk, None, str]:
+    """Yields the chunks of a file that is not compressed; returns its digest."""
+    if suffix in TABLE_SUFFIXES:
+        yield from find_rows(source, chunk_bytes)
+        return content_digest(source.path)
+    if suffix == TAR_SUFFIX:
+        yield from find_samples(source, chunk_bytes, damage)
+        return content_digest(source.path)
+    with source.path.open("rb") as stream:
+        form, start, error = _look(source, stream, suffix, max_record_bytes)
+        stream.seek(0)
+        reader = DigestingReader(stream)
+        reader.read(start)
+        if error is not None:
+            yield Chunk(source=source, form=form, start=0, end=0, first=0, error=error)
+        else:
+            yield from _FIND[form](source, reader, max_record_bytes, chunk_bytes)
+        return reader.hexdigest()
 
 
 def _look(
@@ -137,7 +175,9 @@ def _look(
         return "lines", 0, SampleRejected("bad_json", f"{source.name}:1: the file is UTF-16; save it as UTF-8")
     start = len(_BOM) if head == _BOM else 0
     stream.seek(start)
-    first = _first_character(stream)
+    first = b""
+    while not first and (block := stream.read(4096)):
+        first = block.lstrip(b" \t\r\n")[:1]
     stream.seek(start)
     if first == b"":
         return "lines", 0, SampleRejected("empty_file", f"{source.name}: the file is empty")
@@ -145,14 +185,13 @@ def _look(
         return "text", start, None
     if first == b"[":
         return "array", start, None
-    if suffix == ".json" and not _has_whole_line(stream, max_record_bytes):
-        return "object", start, None
-    return "lines", start, None
+    is_object = suffix == ".json" and not _has_whole_line(stream, max_record_bytes)
+    return "object" if is_object else "lines", start, None
 
 
 def _find_lines(
     source: SourceFile,
-    reader: Reader,
+    reader: DigestingReader,
     max_record_bytes: int,
     chunk_bytes: Callable[[], int],
     form: Form = "lines",
@@ -170,14 +209,14 @@ def _find_lines(
 
 
 def _find_elements(
-    source: SourceFile, reader: Reader, max_record_bytes: int, chunk_bytes: Callable[[], int]
+    source: SourceFile, reader: DigestingReader, max_record_bytes: int, chunk_bytes: Callable[[], int]
 ) -> Iterator[Chunk]:
     before = reader.position
     wanted = chunk_bytes()
     start: int | None = None
     first = end = number = 0
     error: SampleRejected | None = None
-    for number, element in enumerate(iterate_array(reader, max_element=max_record_bytes, places=True)):
+    for number, element in enumerate(iterate_array(reader, max_element=max_record_bytes)):
         if element.last:
             where = f"{source.name}[{number}]"
             error = SampleRejected(
@@ -198,15 +237,15 @@ def _find_elements(
 
 def _unread(source: SourceFile, at: int, records: int) -> str:
     """Says how much of an array was not read, from this byte on; so many records lie before it."""
-    if suffix_of(source.path)[1] is not None:  # how much there is, unpacked, is not known
+    if not source.size:  # of a compressed file, nobody knows how much there was
         return "nothing after it was read"
-    left = max(source.path.stat().st_size - at, 0)
+    left = max(source.size - at, 0)
     guess = f", about {max(round(left * records / at), 1):,} records" if records else ""
     return f"nothing after it was read ({left:,} bytes{guess})"
 
 
 def _find_object(
-    source: SourceFile, reader: Reader, max_record_bytes: int, chunk_bytes: Callable[[], int]
+    source: SourceFile, reader: DigestingReader, max_record_bytes: int, chunk_bytes: Callable[[], int]
 ) -> Iterator[Chunk]:
     start = reader.position
     size = len(reader.read(max_record_bytes + 1))
@@ -217,7 +256,7 @@ def _find_object(
     yield Chunk(source=source, form="object", start=start, end=start + size, first=0, error=error)
 
 
-_FIND: dict[Form, Callable[[SourceFile, Reader, int, Callable[[], int]], Iterator[Chunk]]] = {
+_FIND: dict[Form, Callable[[SourceFile, DigestingReader, int, Callable[[], int]], Iterator[Chunk]]] = {
     "lines": _find_lines,
     "text": partial(_find_lines, form="text"),
     "array": _find_elements,
@@ -236,15 +275,13 @@ def read_chunk(chunk: Chunk, *, max_record_bytes: int) -> Iterator[RawRecord]:
         where = source.name if chunk.form in _LINES else f"{source.name}[{chunk.first}]"
         yield RawRecord(source=source, number=chunk.first, where=where, value=None, error=chunk.error)
         return
-    if chunk.form == "samples":
-        yield from read_samples(chunk, max_record_bytes=max_record_bytes)
-        return
-    if chunk.form == "rows":
-        yield from read_rows(chunk, max_record_bytes=max_record_bytes)
+    if chunk.form in ("samples", "rows"):
+        read = read_samples if chunk.form == "samples" else read_rows
+        yield from read(chunk, max_record_bytes=max_record_bytes)
         return
     try:
-        with source.path.open("rb") if chunk.content is None else io.BytesIO(chunk.content) as stream:
-            stream.seek(0 if chunk.content is not None else chunk.start)
+        with (chunk.path or source.path).open("rb") as stream:
+            stream.seek(chunk.start)
             if chunk.form in _LINES:
                 yield from _read_lines(chunk, stream, max_record_bytes)
                 return
@@ -269,53 +306,29 @@ def read_chunk(chunk: Chunk, *, max_record_bytes: int) -> Iterator[RawRecord]:
             yield broken(source, number, where, element.error)
 
 
-def read_records(source: SourceFile, *, max_record_bytes: int, chunk_bytes: int = 1 << 18) -> Iterator[RawRecord]:
-    """Yields every record of a file in order; a broken one has `RawRecord.error` set, and reading continues if it can.
-
-    A JSON array that breaks off yields one error at that place, because later elements cannot be separated.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
-    for chunk in find_chunks(source, max_record_bytes=max_record_bytes, chunk_bytes=lambda: chunk_bytes):
-        yield from read_chunk(chunk, max_record_bytes=max_record_bytes)
-
-
-def _first_character(stream: BinaryIO) -> bytes:
-    while block := stream.read(4096):
-        if stripped := block.lstrip(b" \t\r\n"):
-            return stripped[:1]
-    return b""
-
-
 def _has_whole_line(stream: BinaryIO, limit: int) -> bool:
     """Whether one of the first two lines is a complete JSON object: JSON Lines in a file with the suffix ``.json``.
 
     Two lines are checked because the first may be broken; in an indented object neither is complete.
     """
-    lines = 0
-    while lines < 2 and (line := stream.readline(limit)):
-        if not line.strip():
-            continue
-        lines += 1
-        try:
+    lines = (line for line in iter(lambda: stream.readline(limit), b"") if line.strip())
+    for line in islice(lines, 2):
+        with suppress(ValueError, RecursionError):
             if isinstance(json.loads(line), dict):
                 return True
-        except (ValueError, RecursionError):
-            continue
     return False
 
 
 def _read_lines(chunk: Chunk, stream: BinaryIO, max_record_bytes: int) -> Iterator[RawRecord]:
     source, left = chunk.source, chunk.end - chunk.start
-    parsed = _document if chunk.form == "text" else _parsed_line
-    number = chunk.first - 1
+    parsed = _document if chunk.form == "text" else _parsed
     if left <= min(_AT_ONCE, max_record_bytes):
-        lines = stream.read(left).split(b"\n")  # half of the time of reading them one by one
-        for number, line in enumerate(lines, chunk.first):
+        # Half of the time of reading them one by one.
+        for number, line in enumerate(stream.read(left).split(b"\n"), chunk.first):
             if line and not line.isspace():
-                yield parsed(source, number, line)
+                yield parsed(source, number, line, f"{source.name}:{number}")
         return
+    number = chunk.first - 1
     while left > 0 and (line := stream.readline(min(left, max_record_bytes + 1))):
         left -= len(line)
         number += 1
@@ -326,16 +339,11 @@ def _read_lines(chunk: Chunk, stream: BinaryIO, max_record_bytes: int) -> Iterat
             detail = f"the line is longer than {max_record_bytes} bytes"
             yield broken(source, number, f"{source.name}:{number}", detail, reason="record_too_large")
         elif not line.isspace():
-            yield parsed(source, number, line.removesuffix(b"\n"))
+            yield parsed(source, number, line.removesuffix(b"\n"), f"{source.name}:{number}")
 
 
-def _parsed_line(source: SourceFile, number: int, line: bytes) -> RawRecord:
-    return _parsed(source, number, line, f"{source.name}:{number}")
-
-
-def _document(source: SourceFile, number: int, line: bytes) -> RawRecord:
+def _document(source: SourceFile, number: int, line: bytes, where: str) -> RawRecord:
     """A line of a text file, as a record of the layout ``text``; Hugging Face's reader of text files has the same."""
-    where = f"{source.name}:{number}"
     try:
         text = line.removesuffix(b"\r").decode("utf-8")
     except UnicodeDecodeError as error:

@@ -1,32 +1,130 @@
-"""What goes where in the data set, one class per layout: shards and their pieces, and the index of each WebDataset."""
+"""What goes where in the data set: the planned samples, the distinct media, and the pieces of shards made of both."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+import pickle
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Protocol
 
 from energon_packing.convert.config import ConvertConfig
-from energon_packing.convert.energon_index import IndexWriter, PartRow, SampleRow
 from energon_packing.convert.layout import (
     MEDIA_DIRECTORY,
     TEXT_DIRECTORY,
+    IndexWriter,
     media_names,
-    subflavors_of,
+    open_scratch,
     write_metadataset,
 )
-from energon_packing.convert.media_table import MediaTable, stored_file
-from energon_packing.convert.plan import PlannedSamples
-from energon_packing.convert.shards import ShardPiece
+from energon_packing.convert.layouts.layout import SUBFLAVORS
+from energon_packing.convert.media_checks import Stamp
+from energon_packing.convert.media_files import StoredMedia
+from energon_packing.convert.shards import ShardPiece, StoredFile
+from energon_packing.errors import UserError
 
 Pieces = Generator[tuple[Path, ShardPiece], None, None]
 """Pieces of shards to write, and the directory of each."""
 _PIECE_BYTES = 32 << 20
 _PIECE_SAMPLES = 2048
-_ROWS = 4096
+
+
+@dataclass(kw_only=True, slots=True)
+class PlannedSamples:
+    """Good records of one chunk.
+
+    Attributes:
+        spool, offset: where their JSON begins: number of the spool file, bytes.
+        keys: final.
+        sizes: bytes of the JSON of each.
+        splits: of each, as an index.
+        files: number of a record -> its distinct files; monolithic layout only.
+    """
+
+    spool: int
+    offset: int
+    keys: Sequence[str]
+    sizes: Sequence[int]
+    splits: list[int]
+    files: dict[int, list[StoredFile]] = field(default_factory=dict)
+
+
+class SamplePlan:
+    """A file of `PlannedSamples`, written first and read back once."""
+
+    def __init__(self, path: Path) -> None:
+        self._stream = path.open("w+b")
+
+    def add(self, samples: PlannedSamples) -> None:
+        """Appends samples."""
+        # A pickle that this process wrote a moment ago into its own directory.
+        pickle.dump(samples, self._stream, pickle.HIGHEST_PROTOCOL)
+
+    def read(self, moved: Mapping[int, int]) -> Generator[PlannedSamples, None, None]:
+        """Yields the samples again; ``moved`` is number of a sample -> the split that it has moved to."""
+        end = self._stream.tell()
+        self._stream.seek(0)
+        before = 0
+        while self._stream.tell() < end:
+            samples: PlannedSamples = pickle.load(self._stream)
+            for number, split in moved.items():
+                if before <= number < before + len(samples.keys):
+                    samples.splits[number - before] = split
+            before += len(samples.keys)
+            yield samples
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._stream.close()
+
+
+class MediaTable:
+    """The distinct media of a conversion by name, in a file, not in memory; kept by the process that knows the order of
+    the records."""
+
+    def __init__(self, path: Path, *, one_store: bool) -> None:
+        """
+        Args:
+            path: file to make; not needed after the conversion.
+            one_store: whether the names are those of one store, so that each content has one name.
+        """
+        self._one_store = one_store
+        self._database = open_scratch(path)
+        self._database.execute(
+            "CREATE TABLE media (digest TEXT PRIMARY KEY, name TEXT, path TEXT, size INTEGER, changed INTEGER,"
+            " checked INTEGER, kind TEXT, content TEXT)"
+        )
+        self.files = 0
+        """Distinct files so far."""
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._database.close()
+
+    def add(self, file: StoredMedia, stamp: Stamp) -> None:
+        """Adds a file that a record names; one with a content that is there already adds nothing.
+
+        Raises:
+            UserError: the store has the content under another extension, so that Energon could not tell them apart.
+        """
+        digest = file.name.partition(".")[0]
+        values = (digest, file.name, file.path, *stamp, *(file.metadata or (None, None)))
+        query = "INSERT OR IGNORE INTO media VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+        if self._database.execute(query, values).rowcount:
+            self.files += 1
+            return
+        name, path = self._database.execute("SELECT name, path FROM media WHERE digest = ?", (digest,)).fetchone()
+        if name != file.name and self._one_store:
+            raise UserError(f"{path} and {file.path} hold the same bytes; give both the same extension")
+
+    def rows(self) -> Generator[StoredFile, None, None]:
+        """Yields the distinct files in the order in which they were added."""
+        query = "SELECT name, path, size, changed, checked, kind, content FROM media ORDER BY rowid"
+        with closing(self._database.execute(query)) as found:
+            for name, path, size, changed, checked, kind, content in found:
+                metadata = None if kind is None else (kind, content)
+                yield StoredFile(name=name, path=path, stamp=Stamp(size, changed, checked), metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,16 +134,6 @@ class StoredShards:
     media_bytes: int
     record_bytes: int
     shards: int
-
-
-class SampleStore(Protocol):
-    """Stores samples in one layout."""
-
-    def pieces(self, plan: Iterable[PlannedSamples]) -> Pieces:
-        """Divides all samples into pieces of shards, and adds the rows of the index."""
-
-    def finish(self, splits: list[str], identity: bytes) -> StoredShards:
-        """Completes the indexes; called after all pieces are there."""
 
 
 class _Tars:
@@ -73,17 +161,17 @@ class _Tars:
         return self._first + len(self.counts) - 1
 
     def sample(self) -> tuple[ShardPiece, int]:
-        """The piece for the next sample, which begins here, and the sample's index in its tar."""
+        """Returns the piece for the next sample, which begins here, and the sample's index in its tar."""
         if self._piece is None:
             self._piece = ShardPiece(name=f"{self._prefix}-{len(self.counts):06d}.tar")
             self.counts[self._piece.name] = self.bytes = 0
         index = self.counts[self._piece.name]
         self.counts[self._piece.name] += 1
-        self._piece.begin_sample()
+        self._piece.offsets.append(self._piece.end)
         return self._piece, index
 
     def samples_in_tar(self) -> int:
-        """Samples in the open tar; 0 if none is open."""
+        """Returns the samples in the open tar; 0 if none is open."""
         return 0 if self._piece is None else self.counts[self._piece.name]
 
     def full_piece(self) -> Pieces:
@@ -101,98 +189,9 @@ class _Tars:
             self._piece = None
 
 
-class _Rows:
-    """Rows of an index, added a few thousand at a time."""
-
-    def __init__(self, index: IndexWriter) -> None:
-        self._index = index
-        self.samples: list[SampleRow] = []
-        self.parts: list[PartRow] = []
-        self.media: list[tuple[str, str, str]] = []
-
-    def add(self, row: SampleRow) -> None:
-        """Adds the row of a sample after those of its parts.
-
-        The rows of all tables are written after a fixed number of samples: SQLite gives out pages in that order.
-        """
-        self.samples.append(row)
-        if len(self.samples) == _ROWS:
-            self.flush()
-
-    def flush(self) -> None:
-        """Writes the rows."""
-        self._index.add(self.samples, self.parts, self.media)
-        self.samples, self.parts, self.media = [], [], []
-
-
-class _RecordStore:
-    """Samples in tars of their split."""
-
-    def __init__(self, config: ConvertConfig, directory: Path, counts: Mapping[str, int], stack: ExitStack) -> None:
-        """
-        Args:
-            config: options of the conversion.
-            directory: of the WebDataset.
-            counts: samples of each split.
-            stack: closes the index.
-        """
-        directory.mkdir(exist_ok=True)
-        self._config = config
-        self._index = IndexWriter(directory)
-        stack.callback(self._index.close)
-        self._tars: list[_Tars] = []
-        first = 0
-        for split, count in counts.items():
-            self._tars.append(_Tars(directory, split, first))
-            first += -(-count // config.samples_per_shard)
-        self.record_bytes = 0
-        self.media_bytes = 0
-
-    def pieces(self, plan: Iterable[PlannedSamples]) -> Pieces:
-        """See `SampleStore`."""
-        rows = _Rows(self._index)
-        for planned in plan:
-            offset, spool = planned.offset, planned.spool
-            for number, (key, size, split) in enumerate(zip(planned.keys, planned.sizes, planned.splits, strict=True)):
-                tars = self._tars[split]
-                if tars.samples_in_tar() >= self._config.samples_per_shard:
-                    yield from tars.close()
-                piece, index = tars.sample()
-                tar, start = tars.number, piece.end
-                content = piece.add_record(f"{key}.json", size, spool, offset)
-                rows.parts.append((tar, index, "json", content, size))
-                offset += size
-                if planned.files and number in planned.files:
-                    self._add_files(piece, (tar, index), key, planned, number, rows)
-                rows.add((tar, key, index, start, piece.end - start))
-                yield from tars.full_piece()
-            self.record_bytes += offset - planned.offset
-        for tars in self._tars:
-            yield from tars.close()
-        rows.flush()
-
-    def _add_files(
-        self, piece: ShardPiece, place: tuple[int, int], key: str, planned: PlannedSamples, number: int, rows: _Rows
-    ) -> None:
-        files = planned.files[number]
-        for file, suffix in zip(files, media_names("monolithic", [file.name for file in files]), strict=True):
-            content = piece.add_file(stored_file(key + suffix, file.name, file.path, file.stamp))
-            rows.parts.append((*place, suffix[1:], content, file.stamp.size))
-            if file.metadata is not None:
-                rows.media.append((key + suffix, *file.metadata))
-            self.media_bytes += file.stamp.size
-
-    def finish_index(self, splits: list[str], identity: bytes) -> int:
-        """Completes the index; returns the number of tars."""
-        shards = {name: count for tars in self._tars for name, count in tars.counts.items()}
-        subflavors = subflavors_of(self._config.format)
-        self._index.finish(shards, splits, identity=identity, subflavors=subflavors)
-        self._index.describe_records()
-        return len(shards)
-
-
-class PolylithicStore:
-    """Records in ``text``, each distinct media file once in ``media``, in the order of first mention."""
+class SampleStore:
+    """Stores samples in the layout of a conversion: records with each distinct media file once in another WebDataset,
+    in the order of first mention (polylithic), or each sample's record and media together (monolithic)."""
 
     def __init__(
         self, config: ConvertConfig, media: MediaTable, counts: Mapping[str, int], build: Path, stack: ExitStack
@@ -205,76 +204,90 @@ class PolylithicStore:
             build: directory of the data set.
             stack: closes the indexes.
         """
-        self._config = config
-        self._media = media
-        self._build = build
-        self._text = _RecordStore(config, build / TEXT_DIRECTORY, counts, stack)
-        self._tars = _Tars(build / MEDIA_DIRECTORY, "media", 0)
-        self._media_bytes = 0
-        self._media_index: IndexWriter | None = None
-        if media.files:
-            (build / MEDIA_DIRECTORY).mkdir()
-            self._media_index = IndexWriter(build / MEDIA_DIRECTORY)
-            stack.callback(self._media_index.close)
+        self._config, self._media, self._build, self._stack = config, media, build, stack
+        self._subflavors = SUBFLAVORS if config.own_layout is None else config.own_layout.subflavors
+        self._apart = config.layout == "polylithic"
+        directory = build / TEXT_DIRECTORY if self._apart else build
+        self._index = self._opened(directory)
+        self._splits: list[_Tars] = []
+        first = 0
+        for split, count in counts.items():
+            self._splits.append(_Tars(directory, split, first))
+            first += -(-count // config.samples_per_shard)
+        self._media_tars = _Tars(build / MEDIA_DIRECTORY, "media", 0)
+        self._media_index = self._opened(build / MEDIA_DIRECTORY) if self._apart and media.files else None
+        self._record_bytes = self._media_bytes = 0
+
+    def _opened(self, directory: Path) -> IndexWriter:
+        directory.mkdir(exist_ok=True)
+        index = IndexWriter(directory)
+        self._stack.callback(index.close)
+        return index
 
     def pieces(self, plan: Iterable[PlannedSamples]) -> Pieces:
-        """See `SampleStore`."""
-        yield from self._text.pieces(plan)
-        if self._media_index is None:
+        """Divides all samples into pieces of shards, and adds the rows of the index."""
+        for planned in plan:
+            offset = planned.offset
+            for number, (key, size, split) in enumerate(zip(planned.keys, planned.sizes, planned.splits, strict=True)):
+                tars = self._splits[split]
+                named: list[StoredFile] = []
+                if number in planned.files:
+                    files = planned.files[number]
+                    suffixes = media_names("monolithic", [file.name for file in files])
+                    named = [replace(file, name=key + suffix) for file, suffix in zip(files, suffixes, strict=True)]
+                if tars.samples_in_tar() >= self._config.samples_per_shard:
+                    yield from tars.close()
+                yield from self._put(tars, self._index, key, named, (f"{key}.json", size, planned.spool, offset))
+                offset += size
+            self._record_bytes += offset - planned.offset
+        for tars in self._splits:
+            yield from tars.close()
+        if (media_index := self._media_index) is None:
             return
-        rows = _Rows(self._media_index)
-        tars = self._tars
-        for file, metadata in self._media.rows():
+        tars = self._media_tars
+        for file in self._media.rows():
             if tars.samples_in_tar() and tars.bytes >= self._config.media_shard_bytes:
                 yield from tars.close()
-            piece, index = tars.sample()
-            tar, start = tars.number, piece.end
-            content = piece.add_file(file)
-            tars.bytes += file.size
-            self._media_bytes += file.size
-            digest, _, extension = file.name.partition(".")
-            rows.parts.append((tar, index, extension, content, file.size))
-            if metadata is not None:
-                rows.media.append((file.name, *metadata))
-            rows.add((tar, digest, index, start, piece.end - start))
-            yield from tars.full_piece()
+            yield from self._put(tars, media_index, file.name.partition(".")[0], [file])
         yield from tars.close()
-        rows.flush()
+
+    def _put(
+        self,
+        tars: _Tars,
+        index: IndexWriter,
+        key: str,
+        files: Sequence[StoredFile],
+        record: tuple[str, int, int, int] | None = None,
+    ) -> Pieces:
+        """Adds a sample: its record, if it has one, and its files."""
+        piece, number = tars.sample()
+        start = piece.end
+        if record is not None:
+            index.parts.append((tars.number, number, "json", piece.add_record(*record), record[1]))
+        for file in files:
+            size = file.stamp.size
+            index.parts.append((tars.number, number, file.name[len(key) + 1 :], piece.add_file(file), size))
+            if file.metadata is not None:
+                index.media.append((file.name, *file.metadata))
+            tars.bytes += size
+            self._media_bytes += size
+        index.add((tars.number, key, number, start, piece.end - start))
+        yield from tars.full_piece()
 
     def finish(self, splits: list[str], identity: bytes) -> StoredShards:
-        """Completes both indexes and writes the metadataset that joins the data sets."""
-        shards = self._text.finish_index(splits, sha256(identity + b"text").digest())
+        """Completes the indexes, and the metadataset that joins two data sets; called after all pieces are there."""
+        shards = {name: count for tars in self._splits for name, count in tars.counts.items()}
+        own = sha256(identity + b"text").digest() if self._apart else identity
+        self._index.finish(shards, splits, identity=own, subflavors=self._subflavors)
+        self._index.describe_records()
         if self._media_index is not None:
-            self._media_index.finish(self._tars.counts, ["media"], identity=sha256(identity + b"media").digest())
-        subflavors = subflavors_of(self._config.format)
-        write_metadataset(self._build, splits, with_media=self._media_index is not None, subflavors=subflavors)
+            media = sha256(identity + b"media").digest()
+            self._media_index.finish(self._media_tars.counts, ["media"], identity=media)
+        if self._apart:
+            with_media = self._media_index is not None
+            write_metadataset(self._build, splits, with_media=with_media, subflavors=self._subflavors)
         return StoredShards(
             media_bytes=self._media_bytes,
-            record_bytes=self._text.record_bytes,
-            shards=shards + len(self._tars.counts),
-        )
-
-
-class MonolithicStore:
-    """Each sample's record and media together in one WebDataset."""
-
-    def __init__(self, config: ConvertConfig, counts: Mapping[str, int], build: Path, stack: ExitStack) -> None:
-        """
-        Args:
-            config: options of the conversion.
-            counts: samples of each split.
-            build: directory of the data set.
-            stack: closes the index.
-        """
-        self._samples = _RecordStore(config, build, counts, stack)
-
-    def pieces(self, plan: Iterable[PlannedSamples]) -> Pieces:
-        """See `SampleStore`."""
-        return self._samples.pieces(plan)
-
-    def finish(self, splits: list[str], identity: bytes) -> StoredShards:
-        """Completes the index of the one data set."""
-        shards = self._samples.finish_index(splits, identity)
-        return StoredShards(
-            media_bytes=self._samples.media_bytes, record_bytes=self._samples.record_bytes, shards=shards
+            record_bytes=self._record_bytes,
+            shards=len(shards) + len(self._media_tars.counts),
         )

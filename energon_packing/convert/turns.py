@@ -1,26 +1,263 @@
-"""Messages of a record -> turns. Every field of a message is read, refused by name, or counted as ignored."""
+"""Messages of a record -> turns. Every field of a message is read, refused by name, or counted as ignored.
+
+Tool definitions and tool calls: from the forms that data sets use to the one that chat templates read.
+
+The content of one message -> text and media in reading order.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from typing import Any
 
 from energon_packing.chat.thinking import tagged
-from energon_packing.conversation import MediaPart, Part, Role, Turn, text_turn
+from energon_packing.conversation import MediaKind, MediaPart, Part, Role, Turn, text_turn
 from energon_packing.convert.columns import AUDIO, LABELS, is_preference_label
-from energon_packing.convert.content_parts import joined, read_content, split_text
-from energon_packing.convert.loss_fields import LOSS_FIELDS, loss_weight
-from energon_packing.convert.record_media import RecordMedia, kind_of
-from energon_packing.convert.role_names import ROLE_OF, ROLE_OF_TEXT
-from energon_packing.convert.thinking_fields import THINKING_FIELDS, thinking_of
-from energon_packing.convert.tool_calls import call_id, parse_function_call_text, parse_tool_calls
-from energon_packing.convert.unread import says_nothing
+from energon_packing.convert.fields import (
+    LOSS_FIELDS,
+    ROLE_OF,
+    ROLE_OF_TEXT,
+    THINKING_FIELDS,
+    expect,
+    kind_of,
+    loss_weight,
+    says_nothing,
+    thinking_of,
+    unread,
+)
+from energon_packing.convert.json_text import parse_part
+from energon_packing.convert.record_media import FRAME_TIMING, RecordMedia, reference_of, refuse_own_view
 from energon_packing.errors import SampleRejected
 
+
+def parse_tools(value: Any) -> tuple[dict[str, Any], ...] | None:
+    """The ``tools`` column: a list, one definition, or either as JSON text.
+
+    A bare definition (``{"name", "parameters", ...}``) is wrapped as ``{"type": "function", "function": ...}``, the
+    form that chat templates expect.
+
+    Returns:
+        None if there are no tools.
+
+    Raises:
+        SampleRejected: ``bad_tools``.
+    """
+    if isinstance(value, str):
+        value = _parsed(value, "bad_tools", "the tools column is") if value.strip() else None
+    if value is None:
+        return None
+    tools = []
+    listed = [value] if isinstance(value, dict) else value
+    for tool in expect(listed, list, "bad_tools", "the tools column is", "a list of definitions"):
+        wrapped = "function" in expect(tool, dict, "bad_tools", "a tool definition is", "an object")
+        definition = tool["function"] if wrapped else tool
+        if not isinstance(definition, dict) or not isinstance(definition.get("name"), str):
+            raise SampleRejected("bad_tools", "a tool definition has no name")
+        tools.append(tool if wrapped else {"type": "function", "function": tool})
+    return tuple(tools) or None
+
+
+def _parsed(text: str, reason: str, what: str) -> Any:
+    try:
+        return parse_part(text)
+    except (ValueError, RecursionError) as error:
+        raise SampleRejected(reason, f"{what} not JSON: {error}") from error
+
+
+def parse_function_call_text(text: str, ignored: set[str]) -> tuple[dict[str, Any], ...]:
+    """A ``function_call`` turn: ``{"name", "arguments"}`` as JSON text, with or without an ``id``, or a list of these.
+
+    Args:
+        text: of the turn.
+        ignored: receives the names of all other fields of the calls.
+
+    Raises:
+        SampleRejected: ``bad_tool_call``.
+    """
+    value = _parsed(text, "bad_tool_call", "the function call is")
+    calls = value if isinstance(value, list) else [value]
+    if not calls:
+        raise SampleRejected("bad_tool_call", "the function call is an empty list")
+    return tuple(_call(call, ignored) for call in calls)
+
+
+def parse_tool_calls(value: Any, ignored: set[str]) -> tuple[dict[str, Any], ...]:
+    """OpenAI's ``tool_calls`` of an assistant message; ids are kept, since some chat templates require them.
+
+    Args:
+        value: the field of the message.
+        ignored: receives the names of all other fields of the calls, such as ``index``.
+
+    Raises:
+        SampleRejected: ``bad_tool_call``.
+    """
+    calls = []
+    for call in expect(() if value is None else value, (list, tuple), "bad_tool_call", "tool_calls is", "a list"):
+        expect(call, dict, "bad_tool_call", "a tool call is", "an object")
+        if call.get("type", "function") != "function":
+            raise SampleRejected("bad_tool_call", f"a tool call has type {call['type']!r}, expected 'function'")
+        calls.append(_call(call.get("function", call), ignored, call.get("id")))
+        if "function" in call:
+            ignored |= unread(call, ("id", "type", "function"))
+    return tuple(calls)
+
+
+def call_id(value: Any) -> str | None:
+    """The id of a call, or None.
+
+    Raises:
+        SampleRejected: ``bad_tool_call`` if it is not text.
+    """
+    return expect("" if value is None else value, str, "bad_tool_call", "the id of a tool call is", "text") or None
+
+
+def _call(value: Any, ignored: set[str], outer_id: Any = None) -> dict[str, Any]:
+    expect(value, dict, "bad_tool_call", "a function call is", "an object")
+    name, arguments = value.get("name"), value.get("arguments")
+    if not isinstance(name, str) or not name:
+        raise SampleRejected("bad_tool_call", "a function call has no name")
+    if isinstance(arguments, str):
+        arguments = _parsed(arguments, "bad_tool_call", f"the arguments of {name!r} are")
+    if not isinstance(arguments, dict):
+        what = kind_of(arguments) if "arguments" in value else "missing"
+        raise SampleRejected("bad_tool_call", f"the arguments of {name!r} are {what}, expected an object")
+    ignored |= unread(value, ("id", "type", "name", "arguments"))
+    id_of_call = call_id(value.get("id") if outer_id is None else outer_id)
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return call if id_of_call is None else {"id": id_of_call, **call}
+
+
+_TEXTS = ("input_text", "output_text")
+"""Types of texts in OpenAI's Responses, beside ``text``."""
+_PLACEHOLDER = re.compile(r"<(image|video)>")
+
+
+def read_content(content: Any, number: int, media: RecordMedia, column: str) -> tuple[Part, ...]:
+    """Text and media in reading order; text is kept verbatim, adjacent texts are joined.
+
+    Args:
+        content: text, or a list of texts and parts.
+        number: of the turn, for messages.
+        media: the record's media; receives the media that the content names and the fields that nothing reads.
+        column: where the content is, such as ``messages[].content``.
+
+    Raises:
+        SampleRejected: ``non_string_value``, ``unknown_part``, ``unsupported_field``, ``bad_frames``.
+    """
+    if type(content) is str and "<image>" not in content and "<video>" not in content:
+        return (content,) if content else ()
+    pieces: list[Part] = []
+    parts = expect(content, (str, list), "non_string_value", f"turn {number} is", "text or a list of parts")
+    for part in [parts] if isinstance(parts, str) else parts:
+        _read_part(part, number, media, column, pieces)
+    return joined(pieces)
+
+
+def joined(pieces: list[Part]) -> tuple[Part, ...]:
+    """Parts without empty texts, adjacent texts as one."""
+    found: list[Part] = []
+    for piece in pieces:
+        if piece == "":
+            continue
+        if isinstance(piece, str) and found and isinstance(found[-1], str):
+            found[-1] += piece
+        else:
+            found.append(piece)
+    return tuple(found)
+
+
+def split_text(text: str, media: RecordMedia, pieces: list[Part]) -> None:
+    """Appends a text to ``pieces``, with its placeholders replaced by media."""
+    end = 0
+    for match in _PLACEHOLDER.finditer(text):
+        pieces.append(text[end : match.start()])
+        pieces.append(media.next_of_column("image" if match[1] == "image" else "video"))
+        end = match.end()
+    pieces.append(text[end:])
+
+
+def _read_part(part: Any, number: int, media: RecordMedia, column: str, pieces: list[Part]) -> None:
+    if isinstance(part, str):
+        split_text(part, media, pieces)
+        return
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text" or kind in _TEXTS:
+        if not isinstance(part.get("text"), str):
+            found = f"holds {kind_of(part['text'])}" if "text" in part else "has no 'text'"
+            fields = ", ".join(sorted(str(name)[:40] for name in part)[:20])
+            raise SampleRejected("non_string_value", f"turn {number}: a text part {found}; its fields are: {fields}")
+        split_text(part["text"], media, pieces)
+        media.ignore(part, {"type", "text"}, f"{column}[]")
+    elif kind in ("image", "image_url", "video", "video_url", "input_image"):
+        media_kind: MediaKind = "image" if "image" in kind else "video"
+        name = "image_url" if kind == "input_image" else kind
+        path = part.get(name, part.get(media_kind))
+        read = {"type", name, media_kind}
+        if kind == "input_image" and part.get("file_id") is not None:
+            raise SampleRejected("remote_media", f"turn {number}: an image is a file_id of a service, not a file")
+        if isinstance(path, dict):
+            media.ignore(path, {"url", "path", "bytes"}, f"{column}[].{kind}")
+            if not isinstance(path.get("bytes"), bytes):
+                path = path.get("url", path.get("path"))
+        own_view = {"is_frames": isinstance(path, list), "is_part": True}
+        refuse_own_view(part, media_kind, "unsupported_field", f"turn {number}: a content part", **own_view)
+        if path is None and all(value is None for field, value in part.items() if field != "type"):
+            # As in tables, which fill the fields that a part lacks with null.
+            pieces.append(media.next_of_column(media_kind))  # a bare part stands for the column's next entry
+        elif isinstance(path, list):
+            pieces.append(media.add(reference_of({**part, "frames": path}, media_kind, kind, media.frame_fps)))
+            read.update(FRAME_TIMING)
+        else:
+            pieces.append(media.add(reference_of(path, media_kind, kind, media.frame_fps)))
+        media.ignore(part, read, f"{column}[]")
+    else:
+        known = "text, image, image_url, video, video_url, input_text, input_image, output_text"
+        raise SampleRejected("unknown_part", f"turn {number} has a content part of type {kind!r}; known: {known}")
+
+
 _CALLS = ("tool_calls", "function_call")
-_IMAGES = ("image", "images", "image_url", "video", "videos", "video_url")
-_PART_OF_A_TURN = ("train_detail", "mask", "masked", "loss_mask", "train_mask", "loss_scale", "training")
+_CHANGE_THE_MEANING: tuple[tuple[Collection[str], Callable[[Any, Mapping[str, Any]], bool], str], ...] = (
+    (AUDIO, lambda value, message: True, "but audio is not supported"),
+    (
+        ("image", "images", "image_url", "video", "videos", "video_url"),
+        lambda value, message: True,
+        "which is not read; name the file in a content part, or in the column 'images' or 'videos' of the record",
+    ),
+    (
+        ("tools", "functions"),
+        lambda value, message: True,
+        "which is not read; tool definitions belong in the record's column 'tools'",
+    ),
+    (_CALLS, lambda value, message: True, "but only an assistant calls tools"),
+    (
+        ("train_detail", "mask", "masked", "loss_mask", "train_mask", "loss_scale", "training"),
+        lambda value, message: True,
+        "which is not read; 'weight', 'loss', 'loss_weight' or 'train' of a message sets how much it is trained",
+    ),
+    (
+        LABELS,
+        lambda value, message: is_preference_label(value),
+        "a preference label, which is not supported; a weight of 0 excludes a message from training",
+    ),
+    (
+        ("channel",),
+        lambda value, message: bool(value != "final"),
+        "{value!r:.60}; thinking belongs in 'reasoning_content', calls in 'tool_calls'",
+    ),
+    (
+        ("tool_plan",),
+        lambda value, message: True,
+        "which is not read; thinking belongs in 'reasoning_content'",
+    ),
+    (
+        ("reasoning_details",),
+        lambda value, message: not any(message.get(name) for name in THINKING_FIELDS),
+        "which is not read; thinking belongs in 'reasoning_content'",
+    ),
+)
+"""Fields of a message, when they may not be left out, and why."""
 
 
 def read_turns(
@@ -66,8 +303,7 @@ def read_turns(
 def read_turn(message: Any, number: int, fields: tuple[str, str], media: RecordMedia, column: str) -> Turn:
     """One turn; see `read_turns`, ``number`` counts from 0."""
     role_field, content_field = fields
-    if not isinstance(message, dict):
-        raise SampleRejected("non_string_value", f"turn {number} is {kind_of(message)}, expected an object")
+    expect(message, dict, "non_string_value", f"turn {number} is", "an object")
     role_name = message.get(role_field)
     role = ROLE_OF.get(role_name) if isinstance(role_name, str) else None
     if role is None:
@@ -77,10 +313,7 @@ def read_turn(message: Any, number: int, fields: tuple[str, str], media: RecordM
     calls: tuple[dict[str, Any], ...] = ()
     in_calls: set[str] = set()
     if role_name == "function_call":
-        if not isinstance(content, str):
-            raise SampleRejected(
-                "non_string_value", f"turn {number} ({role_name}) is {kind_of(content)}, expected text"
-            )
+        expect(content, str, "non_string_value", f"turn {number} ({role_name}) is", "text")
         calls, content = parse_function_call_text(content, in_calls), ""
     elif role == "assistant":
         calls = parse_tool_calls(message.get("tool_calls"), in_calls)
@@ -130,8 +363,10 @@ def _check_fields(
     if message.keys() <= read:
         return
     for name, value in message.items():
-        if name not in read and not says_nothing(value) and (why := _changes_meaning(name, value, message)) is not None:
-            raise SampleRejected("unsupported_field", f"turn {number} ({role}) has the field {name!r}, {why}")
+        for columns, applies, why in _CHANGE_THE_MEANING if name not in read and not says_nothing(value) else ():
+            if name in columns and applies(value, message):
+                said = f"turn {number} ({role}) has the field {name!r}, {why.format(value=value)}"
+                raise SampleRejected("unsupported_field", said)
     media.ignore(message, read, f"{column}[]")
 
 
@@ -144,24 +379,3 @@ def _fields_read(names: tuple[str, str], role: Role) -> frozenset[str]:
     elif role == "tool":
         read.add("tool_call_id")
     return frozenset(read)
-
-
-def _changes_meaning(name: str, value: Any, message: Mapping[str, Any]) -> str | None:
-    """Why a filled field may not be left out; None if it may."""
-    if name in AUDIO:
-        return "but audio is not supported"
-    if name in _IMAGES:
-        return "which is not read; name the file in a content part, or in the column 'images' or 'videos' of the record"
-    if name in ("tools", "functions"):
-        return "which is not read; tool definitions belong in the record's column 'tools'"
-    if name in _CALLS:
-        return "but only an assistant calls tools"
-    if name in _PART_OF_A_TURN:
-        return "which is not read; 'weight', 'loss', 'loss_weight' or 'train' of a message sets how much it is trained"
-    if name in LABELS and is_preference_label(value):
-        return "a preference label, which is not supported; a weight of 0 excludes a message from training"
-    if name == "channel" and value != "final":
-        return f"{value!r:.60}; thinking belongs in 'reasoning_content', calls in 'tool_calls'"
-    if name == "tool_plan" or (name == "reasoning_details" and not any(message.get(n) for n in THINKING_FIELDS)):
-        return "which is not read; thinking belongs in 'reasoning_content'"
-    return None

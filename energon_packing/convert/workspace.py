@@ -1,28 +1,51 @@
-"""The directory in which a data set is built, next to its final place, so that a partial one never looks complete."""
+"""The directory in which a data set is built, next to its final place, so that a partial one never looks complete.
+
+A data set for an object store is made on this machine, then copied there file by file, its metadata last. A store shows
+each object when all of it is there, but it cannot show a directory in one step. So a mark is written first and deleted
+last, and what makes a data set of the shards is stored after them.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from energon_packing.convert.chunks import SourceFile
 from energon_packing.convert.config import ConvertConfig
-from energon_packing.convert.fetched_files import FETCHED
-from energon_packing.convert.remote_out import check_remote_out
-from energon_packing.convert.report import fingerprint_difference, read_report
-from energon_packing.errors import UserError
+from energon_packing.convert.layout import DATASET_FILE, META_DIRECTORY
+from energon_packing.convert.media_checks import FETCHED
+from energon_packing.convert.report import CONVERSION_FILE, fingerprint_difference, read_report
+from energon_packing.convert.sources import unpacked
+from energon_packing.errors import UserError, fault_of
 from energon_packing.file_lock import lock
-from energon_packing.remote_files import remote_address, shown
+from energon_packing.remote_files import (
+    copy_place,
+    digest,
+    file_digest,
+    listed,
+    local_copy,
+    private_directory,
+    remote_address,
+    remove,
+    shown,
+    status,
+    store,
+)
 
 _STATE = "in-progress.json"
 _LOCK = "in-progress.lock"
 _JOURNAL = "media-checks.jsonl"
 _REPLACED = "replaced"
+MARK = "being-stored.json"
+"""Beside the files of a data set that is not complete."""
 
 
 def partial_directory(out: Path) -> Path:
@@ -35,33 +58,42 @@ def check_out(config: ConvertConfig) -> None:
 
     Raises:
         UserError: `out` is a file, holds something other than a converted data set, must not be replaced, or contains
-            a source.
+            a source; in a store, also if a source contains it.
     """
-    out = config.out
-    if (address := remote_address(out)) is not None:
-        check_remote_out(config, address)
-        return
-    if out.name in ("", ".."):
-        raise UserError(f"--out {out} has no name of its own; name a directory to create")
-    if out.exists() and not out.is_dir():
-        raise UserError(f"--out {out} is a file; name a directory to create")
-    if not out.is_dir() or not any(out.iterdir()):
-        return
-    if read_report(out) is None:
+    out, place = config.out, shown(config.out)
+    sources = [*config.sources, *filter(None, [config.media_root])]
+    report = read_report(out)
+    try:
+        if (address := remote_address(out)) is None:
+            if out.name in ("", ".."):
+                raise UserError(f"--out {out} has no name of its own; name a directory to create")
+            is_file, is_filled = out.exists() and not out.is_dir(), out.is_dir() and any(out.iterdir())
+            inside = [each for each in sources if report and not remote_address(each) and _lies_in(each, out)]
+        else:
+            is_file = status(address) is not None
+            is_filled = not is_file and status(f"{address}/{MARK}") is None and bool(listed(address))
+            ours, theirs = f"{address}/", [f"{root}/" for root in filter(None, map(remote_address, sources))]
+            inside = [Path(root) for root in theirs if root.startswith(ours) or ours.startswith(root)]
+    except OSError as error:
+        raise UserError(f"--out {place} cannot be looked at: {error.strerror or error}") from error
+    if inside:
+        raise UserError(f"--out {place} and {shown(inside[0])} lie in each other; choose another place")
+    if is_file:
+        raise UserError(f"--out {place} is a file; name a directory to create")
+    if report is None and is_filled:
         raise UserError(
-            f"--out {out} is not empty, and convert did not write what it contains; choose another directory, or "
-            "empty it yourself"
+            f"--out {place} is not empty, and convert did not write what it contains; choose another place, or empty "
+            "it yourself"
         )
-    if not (config.overwrite or config.resume):
+    if report is not None and not (config.overwrite or config.resume):
         raise UserError(
-            f"--out {out} already contains a converted data set; add --overwrite to replace it, --resume to keep it if "
-            "it is complete, or choose another directory"
+            f"--out {place} already contains a converted data set; add --overwrite to replace it, --resume to keep it "
+            "if it is complete, or choose another place"
         )
-    real = out.resolve()
-    roots = [*config.sources, *([config.media_root] if config.media_root is not None else [])]
-    for source in roots:
-        if remote_address(source) is None and source.resolve().is_relative_to(real):
-            raise UserError(f"{source} is inside --out {out}, which would be replaced; choose another directory")
+
+
+def _lies_in(path: Path, directory: Path) -> bool:
+    return path.resolve().is_relative_to(directory.resolve())
 
 
 def finished_report(config: ConvertConfig, fingerprint: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -70,10 +102,8 @@ def finished_report(config: ConvertConfig, fingerprint: Mapping[str, Any]) -> di
     Raises:
         UserError: the data set there was made from something else, and `overwrite` is not set.
     """
-    if (found := read_report(config.out)) is None:
-        return None
-    difference = fingerprint_difference(found["fingerprint"], fingerprint)
-    if difference is None:
+    found = read_report(config.out)
+    if found is None or (difference := fingerprint_difference(found["fingerprint"], fingerprint)) is None:
         return found
     if not config.overwrite:
         raise UserError(f"--out {shown(config.out)} cannot be resumed: {difference}; add --overwrite to replace it")
@@ -115,18 +145,20 @@ def workspace(config: ConvertConfig, fingerprint: Mapping[str, Any]) -> Iterator
         check_out(config)  # another conversion may have finished since it was checked first
         _clear(partial, keep_journal=config.resume and _same_options(partial, fingerprint))
         (partial / _STATE).write_text(json.dumps(fingerprint), encoding="utf-8")
-        build = partial / "build"
-        build.mkdir()
-        yield build, partial / _JOURNAL
+        yield _built_in(partial)
 
 
 @contextmanager
 def dry_workspace() -> Iterator[tuple[Path, Path]]:
     """A directory like that of `workspace` for a conversion that writes nothing; deleted afterwards."""
     with tempfile.TemporaryDirectory(prefix="energon-packing-", ignore_cleanup_errors=True) as scratch:
-        build = Path(scratch) / "build"
-        build.mkdir()
-        yield build, Path(scratch) / _JOURNAL
+        yield _built_in(Path(scratch))
+
+
+def _built_in(partial: Path) -> tuple[Path, Path]:
+    build = partial / "build"
+    build.mkdir()
+    return build, partial / _JOURNAL
 
 
 def _same_options(partial: Path, fingerprint: Mapping[str, Any]) -> bool:
@@ -169,3 +201,91 @@ def publish(build: Path, out: Path) -> None:
             f"the data set is complete in {build}, but cannot be moved to {out}: {error.strerror or error}"
         ) from error
     shutil.rmtree(partial)
+
+
+def copy_of(source: SourceFile, scratch: Path) -> SourceFile:
+    """A source as a file of this machine: itself, or where the copy of one in an object store will be."""
+    return source if source.address is None else replace(source, path=copy_place(source.address, scratch / "sources"))
+
+
+def fetch_source(source: SourceFile, scratch: Path) -> None:
+    """Makes the copy of a source in an object store.
+
+    Raises:
+        OSError: this machine's disk takes no more.
+        UserError: the store does not give it.
+    """
+    if source.address is None:
+        return
+    try:
+        local_copy(source.address, scratch / "sources")
+    except OSError as error:
+        if fault_of(error) == "disk":
+            raise
+        raise UserError(f"{source.address} cannot be read: {error.strerror or error}") from error
+
+
+def delete_copies(source: SourceFile, scratch: Path) -> None:
+    """Deletes the copies of a source that has been read."""
+    unpacked(scratch, source).unlink(missing_ok=True)
+    if source.address is not None:
+        source.path.unlink(missing_ok=True)
+
+
+def local_place(address: str) -> Path:
+    """Where the data set is made: the same directory of this machine for the same address, and for nobody else.
+
+    Raises:
+        UserError: it is somebody else's, or cannot be made.
+    """
+    place = private_directory() / hashlib.sha256(address.encode()).hexdigest()[:16] / "data"
+    try:
+        place.parent.mkdir(exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{place} cannot be written: {error.strerror}; point TMPDIR elsewhere") from error
+    return place
+
+
+def store_data_set(local: Path, address: str, progress: Callable[[str, int, int], None]) -> None:
+    """Copies a finished data set to a store, in place of what is there. What is there already is not sent again.
+
+    Raises:
+        UserError: the store cannot be written. The data set stays on this machine.
+    """
+    names = [path.relative_to(local).as_posix() for path in local.rglob("*") if path.is_file()]
+    names.sort(key=lambda name: (_order(name), name))
+    sizes = {name: (local / name).stat().st_size for name in names}
+    done = 0
+    progress("store", done, sum(sizes.values()))
+    try:
+        store(local / CONVERSION_FILE, f"{address}/{MARK}")
+        before = {name for name, _ in listed(address)} - {MARK}
+        for name in sorted(filter(_order, before)):  # else it would describe other shards
+            remove(f"{address}/{name}")
+        for name, size in sizes.items():
+            target = f"{address}/{name}"
+            if name not in before or _order(name) or not _is_there(local / name, target):
+                store(local / name, target)
+            done += size
+            progress("store", done, sum(sizes.values()))
+        gone = [name for name in sorted(before.difference(names)) if not _order(name)]  # of the data set that was there
+        for name in (*gone, MARK):
+            remove(f"{address}/{name}")
+    except OSError as error:
+        raise UserError(
+            f"the data set is complete in {local}, but --out {address} cannot be written: {error.strerror or error}; "
+            "start again with --resume"
+        ) from error
+
+
+def _order(name: str) -> int:
+    """Shards first, then what describes them, and last what says that all is complete."""
+    if name == CONVERSION_FILE:
+        return 3
+    return 2 if name == DATASET_FILE else 1 if META_DIRECTORY in name.split("/") else 0
+
+
+def _is_there(path: Path, address: str) -> bool:
+    """Whether a store has a file already; of the same bytes."""
+    there = status(address)
+    return there is not None and there.size == path.stat().st_size and digest(address) == file_digest(path)

@@ -1,6 +1,5 @@
 """The built-in demo, which needs no downloads: processors are shipped, and a data set is generated."""
 
-from energon_packing.demo.generate import make_data
-from energon_packing.demo.processor import PROCESSORS, processor_path
+from energon_packing.demo.generate import PROCESSORS, make_data, processor_path
 
 __all__ = ["PROCESSORS", "make_data", "processor_path"]

@@ -18,15 +18,67 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from energon_packing.demo.clips import save_clip
-from energon_packing.demo.defects import Defect, make_defects
-from energon_packing.demo.drafts import Draft, kinds_of, write_draft
-from energon_packing.demo.layouts import Record, openai_record, sharegpt_record
-from energon_packing.demo.pictures import save_picture
+from energon_packing.demo.conversations import (
+    Record,
+    kinds_of,
+    openai_record,
+    sharegpt_record,
+    small_talk,
+    story,
+    write_draft,
+)
+from energon_packing.demo.media import Clip, Picture, save_sound
 from energon_packing.errors import UserError
 
-DATA_VERSION = 1  # raise it when the same arguments give other data; otherwise old copies would pass for new ones
+DATA_VERSION = 2  # raise it when the same arguments give other data; otherwise old copies would pass for new ones
 SOURCES = ("sharegpt.json", "openai.jsonl")
+
+# name: the class that `AutoProcessor` (for "text": `AutoTokenizer`) returns for it
+PROCESSORS: dict[str, str] = {
+    "qwen2_5_vl": "Qwen2_5_VLProcessor",
+    "qwen3_vl": "Qwen3VLProcessor",
+    "text": "Qwen2Tokenizer",
+}
+
+_ASK = "<image>What is this?"
+_WRONG_MEDIA: tuple[tuple[str, str, str, str, dict[str, list[str]]], ...] = (
+    ("missing", "missing_media", "The image file does not exist.", _ASK, {"images": ["broken/nowhere.jpg"]}),
+    ("empty", "corrupt_media", "The image file has no bytes.", _ASK, {"images": ["broken/empty.jpg"]}),
+    ("cut", "corrupt_media", "The JPEG is cut off in the middle.", _ASK, {"images": ["broken/truncated.jpg"]}),
+    (
+        "more-media",
+        "placeholder_mismatch",
+        "The record names two images, but its text has one placeholder.",
+        _ASK,
+        {"images": ["broken/good.jpg", "broken/good.jpg"]},
+    ),
+    (
+        "more-placeholders",
+        "placeholder_mismatch",
+        "The text has two placeholders, but the record names one image.",
+        f"<image>{_ASK}",
+        {"images": ["broken/good.jpg"]},
+    ),
+    ("outside", "media_outside_root", "The path leaves the folder.", _ASK, {"images": ["../outside.jpg"]}),
+    ("absolute", "media_outside_root", "The path is absolute.", _ASK, {"images": ["/etc/hostname"]}),
+    ("sound", "corrupt_media", "The video file contains only audio.", "<video>Hm?", {"videos": ["broken/sound.mp4"]}),
+    ("video", "corrupt_media", "The video file is cut off.", "<video>Hm?", {"videos": ["broken/damaged.mp4"]}),
+)
+"""Of ShareGPT records whose media are wrong: id, reason, what is wrong, question and columns."""
+
+
+def processor_path(name: str) -> Path:
+    """The directory to give to ``AutoProcessor.from_pretrained`` (``"text"``: to ``AutoTokenizer.from_pretrained``).
+
+    Args:
+        name: ``"qwen2_5_vl"``, ``"qwen3_vl"`` or ``"text"``.
+
+    Raises:
+        UserError: there is no shipped processor of that name.
+    """
+    if name not in PROCESSORS:
+        raise UserError(f"there is no demo processor {name!r}; known: {', '.join(PROCESSORS)}")
+    return Path(__file__).parent / "processors" / name
 
 
 def make_data(
@@ -35,7 +87,7 @@ def make_data(
     conversations: int = 400,
     seed: int = 0,
     defects: bool = True,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] = lambda *_: None,
 ) -> Path:
     """Makes the demo's conversation files and media; does nothing if the same ones exist already.
 
@@ -45,7 +97,7 @@ def make_data(
         out: directory, created if missing; replaced if an earlier call with other arguments filled it.
         conversations: number of valid conversations, at least 1.
         seed: another seed gives other conversations.
-        defects: add the records of `defects.make_defects`, listed in ``out/expected_defects.json``.
+        defects: add the records of `make_defects`, listed in ``out/expected_defects.json``.
         progress: called as ``progress(done, total)`` with the number of conversations written.
 
     Returns:
@@ -63,27 +115,31 @@ def make_data(
         return folder
     kinds = kinds_of(conversations, Random(f"kinds {seed}"))
     records: dict[str, list[Record | str]] = {name: [] for name in SOURCES}
-    twin = ""
     for index, kind in enumerate(kinds):
         draft = write_draft(seed, index, kind)
-        if index <= 1:  # the first one of openai.jsonl, if there is one
-            twin = draft.key
-        _save_media(draft, folder)
-        rng = Random(f"layout {seed} {index}")
+        for order in {each.name: each for each in (*draft.images, *draft.videos)}.values():
+            path = folder / order.name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            order.shows.save(path, order.width, order.height, **order.options)
         # Alternating, so that every kind is written in both layouts if it occurs often enough.
-        if index % 2:
-            records["openai.jsonl"].append(openai_record(draft, rng))
-        else:
-            records["sharegpt.json"].append(sharegpt_record(draft, rng))
-        if progress is not None:
-            progress(index + 1, conversations)
-    wrong: list[Defect] = []
+        as_record = openai_record if index % 2 else sharegpt_record
+        records[SOURCES[index % 2]].append(as_record(draft, Random(f"layout {seed} {index}")))
+        progress(index + 1, conversations)
+    wrong: list[dict[str, Any]] = []
     if defects:
         rng = Random(f"defects {seed}")
-        wrong = make_defects(folder, rng, twin=twin)
-        _scatter(wrong, records, rng)
-    _write_sources(folder, records)
-    _write_json(out / "expected_defects.json", [defect.expectation() for defect in wrong])
+        twin = (records["openai.jsonl"] or records["sharegpt.json"])[0]
+        assert isinstance(twin, dict)
+        wrong = make_defects(folder, rng, twin["id"])
+        for defect in wrong:
+            rows = records[defect["source"]]
+            # Between the valid ones: errors in the middle of a file are the hard case. Of two equal ids the later one
+            # is renamed, so the defect must not come first.
+            rows.insert(len(rows) if defect["outcome"] == "warned" else rng.randint(0, len(rows)), defect.pop("record"))
+    _write_json(folder / "sharegpt.json", records["sharegpt.json"])
+    lines = [row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in records["openai.jsonl"]]
+    (folder / "openai.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    _write_json(out / "expected_defects.json", wrong)
     _write_json(out / "made.json", request | {"complete": True, "kinds": dict(sorted(Counter(kinds).items()))})
     return folder
 
@@ -96,45 +152,88 @@ def _prepare(out: Path, folder: Path, request: dict[str, Any]) -> bool:
             found = json.loads(note.read_text(encoding="utf-8"))
         except ValueError:
             found = {}
-        if found.get("complete") and all(found.get(name) == value for name, value in request.items()):
+        if found.get("complete") and request.items() <= found.items():
             return True
         shutil.rmtree(folder, ignore_errors=True)
     elif out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is not empty and was not made by the demo; name another directory")
-    for name in ("images", "videos"):
-        (folder / name).mkdir(parents=True)
+    folder.mkdir(parents=True)
     _write_json(note, request | {"complete": False})
     return False
 
 
-def _save_media(draft: Draft, folder: Path) -> None:
-    for image in dict.fromkeys(draft.images):  # a file that is named twice is written once
-        path = folder / image.name
-        path.parent.mkdir(exist_ok=True)
-        save_picture(
-            image.picture,
-            path,
-            image.width,
-            image.height,
-            mode=image.mode,
-            exif_orientation=image.exif_orientation,
+def make_defects(folder: Path, rng: Random, twin: str) -> list[dict[str, Any]]:
+    """Writes media that are wrong on purpose below `folder`, and returns the records that are.
+
+    Args:
+        folder: where the conversation files go; one image is written next to it, where no record may look.
+        rng: decides what the images and the video show.
+        twin: the ``id`` of a valid record, which one of the defects reuses.
+
+    Returns:
+        For each ``id`` (None for a line that is not JSON), the ``source``, ``stage`` (``convert``: the file or its
+        media are wrong; ``measure``: the sample is too long to be packed), ``outcome`` (``rejected``: never becomes a
+        sample; ``warned``: becomes one, under another key; ``dropped``: no pack of 4096 tokens can hold it),
+        ``reason``: the word under which the project counts it, ``what`` is wrong for a reader, and the ``record``: the
+        JSON object, or the text of a line that does not parse.
+    """
+    media = folder / "broken"
+    media.mkdir(parents=True)
+    picture = Picture.draw(rng)
+    for path in (media / "good.jpg", folder.parent / "outside.jpg"):
+        picture.save(path, 224, 224)
+    (media / "empty.jpg").touch()
+    picture.save(media / "truncated.jpg", 320, 240)
+    Clip.draw(rng).save(media / "damaged.mp4", 96, 96, fps=10, frames=20)
+    whole = (media / "truncated.jpg").read_bytes()
+    (media / "truncated.jpg").write_bytes(whole[: len(whole) // 2])
+    # Keeps the start of the MP4 and loses the index at its end, so that only reading the file shows the damage.
+    (media / "damaged.mp4").write_bytes((media / "damaged.mp4").read_bytes()[:600])
+    save_sound(media / "sound.mp4")
+    answer = picture.description()
+    user = {"role": "user", "content": "What is this?"}
+    names = ("id", "source", "stage", "outcome", "reason", "what", "record")
+
+    def rejected(key: str | None, source: str, reason: str, what: str, record: Any) -> tuple[Any, ...]:
+        return key, source, "convert", "rejected", reason, what, record
+
+    def openai(key: str, *content: Any) -> Record:
+        roles = ("user", "assistant")
+        return {
+            "id": key,
+            "messages": [{"role": role, "content": each} for role, each in zip(roles, content, strict=True)],
+        }
+
+    rows = [
+        rejected(
+            f"bad-{name}",
+            "sharegpt.json",
+            reason,
+            what,
+            {
+                "id": f"bad-{name}",
+                "conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}],
+                **columns,
+            },
         )
-    for video in draft.videos:
-        save_clip(video.clip, folder / video.name, video.width, video.height, fps=video.fps, frames=video.frames)
-
-
-def _scatter(wrong: list[Defect], records: dict[str, list[Record | str]], rng: Random) -> None:
-    """Puts the wrong records between the valid ones: errors in the middle of a file are the hard case."""
-    for defect in wrong:
-        rows = records[defect.source]
-        # Of two equal ids the later one is renamed, so the defect must not come first.
-        rows.insert(len(rows) if defect.outcome == "warned" else rng.randint(0, len(rows)), defect.record)
-
-
-def _write_sources(folder: Path, records: dict[str, list[Record | str]]) -> None:
-    _write_json(folder / "sharegpt.json", records["sharegpt.json"])
-    lines = [row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in records["openai.jsonl"]]
-    (folder / "openai.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        for name, reason, what, question, columns in _WRONG_MEDIA
+    ]
+    narrated = {"id": "bad-role", "messages": [user, {"role": "narrator", "content": answer}]}
+    no_turns = {"id": "bad-no-turns", "messages": []}
+    cut_off = '{"id": "bad-json", "messages": [{"role": "us'
+    number = openai("bad-value", "What is this?", 42)
+    twice = "Two records have one id; both are kept, the later one under another key."
+    long = openai("bad-long", "Write a very long story.", story(rng, 30_000)[0])
+    jsonl = "openai.jsonl"
+    rows += [
+        rejected("bad-role", jsonl, "unknown_role", "A turn has an unknown role.", narrated),
+        rejected("bad-no-turns", jsonl, "empty_conversation", "The list of messages is empty.", no_turns),
+        rejected("bad-value", jsonl, "non_string_value", "A turn contains a number instead of text.", number),
+        rejected(None, jsonl, "bad_json", "The line is cut off and is not JSON.", cut_off),
+        (twin, jsonl, "convert", "warned", "duplicate_id", twice, openai(twin, *small_talk(rng))),
+        ("bad-long", jsonl, "measure", "dropped", "oversize", "The sample has far more than 4096 tokens.", long),
+    ]
+    return [dict(zip(names, row, strict=True)) for row in rows]
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -5,50 +5,28 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media
 from energon_packing.encoders.measured import Measured
+from energon_packing.encoders.resizing import Resizer
 from energon_packing.errors import SampleRejected
 from energon_packing.families.base import MediaPlan, VisionFamily
-from energon_packing.media.frame_files import decode_frame_files
-from energon_packing.media.image import decode_image, decode_scaled_image
-from energon_packing.media.plain_files import is_plain
-from energon_packing.media.video import decode_frames
+from energon_packing.media.image import decode_image, decode_scaled_image, is_plain
+from energon_packing.media.video import decode_frame_files, decode_frames
 from energon_packing.thd.pixels import PIXEL_FORMS, PIXELS, PixelForm, finish
-
-
-class HasMedia(Protocol):
-    """What decoding reads of a `Measured`: its media, their geometry, and the settings that were lowered for them."""
-
-    @property
-    def media(self) -> tuple[Media, ...]:
-        """In conversation order."""
-
-    @property
-    def plans(self) -> tuple[MediaPlan, ...]:
-        """One per image or video."""
-
-    @property
-    def settings(self) -> tuple[tuple[str, int], ...]:
-        """Fields of the configuration that were lowered, by name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaToDecode:
-    """The part of a sample that decoding needs, which is small enough to send to another process; see `HasMedia`."""
+    """The part of a sample that decoding needs, which is small enough to send to another process; see `Measured`."""
 
-    media: tuple[Media, ...]
-    plans: tuple[MediaPlan, ...]
-    settings: tuple[tuple[str, int], ...]
-
-    @classmethod
-    def of(cls, measured: HasMedia) -> MediaToDecode:
-        """Returns that part of a sample."""
-        return cls(media=measured.media, plans=measured.plans, settings=measured.settings)
+    media: tuple[Media, ...] = ()
+    plans: tuple[MediaPlan, ...] = ()
+    settings: tuple[tuple[str, int], ...] = ()
 
     def file_names(self) -> list[str]:
         """Returns the files that decoding reads, each once."""
@@ -59,7 +37,7 @@ class MediaToDecode:
         return list(dict.fromkeys(names))
 
     def is_plain(self, read: Callable[[str], bytes]) -> bool:
-        """Whether all media are images whose decoders need no supervision, see `energon_packing.media.plain_files`.
+        """Whether all media are images whose decoders need no supervision, see `energon_packing.media.image`.
 
         Args:
             read: returns the bytes of an image; where it raises, there is nothing to supervise.
@@ -72,43 +50,18 @@ class MediaToDecode:
             return True
 
 
-class FilesRead:
-    """Reads each file once, and keeps it until the sample is decoded; called with its name.
-
-    Args:
-        read: returns the bytes of a file by its name.
-    """
-
-    def __init__(self, read: Callable[[str], bytes]) -> None:
-        self._read = read
-        self._found: dict[str, bytes | Exception] = {}
-
-    def __call__(self, name: str) -> bytes:
-        """Returns the bytes of a file, or raises what reading it raised."""
-        if name not in self._found:
-            try:
-                self._found[name] = self._read(name)
-            except (KeyError, OSError) as error:
-                self._found[name] = error
-        found = self._found[name]
-        if isinstance(found, Exception):
-            raise found
-        return found
+HasMedia = Measured | MediaToDecode
 
 
 def visual_inputs(
-    measured: HasMedia,
-    read: Callable[[str], bytes],
-    config: EncoderConfig,
-    family: VisionFamily,
-    forms: Mapping[str, PixelForm],
+    config: EncoderConfig, resizer: Resizer, own: VisionFamily, measured: HasMedia, read: Callable[[str], bytes]
 ) -> dict[str, Any]:
     """Decodes the media of a sample and makes the model's inputs of them.
 
     Args:
-        measured, read, config: as for `decode_media`; ``config.pixels`` says what pixels are.
-        family: with the limits of this sample.
-        forms: the family's ``pixel_forms``.
+        config, measured, read: as for `decode_media`; ``config.pixels`` says what pixels are.
+        resizer: has the families with the limits of single samples.
+        own: the run's family; other limits only change sizes, so its ``pixel_forms`` hold for all samples.
 
     Returns:
         ``visual_inputs`` (name -> tensor), and ``pixel_forms`` if some of them are bytes: fields of a row.
@@ -116,6 +69,7 @@ def visual_inputs(
     Raises:
         SampleRejected: as for `decode_media`.
     """
+    family, forms = resizer.family(measured.settings), own.pixel_forms
     decoded = decode_media(measured, read, config, family)
     visual = family.pixels(measured.plans, decoded, raw=True) if forms else family.pixels(measured.plans, decoded)
     if family.plans_grids:

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,24 +20,21 @@ import torch
 from energon_packing.chat.prompt_files import template_source
 from energon_packing.chat.template import ChatTemplate, media_texts
 from energon_packing.config import MODALITIES, EncoderConfig, LimitsConfig, Modality, SplitAt, SplitPositions
+from energon_packing.config.setting import entries_of, marked, marked_and_set
 from energon_packing.conversation import Conversation
-from energon_packing.encoders.decoding import FilesRead, HasMedia, MediaToDecode, decodable, visual_inputs
-from energon_packing.encoders.encoder_fingerprint import encoder_fingerprint
-from energon_packing.encoders.extras import extra_values, spread
-from energon_packing.encoders.fitting import Bounds, beginning, fit, fit_pair
-from energon_packing.encoders.joinable_rows import PADDED_MEDIA
-from energon_packing.encoders.measured import Measured
-from energon_packing.encoders.pair import MeasuredPair
+from energon_packing.encoders.decoding import HasMedia, MediaToDecode, decodable, visual_inputs
+from energon_packing.encoders.fitting import Bounds, beginning, fit
+from energon_packing.encoders.joinable_rows import PADDED_MEDIA, SHARED_PLACEHOLDER
+from energon_packing.encoders.measured import Measured, MeasuredPair
 from energon_packing.encoders.placeholders import Expanded, Placeholders, check_reserved, own_template
 from energon_packing.encoders.resizing import Resizer, Settings
 from energon_packing.encoders.sample_encoder import SampleEncoder
-from energon_packing.encoders.shared_placeholder import SHARED_PLACEHOLDER
 from energon_packing.encoders.splitting import Fits, MeasuredSplit, SampleText, split
-from energon_packing.encoders.targets import enough_targets, trained_tokens
+from energon_packing.encoders.targets import enough_targets, extra_values, spread, trained_tokens
 from energon_packing.encoders.tokenized import SpecialTexts, TextTokenizer, TokenizedText, any_of
 from energon_packing.encoders.weighting import target_weight
 from energon_packing.errors import ConfigError, PackingError, SampleRejected
-from energon_packing.families.base import MediaPlan, VisionFamily
+from energon_packing.families.base import PROCESSOR_SETTINGS, MediaPlan, VisionFamily
 from energon_packing.families.registry import build_family, generation_stops, load_processor
 from energon_packing.media.decoding_process import DecodingProcess
 from energon_packing.thd.fields import TokenField
@@ -94,7 +92,7 @@ class ConversationEncoder(SampleEncoder):
         self._tokens = TextTokenizer(self._backend, self._specials)
         self._resizer = Resizer(self.family)
         # Not a method of this encoder: in a circle of references the child would outlive its encoder.
-        self._make_pixels = functools.partial(_visual_inputs, config, self._resizer, self.family)
+        self._make_pixels = functools.partial(visual_inputs, config, self._resizer, self.family)
         self._decoding = DecodingProcess(self._make_pixels, config.decode_seconds)
         self._run_ids = sorted(set(self.family.placeholder_ids.values()))
         self._prepared: dict[int, _Prepared] = {}
@@ -116,7 +114,44 @@ class ConversationEncoder(SampleEncoder):
 
     def fingerprint(self) -> dict[str, str]:
         """What tokens and pixels depend on, by name; a state saved with different values is refused."""
-        return encoder_fingerprint(self.config, self.family, self.template, takes=self.takes)
+        config = self.config
+        backend = hashlib.sha256(self.family.tokenizer.backend_tokenizer.to_str().encode()).hexdigest()[:16]
+        parts = [
+            self.family.processor,
+            *(getattr(self.family.processor, name, None) for name in ("image_processor", "video_processor")),
+        ]
+        names = (*PROCESSOR_SETTINGS, *self.family.processor_settings)
+        limits = repr(
+            [
+                {name: repr(getattr(part, name)) for name in names if getattr(part, name, None) is not None}
+                for part in parts
+            ]
+        )
+        return {
+            "tokenizer": backend,
+            "chat_template": hashlib.sha256(self.template.source.encode()).hexdigest()[:16],
+            "family": self.family.name,
+            # Settings that are entries themselves; newer ones only where they are set, so that states from before them
+            # are still accepted.
+            **{
+                name: _value(getattr(config, name))
+                for name, entries in entries_of(config).items()
+                if entries == (name,)
+                and (name not in marked(config, "newer") or name in marked_and_set(config, "newer"))
+            },
+            "modality": self.takes,
+            "stop_tokens": " ".join(self.template.stops.stops),
+            "vision_limits": hashlib.sha256(limits.encode()).hexdigest()[:16],
+            # Not stored in the processor: the family passes it to the processor's frame sampling.
+            "video_fps": str(getattr(self.family, "video_fps", None)),
+            "video_frames": str(getattr(self.family, "video_frames", None)),
+            # A list of frames is thinned out by the configuration alone, not by a processor's sampling.
+            "video_frame_limits": f"{config.video_min_frames} to {config.video_max_frames}",
+            "position_ids": f"{config.position_ids}, {config.tokens_per_second} tokens a second",
+            "loss_weighting": f"{config.loss_weighting}, scale {config.loss_scale}",
+            # Bytes and float32 give the model the same numbers, so a run may change from one to the other.
+            "pixels": "rounded" if config.pixels == "bfloat16" else "exact",
+        }
 
     def under(self, limits: LimitsConfig) -> ConversationEncoder:
         """Returns the same encoder with other limits of a sample; template, tokenizer and family are shared."""
@@ -145,7 +180,7 @@ class ConversationEncoder(SampleEncoder):
         conversation = self._specials(conversation)
         check_reserved(conversation, self.family.reserved)
         bounds = Bounds(limits=self.config.limits, row=truncate_to)
-        fitted = fit(conversation, self._measure, self._resizer, bounds, self.template.trained_turns)
+        (fitted,) = fit([conversation], self._measure, self._resizer, bounds, self.template.trained_turns)
         return self._enough_targets(decodable(fitted, self.config))
 
     def prepare(self, conversations: Sequence[Conversation]) -> None:
@@ -183,7 +218,7 @@ class ConversationEncoder(SampleEncoder):
         answers = self._specials(conversation).answers()
         for answer in answers:
             check_reserved(answer, self.family.reserved)
-        chosen, rejected = fit_pair(answers, self._measure, self._resizer, Bounds(limits=self.config.limits))
+        chosen, rejected = fit(answers, self._measure, self._resizer, Bounds(limits=self.config.limits), None)
         return MeasuredPair(
             key=conversation.key,
             chosen=self._enough_targets(decodable(chosen, self.config)),
@@ -339,11 +374,11 @@ class ConversationEncoder(SampleEncoder):
         """
         if not measured.plans:
             return {"visual_inputs": {}}
-        # Forms of the run's family: other limits only change sizes, and comparing with the processor takes time.
-        _ = self.family.pixel_forms  # made once here, and not in every child
+        _ = self.family.pixel_forms  # compared with the processor once here, and not in every child
         if not self.config.decode_in_child:
             return self.joining_fields() | self._make_pixels(measured, read)
-        needed, files = MediaToDecode.of(measured), FilesRead(read)
+        needed = MediaToDecode(media=measured.media, plans=measured.plans, settings=measured.settings)
+        files = functools.cache(read)
         if needed.is_plain(files):
             return self.joining_fields() | self._make_pixels(measured, files)
         return self.joining_fields() | self._decoding(needed, files, needed.file_names())
@@ -389,8 +424,7 @@ class _Prepared(NamedTuple):
     text: TokenizedText
 
 
-def _visual_inputs(
-    config: EncoderConfig, resizer: Resizer, family: VisionFamily, measured: HasMedia, read: Callable[[str], bytes]
-) -> dict[str, Any]:
-    """`ConversationEncoder.visual_fields` in the process that calls it, without what joins rows."""
-    return visual_inputs(measured, read, config, resizer.family(measured.settings), family.pixel_forms)
+def _value(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from energon_packing.config import LimitsConfig
 from energon_packing.conversation import PREFERENCE, Conversation, MediaPart
@@ -21,18 +22,24 @@ Choose = Callable[[Conversation], Collection[int]]
 _NO_CUT = "no cut after an answer fits and keeps a target, with every answer that its extras describe"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Excess:
+COUNTS: dict[str, Callable[[Measured], int]] = {
+    "images": lambda measured: sum(plan.kind == "image" for plan in measured.plans),
+    "frames": lambda measured: frames_of(measured.plans),
+    "visual_tokens": lambda measured: tokens_of(measured.plans),
+    "tokens": lambda measured: measured.length,
+}
+"""What ``max_images``, ``max_frames``, ``max_visual_tokens`` and ``max_tokens`` of `LimitsConfig` count."""
+
+
+class Excess(NamedTuple):
     """One limit that a sample exceeds.
 
     Attributes:
         reason: for the ledger.
-        limit: key of the configuration.
         detail: ``5120 tokens of at most 4096``.
     """
 
     reason: str
-    limit: str
     detail: str
 
 
@@ -48,158 +55,91 @@ class Bounds:
     limits: LimitsConfig
     row: int | None = None
 
-    @property
-    def most_tokens(self) -> int | None:
-        """The lower of the two limits on all tokens."""
-        return min((most for most in (self.limits.max_tokens, self.row) if most is not None), default=None)
-
-    def excess(self, measured: Measured) -> Excess | None:
-        """Returns the first limit that a sample exceeds, or None."""
-        return self.excess_of(measured)
-
-    def excess_of(self, *segments: Measured) -> Excess | None:
-        """Returns the first limit that the segments exceed together, or None."""
-        for what, limit, key in (
-            ("images", self.limits.max_images, "encoder.limits.max_images"),
-            ("frames", self.limits.max_frames, "encoder.limits.max_frames"),
-            ("visual tokens", self.limits.max_visual_tokens, "encoder.limits.max_visual_tokens"),
-            ("tokens", self.limits.max_tokens, "encoder.limits.max_tokens"),
-            ("tokens", self.row, "packing.seq_length"),
-        ):
-            if limit is not None and (found := sum(_count(what, segment) for segment in segments)) > limit:
-                reason = "oversize" if key == "packing.seq_length" else f"too_many_{what.replace(' ', '_')}"
-                return Excess(reason=reason, limit=key, detail=f"{found} {what}, over {key}={limit}")
+    def excess(self, *segments: Measured) -> Excess | None:
+        """Returns the first limit that the segments of a sample exceed together, or None."""
+        for what in COUNTS:
+            limit, number = getattr(self.limits, f"max_{what}"), count(what, segments)
+            if limit is not None and number > limit:
+                named = what.replace("_", " ")
+                return Excess(f"too_many_{what}", f"{number} {named}, over encoder.limits.max_{what}={limit}")
+        number = count("tokens", segments)
+        if self.row is not None and number > self.row:
+            return Excess("oversize", f"{number} tokens, over packing.seq_length={self.row}")
         return None
 
 
-def _count(what: str, measured: Measured) -> int:
-    if what == "images":
-        return sum(plan.kind == "image" for plan in measured.plans)
-    if what == "frames":
-        return frames_of(measured.plans)
-    return measured.length if what == "tokens" else tokens_of(measured.plans)
+def count(what: str, segments: Sequence[Measured]) -> int:
+    """Returns how many of `COUNTS` the segments of a sample have together."""
+    return sum(map(COUNTS[what], segments))
 
 
-def fit(conversation: Conversation, measure: Measure, resizer: Resizer, bounds: Bounds, choose: Choose) -> Measured:
-    """Measures a conversation and, if needed, changes it to fit all limits.
+def fit(
+    answers: Sequence[Conversation], measure: Measure, resizer: Resizer, bounds: Bounds, choose: Choose | None
+) -> list[Measured]:
+    """Measures a conversation, or both answers of a pair, and if needed changes it to fit all limits together.
+
+    Both answers of a pair get the same media settings. All media are in the common beginning, so each counts twice.
+
+    Args:
+        choose: None for a pair, which is never truncated.
 
     Raises:
         SampleRejected: ``too_many_images``, ``too_many_frames``, ``too_many_visual_tokens``, ``too_many_tokens`` or
             ``oversize`` if no allowed action helps; whatever ``measure`` raises.
         ConfigError: the sample is over a limit and ``when_over`` contains ``raise``.
     """
-    measured = measure(conversation, ())
-    if bounds.excess(measured) is None:
+    measured = [measure(answer, ()) for answer in answers]
+    if bounds.excess(*measured) is None:
         return measured
     own = dataclasses.replace(bounds, row=None)
     for action in bounds.limits.when_over:
-        over = own.excess(measured)
+        over = own.excess(*measured)
         if over is None or action == "drop":
             break
         if action == "raise":
             raise ConfigError(
-                f"Sample {conversation.key} has {over.detail}. Raise the limit, or name another action in "
-                "encoder.limits.when_over."
+                f"{'Sample' if choose else 'The pair'} {answers[0].key} has {over.detail}. Raise the limit, or name "
+                "another action in encoder.limits.when_over."
             )
-        changed = (
-            resized(conversation, measured, measure, resizer, own)
-            if action == "resize"
-            else truncated(conversation, measured, measure, own, choose)
-        )
-        measured = measured if changed is None else _noted(measured, changed, over, conversation)
-    over = own.excess(measured)
-    if over is None and bounds.row is not None:
-        over = bounds.excess(measured)
-        cut = truncated(conversation, measured, measure, bounds, choose) if over is not None else None
-        if over is not None and cut is not None:
-            return _noted(measured, cut, over, conversation)
+        if action == "resize":
+            measured = _noted(measured, resized(answers, measured, measure, resizer, own), over, answers[0])
+        elif choose is not None:
+            measured = _noted(measured, truncated(answers[0], measured[0], measure, own, choose), over, answers[0])
+    over = own.excess(*measured)
+    if over is None and choose is not None and (over := bounds.excess(*measured)) is not None:
+        cut = truncated(answers[0], measured[0], measure, bounds, choose)
+        if cut is not None:
+            return _noted(measured, cut, over, answers[0])
     if over is not None:
-        cuts = bounds.row is not None or "truncate" in bounds.limits.when_over
+        cuts = choose is not None and (bounds.row is not None or "truncate" in bounds.limits.when_over)
         raise SampleRejected(over.reason, over.detail + (f"; {_NO_CUT}" if cuts else ""))
     return measured
 
 
-def fit_pair(
-    answers: Sequence[Conversation], measure: Measure, resizer: Resizer, bounds: Bounds
-) -> tuple[Measured, Measured]:
-    """Measures both answers of a pair with the same media settings, within the limits for both together.
-
-    All media are in the common beginning, so each of them counts twice.
-
-    Raises:
-        SampleRejected, ConfigError: as for `fit`; a pair is never truncated.
-    """
-    chosen, rejected = (measure(answer, ()) for answer in answers)
-    over = bounds.excess_of(chosen, rejected)
-    for action in bounds.limits.when_over:
-        if over is None or action == "drop":
-            break
-        if action == "raise":
-            raise ConfigError(f"The pair {answers[0].key} has {over.detail}. Raise the limit, or name another action.")
-        if action == "truncate":
-            continue
-        smaller = resized_pair(answers, (chosen, rejected), measure, resizer, bounds)
-        if smaller is not None:
-            noted = _noted(chosen, smaller[0], over, answers[0])
-            return noted, smaller[1]
-    if over is not None:
-        raise SampleRejected(over.reason, over.detail)
-    return chosen, rejected
-
-
-def resized_pair(
-    answers: Sequence[Conversation],
-    pair: tuple[Measured, Measured],
-    measure: Measure,
-    resizer: Resizer,
-    bounds: Bounds,
-) -> tuple[Measured, Measured] | None:
-    """Returns both answers with smaller media, or None if that does not bring them within the limits."""
-    limits, media = bounds.limits, answers[0].media
-    settings: Settings | None = ()
-    if limits.max_frames is not None and 2 * frames_of(pair[0].plans) > limits.max_frames:
-        settings = resizer.fewer_frames(media, (), limits.max_frames // 2)
-        if settings is None:
-            return None
-        pair = measure(answers[0], settings), measure(answers[1], settings)
-    visual = 2 * tokens_of(pair[0].plans)
-    text = pair[0].length + pair[1].length - visual
-    room = min(
-        visual if limits.max_visual_tokens is None else limits.max_visual_tokens,
-        visual if limits.max_tokens is None else limits.max_tokens - text,
-    )
-    if visual > room:
-        settings = resizer.fewer_tokens(media, pair[0].settings, room // 2)
-        if settings is None:
-            return None
-        pair = measure(answers[0], settings), measure(answers[1], settings)
-    return pair if bounds.excess_of(*pair) is None else None
-
-
 def resized(
-    conversation: Conversation, measured: Measured, measure: Measure, resizer: Resizer, bounds: Bounds
-) -> Measured | None:
+    answers: Sequence[Conversation], measured: Sequence[Measured], measure: Measure, resizer: Resizer, bounds: Bounds
+) -> list[Measured] | None:
     """Returns the sample with fewer frames and smaller media, or None if that does not bring it within the limits."""
-    limits = bounds.limits
-    if limits.max_images is not None and sum(plan.kind == "image" for plan in measured.plans) > limits.max_images:
+    limits, media, copies = bounds.limits, answers[0].media, len(answers)
+    if limits.max_images is not None and count("images", measured) > limits.max_images:
         return None
-    settings: Settings | None = measured.settings
-    if limits.max_frames is not None and frames_of(measured.plans) > limits.max_frames:
-        settings = resizer.fewer_frames(conversation.media, measured.settings, limits.max_frames)
+    settings: Settings | None
+    if limits.max_frames is not None and count("frames", measured) > limits.max_frames:
+        settings = resizer.fewer_frames(media, measured[0].settings, limits.max_frames // copies)
         if settings is None:
             return None
-        measured = measure(conversation, settings)
-    visual = tokens_of(measured.plans)
+        measured = [measure(answer, settings) for answer in answers]
+    visual = count("visual_tokens", measured)
     room = min(
         visual if limits.max_visual_tokens is None else limits.max_visual_tokens,
-        visual if bounds.most_tokens is None else bounds.most_tokens - (measured.length - visual),
+        visual if limits.max_tokens is None else limits.max_tokens - (count("tokens", measured) - visual),
     )
     if visual > room:
-        settings = resizer.fewer_tokens(conversation.media, measured.settings, room)
+        settings = resizer.fewer_tokens(media, measured[0].settings, room // copies)
         if settings is None:
             return None
-        measured = measure(conversation, settings)
-    return measured if bounds.excess(measured) is None else None
+        measured = [measure(answer, settings) for answer in answers]
+    return list(measured) if bounds.excess(*measured) is None else None
 
 
 def truncated(
@@ -248,12 +188,17 @@ def beginning(conversation: Conversation, turns: int, trained: Collection[int]) 
     return dataclasses.replace(conversation, turns=kept, media=conversation.media[:media])
 
 
-def _noted(before: Measured, after: Measured, over: Excess, conversation: Conversation) -> Measured:
-    if after.turns < before.turns:
-        how, what = "truncated", f"kept {after.turns} of {len(conversation.turns)} turns, {after.length} tokens"
+def _noted(
+    before: Sequence[Measured], after: Sequence[Measured] | Measured | None, over: Excess, conversation: Conversation
+) -> list[Measured]:
+    """The changed sample, whose first segment says what was changed; the sample as it was if it was not changed."""
+    if after is None:
+        return list(before)
+    first, *others = [after] if isinstance(after, Measured) else after
+    if first.turns < before[0].turns:
+        how, what = "truncated", f"kept {first.turns} of {len(conversation.turns)} turns, {first.length} tokens"
     else:
-        how = "resized"
-        what = (
-            ", ".join(f"{name}={value}" for name, value in after.settings) + f": {tokens_of(after.plans)} visual tokens"
-        )
-    return dataclasses.replace(after, changes=(*before.changes, (how, f"{over.detail}; {what}")))
+        how, limits = "resized", ", ".join(f"{name}={value}" for name, value in first.settings)
+        what = f"{limits}: {tokens_of(first.plans)} visual tokens"
+    changes = (*before[0].changes, (how, f"{over.detail}; {what}"))
+    return [dataclasses.replace(first, changes=changes), *others]

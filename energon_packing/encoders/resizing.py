@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -155,10 +156,7 @@ def _smallest(low: int, high: int, holds: Callable[[int], bool]) -> int | None:
     """Returns the smallest number in ``[low, high]`` for which ``holds``; once true, it stays true."""
     if low > high or not holds(high):
         return None
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle + 1, high)
-    return low
+    return low + bisect_left(range(low, high), True, key=holds)
 
 
 def _climb(high: int, holds: Callable[[int], bool]) -> int | None:

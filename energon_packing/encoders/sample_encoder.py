@@ -15,8 +15,7 @@ import torch
 
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Conversation
-from energon_packing.encoders.measured import Measured
-from energon_packing.encoders.pair import MeasuredPair
+from energon_packing.encoders.measured import Measured, MeasuredPair
 from energon_packing.errors import SampleRejected
 from energon_packing.thd.fields import TokenField
 

@@ -16,6 +16,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -94,38 +95,35 @@ def split(measured: Measured, text: SampleText, fits: Fits, at: SplitAt) -> list
     return [_piece(measured, sizes, number, len(spans), *span) for number, span in enumerate(spans)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Sizes:
+class _Sizes(NamedTuple):
     """Cumulative sums before each token, int64 ``[n + 1]`` each."""
 
     tokens: np.ndarray
-    runs: np.ndarray
-    media: np.ndarray
     images: np.ndarray
     patches: np.ndarray
+    runs: np.ndarray
+    media: np.ndarray
     targets: np.ndarray
 
     @classmethod
     def of(cls, measured: Measured) -> _Sizes:
         count = len(measured.token_ids)
-        tokens, runs, media, images, patches, targets = (np.zeros(count + 1, dtype=np.int64) for _ in range(6))
-        tokens[1:] = 1
-        tokens[measured.run_positions + 1] = measured.run_lengths
-        runs[measured.run_positions + 1] = 1
+        sizes = cls(*np.zeros((6, count + 1), dtype=np.int64))
+        sizes.tokens[1:] = 1
+        sizes.tokens[measured.run_positions + 1] = measured.run_lengths
+        sizes.runs[measured.run_positions + 1] = 1
         first = 0
         for plan in measured.plans:
             at = measured.run_positions[first] + 1
-            media[at], images[at], patches[at] = 1, plan.tiles, plan.patches
+            sizes.media[at], sizes.images[at], sizes.patches[at] = 1, plan.tiles, plan.patches
             first += len(plan.runs)
-        targets[1:] = np.unpackbits(measured.trained, count=count)
-        columns = (tokens, runs, media, images, patches, targets)
-        for column in columns:
-            np.cumsum(column, out=column)
-        return cls(tokens=tokens, runs=runs, media=media, images=images, patches=patches, targets=targets)
+        sizes.targets[1:] = np.unpackbits(measured.trained, count=count)
+        return cls(*np.cumsum(sizes, axis=1))
 
     def between(self, start: int, end: int) -> tuple[int, int, int]:
         """Tokens, images and patches of the tokens ``[start, end)``."""
-        return tuple(int(column[end] - column[start]) for column in (self.tokens, self.images, self.patches))  # type: ignore[return-value]
+        tokens, images, patches = (int(column[end] - column[start]) for column in self[:3])
+        return tokens, images, patches
 
 
 def _allowed_cuts(text: SampleText) -> list[int]:

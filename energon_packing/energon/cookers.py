@@ -2,24 +2,98 @@
 
 Nothing here raises for bad data. A sample that cannot be cooked carries a `Problem` instead, which the packing window
 writes to the ledger. Energon would only print an exception raised in its map and count it against a tolerance.
+
+Energon also ends a run where a tar breaks off, a block of it is damaged or a read fails. A read that fails is tried
+again (`energon_packing.read_again`), and what an open tar remembers of it is let go. `guard_shards` puts a sample in
+the place of each one that cannot be read: its record says where and why, so that it is in the ledger and the drop
+budget counts it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import tarfile
+from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Any
 
 from megatron.energon import Cooker, CrudeSample, basic_sample_keys, cooker, stateless
 from megatron.energon.cache import FileStore
 from megatron.energon.media import AVMetadata, ImageMetadata
+from megatron.energon.source_info import SourceInfo
 
 from energon_packing.conversation import Conversation, Media
-from energon_packing.energon.samples import ConversationSample, Problem
-from energon_packing.energon.shard_reads import refuse_unreadable
-from energon_packing.errors import SampleRejected
+from energon_packing.energon.internals import FilteredSample, ITarReader
+from energon_packing.energon.samples import ConversationSample, Problem, forget_members
+from energon_packing.errors import SampleRejected, UserError
+from energon_packing.read_again import read_again
 from energon_packing.stored_record import check_depth
+
+REASON = "unreadable_shard"
+_MARK = b"\0unreadable shard: "
+"""No JSON begins so."""
+
+
+def guard_shards(dataset: Any, *, go_on: bool) -> None:
+    """Watches the reading of all shards of a data set.
+
+    Args:
+        dataset: of Energon, before it is read.
+        go_on: whether a sample of `REASON` takes the place of one that cannot be read, which our cookers understand;
+            else the run ends with the name of the shard.
+    """
+    for reader in {id(reader): reader for reader in _readers(dataset)}.values():
+        reader._get_item_by_sample_pointer = functools.partial(
+            _read, reader, reader._get_item_by_sample_pointer, go_on=go_on
+        )
+
+
+def refuse_unreadable(record: bytes) -> None:
+    """Raises what the record of a sample that could not be read says.
+
+    Raises:
+        SampleRejected: ``unreadable_shard``, with shard, byte and cause.
+    """
+    if record.startswith(_MARK):
+        raise SampleRejected(REASON, record[len(_MARK) :].decode("utf-8", "replace"))
+
+
+def _read(reader: Any, read: Any, pointer: Any, restore_index: Any, *others: Any, go_on: bool, **named: Any) -> Any:
+    place = reader.tar_filepaths[pointer.tar_file_id]
+
+    def forget() -> None:  # the tar may stand anywhere
+        reader.itar_files_cache.pop(pointer.tar_file_id, None)
+
+    try:
+        found = read_again(str(place), lambda: read(pointer, restore_index, *others, **named), forget)
+        forget_members(reader)
+        return found
+    except (OSError, ValueError, EOFError, tarfile.TarError) as error:
+        forget()
+        shard = reader.tar_filenames[pointer.tar_file_id]
+        cause = " ".join(str(error).split())[:300] or type(error).__name__
+        where = f"{reader.base_path}/{shard} at byte {pointer.byte_offset} ({pointer.byte_size} bytes): {cause}"
+        if not go_on:
+            raise UserError(f"A shard cannot be read: {where}. Restore it, or convert the data again.") from error
+        return FilteredSample(
+            __key__=f"{shard.removesuffix('.tar')}@{pointer.byte_offset}",
+            __shard__=shard,
+            __restore_key__=("Webdataset", restore_index),
+            __sources__=(
+                SourceInfo(dataset_path=reader.base_path, index=restore_index, shard_name=shard, file_names=()),
+            ),
+            json=_MARK + where.encode(),
+        )
+
+
+def _readers(dataset: Any) -> Iterator[Any]:
+    """Yields the readers of shards beneath a data set and its wrappers; of one that is there twice, twice."""
+    yield from (reader for reader in getattr(dataset, "join_readers", ()) if isinstance(reader, ITarReader))
+    for each in getattr(dataset, "datasets", ()):
+        yield from _readers(each)
+
 
 TOO_DEEP = "the record's JSON is nested too deeply for Python to read"
 """Detail of ``too_deep`` where not even the parser finishes."""
@@ -45,14 +119,14 @@ def cook_record(sample: CrudeSample, primary: FileStore, media: FileStore | None
         check_depth(text, record)
         conversation = Conversation.from_record(sample["__key__"], record)
         conversation = complete(conversation, store)
+        return ConversationSample(**keys, conversation=conversation, store=store if conversation.media else None)
     except SampleRejected as error:
         problem = Problem(reason=error.reason, detail=error.detail)
-        return ConversationSample(**keys, conversation=conversation, problem=problem)
     except RecursionError:
-        return ConversationSample(**keys, conversation=None, problem=Problem(reason="too_deep", detail=TOO_DEEP))
+        conversation, problem = None, Problem(reason="too_deep", detail=TOO_DEEP)
     except Exception as error:  # whatever a record does to its reader, only this sample is lost
-        return ConversationSample(**keys, conversation=None, problem=Problem(reason="bad_record", detail=repr(error)))
-    return ConversationSample(**keys, conversation=conversation, store=store if conversation.media else None)
+        conversation, problem = None, Problem(reason="bad_record", detail=repr(error))
+    return ConversationSample(**keys, conversation=conversation, problem=problem)
 
 
 def complete(conversation: Conversation, store: FileStore) -> Conversation:
@@ -64,8 +138,7 @@ def complete(conversation: Conversation, store: FileStore) -> Conversation:
     """
     for media in conversation.media:
         for name in (media.name, *media.frame_names):
-            path = PurePosixPath(name)
-            if path.is_absolute() or ".." in path.parts:
+            if name.startswith("/") or ".." in PurePosixPath(name).parts:
                 raise SampleRejected("media_outside_root", f"{media.kind} {name!r} points outside the data set")
     if all(media.width is not None for media in conversation.media):
         return conversation
@@ -85,21 +158,20 @@ def measured(media: Media, store: FileStore) -> Media:
             "unmeasured_media",
             f"the size of {media.name!r} is unknown; run: energon prepare-media --media-metadata-by-extension DIR",
         ) from error
-    if isinstance(found, ImageMetadata) and media.frame_names:
-        return dataclasses.replace(media, width=found.width, height=found.height)
     if isinstance(found, ImageMetadata):
-        return Media(kind=media.kind, name=media.name, width=found.width, height=found.height)
-    if isinstance(found, AVMetadata):
-        return Media(
-            kind=media.kind,
-            name=media.name,
-            width=found.video_width,
-            height=found.video_height,
-            frames=found.video_num_frames,
-            fps=found.video_fps,
-            duration=found.video_duration,
-        )
-    raise SampleRejected("unmeasured_media", f"metadata of {media.name!r} is a {type(found).__name__}")
+        known = media if media.frame_names else Media(kind=media.kind, name=media.name)
+        return dataclasses.replace(known, width=found.width, height=found.height)
+    if not isinstance(found, AVMetadata):
+        raise SampleRejected("unmeasured_media", f"metadata of {media.name!r} is a {type(found).__name__}")
+    return Media(
+        kind=media.kind,
+        name=media.name,
+        width=found.video_width,
+        height=found.video_height,
+        frames=found.video_num_frames,
+        fps=found.video_fps,
+        duration=found.video_duration,
+    )
 
 
 RECORD_COOKER: Cooker[Any] = Cooker(cook_record, has_subflavors={"energon_packing": "v1"})

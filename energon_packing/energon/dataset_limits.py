@@ -9,6 +9,7 @@ In the metadataset::
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import warnings
 from collections.abc import Mapping
@@ -16,10 +17,9 @@ from typing import Any
 
 import torch
 
-from energon_packing.config import LimitsConfig, PackingConfig, from_mapping, to_mapping
+from energon_packing.config import EncoderConfig, LimitsConfig, PackingConfig, from_mapping, to_mapping
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.encoders.sample_encoder import SampleEncoder
-from energon_packing.energon.lowered_limits import lowered
 from energon_packing.errors import ConfigError
 
 SUBFLAVOR = "limits"
@@ -51,28 +51,24 @@ class DatasetLimits:
             ConfigError: the subflavor is not a mapping, has an unknown key or an invalid value, or the encoder is not a
                 `ConversationEncoder`.
         """
-        given = _given(sample)
+        given, where = _given(sample), _where(sample)
         if given is None:
             return encoder
-        where = _where(sample)
         known = (number, json.dumps([where, given], sort_keys=True, default=str))
         if known not in self._encoders:
-            self._encoders[known] = self._make(encoder, given, where)
+            if not isinstance(encoder, ConversationEncoder):
+                kind = type(encoder).__name__
+                raise ConfigError(f"{where}: {kind} does not support limits; use a ConversationEncoder.")
+            if not isinstance(given, Mapping):
+                raise ConfigError(f"{where} is {given!r}; it must be a mapping of limits, such as {{max_images: 2}}.")
+            limits = from_mapping(LimitsConfig, {**to_mapping(encoder.config.limits), **given}, where=where)
+            limits, sentences = (limits, []) if self._packing is None else lowered(limits, self._packing)
+            worker = torch.utils.data.get_worker_info()
+            if sentences and (worker is None or worker.id == 0):
+                lower = ", ".join(sentences)
+                warnings.warn(f"{where}: a sample must fit into a pack, so these were lowered: {lower}.", stacklevel=2)
+            self._encoders[known] = encoder.under(limits)
         return self._encoders[known]
-
-    def _make(self, encoder: SampleEncoder, given: Any, where: str) -> SampleEncoder:
-        if not isinstance(encoder, ConversationEncoder):
-            raise ConfigError(f"{where}: {type(encoder).__name__} does not support limits; use a ConversationEncoder.")
-        if not isinstance(given, Mapping):
-            raise ConfigError(f"{where} is {given!r}; it must be a mapping of limits, such as {{max_images: 2}}.")
-        limits = from_mapping(LimitsConfig, {**to_mapping(encoder.config.limits), **given}, where=where)
-        limits, sentences = (limits, []) if self._packing is None else lowered(limits, self._packing)
-        worker = torch.utils.data.get_worker_info()
-        if sentences and (worker is None or worker.id == 0):
-            warnings.warn(
-                f"{where}: a sample must fit into a pack, so these were lowered: {', '.join(sentences)}.", stacklevel=2
-            )
-        return encoder.under(limits)
 
 
 def refuse_dataset_limits(sample: Any) -> None:
@@ -82,7 +78,7 @@ def refuse_dataset_limits(sample: Any) -> None:
         ConfigError: the sample's data set has its own limits.
     """
     if _given(sample) is not None:
-        raise ConfigError(f"{_where(sample)}: clips do not support limits per data set; set them in encoder.")
+        raise ConfigError(f"{_where(sample)}: these samples do not support limits per data set; set them in encoder.")
 
 
 def _given(sample: Any) -> Any:
@@ -92,3 +88,42 @@ def _given(sample: Any) -> Any:
 def _where(sample: Any) -> str:
     places = sorted({str(source.dataset_path) for source in sample.__sources__ or ()})
     return f"subflavors.{SUBFLAVOR} of the data set {', '.join(places) or '?'}"
+
+
+PAIRS = (
+    ("max_tokens", "seq_length"),
+    ("max_visual_tokens", "seq_length"),
+    ("max_images", "max_images_per_pack"),
+)
+"""Each limit of a sample, with the limit of a pack that it may not exceed."""
+
+
+def lower_limits(encoder: EncoderConfig, packing: PackingConfig) -> EncoderConfig:
+    """Returns the encoder's configuration with ``encoder.limits`` no higher than what a pack may hold; see `lowered`.
+
+    Warns:
+        UserWarning: once, naming every limit that was lowered.
+    """
+    limits, sentences = lowered(encoder.limits, packing)
+    if not sentences:
+        return encoder
+    named = ", ".join(f"encoder.limits.{sentence}" for sentence in sentences)
+    warnings.warn(f"A sample must fit into a pack, so these were lowered: {named}.", stacklevel=3)
+    return dataclasses.replace(encoder, limits=limits)
+
+
+def lowered(limits: LimitsConfig, packing: PackingConfig) -> tuple[LimitsConfig, list[str]]:
+    """Returns limits no higher than a pack's, and what was lowered: ``max_tokens 9000 to packing.seq_length 4096``.
+
+    Under the higher limit a sample between the two would be measured and then refused because it fits no pack. Under
+    the pack's limit it is resized or truncated if ``when_over`` allows it. A limit that is None stays None. With
+    ``oversize: split`` nothing is lowered, because a sample may then be larger than a pack.
+    """
+    changed: dict[str, Any] = {}
+    sentences: list[str] = []
+    for name, of_pack in PAIRS if packing.oversize != "split" else ():
+        own, most = getattr(limits, name), getattr(packing, of_pack)
+        if own is not None and most is not None and own > most:
+            changed[name] = most
+            sentences.append(f"{name} {own} to packing.{of_pack} {most}")
+    return (dataclasses.replace(limits, **changed) if changed else limits), sentences

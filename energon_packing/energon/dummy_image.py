@@ -49,19 +49,19 @@ class DummyImage:
             raise ConfigError(
                 f"packing.dummy_image needs a vision family; {encoder.family.name} does not accept images."
             )
-        found: list[Measured] = []
+        accepted: list[Measured] = []
         refused = ""
         for side in SIDES:
             try:
-                found.append(encoder.measure(_conversation(side)))
+                accepted.append(encoder.measure(_conversation(side)))
             except SampleRejected as error:
                 refused = f"{error.reason}: {error.detail}"
-        if not found:
+        if not accepted:
             raise ConfigError(
                 f"packing.dummy_image: the family {encoder.family.name} or encoder.limits refuse every small image; "
                 f"the last reason was {refused}."
             )
-        self.measured = min(found, key=lambda measured: (measured.length, measured.patches))
+        self.measured = min(accepted, key=lambda measured: (measured.length, measured.patches))
         side = self.measured.media[0].width or 0
         self.row = encoder.render(self.measured, lambda _: _png(side))
         self.row["labels"] = torch.full_like(self.row["labels"], IGNORE_INDEX)
@@ -112,11 +112,6 @@ def aligned_filler(
     }
     padded["input_ids"][length:] = pad_token_id
     return {**row, **padded, "attention_mask": None, "expected_length": length + more}
-
-
-def needs_dummy(rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether none of the rows contains an image or video."""
-    return not any(row.get("visual_inputs") for row in rows)
 
 
 def _conversation(side: int) -> Conversation:

@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from energon_packing.config import EpochEnd
-from energon_packing.drop_reasons import DroppedSample, FrequentDrops
+from energon_packing.drops import DroppedSample, FrequentDrops
 from energon_packing.energon.samples import Pack
 from energon_packing.errors import ConfigError
 from energon_packing.ledger import NothingToPack
@@ -28,10 +28,8 @@ _NOBODY = 1 << 30
 """In place of the number of a rank."""
 
 
-class Agree(Protocol):
-    """Returns the minimum or maximum over all ranks of a non-negative integer; all ranks call it equally often."""
-
-    def __call__(self, value: int, operation: Literal["min", "max"]) -> int: ...
+Agree = Callable[[int, Literal["min", "max"]], int]
+"""Returns the minimum or maximum over all ranks of a non-negative integer; all ranks call it equally often."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -68,11 +66,12 @@ class EpochReport:
     complete: bool = False
     frequent: FrequentDrops = field(default_factory=FrequentDrops)
 
-    def count(self, pack: Pack) -> None:
-        """Counts a pack that a worker made, and what was read and dropped before it."""
+    def count(self, pack: Pack) -> Pack:
+        """Counts a pack that a worker made, and what was read and dropped before it; returns it."""
         self.made += bool(pack.keys)
         self.dropped.update(entry.reason for entry in pack.dropped)
         self.frequent.add(pack.read, pack.dropped)
+        return pack
 
     def ended(self, end: Pack) -> None:
         """Counts what a worker tells at its end, see `energon_packing.energon.samples.end_of_epoch`."""

@@ -1,67 +1,45 @@
 """What a loader state must match: every setting of a run but those that are named here, and what the data are.
 
-`settings_of` takes every field of a section, so a new one is in the fingerprint unless somebody adds it to `FREE` or
-`BY_CONTENT`. ``tests/energon/test_fingerprint.py`` changes each field in turn and compares the streams.
+`settings_of` takes every field of a section, so a new one is in the fingerprint unless its ``setting(...)`` says that
+it changes nothing, or what states it. ``tests/energon/test_fingerprint.py`` changes each field in turn and
+compares the streams.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from energon_packing.config import EncoderConfig, to_mapping
-from energon_packing.config.setting import marked
+from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, ParallelConfig, to_mapping
+from energon_packing.config.setting import changing, entries_of, marked
 from energon_packing.errors import ConfigError
 
-FREE = frozenset(
-    {
-        # How packs are made ready, and how freed memory is used.
-        *("data.packs_ahead", "data.keep_memory"),
-        # How a state is compared, when a run stops, and where it writes.
-        *("data.accept_changed", "packing.drop_budget", "packing.max_drops_without_pack", "packing.ledger"),
-        # Whether code of a processor may run; what it makes is in the encoder's own fingerprint.
-        "encoder.trust_remote_code",
-        # Where the same decoders run.
-        "encoder.decode_in_child",
-        # The devices of the models of text to video.
-        "encoder.device",
-    }
-)
+SECTIONS: dict[str, type] = {
+    "data": DataConfig,
+    "encoder": EncoderConfig,
+    "packing": PackingConfig,
+    "parallel": ParallelConfig,
+}
+FREE = frozenset(f"{section}.{name}" for section, config in SECTIONS.items() for name in changing(config, "nothing"))
 """Settings that cannot change a pack."""
 
 BY_CONTENT = {
-    "data.path": "data set",
-    "data.split": "split",
-    "data.workers": "workers",
-    "encoder.processor": "tokenizer",
-    "encoder.chat_template": "chat_template",
-    "encoder.family": "family",
-    "encoder.pixels": "pixels",
-    "encoder.vae": "latent encoder",
-    "encoder.text_encoder": "caption encoder",
-    **dict.fromkeys(
-        (
-            *("parallel.tensor_parallel", "parallel.context_parallel", "parallel.sequence_parallel"),
-            *("parallel.eval_context_parallel", "parallel.pipeline_parallel", "parallel.expert_parallel"),
-            *("parallel.cp_comm_type", "parallel.hierarchical_context_parallel_sizes"),
-        ),
-        "multiple",
-    ),
+    f"{section}.{entry.name}": str(entry.metadata["stated"])
+    for section, config in SECTIONS.items()
+    for entry in dataclasses.fields(config)
+    if entry.metadata.get("stated")
 }
 """Settings that name something, with the entry of the fingerprint that says what it was."""
 
-_PIXELS = ("min_pixels", "max_pixels", "video_min_pixels", "video_max_pixels", "pan_and_scan")
-_FRAMES = ("video_fps", "video_min_frames", "video_max_frames")
+_ENTRIES = entries_of(EncoderConfig)
 FOLLOWS: dict[str, tuple[str, ...]] = {
-    **{name: (f"encoder.{name}",) for name in ("train_on", "thinking", "train_line_break", "tool_definitions")},
-    **{name: (f"encoder.{name}",) for name in ("modality", "extra_fields", "limits")},
-    **{name: (f"encoder.{name}",) for name in marked(EncoderConfig, "changes_rows")},
-    "vision_limits": tuple(f"encoder.{name}" for name in (*_PIXELS, *_FRAMES)),
-    **dict.fromkeys(("video_fps", "video_frames", "video_frame_limits"), tuple(f"encoder.{name}" for name in _FRAMES)),
-    "position_ids": ("encoder.position_ids", "encoder.tokens_per_second"),
-    "loss_weighting": ("encoder.loss_weighting", "encoder.loss_scale"),
+    **{
+        entry: tuple(f"encoder.{name}" for name, entries in _ENTRIES.items() if entry in entries)
+        for entry in {entry for entries in _ENTRIES.values() for entry in entries}
+    },
     "stop_tokens": ("chat_template",),
     "padding": ("multiple",),
     # Limits of a sample are lowered to those of a pack.
@@ -75,16 +53,16 @@ READERS = ("ranks", "workers")
 
 
 def settings_of(section: str, config: Any, *, left_out: Collection[str] = ()) -> dict[str, str]:
-    """Every field of a section by its dotted name, as JSON, without `FREE` and `BY_CONTENT`.
+    """Every field of a section by its dotted name, as JSON, without those that change nothing or are stated by content.
 
     Args:
         section: name of the section.
         config: its frozen dataclass.
         left_out: further dotted names, which the caller states in its own way.
     """
-    skipped = {*FREE, *BY_CONTENT, *left_out}
-    values = {f"{section}.{name}": value for name, value in to_mapping(config).items()}
-    return {name: json.dumps(value, sort_keys=True) for name, value in values.items() if name not in skipped}
+    unread = {*changing(config, "nothing"), *marked(config, "stated")}
+    values = {f"{section}.{name}": value for name, value in to_mapping(config).items() if name not in unread}
+    return {name: json.dumps(value, sort_keys=True) for name, value in values.items() if name not in left_out}
 
 
 def check_fingerprint(

@@ -6,32 +6,211 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import itertools
 import os
 import sys
 import threading
 import time
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from megatron.energon import WorkerConfig, get_savable_loader, get_train_dataset
 from megatron.energon.savable_loader import SavableDatasetWrapper
+from torch import distributed
 
 from energon_packing.config import EpochEnd, RunConfig
 from energon_packing.convert.layout import dataset_entry
+from energon_packing.drops import FrequentDrops, over_budget, unwished
+from energon_packing.energon.cookers import guard_shards
 from energon_packing.energon.data_identity import data_identity, known_pairs
-from energon_packing.energon.epoch_end import Agree, EpochReport
+from energon_packing.energon.epoch_end import Agree, EpochReport, agreement, even_packs
 from energon_packing.energon.fingerprint import check_fingerprint, settings_of, tell_of_accepted
-from energon_packing.energon.loader_base import LoaderBase
+from energon_packing.energon.metrics import PackingMonitor
 from energon_packing.energon.samples import Pack
-from energon_packing.energon.shallow_states import copied, save_shallowly
-from energon_packing.energon.shard_reads import guard_shards
+from energon_packing.energon.states import copied, save_shallowly
 from energon_packing.energon.task_encoder import PackingTaskEncoder
-from energon_packing.energon.worker_errors import answered
-from energon_packing.energon.worker_memory import in_workers
+from energon_packing.energon.workers import answered, in_sentences, in_workers
 from energon_packing.errors import ConfigError, PackingError, UserError
-from energon_packing.ledger_place import LedgerLock
+from energon_packing.ledger import DropBudgetExceeded, LedgerLock, NothingToPack
+from energon_packing.packing.statistics import PackStatistics
+
+_BUILT = itertools.count()
+"""Loaders built in this process so far."""
+
+
+class LoaderBase(ABC):
+    """Iterates packs of one data-parallel rank, and has a state.
+
+    Args:
+        rank, world_size: of this process among the data-parallel ranks.
+        epoch_end: how ranks end a finite epoch together, see ``data.epoch_end``; no effect at world size 1.
+        padding: makes a pack without samples for ``epoch_end``, such as `PackingTaskEncoder.padding_pack`.
+        agree: reaches the other ranks for ``epoch_end``; None uses ``torch.distributed``.
+        group: process group of the data-parallel ranks for ``epoch_end``; None is the default group.
+        capacity: tokens of a full pack for `statistics`, such as `PackingTaskEncoder.capacity`.
+        budget: share of samples that may be dropped, which a finite epoch is asked for at its end; None asks nothing.
+        lock: of the ledger, taken before the first pack.
+
+    Attributes:
+        capacity: tokens of a full pack, if known.
+        epoch_report: of the current or last epoch; None before the first.
+        tell: receives each sentence about drops; a `UserWarning` by default.
+    """
+
+    _fingerprint: Mapping[str, Any]
+
+    tell: Callable[[str], None] = staticmethod(functools.partial(warnings.warn, stacklevel=3))
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        epoch_end: EpochEnd = "uneven",
+        padding: Callable[[], Pack] | None = None,
+        agree: Agree | None = None,
+        group: Any = None,
+        capacity: int | None = None,
+        budget: float | None = None,
+        lock: LedgerLock | None = None,
+    ) -> None:
+        self._lock = lock
+        self._frequent = FrequentDrops()
+        self._number = next(_BUILT)  # equal on all ranks, which build the same loaders
+        self._together = epoch_end != "uneven" and world_size > 1
+        if self._together and padding is None:
+            raise ConfigError(f"epoch_end={epoch_end!r} needs padding, a function that makes an empty pack.")
+        self._epoch_end, self._padding, self._agree, self._group = epoch_end, padding, agree, group
+        self.capacity = capacity
+        self._monitor = None if capacity is None else PackingMonitor(capacity)
+        self.epoch_report: EpochReport | None = None
+        self._budget, self._rank, self._world_size = budget, rank, world_size
+        self._resumed = False  # whether the next epoch began before a saved state
+
+    def __iter__(self) -> Iterator[Pack]:
+        """Yields packs, forever or for one epoch.
+
+        Raises:
+            UserError: a mistake that only a worker could detect, with the worker's message; or a worker was killed, or
+                lacks shared memory or files.
+            ConfigError: ``epoch_end`` needs the other ranks, and ``torch.distributed`` is not initialised.
+            DropBudgetExceeded: at the end of a finite epoch, if more was dropped beyond doubt than ``budget`` allows,
+                or if no sample reached a pack; with ``epoch_end``, on all ranks where one would end the epoch before
+                its first step.
+
+        Warns:
+            UserWarning: a reason drops a hundredth or more of a data set, or of one modality in it; or this rank had
+                nothing to read in an epoch of the other ranks.
+        """
+        if self._lock is not None:
+            self._lock.hold()
+        report = self.epoch_report = EpochReport(frequent=self._frequent)
+        packs: Iterator[Pack] = map(report.count, in_sentences(self._own_packs(report)))
+        if self._together and self._padding is not None:
+            agree = agreement(self._group) if self._agree is None else self._agree
+            packs = even_packs(
+                packs, self._epoch_end, agree, self._padding, report, rank=self._rank, resumed=self._resumed
+            )
+        for pack in packs:
+            report.emitted += len(pack.keys)
+            report.packs += not self._together and not pack.padding
+            if self._monitor is not None:
+                self._monitor.add(pack)
+            if pack.dropped:
+                self.tell_of_drops()
+            yield pack
+        report.complete = True
+        self._check_epoch(report)
+        self.tell_of_drops(final=True)
+        self._resumed = False
+
+    def _check_epoch(self, report: EpochReport) -> None:
+        """Raises what the end of a finite epoch shows; see `__iter__`."""
+        dropped = report.dropped.total()
+        common = ", ".join(f"{count} {name}" for name, count in report.dropped.most_common(3)) or "none"
+        last = next(iter(report.dropped_at_end), None)
+        example = f"; one is {last.key}: {last.detail}" if last else ""
+        if not report.made and (dropped or (self._world_size == 1 and not self._resumed)):
+            raise NothingToPack(
+                f"The epoch ended without a pack: {max(report.read, dropped)} samples were read and {dropped} dropped "
+                f"({common}{example}). Fix the data, the limits or data.split."
+            )
+        if not report.made and not self._resumed:
+            filled = f", so its {report.padding_packs} packs were padding" if report.padding_packs else ""
+            self.tell(
+                f"Data-parallel rank {self._rank} of {self._world_size} had no sample in this epoch{filled}; give "
+                "data.split more samples, or use fewer ranks."
+            )
+        counted, samples = unwished(report.dropped, report.read)
+        if self._budget is not None and over_budget(counted.total(), samples, self._budget):
+            common = ", ".join(f"{count} {name}" for name, count in counted.most_common(3))
+            raise DropBudgetExceeded(
+                f"{counted.total()} of the {samples} samples of the epoch were dropped ({common}{example}), more than "
+                f"packing.drop_budget={self._budget} allows. Fix the data, or raise the budget."
+            )
+
+    def tell_of_drops(self, *, final: bool = False) -> None:
+        """Tells of reasons that drop many samples, each once, by the rank that notices it first.
+
+        Args:
+            final: no more are read, so that few are no chance.
+        """
+        for sentence in self._frequent.news(final=final, claim=self._claim):
+            self.tell(sentence)
+
+    def _claim(self, name: str) -> bool:
+        """Whether no other rank has claimed the name; nobody waits, since the ranks' store does the counting."""
+        if self._world_size == 1 or not (distributed.is_available() and distributed.is_initialized()):
+            return True
+        store = distributed.distributed_c10d._get_default_store()
+        try:
+            return int(store.add(f"energon_packing/{self._number}/{name}", 1)) == 1
+        except RuntimeError:  # the rank that holds the store has ended; told twice rather than not at all
+            return True
+
+    def alike(self) -> dict[str, Any]:
+        """What the loaders of all ranks must have the same: kind, settings, data, readers; no rank."""
+        own = {name: value for name, value in self._fingerprint.items() if name != "rank"}
+        return {"loader": type(self).__name__, **own}
+
+    def statistics(self) -> PackStatistics:
+        """Returns fill, padding by cause, delay, samples held and cost spread of all packs yielded so far.
+
+        Raises:
+            PackingError: the loader was built without ``capacity``.
+        """
+        if self._monitor is None:
+            raise PackingError("this loader keeps no statistics; give it a capacity, such as task_encoder.capacity")
+        return self._monitor.statistics()
+
+    @abstractmethod
+    def _own_packs(self, report: EpochReport) -> Iterator[Pack]:
+        """Packs of this rank, before ranks agree on an end.
+
+        Args:
+            report: of the epoch; samples that were read are counted there.
+        """
+
+    @abstractmethod
+    def save_state(self) -> Any:
+        """Returns the state after the last yielded pack; before the first, what was restored, or the beginning."""
+
+    @abstractmethod
+    def state_later(self) -> Callable[[], Any]:
+        """Returns a function that gives the state after the last yielded pack, also when more were read since."""
+
+    @abstractmethod
+    def restore_state(self, state: Any) -> None:
+        """Continues after the pack at which ``state`` was saved; call before iterating."""
+
+    @abstractmethod
+    def share_unpinned(self) -> None:
+        """Makes the loader yield tensors in its workers' shared memory where there is a GPU too, instead of copies of
+        them in page-locked memory; call before iterating."""
+
 
 FIRST_PACK_SECONDS = 900
 """Timeout of Energon's watchdog for the first pack: it counts the first fill of the window, or a restore, as one
@@ -73,11 +252,11 @@ class PackLoader(LoaderBase):
     Args:
         dataset: what `build_dataset` returned.
         prefetch: packs that each worker prepares in advance.
-        epoch_end, padding, agree, group, capacity, budget, lock: as for `LoaderBase`.
         keep_memory: whether workers keep freed memory, see ``data.keep_memory``.
         ahead: packs that may have been read since the one whose state `state_later` gives.
         fingerprint: what a saved state must match, such as `PackingTaskEncoder.loader_fingerprint`.
         accept_changed: names of it that may differ, see ``data.accept_changed``.
+        common: as for `LoaderBase`.
     """
 
     def __init__(
@@ -85,29 +264,14 @@ class PackLoader(LoaderBase):
         dataset: Any,
         *,
         prefetch: int = 2,
-        epoch_end: EpochEnd = "uneven",
-        padding: Callable[[], Pack] | None = None,
-        agree: Agree | None = None,
-        group: Any = None,
-        capacity: int | None = None,
-        budget: float | None = None,
-        lock: LedgerLock | None = None,
         keep_memory: bool = True,
         ahead: int = 0,
         fingerprint: Mapping[str, Any] | None = None,
         accept_changed: Sequence[str] = (),
+        **common: Any,
     ) -> None:
-        super().__init__(
-            rank=dataset.worker_config.rank,
-            world_size=dataset.worker_config.world_size,
-            epoch_end=epoch_end,
-            padding=padding,
-            agree=agree,
-            group=group,
-            capacity=capacity,
-            budget=budget,
-            lock=lock,
-        )
+        own = dataset.worker_config
+        super().__init__(rank=own.rank, world_size=own.world_size, **common)
         # With shallow saves a checkpoint after every pack costs a quarter of a millisecond, and a restored loader
         # renders no pack twice. Energon's default of 60 s replays up to a minute of decoding.
         with _no_pin_memory_warning():
@@ -116,7 +280,7 @@ class PackLoader(LoaderBase):
                 checkpoint_every_sec=0,
                 checkpoint_every_min_n_samples=1,
                 # Each worker keeps its last ones: for the packs in its queue, and for those that were read ahead.
-                n_checkpoints=prefetch * max(dataset.worker_config.num_workers, 1) + 2 + ahead,
+                n_checkpoints=prefetch * max(own.num_workers, 1) + 2 + ahead,
                 prefetch_factor=prefetch,
                 watchdog_timeout_seconds=NEXT_PACK_SECONDS,
                 watchdog_initial_timeout_seconds=FIRST_PACK_SECONDS,
@@ -146,10 +310,10 @@ class PackLoader(LoaderBase):
                 self._failed = not self._loader.num_workers
                 raise
             self._started, self._restored = True, None
-            if pack.ended is not None:
+            if pack.ended is None:
+                yield pack
+            else:
                 report.ended(pack)
-                continue
-            yield pack
 
     def save_state(self) -> Any:
         """Returns the state after the last yielded pack; it holds only builtins and Energon's own state classes.
@@ -165,16 +329,16 @@ class PackLoader(LoaderBase):
                 "An error ended the loader within a pack, whose samples a state saved now would lose; go on from the "
                 "last state that was saved before it."
             )
-        if self._started:
-            return self._state_of(self._loader)
-        if self._restored is not None:
+        if not self._started and self._restored is not None:
             return copied(self._restored)
-        return {"format": STATE_FORMAT, "fingerprint": dict(self._fingerprint), "loader": None}
+        return self._state_of(self._loader if self._started else None)
 
     def _state_of(self, loader: Any) -> dict[str, Any]:
-        loaded = answered(functools.partial(_state_of_rank, loader), getattr(loader._iterator, "_workers", ()))
-        # Without workers, Energon hands out lists that it goes on using.
-        own = copied(loaded) if loader.num_workers == 0 else loaded
+        own = None
+        if loader is not None:
+            own = answered(functools.partial(_state_of_rank, loader), getattr(loader._iterator, "_workers", ()))
+            if not loader.num_workers:  # Energon hands out lists that it goes on using
+                own = copied(own)
         return {"format": STATE_FORMAT, "fingerprint": dict(self._fingerprint), "loader": own}
 
     def state_later(self) -> Callable[[], Any]:
@@ -207,17 +371,17 @@ class PackLoader(LoaderBase):
         Warns:
             UserWarning: it differs in what ``data.accept_changed`` names.
         """
-        if not (isinstance(state, Mapping) and state.get("format") == STATE_FORMAT and "loader" in state):
+        made = state.get("format") if isinstance(state, Mapping) else None
+        if made != STATE_FORMAT or "loader" not in state:
             way_out = "give the state of this run, or start the data over"
-            if isinstance(state, Mapping) and state.get("format") in OLDER_FORMATS:
+            if made in OLDER_FORMATS:
                 way_out = (
                     "an older version saved it, whose readers read the samples in another order. Begin the data anew: "
                     'in Bridge with dataset.data.accept_changed=["missing_state"] and dataset.dataloader_load="", in '
                     "Megatron-LM with --packing-restart-data"
                 )
-            raise ConfigError(
-                f"The loader state is {_kind_of(state)}, not what a loader of this version saved; {way_out}."
-            )
+            kind = "empty" if state is None else f"a {type(state).__name__} of format {made!r}"
+            raise ConfigError(f"The loader state is {kind}, not what a loader of this version saved; {way_out}.")
         differs = check_fingerprint(state.get("fingerprint"), self._fingerprint, self._accept_changed)
         if self._restored is not None:
             raise PackingError("the loader has been restored already; build another one for another state")
@@ -272,14 +436,6 @@ def _state_of_rank(loader: Any) -> Any:
         time.sleep(_BEGINNING_SECONDS)
 
 
-def _kind_of(state: Any) -> str:
-    """What somebody handed over in place of a state."""
-    if isinstance(state, Mapping):
-        made = state.get("format")
-        return f"one of format {made!r}" if isinstance(made, str) else f"a mapping of {len(state)} other entries"
-    return "empty" if state is None else f"a {type(state).__name__}"
-
-
 def build_dataset(
     config: RunConfig,
     *,
@@ -303,7 +459,7 @@ def build_dataset(
         task_encoder: None builds one from the configuration.
         batch_size: Energon's ``batch_size``, None or 1.
         packing_buffer_size: None packs from the sliding window of ``packing.window`` samples; a number packs disjoint
-            buffers of that many samples with Energon's own wrapper.
+            buffers of that many samples, as Energon's own packing does.
         tells_end: whether each worker yields an `end_of_epoch` after the last pack of an epoch, for a `PackLoader`.
         sequence: samples that are read in their order before the reader goes on elsewhere; None reads
             whole shards, or where there are several readers, their chunks (`reader_shares`).
@@ -312,10 +468,10 @@ def build_dataset(
         UserError: there is no data set at ``data.path``, or it lacks the split.
         ConfigError: the processor or a size cannot be used, or ``packing.pairs`` refuses what is known of the data.
     """
+    chosen = split or config.data.split
     if not config.data.path:
         raise ConfigError(NO_PATH)
-    entry = dataset_entry(config.data.path)
-    known_pairs(config.data.path, split or config.data.split).check(config.data.path, config.packing.pairs)
+    known_pairs(config.data.path, chosen).check(config.data.path, config.packing.pairs)
     worker_config = WorkerConfig(
         rank=rank,
         world_size=world_size,
@@ -325,11 +481,10 @@ def build_dataset(
     )
     if task_encoder is None:
         task_encoder = build_task_encoder(config)
-    chosen = split or config.data.split
     task_encoder.tells_end = tells_end
     try:
         dataset = get_train_dataset(
-            entry,
+            dataset_entry(config.data.path),
             split_part=chosen,
             worker_config=worker_config,
             batch_size=batch_size,
@@ -367,13 +522,11 @@ def build_loader(
         prefetch, agree: as for `PackLoader`.
         task_encoder, data_parallel_group, arguments: as for `build_dataset`.
     """
-    if not config.data.path:
+    if not config.data.path:  # before a processor is loaded
         raise ConfigError(NO_PATH)
     if task_encoder is None:
-        split = arguments.get("split") or config.data.split
-        task_encoder = build_task_encoder(
-            dataclasses.replace(config, data=dataclasses.replace(config.data, split=split))
-        )
+        data = dataclasses.replace(config.data, split=arguments.get("split") or config.data.split)
+        task_encoder = build_task_encoder(dataclasses.replace(config, data=data))
     dataset = build_dataset(
         config, task_encoder=task_encoder, data_parallel_group=data_parallel_group, tells_end=True, **arguments
     )
@@ -394,20 +547,14 @@ def build_loader(
     )
 
 
-def build_task_encoder(config: RunConfig) -> PackingTaskEncoder:
+def build_task_encoder(config: RunConfig, kind: type[PackingTaskEncoder] = PackingTaskEncoder) -> PackingTaskEncoder:
     """Builds the task encoder of a configuration.
+
+    Args:
+        kind: another class that takes the arguments of `PackingTaskEncoder`.
 
     Raises:
         ConfigError: the processor or a size cannot be used.
-    """
-    return task_encoder_of(config, PackingTaskEncoder)
-
-
-def task_encoder_of[T: PackingTaskEncoder](config: RunConfig, kind: type[T]) -> T:
-    """Builds a task encoder of another class, which takes the arguments of `PackingTaskEncoder`.
-
-    Raises:
-        ConfigError: as `build_task_encoder`.
     """
     return kind(
         config.encoder,
@@ -425,9 +572,8 @@ def data_fingerprint(config: RunConfig) -> dict[str, Any]:
     Raises:
         UserError: there is no data set at ``data.path``, or it cannot be read.
     """
-    data = config.data
-    settings = {"split": data.split, **settings_of("data", data)}
-    return settings | identity_of(data.path, data.split)
+    settings = {"split": config.data.split, **settings_of("data", config.data)}
+    return settings | identity_of(config.data.path, config.data.split)
 
 
 def identity_of(path: str, split: str) -> dict[str, str]:

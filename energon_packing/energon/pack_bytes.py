@@ -1,103 +1,84 @@
-"""A packed row as one buffer of bytes, for ranks that receive their packs from another rank.
+"""A packed row as bytes, for ranks that receive their packs from another rank of the run.
 
-The layout is 8 bytes with the length of a JSON header, the header (the class, names, dtypes, shapes, offsets and all
-plain values), and the tensors, each at a multiple of 64 bytes. One buffer is one message. Reading it copies nothing.
-Tensors that are sent apart from the buffer have an entry in the header and no bytes.
+It is a pickle of the batch, and one buffer is one message. A tensor that is read from it has memory of its own, as
+``torch.save`` wants it. Tensors that are sent apart have a number in the pickle.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
-from collections.abc import Collection, Mapping, Sequence
+import io
+import pickle
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from energon_packing.thd.batch import PackedBatch
-from energon_packing.thd.pixels import PIXELS, forms_of
-from energon_packing.wan.pack import WanPack
+from energon_packing.thd.pixels import PIXELS
 
-AnyPack = PackedBatch | WanPack
-_CLASSES: dict[str, Any] = {kind.__name__: kind for kind in (PackedBatch, WanPack)}
-
-_ALIGNMENT = 64
-_MAPPINGS = ("visual_inputs", "extra")
-_FOREIGN = ("video_metadata",)
-"""Tuples of values that other libraries define; a list inside them stays a list."""
+LARGE = 1 << 20
+"""Bytes from which a tensor is sent apart, where that is possible."""
 
 
-def pack_to_bytes(batch: AnyPack, *, pixels: bool = True, apart: Collection[str] = ()) -> torch.Tensor:
-    """Returns the batch as uint8 ``[n]``.
+class _Writer(pickle.Pickler):
+    def __init__(self, file: Any, apart: list[torch.Tensor] | None) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._apart = apart
+
+    def persistent_id(self, value: Any) -> Any:
+        if self._apart is None or not isinstance(value, torch.Tensor) or value.nbytes < LARGE:
+            return None
+        self._apart.append(value)
+        return len(self._apart) - 1, value.dtype, tuple(value.shape)
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return NotImplemented
+        return _tensor, (_as_bytes(value).numpy(), value.dtype, tuple(value.shape))
+
+
+class _Reader(pickle.Unpickler):
+    def __init__(self, file: Any, apart: Sequence[torch.Tensor]) -> None:
+        super().__init__(file)
+        self._apart = apart
+
+    def persistent_load(self, pid: Any) -> torch.Tensor:
+        number, *form = pid
+        return _tensor(self._apart[number], *form)
+
+
+def _tensor(data: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.as_tensor(data).view(dtype).view(shape)
+
+
+def pack_to_bytes(batch: Any, *, pixels: bool = True, apart: list[torch.Tensor] | None = None) -> torch.Tensor:
+    """Returns a batch as uint8 ``[n]``.
 
     Args:
-        batch: on the host.
-        pixels: False omits `PIXELS`; Bridge's ``vlm_step`` drops the same two on later stages.
-        apart: names of tensors, as in `tensors_of`, whose bytes are sent apart.
+        batch: a dataclass with tensors on the host, such as a `PackedBatch`.
+        pixels: False omits `PIXELS` of a `PackedBatch`; Bridge's ``vlm_step`` drops the same two on later stages.
+        apart: is given the tensors of at least `LARGE` bytes, which are not in the result; None keeps all in it.
     """
-    if not pixels and isinstance(batch, PackedBatch):
-        batch = dataclasses.replace(batch, pixel_forms={})
-    tensors = tensors_of(batch, pixels=pixels)
-    plain = {
-        spec.name: getattr(batch, spec.name)
-        for spec in dataclasses.fields(batch)
-        if spec.name not in _MAPPINGS and not isinstance(getattr(batch, spec.name), torch.Tensor)
-    }
-    entries: list[tuple[str, str, list[int], int | None]] = []
-    offset = 0
-    for name, tensor in tensors.items():
-        offset = _aligned(offset)
-        place = None if name in apart else offset
-        entries.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), place))
-        offset += 0 if place is None else tensor.nbytes
-    mappings = [name for name in _mappings(type(batch)) if getattr(batch, name) is not None]
-    if "pixel_forms" in plain:
-        plain["pixel_forms"] = {name: dataclasses.asdict(form) for name, form in plain["pixel_forms"].items()}
-    header = {"class": type(batch).__name__, "plain": plain, "tensors": entries, "mappings": mappings}
-    text = json.dumps(header).encode()
-    start = _aligned(8 + len(text))
-    buffer = _new_buffer(start + offset)
-    buffer[:8] = torch.frombuffer(bytearray(len(text).to_bytes(8, "little")), dtype=torch.uint8)
-    buffer[8 : 8 + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    for (_, _, _, at), tensor in zip(entries, tensors.values(), strict=True):
-        if at is not None and tensor.nbytes:
-            buffer[start + at : start + at + tensor.nbytes] = _as_bytes(tensor)
-    return buffer
+    if not pixels and isinstance(batch, PackedBatch) and batch.visual_inputs is not None:
+        kept = {name: tensor for name, tensor in batch.visual_inputs.items() if name not in PIXELS}
+        batch = dataclasses.replace(batch, visual_inputs=kept, pixel_forms={})
+    file = io.BytesIO()
+    _Writer(file, apart).dump(batch)
+    return torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
 
 
 def pack_from_bytes(buffer: torch.Tensor, apart: Sequence[torch.Tensor] = ()) -> Any:
-    """Returns the batch that `pack_to_bytes` wrote, of the same class; its tensors are views of ``buffer``.
+    """Returns the batch that `pack_to_bytes` wrote, of the same class; its tensors are copies.
 
     Args:
-        apart: uint8 ``[n]``, bytes of the tensors that were sent apart, in the order of `tensors_of`.
+        apart: uint8 ``[n]``, bytes of the tensors that were sent apart, in their order.
     """
-    sent_apart = iter(apart)
-    length = int.from_bytes(bytes(buffer[:8].tolist()), "little")
-    header = json.loads(bytes(buffer[8 : 8 + length].numpy()))
-    start = _aligned(8 + length)
-    kind = _CLASSES[header["class"]]
-    fields: dict[str, Any] = {
-        name: tuple(value) if name in _FOREIGN else _tuples(value) for name, value in header["plain"].items()
-    }
-    if "pixel_forms" in fields:
-        fields["pixel_forms"] = forms_of(fields["pixel_forms"])
-    for name in _mappings(kind):
-        fields[name] = {} if name in header["mappings"] else None
-    for name, dtype_name, shape, at in header["tensors"]:
-        dtype = getattr(torch, dtype_name)
-        count = int(torch.Size(shape).numel()) * dtype.itemsize
-        data = next(sent_apart) if at is None else buffer[start + at : start + at + count]
-        tensor = data.view(dtype).view(shape)
-        mapping, _, key = name.partition("/")
-        if key:
-            fields[mapping][key] = tensor
-        else:
-            fields[name] = tensor
-    return kind(**fields)
+    return _Reader(io.BytesIO(memoryview(buffer.numpy())), apart).load()
 
 
-def field_digests(batch: AnyPack) -> dict[str, str]:
+def field_digests(batch: Any) -> dict[str, str]:
     """Maps the name of each tensor to a digest of its values, dtype and shape, 16 hexadecimal digits."""
     digests = {}
     for name, tensor in tensors_of(batch).items():
@@ -108,54 +89,14 @@ def field_digests(batch: AnyPack) -> dict[str, str]:
     return digests
 
 
-def tensors_of(batch: AnyPack, *, pixels: bool = True) -> dict[str, torch.Tensor]:
+def tensors_of(batch: Any) -> dict[str, torch.Tensor]:
     """Every tensor of a batch by name; one inside a mapping is named like ``visual_inputs/pixel_values``."""
-    found: dict[str, torch.Tensor] = {}
-    for spec in dataclasses.fields(batch):
-        value = getattr(batch, spec.name)
-        if isinstance(value, torch.Tensor):
-            found[spec.name] = value
-        elif spec.name in _MAPPINGS and value:
-            for name, tensor in value.items():
-                if pixels or name not in PIXELS:
-                    found[f"{spec.name}/{name}"] = tensor
-    return found
-
-
-def with_tensors(batch: AnyPack, changed: Mapping[str, torch.Tensor]) -> Any:
-    """The batch with other tensors under some names of `tensors_of`."""
-    fields: dict[str, Any] = {}
-    for name, tensor in changed.items():
-        mapping, _, key = name.partition("/")
-        if key:
-            fields.setdefault(mapping, dict(getattr(batch, mapping)))[key] = tensor
-        else:
-            fields[name] = tensor
-    return dataclasses.replace(batch, **fields)
-
-
-def _mappings(kind: type) -> list[str]:
-    """Fields of a class that hold tensors by name."""
-    return [spec.name for spec in dataclasses.fields(kind) if spec.name in _MAPPINGS]
-
-
-def _tuples(value: Any) -> Any:
-    """Turns lists into tuples: JSON has only lists, a batch only tuples."""
-    if isinstance(value, list):
-        return tuple(_tuples(each) for each in value)
-    if isinstance(value, dict):
-        return {name: _tuples(each) for name, each in value.items()}
-    return value
+    values = {spec.name: getattr(batch, spec.name) for spec in dataclasses.fields(batch)}
+    for name, value in [*values.items()]:
+        if isinstance(value, Mapping):
+            values |= {f"{name}/{key}": tensor for key, tensor in value.items()}
+    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // _ALIGNMENT) * _ALIGNMENT
-
-
-def _new_buffer(size: int) -> torch.Tensor:
-    """A buffer, page-locked if there is a GPU, as the packs of a loader are."""
-    return torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())

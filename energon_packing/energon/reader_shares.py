@@ -22,6 +22,7 @@ so it keeps its share of a blend; each reader shuffles it in another way.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -193,19 +194,20 @@ def deal_samples(
 
 def described_shares(dataset: SavableDataset[Any]) -> list[str]:
     """What each reader reads of each data set, in one clause each; none where there is one reader."""
-    return [each.loader.share.description for each in _sources(dataset, None, None, None) if _dealt(each)]
+    return [share.description for _, share in dealt_shares(dataset)]
 
 
 def dealt_shares(dataset: SavableDataset[Any]) -> list[tuple[str, Share]]:
     """Directory and share of each data set; none where there is one reader."""
-    return [(each.name, each.loader.share) for each in _sources(dataset, None, None, None) if _dealt(each)]
+    sources = _sources(dataset, None, None, None)
+    return [(each.name, each.loader.share) for each in sources if hasattr(each.loader, "share")]
 
 
 def dealt_identity(dataset: SavableDataset[Any]) -> dict[str, str]:
     """The entry of a fingerprint that says which samples are whose; none where Energon's own slices are read."""
-    shares = [each.loader.share for each in _sources(dataset, None, None, None) if _dealt(each)]
-    digest = hashlib.sha256("\n".join(share.identity for share in shares).encode()).hexdigest()[:12]
-    return {"data set shares": digest} if shares else {}
+    identities = [share.identity for _, share in dealt_shares(dataset)]
+    digest = hashlib.sha256("\n".join(identities).encode()).hexdigest()[:12]
+    return {"data set shares": digest} if identities else {}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -228,11 +230,9 @@ class _Source:
     samples: int = 0
 
     def __post_init__(self) -> None:
-        if hasattr(self.factory, "join_index"):
-            with JoinIndexReader(self.factory.join_index) as index:
-                total = len(index)
-        else:
-            total = len(self.factory)
+        joined = hasattr(self.factory, "join_index")
+        with JoinIndexReader(self.factory.join_index) if joined else contextlib.nullcontext(self.factory) as index:
+            total = len(index)
         subset = self.factory.subset
         self.first, stop = (0, total) if subset is None else subset.compute_subset(total)
         self.samples = stop - self.first
@@ -327,10 +327,6 @@ class _Source:
         )
         loader._get_sample = functools.partial(_dealt_sample, loader)
         loader.restore_sample = functools.partial(_restored_sample, loader)
-
-
-def _dealt(source: _Source) -> bool:
-    return hasattr(source.loader, "share")
 
 
 def _spread(bounds: np.ndarray, reader_of: np.ndarray, sizes: np.ndarray | None, readers: int, *, whole: bool) -> str:
@@ -432,11 +428,9 @@ def _read_sizes(file: Any, offsets: np.ndarray, tokens_of: Callable[[tuple[bytes
 
 
 def _media_tokens(media_tokens: MediaTokens, media: tuple[bytes, ...]) -> int:
-    try:
-        return media_tokens([media_of(_named(json.loads(each))) for each in media])
-    except Exception:  # of whatever looks like a record; whoever reads the sample says what is wrong
-        return 0
-
-
-def _named(medium: dict[str, Any]) -> dict[str, Any]:
-    return {**medium, "name": next(iter(medium.get("frame_names", ())), "any")}
+    """Tokens by what records say; 0 of whatever only looks like a record: who reads the sample says what is wrong."""
+    with contextlib.suppress(Exception):
+        records = [json.loads(each) for each in media]
+        named = [{**each, "name": next(iter(each.get("frame_names", ())), "any")} for each in records]
+        return media_tokens([media_of(each) for each in named])
+    return 0

@@ -13,25 +13,102 @@ import hashlib
 import itertools
 import json
 import math
+import os
+import pickle
+import secrets
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed
 from torch.distributed.distributed_c10d import _get_default_store
 
-from energon_packing.energon.own_group import OwnGroup, new_name
-from energon_packing.energon.shared_block import host_identity
 from energon_packing.errors import ConfigError, PackingError, UserError
 
 PATIENCE = timedelta(minutes=30)
 """How long a rank waits for a pack, before the first of which a whole window of samples is measured, and for what the
 first rank finds out of the data."""
 _POLL_SECONDS = 1.0
+
+
+def new_name() -> str:
+    """A name for a group that no other group has, for one of its ranks to tell the others."""
+    return secrets.token_hex()
+
+
+class OwnGroup:
+    """A gloo group for one reader alone; making one is a collective call of its ranks, and of no others.
+
+    Collectives of one group must be called in one order on all its ranks, which two threads cannot promise. So what a
+    thread calls goes through a group that no other thread has. ``torch.distributed.new_group`` would have to be called
+    by all ranks of the run, or it derives the group's name from how many groups a process has, which differs between
+    ranks.
+
+    Args:
+        ranks: global ranks.
+        here: global rank of this process.
+        name: the same on all ranks of the group, and of no other group.
+        patience: how long a call waits for the other ranks.
+    """
+
+    def __init__(self, ranks: Sequence[int], here: int, name: str, patience: timedelta) -> None:
+        self._ranks = tuple(ranks)
+        store = distributed.PrefixStore(f"energon-packing/{name}", _get_default_store())
+        self._group: Any = distributed.ProcessGroupGloo(store, self._ranks.index(here), len(ranks), patience)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Fills the tensor with that of the global rank ``source``."""
+        self._group.broadcast(tensor, self._ranks.index(source)).wait()
+
+    def send(self, tensor: torch.Tensor, destination: int, tag: int) -> None:
+        """Sends the tensor to a global rank, which receives it with the same tag."""
+        self._group.send([tensor], self._ranks.index(destination), tag).wait()
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> None:
+        """Fills the tensor with what a global rank sends."""
+        self._group.recv([tensor], self._ranks.index(source), tag).wait()
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors of all ranks, which have one shape."""
+        found = [torch.empty_like(tensor) for _ in self._ranks]
+        self._group.allgather([found], [tensor]).wait()
+        return found
+
+    def all_gather_values(self, value: Any) -> list[Any]:
+        """Returns the values of all ranks."""
+        text = to_text(value)
+        sizes = [int(size) for size in self.all_gather(torch.tensor([len(text)]))]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(text)] = text
+        return [from_text(each[:size]) for each, size in zip(self.all_gather(padded), sizes, strict=True)]
+
+
+def to_text(value: Any) -> torch.Tensor:
+    """Returns a value for another rank as uint8 ``[n]``."""
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def from_text(payload: torch.Tensor) -> Any:
+    """Returns the value that `to_text` wrote."""
+    return pickle.loads(bytes(payload.numpy()))
+
+
+def host_identity() -> tuple[Any, ...]:
+    """Returns what is equal for two processes that can pass descriptors to each other; unique where none can.
+
+    They need one kernel and one network name space, in which addresses of Unix sockets are visible.
+    """
+    boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
+    if sys.platform != "linux" or not boot.exists() or not network.exists():
+        return ("process", os.urandom(16).hex())
+    name_space = network.stat()
+    return ("host", boot.read_text().strip(), name_space.st_dev, name_space.st_ino)
 
 
 Facts = tuple[Mapping[str, Any], Mapping[str, Any]]
@@ -108,19 +185,19 @@ class Replica:
             UserError: the first rank raised it.
             PackingError: it raised something else, or took longer.
         """
-        several, name = self.world_size * self.size > 1, [new_name()]
-        if several:
-            distributed.broadcast_object_list(name, 0)
-        error, value = _tried(find_out) if self.global_rank == 0 else (None, None)
-        if several:
-            _wait_for_first(f"energon-packing/{name[0]}", here=self.global_rank)
-            told = [(_words(error), value)]
-            distributed.broadcast_object_list(told, 0)
-            words, value = told[0]
-            if error is None and words is not None:
-                raise _of_another_rank(0, words)
-        if error is not None:
-            raise error
+        if self.world_size * self.size == 1:
+            return find_out()
+        name = [new_name()]
+        distributed.broadcast_object_list(name, 0)
+        if self.global_rank == 0:
+            error, value = _tried(find_out)
+            _get_default_store().set(name[0], pickle.dumps((_words(error), value)))  # type: ignore[arg-type]  # takes bytes
+            if error is not None:
+                raise error
+            return value
+        words, value = pickle.loads(_stored(name[0]))
+        if words is not None:
+            raise _of_another_rank(0, words)
         return value
 
     def agree[T](self, act: Callable[[], tuple[T, Facts]]) -> T:
@@ -140,13 +217,11 @@ class Replica:
         error, done = _tried(act)
         result, (of_all, of_readers) = done if done is not None else (None, ({"error": _words(error)}, {}))
         if self.world_size * self.size > 1:
-            first, second = _number(of_all), _number(of_readers) if of_readers else None
             nobody = -(2**62)  # loses against every number
+            first, second = _number(of_all), _number(of_readers)
+            both = [first, -first, *([second, -second] if of_readers else [nobody, nobody])]
             on_gpu = distributed.get_backend() == "nccl"
-            numbers = torch.tensor(
-                [first, -first, nobody if second is None else second, nobody if second is None else -second],
-                device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else None,
-            )
+            numbers = torch.tensor(both, device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else None)
             distributed.all_reduce(numbers, op=distributed.ReduceOp.MAX)
             highest, lowest, of_reading, least_of_reading = numbers.tolist()
             if highest != -lowest or of_reading not in (-least_of_reading, nobody):
@@ -222,16 +297,13 @@ def _gathered(value: Any, groups: Iterable[Any]) -> list[Any]:
     return values
 
 
-def _wait_for_first(name: str, *, here: int) -> None:
-    """Returns once rank 0 has called it too.
+def _stored(name: str) -> bytes:
+    """Returns what rank 0 puts under a name in the ranks' store, once it does.
 
     Raises:
         PackingError: that takes too long.
     """
     store, began, pause = _get_default_store(), time.monotonic(), 0.01
-    if here == 0:
-        store.set(name, "done")
-        return
     # `store.wait` would keep the store from the backend's own threads.
     while not store.check([name]):
         if time.monotonic() - began > PATIENCE.total_seconds():
@@ -241,6 +313,7 @@ def _wait_for_first(name: str, *, here: int) -> None:
             )
         time.sleep(pause)
         pause = min(2 * pause, _POLL_SECONDS)
+    return bytes(store.get(name))
 
 
 def _tried[T](act: Callable[[], T]) -> tuple[Exception | None, T | None]:
@@ -252,15 +325,13 @@ def _tried[T](act: Callable[[], T]) -> tuple[Exception | None, T | None]:
 
 def _words(error: Exception | None) -> tuple[bool, str] | None:
     """What another rank is told of an error: whether it is the user's mistake, and its text."""
-    if error is None:
-        return None
-    by_user = isinstance(error, UserError)
-    return by_user, str(error) if by_user else f"{type(error).__name__}: {error}"
+    if isinstance(error, UserError):
+        return True, str(error)
+    return None if error is None else (False, f"{type(error).__name__}: {error}")
 
 
 def _of_another_rank(rank: int, words: tuple[bool, str]) -> Exception:
-    by_user, text = words
-    return (UserError if by_user else PackingError)(f"Rank {rank} cannot go on, so all ranks stop: {text}")
+    return (UserError if words[0] else PackingError)(f"Rank {rank} cannot go on, so all ranks stop: {words[1]}")
 
 
 def _number(facts: Mapping[str, Any]) -> int:
@@ -279,9 +350,8 @@ def _disagreement(everyone: Sequence[Facts]) -> Exception:
         for name in dict.fromkeys(name for each in facts.values() for name in each):
             values = {rank: _shown(each, name) for rank, each in facts.items()}
             common = Counter(values.values()).most_common(1)[0][0]
-            odd = [rank for rank, value in values.items() if value != common]
-            if odd:
-                alike = next(rank for rank, value in values.items() if value == common)
+            if odd := [rank for rank, value in values.items() if value != common]:
+                alike = next(rank for rank in values if rank not in odd)
                 more = f" (and {len(odd) - 1} more)" if len(odd) > 1 else ""
                 return ConfigError(
                     f"The ranks of this run differ: rank {odd[0]}{more} has {name}={values[odd[0]]}, but rank {alike} "

@@ -8,116 +8,353 @@ own, so that two readers on one replica can be used from two threads.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import hmac
+import mmap
+import os
 import queue
+import secrets
+import socket
+import struct
 import threading
+import weakref
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
+from typing import Any
 
 import torch
+from torch import multiprocessing
 
-from energon_packing.energon.host_link import HostLeader, HostMember, Message, RankGone
-from energon_packing.energon.own_group import OwnGroup, new_name
-from energon_packing.energon.replica import PATIENCE, Replica
-from energon_packing.energon.shared_block import SharedBlock
+from energon_packing.energon.replica import PATIENCE, OwnGroup, Replica, new_name
 from energon_packing.errors import PackingError
+from energon_packing.thd.rows import write_bytes
 
 PACK, END, ERROR, CLOSED = range(4)
 """Kinds of messages: a pack, the end of the data, an error of the reader, and that the reader reads no more."""
 _ENDED = (RuntimeError, ValueError)
 """What a call on a group of ``torch.distributed`` raises when another rank is gone, and when the group is destroyed."""
-_PREFIX = 3  # kind, number of the pack, bytes of the payload
+
+_open_links: weakref.WeakSet[_Link] = weakref.WeakSet()
 
 
-class _Post:
-    """Sends messages to the leader of a later stage, in order, in its own thread.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedBlock:
+    """Bytes that processes of one host share by a file descriptor, for the large tensors of a pack.
 
-    A later stage may ask for a pack many steps after the first stage used it. If a send waited for that, it would stop
-    the pipeline that it waits for.
+    A block has no name in any file system: it is the memory that a loader's worker allocated for its tensor, or an
+    anonymous file (``memfd_create``). The kernel frees it when the last process has closed it, however that process
+    ended, so nothing remains in ``/dev/shm``. Every reader of a block, the rank that wrote it included, maps it
+    privately: a page that a training step writes to becomes a copy of its own, and no other rank sees the change.
 
-    Args:
-        destination: global rank of that leader.
-        group: of all leaders.
-        channel: tag of the messages, which keeps those of two readers on one replica apart.
+    Attributes:
+        descriptor: of the file; open as long as the block exists.
+        start: first byte.
+        size: number of bytes.
     """
 
-    def __init__(self, destination: int, group: OwnGroup, channel: int) -> None:
-        self._messages: queue.SimpleQueue[tuple[torch.Tensor, torch.Tensor | None] | None] = queue.SimpleQueue()
-        self._destination, self._group, self._tag = destination, group, channel
-        threading.Thread(target=self._run, name=f"packs for rank {destination}", daemon=True).start()
+    descriptor: int
+    start: int
+    size: int
+    _keeper: Any = field(repr=False, compare=False)
 
-    def put(self, prefix: torch.Tensor, payload: torch.Tensor | None) -> None:
-        self._messages.put((prefix, payload))
+    @classmethod
+    def new(cls, size: int) -> SharedBlock:
+        """Returns a block of zeros."""
+        descriptor = os.memfd_create("energon-packing", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, size)
+        return cls.received(descriptor, 0, size)
 
-    def end(self) -> None:
-        """Ends the thread after the messages so far."""
-        self._messages.put(None)
+    @classmethod
+    def received(cls, descriptor: int, start: int, size: int) -> SharedBlock:
+        """Returns the block of a descriptor that is this process's own; closes it in the end."""
+        return cls(descriptor=descriptor, start=start, size=size, _keeper=_Descriptor(descriptor))
 
-    def _run(self) -> None:
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> SharedBlock:
+        """Returns a block with the bytes of a tensor on the host.
+
+        Takes the memory in which a loader's worker sent the tensor, and copies it if there is none: a tensor that was
+        made in this process, was moved to page-locked memory, or is not contiguous.
+        """
+        storage = tensor.untyped_storage()
+        by_descriptor = multiprocessing.get_sharing_strategy() == "file_descriptor"
+        if by_descriptor and tensor.is_contiguous() and storage.is_shared():
+            descriptor, _ = storage._share_fd_cpu_()
+            if descriptor >= 0:  # it belongs to the storage, which need not be kept
+                start = int(tensor.storage_offset()) * tensor.itemsize
+                return cls.received(os.dup(descriptor), start, tensor.nbytes)
+        block = cls.new(tensor.nbytes)
+        write_bytes(block.descriptor, [tensor])
+        return block
+
+    def view(self, *, private: bool = True) -> torch.Tensor:
+        """Returns the bytes, uint8 ``[size]``; they outlive the descriptor.
+
+        Args:
+            private: whether what is written to the tensor stays in it; False writes to the block.
+        """
+        if not self.size:
+            return torch.empty(0, dtype=torch.uint8)
+        flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
+        memory = mmap.mmap(self.descriptor, self.start + self.size, flags=flags)
+        return torch.frombuffer(memory, dtype=torch.uint8, count=self.size, offset=self.start)
+
+
+class _Descriptor:
+    """Closes a file descriptor with its last reference."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __del__(self) -> None:
+        os.close(self._number)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Message:
+    """What the ranks of a replica send to each other.
+
+    Attributes:
+        kind: what it means.
+        number: of the pack.
+        text: uint8 ``[n]``, or None.
+        blocks: large tensors of the pack.
+    """
+
+    kind: int
+    number: int
+    text: torch.Tensor | None = None
+    blocks: tuple[SharedBlock, ...] = ()
+
+    def head(self) -> torch.Tensor:
+        """Returns kind, number, bytes of the text and number of blocks, int64 ``[4]``."""
+        size = 0 if self.text is None else self.text.numel()
+        return torch.tensor([self.kind, self.number, size, len(self.blocks)])
+
+
+class RankGone(Exception):
+    """A rank has ended, closed its end of the link, or was silent for too long.
+
+    Args:
+        rank: global rank.
+    """
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"rank {rank} has ended or was silent for too long")
+        self.rank = rank
+
+
+class _Link:
+    """Messages between ranks of one host: some bytes over a Unix socket, and descriptors of the memory that they share.
+
+    The first rank of a replica's stage on a host is the leader of that host; it sends, the others receive.
+    """
+
+    def __init__(self) -> None:
+        self._connections: dict[int, Connection] = {}
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        _open_links.add(self)
+
+    def _connect(self, own: socket.socket, patience: float) -> Connection:
+        seconds, rest = divmod(patience, 1)
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            own.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", int(seconds), int(rest * 1e6)))
+        return Connection(own.detach())
+
+    def interrupt(self) -> None:
+        """Ends every call on this link, in whichever thread."""
+        for connection in list(self._connections.values()):
+            # It is closed, or the other end is.
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as own:
+                own.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Closes the link, which the other end sees as the end of this rank."""
+        self._listener.close()
+        for connection in list(self._connections.values()):
+            connection.close()
+
+
+class HostLeader(_Link):
+    """The sending end of a host. Its address is abstract, so it is no file and ends with the process.
+
+    Args:
+        ranks: global ranks of the members, which have to show the secret of the address.
+        ahead: packs that a member may leave in the link before `send` waits for it.
+        patience: seconds to wait for a member.
+    """
+
+    def __init__(self, ranks: Sequence[int], *, ahead: int, patience: float) -> None:
+        super().__init__()
+        self._ranks, self._ahead, self._patience = tuple(ranks), ahead, patience
+        self._outstanding = dict.fromkeys(ranks, 0)
+        self.address = (f"\0energon-packing-{os.getpid()}-{secrets.token_hex(8)}", secrets.token_bytes(32))
+        self._listener.bind(self.address[0])
+        self._listener.listen(len(ranks))
+
+    def accept(self) -> None:
+        """Waits until all members have connected."""
+        self._listener.settimeout(self._patience)
+        while len(self._connections) < len(self._ranks):
+            connection, secret, rank = self._connect(self._listener.accept()[0], self._patience), b"", b""
+            with contextlib.suppress(OSError, EOFError):
+                secret, rank = connection.recv_bytes(64), connection.recv_bytes(64)
+            if hmac.compare_digest(secret, self.address[1]):
+                self._connections[int(rank)] = connection
+            else:
+                connection.close()
+        self._listener.close()
+
+    def send(self, message: Message) -> None:
+        """Sends a message to every member, as soon as each has received enough of the earlier ones.
+
+        Raises:
+            RankGone: a member is missing. All others have the message.
+        """
+        gone = None
+        for rank, member in [*self._connections.items()]:
+            try:
+                while self._outstanding[rank] >= self._ahead:
+                    member.recv_bytes()
+                    self._outstanding[rank] -= 1
+                places = [(block.start, block.size) for block in message.blocks]
+                member.send((*message.head().tolist(), places))
+                for block in message.blocks:
+                    send_handle(member, block.descriptor, None)
+                if message.text is not None:
+                    member.send_bytes(memoryview(message.text.numpy()))
+                self._outstanding[rank] += 1
+            except (OSError, EOFError):
+                gone = rank
+                self._connections.pop(rank).close()
+        if gone is not None:
+            raise RankGone(gone)
+
+
+class HostMember(_Link):
+    """The receiving end of one rank.
+
+    Args:
+        rank: global rank of this process.
+        leader: global rank of the leader.
+        address: the leader's `HostLeader.address`.
+        patience: seconds to wait for a message.
+    """
+
+    def __init__(self, rank: int, leader: int, address: tuple[str, bytes], *, patience: float) -> None:
+        super().__init__()
+        self._leader = leader
+        self._listener.connect(address[0])
+        self._connections[leader] = self._connect(self._listener, patience)
+        self._connections[leader].send_bytes(address[1])
+        self._connections[leader].send_bytes(str(rank).encode())
+
+    def receive(self) -> Message:
+        """Returns the next message.
+
+        Raises:
+            RankGone: the leader is missing.
+        """
+        connection, text = self._connections[self._leader], None
         try:
-            while (message := self._messages.get()) is not None:
-                prefix, payload = message
-                self._group.send(prefix, self._destination, self._tag)
-                if payload is not None:
-                    self._group.send(payload, self._destination, self._tag)
-        except _ENDED:
-            return  # if the other rank is gone, the run ends at its next collective, which reports it
+            kind, number, size, _, places = connection.recv()
+            # Each descriptor is closed with its block.
+            blocks = tuple(SharedBlock.received(recv_handle(connection), *place) for place in places)
+            if size:
+                text = torch.empty(size, dtype=torch.uint8)
+                connection.recv_bytes_into(memoryview(text.numpy()))
+        except (OSError, EOFError) as error:
+            raise RankGone(self._leader) from error
+        with contextlib.suppress(OSError):  # the leader may have closed after its last message
+            connection.send_bytes(b"taken")
+        return Message(kind=kind, number=number, text=text, blocks=blocks)
+
+
+def _close_in_child() -> None:
+    """Workers of a loader are forked from a rank; a copy of its sockets would hide from the others that it has
+    ended."""
+    for link in list(_open_links):
+        link.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 class StageChannel:
-    """Messages from the reader of a replica to the leaders of its later pipeline stages."""
+    """Messages from the reader of a replica to the leaders of its later pipeline stages.
+
+    A later stage may ask for a pack many steps after the first stage used it. If a send waited for that, it would stop
+    the pipeline that it waits for. So a thread for each stage sends its messages, in order.
+    """
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
-        self._number = replica.new_channel()
-        self._posts: list[_Post] = []
-        if replica.is_reader and replica.leader_group is not None:
-            self._posts = [_Post(leader, replica.leader_group, self._number) for leader in replica.leaders[1:]]
+        self._tag = replica.new_channel()  # keeps the messages of two readers on one replica apart
+        self._posts: list[queue.SimpleQueue[Message | None]] = []
+        for leader in replica.leaders[1:] if replica.is_reader and replica.leader_group is not None else ():
+            self._posts.append(queue.SimpleQueue())
+            arguments = self._posts[-1], replica.leader_group, leader, self._tag
+            threading.Thread(target=_send_all, args=arguments, name=f"packs for rank {leader}", daemon=True).start()
 
     @property
     def has_later_stages(self) -> bool:
         return bool(self._posts)
 
-    def post(self, kind: int, number: int, payload: torch.Tensor | None) -> None:
-        """Sends a message from the reader, payload uint8; returns at once."""
+    def post(self, message: Message) -> None:
+        """Sends a message without blocks from the reader; returns at once."""
         for post in self._posts:
-            post.put(torch.tensor([kind, number, 0 if payload is None else payload.numel()]), payload)
+            post.put(message)
 
     def receive(self) -> Message:
-        """The next message; called on the leader of a later stage.
+        """Returns the next message; called on the leader of a later stage.
 
         Raises:
             PackingError: the reader is gone.
         """
-        replica = self._replica
-        prefix = torch.empty(_PREFIX, dtype=torch.int64)
-        group = replica.leader_group
+        group, reader = self._replica.leader_group, self._replica.reader
         assert group is not None
         try:
-            group.receive(prefix, replica.reader, self._number)
-            payload = torch.empty(int(prefix[2]), dtype=torch.uint8) if prefix[2] else None
-            if payload is not None:
-                group.receive(payload, replica.reader, self._number)
+            return _carried(None, functools.partial(group.receive, source=reader, tag=self._tag))
         except _ENDED as error:
-            raise rank_gone(replica, replica.reader, error) from error
-        return Message(kind=int(prefix[0]), number=int(prefix[1]), text=payload)
+            raise rank_gone(self._replica, reader, error) from error
 
     def close(self) -> None:
         """Ends the threads of the reader, once all messages are sent."""
         for post in self._posts:
-            post.end()
+            post.put(None)
 
 
-@dataclass(kw_only=True, slots=True)
-class Sent:
-    """Bytes that one rank sent to others of its stage.
+def _send_all(post: queue.SimpleQueue[Message | None], group: OwnGroup, destination: int, tag: int) -> None:
+    with contextlib.suppress(*_ENDED):  # if the other rank is gone, the run ends at its next collective, which says so
+        while (message := post.get()) is not None:
+            _carried(message, functools.partial(group.send, destination=destination, tag=tag))
 
-    Attributes:
-        shared: of blocks, which are not copied, to ranks of its host.
-        collective: in broadcasts to other hosts.
+
+def _carried(message: Message | None, move: Callable[[torch.Tensor], None]) -> Message:
+    """Sends a message, or returns one that is received, tensor by tensor.
+
+    Args:
+        message: None receives one.
+        move: sends a tensor, or fills it with what is received.
     """
 
-    shared: int = 0
-    collective: int = 0
+    def cast(given: torch.Tensor | None, size: int = 0, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        tensor = torch.empty(size, dtype=dtype) if given is None else given
+        move(tensor)
+        return tensor
+
+    kind, number, size, count = cast(None if message is None else message.head(), 4, torch.int64).tolist()
+    own = None if message is None or not count else torch.tensor([block.size for block in message.blocks])
+    sizes = cast(own, count, torch.int64).tolist() if count else []
+    blocks = tuple(map(SharedBlock.new, sizes)) if message is None else message.blocks
+    text = cast(None if message is None else message.text, size) if size else None
+    for block in blocks:
+        cast(block.view(private=message is not None))
+    return message or Message(kind=kind, number=number, text=text, blocks=blocks)
 
 
 class StageSpread:
@@ -128,12 +365,13 @@ class StageSpread:
         ahead: messages that a rank may have waiting before the sender waits for it.
 
     Attributes:
-        sent: what this rank sent so far.
+        sent: bytes that this rank sent so far: ``shared`` of blocks, which are not copied, to ranks of its host, and
+            ``collective`` in broadcasts to other hosts.
     """
 
     def __init__(self, replica: Replica, *, ahead: int) -> None:
         self._replica = replica
-        self.sent = Sent()
+        self.sent = {"shared": 0, "collective": 0}
         # The kernel frees a block when its last process lets go of it, which takes a while for 100 MB. That shall not
         # be a step that drops its pack, so the one that shares a block keeps it until all steps have dropped it.
         self._kept: deque[tuple[SharedBlock, ...]] = deque(maxlen=ahead + 2)
@@ -179,7 +417,7 @@ class StageSpread:
                 self._broadcast(message)
 
     def receive(self) -> Message:
-        """The next message; called on every rank but the stage's leader.
+        """Returns the next message; called on every rank but the stage's leader.
 
         Raises:
             PackingError: the rank that should send it is gone, or a rank that should get it from here is.
@@ -194,7 +432,7 @@ class StageSpread:
         return message
 
     def receive_from_other_host(self) -> Message:
-        """The next message, not passed on; called on the first rank of a host other than the stage's leader's.
+        """Returns the next message, not passed on; called on the first rank of a host other than the stage's leader's.
 
         Raises:
             PackingError: the stage's leader is gone.
@@ -209,36 +447,19 @@ class StageSpread:
         except RankGone as gone:
             raise PackingError(f"{gone}; it gets its packs from rank {self._replica.global_rank}") from gone
         self._kept.append(message.blocks)
-        self.sent.shared += sum(block.size for block in message.blocks)
+        self.sent["shared"] += sum(block.size for block in message.blocks)
 
     def _broadcast(self, message: Message | None) -> Message:
         """Broadcasts a message from the stage's leader, which gives it, to the first rank of every other host."""
         source, group = self._replica.members[0], self._hosts_group
         assert group is not None
 
-        def cast(tensor: torch.Tensor) -> torch.Tensor:
+        def move(tensor: torch.Tensor) -> None:
             group.broadcast(tensor, source)
-            self.sent.collective += tensor.nbytes if message is not None else 0
-            return tensor
+            self.sent["collective"] += tensor.nbytes if message is not None else 0
 
         try:
-            if message is None:
-                kind, number, size, count = cast(torch.empty(4, dtype=torch.int64)).tolist()
-                sizes = cast(torch.empty(count, dtype=torch.int64)).tolist() if count else []
-                text = cast(torch.empty(size, dtype=torch.uint8)) if size else None
-                blocks = tuple(map(SharedBlock.new, sizes))
-                for block in blocks:
-                    cast(block.view(private=False))
-                return Message(kind=kind, number=number, text=text, blocks=blocks)
-            text, blocks = message.text, message.blocks
-            cast(torch.tensor([message.kind, message.number, 0 if text is None else text.numel(), len(blocks)]))
-            if blocks:
-                cast(torch.tensor([block.size for block in blocks]))
-            if text is not None:
-                cast(text)
-            for block in blocks:
-                cast(block.view())
-            return message
+            return _carried(message, move)
         except RuntimeError as error:
             raise rank_gone(self._replica, source, error) from error
 

@@ -4,25 +4,358 @@
 error, the end of the data) hold for all ranks, and each video is decoded once. `EveryReader` lets each rank read for
 itself and stops the run at the first pack that differs between ranks.
 
-Both number their packs, so a rank that was not restored with the others is detected at its first pack.
+Both number their packs, so a rank that was not restored with the others is detected at its first pack. Packs are made
+ahead of use in a thread (`ReadAhead`), and copied to the GPU while the step before runs (`DeviceCopy`).
 """
 
 from __future__ import annotations
 
-import functools
+import atexit
+import contextlib
+import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from queue import SimpleQueue
+from typing import Any, Protocol
 
-from energon_packing.energon.compared_packs import Compared
-from energon_packing.energon.device_copy import DeviceCopy
-from energon_packing.energon.pack_road import Made, PackSource, Road
-from energon_packing.energon.passed_packs import PassedOn
-from energon_packing.energon.read_ahead import ReadAhead
-from energon_packing.energon.replica import Facts, Replica
-from energon_packing.errors import ConfigError, PackingError
+import torch
+
+from energon_packing.energon.pack_bytes import field_digests, pack_from_bytes, pack_to_bytes
+from energon_packing.energon.replica import PATIENCE, Facts, OwnGroup, Replica, from_text, new_name, to_text
+from energon_packing.energon.replica_channel import (
+    CLOSED,
+    END,
+    ERROR,
+    PACK,
+    Message,
+    SharedBlock,
+    StageChannel,
+    StageSpread,
+)
+from energon_packing.errors import ConfigError, PackingError, UserError
 from energon_packing.thd.batch import PackedBatch
+from energon_packing.thd.pixels import PIXELS
+
+EXIT_SECONDS = 10.0
+"""How long the end of the interpreter waits for a thread that makes packs ahead: one that wakes up in a library
+afterwards would abort the process."""
+
+_running: weakref.WeakSet[ReadAhead] = weakref.WeakSet()
+
+
+class PackSource(Protocol):
+    """What one rank reads: batches, with a state that can be saved after each of them."""
+
+    def __next__(self) -> PackedBatch:
+        """The next batch, or `StopIteration`."""
+
+    def save_state(self) -> Any:
+        """State after the last batch."""
+
+    def state_later(self) -> Callable[[], Any]:
+        """Returns a function that gives the state after the last batch, also when more were read since."""
+
+    def restore_state(self, state: Any) -> None:
+        """Continues after the batch at which ``state`` was saved."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Made:
+    """What one reading gave.
+
+    Attributes:
+        batch: None if there is none.
+        error: why, `StopIteration` at the end of the data.
+        state: gives the source's state after this batch, also when more were read since; None where the source still
+            has that state, or does not exist.
+    """
+
+    batch: Any = None
+    error: Exception | None = None
+    state: Callable[[], Any] | None = None
+
+
+class ReadAhead:
+    """Packs of a road, made ahead of use in a thread.
+
+    Args:
+        road: knows nothing of the reader.
+        copy: what starts their way to the GPU.
+        depth: packs that are ready or being made, at least 1.
+        name: of the thread.
+    """
+
+    def __init__(self, road: _Road, copy: DeviceCopy, depth: int, name: str) -> None:
+        self._road, self._copy = road, copy
+        self._ready: SimpleQueue[Made] = SimpleQueue()
+        self._room = threading.Semaphore(depth)
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+        _running.add(self)
+
+    def take(self) -> Made:
+        """Returns the next result; waits for it if it is not ready. Not to be called after the last one."""
+        made = self._ready.get()
+        self._room.release()
+        return made
+
+    def stop(self) -> None:
+        """Tells the thread to end; returns at once."""
+        self._stopped = True
+        self._room.release()
+        self._road.interrupt()
+
+    def join(self, seconds: float) -> None:
+        """Waits for the thread to end."""
+        if self._thread is not threading.current_thread():
+            self._thread.join(seconds)
+
+    def _run(self) -> None:
+        error = None
+        while error is None and self._room.acquire() and not self._stopped:
+            made = _copied(self._road, self._copy)
+            error = made.error
+            self._ready.put(made)
+        self._road.finish(self._stopped)
+
+
+def _end_all() -> None:
+    running = list(_running)
+    for each in running:
+        each.stop()
+    for each in running:
+        each.join(EXIT_SECONDS)
+
+
+atexit.register(_end_all)
+
+
+class DeviceCopy:
+    """Copies packs to this process's current GPU, if there is one; only started copies need their `take`.
+
+    Args:
+        pixels: whether to copy pixels; False only moves packs to page-locked memory, for a trainer that keeps the packs
+            of a whole step.
+    """
+
+    def __init__(self, *, pixels: bool) -> None:
+        there = torch.cuda.is_available()
+        self._device = torch.device("cuda", torch.cuda.current_device()) if there else None
+        self._stream = torch.cuda.Stream(self._device) if pixels and there else None
+
+    def start(self, batch: Any) -> tuple[Any, Any]:
+        """Starts the copy of a pack, in any thread; returns the pack, and an event after the copy of its pixels.
+
+        Packs of other classes stay as they are.
+        """
+        if self._device is None or not isinstance(batch, PackedBatch):
+            return batch, None
+        with torch.cuda.device(self._device):  # a new thread's device is the first one
+            batch = batch.pin_memory()
+            visual = dict(batch.visual_inputs or {})
+            large = [name for name in PIXELS if name in visual]
+            if self._stream is None or not large:
+                return batch, None
+            with torch.cuda.stream(self._stream):
+                visual |= {name: visual[name].to(self._device, non_blocking=True) for name in large}
+                return replace(batch, visual_inputs=visual), self._stream.record_event()
+
+    def take(self, batch: Any, done: Any) -> Any:
+        """Returns a pack for use on the current stream, which waits for the copy; the host does not."""
+        if done is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(done)
+            for name in PIXELS:
+                if name in batch.visual_inputs:  # so that its memory is not given away before the step is done
+                    batch.visual_inputs[name].record_stream(stream)
+        return batch
+
+
+class _Road:
+    """How a rank comes by its next pack. It knows nothing of the reader, which can be collected while this waits.
+
+    Attributes:
+        number: of the next pack.
+    """
+
+    def __init__(self, source: PackSource | None, replica: Replica, depth: int) -> None:
+        self._source, self._replica, self._depth = source, replica, depth
+        self._between = StageChannel(replica)
+        self.number = 0
+
+    def make(self) -> Made:
+        """Returns the next pack or error; never raises."""
+        raise NotImplementedError
+
+    def interrupt(self) -> None:
+        """Makes a waiting `make` return, where that is possible."""
+
+    def finish(self, stopped: bool) -> None:
+        """Called when no more is made; ``stopped`` if more could have been."""
+        self._between.close()
+
+
+class _PassedOn(_Road):
+    """Packs that one rank reads."""
+
+    def __init__(self, source: PackSource | None, replica: Replica, depth: int) -> None:
+        super().__init__(source, replica, depth)
+        self.spread = StageSpread(replica, ahead=max(depth, 1))
+        self._ended = False
+
+    def make(self) -> Made:
+        try:
+            made = self._receive() if self._source is None else self._read(self._source)
+        except Exception as error:
+            self._ended = True
+            if self._source is not None:
+                ended = isinstance(error, StopIteration)
+                words = (type(error).__name__, isinstance(error, UserError), str(error))
+                self._tell(Message(kind=END if ended else ERROR, number=self.number, text=to_text(words)))
+            return Made(error=error)
+        self.number += 1
+        return made
+
+    def _read(self, source: PackSource) -> Made:
+        batch = next(source)
+        state = source.state_later() if self._depth else None
+        if self._between.has_later_stages:
+            self._between.post(Message(kind=PACK, number=self.number, text=pack_to_bytes(batch, pixels=False)))
+        if self.spread.reaches_others:
+            large: list[torch.Tensor] = []
+            text = pack_to_bytes(batch, apart=large)
+            blocks = tuple(map(SharedBlock.of, large))
+            self.spread.send(Message(kind=PACK, number=self.number, text=text, blocks=blocks))
+            batch = pack_from_bytes(text, [block.view() for block in blocks])  # to which no other rank writes
+        return Made(batch=batch, state=state)
+
+    def _tell(self, message: Message) -> None:
+        self._between.post(message)
+        with contextlib.suppress(PackingError):  # a rank that is gone misses nothing
+            self.spread.send(message)
+
+    def _receive(self) -> Made:
+        replica = self._replica
+        message = self._between.receive() if replica.is_leader else self.spread.receive()
+        if replica.is_leader:
+            self.spread.send(message)
+        if message.kind == CLOSED:
+            raise PackingError(f"rank {replica.reader}, which reads for this replica, reads no more")
+        assert message.text is not None
+        if message.kind == ERROR:
+            name, by_user, text = from_text(message.text)
+            if by_user:
+                raise ConfigError(text) if name == "ConfigError" else UserError(text)
+            raise PackingError(f"rank {replica.reader}, which reads for this replica, failed with {name}: {text}")
+        if message.number != self.number:
+            raise PackingError(
+                f"rank {replica.global_rank} is at pack {self.number}, but rank {replica.reader}, which reads for its "
+                f"replica, is at pack {message.number}; restore both from one checkpoint, and let every pipeline stage "
+                "read every micro-batch"
+            )
+        if message.kind == END:
+            raise StopIteration
+        return Made(batch=pack_from_bytes(message.text, [block.view() for block in message.blocks]))
+
+    def interrupt(self) -> None:
+        self.spread.interrupt()
+
+    def finish(self, stopped: bool) -> None:
+        """Calls that cannot be interrupted end with the reader's last message, so it is waited for."""
+        if stopped and not self._ended:
+            with contextlib.suppress(PackingError):
+                if self._source is not None:
+                    self._tell(Message(kind=CLOSED, number=self.number))
+                elif self._replica.is_leader or self.spread.spans_hosts:
+                    leads = self._replica.is_leader
+                    receive = self._between.receive if leads else self.spread.receive_from_other_host
+                    while receive().kind == PACK:
+                        pass
+        super().finish(stopped)
+        self.spread.close()
+
+
+class _Compared(_Road):
+    """Packs that each rank reads for itself, ``every`` so many of them compared between the ranks."""
+
+    def __init__(self, source: PackSource, replica: Replica, depth: int, every: int) -> None:
+        super().__init__(source, replica, depth)
+        self._own, self._every = source, every
+        self._group: OwnGroup | None = None
+        if len(replica.members) > 1:
+            name = replica.gather(new_name())[0]
+            self._group = OwnGroup(replica.members, replica.global_rank, name, PATIENCE)
+
+    def make(self) -> Made:
+        batch: PackedBatch | None = None
+        failure: Exception | None = None
+        try:
+            batch = next(self._own)
+        except Exception as error:
+            failure = error
+        try:
+            if self._replica.size > 1 and self.number % self._every == 0:
+                self._compare(_description(batch, failure, self.number))
+        except Exception as error:
+            failure = error
+        if failure is not None:
+            return Made(error=failure)
+        self.number += 1
+        return Made(batch=batch, state=self._own.state_later() if self._depth else None)
+
+    def _compare(self, mine: dict[str, Any]) -> None:
+        replica, first = self._replica, mine
+        if replica.is_reader:
+            self._between.post(Message(kind=PACK, number=self.number, text=to_text(mine)))
+        elif replica.stage > 0 and replica.is_leader and (told := self._between.receive().text) is not None:
+            first = from_text(told)
+        everyone = [(mine, first)] if self._group is None else self._group.all_gather_values((mine, first))
+        reference = everyone[0][1]
+        if any(own != reference for own, _ in everyone):
+            by_rank = {replica.reader: reference}
+            by_rank |= {rank: own for rank, (own, _) in zip(replica.members, everyone, strict=True)}
+            raise PackingError(_difference(by_rank, self.number))
+
+
+def _description(batch: PackedBatch | None, failure: Exception | None, number: int) -> dict[str, Any]:
+    """What two ranks must agree on."""
+    if batch is None:
+        ended = isinstance(failure, StopIteration)
+        return {"number": number, "failure": "the data have ended" if ended else f"{type(failure).__name__}: {failure}"}
+    return {"number": number, "keys": list(batch.sample_keys), "fields": field_digests(batch)}
+
+
+def _difference(by_rank: dict[int, dict[str, Any]], number: int) -> str:
+    """Describes the first difference between ranks of a replica in one sentence."""
+    way_out = (
+        "each rank of a replica reads for itself here (dataset.readers=every), and they must read the same; a decoder "
+        "that fails or times out on one of them is the usual cause; dataset.readers=one lets one rank read for all"
+    )
+    failures = {rank: found["failure"] for rank, found in by_rank.items() if "failure" in found}
+    if failures:
+        rank, why = next(iter(failures.items()))
+        return f"pack {number} could be read by some ranks of a replica only: rank {rank} says {why!r}; {way_out}"
+    (reader, mine), *others = by_rank.items()
+    for rank, found in others:
+        if found["number"] != mine["number"]:
+            return f"rank {rank} is at pack {found['number']}, rank {reader} at pack {mine['number']}; {way_out}"
+        for at, (ours, theirs) in enumerate(itertools.zip_longest(mine["keys"], found["keys"])):
+            if ours != theirs:
+                names = ["no further sample" if key is None else repr(key) for key in (ours, theirs)]
+                return (
+                    f"pack {number} differs inside a replica from sample {at} on: rank {reader} has {names[0]}, rank "
+                    f"{rank} has {names[1]}; {way_out}"
+                )
+        left, right = mine["fields"], found["fields"]
+        if differ := [name for name in {**left, **right} if left.get(name) != right.get(name)]:
+            return (
+                f"pack {number} differs inside a replica in {differ[0]!r} of the samples {', '.join(mine['keys'])}: "
+                f"rank {reader} and rank {rank} have other values; {way_out}"
+            )
+    return f"pack {number} differs inside a replica; {way_out}"
 
 
 class _Numbered:
@@ -33,43 +366,47 @@ class _Numbered:
     """
 
     def __init__(
-        self, source: PackSource | None, replica: Replica, road: Road, depth: int, pixels_to_device: bool
+        self, source: PackSource | None, replica: Replica, road: _Road, depth: int, pixels_to_device: bool
     ) -> None:
         if depth < 0:
             raise ConfigError(f"data.packs_ahead is {depth}; it must be at least 0.")
         self._source = source
         self._replica = replica
         self._road, self._depth = road, depth
-        self._copy = DeviceCopy.if_any(pixels=pixels_to_device)
-        self._ahead: ReadAhead[Made] | None = None
+        self._copy = DeviceCopy(pixels=pixels_to_device)
+        self._ahead: ReadAhead | None = None
         self._last: Made | None = None
         self._end = self._at_end(road.finish, False)
         self.packs = 0
 
     def __iter__(self) -> Iterator[PackedBatch]:
-        return self  # type: ignore[return-value]
+        return self
 
     def _at_end(self, what: Callable[..., None], *arguments: Any) -> weakref.finalize[Any, Any]:
-        """Calls a function when this object is closed or collected; `read_ahead` has its own end of a process."""
+        """Calls a function when this object is closed or collected; `ReadAhead` has its own end of a process."""
         end = weakref.finalize(self, what, *arguments)
         end.atexit = False
         return end
 
-    def _take(self) -> PackedBatch:
+    def __next__(self) -> PackedBatch:
+        """Returns the next pack.
+
+        Raises:
+            StopIteration: the data have ended, on all ranks of the stage, or of the replica if one rank reads.
+            UserError: the rank that reads raised it because of a user's mistake; on all ranks that ask for this pack.
+            PackingError: the reader raised any other error, the ranks are at different packs, or a rank is gone. Or
+                ranks that read for themselves read different packs, or one could not read its pack; the message names
+                the first sample or tensor that differs, and the ranks.
+            Exception: this rank's own reading raised it, and no comparison was due.
+        """
         if self._last is not None and self._last.error is not None and self._depth:
             raise self._last.error
         if not self._end.alive:
             raise PackingError("this reader was closed")
         made = _copied(self._road, self._copy) if self._ahead is None else self._ahead.take()
         if self._ahead is None and self._depth and made.error is None:
-            self._ahead = ReadAhead(
-                functools.partial(_copied, self._road, self._copy),
-                is_last=lambda made: made.error is not None,
-                interrupt=self._road.interrupt,
-                finish=self._road.finish,
-                depth=self._depth,
-                name=f"packs ahead on rank {self._replica.global_rank}",
-            )
+            name = f"packs ahead on rank {self._replica.global_rank}"
+            self._ahead = ReadAhead(self._road, self._copy, self._depth, name)
             self._end.detach()
             self._end = self._at_end(self._ahead.stop)
         if made.error is not None:
@@ -77,7 +414,7 @@ class _Numbered:
             raise made.error
         self._last = replace(made, batch=None)
         self.packs += 1
-        batch: PackedBatch = made.batch if self._copy is None else self._copy.take(made.batch)
+        batch: PackedBatch = self._copy.take(*made.batch)
         return batch
 
     def close(self) -> None:
@@ -140,14 +477,17 @@ class _Numbered:
         return self._replica.agree(act)
 
 
-def _copied(road: Road, copy: DeviceCopy | None) -> Made:
+def _copied(road: _Road, copy: DeviceCopy) -> Made:
     """The next pack of a road, on its way to the GPU if there is one."""
     made = road.make()
-    return made if copy is None or made.error is not None else replace(made, batch=copy.start(made.batch))
+    try:
+        return made if made.error is not None else replace(made, batch=copy.start(made.batch))
+    except Exception as error:
+        return Made(error=error)
 
 
 class OneReader(_Numbered):
-    """Packs of one replica, read by one of its ranks.
+    """Packs of one replica, read by one of its ranks; later pipeline stages get them without pixels.
 
     Args:
         source: what that rank reads; None on all other ranks.
@@ -165,21 +505,9 @@ class OneReader(_Numbered):
     ) -> None:
         if (source is not None) != replica.is_reader:
             raise PackingError(f"rank {replica.global_rank} of the replica read by {replica.reader} has a wrong source")
-        road = PassedOn(source, replica, depth)
+        road = _PassedOn(source, replica, depth)
         super().__init__(source, replica, road, depth, pixels_to_device)
-        self.sent = road.sent
-
-    def __next__(self) -> PackedBatch:
-        """The next pack; later pipeline stages get it without pixels.
-
-        Raises:
-            StopIteration: the reader's data have ended; on all ranks.
-            UserError: the reader raised it because of a user's mistake; on all ranks of the first stage, and on ranks
-                of later stages that ask for this pack.
-            PackingError: the reader raised any other error, the ranks are at different packs, or the reader or a rank
-                that gets packs from this one is gone.
-        """
-        return self._take()
+        self.sent = road.spread.sent
 
 
 class EveryReader(_Numbered):
@@ -204,15 +532,4 @@ class EveryReader(_Numbered):
     ) -> None:
         if compare_every < 1:
             raise ConfigError(f"compare_every is {compare_every}; it is a number of packs, at least 1.")
-        super().__init__(source, replica, Compared(source, replica, compare_every, depth), depth, pixels_to_device)
-
-    def __next__(self) -> PackedBatch:
-        """The next pack, compared with the other ranks' if a comparison is due.
-
-        Raises:
-            StopIteration: the data have ended, on all ranks of the stage.
-            PackingError: ranks read different packs, or one of them could not read its pack; the message names the
-                first sample or tensor that differs, and the ranks.
-            Exception: this rank's own reading raised it, and no comparison was due.
-        """
-        return self._take()
+        super().__init__(source, replica, _Compared(source, replica, depth, compare_every), depth, pixels_to_device)

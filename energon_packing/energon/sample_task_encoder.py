@@ -1,7 +1,12 @@
-"""Task encoders without packing: one row per conversation, padded to the longest row of its micro-batch.
+"""Task encoders that choose no packs: micro-batches of the next samples, packed by the trainer or not at all.
 
-They use the same conversation encoders as `PackingTaskEncoder`. Use them for validation data, for a first look at a
-data set, or for a trainer that packs by itself. Each is a plain Energon task encoder::
+`MicroBatchTaskEncoder` measures, limits, renders and accounts for samples as `PackingTaskEncoder` does, but does not
+choose them: the next ``micro_batch_size`` samples of the stream form one micro-batch. They travel as one `PackedBatch`
+without padding, so readers, states and ledgers are the same as for packs. `energon_packing.bridge.in_batch` turns them
+into the form that Megatron-Bridge's collators produce.
+
+The others pad one row per conversation to the longest row of its micro-batch, for validation data, for a first look at
+a data set, or for a trainer that packs by itself. Each is a plain Energon task encoder::
 
     task_encoder = TextImageTaskEncoder(EncoderConfig(processor="path/to/processor"), max_length=4096)
     dataset = get_train_dataset("out/data", task_encoder=task_encoder, batch_size=4, ...)
@@ -9,7 +14,7 @@ data set, or for a trainer that packs by itself. Each is a plain Energon task en
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import uuid
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -18,32 +23,128 @@ import torch
 from megatron.energon import Batch, Cooker, SkipSample, TaskEncoder, WorkerConfig, edataclass, stateless
 from torch.nn.functional import pad
 
-from energon_packing.config import MAX_DROPS_WITHOUT_PACK, EncoderConfig
-from energon_packing.conversation import Pairs
-from energon_packing.drop_reasons import DroppedSample
+from energon_packing import thd
+from energon_packing.config import PACK_LIMITS, EncoderConfig, PackingConfig, ParallelConfig
+from energon_packing.drops import DroppedSample
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.encoders.joinable_rows import joinable
 from energon_packing.encoders.modality import MixedEncoder, TextEncoder, TextImageEncoder, TextVideoEncoder
-from energon_packing.encoders.sample_encoder import AnyMeasured, SampleEncoder
-from energon_packing.energon.cookers import RECORD_COOKER
+from energon_packing.encoders.sample_encoder import AnyMeasured
 from energon_packing.energon.dataset_limits import DatasetLimits
-from energon_packing.energon.failure_tolerance import refuse_unlimited_failures
 from energon_packing.energon.internals import FatalSampleError, SavableDataset
-from energon_packing.energon.micro_batches import two_rows
 from energon_packing.energon.samples import (
-    ConversationSample,
     MeasuredSample,
-    Problem,
+    Pack,
     RenderedSample,
     account_for,
+    by_group,
     data_of,
-    read_media,
 )
+from energon_packing.energon.task_encoder import PackingTaskEncoder, refuse_unlimited_failures
+from energon_packing.energon.window import attempt
 from energon_packing.errors import ConfigError, SampleRejected, UserError
 from energon_packing.ledger import Ledger
 from energon_packing.thd.batch import IGNORE_INDEX
 from energon_packing.thd.pixels import finish
 from energon_packing.thd.rows import join_visual_inputs, joined_forms
+
+UNREAD = ("window", "policy", "balance_window", "dummy_image", *PACK_LIMITS)
+"""Fields of `PackingConfig` that decide which samples share a row; they have no effect here."""
+
+
+def refuse_unread(packing: PackingConfig, *, where: str, mode: str) -> None:
+    """Refuses settings of packs in a mode that makes no packs.
+
+    Args:
+        packing: the settings.
+        where: their name in the run's configuration, for the message.
+        mode: name of the mode, for the message.
+
+    Raises:
+        ConfigError: one of `UNREAD` differs from its default.
+    """
+    default = PackingConfig()
+    for name in UNREAD:
+        value, usual = getattr(packing, name), getattr(default, name)
+        if value != usual:
+            raise ConfigError(
+                f"{where}.{name} is {value!r}, but the mode {mode!r} chooses no packs, so nothing reads it; leave it "
+                f"at {usual!r}."
+            )
+
+
+def two_rows(key: str) -> ConfigError:
+    """The sentence about a pair of which both answers are asked for where a sample is one row."""
+    return ConfigError(
+        f"Sample {key} is a preference pair, of which packing.pairs 'both' makes two rows, but this run has one row "
+        "per sample; use packs (dataset.mode: packs), or set packing.pairs to 'chosen' or 'drop'."
+    )
+
+
+class MicroBatchTaskEncoder(PackingTaskEncoder):
+    """Puts ``micro_batch_size`` consecutive samples of at most ``packing.seq_length`` tokens into each micro-batch.
+
+    If a sample cannot be rendered, its micro-batch has fewer samples. Under ``packing.pairs: both`` a preference pair
+    is two rows, and stops the run.
+
+    Args:
+        encoder, parallel, processor, cookers, fingerprint: as for `PackingTaskEncoder`.
+        packing: length and ``oversize`` of a sample, drop budget, ledger; see `UNREAD` for what must stay unset.
+        micro_batch_size: samples per micro-batch.
+
+    Raises:
+        ConfigError: ``micro_batch_size`` is below 1, a setting is never read, or as for `PackingTaskEncoder`.
+    """
+
+    aligns_rows = False
+    takes_buffers = False
+
+    def __init__(
+        self,
+        encoder: EncoderConfig,
+        packing: PackingConfig,
+        parallel: ParallelConfig | None = None,
+        *,
+        micro_batch_size: int,
+        **others: Any,
+    ) -> None:
+        if micro_batch_size < 1:
+            raise ConfigError(f"micro_batch_size is {micro_batch_size}; it must be at least 1.")
+        refuse_unread(packing, where="packing", mode="one sample per row")
+        super().__init__(encoder, dataclasses.replace(packing, window=micro_batch_size), parallel, **others)
+        self.micro_batch_size = micro_batch_size
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of a micro-batch of the longest samples."""
+        return self.packing.seq_length * self.micro_batch_size
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Names and values that a saved loader state must match."""
+        return {**super().fingerprint(), "micro_batch_size": self.micro_batch_size}
+
+    def _check_size(self, measured: AnyMeasured) -> None:
+        if len(measured.segments) > 1:
+            raise two_rows(measured.key)
+        super()._check_size(measured)
+
+    @stateless
+    def pack_selected_samples(self, samples: list[RenderedSample]) -> Pack:
+        """Joins the samples of one micro-batch, one after the other without padding."""
+        batch = thd.assemble(
+            joinable([row for sample in samples for row in sample.rows], self.fields), extra_fields=self.fields
+        )
+        pack = self._pack_of(samples, batch)
+        pack.occupied = batch.real_tokens  # nothing is aligned here; that happens when the run forms its rows
+        return pack
+
+    def select_pack(self, samples: Sequence[MeasuredSample], ended: bool) -> list[int]:
+        """The next samples of the oldest one's group, in their order."""
+        return next(iter(by_group(samples).values()))[: self.micro_batch_size]
+
+    def fewest_packs(self, samples: Sequence[MeasuredSample]) -> int:
+        """Number of micro-batches that the samples fill."""
+        return sum(-(-len(held) // self.micro_batch_size) for held in by_group(samples).values())
 
 
 @edataclass
@@ -74,7 +175,7 @@ class SampleBatch(Batch):
     dropped: tuple[DroppedSample, ...] = ()
 
 
-class MixedTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
+class MixedTaskEncoder(PackingTaskEncoder):
     """Conversations with images and videos in any order and number; the classes below accept fewer kinds of media.
 
     Args:
@@ -84,10 +185,7 @@ class MixedTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         multiple: every row is padded to a multiple of this.
         pad_to_max_length: whether every row is padded to ``max_length``.
         pairs: see ``packing.pairs``; ``both`` is for labelled answers (KTO), because a pair is two rows.
-        ledger: directory of the ledger files; None keeps the ledger in the batches only.
-        drop_budget: share of the samples read that may be dropped; the run stops once the share is surely larger.
-        max_drops_without_pack: samples that may be dropped in a row, with no micro-batch between them, before the run
-            stops.
+        ledger, drop_budget, max_drops_without_pack: as in ``packing``; without a ledger, drops are in the batches only.
         processor: an already loaded processor; None loads ``encoder.processor``.
         cookers: for data sets that ``convert`` did not write; they are tried before our own.
 
@@ -95,7 +193,7 @@ class MixedTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         ConfigError: the processor cannot be used, the modality contradicts ``encoder.modality``, or a size is invalid.
     """
 
-    decoder = None  # Energon's decoder would decode every image and video before a sample is measured.
+    aligns_rows = False
     encoder_class: ClassVar[type[ConversationEncoder]] = MixedEncoder
 
     def __init__(
@@ -106,59 +204,30 @@ class MixedTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         truncate: bool = False,
         multiple: int = 1,
         pad_to_max_length: bool = False,
-        pairs: Pairs = "refuse",
-        ledger: str | None = None,
-        drop_budget: float = 0.1,
-        max_drops_without_pack: int = MAX_DROPS_WITHOUT_PACK,
         processor: Any = None,
         cookers: Sequence[Cooker[Any]] = (),
+        **packing: Any,
     ) -> None:
-        super().__init__()
         if max_length < 1 or multiple < 1 or max_length % multiple:
             raise ConfigError(f"max_length {max_length} must be a positive multiple of multiple {multiple}.")
-        if not 0.0 <= drop_budget <= 1.0:
-            raise ConfigError(f"drop_budget is {drop_budget}; it must be a share between 0 and 1.")
-        self.encoder: SampleEncoder = self.encoder_class(encoder, processor=processor)
-        self.max_length = max_length
-        self.truncate = truncate
-        self.multiple = multiple
-        self.pad_to_max_length = pad_to_max_length
-        self.pairs = pairs
-        self.cookers = (*cookers, RECORD_COOKER)
-        self._of_datasets = DatasetLimits(None)
-        if max_drops_without_pack < 1:
-            raise ConfigError(f"max_drops_without_pack is {max_drops_without_pack}; it must be at least 1.")
-        self._ledger_of = functools.partial(
-            Ledger, ledger, budget=drop_budget, most_pending=max_drops_without_pack, run=uuid.uuid4().hex[:12]
+        settings = PackingConfig(
+            seq_length=max_length,
+            oversize="truncate" if truncate else "drop",
+            pad_to_max_length=pad_to_max_length,
+            **packing,
         )
+        refuse_unread(settings, where="packing", mode="one sample per row")
+        super().__init__(self.encoder_class(encoder, processor=processor), settings, cookers=cookers)
+        self._of_datasets = DatasetLimits(None)
+        self.multiple = multiple
+        self._run = uuid.uuid4().hex[:12]
         self._ledger: Ledger | None = None
 
-    @stateless
-    def preencode_sample(self, sample: ConversationSample) -> MeasuredSample:
-        """Measures one conversation. Never raises: an error becomes the sample's problem."""
-        problem = sample.problem
-        measured: AnyMeasured | None = None
-        if problem is None:
-            try:
-                measured = self._measured(sample)
-            except Exception as error:
-                problem = Problem.of(error)
-        modality = sample.conversation.modality if sample.conversation else ""
-        return MeasuredSample.derive_from(
-            sample, measured=measured, store=sample.store, problem=problem, modality=modality
-        )
-
-    def _measured(self, sample: ConversationSample) -> AnyMeasured:
-        if sample.conversation is None:
-            raise SampleRejected("bad_record", "the cooker returned no conversation")
-        conversation = sample.conversation.trained(self.pairs)
-        if conversation.is_pair:
-            raise two_rows(conversation.key)
-        encoder = self._of_datasets.encoder(self.encoder, sample)
-        measured = encoder.measure(conversation, truncate_to=self.max_length if self.truncate else None)
-        if measured.length > self.max_length:
-            raise SampleRejected("oversize", f"{measured.length} tokens; max_length is {self.max_length}")
-        return measured
+    def _check_size(self, measured: AnyMeasured) -> None:
+        if len(measured.segments) > 1:
+            raise two_rows(measured.key)
+        if measured.length > self.capacity:
+            raise SampleRejected("oversize", f"{measured.length} tokens; max_length is {self.capacity}")
 
     @stateless
     def postencode_sample(self, sample: MeasuredSample) -> RenderedSample:
@@ -169,27 +238,26 @@ class MixedTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             FatalSampleError: the configuration cannot work, or the drop budget is used up.
         """
         ledger = self._worker_ledger()
-        ledger.count_read(data_of(sample), sample.modality)
+        data, modality, render = data_of(sample), sample.modality, super().postencode_sample
+        ledger.count_read(data, modality)
+        rendered = None
         try:
             if sample.measured is None:
                 account_for(sample, ledger)
-                raise SkipSample
-            read = functools.partial(read_media, sample.store)
-            try:
-                row = self.encoder.render(sample.measured, read)
-            except SampleRejected as error:
-                ledger.drop(sample.__key__, error.reason, error.detail, data=data_of(sample), modality=sample.modality)
-                raise SkipSample from error
-            return RenderedSample.derive_from(sample, rows=(row,), changes=sample.measured.changes)
+            else:
+                rendered = attempt(sample.__key__, lambda: render(sample), ledger, data=data, modality=modality)
         except UserError as error:
             raise FatalSampleError(str(error)) from error
+        if rendered is None:
+            raise SkipSample
+        return rendered
 
     @stateless
     def batch(self, samples: list[RenderedSample]) -> SampleBatch:
         """Pads the rows of a micro-batch to one length and joins their media."""
         rows = joinable([sample.rows[0] for sample in samples])
         lengths = [len(row["input_ids"]) for row in rows]
-        width = self.max_length if self.pad_to_max_length else -(-max(lengths) // self.multiple) * self.multiple
+        width = self.capacity if self.packing.pad_to_max_length else -(-max(lengths) // self.multiple) * self.multiple
         ledger = self._worker_ledger()
         ledger.emitted += len(rows)
 
@@ -209,7 +277,7 @@ class MixedTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             position_ids=stacked("position_ids", 0),
             lengths=torch.tensor(lengths),
             visual_inputs=finish(visual_inputs or {}, joined_forms(keys, rows)),
-            extras={field.name: stacked(field.name, field.pad or 0) for field in self.encoder.fields},
+            extras={field.name: stacked(field.name, field.pad or 0) for field in self.fields},
             keys=keys,
             dropped=ledger.take_dropped(),
         )
@@ -218,17 +286,18 @@ class MixedTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         """Energon's hook, after a check of the failure limits of a subclass.
 
         Raises:
-            ConfigError: a function may fail without limit.
+            ConfigError: a function may fail without limit, or ``packing_buffer_size`` asks for packs.
         """
         refuse_unlimited_failures(self)
-        return super().build_batch(dataset, **arguments)
+        if arguments.get("packing_buffer_size") is not None:
+            raise ConfigError(f"{type(self).__name__} makes no packs; leave packing_buffer_size out.")
+        return TaskEncoder.build_batch(self, dataset, **arguments)
 
     def _worker_ledger(self) -> Ledger:
         """Returns the ledger of this worker, created on first use, when the worker process is known."""
         if self._ledger is None:
-            config = WorkerConfig.active_worker_config
-            rank, worker = (0, 0) if config is None else (config.rank, config.rank_worker_id())
-            self._ledger = self._ledger_of(name=f"rank{rank}-worker{worker}")
+            own = WorkerConfig.active_worker_config or WorkerConfig(rank=0, world_size=1, num_workers=0)
+            self._ledger = self.make_ledger(own, run=self._run)
         return self._ledger
 
 

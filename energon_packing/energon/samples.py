@@ -13,8 +13,9 @@ from megatron.energon import Sample, edataclass
 from megatron.energon.cache import FileStore
 from typing_extensions import TypeVar
 
+from energon_packing.config.data import group_name
 from energon_packing.conversation import Conversation
-from energon_packing.drop_reasons import DroppedSample
+from energon_packing.drops import DroppedSample
 from energon_packing.encoders.sample_encoder import AnyMeasured
 from energon_packing.encoders.splitting import MeasuredSplit
 from energon_packing.errors import PackingError, SampleRejected, UserError
@@ -69,7 +70,7 @@ class MeasuredSample(Sample):
     """A sample of known length, in the packing window; ``encoder`` is the number of the encoder that measured it, and
     ``modality`` that of its record (`Conversation.modality`), empty if it could not be read.
 
-    If it fits no pack, ``split`` holds its pieces; `energon_packing.energon.split_pieces` turns them into samples.
+    If it fits no pack, ``split`` holds its pieces; `energon_packing.energon.window` turns them into samples.
     """
 
     measured: AnyMeasured | None
@@ -89,17 +90,26 @@ def account_for(sample: MeasuredSample, ledger: Ledger) -> None:
         DropBudgetExceeded: raised by the ledger.
     """
     problem = sample.problem
-    if problem is None:
-        raise PackingError(f"sample {sample.__key__} was neither measured nor refused")
-    if problem.fatal is not None:
-        raise problem.fatal
+    if problem is None or problem.fatal is not None:
+        raise (problem and problem.fatal) or PackingError(f"sample {sample.__key__} was neither measured nor refused")
     ledger.drop(sample.__key__, problem.reason, problem.detail, data=data_of(sample), modality=sample.modality)
 
 
 def data_of(sample: Sample) -> str:
-    """Path of the data set that a sample was read from; empty if it does not say."""
-    sources = sample.__sources__
-    return str(sources[0].dataset_path) if sources else ""
+    """Returns the path of the data set that a sample was read from; empty if it does not say."""
+    return str(sample.__sources__[0].dataset_path) if sample.__sources__ else ""
+
+
+def by_group(samples: Sequence[Any]) -> dict[str, list[int]]:
+    """Positions of the samples of each group, ascending; groups are in the order of their oldest sample.
+
+    Args:
+        samples: with Energon's subflavors, oldest first.
+    """
+    found: dict[str, list[int]] = {}
+    for position, sample in enumerate(samples):
+        found.setdefault(group_name(sample.__subflavors__), []).append(position)
+    return found
 
 
 def read_media(store: FileStore | None, name: str) -> bytes:
@@ -157,9 +167,7 @@ def beneath(dataset: Any) -> Sequence[Any]:
     """The data sets that one of Energon's wrappers reads; none if it is no wrapper."""
     # They have `datasets`, and a property `dataset` that fails where these are several.
     inner = getattr(dataset, "datasets", None)
-    if inner is None:
-        return (dataset.dataset,) if hasattr(dataset, "dataset") else ()
-    return tuple(inner)
+    return tuple(inner) if inner is not None else (dataset.dataset,) if hasattr(dataset, "dataset") else ()
 
 
 def forget_members(reader: Any) -> None:

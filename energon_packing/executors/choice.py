@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 from energon_packing.errors import ConfigError
-from energon_packing.executors.local import LocalProcesses
-from energon_packing.executors.on_ray import RayWorkers
-from energon_packing.executors.work import CallingProcess, Executor
+from energon_packing.executors.work import Executor, ExecutorEntry
+from energon_packing.registry import Registry
 
-ExecutorKind = Literal["local", "ray"]
+ExecutorKind = str
+EXECUTORS: Registry[ExecutorEntry] = Registry(
+    "executor",
+    folder="energon_packing.executors",
+    declared=lambda module: getattr(module, "EXECUTOR", {}),
+    setting="--executor",
+)
 
 
 def check_rank(rank: int, world_size: int) -> None:
@@ -29,9 +32,10 @@ class ExecutorConfig:
     """Who does the tasks of a command.
 
     Attributes:
-        kind: processes of this machine, or workers of a Ray cluster.
+        kind: name of an executor: ``local`` (processes of this machine), ``ray`` (workers of a Ray cluster), or one
+            that another package declares.
         workers: how many; None for one per CPU of the machine or cluster. 0 works in the calling process.
-        address: of a running Ray cluster, see `RayWorkers`.
+        address: of a running cluster, see `energon_packing.executors.on_ray.RayWorkers`.
     """
 
     kind: ExecutorKind = "local"
@@ -39,22 +43,25 @@ class ExecutorConfig:
     address: str | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(ExecutorKind):
-            raise ConfigError(f"--executor is {self.kind!r}; it must be one of {', '.join(get_args(ExecutorKind))}.")
+        cluster = EXECUTORS.find(self.kind).cluster
         if self.workers is not None and self.workers < 0:
             raise ConfigError(f"--workers is {self.workers}; it must be at least 0.")
-        if self.kind == "ray" and self.workers == 0:
-            raise ConfigError("--workers 0 works in this process; with --executor ray, --workers must be at least 1.")
-        if self.kind == "local" and self.address is not None:
+        if cluster and self.workers == 0:
+            raise ConfigError(
+                f"--workers 0 works in this process; with --executor {self.kind}, --workers must be at least 1."
+            )
+        if not cluster and self.address is not None:
             raise ConfigError("--address is of a Ray cluster; add --executor ray.")
 
-    def executor(self, tasks: int) -> Executor:
-        """The executor for this many tasks.
+    @property
+    def cluster(self) -> bool:
+        """Whether the workers may be on other machines."""
+        return EXECUTORS.find(self.kind).cluster
+
+    def executor(self, tasks: int | None = None) -> Executor:
+        """The executor for this many tasks; None if nobody has counted them.
 
         Raises:
             UserError: it is not installed.
         """
-        if self.kind == "ray":
-            return RayWorkers(None if self.workers is None else max(1, min(self.workers, tasks)), self.address)
-        workers = min(8, os.cpu_count() or 1) if self.workers is None else self.workers
-        return LocalProcesses(min(workers, tasks)) if min(workers, tasks - 1) > 0 else CallingProcess()
+        return EXECUTORS.find(self.kind).make(self.workers, self.address, tasks)

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
+import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from energon_packing.executors.parent import end_with_parent
-from energon_packing.executors.sent_errors import sendable
-from energon_packing.executors.work import Attempt, Attempts, Results, Work
+from energon_packing.executors.work import (
+    Attempt,
+    Attempts,
+    CallingProcess,
+    Executor,
+    ExecutorEntry,
+    Results,
+    Work,
+)
+
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -52,17 +63,19 @@ class LocalProcesses:
         """See `Executor`."""
         attempts = Attempts(tasks, work.name)
         workers: list[_Worker] = []
+        done: list[tuple[Task, Result]] = []
         try:
             while True:
                 self._give_out(attempts, work, workers)
+                yield from done  # while the workers go on
                 busy = {worker.connection: worker for worker in workers if worker.attempt is not None}
-                if not busy:
+                if not (busy or done):
                     return
-                for connection in wait(list(busy)):
+                done = []
+                for connection in wait(list(busy)) if busy else ():
                     worker = busy[connection]  # type: ignore[index]
-                    attempt = worker.attempt
+                    attempt, worker.attempt = worker.attempt, None
                     assert attempt is not None, "only busy workers are waited for"
-                    worker.attempt = None
                     try:
                         kind, value = worker.connection.recv()
                     except (EOFError, OSError):
@@ -72,7 +85,7 @@ class LocalProcesses:
                         continue
                     if kind == "failed":
                         raise value
-                    yield attempt.task, value
+                    done.append((attempt.task, value))
         finally:
             for worker in workers:
                 worker.process.kill()
@@ -114,7 +127,11 @@ def _serve(work: Work[Any, Any], connection: Connection, inherited: list[Connect
     Args:
         inherited: the calling process's ends of pipes. A fork that kept them would keep other workers from ending.
     """
-    end_with_parent(parent)
+    if sys.platform == "linux":
+        libc: Any = ctypes.CDLL(None)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # this process ends with its parent, whatever ends that
+    if os.getppid() != parent:
+        sys.exit(1)
     for each in inherited:
         each.close()
     # Else the first collection of garbage writes to every page that this process shares with the calling one.
@@ -131,3 +148,27 @@ def _serve(work: Work[Any, Any], connection: Connection, inherited: list[Connect
         return  # the calling process is gone
     except Exception as error:
         connection.send(("failed", sendable(error)))
+
+
+def sendable(error: Exception) -> Exception:
+    """The exception with its traceback as a note; a `RuntimeError` of the same words if it cannot be sent.
+
+    Some exceptions are pickled but cannot be read back, as their ``__init__`` has other parameters; the process that
+    receives one would fail with an error of its own.
+    """
+    error.add_note("".join(traceback.format_exception(error)))
+    try:
+        pickle.loads(pickle.dumps(error))  # our own exception, in our own process
+    except Exception:
+        return RuntimeError("".join(traceback.format_exception(error)))
+    return error
+
+
+def _local(workers: int | None, address: str | None, tasks: int | None) -> Executor:
+    count = min(8, os.cpu_count() or 1) if workers is None else workers
+    if tasks is not None:
+        count = min(count, tasks) if tasks > 1 else 0
+    return LocalProcesses(count) if count else CallingProcess()
+
+
+EXECUTOR = {"local": ExecutorEntry(make=_local)}

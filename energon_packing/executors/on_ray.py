@@ -6,12 +6,11 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 from energon_packing.errors import UserError
-from energon_packing.executors.work import Attempt, Attempts, Results, Work
+from energon_packing.executors.work import Attempt, Attempts, Executor, ExecutorEntry, Results, Work
 
 _OBJECT_STORE_BYTES = 100 << 20
 """Of a cluster of our own. Only the work, tasks and results pass through it, which are small."""
@@ -49,31 +48,14 @@ class RayWorkers:
 
     def results[Task, Result](self, tasks: Iterable[Task], work: Work[Task, Result]) -> Results[Task, Result]:
         """See `Executor`."""
-        with self.connected():
-            actors: list[Any] = []
-            try:
-                yield from self._results(tasks, work, actors)
-            finally:
-                for actor in actors:
-                    with contextlib.suppress(self._ray.exceptions.RayError):
-                        self._ray.kill(actor)
-
-    @property
-    def count(self) -> int:
-        """Workers; asked while connected, where the cluster decides."""
-        return self._count or max(1, int(self._ray.cluster_resources().get("CPU", 1)))
-
-    @contextmanager
-    def connected(self) -> Iterator[None]:
-        """Stays connected to the cluster for several `results`; each connects by itself otherwise.
-
-        Raises:
-            UserError: there is no cluster at the address.
-        """
         connected = self._connect()  # False in a cluster of the calling program
+        actors: list[Any] = []
         try:
-            yield
+            yield from self._results(tasks, work, actors)
         finally:
+            for actor in actors:
+                with contextlib.suppress(self._ray.exceptions.RayError):
+                    self._ray.kill(actor)
             if connected:
                 self._ray.shutdown()
 
@@ -85,25 +67,21 @@ class RayWorkers:
         """
         if self._ray.is_initialized():
             return False
-        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+        own: dict[str, Any] = {}
         if self._address is None:
-            count = self._count or os.cpu_count() or 1
-            self._ray.init(
-                "local",
-                num_cpus=count,
-                num_gpus=0,
-                include_dashboard=False,
-                object_store_memory=_OBJECT_STORE_BYTES,
-                **quiet,
-            )
-            return True
+            own = {"num_cpus": self._count or os.cpu_count() or 1, "num_gpus": 0, "include_dashboard": False}
+            own["object_store_memory"] = _OBJECT_STORE_BYTES
         try:
-            _knock(self._address)
-            self._ray.init(self._address, **quiet)
+            if self._address is not None:
+                _knock(self._address)
+            self._ray.init(self._address or "local", log_to_driver=False, logging_level=logging.ERROR, **own)
         except (OSError, RuntimeError, ValueError) as error:
+            why = " ".join(str(error).split())[:200]
+            if self._address is None:
+                raise UserError(f"--executor ray: Ray does not start on this machine ({why})") from error
             raise UserError(
-                f"--address {self._address}: there is no Ray cluster that this machine can join "
-                f"({' '.join(str(error).split())[:200]}); 'ray status' shows a running one"
+                f"--address {self._address}: there is no Ray cluster that this machine can join ({why}); 'ray status' "
+                "shows a running one"
             ) from error
         return True
 
@@ -112,23 +90,13 @@ class RayWorkers:
     ) -> Results[Task, Result]:
         ray = self._ray
         kind = ray.remote(num_cpus=1, max_restarts=0)(_Worker)
-        count = self.count
+        count = self._count or max(1, int(ray.cluster_resources().get("CPU", 1)))
         attempts = Attempts(tasks, work.name)
         described = ray.put(work)
         waiting: dict[Any, tuple[Any, Attempt[Task] | None]] = {}
         free: list[Any] = []
         failed_starts = 0
-
-        def start() -> None:
-            actor = kind.remote()
-            actors.append(actor)
-            waiting[actor.begin.remote(described)] = actor, None
-
-        first = attempts.take()
-        if first is None:
-            return
-        to_give: Attempt[Task] | None = first
-        start()
+        to_give: Attempt[Task] | None = None
         while True:
             to_give = to_give or attempts.take()
             while free and to_give is not None:
@@ -137,7 +105,8 @@ class RayWorkers:
                 to_give = attempts.take()
             # A busy cluster starts some of them late or never, and the others do not wait for them.
             while to_give is not None and len(actors) < count:
-                start()
+                actors.append(kind.remote())
+                waiting[actors[-1].begin.remote(described)] = actors[-1], None
             if to_give is None and all(attempt is None for _, attempt in waiting.values()):
                 return
             (done, *_), _ = ray.wait(list(waiting), num_returns=1)
@@ -194,13 +163,19 @@ class _Worker:
     def __init__(self) -> None:
         self._work: Work[Any, Any] | None = None
 
-    def begin(self, work: Work[Any, Any]) -> str:
-        """Gets ready; returns the name of its host."""
+    def begin(self, work: Work[Any, Any]) -> None:
+        """Gets ready."""
         self._work = work
         work.begin()
-        return socket.gethostname()
 
     def do(self, task: Any) -> Any:
         """Does a task."""
         assert self._work is not None, "the actor was not told what to do"
         return self._work.do(task)
+
+
+def _on_ray(workers: int | None, address: str | None, tasks: int | None) -> Executor:
+    return RayWorkers(workers if workers is None or tasks is None else max(1, min(workers, tasks)), address)
+
+
+EXECUTOR = {"ray": ExecutorEntry(make=_on_ray, cluster=True)}

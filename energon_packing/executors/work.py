@@ -1,9 +1,10 @@
-"""What executors have in common: the work that they do, and the account of tasks whose worker died."""
+"""What executors have in common: the work that they do, the account of tasks whose worker died, and their order."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -12,11 +13,9 @@ from energon_packing.errors import UserError
 MOST_DEATHS = 2
 """A task is given up when this many workers died at it."""
 
-
 NOT_YET: Final[Any] = object()
 """In an iterable of tasks: there is none now, but there may be one after the next result. While it is given, a task is
-being done."""
-
+being done, or its result has not been taken."""
 
 type Results[Task, Result] = Generator[tuple[Task, Result], None, None]
 """Tasks with their results."""
@@ -53,6 +52,20 @@ class Executor(Protocol):
             UserError: two workers died at the same task, or there are no workers.
             Exception: what a task raised.
         """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExecutorEntry:
+    """An executor as its module declares it.
+
+    Attributes:
+        make: makes one from the number of workers (None: all that there are), the address of a cluster, and the number
+            of tasks (None: unknown).
+        cluster: whether its workers may be on other machines, which see the same files.
+    """
+
+    make: Callable[[int | None, str | None, int | None], Executor]
+    cluster: bool = False
 
 
 class CallingProcess:
@@ -95,10 +108,7 @@ class Attempts[Task]:
         return None
 
     def died(self, attempt: Attempt[Task], how: str) -> None:
-        """Notes that a worker died at a task.
-
-        Args:
-            how: such as ``was killed by SIGKILL``.
+        """Notes that a worker died at a task; ``how`` is such as ``was killed by SIGKILL``.
 
         Raises:
             UserError: it is not the first.
@@ -110,3 +120,32 @@ class Attempts[Task]:
                 "; if memory is short, use fewer --workers"
             )
         self._again.append(attempt)
+
+
+def in_order[Task, Result](
+    executor: Executor, tasks: Iterable[Task], work: Work[Task, Result], *, ahead: int
+) -> Results[Task, Result]:
+    """Yields each task with its result, in the order of the tasks.
+
+    Args:
+        executor: does them; errors are those of `Executor.results`.
+        tasks: taken one at a time.
+        ahead: no more tasks than these are taken before the result of the first of them, so that results which wait
+            for it stay few.
+    """
+    given: deque[Task] = deque()  # in order, until they are yielded
+    done: dict[int, Result] = {}  # by the identity of the task
+
+    def bounded() -> Iterator[Task]:
+        for task in tasks:
+            while len(given) >= ahead:
+                yield NOT_YET
+            given.append(task)
+            yield task
+
+    with closing(executor.results(bounded(), work)) as results:
+        for task, result in results:
+            done[id(task)] = result
+            while given and id(given[0]) in done:
+                first = given.popleft()
+                yield first, done.pop(id(first))

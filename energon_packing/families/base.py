@@ -1,17 +1,16 @@
 """What a vision family defines, so that a sample can be measured without its pixels and rendered with them.
 
-A new family is one file. Subclass `VisionFamily` and define how many tokens an image or video of a given size costs
-(`plan`), which text stands for it (`replacement`), how its pixels are made (`pixels`) and the positions of its tokens
-(`positions`). Then add it to `registry.py`. Geometry is never guessed: a test compares it with the family's processor.
+A new family is one file of this folder, which `registry.py` reads. Subclass `VisionFamily` and define how many tokens
+an image or video of a given size costs (`geometry`), which text stands for it (`replacement`), how its pixels are made
+(`pixels`) and the positions of its tokens (`positions`).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from fractions import Fraction
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -20,8 +19,9 @@ from energon_packing.config import EncoderConfig
 from energon_packing.config.setting import marked, marked_and_set
 from energon_packing.conversation import Media, MediaKind
 from energon_packing.errors import ConfigError, SampleRejected
-from energon_packing.families.media_plan import MediaPlan as MediaPlan
-from energon_packing.families.pixel_forms import proven
+from energon_packing.families.geometry import MediaPlan as MediaPlan
+from energon_packing.families.geometry import require as require
+from energon_packing.families.pixel_forms import RAW, proven
 from energon_packing.thd.fields import TokenField
 from energon_packing.thd.pixels import PixelForm
 
@@ -29,6 +29,22 @@ IMAGE_SIZES = ("min_pixels", "max_pixels")
 VIDEO_SIZES = ("video_min_pixels", "video_max_pixels")
 FAMILY_FIELDS = marked(EncoderConfig, "by_family")
 """Fields of `EncoderConfig` that a family does not support unless it names them in ``reads``."""
+PROCESSOR_SETTINGS: Mapping[str, Literal["size", "pixels", "frames", "tokens", "tiles", "order"]] = {
+    **{"size": "size", "crop_size": "size", "do_resize": "size", "do_center_crop": "size"},
+    **{"do_rescale": "pixels", "do_normalize": "pixels", "resample": "pixels"},
+    **{"image_mean": "pixels", "image_std": "pixels", "rescale_factor": "pixels"},
+    **{"patch_size": "tokens", "merge_size": "tokens", "temporal_patch_size": "tokens"},
+    **{"fps": "frames", "num_frames": "frames", "min_frames": "frames", "max_frames": "frames"},
+    **{"min_patches": "tiles", "max_patches": "tiles", "image_grid_pinpoints": "tiles"},
+    **{"image_seq_length": "tokens", "num_image_tokens": "tokens", "num_additional_image_tokens": "tokens"},
+    **{"spatial_merge_size": "tokens", "pooling_ratio": "tokens"},
+    **{"tile_size": "tiles", "max_num_tiles": "tiles", "size_divisor": "size", "do_pad": "size"},
+    **{"do_pan_and_scan": "tiles", "pan_and_scan_min_crop_size": "tiles", "pan_and_scan_max_num_crops": "tiles"},
+    **{"pan_and_scan_min_ratio_to_activate": "tiles"},
+    **{"vision_feature_select_strategy": "tokens", "vision_aspect_ratio": "tiles", "draw_on_frames": "pixels"},
+}
+"""Settings of processors, image processors and video processors, and what of a row each decides where it is read. A
+fingerprint has all of them, in this order, and ``processor_settings`` of the family."""
 
 
 class VisionFamily(ABC):
@@ -43,7 +59,9 @@ class VisionFamily(ABC):
     name: ClassVar[str]
     """Name in configurations and messages."""
     processor_classes: ClassVar[tuple[str, ...]]
-    """Names of the Hugging Face processor classes that this family serves; if several do, ``auto`` takes the first."""
+    """Names of the Hugging Face processor classes that this family serves."""
+    by_name_only: ClassVar[tuple[str, ...]] = ()
+    """Those of ``processor_classes`` that ``auto`` leaves to another family; this one is then chosen by its name."""
     reads: ClassVar[tuple[str, ...]] = ()
     """The `FAMILY_FIELDS` that this family reads; setting any other raises an error, so none is ignored."""
     padded: ClassVar[tuple[str, ...]] = ()
@@ -52,9 +70,9 @@ class VisionFamily(ABC):
     plans_grids: ClassVar[bool] = True
     """Whether ``MediaPlan.grid`` is the grid of patches that `pixels` returns, which is then compared with it."""
     shared_placeholder: ClassVar[bool] = False
-    """Whether images and videos have one placeholder; then no row holds both (`encoders.shared_placeholder`)."""
+    """Whether images and videos have one placeholder; then no row holds both (`encoders.joinable_rows`)."""
     processor_settings: ClassVar[tuple[str, ...]] = ()
-    """Attributes of the processor or its parts that rows depend on, besides `encoders.encoder_fingerprint.LIMITS`."""
+    """Attributes of the processor or its parts that rows depend on, besides `PROCESSOR_SETTINGS`."""
     token_fields: ClassVar[tuple[TokenField, ...]] = ()
     """The model inputs that `token_values` returns; a model whose forward does not take one of them is refused."""
     mrope: ClassVar[bool] = True
@@ -93,14 +111,29 @@ class VisionFamily(ABC):
         """
         return tuple(self.plan(item) for item in media)
 
-    @abstractmethod
     def plan(self, media: Media) -> MediaPlan:
         """Returns the geometry of one image or video from its size, frames and fps.
 
         Raises:
-            SampleRejected: ``media_geometry`` if the family's processor refuses the size,
-                ``unmeasured_media`` if a needed number is missing.
+            SampleRejected: ``unsupported_media`` if the family does not accept the kind, ``media_geometry`` if its
+                processor refuses the size, ``unmeasured_media`` if a needed number is missing.
         """
+        return self.measured(media, self.geometry)
+
+    def geometry(self, media: Media, height: int, width: int) -> MediaPlan:
+        """Returns the plan of an image or video of a size; its errors become rejections, see `plan`."""
+        raise NotImplementedError
+
+    def measured(self, media: Media, geometry: Callable[[Media, int, int], MediaPlan]) -> MediaPlan:
+        """Returns ``geometry(media, height, width)``, checked as `plan` is."""
+        self.check_kind(media)
+        width, height = require(media.width, media, "width"), require(media.height, media, "height")
+        try:
+            return geometry(media, height, width)
+        except (ValueError, ZeroDivisionError) as error:  # how processors refuse a size; any other is a bug
+            raise SampleRejected(
+                "media_geometry", f"{media.kind} {media.name!r} of {width}x{height} pixels: {error}"
+            ) from error
 
     def check_kind(self, media: Media) -> None:
         """Refuses an image or a video if the family does not accept it; for `plan`.
@@ -113,6 +146,18 @@ class VisionFamily(ABC):
                 "unsupported_media",
                 f"{media.kind} {media.name!r}: the family {self.name} does not accept {media.kind}s",
             )
+
+    def check_tiles(self, plans: Sequence[MediaPlan], counts: Iterable[int]) -> None:
+        """Refuses media that became other numbers of tiles than planned; for `pixels`.
+
+        Raises:
+            SampleRejected: ``media_changed``.
+        """
+        for plan, count in zip(plans, counts, strict=True):
+            if int(count) != plan.tiles:
+                raise SampleRejected(
+                    "media_changed", f"the {plan.kind} became {int(count)} tiles, but {plan.tiles} were measured"
+                )
 
     @abstractmethod
     def replacement(self, plan: MediaPlan) -> str:
@@ -173,6 +218,16 @@ class VisionFamily(ABC):
                 kinds[input_ids == self.placeholder_ids[kind]] = number  # type: ignore[index]
         return kinds
 
+    def stand_for_media(self, placeholders: Mapping[MediaKind, str], *edges: str) -> None:
+        """Sets ``placeholders`` to tokens that stand for media as they are; ``edges`` are tokens around them.
+
+        Raises:
+            ConfigError: the tokenizer does not have a placeholder as a single token.
+        """
+        self.placeholders = dict(placeholders)
+        self.placeholder_ids = {kind: self.check_token(token) for kind, token in placeholders.items()}
+        self.reserved = (*placeholders.values(), *edges)
+
     def check_token(self, token: str) -> int:
         """Returns the id of a token that the family needs.
 
@@ -190,11 +245,6 @@ class VisionFamily(ABC):
         return int(token_id)
 
 
-def require[Number: (int, Fraction)](value: Number | None, media: Media, what: str) -> Number:
-    """Returns a measured number of an image or video, or rejects the sample and names the missing number."""
-    if value is None or value <= 0:
-        raise SampleRejected(
-            "unmeasured_media",
-            f"{media.kind} {media.name!r} has no {what}; convert the data or run `energon prepare-media` to measure it",
-        )
-    return value
+def ask(processor: Any, raw: bool, **media: Any) -> Any:
+    """Returns what an image or video processor makes of ``images`` or ``videos``, bytes if ``raw``."""
+    return processor(return_tensors="pt", **media, **(RAW if raw else {}))

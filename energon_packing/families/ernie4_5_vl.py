@@ -15,8 +15,8 @@ import torch
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media
 from energon_packing.errors import ConfigError
-from energon_packing.families.base import MediaPlan
-from energon_packing.families.pixel_forms import RAW
+from energon_packing.families.base import MediaPlan, ask
+from energon_packing.families.geometry import sampled_frames
 from energon_packing.families.qwen_vl import Qwen25VL
 from energon_packing.thd.fields import TokenField
 
@@ -89,12 +89,8 @@ class Ernie45VL(Qwen25VL):
 
     def sample_frames(self, total: int, fps: Fraction) -> tuple[int, ...]:
         """Indices of the frames that stand for a clip of ``total`` frames, by the video processor."""
-        from transformers.video_utils import VideoMetadata
-
-        clip = VideoMetadata(total_num_frames=total, fps=float(fps))
-        indices = self.videos.sample_frames(clip, fps=self.video_fps, num_frames=self.videos.num_frames)
-        # Its steps can reach the clip's length, which is no frame.
-        return tuple(int(index) for index in indices if int(index) < total)
+        rate = {"fps": self.video_fps, "num_frames": self.videos.num_frames}
+        return tuple(sampled_frames(self.videos, total, fps, **rate))
 
     def _plan_video(self, media: Media, height: int, width: int) -> MediaPlan:
         if self.videos.draw_on_frames and min(height, width) < SMALLEST_FRAME:
@@ -128,17 +124,9 @@ class Ernie45VL(Qwen25VL):
         ]
         # The processor draws in place; the frames are the caller's.
         drawn = [video.clone() for video in videos] if self.videos.draw_on_frames else list(videos)
-        made = self.videos(
-            videos=drawn,
-            video_metadata=metadata,
-            do_sample_frames=False,
-            return_tensors="pt",
-            **(RAW if raw else {}),
-        )
-        return {
-            "pixel_values_videos": made["pixel_values_videos"],
-            "video_grid_thw": made["video_grid_thw"].to(torch.int64),
-        }
+        made = ask(self.videos, raw, videos=drawn, video_metadata=metadata, do_sample_frames=False)
+        grids = made["video_grid_thw"].to(torch.int64)
+        return {"pixel_values_videos": made["pixel_values_videos"], "video_grid_thw": grids}
 
     def _video_extras(self, plans: Sequence[MediaPlan]) -> dict[str, torch.Tensor]:
         return {}

@@ -9,9 +9,9 @@ import torch
 
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media
-from energon_packing.errors import ConfigError, SampleRejected
-from energon_packing.families.base import MediaPlan, VisionFamily, require
-from energon_packing.families.pixel_forms import RAW, image_forms
+from energon_packing.errors import ConfigError
+from energon_packing.families.base import MediaPlan, VisionFamily, ask
+from energon_packing.families.pixel_forms import image_forms
 from energon_packing.thd.pixels import PixelForm
 
 SIGLIP_PATCH = 14
@@ -61,14 +61,8 @@ class Gemma3(VisionFamily):
                 setattr(self.images, name, value)
         self.images.do_pan_and_scan = bool(config.pan_and_scan)
 
-    def plan(self, media: Media) -> MediaPlan:
-        """Returns one square, or one and its crops, by the processor's own rule.
-
-        Raises:
-            SampleRejected: ``unsupported_media``, ``unmeasured_media``.
-        """
-        self.check_kind(media)
-        width, height = require(media.width, media, "width"), require(media.height, media, "height")
+    def geometry(self, media: Media, height: int, width: int) -> MediaPlan:
+        """Returns one square, or one and its crops, by the processor's own rule."""
         squares = 1 + (self._crops(height, width) if self.images.do_pan_and_scan else 0)
         return MediaPlan(
             kind="image", grid=(squares, *self._patches), runs=(self.square_tokens,) * squares, tiles=squares
@@ -108,12 +102,6 @@ class Gemma3(VisionFamily):
         """
         if not media:
             return {}
-        made = self.images(
-            images=list(media), input_data_format="channels_first", return_tensors="pt", **(RAW if raw else {})
-        )
-        for plan, crops in zip(plans, made["num_crops"], strict=True):
-            if 1 + int(crops) != plan.tiles:
-                raise SampleRejected(
-                    "media_changed", f"an image became {1 + int(crops)} tiles, but {plan.tiles} were measured"
-                )
+        made = ask(self.images, raw, images=list(media), input_data_format="channels_first")
+        self.check_tiles(plans, (1 + int(crops) for crops in made["num_crops"]))
         return {"pixel_values": made["pixel_values"]}

@@ -12,8 +12,8 @@ from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media
 from energon_packing.errors import SampleRejected
 from energon_packing.families.base import IMAGE_SIZES, VIDEO_SIZES, MediaPlan
-from energon_packing.families.frames import VIDEO_FRAMES, chosen_frames
-from energon_packing.families.time_steps import TimeSteps
+from energon_packing.families.geometry import VIDEO_FRAMES, chosen_frames, sampled_frames
+from energon_packing.families.qwen_vl import TimeSteps
 from energon_packing.thd.fields import TokenField
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
@@ -75,12 +75,9 @@ class Glm4v(TimeSteps):
         The processor has no maximum number of frames. If there are more than ``encoder.video_max_frames``, that many,
         rounded down to whole time steps, are chosen evenly from them.
         """
-        from transformers.video_utils import VideoMetadata
-
         # The duration that transformers' video readers report, of the exact rate; without it the processor rounds up to
         # whole seconds.
-        clip = VideoMetadata(total_num_frames=total, fps=float(fps), duration=float(total / fps))
-        indices = tuple(int(index) for index in self.videos.sample_frames(clip, fps=self.video_fps))
+        indices = tuple(sampled_frames(self.videos, total, fps, duration=float(total / fps), fps=self.video_fps))
         most, step = self.config.video_max_frames, int(self.videos.temporal_patch_size)
         if most is None or len(indices) <= most:
             return indices

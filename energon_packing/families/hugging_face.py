@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from energon_packing.config import EncoderConfig
-from energon_packing.conversation import Media, MediaKind
+from energon_packing.conversation import Media
 from energon_packing.errors import ConfigError, SampleRejected
-from energon_packing.families.base import MediaPlan, VisionFamily, require
+from energon_packing.families.base import MediaPlan, VisionFamily
+from energon_packing.families.geometry import check_pinpoints, check_tiles
 from energon_packing.families.pixel_forms import RAW, form_of
-from energon_packing.families.tile_bound import check_pinpoints, check_tiles
 from energon_packing.thd.pixels import Layout, PixelForm
 
 PROBES = ((96, 96), (64, 200), (301, 75), (450, 620))
@@ -46,10 +46,8 @@ class HuggingFace(VisionFamily):
         if pinpoints is not None:
             check_pinpoints(pinpoints, config.max_source_pixels)
         self.image_token: str = processor.image_token
-        self.placeholders: dict[MediaKind, str] = {"image": self.image_token}
-        self.image_id = self.check_token(self.image_token)
-        self.placeholder_ids = {"image": self.image_id}
-        self.reserved = (self.image_token,)
+        self.stand_for_media({"image": self.image_token})
+        self.image_id = self.placeholder_ids["image"]
         self._text, self._overhead = self._learn()
 
     def _refusal(self, what: str) -> ConfigError:
@@ -119,20 +117,17 @@ class HuggingFace(VisionFamily):
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer(text)["input_ids"])
 
-    def plan(self, media: Media) -> MediaPlan:
-        """Returns one run with as many tokens as the processor counts for the size; images only.
+    def geometry(self, media: Media, height: int, width: int) -> MediaPlan:
+        """Returns one run with as many tokens as the processor counts for the size.
 
         Raises:
-            SampleRejected: ``unsupported_media`` for a video, ``media_geometry`` if the processor refuses the size.
+            ValueError: the processor refuses the size, in whatever way.
+            SampleRejected: ``media_geometry`` if it counts no tokens.
         """
-        self.check_kind(media)
-        width, height = require(media.width, media, "width"), require(media.height, media, "height")
         try:
             run = self._count(height, width) - self._overhead
         except Exception as error:
-            raise SampleRejected(
-                "media_geometry", f"image {media.name!r} of {width}x{height} pixels: {error}"
-            ) from error
+            raise ValueError(str(error)) from error
         if run < 1:
             raise SampleRejected("media_geometry", f"image {media.name!r} of {width}x{height} pixels gives no tokens")
         # The processor does not report patches, so each token counts as one.

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media, MediaKind
-from energon_packing.errors import ConfigError, SampleRejected
-from energon_packing.families.base import IMAGE_SIZES, MediaPlan, VisionFamily, require
-from energon_packing.families.frames import VIDEO_FRAMES, chosen_frames, uniform_frames
-from energon_packing.families.internvl_tiles import InternVLTiles
-from energon_packing.families.pixel_forms import RAW, form_of
-from energon_packing.families.tile_bound import MOST_TILES, check_tiles
+from energon_packing.errors import ConfigError
+from energon_packing.families.base import IMAGE_SIZES, MediaPlan, VisionFamily, ask, require
+from energon_packing.families.geometry import MOST_TILES, VIDEO_FRAMES, check_tiles, chosen_frames, uniform_frames
+from energon_packing.families.pixel_forms import form_of, resized
 from energon_packing.media.shared_room import empty_result
 from energon_packing.thd.pixels import PixelForm
 
@@ -91,14 +88,12 @@ class InternVL(VisionFamily):
                 "encoder.min_pixels and encoder.max_pixels limit the area of the whole grid."
             )
 
-    def plan(self, media: Media) -> MediaPlan:
+    def geometry(self, media: Media, height: int, width: int) -> MediaPlan:
         """Returns the tiles of an image as its processor counts them, or the sampled frames of a video, one tile each.
 
         Raises:
-            SampleRejected: ``unsupported_media``, ``unmeasured_media``, or as for `uniform_frames`.
+            SampleRejected: ``unmeasured_media``.
         """
-        self.check_kind(media)
-        width, height = require(media.width, media, "width"), require(media.height, media, "height")
         if media.kind == "image":
             tiles = int(self.images.get_number_of_image_patches(height, width, {"crop_to_patches": True}))
             return self._tiled("image", tiles, (tiles * self.tile_tokens,))
@@ -130,56 +125,69 @@ class InternVL(VisionFamily):
         self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False
     ) -> dict[str, torch.Tensor]:
         """Returns ``pixel_values`` ``[tiles, 3, H, W]`` of images and videos, in the order of the text."""
-        if raw and plans and self._tiles.direct:
-            return {"pixel_values": self._fill(plans, media)}
-        images = [tensor for plan, tensor in zip(plans, media, strict=True) if plan.kind == "image"]
-        cut: list[torch.Tensor] = []
-        if images:
-            made = self.images(
-                images=images,
-                crop_to_patches=True,
-                input_data_format="channels_first",
-                return_tensors="pt",
-                **(RAW if raw else {}),
-            )
-            cut = list(torch.split(made["pixel_values"], [int(count) for count in made["num_patches"]]))
-        waiting = iter(cut)
-        parts = [
-            next(waiting) if plan.kind == "image" else self._frames(tensor, raw)
-            for plan, tensor in zip(plans, media, strict=True)
-        ]
-        self._check_tiles(plans, [len(part) for part in parts])
-        if cut and len(cut) == len(parts):
-            return {"pixel_values": made["pixel_values"]}  # images only: no copy, which would take as long as the rest
+        if raw and plans:
+            return {"pixel_values": self._bytes(plans, media)}
+        parts: list[torch.Tensor] = []
+        for plan, image in zip(plans, media, strict=True):
+            if plan.kind == "image":
+                made = ask(self.images, raw, images=[image], crop_to_patches=True, input_data_format="channels_first")
+                parts.append(made["pixel_values"])
+            else:  # one clip per call: the processor accepts several only if all have equally many frames
+                made = ask(self.videos, raw, videos=[image], do_sample_frames=False)
+                parts.append(made["pixel_values_videos"].flatten(0, 1))
+        self.check_tiles(plans, map(len, parts))
         return {"pixel_values": torch.cat(parts) if len(parts) > 1 else parts[0]} if parts else {}
 
-    @cached_property
-    def _tiles(self) -> InternVLTiles:
-        return InternVLTiles(self.images, self.videos)
+    def _bytes(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Makes the tiles of a sample as bytes in one tensor.
 
-    def _fill(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Makes the tiles of a sample as bytes in one tensor."""
-        counts = [
-            self._tiles.count(tensor) if plan.kind == "image" else len(tensor)
-            for plan, tensor in zip(plans, media, strict=True)
+        ``GotOcr2ImageProcessor`` and ``InternVLVideoProcessor`` (transformers 5) stack images before they resize them
+        and tiles after it, plane by plane. Here the processor's own function resizes rows of pixels, and each tile is
+        copied to its place. `pixel_forms` compares the result with the processor's.
+        """
+        height, width = int(self.images.size["height"]), int(self.images.size["width"])
+        grids = [
+            self._grid(image, height, width) if plan.kind == "image" else (len(image), 1)
+            for plan, image in zip(plans, media, strict=True)
         ]
-        self._check_tiles(plans, counts)
-        made = empty_result((sum(counts), 3, *self._tiles.shape), torch.uint8)
-        for plan, tensor, place in zip(plans, media, made.split(counts), strict=True):
-            if plan.kind == "image":
-                self._tiles.fill_image(tensor, place)
-            else:
-                self._tiles.fill_clip(tensor, place)
+        counts = [
+            columns * rows + (plan.kind == "image" and columns * rows > 1)
+            for plan, (columns, rows) in zip(plans, grids, strict=True)
+        ]
+        self.check_tiles(plans, counts)
+        made = empty_result((sum(counts), 3, height, width), torch.uint8)
+        for plan, (columns, rows), image, place in zip(plans, grids, media, made.split(counts), strict=True):
+            if plan.kind == "video":
+                for frame, each in zip(image, place, strict=True):
+                    each.copy_(resized(self.videos, frame, height, width))
+                continue
+            whole = resized(self.images, image, rows * height, columns * width)
+            tiles = whole.reshape(3, rows, height, columns, width).permute(1, 3, 0, 2, 4)
+            place[: rows * columns].view(tiles.shape).copy_(tiles)
+            if rows * columns > 1:  # a thumbnail follows
+                place[-1] = resized(self.images, image, height, width)
         return made
 
-    def _check_tiles(self, plans: Sequence[MediaPlan], counts: Sequence[int]) -> None:
-        for plan, count in zip(plans, counts, strict=True):
-            if count != plan.tiles:
-                raise SampleRejected(
-                    "media_changed", f"the {plan.kind} became {count} tiles, but {plan.tiles} were measured"
-                )
+    def _grid(self, image: torch.Tensor, height: int, width: int) -> tuple[int, int]:
+        """Returns the columns and rows of tiles of that size that an image ``[3, H, W]`` becomes."""
+        from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_tiled_canvas
 
-    def _frames(self, clip: torch.Tensor, raw: bool) -> torch.Tensor:
-        # One clip per call: the processor accepts several clips only if all have equally many frames.
-        made = self.videos(videos=[clip], do_sample_frames=False, return_tensors="pt", **(RAW if raw else {}))
-        return made["pixel_values_videos"].flatten(0, 1)
+        limits = self.images.min_patches, self.images.max_patches
+        columns, rows = get_optimal_tiled_canvas(tuple(map(int, image.shape[-2:])), (height, width), *limits)
+        return columns, rows
+
+
+class QianfanVL(InternVL):
+    """Geometry of ``QianfanOCRProcessor`` (transformers 5): InternVL's.
+
+    transformers has no processor for the Qianfan-VL checkpoints themselves, whose code is InternVL's. Use an
+    ``InternVLProcessor`` or a ``QianfanOCRProcessor`` with their tokenizer.
+    """
+
+    name = "qianfan_vl"
+    processor_classes = ("QianfanOCRProcessor", "InternVLProcessor")
+    by_name_only = ("InternVLProcessor",)
+
+    def _image_placeholder(self) -> str:
+        # The chat template writes this token; the model sees the one that replaces it.
+        return str(getattr(self.processor, "image_placeholder_token", self.image_token))

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from energon_packing.config import EncoderConfig
-from energon_packing.conversation import Media, MediaKind
-from energon_packing.errors import ConfigError, SampleRejected
-from energon_packing.families.base import MediaPlan, VisionFamily, require
-from energon_packing.families.pixel_forms import RAW, image_forms
+from energon_packing.conversation import Media
+from energon_packing.errors import ConfigError
+from energon_packing.families.base import MediaPlan, VisionFamily, ask
+from energon_packing.families.pixel_forms import image_forms
 from energon_packing.thd.pixels import PixelForm
 
 
@@ -25,9 +25,7 @@ class Llava(VisionFamily):
     def __init__(self, processor: Any, config: EncoderConfig) -> None:
         super().__init__(processor, config)
         self.image_token: str = processor.image_token
-        self.placeholders: dict[MediaKind, str] = {"image": self.image_token}
-        self.placeholder_ids = {"image": self.check_token(self.image_token)}
-        self.reserved: tuple[str, ...] = (self.image_token,)
+        self.stand_for_media({"image": self.image_token})
         self.images = processor.image_processor
         self.tile = self._tile_size()
         """Height and width of what the vision encoder sees, in pixels."""
@@ -66,30 +64,8 @@ class Llava(VisionFamily):
         """Tokens that feature selection drops: the strategy ``default`` leaves out the encoder's class token."""
         return int(self.processor.vision_feature_select_strategy == "default")
 
-    def plan(self, media: Media) -> MediaPlan:
-        """Returns the geometry of an image or video by the subclass's rule.
-
-        Raises:
-            SampleRejected: as for `checked`.
-        """
-        return self.checked(media, self._plan)
-
-    def checked(self, media: Media, geometry: Callable[[Media, int, int], MediaPlan]) -> MediaPlan:
-        """Returns ``geometry(media, height, width)``; its errors become rejections.
-
-        Raises:
-            SampleRejected: ``unsupported_media``, ``unmeasured_media``, ``media_geometry``.
-        """
-        self.check_kind(media)
-        width, height = require(media.width, media, "width"), require(media.height, media, "height")
-        try:
-            return geometry(media, height, width)
-        except (ValueError, TypeError, ZeroDivisionError) as error:
-            raise SampleRejected(
-                "media_geometry", f"{media.kind} {media.name!r} of {width}x{height} pixels: {error}"
-            ) from error
-
-    def _plan(self, media: Media, height: int, width: int) -> MediaPlan:
+    def geometry(self, media: Media, height: int, width: int) -> MediaPlan:
+        """Returns one square, whatever the size."""
         edge = getattr(self.images.size, "shortest_edge", None)
         if edge is not None:  # the long side is scaled too, before the square is cut out of the middle
             self.check_area(edge, edge * max(height, width) // min(height, width))
@@ -125,7 +101,8 @@ class Llava(VisionFamily):
         """Returns ``pixel_values`` ``[images, 3, H, W]``."""
         if not media:
             return {}
-        made = self.images(
-            images=list(media), input_data_format="channels_first", return_tensors="pt", **(RAW if raw else {})
-        )
-        return {"pixel_values": made["pixel_values"]}
+        return {
+            "pixel_values": ask(self.images, raw, images=list(media), input_data_format="channels_first")[
+                "pixel_values"
+            ]
+        }

@@ -9,11 +9,10 @@ import torch
 
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media
-from energon_packing.errors import SampleRejected
 from energon_packing.families.base import MediaPlan
+from energon_packing.families.geometry import check_pinpoints
 from energon_packing.families.llava import Llava
 from energon_packing.families.pixel_forms import RAW
-from energon_packing.families.tile_bound import check_pinpoints
 
 
 class LlavaNext(Llava):
@@ -30,7 +29,12 @@ class LlavaNext(Llava):
         check_pinpoints(processor.image_processor.image_grid_pinpoints, config.max_source_pixels)
         super().__init__(processor, config)  # reads the tile size from the image processor
 
-    def _plan(self, media: Media, height: int, width: int) -> MediaPlan:
+    def geometry(self, media: Media, height: int, width: int) -> MediaPlan:
+        """Returns the image, and its tiles at the best resolution.
+
+        Raises:
+            ValueError: none of the resolutions fits.
+        """
         from transformers.image_processing_utils import select_best_resolution
 
         best = select_best_resolution((height, width), self.images.image_grid_pinpoints)
@@ -58,12 +62,8 @@ class LlavaNext(Llava):
             input_data_format="channels_first",
             **(RAW if raw else {}),
         )
-        for (plan, _), cut in zip(images, made["pixel_values"], strict=True):
-            if len(cut) != plan.tiles:
-                raise SampleRejected(
-                    "media_changed", f"an image became {len(cut)} tiles, but {plan.tiles} were measured"
-                )
         tiles = list(made["pixel_values"])
+        self.check_tiles([plan for plan, _ in images], map(len, tiles))
         result = {
             "pixel_values": torch.cat(tiles) if len(tiles) > 1 else tiles[0],
             "image_sizes": torch.tensor([list(size) for size in made["image_sizes"]], dtype=torch.int64),

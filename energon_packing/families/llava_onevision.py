@@ -11,10 +11,10 @@ import torch
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media
 from energon_packing.errors import ConfigError
-from energon_packing.families.base import MediaPlan, require
-from energon_packing.families.frames import chosen_frames, uniform_frames
+from energon_packing.families.base import MediaPlan, ask, require
+from energon_packing.families.geometry import chosen_frames, uniform_frames
 from energon_packing.families.llava_next import LlavaNext
-from energon_packing.families.pixel_forms import RAW, form_of
+from energon_packing.families.pixel_forms import form_of
 from energon_packing.thd.pixels import PixelForm
 
 DEFAULT_VIDEO_FRAMES = 32
@@ -36,12 +36,7 @@ class LlavaOneVision(LlavaNext):
         self.videos = processor.video_processor
         if self.videos is not None:
             self.video_token: str = processor.video_token
-            self.placeholders = {"image": self.image_token, "video": self.video_token}
-            self.placeholder_ids = {
-                "image": self.check_token(self.image_token),
-                "video": self.check_token(self.video_token),
-            }
-            self.reserved = (self.image_token, self.video_token)
+            self.stand_for_media({"image": self.image_token, "video": self.video_token})
             size = self.videos.size
             if (size.get("height"), size.get("width")) != self.tile:
                 raise ConfigError(
@@ -63,7 +58,8 @@ class LlavaOneVision(LlavaNext):
         """
         several = sum(item.kind == "image" for item in media) > 1
         return tuple(
-            self.checked(item, self._squared) if several and item.kind == "image" else self.plan(item) for item in media
+            self.measured(item, self._squared) if several and item.kind == "image" else self.plan(item)
+            for item in media
         )
 
     def _squared(self, media: Media, height: int, width: int) -> MediaPlan:
@@ -72,9 +68,10 @@ class LlavaOneVision(LlavaNext):
         tokens = self._setting("num_image_tokens") + 1 - self._dropped
         return MediaPlan(kind="image", grid=(1, *self.tile_grid), runs=(tokens,))
 
-    def _plan(self, media: Media, height: int, width: int) -> MediaPlan:
+    def geometry(self, media: Media, height: int, width: int) -> MediaPlan:
+        """Returns the tiles of a single image, or the pooled frames of a video."""
         if media.kind == "image":
-            return super()._plan(media, height, width)
+            return super().geometry(media, height, width)
         total, fps = require(media.frames, media, "frame count"), require(media.rate, media, "fps")
         most = self.video_frames
         indices = chosen_frames(
@@ -116,13 +113,7 @@ class LlavaOneVision(LlavaNext):
         result = super().pixels(plans, media, raw=raw)
         clips = [self.spread(tensor) for plan, tensor in zip(plans, media, strict=True) if plan.kind == "video"]
         if clips:
-            made = self.videos(
-                videos=clips,
-                do_sample_frames=False,
-                input_data_format="channels_first",
-                return_tensors="pt",
-                **(RAW if raw else {}),
-            )
+            made = ask(self.videos, raw, videos=clips, do_sample_frames=False, input_data_format="channels_first")
             result["pixel_values_videos"] = made["pixel_values_videos"]
         return result
 

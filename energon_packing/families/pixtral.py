@@ -12,8 +12,8 @@ import torch
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media
 from energon_packing.errors import ConfigError, SampleRejected
-from energon_packing.families.base import MediaPlan, VisionFamily, require
-from energon_packing.families.pixel_forms import RAW, image_forms
+from energon_packing.families.base import MediaPlan, VisionFamily, ask
+from energon_packing.families.pixel_forms import image_forms
 from energon_packing.thd.pixels import PixelForm
 
 
@@ -40,9 +40,7 @@ class Pixtral(VisionFamily):
         self._end: str = processor.image_end_token
         for token in (self._break, self._end):
             self.check_token(token)
-        self.placeholders = {"image": self.image_token}
-        self.placeholder_ids = {"image": self.check_token(self.image_token)}
-        self.reserved = (self.image_token, self._break, self._end)
+        self.stand_for_media({"image": self.image_token}, self._break, self._end)
         self.images = processor.image_processor
         self.merge: int = processor.spatial_merge_size
         self.side: int = processor.patch_size * self.merge
@@ -60,17 +58,14 @@ class Pixtral(VisionFamily):
                 )
             self.images.size = type(self.images.size)(longest_edge=min(edge, self.images.size.longest_edge))
 
-    def plan(self, media: Media) -> MediaPlan:
+    def geometry(self, media: Media, height: int, width: int) -> MediaPlan:
         """Returns the rows and columns of tokens after the processor's own resizing.
 
         Raises:
-            SampleRejected: ``unsupported_media``, ``unmeasured_media``, ``media_geometry`` if the processor leaves no
-                pixel of the shorter side.
+            SampleRejected: ``media_geometry`` if the processor leaves no pixel of the shorter side.
         """
         from transformers.models.pixtral.image_processing_pixtral import get_resize_output_image_size
 
-        self.check_kind(media)
-        width, height = require(media.width, media, "width"), require(media.height, media, "height")
         edge = self.images.size.longest_edge
         resized = get_resize_output_image_size(
             np.broadcast_to(np.uint8(0), (3, height, width)),  # it takes an image, but reads only its shape
@@ -108,13 +103,7 @@ class Pixtral(VisionFamily):
         """
         if not media:
             return {}
-        made = self.images(
-            images=list(media),
-            patch_size=self.side,
-            input_data_format="channels_first",
-            return_tensors="pt",
-            **(RAW if raw else {}),
-        )
+        made = ask(self.images, raw, images=list(media), patch_size=self.side, input_data_format="channels_first")
         patch = self.side // self.merge
         planned = [[plan.grid[1] * patch, plan.grid[2] * patch] for plan in plans]
         if made["image_sizes"].tolist() != planned:

@@ -1,4 +1,4 @@
-"""Qwen3-VL: 32-pixel tokens, and a video as one run of placeholders per time step, each after its timestamp as text."""
+"""Qwen3-VL and Qwen3.5: 32-pixel tokens, and a video as one run per time step, each after its time as text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from energon_packing.config import EncoderConfig
 from energon_packing.families.base import MediaPlan
-from energon_packing.families.time_steps import TimeSteps
+from energon_packing.families.qwen_vl import TimeSteps
 
 
 class Qwen3VL(TimeSteps):
@@ -71,3 +71,15 @@ class Qwen3VL(TimeSteps):
         return "".join(
             f"<{seconds:.1f} seconds>{self._start}{self.video_token}{self._end}" for seconds in plan.timestamps
         )
+
+
+class Qwen35VL(Qwen3VL):
+    """Geometry of ``Qwen3VLProcessor``, which transformers 5 loads for the model types qwen3_5 and qwen3_5_moe.
+
+    The processor's class says Qwen3-VL, so ``auto`` chooses that family, which makes the same rows. Choose this one by
+    name to see it in fingerprints and messages. Positions are those of ``Qwen3_5Model.get_rope_index``; a test checks
+    that they equal Qwen3-VL's.
+    """
+
+    name = "qwen3_5_vl"
+    processor_classes = by_name_only = ("Qwen3VLProcessor",)

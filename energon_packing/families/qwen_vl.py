@@ -1,8 +1,8 @@
-"""Qwen2-VL and Qwen2.5-VL: native resolution, 28-pixel tokens, one run of placeholders per image or video."""
+"""Qwen2-VL, Qwen2.5-VL and what has their processor: native resolution, 28-pixel tokens, a run per image or video."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, ClassVar
 
@@ -10,16 +10,84 @@ import numpy as np
 import torch
 
 from energon_packing.config import EncoderConfig
-from energon_packing.conversation import Media, MediaKind
+from energon_packing.conversation import Media
 from energon_packing.errors import SampleRejected
-from energon_packing.families.base import IMAGE_SIZES, VIDEO_SIZES, MediaPlan, VisionFamily, require
-from energon_packing.families.frames import VIDEO_FRAMES, chosen_frames
-from energon_packing.families.pixel_limits import set_pixel_limits
-from energon_packing.families.qwen_patches import QwenPatches
-from energon_packing.families.rope_positions import rope_positions
+from energon_packing.families.base import IMAGE_SIZES, VIDEO_SIZES, MediaPlan, VisionFamily, ask, require
+from energon_packing.families.geometry import (
+    VIDEO_FRAMES,
+    chosen_frames,
+    rope_positions,
+    sampled_frames,
+    set_pixel_limits,
+)
+from energon_packing.families.pixel_forms import form_of, resized
+from energon_packing.media.shared_room import empty_result
 from energon_packing.thd.pixels import PixelForm
 
 DEFAULT_VIDEO_FPS = 2.0
+
+
+class QwenPatches:
+    """Makes the patches and grids of an image processor, or of a video processor: bytes here, floats by the processor.
+
+    ``Qwen2VLImageProcessor`` and the video processors like it (transformers 5) copy pixels about seven times on the way
+    to the patches, most of them as 32-bit floats. Here an image or frame is resized by the processor's own function,
+    and its bytes are sorted into patches, to their final place. `VisionFamily.pixel_forms` compares both.
+
+    Args:
+        processor: its limits already set.
+        kind: ``image`` or ``video``: what the processor takes.
+        grid: patches ``(rows, columns)`` of ``(frames, height, width)``; an image is one frame.
+
+    Attributes:
+        form: how the bytes become the processor's floats; None if it does not normalise bytes.
+    """
+
+    def __init__(self, processor: Any, kind: str, grid: Callable[[int, int, int], tuple[int, int]]) -> None:
+        self._processor = processor
+        self._grid = grid
+        self._kind = kind
+        self._pixels, self._grids = (
+            ("pixel_values", "image_grid_thw") if kind == "image" else ("pixel_values_videos", "video_grid_thw")
+        )
+        # The processor repeats an image along the temporal axis; its bytes are carried once.
+        repeat = (getattr(processor, "temporal_patch_size", None) or 1) if kind == "image" else 1
+        self.form = form_of(processor, "patches", repeat=repeat)
+
+    def __call__(self, media: Sequence[torch.Tensor], *, raw: bool) -> dict[str, torch.Tensor]:
+        """Returns patches and grids.
+
+        Args:
+            media: uint8 ``[3, H, W]`` images, or ``[frames, 3, H, W]`` videos.
+            raw: whether patches are bytes in ``form``; otherwise they are the processor's floats.
+
+        Returns:
+            ``pixel_values`` or ``pixel_values_videos`` ``[patches, values]``; ``image_grid_thw`` or ``video_grid_thw``
+            int64 ``[media, 3]``.
+        """
+        if raw:
+            return self._make(media)
+        named = {"videos": list(media), "do_sample_frames": False} if self._kind == "video" else {"images": list(media)}
+        made = ask(self._processor, False, **named)
+        return {self._pixels: made[self._pixels], self._grids: made[self._grids].to(torch.int64)}
+
+    def _make(self, media: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        patch, merge = self._processor.patch_size, self._processor.merge_size
+        step = self._processor.temporal_patch_size if self._kind == "video" else 1
+        clips = [each if self._kind == "video" else each[None] for each in media]
+        grids = [(-(-len(clip) // step), *self._grid(len(clip), *clip.shape[-2:])) for clip in clips]
+        counts = [steps * rows * columns for steps, rows, columns in grids]
+        pixels = empty_result((sum(counts), 3, step, patch * patch), torch.uint8)
+        for clip, (steps, rows, columns), place in zip(clips, grids, pixels.split(counts), strict=True):
+            for at in range(steps * step):
+                frame = clip[min(at, len(clip) - 1)]  # a short last time step repeats its last frame
+                whole = resized(self._processor, frame, rows * patch, columns * patch)
+                # The patches of one merged token are adjacent.
+                blocks = whole.reshape(3, rows // merge, merge, patch, columns // merge, merge, patch)
+                ordered = blocks.permute(1, 4, 2, 5, 0, 3, 6)
+                first = at // step * rows * columns
+                place[first : first + rows * columns, :, at % step].view(ordered.shape).copy_(ordered)
+        return {self._pixels: pixels.view(len(pixels), -1), self._grids: torch.tensor(grids, dtype=torch.int64)}
 
 
 class Qwen25VL(VisionFamily):
@@ -38,12 +106,9 @@ class Qwen25VL(VisionFamily):
         super().__init__(processor, config)
         self.image_token: str = processor.image_token
         self.video_token: str = processor.video_token
-        self.placeholders: dict[MediaKind, str] = {"image": self.image_token, "video": self.video_token}
-        self.placeholder_ids = {
-            "image": self.check_token(self.image_token),
-            "video": self.check_token(self.video_token),
-        }
-        self.reserved = (self.image_token, self.video_token, "<|vision_start|>", "<|vision_end|>")
+        self.stand_for_media(
+            {"image": self.image_token, "video": self.video_token}, "<|vision_start|>", "<|vision_end|>"
+        )
         self.images = processor.image_processor
         self.videos = processor.video_processor
         self.merge: int = self.images.merge_size
@@ -56,23 +121,16 @@ class Qwen25VL(VisionFamily):
         self._image_patches = QwenPatches(self.images, "image", lambda _, *size: self._image_grid(*size))
         self._video_patches = QwenPatches(self.videos, "video", self._video_grid)
 
-    def plan(self, media: Media) -> MediaPlan:
+    def geometry(self, media: Media, height: int, width: int) -> MediaPlan:
         """Returns the patches after the processor's own resizing, merged two by two into tokens.
 
         Raises:
-            SampleRejected: ``media_geometry`` if the processor refuses the size, ``too_few_frames`` if it finds no time
-                step in a clip, ``unmeasured_media``.
+            SampleRejected: ``too_few_frames`` if the processor finds no time step in a clip, ``unmeasured_media``.
         """
-        width, height = require(media.width, media, "width"), require(media.height, media, "height")
-        try:
-            if media.kind == "image":
-                grid = (1, *self._image_grid(height, width))
-                return MediaPlan(kind="image", grid=grid, runs=(grid[1] * grid[2] // self.merge**2,))
+        if media.kind == "video":
             return self._plan_video(media, height, width)
-        except (ValueError, ZeroDivisionError, RuntimeError) as error:
-            raise SampleRejected(
-                "media_geometry", f"{media.kind} {media.name!r} of {width}x{height} pixels: {error}"
-            ) from error
+        grid = (1, *self._image_grid(height, width))
+        return MediaPlan(kind="image", grid=grid, runs=(grid[1] * grid[2] // self.merge**2,))
 
     def _image_grid(self, height: int, width: int) -> tuple[int, int]:
         return self._patches_of(self.images, height, width)
@@ -93,11 +151,7 @@ class Qwen25VL(VisionFamily):
         Raises:
             ValueError: no frame is left.
         """
-        from transformers.video_utils import VideoMetadata
-
-        indices = self.videos.sample_frames(VideoMetadata(total_num_frames=total, fps=float(fps)), fps=self.video_fps)
-        # Its float32 steps can reach the clip's length, which is not a frame: the processor itself then fails.
-        result = tuple(int(index) for index in indices if int(index) < total)
+        result = tuple(sampled_frames(self.videos, total, fps, fps=self.video_fps))
         if not result:
             raise ValueError(f"no frame can be sampled from {total} frames at {fps:g} fps")
         return result
@@ -154,13 +208,12 @@ class Qwen25VL(VisionFamily):
 
     def resize_image(self, image: torch.Tensor, plan: MediaPlan) -> torch.Tensor:
         """Resizes uint8 ``[3, H, W]`` with the processor's own function; sizes of whole patches stay as they are."""
-        return self._image_patches.resized(image, *self.image_size(plan))
+        return resized(self.images, image, *self.image_size(plan))
 
     def byte_forms(self) -> dict[str, PixelForm]:
         """Returns the forms of both kinds of patches."""
-        forms = {"pixel_values": self._image_patches.form, "pixel_values_videos": self._video_patches.form}
-        known = {name: form for name, form in forms.items() if form is not None}
-        return known if len(known) == len(forms) else {}
+        images, videos = self._image_patches.form, self._video_patches.form
+        return {} if images is None or videos is None else {"pixel_values": images, "pixel_values_videos": videos}
 
     def pixels(
         self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False
@@ -168,15 +221,11 @@ class Qwen25VL(VisionFamily):
         """Returns ``pixel_values`` and ``pixel_values_videos`` (``[patches, patch size]`` of all media in order),
         ``image_grid_thw`` and ``video_grid_thw`` ``[media, 3]``; for Qwen2.5-VL ``second_per_grid_ts`` ``[videos]``.
         """
-        result: dict[str, torch.Tensor] = {}
         images = [tensor for plan, tensor in zip(plans, media, strict=True) if plan.kind == "image"]
         videos = [tensor for plan, tensor in zip(plans, media, strict=True) if plan.kind == "video"]
-        if images:
-            result.update(self._image_patches(images, raw=raw))
-        if clips := [plan for plan in plans if plan.kind == "video"]:
-            result.update(self._patches_of_videos(clips, videos, raw))
-            result.update(self._video_extras(clips))
-        return result
+        clips = [plan for plan in plans if plan.kind == "video"]
+        result = self._image_patches(images, raw=raw) if images else {}
+        return result | self._patches_of_videos(clips, videos, raw) | self._video_extras(clips) if clips else result
 
     def _patches_of_videos(
         self, plans: Sequence[MediaPlan], videos: Sequence[torch.Tensor], raw: bool
@@ -198,3 +247,49 @@ class Qwen25VL(VisionFamily):
             # The model truncates the seconds of the batch, which are float32, before it multiplies (get_rope_index).
             interval = self.config.tokens_per_second * int(np.float32(plan.seconds_per_grid or 0))
         return [(*plan.grid, interval)]
+
+
+class Qwen2VL(Qwen25VL):
+    """Qwen2-VL: the same geometry, but time steps of a video are one position apart."""
+
+    name = "qwen2_vl"
+    processor_classes = ("Qwen2VLProcessor",)
+
+    def _rope_grids(self, plan: MediaPlan) -> list[tuple[int, int, int, int]]:
+        return [(*plan.grid, 1)]
+
+    def _video_extras(self, plans: Sequence[MediaPlan]) -> dict[str, torch.Tensor]:
+        return {}
+
+
+class LlavaOneVision15(Qwen25VL):
+    """Geometry of ``Qwen2_5_VLProcessor``, which the checkpoints are published with.
+
+    transformers 5.12 has no model class for them, and their processor's class says Qwen2.5-VL: choose the family by
+    name. Their text model is a plain Qwen3, so positions count tokens.
+    """
+
+    name = "llava_onevision_1_5"
+    processor_classes = by_name_only = ("Qwen2_5_VLProcessor",)
+    mrope = False
+
+    def positions(self, input_ids: np.ndarray, plans: Sequence[MediaPlan]) -> np.ndarray:
+        """Returns positions ``[3, L]``, the same on all axes, as the text model counts them."""
+        return VisionFamily.positions(self, input_ids, plans)
+
+
+class TimeSteps(Qwen25VL):
+    """The base of families that write a video step by step, with the time of each step in the text.
+
+    A subclass defines the text between the steps (``_timestamps`` and ``replacement``) and how a clip is resized. The
+    model counts the positions of a step like those of an image, so it needs no ``second_per_grid_ts``.
+    """
+
+    def _video_runs(self, grid: tuple[int, int, int]) -> tuple[int, ...]:
+        return (grid[1] * grid[2] // self.merge**2,) * grid[0]
+
+    def _video_extras(self, plans: Sequence[MediaPlan]) -> dict[str, torch.Tensor]:
+        return {}
+
+    def _rope_grids(self, plan: MediaPlan) -> list[tuple[int, int, int, int]]:
+        return [(1, plan.grid[1], plan.grid[2], 1)] * plan.grid[0]

@@ -2,51 +2,38 @@
 
 from __future__ import annotations
 
-import difflib
+from types import ModuleType
 from typing import Any
 
 from energon_packing.config import EncoderConfig
 from energon_packing.errors import ConfigError
 from energon_packing.families.base import VisionFamily
-from energon_packing.families.ernie4_5_vl import Ernie45VL, missing_font
-from energon_packing.families.gemma3 import Gemma3
-from energon_packing.families.glm4v import Glm4v
-from energon_packing.families.hugging_face import HuggingFace
-from energon_packing.families.internvl import InternVL
-from energon_packing.families.llava import Llava
-from energon_packing.families.llava_next import LlavaNext
-from energon_packing.families.llava_onevision import LlavaOneVision
-from energon_packing.families.llava_onevision_1_5 import LlavaOneVision15
-from energon_packing.families.pixtral import Pixtral
-from energon_packing.families.qianfan_vl import QianfanVL
-from energon_packing.families.qwen2_vl import Qwen2VL
-from energon_packing.families.qwen3_5_vl import Qwen35VL
-from energon_packing.families.qwen3_vl import Qwen3VL
-from energon_packing.families.qwen_vl import Qwen25VL
-from energon_packing.families.text import Text
+from energon_packing.families.ernie4_5_vl import missing_font
+from energon_packing.registry import Registry
 
-_FAMILIES: dict[str, type[VisionFamily]] = {}
+
+def _declared(module: ModuleType) -> dict[str, type[VisionFamily]]:
+    """The families of a module, by name: its own subclasses of `VisionFamily` that have one."""
+    kinds = (value for value in vars(module).values() if isinstance(value, type) and issubclass(value, VisionFamily))
+    return {kind.name: kind for kind in kinds if kind.__module__ == module.__name__ and "name" in vars(kind)}
+
+
+FAMILIES = Registry("model family", folder="energon_packing.families", declared=_declared, setting="encoder.family")
 
 
 def register_family(family: type[VisionFamily]) -> type[VisionFamily]:
-    """Registers a family under its ``name`` and its ``processor_classes``; usable as a class decorator."""
-    _FAMILIES[family.name] = family
+    """Registers a family under its ``name``; usable as a class decorator.
+
+    Raises:
+        ConfigError: the name is taken.
+    """
+    FAMILIES.add(family.name, family)
     return family
-
-
-# Of two families that serve one processor class, `auto` takes the first.
-for _family in (
-    *(Qwen25VL, Qwen2VL, Qwen3VL, InternVL, QianfanVL),
-    *(Llava, LlavaNext, LlavaOneVision, LlavaOneVision15),
-    *(Gemma3, Pixtral, Glm4v, Qwen35VL, Ernie45VL),
-    *(HuggingFace, Text),
-):
-    register_family(_family)
 
 
 def families() -> list[str]:
     """Returns the names of all known families, sorted."""
-    return sorted(_FAMILIES)
+    return sorted(FAMILIES.names())
 
 
 def load_processor(config: EncoderConfig) -> Any:
@@ -99,24 +86,18 @@ def build_family(processor: Any, config: EncoderConfig) -> VisionFamily:
     """
     kind = type(processor).__name__
     if config.family != "auto":
-        if config.family not in _FAMILIES:
-            near = difflib.get_close_matches(config.family, _FAMILIES, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(
-                f"encoder.family {config.family!r} is unknown; known families: {', '.join(families())}.{hint}"
-            )
-        family = _FAMILIES[config.family]
+        family = FAMILIES.find(config.family)
         if family.processor_classes and kind not in family.processor_classes:
             raise ConfigError(
                 f"encoder.family {config.family!r} supports {' or '.join(family.processor_classes)}, "
                 f"but encoder.processor is a {kind}; use family 'auto'."
             )
         return family(processor, config)
-    for family in _FAMILIES.values():
-        if kind in family.processor_classes:
+    for family in map(FAMILIES.find, FAMILIES.names()):
+        if kind in family.processor_classes and kind not in family.by_name_only:
             return family(processor, config)
     if not hasattr(processor, "image_processor") and hasattr(processor, "get_vocab"):
-        return Text(processor, config)
+        return FAMILIES.find("text")(processor, config)
     raise ConfigError(
         f"No family supports the processor class {kind}; known families: {', '.join(families())}. "
         "Try the family 'huggingface', which uses the processor's own counts, or register a new family with "

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from energon_packing.config import EncoderConfig
-from energon_packing.conversation import Media, MediaKind
+from energon_packing.conversation import Media
 from energon_packing.errors import SampleRejected
 from energon_packing.families.base import IMAGE_SIZES, VIDEO_SIZES, MediaPlan, VisionFamily
-from energon_packing.families.frames import VIDEO_FRAMES
+from energon_packing.families.geometry import VIDEO_FRAMES
 
 
 class Text(VisionFamily):
@@ -25,9 +25,7 @@ class Text(VisionFamily):
 
     def __init__(self, processor: Any, config: EncoderConfig) -> None:
         super().__init__(processor, config)
-        self.placeholders: dict[MediaKind, str] = {}
-        self.placeholder_ids: dict[MediaKind, int] = {}
-        self.reserved = ()
+        self.stand_for_media({})
 
     def plan(self, media: Media) -> MediaPlan:
         """Refuses any image or video.
@@ -41,12 +39,8 @@ class Text(VisionFamily):
         )
 
     def replacement(self, plan: MediaPlan) -> str:
-        """Refuses any image or video, as `plan` already does.
-
-        Raises:
-            SampleRejected: ``unsupported_media``.
-        """
-        raise SampleRejected("unsupported_media", f"the family {self.name} accepts only text")
+        """Returns nothing: `plan` refuses any image or video."""
+        return ""
 
     def pixels(
         self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False

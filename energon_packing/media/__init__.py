@@ -1,1 +1,28 @@
-"""Images, videos and tensor files: their sizes, and decoding them."""
+"""Reading image, video and tensor files that strangers wrote; how large what they hold may be."""
+
+from __future__ import annotations
+
+from energon_packing.errors import SampleRejected
+
+DEFAULT_MAX_PIXELS = 89_478_485
+"""Most pixels of one image or video frame: Pillow's own limit (a quarter of a GiB at three bytes per pixel)."""
+
+
+def check_decoded_bytes(frames: int, width: int, height: int, max_bytes: int | None) -> None:
+    """Refuses images or frames that would take more memory than is left, from their size alone.
+
+    Args:
+        frames: number of frames of that size; 1 for an image.
+        width, height: pixels.
+        max_bytes: bytes that may be used, at 3 per pixel; None sets no limit.
+
+    Raises:
+        SampleRejected: ``media_too_large``.
+    """
+    needed = 3 * frames * width * height
+    if max_bytes is not None and needed > max_bytes:
+        raise SampleRejected(
+            "media_too_large",
+            f"{frames} x {width}x{height} pixels take {needed} bytes, but only {max_bytes} of "
+            "encoder.max_decoded_bytes are left",
+        )

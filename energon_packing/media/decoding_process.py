@@ -17,7 +17,6 @@ import pickle
 import select
 import signal
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -27,9 +26,9 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
+from energon_packing.drops import CRASH, TIMEOUT
 from energon_packing.errors import SampleRejected, UserError
 from energon_packing.media.shared_room import ROOM, Place, Results, SharedRoom, make_results_in
-from energon_packing.quarantine import CRASH, TIMEOUT
 
 MOST_IN_A_ROW = 8
 """Samples that may end the child one after another before the run stops."""
@@ -80,8 +79,8 @@ class DecodingProcess:
 
         Args:
             request: what is decoded.
-            read: called in this process; its errors reach the function.
-            names: of files that the function will read: they travel with the request.
+            read: called in this process; its errors reach the function, where that reads the file.
+            names: of the files that the function reads: they travel with the request.
 
         Raises:
             SampleRejected: `TIMEOUT` or `CRASH`; the next call has a new child. Also whatever the function raises.
@@ -98,10 +97,12 @@ class DecodingProcess:
             self._busy = False
 
     def _answer(self, request: Any, read: Read, names: Sequence[str]) -> dict[str, Any]:
-        files: dict[str, bytes] = {}
+        files: dict[str, bytes | Exception] = {}
         for name in names:
-            with contextlib.suppress(Exception):  # the child asks for it, and is told
+            try:
                 files[name] = read(name)
+            except Exception as error:
+                files[name] = _portable(error)
         child = self._started()
         try:
             start = _ask(child, request, files)
@@ -110,23 +111,17 @@ class DecodingProcess:
             child = self._started()
             start = _ask(child, request, files)
         left = None if self._seconds is None else self._seconds + GRACE
-        while True:
-            began = time.monotonic()
-            if not child.answers.poll(None if left is None else left * 1000):
-                self.close()
-                raise self._ended(TIMEOUT, f"decoding hung and was ended after {self._named}={self._seconds} s")
-            try:
-                kind, answer, end = _receive(child.connection)
-            except (EOFError, OSError):
-                raise self._ended(CRASH, f"the decoder crashed: {_cause(self._reap())}") from None
-            left = None if left is None else max(0.0, left - (time.monotonic() - began))
-            if kind == "read":
-                _answer_read(child, lambda name: files[name] if name in files else read(name), answer)
-                continue
-            self._in_a_row = 0
-            if kind == "raised":
-                raise answer
-            return child.room.taken(answer, start, end)
+        if not child.answers.poll(None if left is None else left * 1000):
+            self.close()
+            raise self._ended(TIMEOUT, f"decoding hung and was ended after {self._named}={self._seconds} s")
+        try:
+            has_failed, answer, end = pickle.loads(child.connection.recv_bytes())
+        except (EOFError, OSError):
+            raise self._ended(CRASH, f"the decoder crashed: {_cause(self._reap())}") from None
+        self._in_a_row = 0
+        if has_failed:
+            raise answer
+        return child.room.taken(answer, start, end)
 
     def close(self) -> None:
         """Ends the child, whatever it does."""
@@ -141,14 +136,16 @@ class DecodingProcess:
         if child is not None and child.owner != os.getpid():
             child.connection.close()  # this process is a fork of the one that the child serves
             child = None
-        if child is None:
-            with _lock:
-                for parent in _idle()[: 1 - MOST_CHILDREN or None]:
+        with _lock:
+            if child is None:
+                idle = [parent for parent in _PARENTS.values() if parent.is_idle()]
+                for parent in idle[: 1 - MOST_CHILDREN or None]:
                     parent.close()
+            _PARENTS.pop(id(self), None)
+            _PARENTS[id(self)] = self
+        if child is None:
             child = self._child = _fork(self._work, self._seconds)
             self._finalizer = weakref.finalize(self, _end, child)
-        _PARENTS.pop(id(self), None)
-        _PARENTS[id(self)] = weakref.ref(self)
         return child
 
     def _reap(self) -> int:
@@ -170,9 +167,8 @@ class DecodingProcess:
         )
 
 
-_PARENTS: dict[int, weakref.ref[DecodingProcess]] = {}
-"""Those that started a child, the one that was used last at the end."""
-
+_PARENTS: weakref.WeakValueDictionary[int, DecodingProcess] = weakref.WeakValueDictionary()
+"""Those that started a child, the one that was idle longest first."""
 
 _lock = threading.Lock()
 """Held while it is decided which one is idle, so that no thread loses its child while it begins to use it."""
@@ -184,14 +180,6 @@ def _renew_lock() -> None:
 
 
 os.register_at_fork(after_in_child=_renew_lock)  # another thread may have held it
-
-
-def _idle() -> list[DecodingProcess]:
-    """Those with an idle child of this process, the one that was idle longest first."""
-    for key in [key for key, parent in _PARENTS.items() if parent() is None]:
-        _PARENTS.pop(key, None)
-    parents = [parent() for parent in list(_PARENTS.values())]
-    return [each for each in parents if each is not None and each.is_idle()]
 
 
 def _fork(work: Work, seconds: float | None) -> _Child:
@@ -240,26 +228,12 @@ def _send(connection: Connection, message: Any) -> None:
     connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
 
-def _receive(connection: Connection) -> Any:
-    return pickle.loads(connection.recv_bytes())
-
-
-def _ask(child: _Child, request: Any, files: Mapping[str, bytes]) -> int:
+def _ask(child: _Child, request: Any, files: Mapping[str, bytes | Exception]) -> int:
     """Sends a request with its files; returns the first byte of the memory that its results may take."""
     start = child.room.free()
-    _send(child.connection, (request, child.room.put_files(files), start))
+    places = child.room.put_files({name: data for name, data in files.items() if isinstance(data, bytes)})
+    _send(child.connection, (request, {**files, **places}, start))
     return start
-
-
-def _answer_read(child: _Child, read: Read, name: str) -> None:
-    try:
-        data = read(name)
-    except Exception as error:
-        _send(child.connection, (_portable(error), None, b""))
-        return
-    place = child.room.put_files({name: data}).get(name)
-    with contextlib.suppress(OSError):  # a child that died is noticed where its answer is awaited
-        _send(child.connection, (None, place, data if place is None else b""))
 
 
 def _serve(connection: Connection, room: SharedRoom, work: Work, seconds: float | None, parent: int) -> NoReturn:
@@ -275,18 +249,19 @@ def _serve(connection: Connection, room: SharedRoom, work: Work, seconds: float 
     torch.set_num_threads(1)  # OpenMP's other threads are not in a fork
     while True:
         try:
-            request, files, start = _receive(connection)
+            request, files, start = pickle.loads(connection.recv_bytes())
         except (EOFError, OSError):
             os._exit(0)
-        _limit(seconds)
+        if seconds is not None:  # the kernel ends this process should nobody else do it: the parent hangs or is gone
+            signal.setitimer(signal.ITIMER_REAL, seconds + 30 * GRACE)
         room.leave_alone(start)
         results = Results(room, start)
         make_results_in(results)
         try:
-            made = results.put(work(request, _Reader(connection, room, files, seconds)))
-            answer: tuple[str, Any, int] = ("made", made, results.end)
+            made = results.put(work(request, functools.partial(_file, room, files)))
+            answer: tuple[bool, Any, int] = (False, made, results.end)
         except Exception as error:
-            answer = ("raised", _portable(error), start)
+            answer = (True, _portable(error), start)
         signal.setitimer(signal.ITIMER_REAL, 0)
         try:
             _send(connection, answer)
@@ -294,31 +269,12 @@ def _serve(connection: Connection, room: SharedRoom, work: Work, seconds: float 
             os._exit(0)
 
 
-class _Reader:
-    """Returns the bytes of a file by its name, in the child: those that came with the request, or it asks for them."""
-
-    def __init__(
-        self, connection: Connection, room: SharedRoom, files: Mapping[str, Place], seconds: float | None
-    ) -> None:
-        self._connection, self._room, self._seconds = connection, room, seconds
-        self._files = {name: room.file(place) for name, place in files.items()}
-
-    def __call__(self, name: str) -> bytes:
-        if name in self._files:
-            return self._files[name]
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        _send(self._connection, ("read", name, 0))
-        error, place, data = _receive(self._connection)
-        _limit(self._seconds)
-        if error is not None:
-            raise error
-        return data if place is None else self._room.file(place)
-
-
-def _limit(seconds: float | None) -> None:
-    """Has the kernel end this process should nobody else do it, in case the parent hangs or is gone."""
-    if seconds is not None:
-        signal.setitimer(signal.ITIMER_REAL, seconds + 30 * GRACE)
+def _file(room: SharedRoom, files: Mapping[str, bytes | Place | Exception], name: str) -> bytes:
+    """A file that came with the request: in the memory, in the message if it was too large, or why it was not read."""
+    found = files[name]
+    if isinstance(found, Exception):
+        raise found
+    return found if isinstance(found, bytes) else room.file(found)
 
 
 def _portable(error: Exception) -> Exception:

@@ -9,6 +9,7 @@ copied.
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import weakref
 from collections import deque
@@ -51,7 +52,7 @@ class Placed(NamedTuple):
     @property
     def bytes(self) -> int:
         """Its size in memory."""
-        return _count(self.size) * self.dtype.itemsize
+        return math.prod(self.size) * self.dtype.itemsize
 
 
 class SharedRoom:
@@ -225,12 +226,5 @@ def _whole_pages(size: int) -> int:
 
 
 def _tensor(memory: Any, placed: Placed, offset: int) -> torch.Tensor:
-    flat = torch.frombuffer(memory, dtype=placed.dtype, count=_count(placed.size), offset=offset)
+    flat = torch.frombuffer(memory, dtype=placed.dtype, count=math.prod(placed.size), offset=offset)
     return flat.as_strided(placed.size, placed.stride)
-
-
-def _count(size: tuple[int, ...]) -> int:
-    count = 1
-    for side in size:
-        count *= side
-    return count

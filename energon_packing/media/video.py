@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from energon_packing.errors import SampleRejected
-from energon_packing.media.frame_stack import FrameStack
-from energon_packing.media.packet_runs import PacketRuns, Run, may_have_runs, packet_runs
-from energon_packing.media.probe import limit_codec, open_video, video_stream
+from energon_packing.media import check_decoded_bytes
+from energon_packing.media.image import decode_image
+from energon_packing.media.packet_runs import Run, may_have_runs, packet_runs
+from energon_packing.media.probe import decodable
 
 _BEGINNING = -(1 << 60)
 """A time before every packet, in any unit."""
@@ -53,33 +55,18 @@ def decode_frames(
 
     if not len(indices):
         raise ValueError("decode_frames needs at least one index")
-    frames = FrameStack(indices, max_pixels, max_bytes)
     try:
-        with _opened(data, frames, max_pixels) as (container, stream):
-            if not may_have_runs(container, stream):
-                _decode_from_start(container, stream, frames, deadline)
-                return frames.tensor()
-            if _decode_needed(container, stream, frames, deadline):
-                return frames.tensor()
-        frames = FrameStack(indices, max_pixels, max_bytes)
-        with _opened(data, frames, max_pixels) as (container, stream):
-            _decode_from_start(container, stream, frames, deadline)
+        for quick in (True, False):
+            frames = FrameStack(indices, max_pixels, max_bytes)
+            with decodable(io.BytesIO(data), max_pixels, frames.check_limits) as (container, stream):
+                if not (quick and may_have_runs(container, stream)):
+                    _decode_from_start(container, stream, frames, deadline)
+                    break
+                if _decode_needed(container, stream, frames, deadline):
+                    break
     except (av.FFmpegError, OSError, ValueError, EOFError, IndexError, OverflowError) as error:
         raise SampleRejected("corrupt_media", f"the video cannot be decoded: {error}") from error
     return frames.tensor()
-
-
-@contextmanager
-def _opened(data: bytes, frames: FrameStack, max_pixels: int) -> Iterator[tuple[Any, Any]]:
-    """The container and its video stream, whose announced size is within the limits."""
-    with open_video(io.BytesIO(data)) as container:
-        stream = video_stream(container)
-        frames.check_limits(stream.codec_context.width, stream.codec_context.height)
-        limit_codec(stream, max_pixels)
-        # One thread, because a loader's worker already has one core.
-        stream.thread_type = "NONE"
-        stream.codec_context.thread_count = 1
-        yield container, stream
 
 
 def _check_deadline(deadline: float | None, index: int) -> None:
@@ -105,61 +92,172 @@ def _decode_needed(container: Any, stream: Any, frames: FrameStack, deadline: fl
     import av
 
     try:
-        found = packet_runs(container, stream, frames.wanted)
-        if found is None:
+        clip = packet_runs(container, stream, frames.wanted)
+        if clip is None:
             return False
         stream.codec_context.options |= {"err_detect": "explode"}
-        # Back to the beginning; that these are the same packets is checked one by one.
-        container.seek(_BEGINNING, stream=stream)
-        packets = _same_packets(container.demux(stream), found)
-        whole = all(_decode_run(stream.codec_context, packets, run, frames, deadline) for run in found.runs)
+        whole = all(_decode_run(stream.codec_context, clip.packets, run, frames, deadline) for run in clip.runs)
         return whole and not frames.missing
-    except (av.FFmpegError, _OtherPacketError):
+    except av.FFmpegError:
         return False  # decoding from the start says which frame is damaged
 
 
-class _OtherPacketError(Exception):
-    """A packet is not the one that was read there before."""
-
-
-def _same_packets(packets: Iterable[Any], found: PacketRuns) -> Iterator[tuple[int, Any]]:
-    for number, (packet, known) in enumerate(zip(packets, found.packets, strict=False)):
-        if (packet.pts, packet.size) != known:
-            raise _OtherPacketError
-        yield number, packet
-
-
-def _decode_run(
-    codec: Any, packets: Iterator[tuple[int, Any]], run: Run, frames: FrameStack, deadline: float | None
-) -> bool:
+def _decode_run(codec: Any, packets: Sequence[Any], run: Run, frames: FrameStack, deadline: float | None) -> bool:
     """Decodes one run and empties the decoder; returns whether every packet became its frame, in the order of time."""
-    expected, found = [], []
-    first = None
-
-    def see(decoded: Sequence[Any]) -> bool:
-        for frame in decoded:
+    first = packets[run.start].pts
+    given = [packets[number] for number in range(run.start, run.stop + 1) if number not in run.left_out]
+    times: list[int] = []
+    whole = run.start == 0  # as a full decode does
+    for packet in (*given, None):
+        _check_deadline(deadline, next(iter(run.frames.values()), 0))
+        for frame in codec.decode(packet):
             if frame.is_corrupt or frame.pts is None:
                 return False
             frames.check_size(frame)
-            found.append(frame.pts)
+            times.append(frame.pts)
+            whole = whole or (frame.pts == first and frame.key_frame)
             if frame.pts in run.frames:
                 frames.take(frame, run.frames[frame.pts])
-        return True
-
-    for number, packet in packets:
-        if number < run.start:
-            continue
-        if number not in run.left_out:
-            _check_deadline(deadline, next(iter(run.frames.values()), 0))
-            first = packet.pts if first is None else first
-            if not packet.is_discard and packet.pts >= first:
-                expected.append(packet.pts)
-            if not see(codec.decode(packet)):
-                return False
-        if number == run.stop:
-            break
-    if not see(codec.decode(None)):
-        return False
     codec.flush_buffers()
     # Frames that are stored after the first one and shown before it may need earlier ones: the decoder drops them.
-    return [time for time in found if first is not None and time >= first] == sorted(expected)
+    expected = [packet.pts for packet in given if packet.pts >= first and not packet.is_discard]
+    return whole and times == sorted(times) and [time for time in times if time >= first] == sorted(expected)
+
+
+class FrameStack:
+    """Takes decoded frames and keeps the pixels of the wanted ones.
+
+    Args:
+        indices: numbers of the wanted frames, ascending, at least one; a number may occur twice.
+        max_pixels: a frame with more is refused.
+        max_bytes: the most bytes that all wanted frames may take; None sets no limit.
+
+    Attributes:
+        wanted: the numbers without repetition, ascending.
+        missing: how many of them were not taken yet.
+    """
+
+    def __init__(self, indices: Sequence[int], max_pixels: int, max_bytes: int | None) -> None:
+        import av.video.reformatter
+
+        self.wanted = sorted(set(indices))
+        self.missing = len(self.wanted)
+        self._indices = indices
+        self._max_pixels = max_pixels
+        self._max_bytes = max_bytes
+        self._size: tuple[int, int] | None = None
+        self._frames: np.ndarray | None = None  # rows of pixels, like images
+        # Our own: PyAV's shared one keeps a thread pool, which deadlocks in a worker that was forked after its use.
+        self._reformatter = av.video.reformatter.VideoReformatter()
+
+    def check_limits(self, width: int, height: int, max_pixels: int) -> None:
+        """Refuses frames that are too large.
+
+        Raises:
+            SampleRejected: ``media_too_large``.
+        """
+        if width * height > max_pixels:
+            raise SampleRejected(
+                "media_too_large",
+                f"frames of {width}x{height} pixels are over encoder.max_source_pixels={max_pixels}",
+            )
+        check_decoded_bytes(len(self._indices), width, height, self._max_bytes)
+
+    def check_size(self, frame: Any) -> None:
+        """Refuses a frame, wanted or not, whose size differs from that of the first one that was decoded.
+
+        Raises:
+            SampleRejected: ``corrupt_media``, or ``media_too_large`` for the first frame.
+        """
+        size = frame.width, frame.height
+        if self._size is None:
+            # The container only announced a size; that of the decoded frame counts.
+            self.check_limits(*size, self._max_pixels)
+            self._size = size
+        elif size != self._size:
+            raise SampleRejected(
+                "corrupt_media",
+                f"the video changes from {self._size[0]}x{self._size[1]} to {size[0]}x{size[1]} pixels",
+            )
+
+    def take(self, frame: Any, index: int) -> None:
+        """Keeps the pixels of a wanted frame.
+
+        Raises:
+            SampleRejected: ``corrupt_media`` for a frame that is rotated differently from the first one taken.
+        """
+        rgb = self._reformatter.reformat(frame, format="rgb24", threads=1).to_ndarray()
+        pixels = np.rot90(rgb, quarter_turns(frame.rotation))
+        if self._frames is None:
+            self._frames = np.empty((len(self._indices), *pixels.shape), dtype=np.uint8)
+        if pixels.shape != self._frames.shape[1:]:
+            raise SampleRejected(
+                "corrupt_media", f"frame {index} is rotated differently from the first requested frame"
+            )
+        self._frames[bisect_left(self._indices, index) : bisect_right(self._indices, index)] = pixels
+        self.missing -= 1
+
+    def tensor(self) -> torch.Tensor:
+        """Returns uint8 ``[indices, 3, H, W]``, a view of rows of pixels (channels last).
+
+        Raises:
+            SampleRejected: ``corrupt_media`` if a wanted frame is missing.
+        """
+        if self._frames is None or self.missing:
+            first = self.wanted[len(self.wanted) - self.missing]
+            raise SampleRejected("corrupt_media", f"the video ends before frame {first}, but more frames were measured")
+        return torch.from_numpy(self._frames).permute(0, 3, 1, 2)
+
+
+def quarter_turns(degrees: float) -> int:
+    """Counter-clockwise quarter turns that make a frame upright; ``frame.rotation`` is counter-clockwise degrees."""
+    return round(degrees / 90) % 4
+
+
+def decode_frame_files(
+    read: Callable[[str], bytes],
+    names: Sequence[str],
+    *,
+    max_pixels: int,
+    max_bytes: int | None = None,
+    deadline: float | None = None,
+    on_white: bool = True,
+) -> torch.Tensor:
+    """Decodes images as the frames of one video.
+
+    Args:
+        read: returns the bytes of a file by its name; its errors are passed on.
+        names: of the wanted frames, in order, at least one.
+        max_pixels: a frame with more is refused before it is decoded.
+        max_bytes: the most bytes that all frames together may take, checked before the second one is decoded; None
+            sets no limit.
+        deadline: a `time.monotonic` value after which decoding gives up; None sets no limit.
+        on_white: see `energon_packing.media.image.decode_image`.
+
+    Returns:
+        uint8 ``[len(names), 3, H, W]``.
+
+    Raises:
+        SampleRejected: as `energon_packing.media.image.decode_image`; ``corrupt_media`` if the frames differ in size,
+            ``decode_timeout`` after the deadline.
+        ValueError: there is no name.
+    """
+    frames: torch.Tensor | None = None
+    for number, name in enumerate(names):
+        if deadline is not None and time.monotonic() > deadline:
+            raise SampleRejected("decode_timeout", f"frame {number} was not decoded within encoder.decode_seconds")
+        frame = decode_image(read(name), max_pixels=max_pixels, max_bytes=max_bytes, on_white=on_white)
+        if frames is None:
+            check_decoded_bytes(len(names), frame.shape[2], frame.shape[1], max_bytes)
+            # Stored as rows of pixels, like images.
+            frames = torch.empty((len(names), *frame.shape[1:], 3), dtype=torch.uint8).permute(0, 3, 1, 2)
+        if frame.shape != frames.shape[1:]:
+            raise SampleRejected(
+                "corrupt_media",
+                f"frame {number} is {frame.shape[2]}x{frame.shape[1]} pixels, "
+                f"but the first is {frames.shape[3]}x{frames.shape[2]}",
+            )
+        frames[number] = frame
+    if frames is None:
+        raise ValueError("decode_frame_files needs at least one name")
+    return frames

@@ -18,22 +18,13 @@ _PUBLIC = {
     "StageBatch": "batch",
     "add_energon_packing_args": "arguments",
     "get_batch": "batch",
-    "loss_func": "loss",
+    "loss_func": "gpt",
     "parse_and_validate_args": "arguments",
     "run_config_of": "arguments",
     "train_valid_test_datasets_provider": "dataloader",
 }
 
-__all__ = [
-    "PackDataloader",
-    "StageBatch",
-    "add_energon_packing_args",
-    "get_batch",
-    "loss_func",
-    "parse_and_validate_args",
-    "run_config_of",
-    "train_valid_test_datasets_provider",
-]
+__all__ = [*_PUBLIC]
 
 if TYPE_CHECKING:
     from energon_packing.megatron_lm.arguments import add_energon_packing_args as add_energon_packing_args
@@ -45,7 +36,7 @@ if TYPE_CHECKING:
     from energon_packing.megatron_lm.dataloader import (
         train_valid_test_datasets_provider as train_valid_test_datasets_provider,
     )
-    from energon_packing.megatron_lm.loss import loss_func as loss_func
+    from energon_packing.megatron_lm.gpt import loss_func as loss_func
 
 
 def __getattr__(name: str) -> Any:

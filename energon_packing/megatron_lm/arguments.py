@@ -37,6 +37,9 @@ _OWNED_BY_MEGATRON = {
 }
 
 
+NO_SCHEDULE_PLAN = "--overlap-moe-expert-parallel-comm runs the model without the boundaries of packed rows; remove it."
+
+
 def add_energon_packing_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds our arguments; an ``extra_args_provider`` of Megatron-LM's ``parse_args``.
 
@@ -169,44 +172,57 @@ def check_arguments(args: Any) -> None:
     def value(name: str) -> Any:
         return getattr(args, name, None)
 
-    if args.dataloader_type != "external":
-        raise ConfigError(f"--dataloader-type is {args.dataloader_type}; packs need --dataloader-type external.")
-    for name in ("micro_batch_size", "eval_micro_batch_size"):
-        if value(name) not in (None, 1):
-            argument = name.replace("_", "-")
-            raise ConfigError(f"--{argument} is {value(name)}; a packed row is a whole micro-batch, so set it to 1.")
-    if value("virtual_pipeline_model_parallel_size"):
-        raise ConfigError(
-            "Virtual pipeline stages would read the data once each and lose the loader's state; "
-            "remove --num-layers-per-virtual-pipeline-stage or --num-virtual-stages-per-pipeline-rank."
-        )
-    if value("mtp_num_layers"):
-        raise ConfigError("--mtp-num-layers predicts across the boundaries of packed samples; remove it.")
-    for flag in ("full_validation", "multiple_validation_sets", "hybrid_context_parallel"):
-        if value(flag):
-            raise ConfigError(f"--{flag.replace('_', '-')} needs one of Megatron-LM's own data sets; remove it.")
-    if value("overlap_moe_expert_parallel_comm"):
-        raise ConfigError(
-            "--overlap-moe-expert-parallel-comm runs the model without the boundaries of packed rows; remove it."
-        )
-    if args.context_parallel_size > 1 and not args.calculate_per_token_loss:
-        raise ConfigError(
-            "With --context-parallel-size above 1, the ranks that share a row hold unequal numbers of trained tokens; "
-            "add --calculate-per-token-loss."
-        )
-    if value("num_experts") and value("cuda_graph_impl") == "transformer_engine":
-        raise ConfigError(
-            "--cuda-graph-impl transformer_engine bypasses the hooks through which the padding mask reaches the "
-            "experts; remove it."
-        )
     shares = args.sequence_parallel and args.tensor_model_parallel_size > 1
-    if shares and value("num_experts") and value("moe_z_loss_coeff") and not args.calculate_per_token_loss:
-        raise ConfigError(
+    uneven = shares and value("num_experts") and value("moe_z_loss_coeff") and not args.calculate_per_token_loss
+    needs_own_data = ("--full-validation", "--multiple-validation-sets", "--hybrid-context-parallel")
+    for broken, sentence in (
+        (
+            args.dataloader_type != "external",
+            f"--dataloader-type is {args.dataloader_type}; packs need --dataloader-type external.",
+        ),
+        *(
+            (
+                value(name.replace("-", "_")) not in (None, 1),
+                f"--{name} is {value(name.replace('-', '_'))}; a packed row is a whole micro-batch, so set it to 1.",
+            )
+            for name in ("micro-batch-size", "eval-micro-batch-size")
+        ),
+        (
+            value("virtual_pipeline_model_parallel_size"),
+            "Virtual pipeline stages would read the data once each and lose the loader's state; "
+            "remove --num-layers-per-virtual-pipeline-stage or --num-virtual-stages-per-pipeline-rank.",
+        ),
+        (
+            value("mtp_num_layers"),
+            "--mtp-num-layers predicts across the boundaries of packed samples; remove it.",
+        ),
+        *(
+            (value(flag[2:].replace("-", "_")), f"{flag} needs one of Megatron-LM's own data sets; remove it.")
+            for flag in needs_own_data
+        ),
+        (value("overlap_moe_expert_parallel_comm"), NO_SCHEDULE_PLAN),
+        (
+            args.context_parallel_size > 1 and not args.calculate_per_token_loss,
+            "With --context-parallel-size above 1, the ranks that share a row hold unequal numbers of trained tokens; "
+            "add --calculate-per-token-loss.",
+        ),
+        (
+            value("num_experts") and value("cuda_graph_impl") == "transformer_engine",
+            "--cuda-graph-impl transformer_engine bypasses the hooks through which the padding mask reaches the "
+            "experts; remove it.",
+        ),
+        (
+            uneven,
             "--moe-z-loss-coeff averages over the tokens of each rank, and with --sequence-parallel ranks hold unequal "
-            "numbers of real ones; add --calculate-per-token-loss."
-        )
-    if args.calculate_per_token_loss and value("ddp_average_in_collective"):
-        raise ConfigError("--ddp-average-in-collective divides what --calculate-per-token-loss sums; remove it.")
+            "numbers of real ones; add --calculate-per-token-loss.",
+        ),
+        (
+            args.calculate_per_token_loss and value("ddp_average_in_collective"),
+            "--ddp-average-in-collective divides what --calculate-per-token-loss sums; remove it.",
+        ),
+    ):
+        if broken:
+            raise ConfigError(sentence)
 
 
 def _settings_given(path: str | None, overrides: list[str]) -> set[str]:

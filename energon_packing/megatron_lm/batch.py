@@ -12,9 +12,9 @@ from energon_packing.errors import PackingError
 from energon_packing.thd.batch import PackedBatch
 from energon_packing.thd.boundaries import packed_seq_params
 from energon_packing.thd.context_parallel import context_parallel_indices, slice_for_context_parallel
-from energon_packing.thd.expert_masks import put_mask
 from energon_packing.thd.fields import TOKEN_FIELDS
 from energon_packing.thd.pixels import PIXELS
+from energon_packing.thd.routers import put_mask
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +29,7 @@ class StageBatch:
         padding_mask: bool, True where the token is padding: ``[1, t]`` on the first stage and of whole rows; other
             later stages get the part for the tokens that their layers hold, ``[1, t / TP]`` with sequence parallelism.
         packed_seq_params: Megatron-Core's ``PackedSeqParams`` of the whole row; on every stage. With a whole row it
-            carries the mask of the tokens that this rank's layers hold (`energon_packing.thd.expert_masks`).
+            carries the mask of the tokens that this rank's layers hold (`energon_packing.thd.routers`).
         cu_seqlens: int32, real boundaries of the whole row.
         visual_inputs: name -> tensor for all media of the row; pixels are None on stages after the first.
         model_inputs: name -> int64 ``[1, t]``, what the family's model reads per token; on every stage.

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from energon_packing.config import RunConfig
 from energon_packing.config.metrics import MetricsConfig
-from energon_packing.energon.loader_base import LoaderBase
-from energon_packing.energon.metrics_log import MetricsLog
-from energon_packing.energon.pack_metrics import PackMetrics
+from energon_packing.energon.metrics import PATIENCE, MetricsLog, PackMetrics
 from energon_packing.energon.replica import Replica
 from energon_packing.energon.replica_reader import OneReader
-from energon_packing.errors import ConfigError, UserError
-from energon_packing.ledger_place import ledger_apart
+from energon_packing.energon.states import read_state
+from energon_packing.errors import ConfigError
+from energon_packing.ledger import ledger_apart
 from energon_packing.megatron_lm.arguments import run_config_of
-from energon_packing.megatron_lm.loader_state import packs_left, saved_state
 from energon_packing.offline.data_paths import has_global_packs
-from energon_packing.offline.open_loader import open_together, refuse_short_plan
+from energon_packing.offline.open_loader import open_packs, packs_of_steps, refuse_short_plan
 from energon_packing.thd.batch import PackedBatch
 
 
@@ -43,25 +42,13 @@ class PackDataloader:
         self, config: RunConfig, replica: Replica, *, split: str, data_parallel_group: Any = None, **what: Any
     ) -> None:
         self._replica = replica
-        self._metrics: PackMetrics | None = None
         self._metrics_config = config.metrics
         self._log: MetricsLog | None = None
-        source = None
-        loader = open_together(
-            config,
-            replica,
-            reads=replica.is_reader,
-            split=split,
-            data_parallel_group=data_parallel_group,
-            **what,
+        source, self._metrics = open_packs(
+            config, replica, split=split, data_parallel_group=data_parallel_group, **what
         )
-        if loader is not None:
-            if config.data.depth and replica.size > 1:
-                loader.share_unpinned()
-            self._metrics = PackMetrics.of(config.metrics, loader, rank=replica.rank, world_size=replica.world_size)
-            if self._metrics is not None:
-                self._metrics.until_end_of(self)
-            source = _Endless(loader, self._metrics)
+        if self._metrics is not None:
+            self._metrics.until_end_of(self)
         # Pixels stay on the host: Megatron-LM keeps the batches of a step, to run it again where a result is doubtful.
         self._reader = OneReader(source, replica, depth=config.data.depth)
 
@@ -117,42 +104,69 @@ def _post_rest(log: MetricsLog, own: PackMetrics | None, process: int) -> None:
         own.close()
     writer = get_tensorboard_writer()
     if writer is not None:
-        log.finish_with_all(get_args().curr_iteration + 1, writer)
+        log.finish(get_args().curr_iteration + 1, writer, seconds=PATIENCE)
         writer.flush()
 
 
-class _Endless:
-    """Packs of a loader, epoch after epoch; tells ``metrics`` of each."""
+MISSING = (
+    "the world size or --dataloader-save differs from the run that saved it. Give --packing-restart-data to start the "
+    "data over."
+)
 
-    def __init__(self, loader: LoaderBase, metrics: PackMetrics | None = None) -> None:
-        self._loader, self._metrics = loader, metrics
-        self._packs = self._epochs()
 
-    def _epochs(self) -> Iterator[PackedBatch]:
-        while True:
-            empty = True
-            for pack in self._loader:
-                empty = False
-                if self._metrics is not None:
-                    self._metrics.made(pack)
-                yield pack.batch
-            if empty:
-                raise UserError("A whole epoch of the data set had no packs; the ledger (packing.ledger) says why.")
+def packs_left(args: Any, ranks: int) -> int | None:
+    """Packs that the run has still to read, over all ranks; None if its batch grows.
 
-    def __next__(self) -> PackedBatch:
-        return next(self._packs)
+    Args:
+        args: of Megatron-LM, which has read its checkpoint and set ``train_iters``.
+        ranks: data-parallel.
+    """
+    if not args.train_iters or args.rampup_batch_size:
+        return None
+    return packs_of_steps(args.train_iters - args.iteration, args.global_batch_size, ranks)
 
-    def save_state(self) -> Any:
-        return self._loader.save_state()
 
-    def state_later(self) -> Callable[[], Any]:
-        return self._loader.state_later()
+def saved_state(args: Any, *, data_parallel_rank: int | None) -> Any:
+    """Returns the loader's state for the checkpoint that this run continues from; None for a new run.
 
-    def restore_state(self, state: Any) -> None:
-        self._loader.restore_state(state)
-        self._packs = self._epochs()
-        if self._metrics is not None:
-            self._metrics.forget()
+    Every rank of a replica reads the file of its data-parallel rank, which ``maybe_save_dataloader_state`` of
+    ``megatron.training.checkpointing`` wrote under ``--dataloader-save``.
+
+    Args:
+        args: of Megatron-LM.
+        data_parallel_rank: whose file is read. None takes the first rank's, which of a plan is that of all ranks, and
+            the one that a run with or without pipeline stages saved if there is none with this run's name.
+
+    Raises:
+        ConfigError: the run continues and there is no state, unless ``--packing-restart-data`` allows this; or the file
+            contains something else.
+    """
+    if not args.iteration or args.packing_restart_data:
+        return None
+    if not args.dataloader_save:
+        raise ConfigError(
+            f"The run continues at iteration {args.iteration}, but --dataloader-save is not given, so the data would "
+            "start over; give the folder of the loader's states, or --packing-restart-data."
+        )
+    from megatron.training.checkpointing import get_checkpoint_name
+
+    own, *others = (
+        Path(
+            get_checkpoint_name(
+                args.dataloader_save,
+                args.iteration,
+                pipeline_parallel=pipeline_parallel,
+                tensor_rank=0,
+                pipeline_rank=0,
+                expert_parallel=False,
+                expert_rank=0,
+                basename=f"train_dataloader_dprank{data_parallel_rank or 0:03d}.pt",
+            )
+        )
+        for pipeline_parallel in ((None, False, True) if data_parallel_rank is None else (None,))
+    )
+    path = next((path for path in (own, *others) if path.is_file()), own)
+    return read_state(path, missing=MISSING)
 
 
 def train_valid_test_datasets_provider(
@@ -185,7 +199,7 @@ def train_valid_test_datasets_provider(
     )
     ranks = data_parallel.size()
     batch = getattr(args, "eval_global_batch_size", None) or args.global_batch_size
-    packs = int(args.eval_iters or 0) * (batch // ranks) * ranks  # of one call of Megatron-LM's `evaluate`
+    packs = packs_of_steps(int(args.eval_iters or 0), batch, ranks)  # of one call of Megatron-LM's `evaluate`
     made: list[PackDataloader | None] = []
     replica = Replica.of(groups)
     splits = (config.data.split, args.packing_valid_split, args.packing_test_split)

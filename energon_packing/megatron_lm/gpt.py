@@ -6,17 +6,22 @@ from energon_packing.megatron_lm.gpt import train_valid_test_datasets_provider
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from energon_packing.encoders.model_forward import innermost, refuse_untaken, takes
-from energon_packing.errors import ConfigError
-from energon_packing.megatron_lm.arguments import add_energon_packing_args, parse_and_validate_args, run_config_of
+from energon_packing.errors import ConfigError, PackingError
+from energon_packing.megatron_lm.arguments import (
+    NO_SCHEDULE_PLAN,
+    add_energon_packing_args,
+    parse_and_validate_args,
+    run_config_of,
+)
 from energon_packing.megatron_lm.batch import StageBatch, get_batch
 from energon_packing.megatron_lm.dataloader import train_valid_test_datasets_provider
-from energon_packing.megatron_lm.loss import bound_loss, loss_func
-from energon_packing.thd.expert_masks import experts_read_masks
+from energon_packing.thd.routers import experts_read_masks
 
 __all__ = [
     "add_energon_packing_args",
@@ -54,7 +59,7 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
         packed_seq_params=batch.packed_seq_params,
         **extra,
     )
-    return output, bound_loss(batch.loss_mask)
+    return output, partial(loss_func, batch.loss_mask)
 
 
 def read(data_iterator: Any, *, whole_row: bool = False) -> StageBatch:
@@ -78,15 +83,13 @@ def refuse_schedule_plan(asked: bool) -> None:
         ConfigError: it is requested.
     """
     if asked:
-        raise ConfigError(
-            "--overlap-moe-expert-parallel-comm runs the model without the boundaries of packed rows; remove it."
-        )
+        raise ConfigError(NO_SCHEDULE_PLAN)
 
 
 def inputs_of(model: Any, batch: StageBatch) -> dict[str, torch.Tensor]:
     """What the model reads besides tokens, by the names of its forward: media, the family's fields per token, padding.
 
-    The mask reaches experts even if the forward does not take it, see `energon_packing.thd.expert_masks`.
+    The mask reaches experts even if the forward does not take it, see `energon_packing.thd.routers`.
 
     Raises:
         ConfigError: the model's forward does not take what the processor makes for it; or a router would count wrongly.
@@ -97,3 +100,36 @@ def inputs_of(model: Any, batch: StageBatch) -> dict[str, torch.Tensor]:
     refuse_untaken(model, given, lambda: run_config_of(get_args()).encoder)
     experts_read_masks(innermost(model))
     return given | ({"padding_mask": batch.padding_mask} if takes(model, "padding_mask") else {})
+
+
+def loss_func(
+    loss_mask: torch.Tensor | None, output_tensor: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """A loss function for Megatron-LM's schedules, to be bound to a mask with `functools.partial`.
+
+    Args:
+        loss_mask: weights of the targets that this rank holds; 0 for targets that are not trained. None on stages
+            before the last, which never call it.
+        output_tensor: their token losses, in the same order.
+
+    Returns:
+        The weighted sum; the sum of the weights, rounded to a whole number (the encoder scales fractional weights by a
+        factor that makes this exact enough); and both as ``"lm loss"`` for the report, which Megatron-LM sums over
+        micro-batches and ranks and divides.
+
+    Raises:
+        PackingError: there is no mask, so this is not the last stage.
+    """
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
+    from megatron.training import get_args
+
+    if loss_mask is None:
+        raise PackingError("a pipeline stage without labels cannot compute a loss")
+    weights = loss_mask.reshape(-1).float()
+    loss = torch.sum(output_tensor.reshape(-1).float() * weights)
+    total = weights.sum().detach().round().to(torch.int)
+    if get_args().check_for_nan_in_loss_and_grad:
+        machine = get_rerun_state_machine()
+        for refuse, message in ((torch.isnan, "the loss of a packed row is NaN"), (torch.isinf, "it is infinite")):
+            machine.validate_result(result=loss, rejection_func=refuse, message=message, tolerance=0.0, fatal=True)
+    return loss, total, {"lm loss": torch.stack([loss.detach(), total.to(loss.dtype)])}

@@ -1,7 +1,7 @@
 """The packs of an evaluation on a data set: the same ones at each evaluation, after each restart, on any ranks.
 
 One reader measures the split as if it were the only one, up to the packs that one evaluation reads, and keeps for each
-pack where its samples are; a run's first rank tells the others (`shared_places`). Measuring decodes nothing. From then
+pack where its samples are; a run's first rank tells the others. Measuring decodes nothing. From then
 on an evaluation is read like a plan: rank r renders the packs r, r + D, r + 2 D and so on, and the next evaluation
 begins at the first pack again.
 
@@ -15,7 +15,6 @@ import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 from megatron.energon import WorkerConfig
@@ -23,31 +22,13 @@ from megatron.energon import WorkerConfig
 from energon_packing.config import PackingConfig, RunConfig
 from energon_packing.energon.epoch_end import Agree
 from energon_packing.energon.loader import build_dataset, reads_here
-from energon_packing.energon.packer import render_or_drop
 from energon_packing.energon.samples import MeasuredSample, Pack, account_for, data_of
+from energon_packing.energon.window import render_or_drop
 from energon_packing.errors import UserError
-from energon_packing.ledger import Ledger
-from energon_packing.ledger_place import LedgerLock
-from energon_packing.offline.kinds import kind_of_config
-from energon_packing.offline.planned_loader import PlannedLoader
-from energon_packing.offline.positioned_packs import PositionedPacks
-from energon_packing.offline.sample_kind import AnyRun
-
-_SHARED: ContextVar[list[list[Any]] | None] = ContextVar("shared", default=None)
-
-
-@contextmanager
-def shared_places(places: list[list[Any]]) -> Iterator[None]:
-    """Inside, `EvaluationPacks` takes these places and measures nothing; if there are none, it adds what it measures.
-
-    Args:
-        places: of the packs of an evaluation; plain values, so that one rank can tell the others.
-    """
-    token = _SHARED.set(places)
-    try:
-        yield
-    finally:
-        _SHARED.reset(token)
+from energon_packing.ledger import Ledger, LedgerLock
+from energon_packing.offline.loader import PlannedLoader
+from energon_packing.offline.packs import PositionedPacks
+from energon_packing.sample_kind import AnyRun, kind_of_config
 
 
 class EvaluationPacks(PositionedPacks):
@@ -57,6 +38,7 @@ class EvaluationPacks(PositionedPacks):
         build: opens the data set of packs for a reader that shares it with nobody; is told whether data sets repeat.
         encoder: the task encoder of that data set.
         most: packs of an evaluation; fewer are made where the data end before.
+        places: of the packs, as another rank has measured them; if the list is empty, what is measured is added.
         rank: names the ledger's files.
 
     Attributes:
@@ -67,7 +49,9 @@ class EvaluationPacks(PositionedPacks):
         DropBudgetExceeded: more of them are dropped than ``packing`` allows, as in training.
     """
 
-    def __init__(self, build: Callable[[bool], Any], encoder: Any, *, most: int, rank: int = 0) -> None:
+    def __init__(
+        self, build: Callable[[bool], Any], encoder: Any, *, most: int, places: list[list[Any]], rank: int = 0
+    ) -> None:
         super().__init__(encoder, rank=rank)
         repeat = False
         try:
@@ -77,7 +61,7 @@ class EvaluationPacks(PositionedPacks):
                 raise
             repeat = True
             dataset = build(repeat)
-        self._places = shared if (shared := _SHARED.get()) is not None else []
+        self._places = places
         if not self._places:
             with _active(dataset.worker_config):
                 self._places += _places_of_packs(dataset, encoder, most)
@@ -106,9 +90,7 @@ class EvaluationPacks(PositionedPacks):
                     account_for(sample, ledger)
                 elif (made := render_or_drop(self._encoder, sample, ledger)) is not None:
                     rendered.append(made)
-        if not rendered:
-            return None
-        return self._encoder.pack_selected_samples([rendered[at] for at in self._encoder.arrange(rendered)])
+        return self._assembled(rendered)
 
 
 def _places_of_packs(dataset: Any, encoder: Any, most: int) -> Iterator[list[Any]]:
@@ -173,6 +155,7 @@ def evaluation_loader(
     task_encoder: Any = None,
     data_parallel_group: Any = None,
     agree: Agree | None = None,
+    places: list[list[Any]] | None = None,
     **models: Any,
 ) -> PlannedLoader:
     """The loader of an evaluation on the data set at ``data.path``.
@@ -184,7 +167,8 @@ def evaluation_loader(
         packs: of one evaluation, over all ranks.
         rank, world_size, split, workers, prefetch, task_encoder, data_parallel_group, agree: as for
             `energon_packing.energon.loader.build_loader`.
-        models: ``latent_encoder`` and ``caption_encoder`` of `energon_packing.wan.loader.build_text_to_video_loader`.
+        places: see `EvaluationPacks`; plain values, so that one rank can tell the others.
+        models: of `SampleKind.task_encoder`.
 
     Raises:
         UserError: there is no data set at ``data.path``, it lacks the split, or no sample of it can be packed.
@@ -202,7 +186,7 @@ def evaluation_loader(
         run = config if isinstance(config, RunConfig) else RunConfig(packing=PackingConfig())
         return build_dataset(dataclasses.replace(run, data=own), task_encoder=encoder)
 
-    made = EvaluationPacks(build, encoder, most=packs, rank=rank)
+    made = EvaluationPacks(build, encoder, most=packs, places=[] if places is None else places, rank=rank)
     return PlannedLoader(
         made,
         rank=rank,

@@ -11,37 +11,28 @@ Nothing in it depends on ``seq_length``, alignment, policy or blend, so plans th
 from __future__ import annotations
 
 import errno
-import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from energon_packing.conversation import PairCounts
-from energon_packing.convert.layout import SUBFLAVORS, TEXT_TO_VIDEO_SUBFLAVORS
-from energon_packing.drop_reasons import DroppedSample, FrequentDrops
+from energon_packing.drops import DroppedSample, FrequentDrops
 from energon_packing.errors import UserError
-from energon_packing.offline.checked_fields import amount, count, inner_path, mapping, text
-from energon_packing.offline.parquet import read_metadata, replacing
+from energon_packing.offline.files import Amount, Count, InnerPath, Name, read_json, read_metadata, write_json
 from energon_packing.remote_files import check_local, remote_address, status
+from energon_packing.sample_kind import KINDS, kind_of_subflavors
 
-Kind = Literal["conversations", "clips"]
-"""What the samples of a data set are."""
-MARKS: Mapping[Kind, Mapping[str, str]] = {"conversations": SUBFLAVORS, "clips": TEXT_TO_VIDEO_SUBFLAVORS}
-"""The subflavors by which `convert` marks each kind."""
 FORMAT = 2
 """2 counts turns, images, videos, frames and pixels too."""
 MODALITIES = ("text", "image", "video", "image and video")
-LENGTH_FREE = (
-    *("pixels", "jpeg_scaled_decoding", "decode_seconds", "decode_in_child"),
-    *("loss_weighting", "loss_scale", "position_ids", "tokens_per_second"),
-)
-"""Fields of `EncoderConfig` on which neither lengths nor drops depend. All others must be as they were measured."""
+DEFAULT_KIND = "conversations"
+"""Of data sets that `convert` marked as none."""
 INDEX_FILE = "index.json"
 MEDIA = pa.list_(
     pa.struct(
@@ -76,15 +67,33 @@ SCHEMA = pa.schema(
 """Columns of a shard's file. A dropped sample has a length of 0, or its length if that is why it is dropped, and the
 turns, images and videos of its record.
 
-Of a clip, ``length`` and ``targets`` are its latent patches.
+Other kinds of sample have further columns (`schema_of`); their ``length`` counts what their rows are made of.
 """
-TEXT_TOKENS = pa.field("text_tokens", pa.int32())  # rows that a clip has among the keys, without alignment
-CLIP_SCHEMA = SCHEMA.append(TEXT_TOKENS)
-"""Columns of a shard's file of clips."""
-
-
 SHARD_COUNTS = ("samples", "dropped", "tokens", "pairs", "unwanted")
 """The fields of `IndexedShard` that are counts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MediaFile:
+    """Where a file that a sample shows lies.
+
+    Attributes:
+        name: as the record names it.
+        shard: number of its tar in the data set's `IndexedDataset.media_shards`; -1 for the media that were copied
+            beside packs.
+        offset: of its first byte.
+        size: bytes.
+    """
+
+    name: str
+    shard: int
+    offset: int
+    size: int
+
+
+def _is_identity(values: Mapping[str, Any]) -> bool:
+    uuids = (values["index_uuid"], values.get("media_uuid", ""))
+    return isinstance(values["bytes"], int) and all(isinstance(uuid, str) for uuid in uuids)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,19 +109,23 @@ class IndexedShard:
             the index of its media, if these are in a data set of their own.
     """
 
-    name: str
-    samples: int
-    dropped: int
-    tokens: int
-    identity: Mapping[str, Any]
-    pairs: int = 0
-    unwanted: int = 0
+    name: InnerPath
+    samples: Count
+    dropped: Count
+    tokens: Count
+    identity: Annotated[Mapping[str, Any], _is_identity]
+    pairs: Count = 0
+    unwanted: Count = 0
 
     @property
     def file(self) -> str:
         """Name of its file in the data set's directory of the index."""
-        # Two shards never share a file: "a/b.tar" and "a_b.tar" are two.
-        return f"{self.name.removesuffix('.tar').replace('%', '%25').replace('/', '%2F')}.parquet"
+        return self.file_of(self.name)
+
+    @staticmethod
+    def file_of(name: str) -> str:
+        """The same of a shard's name; two shards never share a file: "a/b.tar" and "a_b.tar" are two."""
+        return f"{name.removesuffix('.tar').replace('%', '%25').replace('/', '%2F')}.parquet"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,79 +145,47 @@ class IndexedDataset:
         repetitions: how often an epoch of that metadataset has each sample; None if it does not say.
     """
 
-    name: str
-    path: str
-    split: str
-    root: str
-    media_root: str
-    media_shards: tuple[str, ...]
+    name: InnerPath
+    path: Name
+    split: Name
+    root: Name
+    media_root: Name
+    media_shards: tuple[InnerPath, ...]
     shards: tuple[IndexedShard, ...]
     subflavors: Mapping[str, Any] = field(default_factory=dict)
-    weight: float | None = None
-    repetitions: float | None = None
+    weight: Amount | None = None
+    repetitions: Amount | None = None
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> IndexedDataset:
-        """A data set from what `dataclasses.asdict` made of it.
 
-        Raises:
-            KeyError, TypeError, ValueError: a field is missing or has another form.
-        """
-        return cls(
-            name=inner_path(values, "name"),
-            **{name: text(values, name) for name in ("path", "split", "root", "media_root")},
-            media_shards=tuple(inner_path({"media_shards": each}, "media_shards") for each in values["media_shards"]),
-            shards=tuple(_shard(each) for each in values["shards"]),
-            subflavors=mapping(values, "subflavors"),
-            weight=None if values.get("weight") is None else amount(values, "weight"),  # older indexes have neither
-            repetitions=None if values.get("repetitions") is None else amount(values, "repetitions"),
-        )
+OF_PART = ("path", "split", "root", "media_root", "subflavors", "weight", "repetitions")
+"""What a data set of an index has from its `energon_packing.offline.source.SourcePart`."""
 
 
 def pair_counts(datasets: Iterable[IndexedDataset]) -> PairCounts:
     """What `measure` counted in these data sets."""
-    shards = [shard for dataset in datasets for shard in dataset.shards]
-    return PairCounts(
-        samples=sum(shard.samples for shard in shards),
-        pairs=sum(shard.pairs for shard in shards),
-        unwanted=sum(shard.unwanted for shard in shards),
-    )
+    shards = (shard for dataset in datasets for shard in dataset.shards)
+    return sum((PairCounts(samples=it.samples, pairs=it.pairs, unwanted=it.unwanted) for it in shards), PairCounts())
 
 
-def kind_of(datasets: Iterable[IndexedDataset]) -> Kind:
-    """What the samples of these data sets are.
+def schema_of(schema: pa.Schema, kind: str) -> pa.Schema:
+    """Returns the columns of an index or a plan of some kind of sample; see `SampleKind.more_columns`."""
+    return pa.schema([*schema, *(pa.field(name, pa.int32()) for name in KINDS.find(kind).more_columns)])
+
+
+def kind_of(datasets: Iterable[IndexedDataset]) -> str:
+    """Returns the kind of the samples of these data sets, a name in `KINDS`.
 
     Raises:
-        UserError: some are conversations and some are clips.
+        UserError: they are of several kinds.
     """
-    found: dict[Kind, IndexedDataset] = {}
+    paths: dict[str, str] = {}
     for each in datasets:
-        found.setdefault(kind_of_subflavors(each.subflavors) or "conversations", each)
-    if len(found) > 1:
-        clips, conversations = found["clips"].path, found["conversations"].path
-        raise UserError(f"{clips} holds clips and {conversations} conversations; make an index and a plan of each.")
-    return next(iter(found), "conversations")
-
-
-def kind_of_subflavors(subflavors: Mapping[str, Any]) -> Kind | None:
-    """What `convert` marked as such; None if it marked neither."""
-    for kind, marks in MARKS.items():
-        if all(subflavors.get(name) == value for name, value in marks.items()):
-            return kind
-    return None
-
-
-def _shard(values: Mapping[str, Any]) -> IndexedShard:
-    identity = mapping(values, "identity")
-    count(identity, "bytes")
-    text(identity, "index_uuid")
-    if "media_uuid" in identity:
-        text(identity, "media_uuid")
-    return IndexedShard(
-        name=inner_path(values, "name"),
-        **{name: count({"pairs": 0, "unwanted": 0, **values}, name) for name in SHARD_COUNTS},
-        identity=identity,
-    )
+        kind = kind_of_subflavors(each.subflavors)
+        paths.setdefault(DEFAULT_KIND if kind is None else kind.name, each.path)
+    if len(paths) > 1:
+        (kind_a, path_a), (kind_b, path_b) = sorted(paths.items())[:2]
+        raise UserError(f"{path_a} holds {kind_a} and {path_b} {kind_b}; make an index and a plan of each.")
+    return next(iter(paths), DEFAULT_KIND)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,10 +199,10 @@ class Index:
         fingerprint: what lengths and targets depend on, by name.
     """
 
-    directory: Path
+    directory: Path = Path()
     datasets: tuple[IndexedDataset, ...] = ()
     encoder: Mapping[str, Any] = field(default_factory=dict)
-    fingerprint: Mapping[str, str] = field(default_factory=dict)
+    fingerprint: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def open(cls, directory: str | Path) -> Index:
@@ -232,25 +213,8 @@ class Index:
         """
         check_local("the index", directory)
         file = Path(directory) / INDEX_FILE
-        try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
-            raise UserError(
-                f"{directory} is not an index (it has no {INDEX_FILE}); make one with 'energon-packing measure'"
-            ) from error
-        except (OSError, ValueError, RecursionError) as error:
-            raise UserError(f"{file} cannot be read ({error}); measure again") from error
-        if not isinstance(found, dict) or found.get("format") != FORMAT:
-            raise UserError(f"{file} is not an index of format {FORMAT}; measure again with this version")
-        try:
-            return cls(
-                directory=Path(directory),
-                datasets=tuple(IndexedDataset.from_json(each) for each in found["datasets"]),
-                encoder=mapping(found, "encoder"),
-                fingerprint=mapping(found, "fingerprint"),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{file} is damaged ({error!r}); measure again") from error
+        found: Index = read_json(file, cls, version=FORMAT, what="an index", remedy="measure")
+        return replace(found, directory=file.parent)
 
     def save(self) -> None:
         """Writes ``index.json``, whole or not at all."""
@@ -260,8 +224,7 @@ class Index:
             "encoder": dict(self.encoder),
             "fingerprint": dict(self.fingerprint),
         }
-        with replacing(self.directory / INDEX_FILE) as aside:
-            aside.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        write_json(self.directory / INDEX_FILE, content)
 
     def rows(self, dataset: IndexedDataset, shard: IndexedShard, columns: Sequence[str] | None = None) -> pa.Table:
         """The rows of a shard.

@@ -1,67 +1,370 @@
-"""``measure``: brings an index up to date, shard by shard, in several processes."""
+"""``measure``: brings an index up to date, shard by shard, in several processes.
+
+Every sample of a shard becomes one row of the index, without a pixel.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+import socket
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
 
 from energon_packing.config import RunConfig, to_mapping
+from energon_packing.config.setting import length_free_of, marked, marked_and_set
+from energon_packing.conversation import PairCounts
 from energon_packing.convert.report import counted_pairs
 from energon_packing.encoders.tokenized import use_one_thread
-from energon_packing.errors import ConfigError, UserError
-from energon_packing.executors.choice import ExecutorConfig, ExecutorKind, check_rank
-from energon_packing.file_lock import lock
-from energon_packing.offline.index import INDEX_FILE, Index, IndexedDataset, IndexedShard
-from energon_packing.offline.kinds import kind_of_config
-from energon_packing.offline.measuring import ShardMeasurer, cannot_write
-from energon_packing.offline.parquet import no_leftovers, remove_leftovers
-from energon_packing.offline.sample_kind import AnyEncoderConfig, AnyRun
-from energon_packing.offline.source_part import SourcePart, source_parts
+from energon_packing.energon.samples import MeasuredSample
+from energon_packing.errors import ConfigError, PackingError, UserError
+from energon_packing.offline.files import (
+    differing,
+    locked,
+    read_metadata,
+    remove_leftovers,
+    said,
+    unwritable,
+    write_table,
+)
+from energon_packing.offline.index import (
+    FORMAT,
+    INDEX_FILE,
+    OF_PART,
+    SCHEMA,
+    SHARD_COUNTS,
+    Index,
+    IndexedDataset,
+    IndexedShard,
+    schema_of,
+    shard_identity,
+)
+from energon_packing.offline.shared_work import Progress, SharedConfig, work_shared
+from energon_packing.offline.source import IndexedMedia, ShardIndex, SourcePart, TarFiles, source_parts
 from energon_packing.remote_files import check_local, shown
+from energon_packing.sample_kind import AnyRun, kind_of_config
 
-Progress = Callable[[str, int, int], None]
-"""Called with the stage ``measure``, the samples that are done, and all samples."""
+_ROWS = 8192
+_TOGETHER, _TOGETHER_BYTES = 64, 1 << 20
+"""Samples whose texts are tokenized together, and bytes of their records: each table of the tokenizer is then read once
+into the cache, and few texts are held."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MeasureConfig:
+def measuring_fingerprint(encoder: Any, run: AnyRun) -> dict[str, str]:
+    """What lengths, targets and refusals depend on, by name.
+
+    Every field of the ``encoder`` section is in it but those that do not change lengths, and those that name a place,
+    so none can be forgotten; of the ``packing`` section those marked ``newer``.
+    """
+    length_free = length_free_of(run.encoder)
+    fields = {
+        f"encoder.{name}": json.dumps(value, sort_keys=True)
+        for name, value in to_mapping(run.encoder).items()
+        if name not in (*length_free, *marked(run.encoder, "place"))
+    }
+    # Their defaults leave the fingerprints of older indexes and plans as they were.
+    fields |= {f"packing.{name}": value for name, value in marked_and_set(run.packing, "newer").items()}
+    # Limits count as configured, because a run lowers them to those of its rows.
+    left_out = {"limits", *length_free, *(f"encoder.{name}" for name in length_free)}
+    own = {name: str(value) for name, value in encoder.encoder.fingerprint().items() if name not in left_out}
+    return {**own, **fields}
+
+
+def differing_lengths(stored: Mapping[str, Any], own: Mapping[str, Any], run: AnyRun) -> list[tuple[str, Any, Any]]:
+    """Compares two fingerprints of `measuring_fingerprint`, of a stored file and of a run; see `differing`."""
+    defaults = {f"encoder.{name}": value for name, value in to_mapping(type(run.encoder)()).items()}
+    return differing(_parsed(stored), _parsed(own), defaults)
+
+
+def _parsed(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    found = dict(fingerprint)
+    for name in found:
+        with contextlib.suppress(TypeError, ValueError):  # of a file that somebody changed
+            found[name] = json.loads(found[name]) if name.startswith("encoder.") else found[name]
+    return found
+
+
+def digest_of_fingerprint(fingerprint: Mapping[str, str]) -> str:
+    """A short digest of a fingerprint."""
+    return hashlib.sha256(json.dumps(dict(fingerprint), sort_keys=True).encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MeasureTask:
+    """A shard to measure: its number among all, its part, its name, and the directory that its rows go to."""
+
+    number: int
+    part: SourcePart
+    shard: str
+    directory: Path
+
+
+class ShardMeasurer:
+    """Measures shards with one encoder: a `energon_packing.executors.work.Work` of `MeasureTask`.
+
+    Args:
+        run: processor and limits of a sample, and what is trained of pairs.
+        directories: that hold what it writes.
+
+    Attributes:
+        run: as given.
+        pair_counts: of all samples that were measured.
+
+    Raises:
+        ConfigError: the processor cannot be used.
+    """
+
+    def __init__(self, run: AnyRun, directories: Sequence[Path] = ()) -> None:
+        self.directories = tuple(directories)
+        self.run = run
+        self._kind = kind_of_config(run)
+        self._schema = schema_of(SCHEMA, self._kind.name)
+        self._encoder = self._kind.measuring_encoder(run)
+        self.fingerprint = measuring_fingerprint(self._encoder, run)
+        self.pair_counts = PairCounts()
+        self._digest = digest_of_fingerprint(self.fingerprint)
+        self._files = TarFiles()
+        self._indices: dict[str, ShardIndex] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Another machine makes its own, whose fingerprint must be the same.
+        return _made_again, (self.run, self.fingerprint, self.directories)
+
+    def index_of(self, root: str) -> ShardIndex:
+        """The index of a data set's directory, opened once."""
+        if root not in self._indices:
+            self._indices[root] = ShardIndex(Path(root))
+        return self._indices[root]
+
+    def begin(self) -> None:
+        """Opens files anew, since a fork may not use its parent's databases, and removes those that killed processes
+        of this host were writing."""
+        use_one_thread()
+        self._files, self._indices = TarFiles(), {}
+        for directory in self.directories:
+            remove_leftovers(directory)
+
+    def do(self, task: MeasureTask) -> IndexedShard:
+        """Measures a shard."""
+        return self.measure(task.part, task.shard, task.directory)
+
+    def name(self, task: MeasureTask) -> str:
+        """Returns what a task does, for messages."""
+        return f"measuring {task.shard} of {task.part.root}"
+
+    def measured(self, task: MeasureTask) -> IndexedShard | None:
+        """What is known of a shard whose file is there and still true; None if it must be measured."""
+        part, shard = task.part, task.shard
+        found = read_metadata(task.directory / IndexedShard.file_of(shard))
+        if found is None or found.get("format") != FORMAT or found.get("fingerprint") != self._digest:
+            return None
+        if found.get("identity") != self._identity(part, shard) or found.get("subflavors") != _plain(part.subflavors):
+            return None
+        counts = {name: int(found.get(name, 0)) for name in SHARD_COUNTS}  # older files lack some
+        return IndexedShard(name=shard, identity=found["identity"], **counts)
+
+    def measure(self, part: SourcePart, shard: str, directory: Path) -> IndexedShard:
+        """Measures all samples of a shard and writes their rows to `directory`.
+
+        Raises:
+            UserError: the shard cannot be read, the rows cannot be written (nothing is left behind), or a sample shows
+                that the configuration cannot work.
+        """
+        identity = self._identity(part, shard)
+        columns: dict[str, list[Any]] = {name: [] for name in self._schema.names}
+        tables: list[pa.Table] = []
+        samples = dropped = tokens = 0
+        before = self.pair_counts
+        for row in self.rows(part, shard):
+            samples += 1
+            dropped += row["reason"] is not None
+            tokens += 0 if row["reason"] is not None else row["length"] + row["second"]
+            for name, value in row.items():
+                columns[name].append(value)
+            if samples % _ROWS == 0:
+                tables.append(_table(columns, self._schema))
+        if columns["key"] or not tables:
+            tables.append(_table(columns, self._schema))
+        if samples != self.index_of(part.root).samples[shard]:
+            raise PackingError(f"{shard} of {part.root} has {samples} samples in its index and another count beside it")
+        if self._identity(part, shard) != identity:
+            raise PackingError(f"{shard} of {part.root} changed while it was measured")
+        known = IndexedShard(
+            name=shard,
+            samples=samples,
+            dropped=dropped,
+            tokens=tokens,
+            identity=identity,
+            pairs=self.pair_counts.pairs - before.pairs,
+            unwanted=self.pair_counts.unwanted - before.unwanted,
+        )
+        metadata = {
+            "format": FORMAT,
+            "fingerprint": self._digest,
+            "identity": identity,
+            "subflavors": _plain(part.subflavors),
+            **{name: getattr(known, name) for name in SHARD_COUNTS},
+        }
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            write_table(directory / known.file, self._schema, tables, metadata)
+        except OSError as error:
+            raise unwritable(directory / known.file, error, "measure") from error
+        return known
+
+    def _identity(self, part: SourcePart, shard: str) -> dict[str, Any]:
+        path = Path(part.root) / shard
+        try:
+            found = shard_identity(path, self.index_of(part.root).uuid)
+        except OSError as error:
+            raise UserError(
+                f"{shown(path)}, a shard of the data set, cannot be read ({said(error)}); put it back, or convert again"
+            ) from error
+        if part.media_root != part.root:  # its rows name places in shards that may change alone
+            found["media_uuid"] = self.index_of(part.media_root).uuid
+        return found
+
+    def rows(self, part: SourcePart, shard: str, wanted: Container[int] | None = None) -> Iterator[dict[str, Any]]:
+        """Measures samples of a shard, in order; each row has the columns of its kind.
+
+        Args:
+            wanted: their numbers in the shard; None measures all.
+
+        Raises:
+            UserError: as `measure`.
+        """
+        tar = Path(part.root) / shard
+        records = (
+            record
+            for number, record in enumerate(self.index_of(part.root).records(shard))
+            if wanted is None or number in wanted
+        )
+        for some in _together(records):
+            cooked = [self._cooked(part, tar, *record) for record in some]
+            self._encoder.prepare([sample for sample, _ in cooked])
+            for sample, _ in cooked:
+                self.pair_counts += pair_counts_of(sample)
+            for (key, offset, size), (sample, store) in zip(some, cooked, strict=True):
+                yield {"key": key, "offset": offset or 0, "size": size or 0, **self._measured(sample, store)}
+
+    def _cooked(
+        self, part: SourcePart, tar: Path, key: str, offset: int | None, size: int | None
+    ) -> tuple[Any, IndexedMedia]:
+        """A sample as the loader cooks it, and the store of its media."""
+        store = IndexedMedia(self.index_of(part.media_root), key)
+        # A sample without a record is cooked as one whose record is empty, and gets the loader's own reason.
+        record = b"" if offset is None or size is None else self._files.read(tar, offset, size)
+        return part.sample(key, record, store), store
+
+    def _measured(self, sample: Any, store: IndexedMedia) -> dict[str, Any]:
+        found: MeasuredSample = self._encoder.preencode_sample(sample)
+        problem, measured = found.problem, found.measured
+        if problem is not None and problem.fatal is not None:
+            raise problem.fatal
+        if problem is not None or measured is None:
+            reason, detail = (problem.reason, problem.detail) if problem else ("unmeasured", "no length and no reason")
+            length = (problem and problem.length) or 0
+            return {**self._row(None), **_shown(sample), "length": length, "reason": reason, "detail": detail}
+        files = []
+        for name in dict.fromkeys(self._kind.media_names(measured)):
+            position = store.position(name)
+            if position is None:
+                detail = f"{name!r} is not in the data set"
+                return {**self._row(None), **_shown(sample), "reason": "missing_media", "detail": detail}
+            files.append({"name": name, "shard": position.shard, "offset": position.offset, "size": position.size})
+        return {**self._row(measured), "media": files}
+
+    def _row(self, measured: Any) -> dict[str, Any]:
+        return {**self._kind.row(measured), "media": [], "reason": None, "detail": None}
+
+
+def _shown(sample: Any) -> dict[str, int]:
+    """What the record of a dropped sample holds, as far as it could be read: its modality is known then."""
+    conversation = getattr(sample, "conversation", None)
+    if conversation is None:
+        return {}
+    kinds = [media.kind for media in conversation.media]
+    return {"turns": len(conversation.turns), "stills": kinds.count("image"), "videos": kinds.count("video")}
+
+
+def pair_counts_of(sample: Any) -> PairCounts:
+    """What one cooked sample counts."""
+    conversation = getattr(sample, "conversation", None)  # a clip has none
+    if conversation is None:
+        return PairCounts(samples=1)
+    return PairCounts(samples=1, pairs=conversation.is_pair, unwanted=conversation.is_unwanted)
+
+
+Record = tuple[str, int | None, int | None]
+"""Key of a sample, and offset and bytes of its record in the tar."""
+
+
+def _together(records: Iterable[Record]) -> Iterator[list[Record]]:
+    """Neighbours of which no more than the last exceeds the bytes."""
+    some: list[Record] = []
+    size = 0
+    for record in records:
+        some.append(record)
+        size += record[2] or 0
+        if len(some) >= _TOGETHER or size >= _TOGETHER_BYTES:
+            yield some
+            some, size = [], 0
+    if some:
+        yield some
+
+
+def _made_again(run: AnyRun, fingerprint: Mapping[str, str], directories: Sequence[Path]) -> ShardMeasurer:
+    """A measurer on another machine.
+
+    Raises:
+        UserError: it would measure something else.
+    """
+    found = ShardMeasurer(run, directories)
+    for name, here, there in differing(fingerprint, found.fingerprint):
+        raise UserError(
+            f"{socket.gethostname()} would measure something else: {name} is {there} there and {here} here; install "
+            "the same packages and the same processor on every node"
+        )
+    return found
+
+
+def _table(columns: dict[str, list[Any]], schema: pa.Schema) -> pa.Table:
+    """A table of the rows so far, which are forgotten."""
+    table = pa.table({field.name: pa.array(columns[field.name], field.type) for field in schema}, schema=schema)
+    for values in columns.values():
+        values.clear()
+    return table
+
+
+def _plain(value: Mapping[str, Any]) -> Any:
+    return json.loads(json.dumps(dict(value), sort_keys=True, default=str))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureConfig(SharedConfig):
     """What to measure, and where to.
 
     Attributes:
         paths: data sets, as ``data.path`` takes them.
         out: directory of the index; made or brought up to date.
         split: part of each data set.
-        executor, workers, address: who measures, see `ExecutorConfig`.
-        rank, world_size: of several such commands on one file system, this one measures every `world_size`-th shard.
     """
 
     paths: tuple[Path, ...]
     out: Path
     split: str = "train"
-    executor: ExecutorKind = "local"
-    workers: int | None = 1
-    address: str | None = None
-    rank: int = 0
-    world_size: int = 1
 
     def __post_init__(self) -> None:
         if not self.paths:
             raise ConfigError("measure needs at least one data set.")
         check_local("--out", self.out)
-        self.executor_config()  # refuses what cannot be
-        check_rank(self.rank, self.world_size)
-
-    def executor_config(self) -> ExecutorConfig:
-        """Who measures.
-
-        Raises:
-            ConfigError: nobody can be that.
-        """
-        return ExecutorConfig(kind=self.executor, workers=self.workers, address=self.address)
+        super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,42 +383,11 @@ class MeasureReport:
     missing: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Task:
-    dataset: int
-    part: SourcePart
-    shard: str
-    directory: Path
-
-
-class _Measuring:
-    """A `energon_packing.executors.work.Work`: measures a shard."""
-
-    def __init__(self, measurer: ShardMeasurer, directories: Sequence[Path]) -> None:
-        self._measurer = measurer
-        self._directories = tuple(directories)
-
-    def begin(self) -> None:
-        """Opens files anew, and removes those that killed processes of this host were writing."""
-        use_one_thread()
-        self._measurer.forget_open_files()
-        for directory in self._directories:
-            remove_leftovers(directory)
-
-    def do(self, task: _Task) -> IndexedShard:
-        """Measures it."""
-        return self._measurer.measure(task.part, task.shard, task.directory)
-
-    def name(self, task: _Task) -> str:
-        """Of the shard."""
-        return f"measuring {task.shard} of {task.part.root}"
-
-
 def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: None) -> MeasureReport:
     """Measures the shards that the index lacks, and writes ``index.json``.
 
     Args:
-        run: its ``encoder`` section is used; a `TextToVideoRunConfig` for clips.
+        run: its ``encoder`` section is used; of the kind that the data sets hold.
 
     Raises:
         UserError: a data set or the processor cannot be used, the index was made with another encoder, or a shard
@@ -124,7 +396,7 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
     kind = kind_of_config(run).name
     measurer = ShardMeasurer(run)
     _index(config.out, measurer)  # refused before anything is measured
-    with _locked(config.out):  # so that a file system without locks is told of before the work
+    with locked(config.out):  # so that a file system without locks is told of before the work
         pass
     parts = [part for path in config.paths for part in source_parts(path, config.split, kind)]
     names = [_name(part) for part in parts]
@@ -136,61 +408,34 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
         known.check(", ".join(map(shown, config.paths)), run.packing.pairs)
     out = config.out.absolute()  # workers may have another current directory
     directories = [out / name for name in names]
-    work = _Measuring(measurer, directories)
-    done: dict[tuple[int, str], IndexedShard] = {}
-    mine: list[_Task] = []
-    tasks = [
-        _Task(number, part, shard, out / name)
-        for number, (name, part) in enumerate(zip(names, parts, strict=True))
-        for shard in part.shards
-    ]
-    for at, task in enumerate(tasks):
-        found = measurer.measured(task.part, task.shard, task.directory)
-        if found is not None:
-            done[task.dataset, task.shard] = found
-        elif at % config.world_size == config.rank:  # not by what is left: ranks look at different times
-            mine.append(task)
-    reused = len(done)
-    total = sum(measurer.index_of(task.part.root).samples[task.shard] for task in mine)
-    progress("measure", 0, total)
-    samples = 0
-    # Closed at once, whatever happens: else its processes would end only when nothing refers to it any more.
-    with (
-        no_leftovers(*directories),
-        closing(config.executor_config().executor(len(mine)).results(mine, work)) as results,
-    ):
-        for task, measured in results:
-            done[task.dataset, task.shard] = measured
-            samples += measured.samples
-            progress("measure", samples, total)
-    for task in tasks:  # of other ranks, which may have finished meanwhile
-        if (task.dataset, task.shard) not in done:
-            found = measurer.measured(task.part, task.shard, task.directory)
-            if found is not None:
-                done[task.dataset, task.shard] = found
-    missing = len(tasks) - len(done)
+    measurer.directories = tuple(directories)
+    shards = [(part, shard, folder) for part, folder in zip(parts, directories, strict=True) for shard in part.shards]
+    shared = work_shared(
+        config,
+        [MeasureTask(number, *each) for number, each in enumerate(shards)],
+        measurer,
+        there=measurer.measured,
+        size=lambda task: measurer.index_of(task.part.root).samples[task.shard],
+        progress=lambda done, total: progress("measure", done, total),
+        directories=directories,
+    )
     index = None
-    if not missing:
+    if not shared.missing:
+        measured = iter(shared.results)
         datasets = [
             IndexedDataset(
                 name=name,
-                path=part.path,
-                split=part.split,
-                root=part.root,
-                media_root=part.media_root,
                 media_shards=measurer.index_of(part.media_root).shards,
-                shards=tuple(done[number, shard] for shard in part.shards),
-                subflavors=part.subflavors,
-                weight=part.weight,
-                repetitions=part.repetitions,
+                shards=tuple(next(measured) for _ in part.shards),
+                **{each: getattr(part, each) for each in OF_PART},
             )
-            for number, (name, part) in enumerate(zip(names, parts, strict=True))
+            for name, part in zip(names, parts, strict=True)
         ]
         try:
             index = _saved(config.out, measurer, datasets, run.encoder)
         except OSError as error:
-            raise cannot_write(config.out, error) from error
-    return MeasureReport(index=index, measured=len(mine), reused=reused, missing=missing)
+            raise unwritable(config.out, error, "measure") from error
+    return MeasureReport(index=index, measured=shared.done, reused=shared.reused, missing=shared.missing)
 
 
 def _index(out: Path, measurer: ShardMeasurer) -> Index | None:
@@ -207,30 +452,23 @@ def _index(out: Path, measurer: ShardMeasurer) -> Index | None:
         try:
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise cannot_write(out, error) from error
+            raise unwritable(out, error, "measure") from error
         return None
     found = Index.open(out)
-    differing = [
-        name
-        for name in sorted({*found.fingerprint, *measurer.fingerprint})
-        if found.fingerprint.get(name) != measurer.fingerprint.get(name)
-    ]
-    if differing:
-        name = differing[0]
+    for name, before, now in differing_lengths(found.fingerprint, measurer.fingerprint, measurer.run):
         raise UserError(
-            f"{out} was measured with another encoder: {name} was {found.fingerprint.get(name)}, now it is "
-            f"{measurer.fingerprint.get(name)}; choose another --out"
+            f"{out} was measured with another encoder: {name} was {before}, now it is {now}; choose another --out"
         )
     return found
 
 
-def _saved(out: Path, measurer: ShardMeasurer, datasets: Sequence[IndexedDataset], encoder: AnyEncoderConfig) -> Index:
+def _saved(out: Path, measurer: ShardMeasurer, datasets: Sequence[IndexedDataset], encoder: Any) -> Index:
     """Writes the index with the data sets of this command in it, beside those that are there.
 
     Raises:
         UserError: meanwhile, another command has made it with another encoder.
     """
-    with _locked(out):
+    with locked(out):
         before = _index(out, measurer)  # another command may have added a data set meanwhile, or made the index
         kept = {each.name: each for each in (before.datasets if before else ())}
         kept.update({each.name: each for each in datasets})
@@ -248,11 +486,3 @@ def _name(part: SourcePart) -> str:
     """Directory of a part in the index: readable, and unique for root and split."""
     readable = re.sub(r"[^A-Za-z0-9]+", "-", f"{Path(part.path).name}-{part.split}").strip("-")[:40]
     return f"{readable}-{hashlib.sha256(f'{part.root}\0{part.split}'.encode()).hexdigest()[:8]}"
-
-
-@contextmanager
-def _locked(out: Path) -> Iterator[None]:
-    """Waits until no other command writes ``index.json``."""
-    with (out / ".lock").open("w") as file:
-        lock(file, out, wait=True)
-        yield

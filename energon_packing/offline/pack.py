@@ -1,76 +1,101 @@
-"""``pack``: stores the packs of a plan as arrays, shard by shard, in several processes or commands."""
+"""``pack``: stores the packs of a plan, shard by shard, in several processes or commands.
+
+A shard is a range of the plan, which is a function of the plan and of what is stored, whoever asks. In which form it is
+stored says a `PackFormat`.
+"""
 
 from __future__ import annotations
 
-import filecmp
-import json
-import shutil
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow.compute as pc
+
 from energon_packing.config import from_mapping
-from energon_packing.drop_budget import over_budget
 from energon_packing.encoders.tokenized import use_one_thread
 from energon_packing.errors import ConfigError, UserError
-from energon_packing.executors.choice import ExecutorConfig, ExecutorKind, check_rank
-from energon_packing.file_lock import lock
-from energon_packing.offline.data_paths import PACKED_FILE
-from energon_packing.offline.kinds import KINDS, kind_of_config
-from energon_packing.offline.packed import (
-    DROPS_FILE,
-    PLAN_FILE,
-    Media,
-    PackedFacts,
-    Progress,
-    ShardEntry,
-    Store,
-    shard_path,
-    stored_fingerprint,
-)
-from energon_packing.offline.parquet import no_leftovers, remove_leftovers, replacing
-from energon_packing.offline.plan import Plan
-from energon_packing.offline.plan_drops import drops_path
-from energon_packing.offline.planned_loader import check_plan
-from energon_packing.offline.sample_kind import AnyRun
-from energon_packing.offline.shard_borders import shard_firsts
-from energon_packing.offline.shard_file import ShardFile
-from energon_packing.offline.shard_index import ShardIndex
-from energon_packing.offline.shard_packer import ShardPacker
-from energon_packing.offline.stored_kinds import STORED_KINDS
+from energon_packing.offline.files import remove_leftovers, unwritable
+from energon_packing.offline.loader import check_plan
+from energon_packing.offline.packed import Media, PackedFacts, Store
+from energon_packing.offline.packs import PlannedPacks
+from energon_packing.offline.plan import Plan, PlannedPack
+from energon_packing.offline.shared_work import Progress, SharedConfig, work_shared
+from energon_packing.registry import Registry
 from energon_packing.remote_files import check_local
+from energon_packing.sample_kind import KINDS
 
 SHARD_PACKS = 1000
 """Packs of a shard at most, by default: of 32,768 text tokens, some 140 MB."""
+AT_ONCE = 64
+"""Packs whose rows of the plan are read together."""
+SHARD_BYTES = 1 << 30
+"""Expected bytes of a shard at most, unless a single pack has more."""
+TOKEN_BYTES = 5
+"""Of a text token, with its share of the header; those of media need up to 12 more for their positions."""
+PIXEL_BYTES = 3072
+"""Of a token of a sample with media: most such tokens are visual, and stand for 4 patches of 3 x 16 x 16 bytes."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PackConfig:
+def shard_firsts(plan: Plan, *, store: Store, media: Media, most_packs: int) -> tuple[int, ...]:
+    """The first pack of each shard.
+
+    Args:
+        plan: of the packs.
+        store, media: what is stored.
+        most_packs: packs of a shard at most.
+
+    Raises:
+        UserError: the plan is damaged.
+    """
+    sizes = np.zeros(len(plan), dtype=np.int64)
+    for table in plan.tables(["pack", "length", "second", "media"]):
+        packs = table.column("pack").to_numpy()
+        tokens = table.column("length").to_numpy().astype(np.int64) + table.column("second").to_numpy()
+        files = table.column("media").combine_chunks()
+        counts = pc.fill_null(pc.list_value_length(files), 0).to_numpy(zero_copy_only=False)
+        each = tokens * TOKEN_BYTES
+        if store == "pixels":
+            each = np.where(counts > 0, tokens * PIXEL_BYTES, each)
+        elif media == "copy" and counts.any():
+            bytes_of = files.flatten().field("size").to_numpy(zero_copy_only=False)
+            ends = np.concatenate([[0], np.cumsum(bytes_of)])
+            last = np.cumsum(counts)
+            each = each + ends[last] - ends[last - counts]
+        np.add.at(sizes, packs, each)
+    ends = np.concatenate([[0], np.cumsum(sizes)])
+    firsts = [0]
+    while True:
+        first = firsts[-1]
+        stop = int(np.searchsorted(ends, ends[first] + SHARD_BYTES, side="right")) - 1
+        stop = min(max(stop, first + 1), first + most_packs)
+        if stop >= len(plan):
+            return tuple(firsts)
+        firsts.append(stop)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackConfig(SharedConfig):
     """What to pack, and where to.
 
     Attributes:
         plan: the plan.
         out: the directory; made, or continued.
+        format: a name in `PACK_FORMATS`.
         store: ``tokens``, or ``pixels`` with rendered media.
         media: whether media that are rendered later stay where they are, or are copied into ``out``.
         shard_packs: packs of a shard at most.
-        executor, workers, address: who packs, see `ExecutorConfig`.
-        rank, world_size: of several such commands on one file system, this one packs every `world_size`-th shard.
     """
 
     plan: Path
     out: Path
+    format: str = "shards"
     store: Store = "tokens"
     media: Media = "reference"
     shard_packs: int = SHARD_PACKS
-    executor: ExecutorKind = "local"
-    workers: int | None = 1
-    address: str | None = None
-    rank: int = 0
-    world_size: int = 1
 
     def __post_init__(self) -> None:
         check_local("--out", self.out)
@@ -78,16 +103,7 @@ class PackConfig:
             raise ConfigError("--store pixels holds the rendered media, so --media copy would copy what is never read.")
         if self.shard_packs < 1:
             raise ConfigError(f"--shard-packs is {self.shard_packs}; it must be at least 1.")
-        self.executor_config()  # refuses what cannot be
-        check_rank(self.rank, self.world_size)
-
-    def executor_config(self) -> ExecutorConfig:
-        """Who packs.
-
-        Raises:
-            ConfigError: nobody can be that.
-        """
-        return ExecutorConfig(kind=self.executor, workers=self.workers, address=self.address)
+        super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,264 +111,176 @@ class PackReport:
     """What `pack` did.
 
     Attributes:
-        facts: the manifest; without shards if some of other ranks are still missing.
+        facts: the manifest, without shards if some of other ranks are still missing; None for a format that has none.
+        packs: of the plan.
         packed, reused: shards that were missing before, and those that were there. Commands that run at once each count
             what was missing when they began.
         missing: shards that other ranks have not packed yet.
     """
 
-    facts: PackedFacts
+    facts: PackedFacts | None
+    packs: int
     packed: int
     reused: int
     missing: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ShardTask:
-    """One shard to pack; everything that a process needs for it, on any machine that sees the paths.
+@dataclass(frozen=True, slots=True)
+class PackTask:
+    """One shard to pack.
 
     Attributes:
-        directory: the packed directory, with plan and manifest.
         number: of the shard.
         wait: whether to wait for another command that is packing it.
     """
 
-    directory: Path
     number: int
     wait: bool = False
 
 
+class PackFormat(ABC):
+    """Writes packs in one form: a `energon_packing.executors.work.Work` of `PackTask`.
+
+    Attributes:
+        plan, run, config: as given; paths are absolute, because workers may have another current directory.
+        encoder: see `SampleKind.packing_encoder`.
+        firsts: first pack of each shard.
+        facts: the manifest, if the form has one.
+
+    Raises:
+        ConfigError: the encoder is not that of the plan.
+        UserError: the form cannot hold these packs.
+    """
+
+    facts: PackedFacts | None = None
+
+    def __init__(self, plan: Plan, run: Any, config: PackConfig) -> None:
+        self.plan, self.run, self.config = plan, run, config
+        self.encoder = KINDS.find(plan.facts.kind).packing_encoder(run)
+        check_plan(plan, run, self.encoder, None)
+        self.firsts = shard_firsts(plan, store=config.store, media=config.media, most_packs=config.shard_packs)
+        self.forget_open_files()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.plan, self.run, self.config)  # another machine loads an encoder of its own
+
+    def forget_open_files(self) -> None:
+        """Opens everything anew when it is needed; for a fork, which may not use its parent's databases."""
+        self.plan = Plan(self.plan.path, self.plan.facts)
+        self.planned = PlannedPacks(self.plan, self.encoder)
+
+    def begin(self) -> None:
+        """Opens files anew, and removes those that killed processes of this host were writing."""
+        use_one_thread()
+        self.forget_open_files()
+        remove_leftovers(self.config.out)
+
+    def name(self, task: PackTask) -> str:
+        """Returns what a task does, for messages."""
+        return f"packing {self.path(task.number)}"
+
+    def span(self, number: int) -> tuple[int, int]:
+        """Returns the packs ``[first, stop)`` of a shard."""
+        return self.firsts[number], (*self.firsts[1:], len(self.plan))[number]
+
+    def planned_packs(self, number: int) -> Iterator[PlannedPack]:
+        """Returns the packs of a shard."""
+        first, end = self.span(number)
+        for start in range(first, end, AT_ONCE):
+            yield from self.plan.packs(start, min(start + AT_ONCE, end))
+
+    @abstractmethod
+    def path(self, number: int) -> Path:
+        """Returns the file of a shard."""
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Makes the directory, or compares it with what is to be packed.
+
+        Raises:
+            UserError: it is something else, or other packs are in it.
+            OSError: it cannot be written.
+        """
+
+    @abstractmethod
+    def found(self, number: int) -> Any:
+        """Returns what is known of a shard that is there already; None if it is not.
+
+        Raises:
+            UserError: it is damaged, or of another plan.
+        """
+
+    @abstractmethod
+    def do(self, task: PackTask) -> Any:
+        """Packs a shard, unless it is there; returns what `found` would, or None if another command is packing it.
+
+        Raises:
+            UserError: a source shard is missing or changed, or the output cannot be written; nothing is left behind.
+        """
+
+    def complete(self, entries: Sequence[Any]) -> None:  # noqa: B027  # nothing to do for most forms
+        """Ends the directory, whose shards are all there.
+
+        Raises:
+            UserError: it may not be ended, or cannot be written.
+        """
+
+
+PACK_FORMATS: Registry[Callable[[Plan, Any, PackConfig], PackFormat]] = Registry(
+    "pack format",
+    folder="energon_packing.offline.formats",
+    declared=lambda module: {module.__name__.rpartition(".")[2].replace("_", "-"): module.FORMAT},
+    setting="--format",
+)
+
+
+def register_pack_format(name: str, made: Callable[[Plan, Any, PackConfig], PackFormat]) -> None:
+    """Adds a form of stored packs to this process.
+
+    Raises:
+        ConfigError: the name is taken.
+    """
+    PACK_FORMATS.add(name, made)
+
+
 def run_of_plan(plan: Plan) -> Any:
-    """The configuration that a plan was made with.
+    """Returns the configuration that a plan was made with.
 
     Raises:
         UserError: this version does not know one of its settings.
     """
     try:
-        return from_mapping(KINDS[plan.facts.kind].run_class, plan.facts.config, where=str(plan.path))
+        return from_mapping(KINDS.find(plan.facts.kind).run_class, plan.facts.config, where=str(plan.path))
     except ConfigError as error:
         raise UserError(f"{plan.path} was made with settings that this version does not read: {error}") from error
 
 
 def pack(config: PackConfig, progress: Progress = lambda *_: None) -> PackReport:
-    """Packs the shards that are missing, and completes the manifest once all are there.
+    """Packs the shards that are missing, and completes the directory once all are there.
 
     Raises:
         UserError: the plan or its data sets cannot be used, the directory is another plan's or cannot be written, or
             more samples cannot be decoded than ``packing.drop_budget`` allows.
     """
-    plan = Plan.open(config.plan)
-    run = run_of_plan(plan)
-    kind = kind_of_config(run)
-    encoder = kind.packing_encoder(run)
-    check_plan(plan, run, encoder, None)
-    facts = PackedFacts(
-        plan=plan.facts.id,
-        store=config.store,
-        media=config.media,
-        shard_packs=config.shard_packs,
-        firsts=shard_firsts(plan, store=config.store, media=config.media, most_packs=config.shard_packs),
-        packs=len(plan),
-        padded_rows=getattr(run.packing, "pad_to_max_length", False),
-        encoder=stored_fingerprint(kind, encoder, config.store),
-        media_uuids=_media_uuids(plan, config),
-    )
+    plan = Plan.open(config.plan.absolute())
+    config = replace(config, plan=plan.path, out=config.out.absolute())
+    form = PACK_FORMATS.find(config.format)(plan, run_of_plan(plan), config)
     try:
-        _begin(config, facts)
+        form.prepare()
         remove_leftovers(config.out)
     except OSError as error:
-        raise _unwritable(config.out, error) from error
-    out = config.out.absolute()  # workers may have another current directory
-    packer = _packer(out, encoder)
-    done = {number: entry for number in range(len(facts.firsts)) if (entry := packer.found(number)) is not None}
-    reused = len(done)
-    mine = [
-        ShardTask(directory=out, number=number)
-        for number in range(config.rank, len(facts.firsts), config.world_size)
-        if number not in done
-    ]
-    total = sum(facts.packs_of(task.number) for task in mine)
-    progress("pack", 0, total)
-    packs = 0
-    # Those that another command is packing come last, and are waited for.
-    for wait in (False, True):
-        left = [replace(task, wait=wait) for task in mine if task.number not in done]
-        if not left:
-            break
-        # Closed at once, whatever happens: else its processes would end only when nothing refers to it any more.
-        with (
-            no_leftovers(out),
-            closing(config.executor_config().executor(len(left)).results(left, _Packing(out))) as results,
-        ):
-            for task, entry in results:
-                if entry is not None:
-                    done[task.number] = entry
-                    packs += entry.packs
-                    progress("pack", packs, total)
-    for number in set(range(len(facts.firsts))) - done.keys():  # of other ranks, which may have finished meanwhile
-        found = packer.found(number)
-        if found is not None:
-            done[number] = found
-    missing = len(facts.firsts) - len(done)
-    if not missing:
-        facts = replace(facts, shards=tuple(done[number] for number in sorted(done)))
-        _complete(config.out, facts, run)
-    return PackReport(facts=facts, packed=len(mine), reused=reused, missing=missing)
-
-
-def pack_shard(task: ShardTask) -> ShardEntry | None:
-    """Packs one shard, unless it is there.
-
-    Returns:
-        None if another command is packing it and the task does not wait.
-
-    Raises:
-        UserError: see `ShardPacker.pack`.
-    """
-    packer = _packer(task.directory)
-    with _locked(task.directory, task.number, wait=task.wait) as ours:
-        if not ours:
-            return None
-        return packer.found(task.number) or packer.pack(task.number)
-
-
-_packers: dict[Path, ShardPacker] = {}  # of this process, which packs many shards of a directory
-
-
-def _packer(directory: Path, encoder: Any = None) -> ShardPacker:
-    """The packer of a directory, made anew if the directory now holds other packs."""
-    facts = PackedFacts.read(directory)
-    known = _packers.get(directory)
-    if known is None or known.facts.settings != facts.settings:
-        plan = Plan.open(directory / PLAN_FILE)
-        encoder = encoder or KINDS[plan.facts.kind].packing_encoder(run_of_plan(plan))
-        known = STORED_KINDS[plan.facts.kind].packer(directory, facts, plan, encoder)
-        _packers.clear()
-        _packers[directory] = known
-    return known
-
-
-class _Packing:
-    """A `energon_packing.executors.work.Work`: packs shards of a directory."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
-    def begin(self) -> None:
-        """Opens files anew, and removes those that killed processes of this host were writing."""
-        use_one_thread()
-        if self._directory in _packers:
-            _packers[self._directory].forget_open_files()
-        remove_leftovers(self._directory)
-
-    def do(self, task: ShardTask) -> ShardEntry | None:
-        """See `pack_shard`."""
-        return pack_shard(task)
-
-    def name(self, task: ShardTask) -> str:
-        """Of the shard."""
-        return f"packing {shard_path(task.directory, task.number)}"
-
-
-def _begin(config: PackConfig, facts: PackedFacts) -> None:
-    """Makes the directory, or compares it with what is to be packed.
-
-    Raises:
-        UserError: it is something else, or other packs are in it.
-        OSError: it cannot be written.
-    """
-    out = config.out
-    if out.exists() and not out.is_dir():
-        raise UserError(f"{out} is there and is no directory; choose another --out")
-    if out.is_dir() and not (out / PACKED_FILE).exists():
-        ours = (PLAN_FILE, drops_path(out / PLAN_FILE).name)
-        others = [entry.name for entry in out.iterdir() if entry.name[0] != "." and entry.name not in ours]
-        if others:
-            raise UserError(f"{out} is there and is no packed directory (it has {others[0]}); choose another --out")
-    out.mkdir(parents=True, exist_ok=True)
-    with _locked(out, -1, wait=True):
-        if (out / PACKED_FILE).exists():
-            found = PackedFacts.read(out)
-            for name, value in found.settings.items():
-                if value != facts.settings[name]:
-                    raise UserError(_differing(out, name, value, facts.settings[name]))
-        # Plans are equal wherever their data sets are, so a continued one may say where they are now.
-        if not (out / PLAN_FILE).exists() or not filecmp.cmp(config.plan, out / PLAN_FILE, shallow=False):
-            copies = {drops_path(config.plan): drops_path(out / PLAN_FILE), config.plan: out / PLAN_FILE}
-            for source, target in copies.items():
-                if source.exists():
-                    with replacing(target) as aside:
-                        shutil.copyfile(source, aside)
-        if not (out / PACKED_FILE).exists():
-            facts.save(out)
-
-
-def _differing(out: Path, name: str, found: object, asked: object) -> str:
-    if isinstance(found, dict) and isinstance(asked, dict):
-        inner = min(key for key in found.keys() | asked.keys() if found.get(key) != asked.get(key))
-        name, found, asked = f"{name}.{inner}", found.get(inner), asked.get(inner)
-    told = f"{found!r}, now it would be {asked!r}" if len(repr(found)) < 200 else "another"
-    return f"{out} holds other packs: {name} is {told}; choose another --out, or delete the directory"
-
-
-def _complete(out: Path, facts: PackedFacts, run: AnyRun) -> None:
-    """Writes the drops and the manifest with all shards."""
-    drops: Counter[str] = Counter()
-    for shard in facts.shards:
-        drops.update(shard.drops)
-    samples = sum(shard.samples for shard in facts.shards)
-    if over_budget(drops.total(), samples + drops.total(), run.packing.drop_budget):
-        reasons = ", ".join(f"{reason} {count}" for reason, count in drops.most_common(3))
-        raise UserError(
-            f"{drops.total()} of {samples + drops.total()} samples could not be decoded ({reasons}), more than "
-            f"packing.drop_budget={run.packing.drop_budget} of the plan allows; correct the data, or plan with a "
-            "higher budget"
-        )
-    try:
-        with _locked(out, -1, wait=True):
-            with replacing(out / DROPS_FILE) as aside, aside.open("w", encoding="utf-8") as file:
-                file.write(json.dumps({"plan": facts.plan}) + "\n")
-                for shard in facts.shards:
-                    for entry in _drops(out, shard):
-                        file.write(json.dumps(entry, ensure_ascii=False) + "\n")
-            facts.save(out)
-    except OSError as error:
-        raise _unwritable(out, error) from error
-
-
-def _drops(out: Path, shard: ShardEntry) -> Iterator[dict[str, object]]:
-    if not shard.drops:
-        return
-    opened = ShardFile(shard_path(out, shard.number))
-    opened.close()
-    for key, reason, detail in opened.facts["drops"]:
-        yield {"dropped": key, "reason": reason, "detail": detail, "shard": shard.number}
-
-
-def _media_uuids(plan: Plan, config: PackConfig) -> tuple[str | None, ...]:
-    if config.store == "pixels" or config.media == "copy":
-        return (None,) * len(plan.facts.datasets)
-    return tuple(ShardIndex.uuid_of(Path(each.media_root)) for each in plan.facts.datasets)
-
-
-def _unwritable(out: Path, error: OSError) -> UserError:
-    return UserError(
-        f"{out} cannot be written ({error.strerror or error}); free space or choose another --out, then run "
-        "'energon-packing pack' again: it continues with the shards that are missing"
+        raise unwritable(config.out, error, "pack") from error
+    shared = work_shared(
+        config,
+        [PackTask(number) for number in range(len(form.firsts))],
+        form,
+        there=lambda task: form.found(task.number),
+        size=lambda task: len(range(*form.span(task.number))),
+        progress=lambda done, total: progress("pack", done, total),
+        directories=[config.out],
     )
-
-
-@contextmanager
-def _locked(out: Path, shard: int, *, wait: bool) -> Iterator[bool]:
-    """Locks a shard among all commands that pack into a directory, or the directory itself for -1.
-
-    The lock is a byte of one file, so nothing is left over when a process dies, and it holds on network file systems
-    too. A process that waits for nothing gives whether it has the lock.
-    """
-    with (out / ".lock").open("r+b" if (out / ".lock").exists() else "w+b") as file:
-        try:
-            lock(file, out, wait=wait, byte=shard + 1)
-        except (BlockingIOError, PermissionError):
-            yield False
-            return
-        yield True  # closing the file gives the lock back
+    if not shared.missing:
+        form.complete(shared.results)
+    return PackReport(
+        facts=form.facts, packs=len(plan), packed=shared.done, reused=shared.reused, missing=shared.missing
+    )

@@ -4,40 +4,44 @@
 
     DIR/packed.json         what is stored, and every shard with its checksum
     DIR/plan.parquet        the plan, byte for byte, with its drops beside it
-    DIR/shard-00000.bin     packs, see `energon_packing.offline.shard_file`
+    DIR/shard-00000.bin     packs, see `energon_packing.offline.shards`
     DIR/media-00000.bin     compressed images and videos of that shard, if they were copied
     DIR/drops.jsonl         samples that could not be decoded, if pixels are stored
 
 Nothing in the files depends on when, where or by how many processes they were written.
+
+The packs of a packed directory, read at their positions.
+
+Opens a packed directory as a loader.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from energon_packing.errors import UserError
-from energon_packing.offline.checked_fields import count, counts, mapping
+import numpy as np
+
+from energon_packing.energon.samples import Pack
+from energon_packing.errors import ConfigError, PackingError, UserError
 from energon_packing.offline.data_paths import PACKED_FILE
-from energon_packing.offline.parquet import replacing
+from energon_packing.offline.files import Count, differing, read_json, write_json
+from energon_packing.offline.loader import PlannedLoader, loader_of
+from energon_packing.offline.packs import Passes, PositionedPacks
 from energon_packing.offline.plan import Plan
-from energon_packing.offline.sample_kind import SampleKind
+from energon_packing.offline.shards import DamagedBytes, ShardFile
+from energon_packing.offline.source import PositionedMedia, ShardIndex, TarFiles, inside
+from energon_packing.sample_kind import KINDS, AnyRun, SampleKind
 
 FORMAT = 1
 PLAN_FILE = "plan.parquet"
 DROPS_FILE = "drops.jsonl"
-MOST_MANIFEST = 1 << 30
-"""Bytes of a manifest that is read."""
 
-Progress = Callable[[str, int, int], None]
-"""Called with the stage, the packs that are done, and all packs of the command."""
 Store = Literal["tokens", "pixels"]
 Media = Literal["reference", "copy"]
-STORES: tuple[Store, ...] = ("tokens", "pixels")
-MEDIA: tuple[Media, ...] = ("reference", "copy")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,27 +57,15 @@ class ShardEntry:
         drops: number of samples that could not be decoded, by reason.
     """
 
-    number: int
-    first: int
-    packs: int
-    bytes: int
+    number: Count
+    first: Count
+    packs: Count
+    bytes: Count
     checksum: str
-    media_bytes: int
+    media_bytes: Count
     media_checksum: str
-    samples: int
+    samples: Count
     drops: Mapping[str, int]
-
-
-def _entry(values: Mapping[str, Any]) -> ShardEntry:
-    """An entry of a manifest.
-
-    Raises:
-        KeyError, TypeError, ValueError: a field is missing or has another form.
-    """
-    numbers = ("number", "first", "packs", "bytes", "media_bytes", "samples")
-    return ShardEntry(
-        **{**values, **{name: count(values, name) for name in numbers}, "drops": mapping(values, "drops")}
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,8 +89,8 @@ class PackedFacts:
     store: Store
     media: Media
     shard_packs: int
-    firsts: tuple[int, ...]
-    packs: int
+    firsts: tuple[Count, ...]
+    packs: Count
     padded_rows: bool
     encoder: Mapping[str, str]
     media_uuids: tuple[str | None, ...]
@@ -119,9 +111,7 @@ class PackedFacts:
         Raises:
             OSError: the disk is full or read-only.
         """
-        content = {"format": FORMAT, **asdict(self)}
-        with replacing(directory / PACKED_FILE) as aside:
-            aside.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        write_json(directory / PACKED_FILE, {"format": FORMAT, **asdict(self)})
 
     @classmethod
     def read(cls, directory: Path) -> PackedFacts:
@@ -131,39 +121,14 @@ class PackedFacts:
             UserError: it is missing, damaged, or of another version.
         """
         file = directory / PACKED_FILE
-        try:
-            if file.stat().st_size > MOST_MANIFEST:
-                raise ValueError("it is too large")
-            found = json.loads(file.read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
-            raise UserError(
-                f"{directory} is not a packed directory (it has no {PACKED_FILE}); make one with 'energon-packing pack'"
-            ) from error
-        except (OSError, ValueError, RecursionError) as error:
-            raise UserError(f"{file} cannot be read ({error}); run 'energon-packing pack' again") from error
-        if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
-            raise UserError(f"{file} is not a manifest of format {FORMAT}; pack again with this version")
-        try:
-            facts = cls(
-                **{
-                    **found,
-                    "firsts": counts(found, "firsts"),
-                    "packs": count(found, "packs"),
-                    "encoder": mapping(found, "encoder"),
-                    "media_uuids": tuple(found["media_uuids"]),
-                    "shards": tuple(_entry(each) for each in found["shards"]),
-                }
-            )
-            ends = (*facts.firsts[1:], facts.packs)
-            if facts.store not in STORES or facts.media not in MEDIA or facts.firsts[0] != 0:
-                raise ValueError("it names a store or a first pack that cannot be")
-            if any(first >= end for first, end in zip(facts.firsts, ends, strict=True)):
-                raise ValueError("its shards are not in order")
-            placed = [(each.number, each.first, each.first + each.packs) for each in facts.shards]
-            if placed and placed != [(at, *span) for at, span in enumerate(zip(facts.firsts, ends, strict=True))]:
-                raise ValueError("its shards do not hold its packs")
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise UserError(f"{file} is damaged ({error}); run 'energon-packing pack' again") from error
+        facts: PackedFacts = read_json(file, cls, version=FORMAT, what="a packed directory", remedy="pack")
+        firsts, ends = facts.firsts or (-1,), (*facts.firsts[1:], facts.packs)
+        spans = list(zip(firsts, ends, strict=True))
+        placed = [(each.number, each.first, each.first + each.packs) for each in facts.shards]
+        if firsts[0] != 0 or any(first >= end for first, end in spans):
+            raise UserError(f"{file} is damaged (its shards are not in order); pack again")
+        if placed and placed != [(at, *span) for at, span in enumerate(spans)]:
+            raise UserError(f"{file} is damaged (its shards do not hold its packs); pack again")
         return facts
 
 
@@ -212,3 +177,136 @@ def media_path(directory: Path, number: int) -> Path:
 def stored_fingerprint(kind: SampleKind, encoder: Any, store: Store) -> dict[str, str]:
     """What the stored packs depend on, by name: all that a state depends on, but for what the loader still decides."""
     return kind.stored_settings(encoder.encoder.fingerprint(), store)
+
+
+MOST_SHARDS = 64
+"""Open shards of one process."""
+
+
+class StoredPacks[Record](PositionedPacks):
+    """The packs of a packed directory; a subclass makes them from what is stored.
+
+    Args:
+        packed: the directory.
+        encoder: renders and assembles, as online.
+        rank: names the ledger's files.
+
+    Attributes:
+        record: what a pack is stored as.
+    """
+
+    record: type[Any]
+
+    def __init__(self, packed: Packed, encoder: Any, *, rank: int = 0) -> None:
+        super().__init__(encoder, rank=rank, passes=Passes(packed.plan.facts))
+        self._packed = packed
+        self._firsts = np.asarray(packed.facts.firsts)
+
+    def __len__(self) -> int:
+        return self._packed.facts.packs
+
+    def __getitem__(self, position: int) -> Pack:
+        try:
+            return super().__getitem__(position)
+        except PackingError as error:
+            number = self.number(position) or 0
+            path = shard_path(self._packed.directory, self._shard_of(number))
+            raise PackingError(
+                f"pack {number} in {path} cannot be assembled: {error}. If 'energon-packing verify' calls the shard "
+                "damaged, delete it and pack again."
+            ) from error
+
+    def _shard_of(self, number: int) -> int:
+        return int(np.searchsorted(self._firsts, number, side="right")) - 1
+
+    def _open(self) -> None:
+        self._shard = functools.lru_cache(maxsize=MOST_SHARDS)(self._opened_shard)
+        self._files = TarFiles()
+        self._compared: set[int] = set()
+
+    def stored(self, number: int) -> Record:
+        """The pack with this number, as it is stored.
+
+        Raises:
+            UserError: its shard is missing, damaged, or of another packing.
+        """
+        at = self._shard_of(number)
+        shard = self._shard(at)
+        try:
+            record: Record = self.record.from_bytes(shard.record(number - int(self._firsts[at])))
+            return record
+        except DamagedBytes as error:
+            raise UserError(
+                f"pack {number} in {shard.path} is damaged: {error}; run 'energon-packing verify', delete what "
+                "it names and pack again"
+            ) from error
+
+    def _opened_shard(self, number: int) -> ShardFile:
+        shard = ShardFile(shard_path(self._packed.directory, number))
+        entry = self._packed.facts.shards[number]
+        if (shard.checksum, shard.bytes, shard.packs) != (entry.checksum, entry.bytes, entry.packs):
+            raise UserError(
+                f"{shard.path} is not the shard that was packed; delete it and run 'energon-packing pack' again"
+            )
+        return shard
+
+    def _media(self, sample: Any, number: int) -> PositionedMedia:
+        dataset = self._packed.plan.facts.datasets[sample.dataset]
+        root = Path(dataset.media_root)
+        copied = media_path(self._packed.directory, self._shard_of(number))
+        if any(file.shard >= 0 for file in sample.files) and sample.dataset not in self._compared:
+            if ShardIndex.uuid_of(root) != self._packed.facts.media_uuids[sample.dataset]:
+                raise UserError(
+                    f"{root} changed since {self._packed.directory} was packed with --media reference (it has another "
+                    "index); bring it back as it was, or measure, plan and pack again"
+                )
+            self._compared.add(sample.dataset)
+        return PositionedMedia(
+            self._files,
+            {
+                file.name: (
+                    copied if file.shard < 0 else inside(root, dataset.media_shards[file.shard]),
+                    file.offset,
+                    file.size,
+                )
+                for file in sample.files
+            },
+        )
+
+    def _subflavors(self, dataset: int) -> dict[str, Any]:
+        return dict(self._packed.plan.facts.datasets[dataset].subflavors)
+
+
+def packed_loader(config: AnyRun, **arguments: Any) -> PlannedLoader:
+    """Builds the loader of the packed directory at ``data.path``.
+
+    Its packs, and its states, are those of the plan that was packed.
+
+    Args:
+        config, arguments: of `energon_packing.offline.loader.loader_of`.
+
+    Raises:
+        UserError: the directory is damaged or not complete.
+        ConfigError: the run has another encoder, row or alignment than the plan, or does not pack.
+    """
+    packed = Packed.open(config.data.path)
+
+    def packs_of(encoder: Any, rank: int) -> PositionedPacks:
+        check_stored(packed, encoder)
+        return KINDS.find(packed.plan.facts.kind).stored_packs(packed, encoder, rank=rank)
+
+    return loader_of(packed.plan, packs_of, config, **arguments)
+
+
+def check_stored(packed: Packed, encoder: Any) -> None:
+    """Compares what was stored with what the run would make.
+
+    Raises:
+        ConfigError: a setting of the encoder differs that a plan leaves open, but stored packs do not.
+    """
+    stored = stored_fingerprint(KINDS.find(packed.plan.facts.kind), encoder, packed.facts.store)
+    for name, before, own in differing(packed.facts.encoder, stored):
+        raise ConfigError(
+            f"{packed.directory} was packed with {name}={before}, but this run has {own}; restore the setting, or plan "
+            "and pack again."
+        )

@@ -3,13 +3,24 @@
 One row per sample, or per piece of a split sample. The rows of a pack are adjacent, and in the order of its row; no row
 group splits a pack. A plan holds all that reading its samples needs, so its index may be deleted.
 
-The metadata (`energon_packing.offline.parquet.read_metadata`) have the fields of `Plan`.
+The metadata (`energon_packing.offline.files.read_metadata`) have the fields of `Plan`.
+
+The drops of a plan: a file beside it, with every sample that is in no pack and why.
+
+``PLAN.drops.jsonl`` begins with the id of its plan. One JSON object per line follows, as in the ledger of an online
+run, with the place of the sample::
+
+    {"plan": "9f86d081884c7d659a2feaa0c55ad015"}
+    {"dropped": "c", "reason": "oversize", "detail": "5120 tokens; ...", "setting": "packing.seq_length",
+     "dataset": "charts", "shard": "shard_0.tar", "row": 17}
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -20,11 +31,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from energon_packing.config import PACK_LIMITS
 from energon_packing.errors import UserError
-from energon_packing.offline.checked_fields import count, counts, limit, mapping, text
-from energon_packing.offline.index import MEDIA, TEXT_TOKENS, IndexedDataset, Kind, kind_of
-from energon_packing.offline.parquet import read_metadata, write_table
+from energon_packing.offline.files import Amount, Count, Name, read_as, read_metadata, replacing, write_table
+from energon_packing.offline.index import MEDIA, IndexedDataset, MediaFile, kind_of, schema_of
+from energon_packing.offline.samples import Drop, Sources
 from energon_packing.remote_files import check_local
 
 FORMAT = 1
@@ -49,23 +59,12 @@ SCHEMA = pa.schema(
         pa.field("media", MEDIA),  # of the source sample
     ]
 )
-SCHEMAS: Mapping[Kind, pa.Schema] = {"conversations": SCHEMA, "clips": SCHEMA.append(TEXT_TOKENS)}
-"""Columns of a plan; the length of a clip is its latent patches."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedMedia:
-    """A file that a sample shows; see `energon_packing.offline.index.MEDIA`."""
-
-    name: str
-    shard: int
-    offset: int
-    size: int
+"""Columns of a plan of conversations; see `schema_of`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedSample:
-    """A row of a plan; see `SCHEMAS`."""
+    """A row of a plan; see `SCHEMA`."""
 
     dataset: int
     shard: int
@@ -76,7 +75,7 @@ class PlannedSample:
     length: int
     second: int
     piece: int
-    media: tuple[PlannedMedia, ...]
+    media: tuple[MediaFile, ...]
     text_tokens: int = 0
 
     @property
@@ -125,24 +124,24 @@ class PlanFacts:
         epoch_ends: for each epoch, the number of packs up to its end.
         row_groups: number of the first pack of each row group.
         drops: number of dropped source samples by reason.
-        summary: figures for readers; see `energon_packing.offline.plan_summary`.
+        summary: figures for readers; see `energon_packing.offline.planner`.
     """
 
-    id: str
+    id: Name
     config: Mapping[str, Any]
     fingerprint: Mapping[str, str]
     decided: Mapping[str, Any]
     datasets: tuple[IndexedDataset, ...]
-    packs: int
-    samples: int
-    max_data_parallel: int
-    epoch_ends: tuple[int, ...]
-    row_groups: tuple[int, ...]
+    packs: Count
+    samples: Count
+    max_data_parallel: Count
+    epoch_ends: tuple[Count, ...]
+    row_groups: tuple[Count, ...]
     drops: Mapping[str, int] = field(default_factory=dict)
     summary: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> str:
         """What its samples are."""
         return kind_of(self.datasets)
 
@@ -176,29 +175,13 @@ class PlanFacts:
         Raises:
             KeyError, TypeError, ValueError: a field is missing or has another form.
         """
-        facts = cls(
-            id=text(values, "id"),
-            config=mapping(values, "config"),
-            fingerprint=mapping(values, "fingerprint"),
-            decided=mapping(values, "decided"),
-            datasets=tuple(IndexedDataset.from_json(each) for each in values["datasets"]),
-            packs=count(values, "packs"),
-            samples=count(values, "samples"),
-            max_data_parallel=count(values, "max_data_parallel"),
-            epoch_ends=counts(values, "epoch_ends"),
-            row_groups=counts(values, "row_groups"),
-            drops=mapping(values, "drops"),
-            summary=mapping(values, "summary"),
-        )
-        for name in ("seq_length", "multiple", "reserved"):
-            count(facts.decided, name)
-        for name in PACK_LIMITS:
-            limit(facts.decided, name)
-        mapping(facts.config, "packing")
+        facts = read_as(cls, values)
+        limits = [facts.decided[name] for name in facts.decided if name.startswith("max_")]
+        read_as(tuple[Amount | None, ...], limits)
+        read_as(tuple[Count, ...], [facts.decided[name] for name in ("seq_length", "multiple", "reserved")])
+        read_as(Mapping, facts.config["packing"])
         if len({kind_of([each]) for each in facts.datasets}) > 1:
-            raise ValueError("its data sets are conversations and clips")
-        if facts.kind == "clips":
-            limit(facts.decided, "max_text_tokens_per_pack")
+            raise ValueError("its data sets are of several kinds")
         ascending = (*facts.row_groups, facts.packs)
         if facts.row_groups[:1] != (0,) or any(stop <= first for first, stop in pairwise(ascending)):
             raise ValueError(f"row groups that begin at {facts.row_groups[:8]} do not hold {facts.packs} packs")
@@ -210,12 +193,12 @@ def write_plan(path: Path, facts: PlanFacts, tables: Iterable[pa.Table]) -> None
 
     Args:
         facts: its metadata.
-        tables: of `SCHEMAS`, one per row group, whose first packs are ``facts.row_groups``.
+        tables: of `SCHEMA`, one per row group, whose first packs are ``facts.row_groups``.
 
     Raises:
         OSError: the disk is full or read-only.
     """
-    write_table(path, SCHEMAS[facts.kind], tables, facts.to_json())
+    write_table(path, schema_of(SCHEMA, facts.kind), tables, facts.to_json())
 
 
 class Plan:
@@ -232,7 +215,7 @@ class Plan:
         self.path = path
         self.facts = facts
         self._file: pq.ParquetFile | None = None
-        self._groups: OrderedDict[int, tuple[pa.Table, np.ndarray]] = OrderedDict()
+        self._group = functools.lru_cache(maxsize=CACHED)(self._group_of)
 
     @classmethod
     def open(cls, path: str | Path) -> Plan:
@@ -263,7 +246,7 @@ class Plan:
         self.__init__(state["path"], state["facts"])  # type: ignore[misc]  # a copy opens the file for itself
 
     def rows(self, start: int, stop: int) -> pa.Table:
-        """The rows of the packs ``[start, stop)``, of `SCHEMAS`; reads the row groups that hold them and no others.
+        """The rows of the packs ``[start, stop)``, of `SCHEMA`; reads the row groups that hold them and no others.
 
         Raises:
             UserError: the range leaves the plan, or the file is damaged.
@@ -271,7 +254,7 @@ class Plan:
         if not 0 <= start <= stop <= len(self):
             raise UserError(f"packs {start} to {stop} are not in {self.path}, which has {len(self)}")
         if start == stop:
-            return SCHEMAS[self.facts.kind].empty_table()
+            return schema_of(SCHEMA, self.facts.kind).empty_table()
         firsts = np.asarray(self.facts.row_groups)
         low, high = np.searchsorted(firsts, [start, stop - 1], side="right") - 1
         parts = []
@@ -295,7 +278,7 @@ class Plan:
             if pack != number:
                 found.append(PlannedPack(number=number, samples=tuple(samples)))
                 number, samples = pack, []
-            row["media"] = tuple(PlannedMedia(**each) for each in row["media"] or ())
+            row["media"] = tuple(MediaFile(**each) for each in row["media"] or ())
             samples.append(PlannedSample(**row))
         if samples:
             found.append(PlannedPack(number=number, samples=tuple(samples)))
@@ -310,18 +293,10 @@ class Plan:
         for number in range(len(self.facts.row_groups)):
             yield self._read(number, columns)
 
-    def _group(self, number: int) -> tuple[pa.Table, np.ndarray]:
+    def _group_of(self, number: int) -> tuple[pa.Table, np.ndarray]:
         """A row group, and the pack of each of its rows."""
-        known = self._groups.get(number)
-        if known is None:
-            table = self._read(number, None)
-            packs = self._checked(number, table)
-            known = self._groups[number] = table, packs
-            if len(self._groups) > CACHED:
-                self._groups.popitem(last=False)
-        else:
-            self._groups.move_to_end(number)
-        return known
+        table = self._read(number, None)
+        return table, self._checked(number, table)
 
     def _checked(self, number: int, table: pa.Table) -> np.ndarray:
         """The pack of each row of a row group.
@@ -331,7 +306,7 @@ class Plan:
         """
         first, stop = (*self.facts.row_groups, len(self))[number : number + 2]
         try:
-            wrong = wrong_rows(table.cast(SCHEMAS[self.facts.kind]), self.facts.datasets, first, stop)
+            wrong = wrong_rows(table.cast(schema_of(SCHEMA, self.facts.kind)), self.facts.datasets, first, stop)
         except (pa.ArrowException, ValueError) as error:
             wrong = str(error)
         if wrong:
@@ -376,3 +351,47 @@ def wrong_rows(table: pa.Table, datasets: Sequence[IndexedDataset], first: int, 
     if any((values < 0).any() for values in found.values()) or not (found["shard"] < most_media[owner]).all():
         return "a file of a sample lies in a shard that its data set lacks"
     return None
+
+
+def drops_path(plan: Path) -> Path:
+    """Where the drops of a plan are."""
+    return plan.with_name(f"{plan.name.removesuffix('.parquet')}.drops.jsonl")
+
+
+@contextmanager
+def written_drops(plan: Path, identifier: str, drops: Sequence[Drop], sources: Sources) -> Iterator[None]:
+    """Writes the drops of a plan with this id aside. They take their place at the end, if the plan could be written.
+
+    Raises:
+        OSError: the disk is full or read-only.
+    """
+    with replacing(drops_path(plan)) as aside:
+        with aside.open("w", encoding="utf-8") as file:
+            file.write(json.dumps({"plan": identifier}) + "\n")
+            for drop in drops:
+                dataset, shard, row = sources.found_at(drop.source)
+                entry: dict[str, Any] = {"dropped": drop.key, "reason": drop.reason, "detail": drop.detail}
+                entry |= {"setting": drop.setting} if drop.setting else {}
+                entry |= {"dataset": dataset.name, "shard": shard.name, "row": row}
+                file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+        yield
+
+
+def read_drops(plan: Path, identifier: str) -> Iterator[dict[str, Any]]:
+    """The drops of a plan with this id.
+
+    Raises:
+        UserError: the file is missing, damaged or of another plan.
+    """
+    path = drops_path(plan)
+    try:
+        with path.open(encoding="utf-8") as file:
+            if json.loads(file.readline()).get("plan") != identifier:
+                raise UserError(f"{path} has the drops of another plan; make the plan again.")
+            for line in file:
+                entry = json.loads(line)
+                if not isinstance(entry, dict) or not isinstance(entry.get("dropped"), str):
+                    raise ValueError(f"a line names no sample: {line[:80]!r}")
+                yield entry
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"{path}, the drops of the plan, cannot be read ({error}); make the plan again.") from error

@@ -1,12 +1,16 @@
-"""Makes a plan: from indexes and a configuration to the Parquet file."""
+"""Makes a plan: from indexes and a configuration to the Parquet file.
+
+Every epoch of the blend is packed, its packs are put in order, and the rows follow. A plan may begin with the rest of
+an online run's epoch. Figures for readers end it: histogram, fill, balance of steps, steps per epoch.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,29 +18,321 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from energon_packing.config import to_mapping
+from energon_packing.config import RunConfig, to_mapping
 from energon_packing.config.setting import marked
-from energon_packing.drop_budget import WISHED, over_budget
+from energon_packing.drops import WISHED, over_budget
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline import plan as plan_file
-from energon_packing.offline.array_limits import AnyLimits
-from energon_packing.offline.epoch_packs import policy_of
-from energon_packing.offline.fitting_samples import Drop, Samples, fitting_samples
-from energon_packing.offline.index import MEDIA, IndexedDataset, pair_counts
-from energon_packing.offline.kinds import kind_of_config
-from energon_packing.offline.ordered_packs import OrderedPacks, ordered_packs
-from energon_packing.offline.parquet import said
-from energon_packing.offline.plan import PlanFacts, write_plan
-from energon_packing.offline.plan_drops import written_drops
-from energon_packing.offline.plan_summary import summary_of
-from energon_packing.offline.remeasured import Remeasure
-from energon_packing.offline.rest_of_epoch import Left, digest_of, rows_left
-from energon_packing.offline.sample_kind import AnyRun
-from energon_packing.offline.sources import Sources
+from energon_packing.offline import sizes as array_limits
+from energon_packing.offline.blend import Blend
+from energon_packing.offline.files import said
+from energon_packing.offline.index import MEDIA, IndexedDataset, pair_counts, schema_of
+from energon_packing.offline.order import balanced_order, incomplete_group
+from energon_packing.offline.plan import PlanFacts, write_plan, written_drops
+from energon_packing.offline.samples import Drop, Remeasure, Samples, Sources, fitting_samples
+from energon_packing.offline.sizes import AnyLimits, Sizes
+from energon_packing.packing.balance import step_efficiency
+from energon_packing.packing.constraints import Constraints
+from energon_packing.packing.limited import pack_limited
+from energon_packing.packing.partition import PackGroups, check_groups
+from energon_packing.packing.statistics import lower_bound
+from energon_packing.packing.whole_list import pack_lengths_flat
 from energon_packing.remote_files import check_local
+from energon_packing.sample_kind import AnyRun, kind_of_config
 
-LARGEST_NARROW = 1 << 30
-"""Bytes of keys, positions and media that are held with offsets of 32 bits, which end at 2 GiB of names."""
+
+def policy_of(packing: Any) -> str:
+    """The policy for whole lists: ``best_fit`` instead of ``window``, which is for streams; else what is configured."""
+    return "best_fit" if packing.policy == "window" else packing.policy
+
+
+def packs_of(sizes: Sizes, limits: AnyLimits, policy: str, *, window: int, seed: int) -> PackGroups:
+    """Packs samples that fit alone; the samples of a pack are in the order in which they are given.
+
+    Raises:
+        PackingError: the policy's result is not a partition or breaks a limit.
+    """
+    units, constraints = _constraints(sizes, limits)
+    if constraints and policy == "best_fit":
+        packs = pack_limited(units, limits.units, constraints)
+        check_groups(packs, units, limits.units, constraints)
+        return packs
+    pairs = {name: (cost, constraints.limits[name]) for name, cost in constraints.costs.items()}
+    return pack_lengths_flat(units, limits.units, policy, constraints=pairs, window=window, seed=seed)
+
+
+def bound_of(sizes: Sizes, limits: AnyLimits) -> int:
+    """Fewest packs that these samples can need, by tokens or by the scarcest of the other limits."""
+    units, constraints = _constraints(sizes, limits)
+    return lower_bound(units, limits.units, constraints)
+
+
+def _constraints(sizes: Sizes, limits: AnyLimits) -> tuple[np.ndarray, Constraints]:
+    """Alignment units of each sample, and its costs under the other limits."""
+    constraints = Constraints(costs=array_limits.costs(limits, sizes), limits=limits.limited)
+    return limits.length_units(sizes), constraints
+
+
+def show_padding(order: np.ndarray, offsets: np.ndarray, sizes: Sizes, multiple: int) -> np.ndarray:
+    """`energon_packing.thd.visible_padding.visible_order` for all packs, in both rows where samples have two.
+
+    Args:
+        order: ``[N]``, rows of `sizes`, one pack after another.
+        offsets: ``[packs + 1]``.
+
+    Returns:
+        The order with the last two samples of some packs swapped.
+    """
+    if multiple == 1 or order.size == 0:
+        return order
+    first = (sizes.length % multiple != 0)[order]
+    second = (sizes.second % multiple != 0)[order]
+    if sizes.text_tokens is not None:  # where no clip of a pack has padding among its patches, text counts
+        visible = np.repeat(np.logical_or.reduceat(first, offsets[:-1]), np.diff(offsets))
+        first = np.where(visible, first, (sizes.text_tokens % multiple != 0)[order])
+    padded = np.add.reduceat(first.astype(np.int64) + second, offsets[:-1])
+    last = offsets[1:] - 1
+    last_padded = np.where(sizes.second[order[last]] > 0, second[last], first[last])
+    swapped = last[(padded == 1) & last_padded & (np.diff(offsets) > 1)]
+    found = order.copy()
+    found[swapped], found[swapped - 1] = order[swapped - 1], order[swapped]
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class OrderedPacks:
+    """All packs of a plan in their global order.
+
+    Attributes:
+        order: ``[rows]`` rows of `Samples`, one pack after another.
+        offsets: ``[packs + 1]`` int64.
+        epoch_ends: for each epoch, the number of packs up to its end.
+        costs: ``[packs]`` int64, as `pack_cost`.
+        bound: packs that no packer can do without, over all epochs.
+        repeats: ``[data sets]``, how often each occurs in an epoch.
+    """
+
+    order: np.ndarray
+    offsets: np.ndarray
+    epoch_ends: tuple[int, ...]
+    costs: np.ndarray
+    bound: int
+    repeats: tuple[float, ...]
+
+    @property
+    def count(self) -> int:
+        """Number of packs."""
+        return self.offsets.size - 1
+
+
+def ordered_packs(
+    sources: Sources, samples: Samples, limits: AnyLimits, config: AnyRun, rest: np.ndarray | None = None
+) -> OrderedPacks:
+    """Packs every epoch of the blend and puts all packs into their order.
+
+    Args:
+        rest: rows of `samples` that come first, as an epoch of their own; None begins with a whole epoch.
+
+    Raises:
+        ConfigError: the section ``plan`` does not suit the data sets.
+        UserError: an epoch has no samples.
+    """
+    settings = config.plan
+    blend, epochs = Blend.of(sources.datasets, sources.dataset_ends(), samples, settings), settings.epochs
+    if rest is not None and rest.size:
+        blend, epochs = replace(blend, rest=rest), epochs + 1
+    sample_costs = samples.sizes.cost
+    small = np.int32 if len(samples) < 1 << 31 else np.int64
+    order: list[np.ndarray] = []
+    sizes: list[np.ndarray] = []
+    costs: list[np.ndarray] = []
+    ends: list[int] = []
+    near: float | None = None
+    bounds = 0
+    for epoch in range(epochs):
+        rows, counts, bound = _packed_epoch(blend, epoch, samples, limits, config)
+        if rows.size == 0:
+            raise UserError(f"epoch {epoch} of the plan has no samples; raise plan.datasets' weights or epochs.")
+        bounds += bound
+        offsets = np.concatenate([[0], np.cumsum(counts)])
+        pack_costs = np.add.reduceat(sample_costs[rows], offsets[:-1])
+        start = ends[-1] if ends else 0
+        wide = settings.max_data_parallel
+        chosen = balanced_order(pack_costs, group=wide, start=start, near=near, seed=[settings.seed, epoch, 3])
+        near = incomplete_group(pack_costs[chosen], start, wide)
+        order.append(rows[_gathered(offsets, chosen)].astype(small))
+        sizes.append(counts[chosen])
+        costs.append(pack_costs[chosen])
+        ends.append(start + chosen.size)
+    offsets = np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
+    shown = show_padding(np.concatenate(order), offsets, samples.sizes, limits.multiple)
+    return OrderedPacks(
+        order=shown,
+        offsets=offsets,
+        epoch_ends=tuple(ends),
+        costs=np.concatenate(costs),
+        bound=bounds,
+        repeats=blend.repeats,
+    )
+
+
+def _packed_epoch(
+    blend: Blend, epoch: int, samples: Samples, limits: AnyLimits, config: AnyRun
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Rows of `Samples`, pack after pack, the number of rows of each pack, and the bound."""
+    rows, counts, bound = [], [], 0
+    for group in sorted(blend.groups):
+        drawn = blend.epoch(epoch, group)
+        if drawn.size == 0:
+            continue
+        sizes = samples.sizes.take(drawn)
+        packs = packs_of(
+            sizes,
+            limits,
+            policy_of(config.packing),
+            window=config.packing.window,
+            seed=config.plan.seed,
+        )
+        rows.append(drawn[packs.order])
+        counts.append(np.diff(packs.offsets))
+        bound += bound_of(sizes, limits)
+    empty = np.zeros(0, dtype=np.int64)
+    return np.concatenate([*rows, empty]), np.concatenate([*counts, empty]), bound
+
+
+def _gathered(offsets: np.ndarray, packs: np.ndarray) -> np.ndarray:
+    """Positions of the members of these packs, pack after pack."""
+    counts = offsets[packs + 1] - offsets[packs]
+    ends = np.cumsum(counts)
+    return np.arange(int(ends[-1]) if ends.size else 0) + np.repeat(offsets[packs] - (ends - counts), counts)
+
+
+ALL = 1 << 30
+"""No sample is divided into so many pieces."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Left:
+    """What an online run has still to give in its running epoch.
+
+    Attributes:
+        samples: ``(shard, row, first, stop)`` -> how often: pieces ``[first, stop)`` of a sample; ``[0, ALL)`` is the
+            whole. More than once if some worker has begun an epoch that the worker of this sample has not.
+        epoch: number of that epoch, from 0.
+        ranks, workers: of the run; no workers is one process.
+        packs: that each rank has given.
+    """
+
+    samples: Mapping[tuple[str, int, int, int], int]
+    epoch: int
+    ranks: int
+    workers: int
+    packs: int
+
+
+def rows_left(left: Left, sources: Sources, samples: Samples) -> np.ndarray:
+    """Rows of `Samples` that a run has still to give, ``[N]`` int64; one that it owes twice is there twice.
+
+    Samples that are dropped under the plan's settings have no row; they are among the plan's drops.
+
+    Raises:
+        UserError: the index is of another data set, or of more than one.
+    """
+    if len(sources.datasets) != 1:
+        names = ", ".join(dataset.name for dataset in sources.datasets)
+        raise UserError(f"the index has several data sets ({names}); measure the run's own into an index for itself")
+    (dataset,) = sources.datasets
+    first_source = {shard.name: int(start) for shard, start in zip(dataset.shards, sources.starts, strict=False)}
+    size = {shard.name: shard.samples for shard in dataset.shards}
+    rows: list[int] = []
+    bounds = np.searchsorted(samples.source, np.arange(len(sources) + 1)).tolist()
+    pieces = np.maximum(samples.piece, 0).tolist()
+    for (shard, row, first, stop), times in sorted(left.samples.items()):
+        if row >= size.get(shard, 0):
+            raise UserError(f"{dataset.path} has no sample {row} of {shard} in the index; measure the run's data set")
+        source = first_source[shard] + row
+        rows.extend(times * [at for at in range(bounds[source], bounds[source + 1]) if first <= pieces[at] < stop])
+    return np.array(rows, dtype=np.int64)
+
+
+def digest_of_rest(left: Left) -> str:
+    """What tells plans of different rests apart."""
+    listed = [[*sample, times] for sample, times in sorted(left.samples.items())]
+    return hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:16]
+
+
+BATCH_SIZES = (8, 32, 64, 128, 256, 512, 1024)
+"""Global batch sizes, in packs, for which steps are counted, besides that of the configuration."""
+
+
+def summary_of(
+    datasets: Sequence[IndexedDataset], samples: Samples, packs: OrderedPacks, limits: AnyLimits, config: AnyRun
+) -> dict[str, Any]:
+    """The figures, as plain values.
+
+    ``fill`` is the share of real tokens in all rows of ``seq_length``; ``aligned_fill`` counts alignment padding too;
+    ``of_bound`` is the share of packs that no packer can do without. ``balance`` gives, for data-parallel sizes, the
+    share of the time in which ranks do not wait for the slowest. ``steps`` gives, for global batch sizes, the whole
+    steps of each epoch when epochs follow each other without a gap: the last step of an epoch may end in the next.
+    ``datasets`` gives, for each data set, how often an epoch has each of its samples (``per_epoch``).
+    Of clips, ``tokens`` are latent patches, and ``text_tokens`` are there too.
+    """
+    sizes = samples.sizes
+    tokens = int(sizes.tokens[packs.order].sum())
+    aligned = int(limits.length_units(sizes)[packs.order].sum()) * limits.multiple
+    room = packs.count * config.packing.seq_length
+    lengths = np.bincount(np.frexp(np.maximum(sizes.tokens, 1))[1] - 1)  # of the power of two below each length
+    own = {config.training.global_batch_size} if isinstance(config, RunConfig) else set()
+    batches = sorted({*own, *BATCH_SIZES})
+    text = samples.sizes.text_tokens
+    return {
+        "source_samples": int(np.count_nonzero(np.diff(samples.source, prepend=-1))),
+        "rows": int(packs.order.size),
+        "tokens": tokens,
+        **({} if text is None else {"text_tokens": int(text[packs.order].sum(dtype=np.int64))}),
+        "images": int(sizes.images[packs.order].sum(dtype=np.int64)),
+        "patches": int(sizes.patches[packs.order].sum()),
+        "packs": packs.count,
+        "samples_per_pack": round(packs.order.size / packs.count, 3),
+        "fill": round(tokens / room, 6),
+        "aligned_fill": round(aligned / room, 6),
+        "of_bound": round(packs.bound / packs.count, 6),
+        "datasets": [
+            {"name": dataset.name, "path": dataset.path, "root": dataset.root, "per_epoch": round(repeats, 12)}
+            for dataset, repeats in zip(datasets, packs.repeats, strict=True)
+        ],
+        "histogram": [
+            {"from": 1 << power, "below": 2 << power, "samples": int(count)}
+            for power, count in enumerate(lengths.tolist())
+            if count
+        ],
+        "balance": {
+            str(ranks): round(efficiency, 4)
+            for ranks in _parallel_sizes(config.plan.max_data_parallel)
+            if (efficiency := efficiency_of(packs.costs, ranks)) is not None
+        },
+        "steps": {str(batch): _steps(packs.epoch_ends, batch) for batch in batches},
+    }
+
+
+def efficiency_of(costs: np.ndarray, ranks: int) -> float | None:
+    """`step_efficiency` of all whole steps; None if there is none."""
+    whole = costs.size // ranks * ranks
+    return step_efficiency(costs[:whole].reshape(-1, ranks).T) if whole else None
+
+
+def _parallel_sizes(most: int) -> list[int]:
+    """Data-parallel sizes to report: powers of two that divide the maximum, and the maximum."""
+    powers = [1 << power for power in range(1, most.bit_length()) if most % (1 << power) == 0]
+    return sorted({*powers, most} - {1}) or [1]
+
+
+def _steps(epoch_ends: tuple[int, ...], batch: int) -> list[int]:
+    """Steps that end in each epoch."""
+    ends = [end // batch for end in epoch_ends]
+    return [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
 _CONTENT = pa.schema(
     [
         pa.field("key", pa.large_string()),
@@ -112,7 +408,7 @@ def _check_measured(directories: Sequence[str | Path], sources: Sources, samples
         ConfigError: the run refuses pairs and the indexes hold some, or they were measured with another setting.
     """
     where = ", ".join(map(str, directories))
-    for name in marked(config.packing, "changes_rows"):
+    for name in marked(config.packing, "newer"):
         own = getattr(config.packing, name)
         if name == "pairs":  # an older index did not count them
             known, seen = pair_counts(sources.datasets), int(np.count_nonzero(samples.sizes.second))
@@ -161,7 +457,7 @@ def _facts(
         "policy": policy_of(packing),
         "oversize": packing.oversize,
         "plan": to_mapping(config.plan),
-        **({} if left is None else {"rest": digest_of(left)}),
+        **({} if left is None else {"rest": digest_of_rest(left)}),
     }
     groups = _row_groups(packs.offsets)
     values: dict[str, Any] = {
@@ -215,12 +511,9 @@ def _row_groups(offsets: np.ndarray) -> list[int]:
 def _tables(sources: Sources, samples: Samples, packs: OrderedPacks, facts: PlanFacts) -> Iterator[pa.Table]:
     """The rows of the plan, one row group at a time."""
     names = tuple(_CONTENT.names)
-    schema = plan_file.SCHEMAS[facts.kind]
-    parts = [table for _, table in sources.tables(names)]
-    if sum(table.nbytes for table in parts) > LARGEST_NARROW:
-        parts = [table.cast(_CONTENT) for table in parts]
-    content = pa.concat_tables(parts).combine_chunks()
-    del parts
+    schema = schema_of(plan_file.SCHEMA, facts.kind)
+    # Offsets of 32 bits would end at 2 GiB of names.
+    content = pa.concat_tables([table.cast(_CONTENT) for _, table in sources.tables(names)]).combine_chunks()
     bounds = [*facts.row_groups, facts.packs]
     for first, stop in pairwise(bounds):
         low, high = int(packs.offsets[first]), int(packs.offsets[stop])

@@ -1,66 +1,112 @@
-"""``verify``: whether a packed directory holds what its plan says, shard by shard."""
+"""``verify``: whether a packed directory holds what its plan says, shard by shard.
+
+The first difference between two packs that should be equal, by sample and field.
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from energon_packing.energon.pack_bytes import tensors_of
+from energon_packing.energon.samples import Pack
 from energon_packing.errors import ConfigError, UserError
-from energon_packing.executors.choice import ExecutorConfig, ExecutorKind
-from energon_packing.offline.kinds import KINDS
-from energon_packing.offline.pack import run_of_plan
-from energon_packing.offline.pack_difference import first_difference
-from energon_packing.offline.packed import Packed, Progress, ShardEntry, media_path, shard_path
-from energon_packing.offline.packed_loader import check_stored
+from energon_packing.offline.loader import check_plan
+from energon_packing.offline.pack import AT_ONCE, run_of_plan
+from energon_packing.offline.packed import Packed, ShardEntry, check_stored, media_path, shard_path
+from energon_packing.offline.packs import PlannedPacks
 from energon_packing.offline.plan import PlannedPack
-from energon_packing.offline.planned_loader import check_plan
-from energon_packing.offline.planned_packs import PlannedPacks
-from energon_packing.offline.shard_file import ShardFile, file_digest
-from energon_packing.offline.shard_packer import AT_ONCE
-from energon_packing.offline.stored_clips import StoredClips
-from energon_packing.offline.stored_kinds import STORED_KINDS
-from energon_packing.offline.stored_pack import StoredPack
+from energon_packing.offline.shards import ShardFile, file_digest
+from energon_packing.offline.shared_work import Progress, WorkersConfig, work_shared
 from energon_packing.remote_files import check_local
+from energon_packing.sample_kind import KINDS
+from energon_packing.thd.batch import PackedBatch
+
+_OF_PACK = ("keys", "changed", "cost", "occupied", "dropped", "padding")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VerifyConfig:
+def first_difference(expected: Pack, found: Pack) -> str | None:
+    """Compares two packs, pixels as the processor's numbers.
+
+    Returns:
+        Field, sample and values of the first difference; None if they are equal.
+    """
+    left, right = (
+        batch.finished() if isinstance(batch, PackedBatch) else batch for batch in (expected.batch, found.batch)
+    )
+    tensors, others = tensors_of(left), tensors_of(right)
+    plain = [
+        spec.name
+        for spec in dataclasses.fields(left)
+        if spec.name not in ("visual_inputs", "extra") and not isinstance(getattr(left, spec.name), torch.Tensor)
+    ]
+    for ours, theirs, names in ((expected, found, _OF_PACK), (left, right, plain)):
+        for name in names:
+            if getattr(ours, name) != getattr(theirs, name):
+                return f"{name}: {_of_values(getattr(ours, name), getattr(theirs, name))}"
+    if tensors.keys() != others.keys():
+        return f"{min(tensors.keys() ^ others.keys())}: only one of them has it"
+    for name, tensor in tensors.items():
+        other = others[name]
+        if (tensor.dtype, tensor.shape) != (other.dtype, other.shape):
+            return f"{name}: {other.dtype} {list(other.shape)} instead of {tensor.dtype} {list(tensor.shape)}"
+        if not torch.equal(tensor, other):
+            return _of_tensors(name, tensor, other, left)
+    return None
+
+
+def _of_values(ours: object, theirs: object) -> str:
+    if isinstance(ours, tuple) and isinstance(theirs, tuple):
+        for at, (left, right) in enumerate(zip(ours, theirs, strict=False)):
+            if left != right:
+                return f"{right!r} instead of {left!r} at {at}"
+        return f"{len(theirs)} values instead of {len(ours)}"
+    return f"{theirs!r} instead of {ours!r}"
+
+
+def _of_tensors(name: str, ours: torch.Tensor, theirs: torch.Tensor, batch: Any) -> str:
+    at = np.argwhere((ours != theirs).numpy())[0].tolist()
+    _, _, visual = name.partition("visual_inputs/")
+    if not isinstance(batch, PackedBatch):
+        place = batch.sample_at(name, at[0])
+    elif visual:
+        ends = np.cumsum(batch.visual_counts.get(visual, ()))
+        place = int(np.searchsorted(ends, at[0], side="right"))
+    elif name.startswith("cu_seqlens"):
+        place = at[0] - 1
+    else:
+        place = int(np.searchsorted(batch.boundaries.numpy(), at[-1], side="right")) - 1
+    keys = batch.sample_keys
+    of = f" of sample {keys[place]}" if 0 <= place < len(keys) else ""
+    return f"{name}{of}: {theirs[tuple(at)].item()} instead of {ours[tuple(at)].item()} at {at}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyConfig(WorkersConfig):
     """What to verify.
 
     Attributes:
         directory: the packed directory.
         share: of the packs that are made anew from the data sets and compared; at least one is, unless it is 0.
         seed: chooses them.
-        executor, workers, address: who verifies, see `ExecutorConfig`.
     """
 
     directory: Path
     share: float = 0.01
     seed: int = 0
-    executor: ExecutorKind = "local"
-    workers: int | None = 1
-    address: str | None = None
 
     def __post_init__(self) -> None:
         check_local("the packed directory", self.directory)
         if not 0 <= self.share <= 1:
             raise ConfigError(f"--share is {self.share:g}; it must be between 0 and 1.")
-        self.executor_config()  # refuses what cannot be
-
-    def executor_config(self) -> ExecutorConfig:
-        """Who verifies.
-
-        Raises:
-            ConfigError: nobody can be that.
-        """
-        return ExecutorConfig(kind=self.executor, workers=self.workers, address=self.address)
+        super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,23 +152,19 @@ def verify(config: VerifyConfig, progress: Progress = lambda *_: None) -> Verify
     """
     packed = Packed.open(config.directory.absolute())
     entries = packed.facts.shards
-    findings: dict[int, Finding] = {}
-    done = remade = 0
-    progress("verify", 0, packed.facts.packs)
-    work = ShardVerifier(packed, _chosen(len(packed.plan), config))
-    with closing(config.executor_config().executor(len(entries)).results(entries, work)) as results:
-        for entry, (finding, made) in results:
-            if finding is not None:
-                findings[entry.number] = finding
-            remade += made
-            done += entry.packs
-            progress("verify", done, packed.facts.packs)
+    shared = work_shared(
+        config,
+        entries,
+        ShardVerifier(packed, _chosen(len(packed.plan), config)),
+        size=lambda entry: entry.packs,
+        progress=lambda done, total: progress("verify", done, total),
+    )
     return VerifyReport(
-        findings=tuple(findings[number] for number in sorted(findings)),
-        shards=len(packed.facts.shards),
+        findings=tuple(finding for finding, _ in shared.results if finding is not None),
+        shards=len(entries),
         packs=packed.facts.packs,
-        samples=sum(entry.samples for entry in packed.facts.shards),
-        remade=remade,
+        samples=sum(entry.samples for entry in entries),
+        remade=sum(remade for _, remade in shared.results),
     )
 
 
@@ -147,10 +189,10 @@ class ShardVerifier:
         self._packed = packed
         self._chosen = chosen
         self._remade = 0
-        self._kind = STORED_KINDS[packed.plan.facts.kind]
+        self._kind = KINDS.find(packed.plan.facts.kind)
         if chosen.size:
             run = run_of_plan(packed.plan)
-            self._encoder = KINDS[packed.plan.facts.kind].packing_encoder(run)
+            self._encoder = KINDS.find(packed.plan.facts.kind).packing_encoder(run)
             check_plan(packed.plan, run, self._encoder, None)
             check_stored(packed, self._encoder)
         self.begin()
@@ -166,7 +208,7 @@ class ShardVerifier:
         self._packed = dataclasses.replace(self._packed, plan=copy.copy(self._packed.plan))
         if self._chosen.size:
             self._planned = PlannedPacks(self._packed.plan, self._encoder)
-            self._stored = self._kind.packs(self._packed, self._encoder)
+            self._stored = self._kind.stored_packs(self._packed, self._encoder)
 
     def do(self, task: ShardEntry) -> tuple[Finding | None, int]:
         """The first thing that is wrong with a shard, None if nothing is; and how many packs were made anew.
@@ -228,7 +270,7 @@ class ShardVerifier:
         for start in range(entry.first, stop, AT_ONCE):
             for planned in self._packed.plan.packs(start, min(start + AT_ONCE, stop)):
                 try:
-                    stored = self._kind.packs.record.from_bytes(shard.record(planned.number - entry.first))
+                    stored = self._kind.stored_packs.record.from_bytes(shard.record(planned.number - entry.first))
                 except ValueError as error:
                     yield planned.number, f"it is damaged: {error}"
                     return
@@ -240,7 +282,7 @@ class ShardVerifier:
             yield stop - 1, f"the shard has {samples} samples, the manifest says {entry.samples}"
 
 
-def _unplanned(stored: StoredPack | StoredClips, planned: PlannedPack) -> Iterator[str]:
+def _unplanned(stored: Any, planned: PlannedPack) -> Iterator[str]:
     """How a stored pack differs from its rows in the plan."""
     names = [sample.key for sample in stored.samples]
     expected = [sample.name for sample in planned.samples]
@@ -257,7 +299,7 @@ def _unplanned(stored: StoredPack | StoredClips, planned: PlannedPack) -> Iterat
             yield f"sample {names[at]} has {own} tokens, in the plan it has {planned.samples[at].sizes}"
 
 
-def _outside(stored: StoredPack | StoredClips, entry: ShardEntry) -> Iterator[str]:
+def _outside(stored: Any, entry: ShardEntry) -> Iterator[str]:
     """Media of a pack that do not lie in the copied file."""
     for sample in stored.samples:
         for file in sample.files:

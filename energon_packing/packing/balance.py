@@ -10,7 +10,7 @@ Costs are in token units of one transformer: a segment of L tokens costs ``LINEA
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -144,28 +144,3 @@ def simulate_steps(
         efficiency=step_efficiency(carried),
         drift=float((high - low) / carried.mean()),
     )
-
-
-def sweep_steps(
-    pool: Sequence[int | float] | np.ndarray,
-    *,
-    ranks: Sequence[int] = (2, 8, 64),
-    windows: Sequence[int] = (1, 64, 128),
-    shifts: Sequence[int] = (0, 2),
-    seed: int = 0,
-    report: Callable[[StepReport], None] | None = None,
-) -> list[StepReport]:
-    """`simulate_steps` over data-parallel sizes, windows and shifts; window 1 is the unsorted stream.
-
-    `report` is called with each result as it is found.
-    """
-    found = []
-    for size in ranks:
-        for window in windows:
-            for shift in shifts:
-                order: Order = "none" if window == 1 else "serpentine"
-                result = simulate_steps(pool, ranks=size, window=window, order=order, max_shift=shift, seed=seed)
-                found.append(result)
-                if report is not None:
-                    report(result)
-    return found

@@ -28,31 +28,21 @@ class Constraints:
     limits: Mapping[str, int | float] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls, costs: Mapping[str, Sequence[int | float]] | None, limits: Mapping[str, int | float] | None, count: int
-    ) -> Constraints:
-        """Constraints from columns, for `count` samples. Costs without a limit are left out.
+    def from_pairs(cls, pairs: Mapping[str, tuple[Any, int | float]] | None, count: int) -> Constraints:
+        """Constraints from name -> (cost of each sample, limit per pack), the form that `pack_lengths` takes.
 
         Raises:
-            ConfigError: a limit without costs, a wrong number of costs, a negative or non-finite number.
+            ConfigError: no such pair, a wrong number of costs, a negative or non-finite number.
         """
         arrays: dict[str, np.ndarray] = {}
-        for name, limit in (limits or {}).items():
-            if costs is None or name not in costs:
-                raise ConfigError(f"constraint {name!r} has a limit of {limit} but no costs")
-            arrays[name] = _column(name, costs[name], count)
-            if not (isinstance(limit, int | float | np.integer | np.floating) and math.isfinite(limit) and limit >= 0):
-                raise ConfigError(f"constraint {name!r} needs a finite non-negative limit, not {limit!r}")
-        return cls(costs=arrays, limits=dict(limits or {}))
-
-    @classmethod
-    def from_pairs(cls, pairs: Mapping[str, tuple[Any, int | float]] | None, count: int) -> Constraints:
-        """Constraints from name -> (cost of each sample, limit per pack), the form that `pack_lengths` takes."""
         for name, pair in (pairs or {}).items():
             if not (isinstance(pair, tuple | list) and len(pair) == 2):
                 raise ConfigError(f"constraint {name!r} must be a pair (cost of each sample, limit), not {pair!r}")
-        columns = {name: pair[0] for name, pair in (pairs or {}).items()}
-        return cls.of(columns, {name: pair[1] for name, pair in (pairs or {}).items()}, count)
+            cost, limit = pair
+            arrays[name] = _column(name, cost, count)
+            if not (isinstance(limit, int | float | np.integer | np.floating) and math.isfinite(limit) and limit >= 0):
+                raise ConfigError(f"constraint {name!r} needs a finite non-negative limit, not {limit!r}")
+        return cls(costs=arrays, limits={name: limit for name, (_, limit) in (pairs or {}).items()})
 
     def __bool__(self) -> bool:
         return bool(self.limits)

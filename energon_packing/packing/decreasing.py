@@ -9,36 +9,24 @@ from __future__ import annotations
 
 import numpy as np
 
-from energon_packing.packing.pack_groups import PackGroups, stable_order
+from energon_packing.packing.partition import PackGroups, stable_order
 
 
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> PackGroups:
-    """Groups of indices, each ascending, ordered by their smallest index.
-
-    Args:
-        lengths: ``[N]`` int64, each 1 to `capacity` tokens.
-        capacity: tokens of a pack.
-    """
-    if not lengths.size:
-        return PackGroups(np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64))
-    return PackGroups.of(_bins(lengths, capacity))
+    """Groups of indices, each ascending, ordered by their smallest index; arguments as for `best_fit_into`."""
+    return PackGroups.of(best_fit_into(lengths, capacity))
 
 
-def best_fit_into(lengths: np.ndarray, capacity: int, rooms: np.ndarray) -> np.ndarray:
-    """The pack number of each sample, ``[N]`` int32, when some packs are there already and have room left.
+def best_fit_into(lengths: np.ndarray, capacity: int, rooms: np.ndarray | None = None) -> np.ndarray:
+    """The pack number of each sample, ``[N]`` int32.
 
     Args:
         lengths: ``[N]`` int64, each 1 to `capacity` tokens.
         capacity: tokens of a new pack.
-        rooms: ``[packs]`` int64, free tokens of the packs that are there, numbered from 0; new ones follow.
+        rooms: ``[packs]`` int64, free tokens of packs that are there already, numbered from 0; new ones follow.
     """
     if not lengths.size:
         return np.zeros(0, dtype=np.int32)
-    return _bins(lengths, capacity, rooms)
-
-
-def _bins(lengths: np.ndarray, capacity: int, rooms: np.ndarray | None = None) -> np.ndarray:
-    """The pack number of each sample, ``[N]`` int32, from best-fit decreasing on counted lengths."""
     if rooms is None:
         capacity = min(capacity, int(lengths.sum()))
     # Every gap is a multiple of the common divisor, so aligned lengths cost no more than their alignment units.

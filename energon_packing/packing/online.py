@@ -17,17 +17,19 @@ to 150 times as long as ``window``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
-from energon_packing.errors import ConfigError
-from energon_packing.packing.policies.registry import Number, find_policy, policy_names
+from energon_packing.errors import ConfigError, UserError
+from energon_packing.packing.policies import POLICIES, Number
+from energon_packing.packing.policies.window import WindowPacker
 from energon_packing.packing.whole_list import pack_lengths
 
 
 def check_online_policy(name: str) -> None:
     """Raises `ConfigError` if the policy is unknown or cannot pack a sliding window."""
-    if not find_policy(name).streams:
-        online = ", ".join(repr(known) for known in policy_names() if find_policy(known).streams)
+    if not POLICIES.find(name).streams:
+        online = ", ".join(repr(known) for known in POLICIES.names() if POLICIES.find(known).streams)
         raise ConfigError(
             f"packing.policy {name!r} packs only whole lists (pack_lengths), because it keeps packs open longer than a "
             f"window does. Online, use one of {online}."
@@ -59,9 +61,71 @@ def next_pack(
             partition or break a limit.
     """
     check_online_policy(policy)
-    stream = find_policy(policy).next_pack
+    stream = POLICIES.find(policy).next_pack
     if stream is not None:
         return stream(lengths, capacity, costs, limits, ended=ended)
     pairs = {name: ((costs or {})[name], limit) for name, limit in (limits or {}).items()}
     groups = pack_lengths(lengths, capacity, policy, constraints=pairs, window=max(len(lengths), 1))
     return sorted(next(group for group in groups if 0 in group).tolist())
+
+
+def pack_stream[Sample](
+    samples: Iterable[Sample],
+    capacity: int,
+    *,
+    length: Callable[[Sample], int] = len,  # type: ignore[assignment]  # the default needs sized samples
+    constraints: Mapping[str, tuple[Callable[[Sample], Number], Number]] | None = None,
+    window: int = 256,
+    oversize: Literal["raise", "drop"] = "raise",
+    on_drop: Callable[[Sample, str], Any] | None = None,
+) -> Iterator[list[Sample]]:
+    """Yields packs of samples, each sample in exactly one, oldest first inside a pack.
+
+    Memory and delay are bounded: at most `window` samples are held, and every pack contains the oldest, so a sample is
+    emitted after at most `window` packs. The last partial window is packed as a whole when the stream ends.
+
+    Args:
+        samples: finite or endless; read one by one, never ahead of the window.
+        capacity: tokens of a pack.
+        length: tokens of a sample; with an alignment multiple, its aligned length.
+        constraints: name -> (cost of a sample, limit per pack).
+        window: samples held.
+        oversize: ``"raise"`` stops at a sample that fits no pack alone, ``"drop"`` skips it.
+        on_drop: called with each dropped sample and the reason, one sentence.
+
+    Raises:
+        UserError: an oversize or empty sample under ``"raise"``; names its place in the stream, length and capacity.
+        ConfigError: capacity or window below 1, an unknown oversize mode.
+    """
+    if oversize not in ("raise", "drop"):
+        raise ConfigError(
+            f"pack_stream supports oversize 'raise' and 'drop', not {oversize!r}; shorten samples before it"
+        )
+    measures = {name: pair[0] for name, pair in (constraints or {}).items()}
+    packer: WindowPacker[Sample] = WindowPacker(
+        capacity, window, {name: pair[1] for name, pair in (constraints or {}).items()}
+    )
+    return _packs(samples, packer, length, measures, oversize, on_drop)
+
+
+def _packs[Sample](
+    samples: Iterable[Sample],
+    packer: WindowPacker[Sample],
+    length: Callable[[Sample], int],
+    measures: Mapping[str, Callable[[Sample], Number]],
+    oversize: str,
+    on_drop: Callable[[Sample, str], Any] | None,
+) -> Iterator[list[Sample]]:
+    for number, sample in enumerate(samples):
+        tokens = length(sample)
+        costs = {name: measure(sample) for name, measure in measures.items()}
+        problem = packer.misfit(tokens, costs)
+        if problem is None:
+            packer.add(sample, tokens, costs)
+            if packer.full:
+                yield packer.next_pack()
+        elif oversize == "raise":
+            raise UserError(f"sample {number} of the stream does not fit into a pack: {problem}")
+        elif on_drop is not None:
+            on_drop(sample, problem)
+    yield from packer.drain()

@@ -6,13 +6,12 @@ exact, and makes the integers in the ``window`` policy's subset sum that much sh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from energon_packing.errors import ConfigError
-from energon_packing.packing.balance import LINEAR, pack_cost
-from energon_packing.thd.visible_padding import hides_padding
+from energon_packing.packing.balance import LINEAR, PATCH
 
 
 class Sized(Protocol):
@@ -40,14 +39,17 @@ class Size:
     patches: int = 0
 
 
-def _segments(sample: Sized) -> tuple[int, ...]:
-    """Tokens of each segment; a preference pair has two, each aligned separately."""
-    return getattr(sample, "segment_lengths", (sample.length,))
+def _segments(sample: Any) -> tuple[Any, Any]:
+    """Tokens of the segment, or of both of a preference pair, each aligned separately; 0 for one that is not there."""
+    first, *second = getattr(sample, "segment_lengths", (sample.length,))
+    return first, second[0] if second else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackLimits:
     """The limits of one pack.
+
+    The methods that give numbers take a sample, or `energon_packing.offline.sizes.Sizes` of many and then give arrays.
 
     Attributes:
         tokens: tokens of the row, alignment padding included; a multiple of `multiple`.
@@ -91,29 +93,36 @@ class PackLimits:
         }
         return {name: limit for name, limit in found.items() if limit is not None}
 
-    def aligned(self, sample: Sized) -> int:
+    def aligned(self, sample: Any) -> int:
         """Tokens that a sample occupies."""
         return self.length_units(sample) * self.multiple
 
-    def length_units(self, sample: Sized) -> int:
+    def length_units(self, sample: Any) -> int:
         """Alignment units that a sample occupies."""
-        return sum(-(-length // self.multiple) for length in _segments(sample))
+        first, second = _segments(sample)
+        units: int = -(-first // self.multiple) - (-second // self.multiple)
+        return units
 
-    def masked_units(self, sample: Sized) -> int:
-        """Alignment units of the masked segment after a sample that is alone in its row."""
-        return int(self.lone_room and hides_padding(_segments(sample), self.multiple))
+    def masked_units(self, sample: Any) -> int:
+        """Alignment units, 0 or 1, of the masked segment after a sample that is alone in its row: where only its last
+        segment is padded, as `energon_packing.thd.visible_padding.hides_padding` says.
+        """
+        first, second = _segments(sample)
+        padded, is_pair = first % self.multiple != 0, second > 0
+        hidden: int = (is_pair & (second % self.multiple != 0) & (padded == 0)) | (padded & (is_pair == 0))
+        return hidden * self.lone_room
 
-    def costs(self, samples: Sequence[Sized]) -> dict[str, list[int]]:
+    def costs(self, samples: Sequence[Any]) -> dict[str, list[Any]]:
         """One cost per sample for each limited name."""
-        measures = {
+        measures: dict[str, Callable[[Any], Any]] = {
             "images": lambda sample: sample.images,
             "patches": lambda sample: sample.patches,
-            "segments": lambda sample: len(_segments(sample)),
-            "cost": lambda sample: pack_cost(_segments(sample), patches=sample.patches),
+            "segments": lambda sample: 1 + (_segments(sample)[1] > 0),
+            "cost": lambda sample: sum(LINEAR * each + each**2 for each in _segments(sample)) + PATCH * sample.patches,
         }
         return {name: [measures[name](sample) for sample in samples] for name in self.limited}
 
-    def too_long(self, sample: Sized) -> bool:
+    def too_long(self, sample: Any) -> bool:
         """Whether a sample, including the masked segment that it may need, is longer than a row."""
         return self.length_units(sample) + self.masked_units(sample) > self.units
 

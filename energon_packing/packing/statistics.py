@@ -1,4 +1,4 @@
-"""How good a packing is: fill, padding by cause, delay, samples held, spread of cost."""
+"""How good a packing is: fill, padding by cause, delay, samples held, spread of cost; and what no packer can beat."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from energon_packing.packing.balance import LINEAR
+from energon_packing.packing.constraints import Constraints
 from energon_packing.packing.partition import flatten
 
 
@@ -101,3 +102,44 @@ class PackStatistics:
     def to_json(self) -> dict[str, Any]:
         """Plain numbers by name."""
         return asdict(self)
+
+
+def lower_bound(lengths: Sequence[int] | np.ndarray, capacity: int, constraints: Constraints | None = None) -> int:
+    """Fewest packs that the samples can need: Martello and Toth's L2, and for each further limit total cost over limit.
+
+    For each threshold K up to half the capacity, L2 counts the samples that cannot share with a sample of K or more,
+    the other samples above half the capacity, and whatever of the rest does not fit beside the latter.
+
+    Args:
+        lengths: tokens of samples that fit a pack alone.
+        capacity: tokens of a pack.
+        constraints: further limits over the same samples.
+
+    Source: S. Martello, P. Toth, "Lower bounds and reduction procedures for the bin packing problem" (1990).
+    """
+    tokens = np.asarray(lengths, dtype=np.int64)
+    if tokens.size == 0:
+        return 0
+    bounds = [_martello_toth(tokens, capacity)]
+    for name, cost in (constraints.costs if constraints else {}).items():
+        limit = constraints.limits[name] if constraints else 0
+        if limit > 0:
+            # A float sum may exceed a whole number of packs by a rounding error, which must not count as another pack.
+            bounds.append(int(np.ceil(float(cost.sum()) / limit - 1e-9)))
+    return max(bounds)
+
+
+def _martello_toth(tokens: np.ndarray, capacity: int) -> int:
+    counts = np.bincount(tokens, minlength=capacity + 1)
+    sums = counts * np.arange(counts.size)
+    # number[x] and total[x]: samples of at most x tokens
+    number, total = np.cumsum(counts), np.cumsum(sums)
+    half = capacity // 2
+    threshold = np.arange(half + 1)
+    alone = number[capacity] - number[capacity - threshold]
+    large = number[capacity - threshold] - number[half]
+    large_sum = total[capacity - threshold] - total[half]
+    below = np.where(threshold > 0, total[np.maximum(threshold - 1, 0)], 0)
+    rest = total[half] - below
+    overflow = np.maximum(0, rest - (large * capacity - large_sum))
+    return int((alone + large + -(-overflow // capacity)).max())

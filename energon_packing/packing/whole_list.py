@@ -9,9 +9,8 @@ import numpy as np
 
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.packing.constraints import Constraints
-from energon_packing.packing.pack_groups import PackGroups
-from energon_packing.packing.partition import check_groups, flatten
-from energon_packing.packing.policies.registry import Policy, find_policy
+from energon_packing.packing.partition import PackGroups, check_groups, flatten
+from energon_packing.packing.policies import Policy, get_policy
 
 Oversize = Literal["raise", "drop", "truncate", "split"]
 
@@ -82,14 +81,7 @@ def pack_lengths_flat(
     kept = _kept(tokens, capacity, limits, oversize)
     if kept is not None:
         tokens, limits = tokens[kept], limits.take(kept)
-    if isinstance(policy, str):
-        found = find_policy(policy)
-        if limits and found.under_limits is not None:
-            name, window = found.under_limits
-            found = find_policy(name)
-        run = found.whole_list
-    else:
-        run = policy
+    run = get_policy(policy) if isinstance(policy, str) else policy
     groups = run(tokens, capacity, limits, window=window, seed=seed)
     check_groups(groups, tokens, capacity, limits)
     if not isinstance(groups, PackGroups):

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import unicodedata
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 ELISION = "\u2026"
 SHORTEST = 40
 """Characters that a piece keeps at least; with more pieces than fit, those in the middle are left out."""
-_JOINER = "\u200d"
-_DIRECTIONS = {*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200E, 0x200F, 0x061C}
+_ACTING = (range(0x80, 0xA0), range(0xD800, 0xE000), range(0x202A, 0x202F), range(0x2066, 0x206A), (0x2028, 0x2029))
+_SIGNS: dict[int, str] = {
+    **{code: chr(0x2400 + code) for code in range(0x20)},
+    0x7F: "\u2421",
+    **{code: f"<U+{code:04X}>" for code in itertools.chain(*_ACTING, (0x200E, 0x200F, 0x061C))},
+}
+"""Character that acts on a terminal -> what is shown in its place: C0 and C1, directions, halves of characters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,20 +40,7 @@ def visible(text: str, *, line_break: str = "\u23ce") -> str:
         text: of a key, a turn or a reason; anything may be in it.
         line_break: sign for a line feed.
     """
-    signs = []
-    for char in text:
-        code = ord(char)
-        if char == "\n":
-            signs.append(line_break)
-        elif code < 0x20:
-            signs.append(chr(0x2400 + code))
-        elif code == 0x7F:
-            signs.append("\u2421")
-        elif code in _DIRECTIONS or code in (0x2028, 0x2029) or 0x80 <= code < 0xA0 or 0xD800 <= code < 0xE000:
-            signs.append(f"<U+{code:04X}>")
-        else:
-            signs.append(char)
-    return "".join(signs)
+    return text.translate({**_SIGNS, ord("\n"): line_break})
 
 
 def excerpt(pieces: Sequence[Piece], most: int) -> list[Piece]:
@@ -70,16 +62,13 @@ def excerpt(pieces: Sequence[Piece], most: int) -> list[Piece]:
     head = len(texts) - left_out - (count // 2 if left_out else 0)
     gone = set(texts[head : head + left_out])
     level = _level([len(pieces[number].text) for number in texts if number not in gone], most)
-    found: list[Piece] = []
-    for number, piece in enumerate(pieces):
-        if number in gone:
-            if number == texts[head]:
-                found.append(Piece(text=f" {ELISION} {left_out} more {ELISION} "))
-            continue
+    shown = {texts[head]: Piece(text=f" {ELISION} {left_out} more {ELISION} ")} if left_out else {}
+    for number in set(range(len(pieces))) - gone:
+        piece = pieces[number]
         start, stop = _kept(piece, level) if piece.media is None else (0, len(piece.text))
         before, after = ELISION * (start > 0), ELISION * (stop < len(piece.text))
-        found.append(replace(piece, text=before + piece.text[start:stop] + after))
-    return found
+        shown[number] = replace(piece, text=before + piece.text[start:stop] + after)
+    return [shown[number] for number in sorted(shown)]
 
 
 def _level(lengths: Sequence[int], most: int) -> int:
@@ -97,25 +86,9 @@ def _kept(piece: Piece, level: int) -> tuple[int, int]:
     size = len(piece.text)
     if size <= level:
         return 0, size
+    import regex  # type: ignore[import-untyped]  # of the extra vlm: transformers needs it
+
+    bounds = [0, *(sign.end() for sign in regex.finditer(r"\X", piece.text))]
     if piece.trained:
-        stop = level
-        while stop > 0 and _joined(piece.text, stop):
-            stop -= 1
-        return 0, stop
-    start = size - level
-    while start < size and _joined(piece.text, start):
-        start += 1
-    return start, size
-
-
-def _joined(text: str, at: int) -> bool:
-    """Whether the characters on both sides of a place are one sign: accents, emoji of several parts, flags."""
-    char, before = text[at], text[at - 1]
-    if _JOINER in (char, before) or unicodedata.combining(char) or unicodedata.category(char) in ("Mn", "Me", "Mc"):
-        return True
-    if 0x1F3FB <= ord(char) <= 0x1F3FF:
-        return True
-    flags = 0
-    while flags < at and 0x1F1E6 <= ord(text[at - 1 - flags]) <= 0x1F1FF:
-        flags += 1
-    return flags % 2 == 1 and 0x1F1E6 <= ord(char) <= 0x1F1FF
+        return 0, max(bound for bound in bounds if bound <= level)
+    return min(bound for bound in bounds if bound >= size - level), size

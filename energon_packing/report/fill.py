@@ -7,6 +7,7 @@ A list is a file: ``.npz`` with ``length`` ``[N]`` and, if they are known, ``ima
 from __future__ import annotations
 
 import time
+import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +17,8 @@ import numpy as np
 
 from energon_packing.errors import UserError
 from energon_packing.packing.balance import Order, pack_cost, simulate_steps
-from energon_packing.packing.bound import lower_bound
 from energon_packing.packing.constraints import Constraints
-from energon_packing.packing.statistics import PackStatistics
+from energon_packing.packing.statistics import PackStatistics, lower_bound
 from energon_packing.packing.whole_list import pack_lengths
 
 
@@ -43,22 +43,19 @@ def read_lengths(path: Path) -> SampleLengths:
     Raises:
         UserError: no such file, not a list of whole positive numbers, or arrays of different lengths.
     """
-    images = capacity = None
     if not path.exists():
         raise UserError(f"There is no file {path}; give a list of lengths.")
     try:
-        if path.suffix in (".npz", ".npy"):
-            found = np.load(path, allow_pickle=False)
-            if isinstance(found, np.ndarray):
-                lengths = found
-            else:
-                with found as arrays:
-                    lengths = arrays["length"]
-                    images = arrays["images"].astype(np.int64) if "images" in arrays else None
-                    capacity = int(arrays["capacity"]) if "capacity" in arrays else None
+        if path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as file:
+                arrays = {name: file[name] for name in ("length", "images", "capacity") if name in file}
+        elif path.suffix == ".npy":
+            arrays = {"length": np.load(path, allow_pickle=False)}
         else:
-            lengths = np.array([int(line) for line in path.read_text(encoding="utf-8").split()], dtype=np.int64)
-    except (OSError, KeyError, ValueError, EOFError) as error:
+            words = path.read_text(encoding="utf-8").split()
+            arrays = {"length": np.array([int(word) for word in words], dtype=np.int64)}
+        lengths, images, capacity = arrays["length"], arrays.get("images"), arrays.get("capacity")
+    except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise UserError(
             f"{path} is not a list of lengths ({error}); give .npz with an array `length`, .npy, or text with one "
             "length per line."
@@ -67,15 +64,19 @@ def read_lengths(path: Path) -> SampleLengths:
         raise UserError(f"{path} must contain at least one length, and only positive whole numbers of tokens.")
     if images is not None and (images.shape != lengths.shape or images.min() < 0):
         raise UserError(f"{path} has {lengths.size} lengths, but images has shape {images.shape} or negative values.")
-    return SampleLengths(lengths=lengths.astype(np.int64), images=images, capacity=capacity)
+    return SampleLengths(
+        lengths=lengths.astype(np.int64),
+        images=None if images is None else images.astype(np.int64),
+        capacity=None if capacity is None else int(capacity),
+    )
 
 
 def fills(
     samples: SampleLengths,
     capacity: int,
-    *,
     policies: Sequence[str],
     windows: Sequence[int],
+    *,
     multiple: int = 1,
     image_limit: int | None = None,
 ) -> Iterator[dict[str, Any]]:
@@ -102,37 +103,35 @@ def fills(
         raise UserError("images are limited, but the list does not say how many images each sample has")
     aligned = -(-samples.lengths // multiple) * multiple
     fits = aligned <= capacity
-    if image_limit is not None and samples.images is not None:
+    limited = {}
+    if samples.images is not None and image_limit is not None:
         fits &= samples.images <= image_limit
+        limited = {"images": (samples.images, image_limit)}
     if not fits.any():
         raise UserError(f"none of the {fits.size} samples fits a pack of {capacity} tokens; raise the capacity")
     tokens, real = aligned[fits], samples.lengths[fits]
-    pairs = {}
-    if image_limit is not None and samples.images is not None:
-        pairs = {"images": (samples.images[fits], image_limit)}
+    pairs = {name: (counts[fits], most) for name, (counts, most) in limited.items()}
     bound = lower_bound(tokens, capacity, Constraints.from_pairs(pairs, tokens.size))
     for policy in policies:
         for window in windows if policy == "window" else (max(windows),):
             start = time.perf_counter()
             packs = pack_lengths(tokens, capacity, policy, constraints=pairs, window=window)
-            seconds = time.perf_counter() - start
-            found = PackStatistics.of(packs, tokens, capacity, real_lengths=real)
             yield {
                 "policy": policy,
                 "window": window if policy == "window" else None,
                 "bound": bound,
                 "oversize": int((~fits).sum()),
-                "seconds": round(seconds, 4),
-                **found.to_json(),
+                "seconds": round(time.perf_counter() - start, 4),
+                **PackStatistics.of(packs, tokens, capacity, real_lengths=real).to_json(),
             }
 
 
 def step_efficiencies(
     samples: SampleLengths,
     capacity: int,
-    *,
     ranks: Sequence[int],
     balance_windows: Sequence[int],
+    *,
     window: int,
     multiple: int = 1,
     max_shift: int = 0,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import math
 import resource
 import time
@@ -11,15 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from megatron.energon import stateless
 from megatron.energon.cache import FileStore
 
 from energon_packing.config import RunConfig
-from energon_packing.energon.loader import task_encoder_of
-from energon_packing.energon.samples import ConversationSample, MeasuredSample, Pack, RenderedSample
+from energon_packing.energon.loader import build_task_encoder
+from energon_packing.energon.samples import MeasuredSample, RenderedSample
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import UserError
-from energon_packing.ledger_place import without_ledger
+from energon_packing.ledger import without_ledger
 from energon_packing.offline.open_loader import open_loader
 
 READ = "read"
@@ -48,8 +49,7 @@ class StageClock:
     def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
         self._clock = clock
         self._running = [READ]
-        self._since = clock()
-        self.seconds = dict.fromkeys(STAGES, 0.0)
+        self.restart()
 
     def restart(self) -> None:
         """Forgets what was counted."""
@@ -58,9 +58,8 @@ class StageClock:
 
     def count(self) -> None:
         """Gives the time since the last change to the stage that runs."""
-        now = self._clock()
-        self.seconds[self._running[-1]] += now - self._since
-        self._since = now
+        before, self._since = self._since, self._clock()
+        self.seconds[self._running[-1]] += self._since - before
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -74,76 +73,46 @@ class StageClock:
             self._running.pop()
 
 
-class TimedTaskEncoder(PackingTaskEncoder):
-    """A task encoder that counts the time of its stages; for loaders without workers.
+def timed_task_encoder(run: RunConfig, clock: StageClock) -> PackingTaskEncoder:
+    """A task encoder whose stages are counted; for loaders without workers."""
+    encoder = build_task_encoder(run)
+    family = getattr(encoder.encoder, "family", None)
+    for owner, name, stage in (
+        (family, "pixels", "pixels"),
+        (encoder, "preencode_sample", "measure"),
+        (encoder, "select_pack", "select"),
+        (encoder, "pack_selected_samples", "assemble"),
+    ):
+        if owner is not None:
+            setattr(owner, name, clock.stage(stage)(getattr(owner, name)))
+    render = encoder.postencode_sample
 
-    Attributes:
-        clock: of the stages.
-    """
-
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
-        self.clock = StageClock()
-        for encoder in self.encoders:
-            family = getattr(encoder, "family", None)
-            if family is not None:
-                family.pixels = self._timed(family.pixels, "pixels")
-
-    def _timed(self, function: Callable[..., Any], stage: str) -> Callable[..., Any]:
-        def timed(*arguments: Any, **settings: Any) -> Any:
-            with self.clock.stage(stage):
-                return function(*arguments, **settings)
-
-        return timed
-
-    @stateless
-    def preencode_sample(self, sample: ConversationSample) -> MeasuredSample:
-        """See `PackingTaskEncoder.preencode_sample`."""
-        with self.clock.stage("measure"):
-            return super().preencode_sample(sample)
-
-    @stateless
-    def postencode_sample(self, sample: MeasuredSample) -> RenderedSample:
-        """See `PackingTaskEncoder.postencode_sample`."""
-        store = sample.store
-        if store is not None:
-            sample.store = _TimedStore(store, self.clock)
+    @functools.wraps(render)  # Energon asks a method whether it is stateless
+    def timed(sample: MeasuredSample) -> RenderedSample:
+        store: Any = sample.store
+        sample.store = None if store is None else _TimedStore(store, clock)
         try:
-            with self.clock.stage("decode" if store is not None else "text rows"):
-                return super().postencode_sample(sample)
+            with clock.stage("text rows" if store is None else "decode"):
+                return render(sample)
         finally:
             sample.store = store
 
-    def select_pack(self, samples: Sequence[MeasuredSample], ended: bool) -> list[int]:
-        """See `WindowTaskEncoder.select_pack`."""
-        with self.clock.stage("select"):
-            return super().select_pack(samples, ended)
-
-    @stateless
-    def pack_selected_samples(self, samples: list[RenderedSample]) -> Pack:
-        """See `PackingTaskEncoder.pack_selected_samples`."""
-        with self.clock.stage("assemble"):
-            return super().pack_selected_samples(samples)
+    encoder.postencode_sample = timed
+    return encoder
 
 
-class _TimedStore(FileStore[bytes]):
+class _TimedStore:
     """A store whose reads are counted."""
 
     def __init__(self, inner: FileStore[bytes], clock: StageClock) -> None:
-        self._inner = inner
-        self._clock = clock
+        self._inner, self._clock = inner, clock
 
     def __getitem__(self, key: str) -> Any:
         with self._clock.stage("read media"):
             return self._inner[key]
 
-    def get_path(self) -> str:
-        """Of the inner store."""
-        return self._inner.get_path()
-
-    def get_media_metadata(self, key: str) -> Any:
-        """Of the inner store."""
-        return self._inner.get_media_metadata(key)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
 
 def loader_profile(
@@ -152,7 +121,6 @@ def loader_profile(
     packs: int,
     step_seconds: Sequence[float] = (0.5, 1.0, 2.0, 5.0),
     packs_per_step: int = 1,
-    hand_over: bool = True,
     progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> dict[str, Any]:
     """Reads packs in this process and counts, then takes some from one loader process.
@@ -162,7 +130,6 @@ def loader_profile(
         packs: to count, after a first one that fills the window.
         step_seconds: step times for which workers are computed.
         packs_per_step: packs of one rank in a step: global batch size divided by data-parallel size.
-        hand_over: whether to start a loader process and count what its packs cost the training process.
 
     Returns:
         Plain values: ``samples``, ``tokens`` and ``packs`` per CPU second of a process, ``stages`` with CPU
@@ -179,7 +146,6 @@ def loader_profile(
         counted = _counted(run, packs, progress)
     finally:
         torch.set_num_threads(torch_threads)
-    handed = _handed_over(run, min(packs, MOST_HANDED)) if hand_over else None
     cpu = counted["cpu_seconds"] / counted["packs"]
     return {
         "path": run.data.path,
@@ -187,7 +153,7 @@ def loader_profile(
         "per_second": {
             name: counted[name] / max(counted["cpu_seconds"], 1e-9) for name in ("samples", "tokens", "packs")
         },
-        "hand_over_ms": None if handed is None else 1e3 * handed,
+        "hand_over_ms": 1e3 * _handed_over(run, min(packs, MOST_HANDED)),
         "packs_per_step": packs_per_step,
         "workers": [
             {"step_seconds": seconds, "workers": math.ceil(packs_per_step * cpu / seconds)} for seconds in step_seconds
@@ -197,30 +163,27 @@ def loader_profile(
 
 def _counted(run: RunConfig, packs: int, progress: Callable[[str, int, int], None]) -> dict[str, Any]:
     # One process, so that its clock sees all of the work.
-    encoder = dataclasses.replace(run.encoder, decode_in_child=False)
-    alone = dataclasses.replace(run, data=dataclasses.replace(run.data, workers=0), encoder=encoder)
-    encoder = task_encoder_of(alone, TimedTaskEncoder)
-    loader = iter(open_loader(alone, task_encoder=encoder))
+    settings = dataclasses.replace(run.encoder, decode_in_child=False)
+    alone = dataclasses.replace(run, data=dataclasses.replace(run.data, workers=0), encoder=settings)
+    clock = StageClock()
+    loader = iter(open_loader(alone, task_encoder=timed_task_encoder(alone, clock)))
     samples = tokens = media = done = 0
     progress("profile", 0, packs)
-    if next(loader, None) is not None:  # fills the window, which a long run does once
-        encoder.clock.restart()
-        began = time.perf_counter()
-        for done in range(1, packs + 1):
-            pack = next(loader, None)
-            if pack is None:
-                done -= 1
-                break
-            samples += len(pack.keys)
-            tokens += pack.batch.real_tokens
-            counts = [each[: pack.batch.num_samples] for each in pack.batch.visual_counts.values()]
-            media += sum(any(own) for own in zip(*counts, strict=True))
-            progress("profile", done, packs)
-        encoder.clock.count()
-        wall = time.perf_counter() - began
+    next(loader, None)  # fills the window, which a long run does once
+    clock.restart()
+    began = time.perf_counter()
+    for pack in itertools.islice(loader, packs):
+        done += 1
+        samples += len(pack.keys)
+        tokens += pack.batch.real_tokens
+        counts = [each[: pack.batch.num_samples] for each in pack.batch.visual_counts.values()]
+        media += sum(any(own) for own in zip(*counts, strict=True))
+        progress("profile", done, packs)
+    clock.count()
+    wall = time.perf_counter() - began
     if done == 0:
         raise UserError(f"{run.data.path} gives fewer than two packs, too few to measure; set data.repeat=true.")
-    cpu = sum(encoder.clock.seconds.values())
+    cpu = sum(clock.seconds.values())
     return {
         "packs": done,
         "samples": samples,
@@ -237,7 +200,7 @@ def _counted(run: RunConfig, packs: int, progress: Callable[[str, int, int], Non
                 "ms_per_sample": 1e3 * seconds / max(samples, 1),
                 "share": seconds / cpu if cpu else 0.0,
             }
-            for name, seconds in encoder.clock.seconds.items()
+            for name, seconds in clock.seconds.items()
         ],
     }
 
@@ -248,9 +211,5 @@ def _handed_over(run: RunConfig, packs: int) -> float:
     loader = iter(open_loader(one))
     next(loader, None)
     began = time.process_time()
-    taken = 0
-    for _ in range(packs):
-        if next(loader, None) is None:
-            break
-        taken += 1
+    taken = sum(1 for _ in itertools.islice(loader, packs))
     return (time.process_time() - began) / max(taken, 1)

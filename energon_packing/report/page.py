@@ -1,6 +1,6 @@
 """One self-contained HTML page: no network, no foreign script, light and dark by the reader's setting.
 
-What comes from data goes through `escaped`, or as JSON through `data_block` or `packed_block`; the page's content
+What comes from data goes through `escaped`, or as JSON through `packed_block`; the page's content
 security policy lets nothing run but the script whose digest it names.
 """
 
@@ -11,6 +11,8 @@ import gzip
 import hashlib
 import html
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +50,11 @@ def escaped(value: Any) -> str:
     return html.escape(text, quote=True)
 
 
-def data_block(identifier: str, values: Any) -> str:
-    """JSON inside a page, which the browser does not run; nothing in it can end the element."""
-    text = _json(values).decode()
-    for char in "<>&":
-        text = text.replace(char, f"\\u{ord(char):04x}")
-    return f'<script type="application/json" id="{escaped(identifier)}">{text}</script>'
-
-
 def packed_block(identifier: str, values: Any) -> str:
-    """A `data_block` of much JSON, as gzip in base64; the page's script unpacks it."""
-    packed = base64.b64encode(gzip.compress(_json(values), compresslevel=6, mtime=0)).decode()
+    """JSON inside a page as gzip in base64, which nothing in it can end; the page's script unpacks it."""
+    text = json.dumps(values, ensure_ascii=False, separators=(",", ":"))
+    # Half of a surrogate pair has no UTF-8 encoding; its backslash escape is also its JSON escape.
+    packed = base64.b64encode(gzip.compress(text.encode("utf-8", "backslashreplace"), mtime=0)).decode()
     return f'<script type="application/gzip" id="{escaped(identifier)}">{packed}</script>'
 
 
@@ -67,7 +63,7 @@ def page(title: str, body: str, *, style: str = "", script: str = "") -> str:
 
     Args:
         title: any text.
-        body: HTML that was made with `escaped`, `data_block` and `packed_block`.
+        body: HTML that was made with `escaped` and `packed_block`.
         style: added to the common one.
         script: the only script that the page runs.
     """
@@ -87,32 +83,13 @@ def page(title: str, body: str, *, style: str = "", script: str = "") -> str:
     )
 
 
-def check_place(path: Path) -> None:
-    """Called before long work whose result goes into a file.
-
-    Raises:
-        UserError: its directory does not exist.
-    """
-    if not path.parent.is_dir():
-        raise UserError(f"{path} cannot be written: there is no directory {path.parent}.")
-
-
-def write_page(path: Path, text: str) -> None:
-    """Writes a page.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raises a `UserError` about the file where what is inside cannot write it."""
     try:
-        path.write_text(text, encoding="utf-8")
+        yield
     except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}.") from error
-
-
-def _json(values: Any) -> bytes:
-    text = json.dumps(values, ensure_ascii=False, separators=(",", ":"))
-    # Half of a surrogate pair has no UTF-8 encoding; its backslash escape is also its JSON escape.
-    return text.encode("utf-8", "backslashreplace")
+        raise UserError(f"{error.filename or path} cannot be written: {error.strerror or error}.") from error
 
 
 def _digest(text: str) -> str:

@@ -1,174 +1,257 @@
-"""Describes a pack for people and programs: segments, text, media, boundaries."""
+"""Packs for people and programs: which ones to show, and what is in each: segments, text, media, boundaries."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
+from energon_packing.config import RunConfig
+from energon_packing.conversation import PairCounts
+from energon_packing.energon.data_identity import known_pairs
+from energon_packing.energon.loader import build_task_encoder
 from energon_packing.energon.samples import Pack
+from energon_packing.energon.task_encoder import PackingTaskEncoder
+from energon_packing.errors import UserError
 from energon_packing.families.base import VisionFamily
+from energon_packing.ledger import without_ledger
+from energon_packing.offline.data_paths import is_packed, is_plan
+from energon_packing.offline.explain import explanation
+from energon_packing.offline.index import pair_counts
+from energon_packing.offline.loader import PlannedLoader
+from energon_packing.offline.open_loader import open_loader
+from energon_packing.offline.packed import Packed
+from energon_packing.offline.plan import Plan
 from energon_packing.thd.batch import PackedBatch
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TextPiece:
-    """A stretch of a segment's text: trained or not, runs of media tokens written as ``<token>*n``."""
-
-    text: str
-    trained: bool
+Tell = Callable[[str], None]
+"""Called with each sentence about frequent drops."""
+Progress = Callable[[str, int, int], None]
+"""Called with a stage, what is done of it, and all of it: ``skipped`` packs before the first one, ``packs`` shown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Segment:
-    """One sample inside a pack.
+class Wanted:
+    """Which packs to show.
 
     Attributes:
-        key: of the sample; empty for a filler and for the masked tail of a row of fixed width.
-        filler: whether it is padding with an image: the dummy image of a pack without media.
-        start: first token in the row.
-        tokens: real tokens.
-        padding: tokens from the last real one to the physical end.
-        trained: targets with a weight above 0.
-        weight: sum of the loss weights.
-        media: what the segment gives the vision encoder. If the family keeps media in one piece, one entry per image or
-            video: ``kind``, ``grid`` in patches, ``patches`` and the shape of its ``pixels``. If it cuts them up, one
-            entry for all tiles and one for all clips: ``kind``, ``tiles`` or ``frames``, the ``sizes`` of the images
-            (height, width; if the family passes them on) and ``pixels``. Both have ``tokens``, the lengths of their
-            runs of placeholders, and ``label``, the entry in a few words.
-        text: the sample as text.
+        packs: how many.
+        first: number of the first one, from 0, in the order of one rank without workers, or of the plan.
+        key: of a sample; only packs that hold it count. None takes all.
     """
 
-    key: str
-    filler: bool = False
-    start: int
-    tokens: int
-    padding: int
-    trained: int
-    weight: float
-    media: tuple[Mapping[str, Any], ...]
-    text: tuple[TextPiece, ...]
+    packs: int
+    first: int = 0
+    key: str | None = None
+
+    def holds(self, pack: Pack) -> bool:
+        """Whether the pack has the key; a piece or an answer of a sample has its sample's key too."""
+        return self.key is None or any(
+            self.key in (name, name.rpartition("#")[0], name.rpartition("/")[0])
+            for name in (*pack.keys, *pack.batch.sample_keys)
+        )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PackView:
-    """One packed row, described.
+def described(config: RunConfig, wanted: Wanted, *, progress: Progress, tell: Tell) -> list[dict[str, Any]]:
+    """The packs as plain values; see `describe`.
 
-    Attributes:
-        index: number of the pack in its worker.
-        tokens: length of the row.
-        real_tokens: tokens of samples.
-        fill: ``real_tokens`` divided by the configured row width.
-        boundaries, padded_boundaries: ``cu_seqlens`` and ``cu_seqlens_padded`` (None for a multiple of 1).
-        max_seqlen: longest physical segment.
-        positions: shape of ``position_ids``.
-        segments: in row order.
-        dropped: what the ledger noted since the previous pack.
+    Raises:
+        UserError: the data cannot be read, or no pack has the key.
     """
-
-    index: int
-    tokens: int
-    real_tokens: int
-    fill: float
-    boundaries: tuple[int, ...]
-    padded_boundaries: tuple[int, ...] | None
-    max_seqlen: int
-    positions: tuple[int, ...]
-    segments: tuple[Segment, ...]
-    dropped: tuple[Mapping[str, str], ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns plain values for ``json.dumps``."""
-        return asdict(self)
+    encoder: Any = build_task_encoder(without_ledger(config))
+    packs = wanted_packs(config, encoder, wanted, progress, tell)
+    return [describe(pack, encoder.encoder.family, seq_length=config.packing.seq_length) for pack, _ in packs]
 
 
-def describe(pack: Pack, family: VisionFamily, *, seq_length: int) -> PackView:
+def pairs_at(config: RunConfig) -> PairCounts:
+    """Pairs and unwanted answers in the data of a run, as far as somebody counted them."""
+    path = config.data.path
+    if not is_plan(path) and not is_packed(path):
+        return known_pairs(path, config.data.split)
+    plan = Plan.open(path) if is_plan(path) else Packed.open(path).plan
+    return pair_counts(plan.facts.datasets)
+
+
+def wanted_packs(
+    config: RunConfig, encoder: PackingTaskEncoder, wanted: Wanted, progress: Progress, tell: Tell
+) -> Iterator[tuple[Pack, tuple[str, ...]]]:
+    """The wanted packs, each with the source of every segment (shard and place); empty where it is unknown.
+
+    Raises:
+        UserError: as `described`.
+    """
+    config = without_ledger(config)
+    path = config.data.path
+    if wanted.key is not None:  # the search ends with the epoch
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, repeat=False))
+    loader = open_loader(config, task_encoder=encoder)
+    loader.tell = tell
+    if is_plan(path):
+        packs = _planned(Plan.open(path), loader, wanted)
+    else:
+        packs = ((pack, _sources(pack)) for pack in _after(loader, wanted.first, progress) if wanted.holds(pack))
+    empty = True
+    for pack in itertools.islice(packs, wanted.packs):
+        empty = False
+        yield pack
+    loader.tell_of_drops(final=True)
+    if empty and wanted.key is not None:
+        raise UserError(
+            f"No pack of this epoch has {wanted.key!r}; `energon-packing explain {wanted.key} {path}` says what became "
+            "of it."
+        )
+    if empty and wanted.first:
+        raise UserError(f"The epoch of {path} ends before pack {wanted.first}; packs are numbered from 0.")
+
+
+def _after(loader: Any, first: int, progress: Progress) -> Iterator[Pack]:
+    """The packs from number `first` on; online packs have no number until those before them are made."""
+    if isinstance(loader, PlannedLoader):
+        loader.start_at(first)
+        first = 0
+    for number, pack in enumerate(loader):
+        if number >= first:
+            yield pack
+        else:
+            progress("skipped", number + 1, first)
+
+
+def _sources(pack: Pack) -> tuple[str, ...]:
+    """As Energon says; empty where it does not tell one sample from another."""
+    sources = tuple(pack.__sources__ or ())
+    if len(sources) != len(pack.keys):
+        return ()
+    places = (f"{source.shard_name or source.dataset_path}, sample {source.index}" for source in sources)
+    return _of_segments(pack, dict(zip(pack.keys, places, strict=True)))
+
+
+def _of_segments(pack: Pack, places: dict[str, str]) -> tuple[str, ...]:
+    """The segments of a pair continue the key of their sample."""
+    return tuple(places.get(key) or places.get(key.rpartition("/")[0], "") for key in pack.batch.sample_keys)
+
+
+def _planned(plan: Plan, loader: Any, wanted: Wanted) -> Iterator[tuple[Pack, tuple[str, ...]]]:
+    if wanted.first >= len(plan):
+        raise UserError(f"{plan.path} has {len(plan)} packs, numbered from 0; --pack {wanted.first} is not among them.")
+    numbers: Sequence[int] = range(wanted.first, len(plan))
+    if wanted.key is not None:
+        numbers = sorted({each["pack"] for each in explanation(plan, wanted.key)["packed"]})
+    for number in numbers:
+        loader.start_at(number)
+        pack = next(iter(loader))
+        (planned,) = plan.packs(number, number + 1)
+        places = {}
+        for each in planned.samples:
+            data = plan.facts.datasets[each.dataset]
+            places[each.name] = f"{data.name}/{data.shards[each.shard].name}, sample {each.row}"
+        yield pack, _of_segments(pack, places)
+
+
+def describe(pack: Pack, family: VisionFamily, *, seq_length: int) -> dict[str, Any]:
     """Describes one pack.
 
     Args:
         pack: what the loader yielded.
         family: decodes tokens and knows which ones stand for media.
         seq_length: configured row width, for the fill.
+
+    Returns:
+        Plain values: ``index`` in its worker; ``tokens``, the length of the row; ``real_tokens`` of samples; ``fill``,
+        their share of the configured width; ``boundaries`` and ``padded_boundaries``: ``cu_seqlens`` and
+        ``cu_seqlens_padded`` (None for a multiple of 1); ``max_seqlen``; ``positions``: shape of ``position_ids``;
+        ``dropped``: what the ledger noted since the previous pack; and ``segments`` in row order, each with
+
+        * ``key`` (empty for a filler and for the masked tail of a row of fixed width), ``filler``: whether it is the
+          dummy image of a pack without media;
+        * ``start`` in the row, real ``tokens``, ``padding`` after them, ``trained`` targets, their ``weight``;
+        * ``media``: what it gives the vision encoder. If the family keeps media in one piece, one entry per image or
+          video: ``kind``, ``grid`` in patches, ``patches`` and the shape of its ``pixels``. If it cuts them up, one
+          entry for all tiles and one for all clips: ``kind``, ``tiles`` or ``frames``, the ``sizes`` of the images
+          (height, width; if the family passes them on) and ``pixels``. Both have ``tokens``, the lengths of their
+          runs of placeholders, and ``label``, the entry in a few words;
+        * ``text``: pieces with ``text`` and ``trained``; runs of media tokens are written as ``<token>*n``.
     """
     batch = pack.batch
-    real = batch.cu_seqlens.tolist()
-    physical = batch.boundaries.tolist()
+    real, physical = batch.cu_seqlens.tolist(), batch.boundaries.tolist()
     tokens, weights = batch.tokens[0].numpy(), batch.loss_mask[0].numpy()
-    # loss_mask is shifted: the weight of predicting token i + 1 stands at i.
-    target = np.concatenate(([0.0], weights[:-1]))
+    trained = trained_tokens(batch)
     segments = []
-    for number in range(batch.num_segments):
-        start, stop = physical[number], physical[number + 1]
+    for number, (start, stop) in enumerate(pairwise(physical)):
         is_sample = number < batch.num_samples
         is_filler = batch.num_samples <= number < batch.num_samples + batch.fillers
-        length = real[number + 1] - real[number] if is_filler else batch.sample_lengths[number] if is_sample else 0
+        length = batch.sample_lengths[number] if is_sample else is_filler * (real[number + 1] - real[number])
         span = slice(start, start + length)
         segments.append(
-            Segment(
-                key=batch.sample_keys[number] if is_sample else "",
-                filler=is_filler,
-                start=start,
-                tokens=length,
-                padding=stop - start - length,
-                trained=int((weights[span] > 0).sum()),
-                weight=float(weights[span].sum()),
-                media=_media(pack.batch, number, tokens[span], family) if is_sample or is_filler else (),
-                text=_text(tokens[span], target[span] > 0, family),
-            )
+            {
+                "key": batch.sample_keys[number] if is_sample else "",
+                "filler": is_filler,
+                "start": start,
+                "tokens": length,
+                "padding": stop - start - length,
+                "trained": int((weights[span] > 0).sum()),
+                "weight": float(weights[span].sum()),
+                "media": _media(batch, number, tokens[span], family) if is_sample or is_filler else (),
+                "text": _text(tokens[span], trained[span], family),
+            }
         )
     padded = batch.cu_seqlens_padded
-    return PackView(
-        index=pack.index,
-        tokens=batch.total_tokens,
-        real_tokens=batch.real_tokens,
-        fill=batch.real_tokens / seq_length,
-        boundaries=tuple(real),
-        padded_boundaries=None if padded is None else tuple(padded.tolist()),
-        max_seqlen=batch.max_seqlen,
-        positions=tuple(batch.position_ids.shape),
-        segments=tuple(segments),
-        dropped=tuple(asdict(entry) for entry in pack.dropped),
-    )
-
-
-def _media(batch: PackedBatch, segment: int, tokens: np.ndarray, family: VisionFamily) -> tuple[Mapping[str, Any], ...]:
-    """Returns the entries of `Segment.media`; ``tokens`` ``[L]`` are the segment's own."""
-    kinds = family.visual_kinds(tokens)
-    runs = {
-        kind: _runs(kinds, number) for number, kind in ((1, "image"), (2, "video")) if kind in family.placeholder_ids
+    return {
+        "index": pack.index,
+        "tokens": batch.total_tokens,
+        "real_tokens": batch.real_tokens,
+        "fill": batch.real_tokens / seq_length,
+        "boundaries": tuple(real),
+        "padded_boundaries": None if padded is None else tuple(padded.tolist()),
+        "max_seqlen": batch.max_seqlen,
+        "positions": tuple(batch.position_ids.shape),
+        "segments": tuple(segments),
+        "dropped": tuple(asdict(entry) for entry in pack.dropped),
     }
-    found: list[Mapping[str, Any]] = []
-    for kind, grids, pixels in (
-        ("image", "image_grid_thw", "pixel_values"),
-        ("video", "video_grid_thw", "pixel_values_videos"),
+
+
+def trained_tokens(batch: PackedBatch) -> np.ndarray:
+    """``[T]`` bool: the tokens that are targets. ``loss_mask`` is shifted: the weight of predicting token i + 1 stands
+    at i, so a mask of ``0 1 1 0`` trains the tokens 2 and 3."""
+    return np.concatenate(([0.0], batch.loss_mask[0].numpy()[:-1])) > 0
+
+
+def _media(batch: PackedBatch, segment: int, tokens: np.ndarray, family: VisionFamily) -> tuple[dict[str, Any], ...]:
+    """The media of a segment, whose own tokens are ``[L]``."""
+    kinds = family.visual_kinds(tokens)
+    media: list[dict[str, Any]] = []
+    for number, (kind, grids, name) in enumerate(
+        (("image", "image_grid_thw", "pixel_values"), ("video", "video_grid_thw", "pixel_values_videos")), start=1
     ):
-        own = _share(batch, pixels, segment)
-        if own is None:
+        pixels = _share(batch, name, segment)
+        if pixels is None:
             continue
-        known = runs.get(kind, [])
+        runs = [stop - start for own, start, stop in stretches(kinds) if own == number]
         grid_rows = _share(batch, grids, segment)
         if grid_rows is not None:
-            found += _in_one_piece(kind, grid_rows.tolist(), list(own.shape[1:]), known)
+            media += _in_one_piece(kind, grid_rows.tolist(), list(pixels.shape[1:]), runs)
             continue
-        entry: dict[str, Any] = {"kind": kind, "pixels": list(own.shape), "tokens": known}
-        size = "x".join(map(str, own.shape[-2:]))
-        if own.dim() == 5:
-            entry |= {"frames": own.shape[1]}
-            entry["label"] = f"{own.shape[0]} video(s) of {own.shape[1]} frames {size}, {sum(known)} tokens"
+        size = "x".join(map(str, pixels.shape[-2:]))
+        entry: dict[str, Any] = {"kind": kind, "pixels": list(pixels.shape), "tokens": runs}
+        if pixels.dim() == 5:
+            entry |= {"frames": pixels.shape[1]}
+            what = f"video(s) of {pixels.shape[1]} frames {size}"
         else:
             sizes = _share(batch, "image_sizes", segment)
-            entry |= {"tiles": own.shape[0], "sizes": [] if sizes is None else sizes.tolist()}
+            entry |= {"tiles": pixels.shape[0], "sizes": [] if sizes is None else sizes.tolist()}
             of = "".join(f" {width}x{height}" for height, width in entry["sizes"])
-            entry["label"] = f"{own.shape[0]} tile(s) {size}{' of' + of if of else ''}, {sum(known)} tokens"
-        found.append(entry)
-    return tuple(found)
+            what = f"tile(s) {size}{' of' + of if of else ''}"
+        media.append({**entry, "label": f"{pixels.shape[0]} {what}, {sum(runs)} tokens"})
+    return tuple(media)
 
 
 def _share(batch: PackedBatch, name: str, segment: int) -> torch.Tensor | None:
-    """Returns the rows of a visual input that belong to a segment; None if there are none."""
+    """The rows of a visual input that belong to a segment; None if there are none."""
     counts = batch.visual_counts.get(name)
     if not counts or not batch.visual_inputs or not counts[segment]:
         return None
@@ -178,45 +261,43 @@ def _share(batch: PackedBatch, name: str, segment: int) -> torch.Tensor | None:
 
 def _in_one_piece(
     kind: str, grids: Sequence[list[int]], shape: list[int], runs: Sequence[int]
-) -> Iterator[Mapping[str, Any]]:
-    """Yields one entry per grid; a video is one run in the text, or one run per time step."""
+) -> Iterator[dict[str, Any]]:
+    """One entry per grid; a video is one run in the text, or one run per time step."""
     waiting = iter(runs)
     split = len(runs) > len(grids)
     for grid in grids:
         patches = int(np.prod(grid))
-        own = [next(waiting, 0) for _ in range(grid[0] if split else 1)]
-        label = f"{kind} {'x'.join(map(str, grid))}"
         yield {
             "kind": kind,
             "grid": grid,
             "patches": patches,
             "pixels": [patches, *shape],
-            "tokens": own,
-            "label": label,
+            "tokens": [next(waiting, 0) for _ in range(grid[0] if split else 1)],
+            "label": f"{kind} {'x'.join(map(str, grid))}",
         }
 
 
-def _runs(tokens: np.ndarray, token_id: int) -> list[int]:
-    """Returns the lengths of the uninterrupted runs of a token."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([0], (tokens == token_id).view(np.int8), [0]))))
-    return (edges[1::2] - edges[::2]).tolist()
+def stretches(kinds: np.ndarray) -> Iterator[tuple[int, int, int]]:
+    """Kind, start and stop of each uninterrupted stretch: ``[7, 7, 9]`` is ``(7, 0, 2), (9, 2, 3)``."""
+    edges = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist(), kinds.size]
+    for start, stop in pairwise(edges if kinds.size else ()):
+        yield int(kinds[start]), start, stop
 
 
-def _text(tokens: np.ndarray, trained: np.ndarray, family: VisionFamily) -> tuple[TextPiece, ...]:
+def written_out(family: VisionFamily, tokens: np.ndarray) -> str:
+    """A run of placeholders as ``<token>*n``."""
+    return f"{family.tokenizer.decode(tokens[:1])}*{len(tokens)}"
+
+
+def _text(tokens: np.ndarray, trained: np.ndarray, family: VisionFamily) -> tuple[dict[str, Any], ...]:
     visual = np.isin(tokens, list(family.placeholder_ids.values()))
-    pieces: list[TextPiece] = []
-    # A piece ends where training starts or stops, or where a run of media tokens starts or stops.
-    edges = np.flatnonzero((np.diff(trained) != 0) | (np.diff(visual) != 0)) + 1
-    for begin, end in zip([0, *edges], [*edges, len(tokens)], strict=True):
-        if begin == end:
-            continue
-        if visual[begin]:
-            name = family.tokenizer.decode(tokens[begin : begin + 1])
-            text = f"{name}*{end - begin}"
-        else:
-            text = family.tokenizer.decode(tokens[begin:end])
-        if pieces and pieces[-1].trained == bool(trained[begin]):
-            pieces[-1] = TextPiece(text=pieces[-1].text + text, trained=pieces[-1].trained)
-        else:
-            pieces.append(TextPiece(text=text, trained=bool(trained[begin])))
-    return tuple(pieces)
+    # A piece ends where training starts or stops; within it a run of media tokens is written for itself.
+    written = (
+        (
+            kind >= 2,
+            written_out(family, tokens[start:stop]) if kind & 1 else family.tokenizer.decode(tokens[start:stop]),
+        )
+        for kind, start, stop in stretches(visual + 2 * trained)
+    )
+    groups = itertools.groupby(written, key=lambda piece: piece[0])
+    return tuple({"text": "".join(text for _, text in pieces), "trained": learned} for learned, pieces in groups)

@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from energon_packing.config import RunConfig
 from energon_packing.conversation import Conversation
-from energon_packing.convert.key_names import safe_key
+from energon_packing.convert.keys import safe_key
 from energon_packing.convert.report import REJECTS_FILE
-from energon_packing.drop_reasons import deciding_setting
+from energon_packing.drops import deciding_setting
 from energon_packing.energon.loader import build_task_encoder
 from energon_packing.energon.samples import MeasuredSample
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import SampleRejected, UserError
 from energon_packing.ledger_report import standing_lines
-from energon_packing.offline.kinds import KINDS
-from energon_packing.offline.shard_index import Position, ShardIndex
-from energon_packing.offline.source_part import IndexedMedia, PositionedMedia, SourcePart, source_parts
-from energon_packing.offline.tar_files import TarFiles
+from energon_packing.line_file import read_lines
+from energon_packing.offline.source import (
+    IndexedMedia,
+    Position,
+    PositionedMedia,
+    ShardIndex,
+    SourcePart,
+    TarFiles,
+    source_parts,
+)
+from energon_packing.sample_kind import KINDS
 
 WARNINGS_FILE = "warnings.jsonl"
 SPLITS = ("train", "val", "test")
 Outcome = Literal["ok", "changed", "dropped", "rejected", "unknown"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """What one stage did with the sample.
 
     Attributes:
@@ -45,9 +50,10 @@ class Event:
     text: str
     setting: str | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
+    @classmethod
+    def dropped(cls, stage: str, reason: str, detail: str) -> Event:
+        """A drop with the setting that its sentence names."""
+        return cls(stage, "dropped", f"{reason}: {detail}", deciding_setting(reason, detail))
 
 
 def story_in_dataset(key: str, path: str, run: RunConfig, *, ledger: Path | None = None) -> list[Event]:
@@ -63,28 +69,22 @@ def story_in_dataset(key: str, path: str, run: RunConfig, *, ledger: Path | None
     """
     source = _source_key(key)
     events = list(_conversion(source, Path(path)))
-    rejected = any(event.outcome == "rejected" for event in events)
     found = _found(source, path)
-    if found is None and not rejected:
+    if found is not None:
+        part, shard, position = found
+        record = TarFiles().read(Path(part.root) / shard, position.offset, position.size)
+        text = f"{part.root}/{shard}, split {part.split}: {position.size:,} bytes at {position.offset:,}"
+        other = Event("source", "dropped", f"{text}; this run reads split {run.data.split}", "data.split")
+        events += [Event("source", "ok", text) if part.split == run.data.split else other]
+        events += _measured(source, record, part, run)
+    elif not any(event.outcome == "rejected" for event in events):
         stored = safe_key(key)
         hint = f" A key has only A-Z, a-z, 0-9, - and _: try {stored!r}." if stored not in (key, "record") else ""
         raise UserError(
             f"Nothing is known about {key!r}: {path} has no sample of that key in any split, and no reject "
             f"either.{hint}"
         )
-    if found is not None:
-        part, shard, position = found
-        record = TarFiles().read(Path(part.root) / shard, position.offset, position.size)
-        text = f"{part.root}/{shard}, split {part.split}: {position.size:,} bytes at {position.offset:,}"
-        if part.split == run.data.split:
-            events.append(Event(stage="source", outcome="ok", text=text))
-        else:
-            text += f"; this run reads split {run.data.split}"
-            events.append(Event(stage="source", outcome="dropped", text=text, setting="data.split"))
-        events += _measured(source, record, part, run)
-    directory = ledger or (None if run.packing.ledger is None else Path(run.packing.ledger))
-    events += _in_ledger(key, directory)
-    return events
+    return [*events, *_in_ledger(key, ledger or (run.packing.ledger and Path(run.packing.ledger)) or None)]
 
 
 def story_in_plan(key: str, path: Path) -> list[Event]:
@@ -93,67 +93,71 @@ def story_in_plan(key: str, path: Path) -> list[Event]:
     Raises:
         UserError: the plan cannot be read, or does not know the key.
     """
+    from energon_packing.offline.explain import explanation
     from energon_packing.offline.plan import Plan
-    from energon_packing.offline.plan_explanation import explanation
 
-    found = explanation(Plan.open(path), key)
-    events = []
-    for each in found["packed"]:
-        beside = ", ".join(other["sample"] for other in each["beside"][:5])
-        more = len(each["beside"]) - 5
-        text = (
+    return events_of_plan(explanation(Plan.open(path), key))
+
+
+def events_of_plan(found: dict[str, Any]) -> list[Event]:
+    """What `energon_packing.offline.explain.explanation` says about a key."""
+    packed = [
+        Event(
+            "plan",
+            "ok",
             f"{each['sample']}, {' + '.join(map(str, each['tokens']))} tokens of {each['dataset']}/{each['shard']}, "
             f"sample {each['row']}: pack {each['pack']} of epoch {each['epoch']}, place {each['place']}; the pack has "
-            f"{each['pack_tokens']} of {each['seq_length']} tokens. Beside {beside or 'nothing'}"
-            f"{f' and {more} more' if more > 0 else ''}."
+            f"{each['pack_tokens']} of {each['seq_length']} tokens. "
+            f"Beside {_first([other['sample'] for other in each['beside']])}.",
         )
-        events.append(Event(stage="plan", outcome="ok", text=text))
-    for drop in found["dropped"]:
-        text = f"{drop['dropped']}: {drop['reason']}: {drop['detail']}"
-        setting = drop.get("setting") or deciding_setting(drop["reason"], drop["detail"])
-        events.append(Event(stage="plan", outcome="dropped", text=text, setting=setting))
-    return events
+        for each in found["packed"]
+    ]
+    dropped = [
+        Event(
+            "plan",
+            "dropped",
+            f"{drop['dropped']}: {drop['reason']}: {drop['detail']}",
+            drop.get("setting") or deciding_setting(drop["reason"], drop["detail"]),
+        )
+        for drop in found["dropped"]
+    ]
+    return [*packed, *dropped]
+
+
+def _first(names: Sequence[str]) -> str:
+    """The first five of the samples beside one."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"{', '.join(names[:5]) or 'nothing'}{more}"
 
 
 def _source_key(key: str) -> str:
-    whole, separator, piece = key.rpartition("#")
-    key = whole if separator and piece.isdigit() else key
-    return key.removesuffix("/chosen").removesuffix("/rejected")
+    return re.sub(r"#\d+\Z", "", key).removesuffix("/chosen").removesuffix("/rejected")
 
 
 def _conversion(key: str, directory: Path) -> Iterator[Event]:
-    for name, outcome in ((REJECTS_FILE, "rejected"), (WARNINGS_FILE, "changed")):
-        file = directory / name
-        if not file.is_file():
-            continue
-        with file.open(encoding="utf-8") as lines:
-            for line in lines:
-                entry = json.loads(line)
-                if entry.get("key") != key:
-                    continue
-                place = f"{entry.get('source')}, record {entry.get('record')}"
+    outcomes: dict[str, Outcome] = {REJECTS_FILE: "rejected", WARNINGS_FILE: "changed"}
+    for name, outcome in outcomes.items():
+        for entry in read_lines(directory / name) if (directory / name).is_file() else ():
+            if entry.get("key") == key:
                 told = f"{entry['reason']}: {entry['detail']}" if "reason" in entry else ", ".join(entry["warnings"])
-                yield Event(stage="convert", outcome=outcome, text=f"{place}: {told}")  # type: ignore[arg-type]
+                yield Event("convert", outcome, f"{entry.get('source')}, record {entry.get('record')}: {told}")
 
 
 def _found(key: str, path: str) -> tuple[SourcePart, str, Position] | None:
     """Part, shard and position of a record, in whatever split it is."""
+    parts: list[SourcePart] = []
     problem: UserError | None = None
-    seen = False
     for split in SPLITS:
         try:
-            parts = source_parts(path, split)
+            parts += source_parts(path, split)
         except UserError as error:  # most data sets lack a split
             problem = error
-            continue
-        seen = True
-        for part in parts:
-            index = ShardIndex(Path(part.root))
-            position = index.position(f"{key}.json")
-            if position is not None and index.shards[position.shard] in part.shards:
-                return part, index.shards[position.shard], position
-    if not seen and problem is not None:
+    if not parts and problem is not None:
         raise problem
+    for part in parts:
+        index = ShardIndex(Path(part.root))
+        if (position := index.position(f"{key}.json")) and index.shards[position.shard] in part.shards:
+            return part, index.shards[position.shard], position
     return None
 
 
@@ -162,49 +166,39 @@ def _measured(key: str, record: bytes, part: SourcePart, run: RunConfig) -> Iter
     sample = part.sample(key, record, IndexedMedia(media, key))
     if sample.conversation is not None:
         decided = "packing.pairs" if sample.conversation.is_pair or sample.conversation.is_unwanted else None
-        yield Event(stage="record", outcome="ok", text=_conversation_text(sample.conversation), setting=decided)
+        yield Event("record", "ok", _conversation_text(sample.conversation), decided)
     if not run.encoder.processor:
-        text = "not measured: give --config, or --set encoder.processor=path/or/name"
-        yield Event(stage="measure", outcome="unknown", text=text)
+        yield Event("measure", "unknown", "not measured: give --config, or --set encoder.processor=path/or/name")
         return
     encoder = build_task_encoder(run)
     found: MeasuredSample = encoder.preencode_sample(sample)
-    problem = found.problem
-    if problem is not None:
+    if (problem := found.problem) is not None:
         if problem.fatal is not None:
             raise problem.fatal
-        stage = "row" if problem.reason in ("oversize", "over_limit") else "measure"
-        yield Event(
-            stage=stage,
-            outcome="dropped",
-            text=f"{problem.reason}: {problem.detail}",
-            setting=deciding_setting(problem.reason, problem.detail),
-        )
+        in_row = problem.reason in ("oversize", "over_limit")
+        yield Event.dropped("row" if in_row else "measure", problem.reason, problem.detail)
         return
     if found.split is not None:
-        pieces = len(found.split.pieces)
-        text = f"split into {pieces} pieces, {key}#0 to {key}#{pieces - 1}; each is packed for itself"
-        yield Event(stage="row", outcome="changed", text=text, setting="packing.oversize")
+        last = len(found.split.pieces) - 1
+        text = f"split into {last + 1} pieces, {key}#0 to {key}#{last}; each is packed for itself"
+        yield Event("row", "changed", text, "packing.oversize")
         return
     measured = found.measured
     assert measured is not None
     lengths = " + ".join(f"{length:,}" for length in measured.segment_lengths)
     targets = sum(getattr(segment, "targets", 0) for segment in measured.segments)
     text = f"{lengths} tokens, {targets:,} of them targets; {measured.images} images and {measured.patches} patches"
-    yield Event(stage="measure", outcome="ok", text=text)
+    yield Event("measure", "ok", text)
     for how, detail in measured.changes:
-        setting = deciding_setting(how, detail) or (
-            "packing.oversize" if how == "truncated" else "encoder.limits.when_over"
-        )
-        yield Event(stage="measure", outcome="changed", text=f"{how}: {detail}", setting=setting)
-    aligned = encoder.limits.aligned(measured)
-    text = f"takes {aligned:,} of {run.packing.seq_length:,} tokens of a row (multiple {encoder.multiple})"
-    yield Event(stage="row", outcome="ok", text=text)
+        known = "packing.oversize" if how == "truncated" else "encoder.limits.when_over"
+        yield Event("measure", "changed", f"{how}: {detail}", deciding_setting(how, detail) or known)
+    taken = f"takes {encoder.limits.aligned(measured):,} of {run.packing.seq_length:,} tokens of a row"
+    yield Event("row", "ok", f"{taken} (multiple {encoder.multiple})")
     yield _rendered(encoder, found, part, media, key)
-    text = (
+    waits = (
         f"waits among up to {run.packing.window:,} samples for a pack, which the policy {run.packing.policy!r} chooses"
     )
-    yield Event(stage="window", outcome="ok", text=text, setting="packing.window")
+    yield Event("window", "ok", waits, "packing.window")
 
 
 def _conversation_text(conversation: Conversation) -> str:
@@ -222,29 +216,25 @@ def _rendered(
 ) -> Event:
     """Decodes the media of the sample, as the loader would once it is in a pack."""
     assert found.measured is not None
-    names = list(dict.fromkeys(KINDS["conversations"].media_names(found.measured)))
     places: dict[str, tuple[Path, int, int]] = {}
-    for name in names:
+    for name in dict.fromkeys(KINDS.find("conversations").media_names(found.measured)):
         position = media.position(key + name if name.startswith(".") else name)
         if position is None:
-            return Event(stage="media", outcome="dropped", text=f"missing_media: {name!r} is not in the data set")
-        shard = Path(part.media_root) / media.shards[position.shard]
-        places[name] = (shard, position.offset, position.size)
+            return Event("media", "dropped", f"missing_media: {name!r} is not in the data set")
+        places[name] = (Path(part.media_root) / media.shards[position.shard], position.offset, position.size)
     found.store = PositionedMedia(TarFiles(), places)
     try:
         encoder.postencode_sample(found)
     except SampleRejected as error:
-        setting = deciding_setting(error.reason, error.detail)
-        return Event(stage="media", outcome="dropped", text=f"{error.reason}: {error.detail}", setting=setting)
+        return Event.dropped("media", error.reason, error.detail)
     shards = ", ".join(sorted({place.name for place, _, _ in places.values()}))
-    text = f"{len(names)} files of {shards} decoded" if names else "none to decode"
-    return Event(stage="media", outcome="ok", text=text)
+    return Event("media", "ok", f"{len(places)} files of {shards} decoded" if places else "none to decode")
 
 
 def _in_ledger(key: str, directory: Path | None) -> Iterator[Event]:
     """What the ledger of a run says of a sample, or of all pieces of it if the key names none."""
     if directory is None:
-        yield Event(stage="pack", outcome="unknown", text="no ledger: give --ledger DIR of a run (packing.ledger)")
+        yield Event("pack", "unknown", "no ledger: give --ledger DIR of a run (packing.ledger)")
         return
     source = _source_key(key)
 
@@ -257,25 +247,17 @@ def _in_ledger(key: str, directory: Path | None) -> Iterator[Event]:
         if "pack" in entry:
             place = (file.stem, int(entry["pack"]))
             packs.pop(place, None)  # a pack that was made again counts once, by its last line
-            if any(concerns(each) for each in entry.get("keys", ())):
+            if any(map(concerns, entry.get("keys", ()))):
                 packs[place] = entry["keys"]
-        elif concerns(entry.get("changed")) or concerns(entry.get("dropped")):
+        elif concerns(named := entry.get("changed", entry.get("dropped"))):
             told = True
-            named = entry.get("changed", entry.get("dropped"))
-            how, outcome = (entry["how"], "changed") if "changed" in entry else (entry["reason"], "dropped")
+            outcome: Outcome = "changed" if "changed" in entry else "dropped"
+            how, detail = entry["how" if outcome == "changed" else "reason"], entry["detail"]
             piece = "" if named in (key, source) else f"{named}: "
-            yield Event(
-                stage="ledger",
-                outcome=outcome,  # type: ignore[arg-type]
-                text=f"{piece}{how}: {entry['detail']} ({file.name})",
-                setting=deciding_setting(how, entry["detail"]),
-            )
+            yield Event("ledger", outcome, f"{piece}{how}: {detail} ({file.name})", deciding_setting(how, detail))
     for (worker, number), keys in packs.items():
-        pieces = [each for each in keys if concerns(each) and each not in (key, source)]
-        beside = [each for each in keys if not concerns(each)]
-        more = f" and {len(beside) - 5} more" if len(beside) > 5 else ""
-        held = f"{', '.join(pieces)}: " if pieces else ""
-        text = f"{held}pack {number} of {worker}, beside {', '.join(beside[:5]) or 'nothing'}{more}"
-        yield Event(stage="pack", outcome="ok", text=text)
+        pieces = ", ".join(each for each in keys if concerns(each) and each not in (key, source))
+        beside = _first([each for each in keys if not concerns(each)])
+        yield Event("pack", "ok", f"{pieces}{': ' * bool(pieces)}pack {number} of {worker}, beside {beside}")
     if not packs and not told:
-        yield Event(stage="pack", outcome="unknown", text=f"{directory} does not mention it: not read so far")
+        yield Event("pack", "unknown", f"{directory} does not mention it: not read so far")

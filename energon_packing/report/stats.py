@@ -1,40 +1,92 @@
-"""Statistics of samples: distributions, shares by modality and data set, and drops, with error bars where sampled."""
+"""Statistics of samples: distributions, shares and drops, with error bars where sampled; packings side by side, what to
+set, and what the readers of a run would have."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+import os.path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from energon_packing.config import RunConfig
+from energon_packing.drops import unwished
+from energon_packing.errors import ConfigError
+from energon_packing.kinds.conversations import row_limits
+from energon_packing.offline import sizes as array_limits
 from energon_packing.offline.index import MODALITIES
+from energon_packing.offline.sizes import Sizes
+from energon_packing.packing.balance import simulate_steps
+from energon_packing.packing.pack_limits import PackLimits
+from energon_packing.packing.whole_list import pack_lengths_flat
 from energon_packing.report.stats_samples import StatsSamples
 
 Z = 1.959964
 """Half the width of a 95 % interval, in standard errors."""
 SHARE_BINS = 10
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Quantity:
-    """What is counted in a sample."""
-
-    title: str
-    unit: str
-
-
-QUANTITIES: Mapping[str, Quantity] = {
-    "tokens": Quantity(title="Tokens", unit="tokens per sample"),
-    "trained_share": Quantity(title="Trained share", unit="targets per token of a sample"),
-    "turns": Quantity(title="Turns", unit="turns per sample"),
-    "stills": Quantity(title="Images", unit="images per sample"),
-    "videos": Quantity(title="Videos", unit="videos per sample"),
-    "frames": Quantity(title="Frames", unit="sampled video frames per sample"),
-    "pixels": Quantity(title="Pixels", unit="source pixels of images and frames per sample"),
-    "patches": Quantity(title="Patches", unit="rows of vision input per sample"),
+QUANTITIES: Mapping[str, tuple[str, str]] = {
+    "tokens": ("Tokens", "tokens per sample"),
+    "trained_share": ("Trained share", "targets per token of a sample"),
+    "turns": ("Turns", "turns per sample"),
+    "stills": ("Images", "images per sample"),
+    "videos": ("Videos", "videos per sample"),
+    "frames": ("Frames", "sampled video frames per sample"),
+    "pixels": ("Pixels", "source pixels of images and frames per sample"),
+    "patches": ("Patches", "rows of vision input per sample"),
 }
+"""What is counted in a sample: its title and its unit."""
+SIMULATED = 40_000
+"""Samples that pass through a window at most; they are drawn at random from all."""
+PLANNED = 1_000_000
+"""Samples that are packed at once at most, as a plan does, which takes a microsecond or less for each."""
+NEGLIGIBLE_FILL = 0.002
+"""A window that fills rows by no more than this less than the best is good enough."""
+NEGLIGIBLE_LOSS = 0.005
+"""Share of tokens in samples longer than a row that a recommended ``seq_length`` may lose."""
+RANKS = 8
+"""Data-parallel ranks for which sorting by cost is judged."""
+BALANCE_WINDOW = 64
+SEQ_LENGTHS = (4096, 8192, 16384, 32768)
+WINDOWS = (64, 256, 1024)
+
+
+def stats_report(
+    samples: StatsSamples,
+    run: RunConfig,
+    *,
+    seq_lengths: Sequence[int] = (),
+    multiples: Sequence[int] = (),
+    windows: Sequence[int] = (),
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Statistics, packings side by side, and a recommendation.
+
+    Args:
+        run: limits of a pack, alignment, global batch size and drop budget.
+        seq_lengths, multiples, windows: to compare; empty takes `SEQ_LENGTHS`, the run's alignment and `WINDOWS`.
+
+    Raises:
+        ConfigError: a ``seq_length`` is not a multiple of the alignment.
+    """
+    compared = list(
+        packings(
+            samples,
+            run,
+            seq_lengths=sorted(set(seq_lengths or SEQ_LENGTHS)),
+            multiples=sorted(set(multiples or (run.parallel.multiple,))),
+            windows=sorted(set(windows or WINDOWS)),
+            seed=seed,
+        )
+    )
+    return {
+        **statistics(samples),
+        "global_batch_size": run.training.global_batch_size,
+        "plan": planned_packing(samples, run) if samples.kind == "plan" else None,
+        "packing": compared,
+        "recommendation": recommendation(samples, run, compared),
+    }
 
 
 def statistics(samples: StatsSamples) -> dict[str, Any]:
@@ -47,7 +99,9 @@ def statistics(samples: StatsSamples) -> dict[str, Any]:
         a random part was measured, ``sum`` is an estimate for all samples, and each ``error`` is half the width of its
         95 % confidence interval; otherwise an error is 0.
     """
-    values = {name: _values(samples, name) for name in QUANTITIES}
+    values = {**samples.columns, "tokens": samples.tokens}
+    if "targets" in values:
+        values |= {"trained_share": values["targets"] / np.maximum(samples.tokens, 1)}
     return {
         "path": samples.path,
         "kind": samples.kind,
@@ -55,24 +109,18 @@ def statistics(samples: StatsSamples) -> dict[str, Any]:
         "measured": samples.measured,
         "pairs": samples.pair_counts.pairs,
         "unwanted": samples.pair_counts.unwanted,
-        "quantities": {name: _quantity(samples, array) for name, array in values.items() if array is not None},
+        "quantities": {name: _quantity(samples, values[name]) for name in QUANTITIES if name in values},
         "modalities": _modalities(samples),
         "datasets": [
             _group(samples, name, samples.dataset == number, samples.drops[number] if samples.drops else {})
             for number, name in enumerate(samples.datasets)
         ],
-        "drops": _drops(samples),
+        "drops": [
+            {"reason": reason, **_counted(samples, count), "samples": round(count * samples.total / samples.measured)}
+            for reason, count in samples.dropped.most_common()
+        ],
         "warnings": samples.frequent.news(final=True),
     }
-
-
-def _values(samples: StatsSamples, name: str) -> np.ndarray | None:
-    if name == "tokens":
-        return samples.tokens
-    if name == "trained_share":
-        targets = samples.columns.get("targets")
-        return None if targets is None else targets / np.maximum(samples.tokens, 1)
-    return samples.columns.get(name)
 
 
 def share_error(samples: StatsSamples, share: float) -> float:
@@ -97,17 +145,16 @@ def _quantity(samples: StatsSamples, array: np.ndarray) -> dict[str, Any]:
     # Dropped samples count as nothing, so that the estimate includes how many of them there are.
     scale = samples.total / samples.measured
     all_of_them = np.concatenate([array, np.zeros(samples.measured - array.size)]) if not samples.whole else array
-    total = float(array.sum())
-    marks = np.percentile(array, [5, 50, 95, 99])
+    marks = (5, 50, 95, 99)
     return {
         "samples": int(array.size),
         "mean": float(array.mean()),
         "mean_error": mean_error(samples, array),
         "deviation": float(array.std()),
         "smallest": float(array.min()),
-        **{f"p{mark}": float(value) for mark, value in zip((5, 50, 95, 99), marks, strict=True)},
+        **{f"p{mark}": float(value) for mark, value in zip(marks, np.percentile(array, marks), strict=True)},
         "largest": float(array.max()),
-        "sum": total * scale,
+        "sum": float(array.sum()) * scale,
         "sum_error": mean_error(samples, all_of_them) * samples.total,
         "histogram": _histogram(samples, array),
     }
@@ -124,58 +171,332 @@ def _histogram(samples: StatsSamples, array: np.ndarray) -> list[dict[str, Any]]
         counts = np.bincount(np.frexp(array.astype(np.float64))[1])
         edges = [0, *(1 << power for power in range(counts.size))]
     first, last = np.flatnonzero(counts)[[0, -1]]
-    found = []
-    for number in range(int(first), int(last) + 1):
-        share = int(counts[number]) / samples.measured
-        found.append(
-            {
-                "from": edges[number],
-                "below": edges[number + 1],
-                "samples": int(counts[number]),
-                "share": share,
-                "error": share_error(samples, share),
-            }
-        )
-    return found
+    return [
+        {"from": edges[number], "below": edges[number + 1]} | _counted(samples, int(counts[number]))
+        for number in range(int(first), int(last) + 1)
+    ]
+
+
+def _counted(samples: StatsSamples, count: int) -> dict[str, Any]:
+    share = count / samples.measured
+    return {"samples": count, "share": share, "error": share_error(samples, share)}
 
 
 def _modalities(samples: StatsSamples) -> list[dict[str, Any]]:
     if "stills" not in samples.columns:
         return []
     number = (samples.columns["stills"] > 0) + 2 * (samples.columns["videos"] > 0)
-    return [
-        _group(samples, name, number == place, {}) for place, name in enumerate(MODALITIES) if (number == place).any()
-    ]
+    return [_group(samples, MODALITIES[place], number == place, {}) for place in np.unique(number).tolist()]
 
 
 def _group(samples: StatsSamples, name: str, members: np.ndarray, drops: Mapping[str, int]) -> dict[str, Any]:
     tokens = samples.tokens
     own = int(tokens[members].sum())
     count = int(members.sum())
-    share = count / samples.measured
-    found: dict[str, Any] = {
+    group: dict[str, Any] = {
         "name": name,
+        **_counted(samples, count),
         "samples": round(count * samples.total / samples.measured),
-        "share": share,
-        "error": share_error(samples, share),
         "tokens": round(own * samples.total / samples.measured),
         "token_share": own / max(int(tokens.sum()), 1),
         "mean_tokens": own / max(count, 1),
     }
     if "targets" in samples.columns:
-        found["trained_share"] = int(samples.columns["targets"][members].sum()) / max(own, 1)
+        group["trained_share"] = int(samples.columns["targets"][members].sum()) / max(own, 1)
     if drops:
-        found["dropped"] = round(sum(drops.values()) * samples.total / samples.measured)
+        group["dropped"] = round(sum(drops.values()) * samples.total / samples.measured)
+    return group
+
+
+def packings(
+    samples: StatsSamples,
+    run: RunConfig,
+    *,
+    seq_lengths: Sequence[int],
+    multiples: Sequence[int],
+    windows: Sequence[int],
+    seed: int = 0,
+) -> Iterator[dict[str, Any]]:
+    """Packs the samples under every combination of settings.
+
+    Args:
+        run: its limits of a pack and its global batch size are used.
+        seq_lengths, multiples: of rows and segments.
+        windows: samples held online; a whole-list plan is added to each combination.
+
+    Yields:
+        Settings; ``oversize`` (samples that fit no row) and ``lost`` (their share of tokens); ``fill``, ``alignment``
+        and ``tail`` (shares of all tokens of all rows); ``packs`` and ``steps`` per epoch; ``error``: half the width of
+        the 95 % interval of ``fill``, ``packs_error``: of ``packs``.
+
+    Raises:
+        ConfigError: a ``seq_length`` is not a multiple of the alignment.
+    """
+    sizes = _sizes(samples)
+    for seq_length in seq_lengths:
+        for multiple in multiples:
+            limits = _limits(run, seq_length, multiple)
+            fits = array_limits.holds(limits, sizes)
+            for window in (*windows, None):
+                yield _packed(samples, sizes, fits, limits, window, run, seed)
+
+
+def planned_packing(samples: StatsSamples, run: RunConfig) -> dict[str, Any]:
+    """The packs that a plan has, in the form of `packings`."""
+    assert samples.pack is not None
+    assert samples.planned is not None
+    row, multiple, packs = (samples.planned[name] for name in ("seq_length", "multiple", "packs"))
+    sizes = _sizes(samples)
+    aligned = int(array_limits.length_units(PackLimits(tokens=row, multiple=multiple), sizes).sum()) * multiple
+    cost = np.bincount(samples.pack, sizes.cost.astype(np.float64), packs)
+    return {
+        "seq_length": row,
+        "multiple": multiple,
+        "window": None,
+        "oversize": samples.dropped["oversize"] + samples.dropped["over_limit"],
+        "lost": None,
+        **_shares(int(samples.tokens.sum()), aligned, packs * row),
+        "error": 0.0,
+        "packs": packs,
+        "packs_error": 0,
+        "steps": packs // run.training.global_batch_size,
+        "samples_per_pack": len(sizes) / packs,
+        "cost_spread": float(cost.std() / cost.mean()),
+    }
+
+
+def _shares(tokens: int, aligned: int, room: int) -> dict[str, float]:
+    """What the tokens of all rows are: of samples, of their alignment, or of a row's tail."""
+    return {"fill": tokens / room, "alignment": (aligned - tokens) / room, "tail": 1 - aligned / room}
+
+
+def recommendation(samples: StatsSamples, run: RunConfig, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Settings that suit the samples, each with its reason, from the rows of `packings`.
+
+    Rows are compared by the share of their tokens that are real and by the tokens that would be lost; how much memory
+    a row needs is not known here.
+    """
+    rows = [row for row in found if row["window"] is not None and row["fill"] > 0]
+    if not rows:
+        return {"settings": {}, "reasons": ["No sample fits a row of any of these lengths; raise --seq-length."]}
+    best = _best_length(rows)
+    same = [row for row in found if (row["seq_length"], row["multiple"]) == (best["seq_length"], best["multiple"])]
+    windows = sorted((row for row in same if row["window"] is not None), key=lambda row: row["window"])
+    top = max(row["fill"] for row in windows)
+    chosen = next(row for row in windows if row["fill"] >= top - NEGLIGIBLE_FILL)
+    planned = max((row["fill"] for row in same if row["window"] is None), default=0.0)
+    even, ordered = (chosen.get(name, 0.0) for name in ("efficiency", "sorted_efficiency"))
+    clips = "text_tokens" in samples.columns  # nothing splits one
+    splits = best["lost"] > NEGLIGIBLE_LOSS and not clips
+    oversize = "split" if splits else run.packing.oversize
+    drops, read = unwished(samples.dropped, samples.measured)
+    too_long = 0 if best["oversize"] and splits else best["oversize"] * samples.measured / samples.total
+    dropped = (drops.total() + too_long) / max(read, 1)
+    balances = ordered > even + 0.02
+    settings = {
+        "packing.seq_length": best["seq_length"],
+        "packing.window": chosen["window"],
+        **({"packing.oversize": "split"} if splits else {}),
+        **({"packing.balance_window": BALANCE_WINDOW} if balances else {}),
+    }
+    reasons = (
+        (
+            True,
+            f"packing.seq_length={best['seq_length']}: rows are {chosen['fill']:.2%} full, and {best['lost']:.2%} of "
+            "the tokens are in samples that are longer than a row. Longer rows need more memory, which is not measured "
+            "here.",
+        ),
+        (
+            True,
+            f"packing.window={chosen['window']}: the largest window compared ({windows[-1]['window']}) fills rows to "
+            f"{windows[-1]['fill']:.2%}; a smaller one delays samples less.",
+        ),
+        (
+            splits,
+            f"packing.oversize=split: {best['lost']:.2%} of the tokens would be dropped with their samples. Splitting "
+            "keeps them.",
+        ),
+        (
+            best["oversize"] and oversize != "drop" and not clips,
+            "Fill, packs and steps are those without samples that are longer than a row; with "
+            f"packing.oversize={oversize} a run has them too, and so more packs and steps.",
+        ),
+        (
+            dropped > run.packing.drop_budget,
+            f"{dropped:.1%} of the samples would be dropped, more than packing.drop_budget="
+            f"{run.packing.drop_budget:g} allows: the run would stop. Correct the data or raise the budget.",
+        ),
+        (
+            planned > top + 2 * NEGLIGIBLE_FILL,
+            f"A plan (`energon-packing plan`) fills rows to {planned:.2%}, since it sees all samples at once.",
+        ),
+        (
+            balances,
+            f"packing.balance_window={BALANCE_WINDOW}: packs differ in cost, so {RANKS} ranks would compute for "
+            f"{even:.1%} of a step; with packs sorted by cost it is {ordered:.1%}.",
+        ),
+    )
+    return {"settings": settings, "reasons": [reason for holds, reason in reasons if holds]}
+
+
+def _best_length(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The shortest rows that lose hardly any tokens and fill as well as others; else those that waste least."""
+    smallest = min(row["multiple"] for row in rows)
+    rows = [row for row in rows if row["multiple"] == smallest]
+    good = [row for row in rows if row["lost"] <= NEGLIGIBLE_LOSS]
+    if not good:
+        return max(rows, key=lambda row: row["fill"] * (1 - row["lost"]))
+    top = max(row["fill"] for row in good)
+    good = [row for row in good if row["fill"] >= top - 5 * NEGLIGIBLE_FILL]
+    return min(good, key=lambda row: (row["seq_length"], -row["fill"]))
+
+
+def _sizes(samples: StatsSamples) -> Sizes:
+    empty = np.zeros(samples.dataset.size, dtype=np.int64)
+    columns = {name: samples.columns.get(name, empty) for name in ("length", "second", "images", "patches")}
+    return Sizes(**columns, text_tokens=samples.columns.get("text_tokens"))
+
+
+def _limits(run: RunConfig, seq_length: int, multiple: int) -> PackLimits:
+    if seq_length % multiple:
+        down = seq_length // multiple * multiple
+        raise ConfigError(
+            f"A row of {seq_length} tokens is not a multiple of {multiple}; use {down or multiple} or "
+            f"{down + multiple}."
+        )
+    return row_limits(run.packing, seq_length, multiple)
+
+
+def _packed(
+    samples: StatsSamples,
+    sizes: Sizes,
+    fits: np.ndarray,
+    limits: PackLimits,
+    window: int | None,
+    run: RunConfig,
+    seed: int,
+) -> dict[str, Any]:
+    scale = samples.total / samples.measured
+    tokens = sizes.tokens
+    found: dict[str, Any] = {
+        "seq_length": limits.tokens,
+        "multiple": limits.multiple,
+        "window": window,
+        "oversize": round(int((~fits).sum()) * scale),
+        "lost": float(tokens[~fits].sum() / max(int(tokens.sum()), 1)),
+    }
+    if not fits.any():
+        zeros = ("fill", "alignment", "tail", "error", "packs", "packs_error", "steps", "samples_per_pack")
+        return found | dict.fromkeys(zeros, 0)
+    random = np.random.default_rng(seed)
+    kept = np.flatnonzero(fits)
+    most = PLANNED if window is None else SIMULATED
+    whole = samples.whole and kept.size <= most
+    # Shuffled, as the loader does. A small random part stands for all of the data: it is drawn from again and again.
+    count = kept.size if whole else min(most, max(round(kept.size * scale), 1))
+    drawn = random.permutation(kept) if whole else random.choice(kept, count, replace=kept.size < count)
+    part = sizes.take(drawn)
+    units = array_limits.length_units(limits, part)
+    costs = array_limits.costs(limits, part)
+    groups = pack_lengths_flat(
+        units,
+        limits.units,
+        "best_fit" if window is None else "window",
+        constraints={name: (cost, limits.limited[name]) for name, cost in costs.items()},
+        window=window or SIMULATED,
+    )
+    offsets = groups.offsets
+    packs = offsets.size - 1
+    if not whole and window is not None:  # the last packs of a stream are emptier than those of a long one
+        packs = max(1, int(np.searchsorted(offsets[:-1], count - window, side="right")))
+    order = groups.order[: int(offsets[packs])]
+    of_pack = np.repeat(np.arange(packs), np.diff(offsets[: packs + 1]))
+    real = np.bincount(of_pack, part.tokens[order], packs)
+    cost = np.bincount(of_pack, part.cost[order].astype(np.float64), packs)
+    aligned = int(units[order].sum()) * limits.multiple
+    shares = _shares(int(part.tokens[order].sum()), aligned, packs * limits.tokens)
+    # As many rows as the tokens of all samples need at this fill.
+    rows = float(tokens[kept].sum()) * scale / (shares["fill"] * limits.tokens)
+    all_tokens = np.concatenate([tokens[kept], np.zeros(samples.measured - kept.size)])
+    relative = 0.0 if samples.whole else mean_error(samples, all_tokens) / max(float(all_tokens.mean()), 1e-9)
+    error = 0.0 if whole else Z * float(real.std() / limits.tokens) / math.sqrt(packs)
+    made = packs if whole else round(rows)
+    found |= {
+        **shares,
+        "error": error,
+        "packs": made,
+        "packs_error": round(rows * math.hypot(relative, error / shares["fill"])),
+        "steps": made // run.training.global_batch_size,
+        "samples_per_pack": order.size / packs,
+        "cost_spread": float(cost.std() / cost.mean()),
+    }
+    if window is not None and packs >= 4 * RANKS:
+        for name, size in (("efficiency", 1), ("sorted_efficiency", BALANCE_WINDOW)):
+            report = simulate_steps(
+                cost, ranks=RANKS, window=size, order="none" if size == 1 else "serpentine", max_shift=0, seed=seed
+            )
+            found[name] = round(report.to_json()["efficiency"], 4)
     return found
 
 
-def _drops(samples: StatsSamples) -> list[dict[str, Any]]:
-    return [
-        {
-            "reason": reason,
-            "samples": round(count * samples.total / samples.measured),
-            "share": count / samples.measured,
-            "error": share_error(samples, count / samples.measured),
-        }
-        for reason, count in samples.dropped.most_common()
-    ]
+def reader_figures(path: str, split: str, run: RunConfig, samples: StatsSamples, data_parallel: int) -> dict[str, Any]:
+    """Deals a data set to the readers of a run, as the run does.
+
+    Args:
+        path, split: of the data set that ``samples`` were measured of.
+        run: with ``data.workers`` and ``data.repeat``.
+        data_parallel: ranks that read different samples.
+
+    Returns:
+        Plain values: ``data_parallel``, ``workers``, and for each of ``datasets`` and for ``all`` of them ``share`` and
+        ``token_share`` of the mix, and the tokens that a reader has in an epoch: ``mean_tokens``, ``least_tokens`` and
+        ``most_tokens``. The last two are None unless all samples were measured.
+
+    Raises:
+        UserError: as `build_dataset` and `source_parts`.
+    """
+    from energon_packing.energon.loader import build_dataset
+    from energon_packing.energon.reader_shares import dealt_shares
+    from energon_packing.offline.source import source_parts
+
+    run = dataclasses.replace(run, data=dataclasses.replace(run.data, path=path, split=split))
+    shares = dict(dealt_shares(build_dataset(run, world_size=data_parallel)))
+    shares = {os.path.abspath(name): share for name, share in shares.items()}
+    readers = data_parallel * max(run.data.workers, 1)
+    parts = source_parts(path, split)
+    scale = samples.total / samples.measured
+    dropped = [sum(each.values()) for each in samples.drops]
+    counts = (np.bincount(samples.dataset, minlength=len(parts)) + dropped) * scale
+    tokens = np.bincount(samples.dataset, samples.tokens, len(parts)) * scale
+    given = np.zeros((len(parts), readers))
+    mix = np.zeros(len(parts))
+    for number, part in enumerate(parts):
+        repetitions = 1.0 if part.repetitions is None else part.repetitions
+        mix[number] = counts[number] * repetitions if part.weight is None else part.weight
+        share = shares.get(part.root)
+        own = samples.dataset == number
+        if share is None or not samples.whole:
+            each = share is not None and share.reader_of is None
+            given[number] = tokens[number] * repetitions / (1 if each else readers)
+        else:
+            copies = max(int(share.bounds[-1]) // share.samples, 1)
+            given[number] = share.amounts(samples.place[own], samples.tokens[own], readers) * repetitions / copies
+    of_tokens = mix * tokens / np.maximum(counts, 1)
+    rows = zip(samples.datasets, mix / mix.sum(), of_tokens / max(of_tokens.sum(), 1e-9), given, strict=True)
+    return {
+        "data_parallel": data_parallel,
+        "workers": run.data.workers,
+        "datasets": [_reader(*row, whole=samples.whole) for row in rows],
+        "all": _reader("all", 1.0, 1.0, given.sum(axis=0), whole=samples.whole),
+    }
+
+
+def _reader(name: str, share: float, token_share: float, tokens: np.ndarray, *, whole: bool) -> dict[str, Any]:
+    return {
+        "name": name,
+        "share": float(share),
+        "token_share": float(token_share),
+        "mean_tokens": float(tokens.mean()),
+        "least_tokens": float(tokens.min()) if whole else None,
+        "most_tokens": float(tokens.max()) if whole else None,
+    }

@@ -1,21 +1,114 @@
-"""Statistics as one self-contained HTML page."""
+"""Statistics as one self-contained HTML page and as a picture; numbers and names as a reader sees them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from energon_packing.report.page import escaped, page
+from energon_packing.conversation import PairCounts
+from energon_packing.report.page import escaped, page, writing
 from energon_packing.report.stats import QUANTITIES
-from energon_packing.report.stats_words import bin_name, number, packing_cells, share, source_sentence, with_error
 
 BAR = 14
 WIDTH = 340
 LEFT, RIGHT = 86, 54
+PANELS = 3
+"""Panels of a picture beside each other."""
+_SUFFIXES = ((1e12, 1e12, "T"), (1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k"))
+
+
+def number(value: float, error: float = 0) -> str:
+    """A count or mean in at most four digits, with its error where that shows in them."""
+    error = error if error >= 1e-3 * abs(value) else 0
+    for size, unit, suffix in _SUFFIXES:
+        if abs(value) >= size:
+            text = f"{value / unit:.3g}" if abs(value) < 100 * unit else f"{value / unit:,.0f}"
+            return f"{text}{suffix}" + (f" \u00b1{error / unit:.2g}{suffix}" if error else "")
+    text = f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 100 else f"{value:.3g}"
+    return text + (f" \u00b1{error:,.2g}" if error else "")
+
+
+def share(value: float) -> str:
+    """A share in percent; small ones keep a digit that is not 0."""
+    percent = 100 * value
+    return f"{percent:.1f} %" if percent >= 9.995 or percent == 0 else f"{percent:.2g} %"
+
+
+def with_error(value: float, error: float) -> str:
+    """A share with half the width of its interval."""
+    return f"{100 * value:.1f} \u00b1{100 * error:.1f} %" if error >= 5e-4 else f"{100 * value:.2f} %"
+
+
+def bin_name(each: Mapping[str, Any], quantity: str) -> str:
+    """The name of a bin of a histogram."""
+    low, below = each["from"], each["below"]
+    if quantity == "trained_share":
+        return f"{100 * low:.0f}-{100 * below:.0f} %"
+    return "-".join(dict.fromkeys((_bound(low), _bound(below - 1))))
+
+
+def _bound(value: float) -> str:
+    """Bounds of bins are powers of two, or one less: 1k is 1024."""
+    size = int(value) + 1 if value > 1 and int(value) & 1 else int(value)
+    for power, suffix in ((30, "G"), (20, "M"), (10, "k")):
+        if size >= 1 << power and size % (1 << power) == 0:
+            return f"{size >> power}{suffix}"
+    return str(int(value))
+
+
+def source_sentence(report: Mapping[str, Any]) -> str:
+    """What was looked at."""
+    total, measured = report["samples"], report["measured"]
+    counts = PairCounts(samples=measured, pairs=report["pairs"], unwanted=report["unwanted"])
+    pairs = f" {counts}." if counts else ""
+    if total == measured:
+        return f"{total:,} samples of this {report['kind']}, all measured.{pairs}"
+    return (
+        f"{measured:,} of {total:,} samples of this {report['kind']}, drawn at random; \u00b1 is half the width of a "
+        f"95 % confidence interval. --full measures all.{pairs}"
+    )
+
+
+def packing_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """One row of the packings that are compared, as texts: length, multiple, window, fill, and what is lost or left."""
+    return (
+        f"{row['seq_length']:,}",
+        str(row["multiple"]),
+        "plan" if row["window"] is None else str(row["window"]),
+        with_error(row["fill"], row["error"]),
+        share(row["alignment"]),
+        share(row["tail"]),
+        "" if row["lost"] is None else share(row["lost"]),
+        number(row["packs"], row["packs_error"]),
+        number(row["steps"]),
+    )
+
+
+GROUP_NAMES = ("name", "samples", "share", "tokens", "share of tokens", "mean tokens", "trained", "dropped")
+
+
+def group_cells(group: Mapping[str, Any]) -> tuple[str, ...]:
+    """A group of samples, by data set or modality, as texts; see `GROUP_NAMES`."""
+    return (
+        group["name"],
+        number(group["samples"]),
+        with_error(group["share"], group["error"]),
+        number(group["tokens"]),
+        share(group["token_share"]),
+        number(group["mean_tokens"]),
+        share(group["trained_share"]) if "trained_share" in group else "",
+        number(group.get("dropped", 0)),
+    )
+
+
+def drop_cells(drop: Mapping[str, Any]) -> tuple[str, ...]:
+    """A reason of drops, its samples and their share, as texts."""
+    return drop["reason"], number(drop["samples"]), with_error(drop["share"], drop["error"])
 
 
 def stats_page(report: Mapping[str, Any]) -> str:
-    """The page of a report of `energon_packing.report.stats_report.stats_report`."""
+    """The page of a report of `energon_packing.report.stats.stats_report`."""
     body = [
         f"<header><h1>Samples of {escaped(report['path'])}</h1><p class=soft>{escaped(source_sentence(report))}</p>"
         "</header><main>",
@@ -25,9 +118,15 @@ def stats_page(report: Mapping[str, Any]) -> str:
         "<h2 id=samples>Samples</h2><div class=cards>",
         *(_quantity(name, found) for name, found in report["quantities"].items() if found["samples"]),
         "</div>",
-        _groups("By modality", report["modalities"]),
-        _groups("By data set", report["datasets"]),
-        _drops(report["drops"]),
+        *(
+            f"<h2>{title}</h2>{_table(GROUP_NAMES, map(group_cells, report[name]))}"
+            for title, name in (("By modality", "modalities"), ("By data set", "datasets"))
+            if report[name]
+        ),
+        "<h2>Dropped</h2>",
+        _table(("reason", "samples", "share"), map(drop_cells, report["drops"]))
+        if report["drops"]
+        else "<p>No sample is dropped at every row length.</p>",
         *(f"<p>Warning: {escaped(sentence)}</p>" for sentence in report["warnings"]),
         "</main>",
     ]
@@ -35,9 +134,7 @@ def stats_page(report: Mapping[str, Any]) -> str:
 
 
 def _recommendation(found: Mapping[str, Any]) -> str:
-    settings = "".join(
-        f"<li><code>{escaped(name)}={escaped(value)}</code>" for name, value in found["settings"].items()
-    )
+    settings = "".join(f"<li><code>{escaped(f'{name}={value}')}</code>" for name, value in found["settings"].items())
     reasons = "".join(f"<li>{escaped(reason)}" for reason in found["reasons"])
     return f"<h2 id=recommendation>Recommended</h2><ul>{settings}</ul><h3>Why</h3><ul>{reasons}</ul>"
 
@@ -46,37 +143,38 @@ def _packing(report: Mapping[str, Any]) -> str:
     names = ("seq_length", "multiple", "window", "fill", "alignment", "tail", "lost", "packs", "steps")
     settings = report["recommendation"]["settings"]
     best = (settings.get("packing.seq_length"), settings.get("packing.window"))
-    rows = []
-    for row in report["packing"]:
-        mark = " class=best" if (row["seq_length"], row["window"]) == best else ""
-        rows.append(f"<tr{mark}>{''.join(f'<td>{escaped(cell)}</td>' for cell in packing_cells(row))}</tr>")
+    marked = {at for at, row in enumerate(report["packing"]) if (row["seq_length"], row["window"]) == best}
     explained = (
         "Fill, alignment and tail are shares of all tokens of all rows. Lost is the share of tokens in samples longer "
         f"than a row. Packs of a step: {report['global_batch_size']}."
     )
-    return f"<p class=soft>{escaped(explained)}</p>{_table(names, rows)}"
+    return f"<p class=soft>{escaped(explained)}</p>{_table(names, map(packing_cells, report['packing']), marked)}"
 
 
-def _table(names: Iterable[str], rows: Iterable[str]) -> str:
+def _table(names: Iterable[str], rows: Iterable[Iterable[str]], marked: Container[int] = ()) -> str:
     head = "".join(f"<th scope=col>{escaped(name)}</th>" for name in names)
+    body = "".join(
+        f"<tr{' class=best' if at in marked else ''}>{''.join(f'<td>{escaped(cell)}</td>' for cell in cells)}</tr>"
+        for at, cells in enumerate(rows)
+    )
     return (
         "<div class=wide tabindex=0 role=region aria-label=table><table>"
-        f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 
 
 def _quantity(name: str, found: Mapping[str, Any]) -> str:
-    quantity = QUANTITIES[name]
+    title, unit = QUANTITIES[name]
     shown = share if name == "trained_share" else number
     facts = f"mean {shown(found['mean'])}, median {shown(found['p50'])}, 99th percentile {shown(found['p99'])}"
     total = "" if name == "trained_share" else f"; {number(found['sum'], found['sum_error'])} in all"
     chart = _bars(
         [(bin_name(each, name), each["share"], each["error"]) for each in found["histogram"]],
-        label=f"{quantity.title}: share of samples by {quantity.unit}",
+        label=f"{title}: share of samples by {unit}",
     )
     return (
-        f"<section class=card><h3>{escaped(quantity.title)}</h3><p class=soft>{escaped(facts + total)}</p>{chart}"
-        f"<p class=soft>{escaped(quantity.unit)}, share of samples</p></section>"
+        f"<section class=card><h3>{escaped(title)}</h3><p class=soft>{escaped(facts + total)}</p>{chart}"
+        f"<p class=soft>{escaped(unit)}, share of samples</p></section>"
     )
 
 
@@ -100,32 +198,47 @@ def _bars(rows: Sequence[tuple[str, float, float]], *, label: str) -> str:
     return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escaped(label)}">{"".join(parts)}</svg>'
 
 
-def _groups(title: str, groups: Sequence[Mapping[str, Any]]) -> str:
-    if not groups:
-        return ""
-    names = ("name", "samples", "share", "tokens", "share of tokens", "mean tokens", "trained", "dropped")
-    rows = []
-    for each in groups:
-        cells = (
-            each["name"],
-            number(each["samples"]),
-            with_error(each["share"], each["error"]),
-            number(each["tokens"]),
-            share(each["token_share"]),
-            number(each["mean_tokens"]),
-            share(each["trained_share"]) if "trained_share" in each else "",
-            number(each.get("dropped", 0)),
-        )
-        rows.append(f"<tr>{''.join(f'<td>{escaped(cell)}</td>' for cell in cells)}</tr>")
-    return f"<h2>{escaped(title)}</h2>{_table(names, rows)}"
+def save_figure(report: Mapping[str, Any], path: Path) -> None:
+    """Draws histograms, shares of tokens and fill.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+        UserError: the file cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    found = {name: each for name, each in report["quantities"].items() if each["samples"]}
+    panels = len(found) + 2
+    rows = -(-panels // PANELS)
+    figure = Figure(figsize=(5 * PANELS, 3.2 * rows), layout="constrained")
+    axes = figure.subplots(rows, PANELS, squeeze=False).flatten()
+    for axis, (name, each) in zip(axes, found.items(), strict=False):
+        names = [bin_name(entry, name) for entry in each["histogram"]]
+        heights = [100 * entry["share"] for entry in each["histogram"]]
+        errors = [100 * entry["error"] for entry in each["histogram"]]
+        axis.bar(range(len(names)), heights, yerr=errors if any(errors) else None, color="#2f6fb2")
+        axis.set_xticks(range(len(names)), names, rotation=45, ha="right", fontsize=7)
+        axis.set(title=QUANTITIES[name][0], ylabel="% of samples", xlabel=QUANTITIES[name][1])
+    groups = report["modalities"] or report["datasets"]
+    shares, fill = axes[panels - 2 : panels]
+    # Names come from data; matplotlib would read dollar signs as formulas.
+    shares.barh(
+        [_plain(each["name"]) for each in groups], [100 * each["token_share"] for each in groups], color="#b3561b"
+    )
+    shares.set(title=f"Tokens by {'modality' if report['modalities'] else 'data set'}", xlabel="% of tokens")
+    online = [row for row in report["packing"] if row["window"] is not None]
+    for window in sorted({row["window"] for row in online}):
+        own = [row for row in online if row["window"] == window and row["multiple"] == online[0]["multiple"]]
+        lengths = [str(row["seq_length"]) for row in own]
+        fill.plot(lengths, [100 * row["fill"] for row in own], marker="o", label=f"window {window}")
+    fill.set(title="Fill", xlabel="seq_length", ylabel="% of the tokens of all rows")
+    fill.legend(fontsize=8)
+    for axis in axes[panels:]:
+        axis.set_axis_off()
+    figure.suptitle(f"{_plain(report['path'])}\n{source_sentence(report)}", fontsize=10)
+    with writing(path):
+        figure.savefig(path, format="png", dpi=110)
 
 
-def _drops(drops: Sequence[Mapping[str, Any]]) -> str:
-    if not drops:
-        return "<h2>Dropped</h2><p>No sample is dropped at every row length.</p>"
-    rows = [
-        f"<tr><td>{escaped(each['reason'])}</td><td>{number(each['samples'])}</td>"
-        f"<td>{with_error(each['share'], each['error'])}</td></tr>"
-        for each in drops
-    ]
-    return f"<h2>Dropped</h2>{_table(('reason', 'samples', 'share'), rows)}"
+def _plain(text: str) -> str:
+    return text.replace("$", r"\$")

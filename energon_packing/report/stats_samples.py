@@ -1,26 +1,29 @@
-"""What statistics are made from: the sizes of samples, from an index, a plan, or a random sample of a data set."""
+"""What statistics are made from: the sizes of samples, from an index, a plan, or a data set measured in part."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
+from energon_packing.config import RunConfig
 from energon_packing.conversation import PairCounts
 from energon_packing.convert.layout import TEXT_DIRECTORY
-from energon_packing.drop_reasons import DroppedSample, FrequentDrops
+from energon_packing.convert.report import counted_pairs
+from energon_packing.drops import DroppedSample, FrequentDrops
 from energon_packing.errors import UserError
-from energon_packing.offline.index import Index, frequent_drops, kind_of, pair_counts
-from energon_packing.offline.plan import Plan
-from energon_packing.offline.plan_drops import read_drops
+from energon_packing.offline.index import Index, dropped_row, frequent_drops, kind_of, modality_of, pair_counts
+from energon_packing.offline.plan import Plan, read_drops
+from energon_packing.sample_kind import KINDS
 
 COLUMNS = ("length", "second", "targets", "images", "patches", "turns", "stills", "videos", "frames", "pixels")
 """Columns of an index that statistics read."""
-PLAN_COLUMNS = ("length", "second", "dataset", "pack")
+Progress = Callable[[str, int, int], None]
+"""Called with the stage ``sample``, the samples that are done, and all samples to measure."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -35,8 +38,8 @@ class StatsSamples:
         datasets: names of the data sets.
         dataset: ``[N]`` int64, the data set of each sample.
         place: ``[N]`` int64, its place there, dropped ones counted; empty for a plan.
-        columns: name -> ``[N]`` int64; a plan has ``length`` and ``second`` only, an index of clips also
-            ``text_tokens``.
+        columns: name -> ``[N]`` int64; a plan has ``length`` and ``second`` only, an index also the
+            `SampleKind.more_columns` of its kind.
         drops: for each data set, the dropped samples by reason.
         pack: ``[N]`` int64, the pack of each sample; plans only.
         pair_counts: of the ``measured`` samples; nothing where nobody counted.
@@ -71,10 +74,7 @@ class StatsSamples:
     @property
     def dropped(self) -> Counter[str]:
         """Dropped samples by reason."""
-        found: Counter[str] = Counter()
-        for each in self.drops:
-            found.update(each)
-        return found
+        return sum((Counter(each) for each in self.drops), Counter())
 
 
 def samples_of_index(index: Index, path: str) -> StatsSamples:
@@ -83,27 +83,24 @@ def samples_of_index(index: Index, path: str) -> StatsSamples:
     Raises:
         UserError: a file of it is missing or damaged, or it holds nothing.
     """
-    columns = (*COLUMNS, "text_tokens") if kind_of(index.datasets) == "clips" else COLUMNS
-    parts: dict[str, list[np.ndarray]] = {name: [] for name in columns}
-    owners: list[np.ndarray] = []
-    places: list[np.ndarray] = []
+    columns = (*COLUMNS, *KINDS.find(kind_of(index.datasets)).more_columns)
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in (*columns, "dataset", "place")}
     drops = []
     total = 0
     for number, dataset in enumerate(index.datasets):
-        reasons: Counter[str] = Counter()
+        reasons: list[str] = []
         before = total
         for shard in dataset.shards:
             table = index.rows(dataset, shard, [*columns, "reason"])
             reason = table.column("reason")
             kept = ~reason.is_valid().to_numpy()
-            if not kept.all():
-                reasons.update(each for each in reason.to_pylist() if each is not None)
+            reasons += reason.drop_null().to_pylist()
             for name in columns:
                 parts[name].append(table.column(name).to_numpy()[kept].astype(np.int64))
-            owners.append(np.full(int(kept.sum()), number, dtype=np.int64))
-            places.append(np.flatnonzero(kept) + total - before)
+            parts["dataset"].append(np.full(int(kept.sum()), number, dtype=np.int64))
+            parts["place"].append(np.flatnonzero(kept) + total - before)
             total += table.num_rows
-        drops.append(dict(reasons))
+        drops.append(Counter(reasons))
     if total == 0:
         raise UserError(f"{path} holds no samples; measure a data set that has some")
     return StatsSamples(
@@ -112,9 +109,9 @@ def samples_of_index(index: Index, path: str) -> StatsSamples:
         total=total,
         measured=total,
         datasets=dataset_names(index.datasets),
-        dataset=np.concatenate(owners),
-        place=np.concatenate(places),
-        columns={name: np.concatenate(arrays) for name, arrays in parts.items()},
+        dataset=np.concatenate(parts["dataset"]),
+        place=np.concatenate(parts["place"]),
+        columns={name: np.concatenate(parts[name]) for name in columns},
         drops=tuple(drops),
         frequent=frequent_drops(index),
         pair_counts=pair_counts(index.datasets),
@@ -127,23 +124,22 @@ def samples_of_plan(plan: Plan) -> StatsSamples:
     Raises:
         UserError: the plan or its drops are damaged.
     """
-    parts: dict[str, list[np.ndarray]] = {name: [] for name in PLAN_COLUMNS}
-    for table in plan.tables(list(PLAN_COLUMNS)):
-        for name in PLAN_COLUMNS:
-            parts[name].append(table.column(name).to_numpy().astype(np.int64))
-    columns = {name: np.concatenate(arrays) for name, arrays in parts.items()}
+    names = ("length", "second", "dataset", "pack")
+    tables = list(plan.tables(list(names)))
+    columns = {
+        name: np.concatenate([table.column(name).to_numpy().astype(np.int64) for table in tables]) for name in names
+    }
     drops: list[Counter[str]] = [Counter() for _ in plan.facts.datasets]
     frequent = FrequentDrops("planned")
     paths = [dataset.path for dataset in plan.facts.datasets]
     frequent.add({(paths[at], ""): count for at, count in enumerate(np.bincount(columns["dataset"]).tolist())}, ())
-    names = {dataset.name: number for number, dataset in enumerate(plan.facts.datasets)}
+    numbers = {dataset.name: number for number, dataset in enumerate(plan.facts.datasets)}
     for drop in read_drops(plan.path, plan.facts.id):
-        at = names.get(drop.get("dataset", ""), 0)
+        at = numbers.get(drop.get("dataset", ""), 0)
         drops[at][drop["reason"]] += 1
         entry = DroppedSample(key=drop["dropped"], reason=drop["reason"], detail=drop["detail"], data=paths[at])
         frequent.add({(paths[at], ""): 1}, [entry])
     total = columns["length"].size + sum(each.total() for each in drops)
-    decided = plan.facts.decided
     return StatsSamples(
         path=str(plan.path),
         kind="plan",
@@ -152,47 +148,90 @@ def samples_of_plan(plan: Plan) -> StatsSamples:
         datasets=dataset_names(plan.facts.datasets),
         dataset=columns["dataset"],
         columns={name: columns[name] for name in ("length", "second")},
-        drops=tuple(dict(each) for each in drops),
+        drops=tuple(drops),
         pack=columns["pack"],
         pair_counts=pair_counts(plan.facts.datasets),
-        planned={
-            "seq_length": int(decided["seq_length"]),
-            "multiple": int(decided["multiple"]),
-            "packs": len(plan),
-        },
+        planned={"packs": len(plan)} | {name: int(plan.facts.decided[name]) for name in ("seq_length", "multiple")},
         frequent=frequent,
     )
 
 
-class Rooted(Protocol):
-    """A data set, or a part of one, as far as its name goes."""
+def samples_of_dataset(
+    path: str, split: str, run: RunConfig, *, most: int, seed: int = 0, progress: Progress = lambda *_: None
+) -> StatsSamples:
+    """Measures samples of a data set in this process, drawn at random without replacement; all where they are few.
 
-    @property
-    def path(self) -> str:
-        """What the user named."""
+    Args:
+        run: its ``encoder`` section is used, and ``packing.pairs``.
+        most: samples to measure.
 
-    @property
-    def root(self) -> str:
-        """Directory of its shards."""
+    Raises:
+        UserError: the data set or the processor cannot be used, or it holds nothing.
+    """
+    from energon_packing.offline.measure import ShardMeasurer
+    from energon_packing.offline.source import source_parts  # needs Energon, which statistics of a plan do not
+
+    parts = source_parts(path, split)
+    counted_pairs(Path(part.root) for part in parts).check(path, run.packing.pairs)
+    measurer = ShardMeasurer(run)
+    shards = [(number, shard) for number, part in enumerate(parts) for shard in part.shards]
+    counts = [measurer.index_of(parts[number].root).samples[shard] for number, shard in shards]
+    starts = np.cumsum([0, *counts])
+    total = int(starts[-1])
+    if total == 0:
+        raise UserError(f"{path} holds no samples in its split {split!r}")
+    drawn = np.sort(np.random.default_rng(seed).choice(total, min(most, total), replace=False))
+    progress("sample", 0, drawn.size)
+    rows: list[tuple[int, ...]] = []
+    drops: list[Counter[str]] = [Counter() for _ in parts]
+    frequent = FrequentDrops("measured")
+    done = 0
+    firsts: dict[int, int] = {}
+    for place, (number, shard) in enumerate(shards):
+        low, high = np.searchsorted(drawn, starts[place : place + 2])
+        wanted = (drawn[low:high] - starts[place]).tolist()
+        first = firsts.setdefault(number, int(starts[place]))
+        for at, row in zip(wanted, measurer.rows(parts[number], shard, set(wanted)) if wanted else (), strict=True):
+            done += 1
+            progress("sample", done, drawn.size)
+            path_of = parts[number].path
+            dropped = [] if row["reason"] is None else [dropped_row(row, path_of)]
+            frequent.add({(path_of, modality_of(row)): 1}, dropped)
+            if not dropped:
+                rows.append((number, starts[place] + at - first, *(row[name] for name in COLUMNS)))
+            else:
+                drops[number][row["reason"]] += 1
+    table = np.array(rows, dtype=np.int64).reshape(-1, 2 + len(COLUMNS))
+    return StatsSamples(
+        path=path,
+        kind="data set",
+        total=total,
+        measured=int(drawn.size),
+        datasets=dataset_names(parts),
+        dataset=table[:, 0],
+        place=table[:, 1],
+        columns={name: table[:, 2 + at] for at, name in enumerate(COLUMNS)},
+        drops=tuple(drops),
+        frequent=frequent,
+        pair_counts=measurer.pair_counts,
+    )
 
 
-def dataset_names(datasets: Sequence[Rooted]) -> tuple[str, ...]:
-    """Short names of data sets, unique."""
-    return unique_names([_directory(each) for each in datasets])
+def dataset_names(datasets: Sequence[Any]) -> tuple[str, ...]:
+    """The last parts of the paths of data sets, or of parts of one, that tell them from each other.
 
-
-def _directory(part: Rooted) -> str:
-    """The directory of a data set; the shards of a polylithic one lie a level below it, in ``text``."""
-    parent, _, last = part.root.rpartition("/")
-    return parent if parent and last == TEXT_DIRECTORY and part.path != part.root else part.root
-
-
-def unique_names(roots: Sequence[str]) -> tuple[str, ...]:
-    """The last parts of each path that tell it from all others."""
-    count = 1
-    while count < 32:
+    Args:
+        datasets: each has a ``path``, which the user named, and the ``root`` of its shards; that of a polylithic data
+            set is a level below it, in ``text``.
+    """
+    roots = [
+        each.root.removesuffix(f"/{TEXT_DIRECTORY}")
+        if each.path != each.root and each.root.rpartition("/")[0]
+        else each.root
+        for each in datasets
+    ]
+    for count in range(1, 32):
         names = ["/".join(Path(root).parts[-count:]) for root in roots]
         if len(set(names)) == len(set(roots)):
             break
-        count += 1
     return tuple(f"{name} ({at})" if names.count(name) > 1 else name for at, name in enumerate(names))

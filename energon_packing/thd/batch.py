@@ -7,7 +7,8 @@ Python values, so it leaves a data loader's worker as shared memory and can be r
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, make_dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,7 +16,21 @@ import torch
 from energon_packing.errors import PackingError
 from energon_packing.thd.fields import BOUNDARY_FIELDS, IGNORE_INDEX, TOKEN_FIELDS
 from energon_packing.thd.pixels import PIXELS, PixelForm, finish
-from energon_packing.thd.visual_container import EXPERT_TYPES, container_with
+
+EXPERT_TYPES = "moe_mm_token_type_ids"
+
+
+@cache
+def container_with(names: tuple[str, ...]) -> Any:
+    """``GenericVisualInputs``, or a subclass with the missing ones of these fields, each int64 ``[1, T]``."""
+    from megatron.bridge.training.utils.visual_inputs import GenericVisualInputs
+
+    missing = [name for name in names if name not in {spec.name for spec in fields(GenericVisualInputs)}]
+    if not missing:
+        return GenericVisualInputs
+    more = [(name, Any, field(default=None)) for name in missing]
+    return make_dataclass("VisualInputs", more, bases=(GenericVisualInputs,))
+
 
 __all__ = ["IGNORE_INDEX", "PackedBatch"]
 

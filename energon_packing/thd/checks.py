@@ -133,30 +133,28 @@ def _types(batch: Any) -> Iterator[str]:
             tensors |= {f"{name}[{inner!r}]": value for inner, value in held.items()}
         elif held is not None or name == "extra":
             yield f"type: {name} is a {type(held).__name__}, expected a mapping of tensors"
-    for name, value in tensors.items():
-        if not isinstance(value, torch.Tensor):
-            yield f"type: {name} is a {type(value).__name__}, expected a tensor"
-        elif name.startswith("visual_inputs") and value.dim() == 0:
-            yield f"type: {name} has no axis, expected one over media or patches"
-    numbers = {name: getattr(batch, name) for name in _NUMBERS}
-    if batch.boundary_padding is not None:
-        numbers["boundary_padding"] = batch.boundary_padding
+    found = [(name, value, isinstance(value, torch.Tensor), "a tensor") for name, value in tensors.items()]
     for name, kind in (("sample_keys", str), ("sample_lengths", int), ("position_starts", int)):
-        held = getattr(batch, name)
-        if not isinstance(held, Sequence) or isinstance(held, str) or not all(_is(entry, kind) for entry in held):
-            yield f"type: {name} is {reprlib.repr(held)}, expected a sequence of {kind.__name__}"
+        found.append((name, getattr(batch, name), _are(getattr(batch, name), kind), f"a sequence of {kind.__name__}"))
     counts = batch.visual_counts
-    if not isinstance(counts, Mapping) or not all(
-        isinstance(held, Sequence) and all(_is(entry, int) for entry in held) for held in counts.values()
-    ):
-        yield f"type: visual_counts is {reprlib.repr(counts)}, expected a mapping of counts"
-    for name, value in numbers.items():
-        if not _is(value, int):
-            yield f"type: {name} is {reprlib.repr(value)}, expected an int"
+    counted = isinstance(counts, Mapping) and all(_are(held, int) for held in counts.values())
+    found.append(("visual_counts", counts, counted, "a mapping of counts"))
+    numbers = [*_NUMBERS, *(["boundary_padding"] if batch.boundary_padding is not None else [])]
+    found += [(name, getattr(batch, name), _is(getattr(batch, name), int), "an int") for name in numbers]
+    yield from (
+        f"type: {name} is {reprlib.repr(value)}, expected {kind}" for name, value, right, kind in found if not right
+    )
+    for name, value in tensors.items():
+        if name.startswith("visual_inputs") and isinstance(value, torch.Tensor) and value.dim() == 0:
+            yield f"type: {name} has no axis, expected one over media or patches"
 
 
 def _is(value: Any, kind: type) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _are(values: Any, kind: type) -> bool:
+    return isinstance(values, Sequence) and not isinstance(values, str) and all(_is(each, kind) for each in values)
 
 
 def _shapes(batch: PackedBatch) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """What each model family of Megatron-Bridge does with packed rows, by version, and the file that shows it.
 
-There is one table: the rules read it, ``docs/families.md`` shows it, and `tests/conformance/test_family_table.py`
+There is one table: the rules read it, ``docs/families.md`` shows it, and `tests/conformance/test_rules_of_bridge.py`
 checks every line against the source of the installed Bridge (and of a checkout of main). It holds facts, no code of
 Bridge. A family that is not in the table is not judged. Imports neither torch nor Bridge.
 """

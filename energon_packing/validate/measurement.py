@@ -1,4 +1,4 @@
-"""``validate --measure``: runs the encoder on part of the data set, without pixels, and packs the measured samples."""
+"""The encoder on part of the data set, without pixels: for ``validate --measure`` and for the look at samples."""
 
 from __future__ import annotations
 
@@ -6,23 +6,35 @@ import dataclasses
 from typing import Any
 
 from energon_packing.config import ParallelConfig, RunConfig
-from energon_packing.errors import ConfigError, UserError
+from energon_packing.errors import ConfigError
 from energon_packing.validate.run_facts import DataFacts
-from energon_packing.validate.run_view import RunView
-from energon_packing.validate.verdict import without_output
 
 
-def measure_quietly(config: RunConfig, parallel: ParallelConfig, samples: int, view: RunView) -> DataFacts:
-    """Calls `measure_data` quietly, with samples read as the view's run reads them.
+def measuring_encoder(
+    config: RunConfig, parallel: ParallelConfig, *, processor: Any = None, deals: bool = False
+) -> Any:
+    """Returns the run's task encoder, changed to yield measured samples instead of packing them.
 
-    Raises:
-        UserError: as there, or a package that measuring needs is not installed.
+    Args:
+        config: of the run. Samples that are too long are dropped, and no ledger is written.
+        parallel: determines the alignment multiple.
+        processor: loaded; None loads it.
+        deals: whether samples come in the places that a run's readers share out.
     """
-    try:
-        with without_output():
-            return measure_data(config, parallel, samples=samples, one_a_row=not view.packing.enable_offline_packing)
-    except ImportError as error:
-        raise UserError(f"--measure needs Energon, torch and transformers: {error}.") from error
+    from energon_packing.energon.reader_shares import deal_samples
+    from energon_packing.energon.task_encoder import PackingTaskEncoder
+
+    class Measuring(PackingTaskEncoder):
+        """Ends where packing begins."""
+
+        def build_batch(self, dataset: Any, *, worker_config: Any, **_unused: Any) -> Any:
+            """Returns the data set of samples itself; Energon calls it in place of batching."""
+            if deals:
+                deal_samples(dataset, worker_config)
+            return dataset
+
+    packing = dataclasses.replace(config.packing, oversize="drop", ledger=None)
+    return Measuring(config.encoder, packing, parallel, processor=processor)
 
 
 def measure_data(config: RunConfig, parallel: ParallelConfig, *, samples: int, one_a_row: bool = False) -> DataFacts:
@@ -41,47 +53,37 @@ def measure_data(config: RunConfig, parallel: ParallelConfig, *, samples: int, o
     from megatron.energon import get_loader
 
     from energon_packing.energon.loader import build_dataset
-    from energon_packing.energon.micro_batches import two_rows
-    from energon_packing.energon.task_encoder import PackingTaskEncoder
+    from energon_packing.energon.sample_task_encoder import two_rows
     from energon_packing.packing.whole_list import pack_lengths
 
-    class Measuring(PackingTaskEncoder):
-        """Yields measured samples instead of packing them."""
-
-        def build_batch(self, dataset: Any, **_unused: Any) -> Any:
-            """Returns the data set of samples itself; Energon calls it in place of batching."""
-            return dataset
-
+    encoder = measuring_encoder(config, parallel)
     packing = dataclasses.replace(config.packing, oversize="drop", ledger=None)
-    once = dataclasses.replace(
-        config, packing=packing, parallel=parallel, data=dataclasses.replace(config.data, repeat=False, workers=0)
-    )
-    encoder = Measuring(once.encoder, packing, parallel)
+    data = dataclasses.replace(config.data, repeat=False, workers=0)
+    once = dataclasses.replace(config, packing=packing, parallel=parallel, data=data)
     loader = get_loader(build_dataset(once, task_encoder=encoder, workers=0))
-    lengths, aligned, measured, too_long, longest = [], [], 0, 0, 0
-    for sample in loader:
-        measured += 1
+    lengths, aligned, too_long = [], [], [0]
+    number = 0
+    for number, sample in enumerate(loader, 1):
         if sample.problem is not None and sample.problem.fatal is not None:
             raise sample.problem.fatal
         if sample.measured is not None:
             if one_a_row and len(sample.measured.segments) > 1:
                 raise two_rows(sample.__key__)
             lengths.append(sample.measured.length)
-            aligned.append(encoder.aligned(sample.measured))
+            aligned.append(encoder.limits.aligned(sample.measured))
         elif sample.problem is not None and sample.problem.reason == "oversize":
-            too_long += 1
-            longest = max(longest, sample.problem.length or 0)
-        if measured >= samples:
+            too_long.append(sample.problem.length or 0)
+        if number >= samples:
             break
     if not lengths:
-        raise ConfigError(f"None of the first {measured} samples of {config.data.path} can be packed; see `preview`.")
+        raise ConfigError(f"None of the first {number} samples of {config.data.path} can be packed; see `preview`.")
     packs = pack_lengths(aligned, packing.seq_length, packing.policy, window=packing.window)
     return DataFacts(
         samples=len(loader),
-        measured=measured,
-        dropped=measured - len(lengths),
-        too_long=too_long,
-        longest=max(longest, *lengths),
+        measured=number,
+        dropped=number - len(lengths),
+        too_long=len(too_long) - 1,
+        longest=max(too_long + lengths),
         mean=sum(lengths) / len(lengths),
         fill=sum(lengths) / (len(packs) * packing.seq_length),
         packs=len(packs),

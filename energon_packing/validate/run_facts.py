@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -101,7 +101,10 @@ def processor_facts(processor: str | None) -> TokenFacts | None:
     Raises:
         ConfigError: the file cannot be read.
     """
-    folder = _folder(processor) if processor else None
+    folder = None
+    if processor:
+        local = Path(processor).is_dir() or not is_hub_name(processor)
+        folder = Path(processor) if local else cached_directory(processor)
     if folder is None or not (folder / "tokenizer.json").is_file():
         return None
     values = _read(folder / "tokenizer.json")
@@ -118,7 +121,7 @@ def processor_facts(processor: str | None) -> TokenFacts | None:
     return TokenFacts(
         size=max([last, *added.values()]) + 1,
         placeholders=ids,
-        geometry=_processor_geometry(texts),
+        geometry=model_geometry(*_stated_sizes(texts), names={name: name for name in GEOMETRY}),
         processor=next((text["processor_class"] for text in texts if text.get("processor_class")), None),
     )
 
@@ -126,26 +129,12 @@ def processor_facts(processor: str | None) -> TokenFacts | None:
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 
 
-def _folder(processor: str) -> Path | None:
-    if Path(processor).is_dir() or not is_hub_name(processor):
-        return Path(processor)
-    try:
-        return cached_directory(processor)
-    except ImportError:
-        return None
-
-
-def _processor_geometry(texts: list[dict[str, Any]]) -> dict[str, int]:
-    """Of images: transformers 5 nests their settings in the processor's file, and Pixtral repeats them there."""
-    found: dict[str, int] = {}
-    for text in texts:
-        for values in (text.get("image_processor"), text):
-            if not isinstance(values, Mapping):
-                continue
+def _stated_sizes(texts: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Settings of images: transformers 5 nests them in the processor's file, and Pixtral repeats them there."""
+    for values in (values for text in texts for values in (text.get("image_processor"), text)):
+        if isinstance(values, Mapping):
             size = values.get("crop_size") if values.get("do_center_crop") else values.get("size")
-            stated = {"image_size": size, "merge_size": values.get("spatial_merge_size")} | dict(values)
-            found = {name: side for name in GEOMETRY if (side := _side(stated.get(name)))} | found
-    return found
+            yield {"image_size": size, "merge_size": values.get("spatial_merge_size")} | dict(values)
 
 
 def _side(value: Any) -> int | None:
@@ -157,16 +146,17 @@ def _side(value: Any) -> int | None:
     return value if type(value) is int and value > 0 else None
 
 
-def model_geometry(*sources: Any) -> dict[str, int]:
-    """The sizes of a vision encoder; the first source that states one counts.
+def model_geometry(*sources: Any, names: Mapping[str, str] = GEOMETRY) -> dict[str, int]:
+    """Returns the sizes of a vision encoder; the first source that states one counts.
 
     Args:
         sources: configurations, as mappings or as objects with attributes, or None.
+        names: of the sizes in the sources.
     """
     found: dict[str, int] = {}
     for source in sources:
         read = source.get if isinstance(source, Mapping) else partial(getattr, source)
-        found = {name: side for name, theirs in GEOMETRY.items() if (side := _side(read(theirs, None)))} | found
+        found = {name: side for name, theirs in names.items() if (side := _side(read(theirs, None)))} | found
     return found
 
 

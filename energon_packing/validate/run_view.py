@@ -1,7 +1,7 @@
-"""`RunView`: everything that a rule reads about a training run, in groups.
+"""`RunView`: everything that a rule reads about a training run, each value with its place in the run's description.
 
-A rule never reads a configuration object. It reads this view, so the same rule judges our YAML (`views.config`), a
-Bridge ``ConfigContainer`` (`views.container`) and Megatron-LM's arguments. Imports neither torch nor Bridge.
+A rule never reads a configuration object. It reads this view, so the same rule judges our YAML, a Bridge
+``ConfigContainer`` and Megatron-LM's arguments. Imports neither torch nor Bridge.
 """
 
 from __future__ import annotations
@@ -11,25 +11,12 @@ import functools
 import math
 import re
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from energon_packing.errors import PackingError
 from energon_packing.thd.alignment import alignment_multiple
-from energon_packing.validate.view_groups import (
-    Batch,
-    Experts,
-    Facts,
-    Graphs,
-    Loader,
-    Loss,
-    Network,
-    Packing,
-    Parallel,
-    Rows,
-    Versions,
-)
+from energon_packing.validate.run_facts import DataFacts, TokenFacts
 
 DatasetKind = Literal["packed_energon", "energon", "hf_sft", "mock_vlm", "gpt_sft", "gpt_pretraining", "provider"]
 """How Bridge classifies the data set. ``packed_energon`` is ours; ``provider`` is any other ``DatasetProvider``."""
@@ -41,81 +28,250 @@ PACKING_STEPS = ("qwen3_vl_step", "audio_lm_step")
 """Forward steps of Bridge 0.6.2 that join the samples of a micro-batch themselves."""
 
 
+def at[T](default: T, *, bridge: str = "", ours: str = "", argument: str = "") -> T:
+    """A field of the view, with the places where sources state it.
+
+    Args:
+        default: where a source does not state it.
+        bridge: path in a ``ConfigContainer``; ``final`` is the model's provider after its ``finalize()``.
+        ours: path in our `energon_packing.config.RunConfig`.
+        argument: of Megatron-LM.
+    """
+    return dataclasses.field(default=default, metadata={"bridge": bridge, "ours": ours, "argument": argument})
+
+
+def stated(source: Any, kind: Literal["bridge", "ours"]) -> dict[str, Any]:
+    """Returns the fields of the view that a description of a run states in the places that `RunView` declares.
+
+    Args:
+        source: an object with the attributes that begin the paths.
+        kind: of the source.
+    """
+    found = {}
+    for entry in dataclasses.fields(RunView):
+        if path := entry.metadata.get(kind):
+            value = functools.reduce(lambda place, name: getattr(place, name, None), path.split("."), source)
+            if value is not None:
+                value = tuple(value) if isinstance(value, list) else value
+                found[entry.name] = bool(value) if isinstance(entry.default, bool) else value
+    return found
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunView:
     """What the rules read. Lengths are tokens; batch sizes are rows of ``seq_length`` (packs if rows are packed).
 
-    None means that the source does not state the value; a rule that needs it then does not apply.
+    Fields have Bridge's names if Bridge has them. None means that the source does not state the value; a rule that
+    needs it then does not apply.
     """
 
     dataset_kind: DatasetKind = "packed_energon"
-    step: str | None = None
+    step: str | None = at(None, ours="training.step")
     """Forward step by function or module name."""
-    parallel: Parallel = field(default_factory=Parallel)
-    batch: Batch = field(default_factory=Batch)
-    rows: Rows = field(default_factory=Rows)
-    packing: Packing = field(default_factory=Packing)
-    loss: Loss = field(default_factory=Loss)
-    graphs: Graphs = field(default_factory=Graphs)
-    network: Network = field(default_factory=Network)
-    experts: Experts = field(default_factory=Experts)
-    loader: Loader = field(default_factory=Loader)
-    facts: Facts = field(default_factory=Facts)
-    versions: Versions = field(default_factory=Versions)
+
+    # How GPUs share the model and its rows.
+    tensor_parallel: int = at(
+        1,
+        bridge="model.tensor_model_parallel_size",
+        ours="parallel.tensor_parallel",
+        argument="--tensor-model-parallel-size",
+    )
+    context_parallel: int = at(
+        1, bridge="model.context_parallel_size", ours="parallel.context_parallel", argument="--context-parallel-size"
+    )
+    pipeline_parallel: int = at(
+        1,
+        bridge="model.pipeline_model_parallel_size",
+        ours="parallel.pipeline_parallel",
+        argument="--pipeline-model-parallel-size",
+    )
+    expert_parallel: int = at(
+        1,
+        bridge="model.expert_model_parallel_size",
+        ours="parallel.expert_parallel",
+        argument="--expert-model-parallel-size",
+    )
+    expert_tensor_parallel: int | None = at(
+        None, bridge="model.expert_tensor_parallel_size", argument="--expert-tensor-parallel-size"
+    )
+    """Tensor parallelism inside experts; None means the model's."""
+    sequence_parallel: bool = at(
+        False, bridge="final.sequence_parallel", ours="parallel.sequence_parallel", argument="--sequence-parallel"
+    )
+    eval_context_parallel: int | None = at(
+        None, bridge="dist.eval_context_parallel_size", ours="parallel.eval_context_parallel"
+    )
+    world_size: int = 1
+    cp_comm_type: str | tuple[str, ...] | None = at(
+        None, bridge="model.cp_comm_type", ours="parallel.cp_comm_type", argument="--cp-comm-type"
+    )
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None = at(
+        None,
+        bridge="model.hierarchical_context_parallel_sizes",
+        ours="parallel.hierarchical_context_parallel_sizes",
+        argument="--hierarchical-context-parallel-sizes",
+    )
+    dist_train: bool = at(False, bridge="model.dist_train.use_dist_train")
+    """Whether vision encoder and language model run on separate GPUs (Qwen3-VL's DistTrain)."""
+
+    # Batch sizes, in rows of ``seq_length``: packs if rows are packed.
+    micro_batch_size: int = at(
+        1, bridge="train.micro_batch_size", ours="training.micro_batch_size", argument="--micro-batch-size"
+    )
+    global_batch_size: int = at(
+        1, bridge="train.global_batch_size", ours="training.global_batch_size", argument="--global-batch-size"
+    )
+    eval_micro_batch_size: int | None = at(
+        None, bridge="validation.eval_micro_batch_size", ours="training.eval_micro_batch_size"
+    )
+    eval_global_batch_size: int | None = at(
+        None, bridge="validation.eval_global_batch_size", ours="training.eval_global_batch_size"
+    )
+    dataset_micro_batch_size: int | None = at(None, bridge="dataset.micro_batch_size", ours="training.micro_batch_size")
+    """The data set's own micro-batch size if it has one (Energon); None if it follows the trainer."""
+    do_validation: bool = at(True, bridge="dataset.do_validation")
+
+    # Lengths and padding of rows, in tokens.
+    dataset_seq_length: int = at(4096, bridge="dataset.seq_length", ours="packing.seq_length", argument="--seq-length")
+    model_seq_length: int = at(
+        4096, bridge="model.seq_length", ours="training.model_seq_length", argument="--seq-length"
+    )
+    packed_sequence_size: int | None = at(None, bridge="dataset.offline_packing_specs.packed_sequence_size")
+    pad_cu_seqlens: bool = at(False, bridge="dataset.offline_packing_specs.pad_cu_seqlens")
+    pad_to_max_length: bool = at(False, ours="packing.pad_to_max_length")
+    pad_seq_to_multiple: int | None = at(None, bridge="dataset.offline_packing_specs.pad_seq_to_mult")
+    """Multiple to which packs that Bridge prepares offline pad each sample."""
+
+    # Who packs, and where.
+    enable_offline_packing: bool = at(False, bridge="dataset.enable_offline_packing")
+    """Bridge's flag for rows that arrive packed; our data set sets it for its rows."""
+    enable_in_batch_packing: bool = at(
+        False, bridge="dataset.enable_in_batch_packing", ours="training.enable_in_batch_packing"
+    )
+    defer_in_batch_packing_to_step: bool = at(False, bridge="dataset.defer_in_batch_packing_to_step")
+    """Bridge's flag for forward steps that do the in-batch packing themselves."""
+    has_offline_packing_specs: bool = False
+    packed_metadata_missing: str | None = None
+    """Path of the metadata of packs prepared offline, if it is needed and missing."""
+    packing_buffer_size: int | None = at(None, bridge="dataset.packing_buffer_size")
+    """Samples that Bridge's own online packing chooses from."""
+
+    # What the loss sums and divides by, and how its gradient is reduced.
+    calculate_per_token_loss: bool = at(
+        True,
+        bridge="final.calculate_per_token_loss",
+        ours="training.calculate_per_token_loss",
+        argument="--calculate-per-token-loss",
+    )
+    average_in_collective: bool = at(
+        False,
+        bridge="ddp.average_in_collective",
+        ours="training.average_in_collective",
+        argument="--ddp-average-in-collective",
+    )
+    overlap_grad_reduce: bool | None = at(None, bridge="ddp.overlap_grad_reduce", argument="--overlap-grad-reduce")
+    mtp_num_layers: int = at(0, bridge="model.mtp_num_layers", argument="--mtp-num-layers")
+    loss_weighting: str | None = at(None, bridge="dataset.encoder.loss_weighting", ours="encoder.loss_weighting")
+
+    # What runs under CUDA graphs.
+    cuda_graph_impl: str = at("none", bridge="model.cuda_graph_impl", argument="--cuda-graph-impl")
+    cuda_graph_modules: tuple[str, ...] = at((), argument="--cuda-graph-scope")
+    """Captured module names; ``full_iteration`` among them, which Bridge allows, means the whole iteration."""
+    inference_graph_scopes: tuple[str, ...] = ()
+    check_for_nan_in_loss: bool = at(False, bridge="rerun_state_machine.check_for_nan_in_loss")
+    vision_cuda_graph_impl: str = at("none", bridge="model.vision_cuda_graph_impl")
+
+    # The model, and the kernels that compute it.
+    model: str | None = at(None, ours="training.model")
+    """Model family, as `family` normalises it."""
+    num_layers: int | None = at(None, bridge="model.num_layers", argument="--num-layers")
+    head_dim: int | None = None
+    attention_backend: str | None = at(None, bridge="model.attention_backend.name")
+    fp8_recipe: str | None = None
+    """None if the model computes without fp8."""
+    recompute_granularity: str | None = at(
+        None, bridge="model.recompute_granularity", argument="--recompute-granularity"
+    )
+    vision_frozen: bool = False
+    """Whether both the vision encoder and its projection are frozen."""
+    has_weights: bool | None = None
+    """Whether the run names trained weights to begin with, or continues from a checkpoint."""
+
+    # Mixtures of experts.
+    num_moe_experts: int | None = at(None, bridge="model.num_moe_experts", argument="--num-experts")
+    expert_dispatcher: str | None = None
+    """Backend of the flex dispatcher of tokens to experts (``hybridep``); None for the other dispatchers."""
+    pads_uneven_dispatch: bool = at(False, bridge="model.moe_hybridep_pad_uneven_dispatch_inputs")
+    """Whether HybridEP's inputs are padded to the size of the rank with most tokens."""
+    expert_capacity_factor: float | None = at(
+        None, bridge="final.moe_expert_capacity_factor", argument="--moe-expert-capacity-factor"
+    )
+    """Tokens that an expert takes, relative to its share of all; None if it takes every token that is sent to it."""
+    load_balancing: str | tuple[str, ...] | None = at(
+        None, bridge="final.moe_router_load_balancing_type", argument="--moe-router-load-balancing-type"
+    )
+    """The losses that balance the load of experts (``aux_loss``, ``seq_aux_loss``); None where the run does not say."""
+    balance_coefficients: tuple[float, ...] = at((), argument="--moe-aux-loss-coeff")
+    """Of each of these losses; 0 computes none."""
+    overlap_moe_expert_parallel_comm: bool = at(False, argument="--overlap-moe-expert-parallel-comm")
+
+    # How the data is read, and for how long.
+    task_encoder: str | None = None
+    """Class of the settings of Bridge's task encoder."""
+    num_epochs: int | None = at(None, bridge="train.num_epochs")
+    dataloader_type: str | None = at(None, bridge="dataset.dataloader_type")
+    window: int | None = None
+    balance_window: int | None = at(None, bridge="dataset.packing.balance_window", ours="packing.balance_window")
+    workers: int | None = at(None, bridge="dataset.num_workers", ours="data.workers")
+    failure_tolerance: int | None = None
+    """Consecutive failures that Energon tolerates in a function of the task encoder; 0 allows any number."""
+
+    # Facts from files and measurements, and installed versions.
+    model_tokens: TokenFacts | None = None
+    processor_tokens: TokenFacts | None = None
+    data: DataFacts | None = None
+    """Measurements of the data set."""
+    megatron_core_version: str | None = None
+    bridge_version: str | None = None
 
     @classmethod
     def of(cls, **fields: Any) -> RunView:
-        """A view with these fields in its groups; see `changed`."""
-        return cls().changed(**fields)
+        """A view with these fields."""
+        return cls(**fields)
 
     def changed(self, **fields: Any) -> RunView:
-        """A copy of the view with changed fields, each named as in its group.
-
-        Raises:
-            PackingError: no group has such a field.
-        """
-        unknown = sorted(set(fields) - set(GROUP_OF))
-        if unknown:
-            raise PackingError(f"A RunView has no field {', '.join(unknown)}.")
-        changes: dict[str, Any] = {name: value for name, value in fields.items() if GROUP_OF[name] is None}
-        for group in {GROUP_OF[name] for name in fields} - {None}:
-            values = {name: value for name, value in fields.items() if GROUP_OF[name] == group}
-            changes[str(group)] = dataclasses.replace(getattr(self, str(group)), **values)
-        return dataclasses.replace(self, **changes)
+        """A copy of the view with changed fields."""
+        return dataclasses.replace(self, **fields)
 
     @property
     def multiple(self) -> int:
         """Every segment is padded to a multiple of this many tokens."""
         return alignment_multiple(
-            self.parallel.tensor_parallel,
-            self.parallel.context_parallel,
-            self.parallel.sequence_parallel,
-            self.parallel.eval_context_parallel,
+            self.tensor_parallel,
+            self.context_parallel,
+            self.sequence_parallel,
+            self.eval_context_parallel,
         )
 
     @property
     def packed(self) -> bool:
         """Whether rows with several samples reach the model."""
-        return self.packing.enable_offline_packing or self.packing.enable_in_batch_packing or self.packs_natively
+        return self.enable_offline_packing or self.enable_in_batch_packing or self.packs_natively
 
     @property
     def packs_natively(self) -> bool:
         """Whether Bridge's own online packing makes the rows; 0.6 accepts ``packing_buffer_size`` but does not pack."""
-        return (
-            self.dataset_kind == "energon"
-            and self.packing.packing_buffer_size is not None
-            and self.bridge_packs_natively
-        )
+        return self.dataset_kind == "energon" and self.packing_buffer_size is not None and self.bridge_packs_natively
 
     @property
     def rows_are_packs(self) -> bool:
         """Whether a row of the data set is a pack, so that batch sizes count packs, not samples."""
-        return self.packing.enable_offline_packing or self.packs_natively
+        return self.enable_offline_packing or self.packs_natively
 
     @property
     def reaches_the_step_packed(self) -> bool:
         """As `packed`, without the rows that the forward step packs itself."""
-        deferred = self.packing.enable_in_batch_packing and self.packing.defer_in_batch_packing_to_step
+        deferred = self.enable_in_batch_packing and self.defer_in_batch_packing_to_step
         return self.packed and not deferred
 
     @property
@@ -125,25 +281,19 @@ class RunView:
         Bridge's ``prepare_sequence_batch`` then limits each sample to ``seq_length`` but never the row, and ignores
         ``pad_to_max_length``. Nemotron Omni's collator has its own packer, which limits the row and reads the setting.
         """
-        if (
-            not self.packing.enable_in_batch_packing
-            or self.packing.enable_offline_packing
-            or self.packing.defer_in_batch_packing_to_step
-        ):
+        if not self.enable_in_batch_packing or self.enable_offline_packing or self.defer_in_batch_packing_to_step:
             return False
         return self.dataset_kind == "packed_energon" or not self.family.startswith("nemotronomni")
 
     @property
     def width_fixed_by_bridge(self) -> bool:
         """Whether ``validate()`` turns ``pad_to_max_length`` on, for pipelines and experts."""
-        return self.dataset_kind in COLLATED and (
-            self.parallel.pipeline_parallel > 1 or self.parallel.expert_parallel > 1
-        )
+        return self.dataset_kind in COLLATED and (self.pipeline_parallel > 1 or self.expert_parallel > 1)
 
     @property
     def rows_of_one_width(self) -> bool:
         """Whether every row that reaches the forward step is ``dataset_seq_length`` tokens wide."""
-        return (self.rows.pad_to_max_length or self.width_fixed_by_bridge) and not self.as_wide_as_its_samples
+        return (self.pad_to_max_length or self.width_fixed_by_bridge) and not self.as_wide_as_its_samples
 
     @property
     def step_packs(self) -> bool:
@@ -151,11 +301,18 @@ class RunView:
         return any(name in (self.step or "") for name in PACKING_STEPS)
 
     @property
+    def smallest_world_size(self) -> int:
+        """Fewest GPUs that hold one replica, in training and in evaluation."""
+        return smallest_world_size(
+            self.tensor_parallel, self.pipeline_parallel, self.context_parallel, self.eval_context_parallel
+        )
+
+    @property
     def rows_per_epoch(self) -> int | None:
         """Rows per epoch of the measured data, in the unit of `global_batch_size`: packs, or else samples."""
-        if self.facts.data is None:
+        if self.data is None:
             return None
-        return self.facts.data.packs_per_epoch if self.rows_are_packs else self.facts.data.samples_per_epoch
+        return self.data.packs_per_epoch if self.rows_are_packs else self.data.samples_per_epoch
 
     @property
     def bridge_packs_natively(self) -> bool:
@@ -168,7 +325,7 @@ class RunView:
 
         A pre-release counts as the release: the development branch calls itself 0.7.0.
         """
-        return _release(self.versions.bridge_version or "")
+        return _release(self.bridge_version or "")
 
     @property
     def goes_through_gpt_step(self) -> bool:
@@ -184,67 +341,57 @@ class RunView:
     @property
     def data_parallel(self) -> int:
         """Replicas in training, rounded down if the world size does not divide evenly."""
-        return self.parallel.world_size // (
-            self.parallel.tensor_parallel * self.parallel.pipeline_parallel * self.parallel.context_parallel
-        )
+        return self.world_size // (self.tensor_parallel * self.pipeline_parallel * self.context_parallel)
 
     @property
     def eval_data_parallel(self) -> int:
         """Replicas in evaluation, rounded down if the world size does not divide evenly."""
-        cp = self.parallel.eval_context_parallel or self.parallel.context_parallel
-        return self.parallel.world_size // (self.parallel.tensor_parallel * self.parallel.pipeline_parallel * cp)
+        cp = self.eval_context_parallel or self.context_parallel
+        return self.world_size // (self.tensor_parallel * self.pipeline_parallel * cp)
 
     @property
     def eval_micro(self) -> int:
         """Bridge's default: the training micro-batch size."""
-        return (
-            self.batch.micro_batch_size
-            if self.batch.eval_micro_batch_size is None
-            else self.batch.eval_micro_batch_size
-        )
+        return self.micro_batch_size if self.eval_micro_batch_size is None else self.eval_micro_batch_size
 
     @property
     def eval_global(self) -> int:
         """Bridge's default: the training global batch size."""
-        return (
-            self.batch.global_batch_size
-            if self.batch.eval_global_batch_size is None
-            else self.batch.eval_global_batch_size
-        )
+        return self.global_batch_size if self.eval_global_batch_size is None else self.eval_global_batch_size
 
     @property
     def full_iteration_graph(self) -> bool:
         """As `is_full_iteration_cuda_graph` of ``megatron/bridge/utils/cuda_graph.py``."""
-        if self.graphs.cuda_graph_impl == "full_iteration":
+        if self.cuda_graph_impl == "full_iteration":
             return True
-        return self.graphs.cuda_graph_impl == "local" and "full_iteration" in self.graphs.cuda_graph_modules
+        return self.cuda_graph_impl == "local" and "full_iteration" in self.cuda_graph_modules
 
     @property
     def local_layer_graph(self) -> bool:
         """As `validate_cuda_graph_configuration` there: local graphs of less than an iteration, in training."""
-        if self.graphs.cuda_graph_impl != "local" or self.full_iteration_graph:
+        if self.cuda_graph_impl != "local" or self.full_iteration_graph:
             return False
-        modules = [m for m in self.graphs.cuda_graph_modules if not m.startswith("full")]
-        return bool(modules) or not {"layer", "block"} & set(self.graphs.inference_graph_scopes)
+        modules = [m for m in self.cuda_graph_modules if not m.startswith("full")]
+        return bool(modules) or not {"layer", "block"} & set(self.inference_graph_scopes)
 
     @property
     def graphs_capture_attention(self) -> bool:
         """As in ``ConfigContainer.validate()``: the whole iteration, whole layers, or the attention module."""
-        modules = [m for m in self.graphs.cuda_graph_modules if not m.startswith("full")]
-        scoped = self.graphs.cuda_graph_impl == "transformer_engine" and (not modules or "attn" in modules)
+        modules = [m for m in self.cuda_graph_modules if not m.startswith("full")]
+        scoped = self.cuda_graph_impl == "transformer_engine" and (not modules or "attn" in modules)
         return self.full_iteration_graph or scoped
 
     @property
     def family(self) -> str:
         """Lower case, letters and digits only: ``Qwen2.5-VL``, ``qwen2_5_vl`` and ``qwen25_vl`` are one family."""
-        return "".join(c for c in (self.network.model or "").lower() if c.isalnum())
+        return "".join(c for c in (self.model or "").lower() if c.isalnum())
 
     @property
     def may_show_images(self) -> bool:
         """Whether images or videos may reach the model: not on text data sets, nor with a text tokenizer."""
         if self.dataset_kind in ("gpt_sft", "gpt_pretraining"):
             return False
-        return self.facts.processor_tokens is None or bool(self.facts.processor_tokens.placeholders)
+        return self.processor_tokens is None or bool(self.processor_tokens.placeholders)
 
     @property
     def model_forces_sequence_parallel(self) -> bool:
@@ -254,24 +401,6 @@ class RunView:
         A published name states the active parameters where Bridge's class has ``MoE``: Qwen3-VL-30B-A3B.
         """
         return re.match(r"qwen3vl.*(moe|\d+ba\d+b)", self.family) is not None
-
-
-def _group_of() -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
-    for entry in dataclasses.fields(RunView):
-        if isinstance(entry.default_factory, type):
-            names, group = [part.name for part in dataclasses.fields(entry.default_factory)], entry.name
-        else:
-            names, group = [entry.name], None
-        twice = sorted(set(names) & set(found))
-        if twice:
-            raise PackingError(f"Two groups of a RunView have a field {', '.join(twice)}.")
-        found |= dict.fromkeys(names, group)
-    return found
-
-
-GROUP_OF = _group_of()
-"""Name of a field -> its group; None for fields of the view itself."""
 
 
 def smallest_world_size(
@@ -294,29 +423,17 @@ _SOURCES = {"megatron-bridge": "bridge", "megatron-core": "core"}
 
 @functools.cache
 def installed_version(distribution: str) -> str | None:
-    """Version of a distribution that Python would import, without importing it; None if it is absent.
+    """Returns the version of a distribution that Python would import, without importing it; None if it is absent.
 
     A checkout of Megatron that precedes the installed distribution on the path counts, because it is what runs.
     """
-    if distribution in _SOURCES:
-        for folder in sys.path:
-            package = Path(folder) / "megatron" / _SOURCES[distribution]
-            if (package / "__init__.py").is_file():
-                return _version_in(package / "package_info.py") or _version_of_metadata(distribution)
-    return _version_of_metadata(distribution)
-
-
-def _version_in(file: Path) -> str | None:
-    """The version in Megatron's ``package_info.py``, such as ``0.20.0rc1``; None if it is not written as expected."""
-    if not file.is_file():
-        return None
-    found = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) = ['\"]?(\w*)['\"]?$", file.read_text("utf-8"), re.M))
-    if not all(found.get(part, "").isdigit() for part in ("MAJOR", "MINOR", "PATCH")):
-        return None
-    return f"{found['MAJOR']}.{found['MINOR']}.{found['PATCH']}{found.get('PRE_RELEASE', '')}"
-
-
-def _version_of_metadata(distribution: str) -> str | None:
+    packages = (Path(folder) / "megatron" / _SOURCES[distribution] for folder in sys.path if distribution in _SOURCES)
+    package = next((package for package in packages if (package / "__init__.py").is_file()), None)
+    if package is not None and (file := package / "package_info.py").is_file():
+        pattern = r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) = ['\"]?(\w*)['\"]?$"
+        parts = {"PRE_RELEASE": ""} | dict(re.findall(pattern, file.read_text("utf-8"), re.M))
+        if all(parts.get(part, "").isdigit() for part in ("MAJOR", "MINOR", "PATCH")):
+            return "{MAJOR}.{MINOR}.{PATCH}{PRE_RELEASE}".format(**parts)  # such as 0.20.0rc1
     import importlib.metadata  # reads mail headers, whose parsers take a tenth of a run of `validate`
 
     try:

@@ -57,7 +57,7 @@ def bridge_verdict(view: RunView) -> BridgeVerdict:
             container = equivalent_container(view)
         except ImportError as error:
             return BridgeVerdict(version=version, accepted=None, message=f"it cannot be imported: {error}")
-    return _judged(container.validate, view.parallel.world_size)
+    return _judged(container.validate, view.world_size)
 
 
 def container_verdict(container: Any, *, world_size: int) -> BridgeVerdict:
@@ -66,20 +66,18 @@ def container_verdict(container: Any, *, world_size: int) -> BridgeVerdict:
     It changes the container: names of precisions become settings, and derived settings are filled in. On a machine
     without Transformer Engine, which Megatron-Core already looks for here, fused kernels are turned off first.
     """
+    from unittest import mock
+
     from megatron.bridge.training.config import runtime_config_update
 
-    from energon_packing.bridge_cpu import stand_ins
+    from energon_packing.validate import bridge_import
 
-    if stand_ins.needed():
+    if bridge_import.needed():
         for name in ("moe_permute_fusion", "moe_router_fusion"):
             if hasattr(container.model, name):
                 setattr(container.model, name, False)
-    environment = dict(os.environ)
-    try:
+    with mock.patch.dict(os.environ):  # a recipe sets environment variables of the training machine
         return _judged(lambda: runtime_config_update(container), world_size)
-    finally:  # a recipe sets environment variables of the training machine
-        os.environ.clear()
-        os.environ.update(environment)
 
 
 def _judged(check: Callable[[], None], size: int) -> BridgeVerdict:
@@ -97,9 +95,10 @@ def _judged(check: Callable[[], None], size: int) -> BridgeVerdict:
 
 def prepare_bridge() -> None:
     """Makes Bridge importable on this machine: a no-op with CUDA and Transformer Engine."""
-    from energon_packing.bridge_cpu import stand_ins
+    from energon_packing.validate import bridge_import
 
-    stand_ins.install()
+    if bridge_import.needed():
+        bridge_import.import_bridge(placeholders=True)
 
 
 def equivalent_container(view: RunView) -> Any:
@@ -113,62 +112,56 @@ def equivalent_container(view: RunView) -> Any:
     from megatron.bridge.training.tokenizers.config import TokenizerConfig
     from megatron.core.transformer.enums import CudaGraphModule
 
-    tensor, pipeline = view.parallel.tensor_parallel, view.parallel.pipeline_parallel
-    experts = view.experts.num_moe_experts or (
-        view.parallel.expert_parallel if view.parallel.expert_parallel > 1 else None
-    )
-    comm = view.parallel.cp_comm_type
-    sizes = view.parallel.hierarchical_context_parallel_sizes
+    tensor, pipeline = view.tensor_parallel, view.pipeline_parallel
+    experts = view.num_moe_experts or (view.expert_parallel if view.expert_parallel > 1 else None)
+    comm = view.cp_comm_type
+    sizes = view.hierarchical_context_parallel_sizes
     model = GPTModelProvider(
         # The smallest shape that TP, PP and EP divide, so that only the rules in question can fail.
-        num_layers=view.network.num_layers or pipeline,
+        num_layers=view.num_layers or pipeline,
         num_attention_heads=tensor,
         hidden_size=16 * tensor,
         num_moe_experts=experts,
         add_bias_linear=False,  # experts over tensor ranks have none
-        seq_length=view.rows.model_seq_length,
+        seq_length=view.model_seq_length,
         tensor_model_parallel_size=tensor,
-        context_parallel_size=view.parallel.context_parallel,
+        context_parallel_size=view.context_parallel,
         pipeline_model_parallel_size=pipeline,
-        expert_model_parallel_size=view.parallel.expert_parallel,
-        sequence_parallel=view.parallel.sequence_parallel,
+        expert_model_parallel_size=view.expert_parallel,
+        sequence_parallel=view.sequence_parallel,
         cp_comm_type=list(comm) if isinstance(comm, tuple) else comm,
         hierarchical_context_parallel_sizes=None if sizes is None else list(sizes),
-        calculate_per_token_loss=view.loss.calculate_per_token_loss,
-        cuda_graph_impl=view.graphs.cuda_graph_impl,
-        cuda_graph_modules=[
-            CudaGraphModule[name] for name in view.graphs.cuda_graph_modules if not name.startswith("full")
-        ],
+        calculate_per_token_loss=view.calculate_per_token_loss,
+        cuda_graph_impl=view.cuda_graph_impl,
+        cuda_graph_modules=[CudaGraphModule[name] for name in view.cuda_graph_modules if not name.startswith("full")],
         # What 0.19 calls full_iteration; as a module name it is obsolete and not in CudaGraphModule.
-        cuda_graph_scope=["full_iteration"] if "full_iteration" in view.graphs.cuda_graph_modules else None,
+        cuda_graph_scope=["full_iteration"] if "full_iteration" in view.cuda_graph_modules else None,
     )
     if view.packs_natively:  # Bridge reads these by name from any model, and only there
-        model.mtp_num_layers = view.loss.mtp_num_layers or None
-        model.vision_cuda_graph_impl = view.graphs.vision_cuda_graph_impl
-        model.dist_train = SimpleNamespace(
-            use_dist_train=view.parallel.dist_train, language_world_size=view.parallel.world_size
-        )
+        model.mtp_num_layers = view.mtp_num_layers or None
+        model.vision_cuda_graph_impl = view.vision_cuda_graph_impl
+        model.dist_train = SimpleNamespace(use_dist_train=view.dist_train, language_world_size=view.world_size)
     return bridge.ConfigContainer(
         train=bridge.TrainingConfig(
-            micro_batch_size=view.batch.micro_batch_size,
-            global_batch_size=view.batch.global_batch_size,
-            train_iters=1 if view.loader.num_epochs is None else None,
-            num_epochs=view.loader.num_epochs,
+            micro_batch_size=view.micro_batch_size,
+            global_batch_size=view.global_batch_size,
+            train_iters=1 if view.num_epochs is None else None,
+            num_epochs=view.num_epochs,
         ),
         validation=bridge.ValidationConfig(
-            eval_micro_batch_size=view.batch.eval_micro_batch_size,
-            eval_global_batch_size=view.batch.eval_global_batch_size,
+            eval_micro_batch_size=view.eval_micro_batch_size,
+            eval_global_batch_size=view.eval_global_batch_size,
         ),
         model=model,
         optimizer=bridge.OptimizerConfig(),
         scheduler=bridge.SchedulerConfig(),
-        ddp=bridge.DistributedDataParallelConfig(average_in_collective=view.loss.average_in_collective),
-        dist=bridge.DistributedInitConfig(eval_context_parallel_size=view.parallel.eval_context_parallel),
+        ddp=bridge.DistributedDataParallelConfig(average_in_collective=view.average_in_collective),
+        dist=bridge.DistributedInitConfig(eval_context_parallel_size=view.eval_context_parallel),
         dataset=_equivalent_dataset(view),
         logger=bridge.LoggerConfig(),
         tokenizer=TokenizerConfig(),
         checkpoint=bridge.CheckpointConfig(),
-        rerun_state_machine=bridge.RerunStateMachineConfig(check_for_nan_in_loss=view.graphs.check_for_nan_in_loss),
+        rerun_state_machine=bridge.RerunStateMachineConfig(check_for_nan_in_loss=view.check_for_nan_in_loss),
     )
 
 
@@ -178,40 +171,40 @@ def _equivalent_dataset(view: RunView) -> Any:
     from megatron.bridge.data.packing.config import PackedSequenceSpecs
 
     specs = None
-    if view.packing.has_offline_packing_specs:
+    if view.has_offline_packing_specs:
         specs = PackedSequenceSpecs(
-            packed_sequence_size=-1 if view.rows.packed_sequence_size is None else view.rows.packed_sequence_size,
-            pad_cu_seqlens=view.rows.pad_cu_seqlens,
+            packed_sequence_size=-1 if view.packed_sequence_size is None else view.packed_sequence_size,
+            pad_cu_seqlens=view.pad_cu_seqlens,
         )
     data: Any
     if view.dataset_kind == "gpt_sft":
         data = GPTSFTDatasetConfig(
-            seq_length=view.rows.dataset_seq_length,
+            seq_length=view.dataset_seq_length,
             dataset_root="unused",
-            dataset_kwargs={"pad_to_max_length": view.rows.pad_to_max_length},
-            do_validation=view.batch.do_validation,
+            dataset_kwargs={"pad_to_max_length": view.pad_to_max_length},
+            do_validation=view.do_validation,
             do_test=False,
-            **({} if view.loader.dataloader_type is None else {"dataloader_type": view.loader.dataloader_type}),
+            **({} if view.dataloader_type is None else {"dataloader_type": view.dataloader_type}),
         )
     elif view.dataset_kind in ("energon", "packed_energon"):
-        micro = view.batch.dataset_micro_batch_size
-        known = view.loader.task_encoder or (TASK_ENCODER if view.packs_natively else "HFEnergonTaskEncoderConfig")
+        micro = view.dataset_micro_batch_size
+        known = view.task_encoder or (TASK_ENCODER if view.packs_natively else "HFEnergonTaskEncoderConfig")
         data = energon.EnergonDatasetConfig(
             path="unused",
-            seq_length=view.rows.dataset_seq_length,
-            micro_batch_size=view.batch.micro_batch_size if micro is None else micro,
+            seq_length=view.dataset_seq_length,
+            micro_batch_size=view.micro_batch_size if micro is None else micro,
             task_encoder=_equivalent_task_encoder(getattr(energon, known)),
-            packing_buffer_size=view.packing.packing_buffer_size if view.dataset_kind == "energon" else None,
-            do_validation=view.batch.do_validation,
-            pad_to_max_length=view.rows.pad_to_max_length,
+            packing_buffer_size=view.packing_buffer_size if view.dataset_kind == "energon" else None,
+            do_validation=view.do_validation,
+            pad_to_max_length=view.pad_to_max_length,
         )
     else:
         raise ValueError(f"no equivalent of a {view.dataset_kind} data set")
-    data.enable_offline_packing = view.packing.enable_offline_packing
+    data.enable_offline_packing = view.enable_offline_packing
     data.offline_packing_specs = specs
-    data.enable_in_batch_packing = view.packing.enable_in_batch_packing
+    data.enable_in_batch_packing = view.enable_in_batch_packing
     if view.packs_natively:
-        data.defer_in_batch_packing_to_step = view.packing.defer_in_batch_packing_to_step
+        data.defer_in_batch_packing_to_step = view.defer_in_batch_packing_to_step
     return data
 
 
@@ -226,18 +219,11 @@ def _name(annotation: Any) -> str:
     return annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
 
 
-@contextlib.contextmanager
-def believed_world_size(size: int) -> Iterator[None]:
+def believed_world_size(size: int) -> contextlib.AbstractContextManager[Any]:
     """Makes Bridge see a number of processes; it reads ``WORLD_SIZE`` if no process group is open."""
-    before = os.environ.get("WORLD_SIZE")
-    os.environ["WORLD_SIZE"] = str(size)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["WORLD_SIZE"]
-        else:
-            os.environ["WORLD_SIZE"] = before
+    from unittest import mock  # which imports asyncio
+
+    return mock.patch.dict(os.environ, WORLD_SIZE=str(size))
 
 
 @contextlib.contextmanager

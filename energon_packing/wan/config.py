@@ -21,9 +21,12 @@ from typing import Literal
 from energon_packing.config import MAX_DROPS_WITHOUT_PACK, DataConfig, ParallelConfig, from_mapping, load_values
 from energon_packing.config.metrics import MetricsConfig
 from energon_packing.config.plan import PlanConfig
+from energon_packing.config.setting import check_bounds, setting
 from energon_packing.errors import ConfigError
 from energon_packing.thd.alignment import alignment_multiple
 
+SUBFLAVORS = {"energon_packing": "text-to-video-v1"}
+"""The mark of text-to-video samples, which no conversation cooker takes."""
 Longer = Literal["middle", "spread"]
 Compat = Literal["none", "bridge"]
 BRIDGE_TEXT_LENGTH = 512
@@ -36,47 +39,44 @@ class TextToVideoConfig:
 
     patch: tuple[int, ...] = (1, 2, 2)
     """Patch size of the transformer along frames, height and width of the latents."""
-    latent_channels: int = 16
+    latent_channels: int = setting(16, least=1)
     """Channels of the latents; a record with other latents is dropped."""
-    text_width: int = 4096
+    text_width: int = setting(4096, least=1)
     """Width of the text embeddings."""
-    max_text_tokens: int = 512
+    max_text_tokens: int = setting(512, least=1)
     """A longer caption is cut and noted in the ledger; a record with more stored embeddings is dropped."""
     compat: Compat = "none"
     """``bridge`` makes the rows that Bridge's own Wan data path makes: every text 512 tokens long, all of them called
     real, and alignment to ``2 * context_parallel`` only."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16"] = setting("float32", changes="rows")
     """Dtype of latents and embeddings in a batch, whatever their files hold."""
-    vae: str = ""
+    vae: str = setting("", stated="latent encoder", place=True)
     """Directory or hub name of a diffusers pipeline with ``vae``, or of an `AutoencoderKLWan`; empty if all records
     have stored latents."""
-    text_encoder: str = ""
+    text_encoder: str = setting("", stated="caption encoder", place=True)
     """Directory or hub name of a diffusers pipeline with ``text_encoder`` and ``tokenizer``, or of a UMT5 or T5 encoder
     with its tokenizer; empty if all records have stored embeddings."""
-    device: str = "cpu"
+    device: str = setting("cpu", changes="nothing")
     """Device of the two encoders; any other than the CPU needs ``data.workers: 0``."""
     fps: float | None = 16.0
     """Frames per second that are taken from a clip; None takes every frame."""
-    max_frames: int = 81
+    max_frames: int = setting(81, least=1)
     longer: Longer = "middle"
     """Which frames are taken from a longer clip: those in its ``middle``, or ``spread`` over the whole clip, which then
     plays faster."""
-    max_pixels: int = 832 * 480
+    max_pixels: int = setting(832 * 480, least=1)
     """Largest area of a frame after resizing; a smaller clip is not enlarged."""
-    max_source_pixels: int = 120_000_000
+    max_source_pixels: int = setting(120_000_000, changes="packs", least=1)
     """A frame with more pixels than this is refused before it is decoded."""
-    decode_seconds: float | None = 120.0
+    decode_seconds: float | None = setting(120.0, changes="packs")
     """Wall-clock limit for decoding one clip; None sets none."""
-    decode_in_child: bool = True
+    decode_in_child: bool = setting(True, changes="nothing")
     """Whether clips are decoded in a child process, so that a decoder that hangs or crashes costs its clip alone."""
 
     def __post_init__(self) -> None:
         if len(self.patch) != 3 or any(side < 1 for side in self.patch):
             raise ConfigError(f"encoder.patch is {list(self.patch)}; name three sizes of at least 1.")
-        names = ("latent_channels", "text_width", "max_text_tokens", "max_frames", "max_pixels", "max_source_pixels")
-        for name in names:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"encoder.{name} is {getattr(self, name)}; it must be at least 1.")
+        check_bounds("encoder", self)
         for name in ("fps", "decode_seconds"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -92,41 +92,35 @@ class TextToVideoConfig:
 class TextToVideoPackingConfig:
     """How clips share a row."""
 
-    seq_length: int = 75_600
+    seq_length: int = setting(75_600, least=1)
     """Latent patches per row, alignment padding included; no pack is longer."""
-    max_text_tokens_per_pack: int | None = None
+    max_text_tokens_per_pack: int | None = setting(None, least=1)
     """Text tokens per pack, alignment padding included; None sets no limit."""
-    window: int = 128
+    window: int = setting(128, least=1)
     """Measured samples held for selection."""
     policy: str = "window"
     """As for conversations, see docs/packing.md."""
-    max_segments_per_pack: int | None = None
+    max_segments_per_pack: int | None = setting(None, least=1)
     """Clips per pack."""
-    max_cost_per_pack: float | None = None
+    max_cost_per_pack: float | None = setting(None, least=1)
     """Cost of a pack in patches without attention: a clip of L patches costs ``L + L**2 / 24576``."""
-    balance_window: int = 1
+    balance_window: int = setting(1, least=1)
     """Finished plans that are sorted by cost before they are emitted; 1 keeps the order of selection."""
     oversize: Literal["drop", "raise"] = "drop"
     """Whether a clip longer than a row is dropped and noted in the ledger, or stops the run."""
-    drop_budget: float = 0.1
+    drop_budget: float = setting(0.1, changes="nothing", least=0.0, most=1.0)
     """Share of the samples read that may be dropped; the run stops when more are, beyond doubt. 1.0 never stops."""
-    max_drops_without_pack: int = MAX_DROPS_WITHOUT_PACK
+    max_drops_without_pack: int = setting(MAX_DROPS_WITHOUT_PACK, changes="nothing", least=1)
     """Samples that a worker may drop one after another without a pack between them before the run stops."""
-    ledger: str | None = None
+    ledger: str | None = setting(None, changes="nothing")
     """Directory of the ledger files, one per worker; None keeps the ledger in the batches only."""
 
     def __post_init__(self) -> None:
-        names = ("seq_length", "max_text_tokens_per_pack", "window", "max_segments_per_pack", "max_cost_per_pack")
-        for name in (*names, "balance_window", "max_drops_without_pack"):
-            value = getattr(self, name)
-            if value is not None and not 1 <= value < math.inf:
-                raise ConfigError(f"packing.{name} is {value}; it must be at least 1.")
+        check_bounds("packing", self)
         if self.policy != "window":  # the registry needs numpy
             from energon_packing.packing.online import check_online_policy
 
             check_online_policy(self.policy)
-        if not 0.0 <= self.drop_budget <= 1.0:
-            raise ConfigError(f"packing.drop_budget is {self.drop_budget}; it must be a share between 0 and 1.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

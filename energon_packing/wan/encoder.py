@@ -16,10 +16,9 @@ from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.media.decoding_process import DecodingProcess
 from energon_packing.media.tensor import read_tensor
 from energon_packing.media.video import decode_frames
-from energon_packing.wan.caption_encoder import CaptionEncoder, T5CaptionEncoder
 from energon_packing.wan.clip import ClipPlan, plan_clip, resize_frames
 from energon_packing.wan.config import BRIDGE_TEXT_LENGTH, TextToVideoConfig
-from energon_packing.wan.latent_encoder import LatentEncoder, WanLatentEncoder
+from energon_packing.wan.models import CaptionEncoder, LatentEncoder, T5CaptionEncoder, WanLatentEncoder
 from energon_packing.wan.pack import BRIDGE_LARGEST_LATENT, WanSample
 from energon_packing.wan.record import StoredTensor, TextToVideo
 
@@ -174,30 +173,21 @@ class TextToVideoEncoder:
             assert sample.video is not None
             return (channels, *self._plan(sample.video).latent_shape)
         found, frames, height, width = sample.latents.shape
+        sides, patch = [frames, height, width], list(self.config.patch)
         if found != channels:
             raise SampleRejected(
                 "wrong_shape", f"latents of {found} channels, but encoder.latent_channels is {channels}"
             )
-        for side, size in zip((frames, height, width), self.config.patch, strict=True):
-            if side % size:
-                raise SampleRejected(
-                    "wrong_shape",
-                    f"latents of {[frames, height, width]} do not divide into patches of {list(self.config.patch)}",
-                )
+        if any(side % size for side, size in zip(sides, patch, strict=True)):
+            raise SampleRejected("wrong_shape", f"latents of {sides} do not divide into patches of {patch}")
         return found, frames, height, width
 
     def _plan(self, video: Media) -> ClipPlan:
         if self.latent_encoder is None:
             raise ConfigError("The data has videos without latents; name their VAE in encoder.vae, or store latents.")
-        assert video.frames is not None
-        assert video.fps is not None
-        assert video.width is not None
-        assert video.height is not None
+        sizes: Any = (video.frames, video.fps, video.width, video.height)  # all known, see `TextToVideo`
         return plan_clip(
-            video.frames,
-            video.fps,
-            video.width,
-            video.height,
+            *sizes,
             config=self.config,
             temporal_stride=self.latent_encoder.temporal_stride,
             spatial_stride=self.latent_encoder.spatial_stride,
@@ -244,13 +234,12 @@ class TextToVideoEncoder:
     ) -> torch.Tensor:
         assert self.latent_encoder is not None
         plan = self._plan(video)
-        made = (
+        frames = (
             self._decoding((video, plan), read, (video.name,))
             if self.config.decode_in_child
             else self._frames((video, plan), read)
         )
-        resized = made["frames"]
-        latent = self.latent_encoder.encode(resized)
+        latent = self.latent_encoder.encode(frames["frames"])
         if tuple(latent.shape) != latent_shape:
             raise ConfigError(
                 f"{self.latent_encoder.name} made latents of shape {list(latent.shape)}, but its strides imply "

@@ -6,100 +6,71 @@ Both rows are padded to the alignment multiple, clip by clip.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
 from energon_packing.packing.balance import pack_cost
 from energon_packing.packing.pack_limits import PackLimits
+from energon_packing.wan.config import TextToVideoRunConfig
 
 
-class SizedClip(Protocol):
-    """A clip that has been measured: its patches and its text tokens."""
-
-    @property
-    def length(self) -> int:
-        """Latent patches."""
-
-    @property
-    def images(self) -> int:
-        """Images that a vision encoder sees: none."""
-
-    @property
-    def patches(self) -> int:
-        """Rows of vision input besides those of the row itself: none."""
-
-    @property
-    def text_tokens(self) -> int:
-        """Tokens of the caption."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ClipLimits:
-    """The limits of one pack of clips.
+@dataclass(frozen=True, kw_only=True)
+class ClipLimits(PackLimits):
+    """The limits of one pack of clips; what `PackLimits` calls tokens are latent patches here.
 
     Attributes:
-        patches: latent patches of the row, alignment padding included; a multiple of `multiple`.
-        multiple: patches and text tokens that every clip is padded to a multiple of.
         text_tokens: of all clips, alignment padding included; None for no limit.
-        segments: clips.
-        cost: of all clips by `pack_cost`, in patches without attention.
         lone_room: a clip alone in its row that has the only padding needs room for a masked clip of one multiple.
     """
 
-    patches: int
-    multiple: int = 1
     text_tokens: int | None = None
-    segments: int | None = None
-    cost: float | None = None
-    lone_room: bool = False
-    _row: PackLimits = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        row = PackLimits(tokens=self.patches, multiple=self.multiple, segments=self.segments, cost=self.cost)
-        object.__setattr__(self, "_row", row)
-
-    @property
-    def units(self) -> int:
-        """Capacity of a row of patches in alignment units."""
-        return self._row.units
+    @classmethod
+    def of(cls, run: TextToVideoRunConfig) -> ClipLimits:
+        """Returns the limits of a run's packs."""
+        return cls(
+            tokens=run.packing.seq_length,
+            multiple=run.multiple,
+            text_tokens=run.packing.max_text_tokens_per_pack,
+            segments=run.packing.max_segments_per_pack,
+            cost=run.packing.max_cost_per_pack,
+            lone_room=run.encoder.compat == "none",
+        )
 
     @property
     def limited(self) -> dict[str, int]:
-        """Limits besides patches, by name."""
+        """Limits other than patches, by name."""
         text = {} if self.text_tokens is None else {"text_tokens": self.text_tokens}
-        return text | self._row.limited
+        return text | super().limited
 
-    def length_units(self, clip: SizedClip) -> int:
-        """Alignment units that a clip occupies in the row of patches."""
-        return self._row.length_units(clip)
-
-    def text_place(self, clip: SizedClip) -> int:
+    def text_place(self, clip: Any) -> int:
         """Text tokens that a clip occupies in the row of keys."""
         return -(-clip.text_tokens // self.multiple) * self.multiple
 
-    def costs(self, clips: Sequence[SizedClip]) -> dict[str, list[int]]:
+    def costs(self, clips: Sequence[Any]) -> dict[str, list[Any]]:
         """One cost per clip for each limited name."""
-        text = {} if self.text_tokens is None else {"text_tokens": [self.text_place(clip) for clip in clips]}
-        return text | self._row.costs(clips)
+        if self.text_tokens is None:
+            return super().costs(clips)
+        return {"text_tokens": [self.text_place(clip) for clip in clips]} | replace(self, text_tokens=None).costs(clips)
 
-    def too_long(self, clip: SizedClip) -> bool:
-        """Whether a clip, with the masked clip that it may need, has more patches than a whole row."""
-        return self.length_units(clip) + self.masked_units(clip) > self.units
-
-    def masked_units(self, clip: SizedClip) -> int:
+    def masked_units(self, clip: Any) -> int:
         """Alignment units of the masked clip that follows a clip which is alone in its row."""
-        return int(self.lone_room and (clip.length % self.multiple != 0 or clip.text_tokens % self.multiple != 0))
+        padded: int = (clip.length % self.multiple != 0) | (clip.text_tokens % self.multiple != 0)
+        return padded * self.lone_room
 
-    def holds(self, clip: SizedClip) -> bool:
-        """Whether the clip fits a pack by itself."""
-        return not self.too_long(clip) and self.exceeded(clip) is None
+    def overlong(self, clip: Any) -> str:
+        """Says why a clip is longer than a row."""
+        room = self.masked_units(clip) * self.multiple
+        masked = f" and {room} for a masked clip after it" if room else ""
+        grid = f" ({'x'.join(map(str, clip.grid))})" if hasattr(clip, "grid") else ""  # a planned clip has none
+        return f"{clip.length} patches{grid}{masked}; a row holds packing.seq_length={self.tokens}"
 
-    def exceeded(self, clip: SizedClip) -> str | None:
+    def exceeded(self, clip: Any) -> str | None:
         """The first limit besides patches that a clip exceeds alone, as part of a sentence; None if it fits."""
         text = self.text_place(clip) + self.masked_units(clip) * self.multiple
         if self.text_tokens is not None and text > self.text_tokens:
             return f"{text} text tokens; a pack holds packing.max_text_tokens_per_pack={self.text_tokens}"
-        return self._row.exceeded(clip)
+        return super().exceeded(clip)
 
 
 def clip_cost(patches: int) -> int:

@@ -6,12 +6,9 @@ import functools
 from typing import Any, cast
 
 from energon_packing.config import PackingConfig, RunConfig
-from energon_packing.energon.epoch_end import Agree
-from energon_packing.energon.loader import PackLoader, build_dataset, data_fingerprint
-from energon_packing.ledger_place import LedgerLock
-from energon_packing.wan.caption_encoder import CaptionEncoder
+from energon_packing.energon.loader import PackLoader, build_loader, data_fingerprint
 from energon_packing.wan.config import TextToVideoRunConfig
-from energon_packing.wan.latent_encoder import LatentEncoder
+from energon_packing.wan.models import CaptionEncoder, LatentEncoder
 from energon_packing.wan.task_encoder import TextToVideoTaskEncoder
 
 
@@ -21,9 +18,6 @@ def build_text_to_video_loader(
     latent_encoder: LatentEncoder | None = None,
     caption_encoder: CaptionEncoder | None = None,
     task_encoder: TextToVideoTaskEncoder | None = None,
-    prefetch: int = 2,
-    data_parallel_group: Any = None,
-    agree: Agree | None = None,
     **arguments: Any,
 ) -> PackLoader:
     """A loader of packs of clips for one data-parallel rank; its packs are `ClipPack`.
@@ -32,8 +26,7 @@ def build_text_to_video_loader(
         config: of the run.
         latent_encoder, caption_encoder: models of your own; None takes those of ``config.encoder``.
         task_encoder: None builds one from the configuration and the two models.
-        prefetch, agree: as `PackLoader`.
-        data_parallel_group, arguments: ``rank``, ``world_size``, ``split``, ``workers``, as `build_dataset`.
+        arguments: as for `energon_packing.energon.loader.build_loader`.
 
     Raises:
         UserError: there is no data set at ``data.path``, or it lacks the split.
@@ -43,28 +36,7 @@ def build_text_to_video_loader(
         task_encoder = build_text_to_video_task_encoder(
             config, latent_encoder=latent_encoder, caption_encoder=caption_encoder
         )
-    dataset = build_dataset(
-        _data_of(config),
-        task_encoder=cast("Any", task_encoder),
-        data_parallel_group=data_parallel_group,
-        tells_end=True,
-        **arguments,
-    )
-    return PackLoader(
-        dataset,
-        prefetch=prefetch,
-        epoch_end=config.data.epoch_end,
-        padding=task_encoder.padding_pack,
-        agree=agree,
-        group=data_parallel_group,
-        capacity=task_encoder.capacity,
-        budget=config.packing.drop_budget,
-        lock=LedgerLock(config.packing.ledger, dataset.worker_config.rank),
-        keep_memory=config.data.keep_memory,
-        ahead=config.data.depth,
-        fingerprint=task_encoder.loader_fingerprint(dataset),
-        accept_changed=config.data.accept_changed,
-    )
+    return build_loader(_shared_settings(config), task_encoder=cast("Any", task_encoder), **arguments)
 
 
 def build_text_to_video_task_encoder(config: TextToVideoRunConfig, **models: Any) -> TextToVideoTaskEncoder:
@@ -77,9 +49,14 @@ def build_text_to_video_task_encoder(config: TextToVideoRunConfig, **models: Any
     Raises:
         ConfigError: a model cannot be used.
     """
-    return TextToVideoTaskEncoder(config, fingerprint=functools.partial(data_fingerprint, _data_of(config)), **models)
+    data = functools.partial(data_fingerprint, _shared_settings(config))
+    return TextToVideoTaskEncoder(config, fingerprint=data, **models)
 
 
-def _data_of(config: TextToVideoRunConfig) -> RunConfig:
-    """What a data set reads of the configuration: of the sections, only ``data``."""
-    return RunConfig(data=config.data, packing=PackingConfig(seq_length=config.packing.seq_length))
+def _shared_settings(config: TextToVideoRunConfig) -> RunConfig:
+    """What a loader reads of a configuration of any kind."""
+    packing = config.packing
+    return RunConfig(
+        data=config.data,
+        packing=PackingConfig(seq_length=packing.seq_length, drop_budget=packing.drop_budget, ledger=packing.ledger),
+    )

@@ -22,7 +22,6 @@ from torch.nn import functional
 from energon_packing.errors import ConfigError, PackingError
 from energon_packing.thd.visible_padding import hides_padding
 from energon_packing.wan.config import BRIDGE_TEXT_LENGTH, Compat
-from energon_packing.wan.patches import patch_grid, to_patches
 
 BRIDGE_LARGEST_LATENT = 1e3
 """Bridge's Wan data path skips a video with a larger absolute value."""
@@ -78,16 +77,7 @@ class WanPack:
 
     def to_bridge(self) -> dict[str, Any]:
         """The batch that Bridge's ``wan_step`` reads."""
-        names = (
-            "video_latents",
-            "context_embeddings",
-            "loss_mask",
-            "seq_len_q",
-            "seq_len_q_padded",
-            "seq_len_kv",
-            "seq_len_kv_padded",
-            "grid_sizes",
-        )
+        names = ("video_latents", "context_embeddings", "loss_mask", *_LENGTH_FIELDS, "grid_sizes")
         metadata = [*self.video_metadata, *({} for _ in range(self.fillers))]
         return {name: getattr(self, name) for name in names} | {"video_metadata": metadata}
 
@@ -111,6 +101,13 @@ class WanPack:
         """Patches of the row, padding included."""
         return len(self.video_latents)
 
+    def sample_at(self, name: str, row: int) -> int:
+        """Returns which clip a row of a tensor belongs to."""
+        lengths = self.seq_len_kv_padded if name == "context_embeddings" else self.seq_len_q_padded
+        if len(lengths) == len(getattr(self, name)):  # one number of each clip, not one of each patch or text token
+            return row
+        return int(torch.searchsorted(lengths.cumsum(0), row, right=True))
+
     def positions(self) -> torch.Tensor:
         """int64 ``[3, Q]``: frame, row and column of each patch in its own video, from 0; padding is at 0, 0, 0."""
         row = torch.zeros(3, self.total_tokens, dtype=torch.int64)
@@ -123,7 +120,8 @@ class WanPack:
 
     def boundaries(self) -> dict[str, torch.Tensor]:
         """``cu_seqlens_q, cu_seqlens_q_padded, cu_seqlens_kv, cu_seqlens_kv_padded``: int32 ``[n + 1]``."""
-        return {f"cu_{name}": _boundaries(getattr(self, name)) for name in _LENGTH_FIELDS}
+        ends = {name: getattr(self, name).cumsum(0) for name in _LENGTH_FIELDS}
+        return {f"cu_{name}": functional.pad(each, (1, 0)).to(torch.int32) for name, each in ends.items()}
 
     def packed_seq_params(self) -> dict[str, Any]:
         """Megatron-Core's ``PackedSeqParams`` of both attentions: ``self_attention`` and ``cross_attention``.
@@ -132,32 +130,30 @@ class WanPack:
         """
         from megatron.core.packed_seq_params import PackedSeqParams
 
-        cu = self.boundaries()
-        longest_q, longest_kv = int(self.seq_len_q_padded.max()), int(self.seq_len_kv_padded.max())
+        cu, longest = (
+            self.boundaries(),
+            {"q": int(self.seq_len_q_padded.max()), "kv": int(self.seq_len_kv_padded.max())},
+        )
         known = {spec.name for spec in fields(PackedSeqParams)}
         aligned = {side: torch.equal(cu[f"cu_seq_len_{side}"], cu[f"cu_seq_len_{side}_padded"]) for side in ("q", "kv")}
         for side in (side for side, whole in aligned.items() if whole):
             cu[f"cu_seq_len_{side}_padded"] = cu[f"cu_seq_len_{side}"]  # one tensor: from 2.18 on that means no padding
-        made = {}
-        for name, keys, longest in (("self_attention", "q", longest_q), ("cross_attention", "kv", longest_kv)):
-            made[name] = PackedSeqParams(
+        return {
+            name: PackedSeqParams(
                 qkv_format="thd",
                 cu_seqlens_q=cu["cu_seq_len_q"],
                 cu_seqlens_q_padded=cu["cu_seq_len_q_padded"],
                 cu_seqlens_kv=cu[f"cu_seq_len_{keys}"],
                 cu_seqlens_kv_padded=cu[f"cu_seq_len_{keys}_padded"],
-                max_seqlen_q=longest_q,
-                max_seqlen_kv=longest,
+                max_seqlen_q=longest["q"],
+                max_seqlen_kv=longest[keys],
                 **({"pad_between_seqs": not (aligned["q"] and aligned[keys])} if "pad_between_seqs" in known else {}),
             )
-        return made
+            for name, keys in (("self_attention", "q"), ("cross_attention", "kv"))
+        }
 
 
 _LENGTH_FIELDS = ("seq_len_q", "seq_len_q_padded", "seq_len_kv", "seq_len_kv_padded")
-
-
-def _boundaries(lengths: torch.Tensor) -> torch.Tensor:
-    return functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
 
 
 def clip_order(patches: Sequence[int], text_tokens: Sequence[int], multiple: int) -> list[int]:
@@ -182,6 +178,26 @@ def _hidden(patches: Sequence[int], text_tokens: Sequence[int], multiple: int) -
     if any(length % multiple for length in patches):
         return hides_padding(patches, multiple)
     return hides_padding(text_tokens, multiple)
+
+
+def patch_grid(shape: Sequence[int], patch: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Patches along frames, height and width of a latent of ``shape`` ``(frames, height, width)``.
+
+    Raises:
+        PackingError: the latent does not divide into patches.
+    """
+    if len(shape) != 3 or any(side < size or side % size for side, size in zip(shape, patch, strict=True)):
+        raise PackingError(f"a latent of {list(shape)} does not divide into patches of {list(patch)}")
+    frames, height, width = (side // size for side, size in zip(shape, patch, strict=True))
+    return frames, height, width
+
+
+def to_patches(latent: torch.Tensor, patch: tuple[int, int, int]) -> torch.Tensor:
+    """``[patches, pF * pH * pW * channels]`` of a latent ``[channels, frames, height, width]``, channels fastest."""
+    channels = latent.shape[0]
+    grid = patch_grid(latent.shape[1:], patch)
+    sides = [side for pair in zip(grid, patch, strict=True) for side in pair]
+    return latent.reshape(channels, *sides).permute(1, 3, 5, 2, 4, 6, 0).reshape(grid[0] * grid[1] * grid[2], -1)
 
 
 def pack_wan(
@@ -216,18 +232,10 @@ def pack_wan(
         raise ConfigError(f"compat is {compat!r}; it must be 'none' or 'bridge'")
     if not samples:
         raise PackingError("a pack without videos cannot be made")
-    videos, texts, grids = [], [], []
-    for sample in samples:
-        _check(sample, compat)
-        try:
-            grids.append(patch_grid(sample.latent.shape[1:], patch))
-        except PackingError as error:
-            raise PackingError(f"sample {sample.key}: {error}") from None
-        videos.append(to_patches(sample.latent, patch))
-        text = sample.text
-        if compat == "bridge":
-            text = functional.pad(text, (0, 0, 0, BRIDGE_TEXT_LENGTH - text.shape[0]))
-        texts.append(text)
+    grids = [_checked_grid(sample, compat, patch) for sample in samples]
+    videos, texts = [to_patches(sample.latent, patch) for sample in samples], [sample.text for sample in samples]
+    if compat == "bridge":
+        texts = [functional.pad(text, (0, 0, 0, BRIDGE_TEXT_LENGTH - len(text))) for text in texts]
     for name, parts in (("latent", videos), ("text", texts)):
         kinds = {(part.shape[1], part.dtype) for part in parts}
         if len(kinds) > 1:
@@ -247,15 +255,7 @@ def pack_wan(
             f"{len(samples)} videos ({samples[0].key} to {samples[-1].key}) occupy {sum(padded['q'])} patches after "
             f"alignment to {multiple}{' and with a masked clip' if fillers else ''}, more than the row's {capacity}"
         )
-    sizes = {
-        name: torch.tensor(values, dtype=torch.int32)
-        for name, values in (
-            ("seq_len_q", lengths["q"]),
-            ("seq_len_q_padded", padded["q"]),
-            ("seq_len_kv", lengths["kv"]),
-            ("seq_len_kv_padded", padded["kv"]),
-        )
-    }
+    sizes = zip(_LENGTH_FIELDS, (lengths["q"], padded["q"], lengths["kv"], padded["kv"]), strict=True)
     return WanPack(
         video_latents=_join(videos, padded["q"])[:, None],
         context_embeddings=_join(texts, padded["kv"])[:, None],
@@ -264,7 +264,7 @@ def pack_wan(
         video_metadata=tuple(sample.metadata for sample in samples),
         keys=tuple(sample.key for sample in samples),
         fillers=fillers,
-        **sizes,
+        **{name: torch.tensor(values, dtype=torch.int32) for name, values in sizes},
     )
 
 
@@ -277,20 +277,24 @@ def _join(parts: Sequence[torch.Tensor], places: Sequence[int]) -> torch.Tensor:
     return row
 
 
-def _check(sample: WanSample, compat: Compat) -> None:
-    for name, tensor, axes in (("latent", sample.latent, 4), ("text", sample.text, 2)):
+def _checked_grid(sample: WanSample, compat: Compat, patch: tuple[int, int, int]) -> tuple[int, int, int]:
+    """`patch_grid` of a sample that can be packed."""
+    latent, text, wrong = sample.latent, sample.text, ""
+    for name, tensor, axes in (("text", text, 2), ("latent", latent, 4)):
         if tensor.dim() != axes or 0 in tensor.shape:
-            raise PackingError(
-                f"sample {sample.key}: its {name} has shape {list(tensor.shape)}, expected {axes} axes, none empty"
-            )
-        if not torch.isfinite(tensor).all():
-            raise PackingError(f"sample {sample.key}: its {name} holds NaN or infinite values")
-    if compat == "bridge" and float(sample.latent.abs().max()) > BRIDGE_LARGEST_LATENT:
-        raise PackingError(
-            f"sample {sample.key}: its latent has values above {BRIDGE_LARGEST_LATENT:g}, which Bridge skips"
+            wrong = f"its {name} has shape {list(tensor.shape)}, expected {axes} axes, none empty"
+        elif not torch.isfinite(tensor).all():
+            wrong = f"its {name} holds NaN or infinite values"
+    if not wrong and compat == "bridge" and float(latent.abs().max()) > BRIDGE_LARGEST_LATENT:
+        wrong = f"its latent has values above {BRIDGE_LARGEST_LATENT:g}, which Bridge skips"
+    elif not wrong and compat == "bridge" and len(text) > BRIDGE_TEXT_LENGTH:
+        wrong = (
+            f"its text has {len(text)} tokens, more than the {BRIDGE_TEXT_LENGTH} of Bridge's data path; shorten it, "
+            "or pack with compat='none'"
         )
-    if compat == "bridge" and sample.text.shape[0] > BRIDGE_TEXT_LENGTH:
-        raise PackingError(
-            f"sample {sample.key}: its text has {sample.text.shape[0]} tokens, more than the {BRIDGE_TEXT_LENGTH} of "
-            "Bridge's data path; shorten it, or pack with compat='none'"
-        )
+    try:
+        if not wrong:
+            return patch_grid(latent.shape[1:], patch)
+    except PackingError as error:
+        wrong = str(error)
+    raise PackingError(f"sample {sample.key}: {wrong}")

@@ -24,18 +24,17 @@ from megatron.energon import (
 )
 from megatron.energon.cache import FileStore
 
-from energon_packing.convert.layout import TEXT_TO_VIDEO_SUBFLAVORS
+from energon_packing.energon.cookers import refuse_unreadable
 from energon_packing.energon.dataset_limits import refuse_dataset_limits
 from energon_packing.energon.fingerprint import settings_of
 from energon_packing.energon.samples import MeasuredSample, Pack, Problem, RenderedSample, read_media
-from energon_packing.energon.shard_reads import refuse_unreadable
-from energon_packing.energon.window_task_encoder import WindowTaskEncoder
+from energon_packing.energon.task_encoder import WindowTaskEncoder
 from energon_packing.errors import PackingError, SampleRejected
-from energon_packing.wan.caption_encoder import CaptionEncoder
-from energon_packing.wan.config import TextToVideoPackingConfig, TextToVideoRunConfig
+from energon_packing.stored_record import check_depth
+from energon_packing.wan.config import SUBFLAVORS, TextToVideoPackingConfig, TextToVideoRunConfig
 from energon_packing.wan.encoder import MeasuredClip, TextToVideoEncoder
-from energon_packing.wan.latent_encoder import LatentEncoder
 from energon_packing.wan.limits import ClipLimits, clip_cost
+from energon_packing.wan.models import CaptionEncoder, LatentEncoder
 from energon_packing.wan.pack import WanPack, WanSample, clip_order, pack_wan
 from energon_packing.wan.record import TextToVideo
 
@@ -75,9 +74,11 @@ def cook_text_to_video(sample: CrudeSample, primary: FileStore, media: FileStore
     """Reads ``<key>.json`` as `TextToVideo.to_record` wrote it. Never raises for bad data: see `Problem`."""
     keys = basic_sample_keys(sample)
     try:
-        if isinstance(sample["json"], bytes):
-            refuse_unreadable(sample["json"])
-        record = TextToVideo.from_record(sample["__key__"], json.loads(sample["json"]))
+        text = sample["json"] if isinstance(sample["json"], bytes) else str(sample["json"]).encode()
+        refuse_unreadable(text)
+        stored = json.loads(text)
+        check_depth(text, stored)
+        record = TextToVideo.from_record(sample["__key__"], stored)
     except SampleRejected as error:
         return TextToVideoSample(**keys, sample=None, problem=Problem(reason=error.reason, detail=error.detail))
     except Exception as error:  # whatever a record does to its reader, only this sample is lost
@@ -85,7 +86,7 @@ def cook_text_to_video(sample: CrudeSample, primary: FileStore, media: FileStore
     return TextToVideoSample(**keys, sample=record, store=primary if media is None else media)
 
 
-TEXT_TO_VIDEO_COOKER: Cooker[Any] = Cooker(cook_text_to_video, has_subflavors=TEXT_TO_VIDEO_SUBFLAVORS)
+TEXT_TO_VIDEO_COOKER: Cooker[Any] = Cooker(cook_text_to_video, has_subflavors=SUBFLAVORS)
 """Reads data sets that ``energon-packing convert --format text-to-video`` wrote."""
 
 
@@ -120,14 +121,7 @@ class TextToVideoTaskEncoder(WindowTaskEncoder):
         self.encoder = TextToVideoEncoder(
             config.encoder, latent_encoder=latent_encoder, caption_encoder=caption_encoder
         )
-        self.limits = ClipLimits(
-            patches=self.packing.seq_length,
-            multiple=self.multiple,
-            text_tokens=self.packing.max_text_tokens_per_pack,
-            segments=self.packing.max_segments_per_pack,
-            cost=self.packing.max_cost_per_pack,
-            lone_room=config.encoder.compat == "none",
-        )
+        self.limits = ClipLimits.of(config)
         self.cookers = (*cookers, TEXT_TO_VIDEO_COOKER)
         self._extra_fingerprint = fingerprint or {}
         self.accept_changed = config.data.accept_changed
@@ -160,20 +154,11 @@ class TextToVideoTaskEncoder(WindowTaskEncoder):
         )
 
     def _check_size(self, measured: MeasuredClip) -> None:
+        reason, detail = "over_limit", self.limits.exceeded(measured)
         if self.limits.too_long(measured):
-            reason = "oversize"
-            room = self.limits.masked_units(measured) * self.multiple
-            masked = f" and {room} for a masked clip after it" if room else ""
-            detail = (
-                f"{measured.length} patches ({'x'.join(map(str, measured.grid))}){masked}; a row holds "
-                f"packing.seq_length={self.packing.seq_length}"
-            )
-        else:
-            reason, exceeded = "over_limit", self.limits.exceeded(measured)
-            if exceeded is None:
-                return
-            detail = exceeded
-        self.refuse_size(measured.key, reason, detail)
+            reason, detail = "oversize", self.limits.overlong(measured)
+        if detail is not None:
+            self.refuse_size(measured.key, reason, detail)
 
     @stateless
     def postencode_sample(self, sample: MeasuredClipSample) -> RenderedClipSample:

@@ -3,8 +3,8 @@
 It packs micro-batches (Megatron-Bridge 0.6.2), or chooses the samples of a row with Energon's hooks (newer sources).
 
 Bridge's `QwenVLTaskEncoder` reads ChatML samples: the conversation as JSON, all images of a sample as one pickled list
-of encoded files (``.jpgs``), its videos as a pickled list of lists of encoded frames (``.videos``). ``docs/bench.md``
-lists what had to be adapted; every choice is the one that costs Bridge less.
+of encoded files (``.jpgs``), its videos as a pickled list of lists of encoded frames (``.videos``).
+``docs/correctness.md`` lists what had to be adapted; every choice is the one that costs Bridge less.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def build_bridge_loader(
         pixels: smallest and largest area of images and frames; None leaves the processor's own limits.
         packing_buffer: prepared samples from which Energon's hooks choose those of a row; None packs micro-batches.
     """
-    from energon_packing.bridge_cpu import stand_ins
+    from support.bridge_cpu import stand_ins
 
     stand_ins.install()  # Bridge imports Transformer Engine; a loader calls nothing that is replaced
     from megatron.bridge.data.energon.base_energon_datamodule import EnergonMultiModalDataModule

@@ -40,7 +40,7 @@ HEADS, WIDTH = 4, 64
 KERNEL_TOLERANCE = 2e-2
 """Largest difference of an attention output in bfloat16 (8 bits of mantissa) on normally distributed values."""
 FLASH_TOLERANCE = 5e-2
-"""Largest difference of a logit in bfloat16; in float32 `energon_packing.report.hugging_face_parity` has it."""
+"""Largest difference of a logit in bfloat16; in float32 `support.parity.hugging_face_parity` has it."""
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, thd.PackedBatch], torch.Tensor]
 """``(query, key, value, batch)``, each ``[T, heads, width]``, to the output ``[T, heads, width]``."""
@@ -85,7 +85,8 @@ def pixels_check(device: str = "cuda") -> dict[str, Any]:
         ``families`` compared, ``bit_equal`` of them, and ``largest``: the largest difference of any value, in units in
         the last place of the processor's. ``equal`` allows one.
     """
-    from bench.offline_processors import PROCESSORS
+    from support.offline_processors import PROCESSORS
+
     from energon_packing.config import EncoderConfig
     from energon_packing.conversation import Media
     from energon_packing.families.registry import build_family
@@ -183,23 +184,22 @@ def transformer_engine_kernel(query: torch.Tensor, key: torch.Tensor, value: tor
 
 
 def parity_checks(device: str = "cuda", *, families: tuple[str, ...] | None = None) -> Iterator[dict[str, Any]]:
-    """Runs `bench.parity` on the device: with a written-out mask, then with the model's own segments.
+    """Runs `support.parity.families` on the device: with a written-out mask, then with the model's own segments.
 
     The second uses flash attention's variable-length kernels (bfloat16) if the package is installed.
     """
-    from bench import parity as bench_parity
-    from energon_packing.report.models import has_flash_attention
+    from support.parity import families as every
+    from support.parity.models import has_flash_attention
 
     for attention in ("mask", "positions"):
         flash = attention == "positions" and device.startswith("cuda") and has_flash_attention()
         with tempfile.TemporaryDirectory(prefix="gpu-parity-") as work:
-            for row in bench_parity.run(
-                families or bench_parity.FAMILIES,
+            for row in every.run(
+                families or every.FAMILIES,
                 Path(work),
                 device=device,
                 attention=attention,
                 tolerance=FLASH_TOLERANCE if flash else None,
-                bridge=False,
             ):
                 equal = row["equal"] and row["control_found"]
                 yield {"check": "parity", "attention": attention, "flash": flash, **row, "equal": equal}

@@ -1,9 +1,10 @@
 """Benchmark of handing packs to the ranks of a replica: how long a training step waits for its pack.
 
-Processes of one host read packs through `OneReader`, and work on each for a while. Three ways take turns:
+Processes of one host read packs through `OneReader`, and work on each for a while. Four ways take turns:
 
 * ``serialised``: the pack is written into one buffer and broadcast over gloo when it is asked for, as this package did
   before it shared memory;
+* ``broadcast-N``: the same, N packs ahead of use, by a thread of each rank that has a group of its own;
 * ``ahead-0``: memory is shared, but each pack is read and handed over when it is asked for;
 * ``ahead-N``: the same, N packs ahead of use.
 """
@@ -13,12 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import queue
 import statistics
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,6 +49,7 @@ class HandoverJob:
     Attributes:
         ranks: processes of one tensor-parallel group.
         depth: packs ahead; None serialises and broadcasts.
+        broadcast: whether packs ahead are serialised and broadcast too, the control of shared memory.
         steps: steps that are measured.
         work: seconds of a step.
         megabytes: pixels of a pack.
@@ -59,11 +62,13 @@ class HandoverJob:
     work: float
     megabytes: int
     memory: bool = False
+    broadcast: bool = False
 
     @property
     def name(self) -> str:
         """Of the way that packs take."""
-        return "serialised" if self.depth is None else f"ahead-{self.depth}"
+        way = "broadcast" if self.broadcast else "ahead"
+        return "serialised" if self.depth is None else f"{way}-{self.depth}"
 
 
 class _Packs(torch.utils.data.IterableDataset[PackedBatch]):
@@ -104,7 +109,9 @@ class _Source:
         """Nothing is restored here."""
 
 
-def _serialised(source: _Source | None, replica: Replica, count: list[int]) -> Iterator[PackedBatch]:
+def _serialised(
+    source: _Source | None, replica: Replica, count: list[int], group: distributed.ProcessGroup | None = None
+) -> Iterator[PackedBatch]:
     """Packs as one buffer that is broadcast; ``count`` sums its bytes."""
     while True:
         size = torch.empty(3, dtype=torch.int64)
@@ -113,10 +120,23 @@ def _serialised(source: _Source | None, replica: Replica, count: list[int]) -> I
             payload = pack_to_bytes(batch := next(source))
             size[2] = payload.numel()
             count[0] += payload.numel()
-        distributed.broadcast(size, replica.reader)
+        distributed.broadcast(size, replica.reader, group=group)
         payload = torch.empty(int(size[2]), dtype=torch.uint8) if payload is None else payload
-        distributed.broadcast(payload, replica.reader)
+        distributed.broadcast(payload, replica.reader, group=group)
         yield batch if source is not None else pack_from_bytes(payload)
+
+
+def _ahead(packs: Iterator[PackedBatch], job: HandoverJob) -> Iterator[PackedBatch]:
+    """The same packs, taken by a thread up to ``job.depth`` before they are asked for."""
+    ready: queue.Queue[PackedBatch] = queue.Queue(job.depth or 1)
+
+    def take() -> None:
+        for _ in range(WARM_UP + job.steps):
+            ready.put(next(packs))
+
+    threading.Thread(target=take, daemon=True).start()
+    while True:
+        yield ready.get()
 
 
 def run_rank(job: HandoverJob, rank: int, folder: str) -> None:
@@ -127,8 +147,14 @@ def run_rank(job: HandoverJob, rank: int, folder: str) -> None:
     replica = Replica.of(SimpleNamespace(tp=distributed.group.WORLD))
     source = _Source(job) if replica.is_reader else None
     broadcast = [0]
-    reader = None if job.depth is None else OneReader(source, replica, depth=job.depth)
-    packs = _serialised(source, replica, broadcast) if reader is None else reader
+    packs: Iterator[PackedBatch]
+    reader = None
+    if job.depth is not None and not job.broadcast:
+        packs = reader = OneReader(source, replica, depth=job.depth)
+    elif job.broadcast:
+        packs = _ahead(_serialised(source, replica, broadcast, distributed.new_group(backend="gloo")), job)
+    else:
+        packs = _serialised(source, replica, broadcast)
     waits, releases, start, batch = [], [], 0.0, None
     for step in range(WARM_UP + job.steps):
         distributed.barrier()  # ranks of a tensor-parallel group do each step together
@@ -146,8 +172,8 @@ def run_rank(job: HandoverJob, rank: int, folder: str) -> None:
         "seconds": time.perf_counter() - start,
         "waits": waits[WARM_UP:],
         "releases": releases[WARM_UP:],
-        "shared": 0 if reader is None else reader.sent.shared,
-        "collective": broadcast[0] if reader is None else reader.sent.collective,
+        "shared": 0 if reader is None else reader.sent["shared"],
+        "collective": broadcast[0] if reader is None else reader.sent["collective"],
         "digests": field_digests(batch) if batch is not None else {},
     }
     Path(folder, f"{rank}.json").write_text(json.dumps(figures))
@@ -210,6 +236,7 @@ def result_of(job: HandoverJob, ranks: Sequence[dict[str, Any]], peak: int) -> d
     return {
         "benchmark": f"handover.tp{job.ranks}",
         "way": job.name,
+        "step_ms": round(1e3 * max(rank["seconds"] for rank in ranks) / job.steps, 2),
         "waiting_percent": round(max(100 * sum(rank["waits"]) / rank["seconds"] for rank in ranks), 3),
         "next_ms_median": round(max(map(statistics.median, milliseconds)), 3),
         "next_ms_longest": round(max(map(max, milliseconds)), 3),
@@ -230,13 +257,17 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--megabytes", type=int, default=126, help="pixels of a pack (default: %(default)s)")
     options = parser.parse_args(list(arguments))
     for ranks in options.ranks:
-        for depth in dict.fromkeys((None, 0, options.depth)):
+        ways = [(depth, False) for depth in dict.fromkeys((None, 0, options.depth))]
+        for depth, ahead in (*ways, (options.depth, True)):
             job = HandoverJob(
-                ranks=ranks, depth=depth, steps=options.steps, work=options.work, megabytes=options.megabytes
+                ranks=ranks,
+                depth=depth,
+                steps=options.steps,
+                work=options.work,
+                megabytes=options.megabytes,
+                broadcast=ahead,
             )
             figures, _ = run(job)
-            looked = HandoverJob(
-                ranks=ranks, depth=depth, steps=8, work=options.work, megabytes=options.megabytes, memory=True
-            )
+            looked = replace(job, steps=8, memory=True)
             print(json.dumps(result_of(job, figures, run(looked)[1])), flush=True)
     return 0

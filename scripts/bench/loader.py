@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import window_memory
 from bench.bridge_in_batch import write_bridge_dataset
 from bench.loader_data import BenchData, prepare_data, read_conversations, read_media
 from bench.loader_lengths import Expected, check_lengths, expected_lengths
@@ -31,9 +30,6 @@ from energon_packing.errors import PackingError, UserError
 
 PUBLISHED_PIXELS = (200_704, 1_003_520)
 """Pixel limits that Bridge's Qwen-VL recipes set, and the default of its task encoder."""
-
-MEMORY_LIMIT = 16 << 10
-"""Bytes that a buffered image sample may cost."""
 
 _ON_BRIDGE = Path(__file__).resolve().parents[1] / "on_bridge.sh"
 
@@ -175,29 +171,6 @@ def path_name(job: LoaderJob) -> str:
     return f"ours-window{job.window}" + ("" if job.keep_memory else "-give-back")
 
 
-def run_memory(bench: LoaderBench, work: Path, windows: tuple[int, int] = (16, 1024)) -> Iterator[dict[str, Any]]:
-    """Measures what one more image sample in the window costs; takes the arguments of `run`.
-
-    Yields:
-        The dict of `window_memory.compare`, with ``limit``, the bytes that the project allows itself.
-    """
-    data = prepare_data(
-        work, conversations=bench.conversations, seed=bench.seed, camera_images=bench.realistic, images_only=True
-    )
-    measured = []
-    for window in windows:
-        job = LoaderJob(
-            path="ours",
-            data=str(data.root),
-            processor=bench.processor or str(processor_path("qwen2_5_vl")),
-            seq_length=bench.seq_length,
-            window=window,
-            pixels=PUBLISHED_PIXELS if bench.realistic else None,
-        )
-        measured.append(start(job, work / f"memory-{window}.log", module="window_memory"))
-    yield window_memory.compare(*measured) | {"windows": list(windows), "limit": MEMORY_LIMIT}
-
-
 def start(job: Any, log: Path, *, module: str = "loader_run", name: str | None = None) -> dict[str, Any]:
     """Runs a module of this package for a job in a fresh process, whose output goes to `log`.
 
@@ -324,7 +297,6 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--repeat", type=int, default=1, help="runs per path; figures are medians")
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--processor", help="directory of a Qwen2.5-VL processor; the demo's by default")
-    options.add_argument("--memory", action="store_true", help="measure what one buffered image sample costs instead")
     options.add_argument("--work", type=Path, help="keep data and logs here; a temporary directory by default")
     return options
 
@@ -351,8 +323,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="bench-loader-") as temporary:
             work = given.work or Path(temporary)
             work.mkdir(parents=True, exist_ok=True)
-            measure = run_memory if given.memory else run
-            for result in measure(bench, work):
+            for result in run(bench, work):
                 print(json.dumps(result), flush=True)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -108,7 +108,7 @@ def _import(processor: Path) -> None:
 
     import energon_packing.offline.measure  # noqa: F401
     from energon_packing.encoders.tokenized import use_one_thread
-    from energon_packing.offline.measuring import ShardMeasurer
+    from energon_packing.offline.measure import ShardMeasurer
 
     use_one_thread()  # as the command does; the bare tokenizer is quicker so, too
     torch.set_num_threads(1)
@@ -172,8 +172,8 @@ def measured(path: Path, processor: Path) -> float:
 
     The processor is loaded before.
     """
-    from energon_packing.offline.measuring import ShardMeasurer
-    from energon_packing.offline.source_part import source_parts
+    from energon_packing.offline.measure import ShardMeasurer
+    from energon_packing.offline.source import source_parts
 
     config = config_of(path, processor)
     with tempfile.TemporaryDirectory() as out:
@@ -189,8 +189,7 @@ def tokenized(path: Path, processor: Path) -> float:
     """CPU seconds in which the tokenizer encodes the rendered text of every sample, one call each."""
     from transformers import AutoTokenizer
 
-    from energon_packing.offline.shard_index import ShardIndex
-    from energon_packing.offline.source_part import source_parts
+    from energon_packing.offline.source import ShardIndex, source_parts
 
     (part,) = source_parts(path, "train")
     tokenizer = AutoTokenizer.from_pretrained(str(processor))

@@ -14,8 +14,8 @@ import numpy as np
 import pyarrow as pa
 
 from energon_packing.config import EncoderConfig, to_mapping
+from energon_packing.offline.files import write_table
 from energon_packing.offline.index import MEDIA, SCHEMA, Index, IndexedDataset, IndexedShard
-from energon_packing.offline.parquet import write_table
 
 SHARD = 10_000
 """Samples of a shard."""

@@ -107,6 +107,7 @@ def run(images: int, kilobytes: int, repeat: int, workers: int, directory: Path 
                     PackConfig(plan=plan, out=place / way, media=way, workers=workers, shard_packs=SHARD_PACKS)
                 )
                 seconds[way] = time.perf_counter() - start
+                assert report.facts is not None
                 media = sum(shard.media_bytes for shard in report.facts.shards)
                 shutil.rmtree(place / way)
             seconds["plain"] = plain_copy(tars, place / "plain") * media / sum(tar.stat().st_size for tar in tars)

@@ -20,10 +20,9 @@ import numpy as np
 from bench import peers as bench_peers
 from bench.length_lists import LengthList, load_lists
 from energon_packing.errors import UserError
-from energon_packing.packing.bound import lower_bound
 from energon_packing.packing.constraints import Constraints
-from energon_packing.packing.policies.registry import policy_names
-from energon_packing.packing.statistics import PackStatistics
+from energon_packing.packing.policies import policy_names
+from energon_packing.packing.statistics import PackStatistics, lower_bound
 from energon_packing.packing.whole_list import pack_lengths
 
 # Samples held by the policy `window`; `internvl` has its own default of 20 open packs.
@@ -205,16 +204,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--peer-seconds", type=float, default=bench_peers.LIMIT_SECONDS, help="time limit per peer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="one JSON line per result instead of a table")
-    parser.add_argument("--plots", type=Path, metavar="DIR", help="draw the plots of docs/packing.md instead")
     given = parser.parse_args(argv)
     rows: list[dict[str, Any]] = []
     try:
-        if given.plots is not None:
-            from bench import plots as bench_plots
-
-            for file in bench_plots.draw(given.plots, given.lists, samples=given.samples, seed=given.seed):
-                print(file)
-            return 0
         python: Path | None = None
         missing: dict[str, str] = {}
         if given.peers_env is not None and not given.no_peers:

@@ -86,7 +86,7 @@ def bridge_packer(name: str) -> Packer:
         found: Packer = getattr(import_module(module), name)
     except ImportError:
         # Its package imports Transformer Engine; on a machine without it, stand-ins let the import succeed.
-        from energon_packing.bridge_cpu import stand_ins
+        from support.bridge_cpu import stand_ins
 
         stand_ins.install()
         try:

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from support.bridge_cpu import stand_ins
+from support.bridge_cpu.tiny_models import special_tokens
 
-from energon_packing.bridge_cpu import stand_ins
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, ParallelConfig, RunConfig
 from energon_packing.encoders.encoder import ConversationEncoder
-from energon_packing.report.models import special_tokens
 
 Rows = Literal["packs", "in_batch", "padded"]
 
@@ -80,7 +80,7 @@ def micro_batches(job: TrainJob) -> MicroBatches:
     """Makes all micro-batches of a job; nothing of the loader remains in memory."""
     from energon_packing.bridge.in_batch import MicroBatchForm
     from energon_packing.energon.loader import build_loader, build_task_encoder
-    from energon_packing.energon.micro_batches import MicroBatchTaskEncoder
+    from energon_packing.energon.sample_task_encoder import MicroBatchTaskEncoder
     from energon_packing.energon.task_encoder import PackingTaskEncoder
     from energon_packing.thd.batch import PackedBatch
 
@@ -109,7 +109,7 @@ def micro_batches(job: TrainJob) -> MicroBatches:
         found.dropped += len(pack.dropped)
     assert isinstance(encoder.encoder, ConversationEncoder)  # of an EncoderConfig
     found.vocab_size = max(encoder.encoder.tokenizer.get_vocab().values()) + 1
-    found.special_tokens = special_tokens(encoder.encoder)
+    found.special_tokens = special_tokens(encoder.encoder.tokenizer.get_vocab())
     return found
 
 
@@ -152,7 +152,7 @@ def measure(job: TrainJob) -> dict[str, Any]:
     """
     on_cpu = stand_ins.needed()
     stand_ins.install()
-    from energon_packing.bridge_cpu import tiny_models, training_run
+    from support.bridge_cpu import tiny_models, training_run
 
     made = micro_batches(job)
     rows = [int(batch["tokens"].numel()) for batch in made.batches]

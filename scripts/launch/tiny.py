@@ -5,9 +5,12 @@ torchrun --nproc-per-node 2 scripts/train.py --cpu scripts.launch.tiny:text --da
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
-from energon_packing.bridge_cpu.training_run import make_config
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
+from support.bridge_cpu.training_run import make_config
 
 VOCABULARY = 4224
 LENGTH = 1024
@@ -15,8 +18,9 @@ LENGTH = 1024
 
 def text() -> Any:
     """Returns a tiny language model's recipe with the demo's text processor; name the data with ``--data``."""
+    from support.bridge_cpu import tiny_models
+
     from energon_packing.bridge import PackedEnergonDatasetConfig
-    from energon_packing.bridge_cpu import tiny_models
     from energon_packing.demo import processor_path
 
     model = tiny_models.provider("text", vocab_size=VOCABULARY, seq_length=LENGTH)
@@ -30,8 +34,9 @@ def text() -> Any:
 
 def vision() -> Any:
     """Returns the recipe of a tiny Qwen2.5-VL with the demo's processor: 20 steps on text, images and videos."""
+    from support.bridge_cpu import tiny_models
+
     from energon_packing.bridge import PackedEnergonDatasetConfig
-    from energon_packing.bridge_cpu import tiny_models
     from energon_packing.demo import processor_path
 
     tokens = tiny_models.SpecialTokens(vision_start=4079, vision_end=4080, image=4082, video=4083)

@@ -70,7 +70,7 @@ def _run(page: Page, folder: Path, commands: Path) -> Outcome:
     result, log = folder.with_suffix(".json"), folder.with_suffix(".log")
     environment = os.environ | {
         "PATH": f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}:{ROOT / 'tests'}",
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",

@@ -5,12 +5,15 @@ from __future__ import annotations
 import ast
 import importlib
 import json
-from collections.abc import Callable
+import pkgutil
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
 
 import click
 
+from energon_packing.registry import Registry
 from manual import DOCS, ROOT
 
 WRITE = "python scripts/manual.py write"
@@ -27,15 +30,16 @@ PACKAGES = (
 
 def written() -> dict[Path, Callable[[], str]]:
     """File -> what it must hold."""
-    from energon_packing.report import settings
+    from energon_packing.report.settings import json_schema
     from manual.concepts import concepts
 
     return {
         DOCS / "cli.md": commands,
         DOCS / "api.md": names,
-        DOCS / "settings.md": settings.markdown,
-        DOCS / "settings.schema.json": lambda: json.dumps(settings.json_schema(), indent=1, ensure_ascii=False) + "\n",
+        DOCS / "settings.md": settings_page,
+        DOCS / "settings.schema.json": lambda: json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n",
         DOCS / "images" / "concepts.svg": concepts,
+        DOCS / "validate.md": rules,
     }
 
 
@@ -57,6 +61,22 @@ def commands() -> str:
             parts.append(f"Needs `pip install 'energon-packing[{','.join(entry.extras)}]'`.\n\n")
         parts.append(_command(entry.load(), name, context))
     return "".join(parts)
+
+
+def rules() -> str:
+    """docs/validate.md, with the table of all rules between the lines that mark it."""
+    from energon_packing.validate.rules.registry import RULES
+
+    rows = ["| rule | severity | what holds | a provider | versions | place |", "| --- | --- | --- | --- | --- | --- |"]
+    for rule in RULES:
+        versions = "{}.{} on".format(*rule.since) if rule.since > (0, 6) else "all"
+        if rule.before is not None:
+            versions = "before {}.{}".format(*rule.before)
+        provider = "escapes" if rule.provider_escapes else ""
+        rows.append(f"| `{rule.id}` | {rule.severity} | {rule.checks} | {provider} | {versions} | {rule.place} |")
+    begin, end = "<!-- rules: begin -->", "<!-- rules: end -->"
+    before, _, rest = (DOCS / "validate.md").read_text(encoding="utf-8").partition(begin)
+    return "\n".join([before + begin, "", *rows, "", end + rest.partition(end)[2]])
 
 
 def _command(command: click.Command, name: str, parent: click.Context, level: int = 3) -> str:
@@ -104,7 +124,29 @@ def names() -> str:
         parts.append(f"\n## {package}\n\n{about}\n")
         for name in sorted(_public(package)):
             parts.append(f"\n### {name}\n\n::: {_home(package, name)}\n")
-    return "".join(parts)
+    return "".join([*parts, *_registered()])
+
+
+def _registered() -> Iterator[str]:
+    """What a file of a folder declares for a setting to name, each with the first sentence of its file."""
+    from energon_packing.convert.layouts.layout import LAYOUTS
+    from energon_packing.executors.choice import EXECUTORS
+    from energon_packing.families.registry import FAMILIES
+    from energon_packing.offline.pack import PACK_FORMATS
+    from energon_packing.packing.policies import POLICIES
+
+    yield "\n## Names of families, policies, layouts, executors and pack formats\n\n"
+    yield "Each is a file of the folder; a package outside declares its own in the entry points of that name.\n"
+    registries: tuple[Registry[Any], ...] = (FAMILIES, POLICIES, LAYOUTS, EXECUTORS, PACK_FORMATS)
+    for registry in registries:
+        yield f"\n| `{registry.setting}` (`{registry.folder}`) | |\n| --- | --- |\n"
+        folder = importlib.import_module(registry.folder)
+        for file in sorted(pkgutil.iter_modules(folder.__path__), key=lambda file: file.name):
+            module = importlib.import_module(f"{registry.folder}.{file.name}")
+            names = ", ".join(f"`{name}`" for name in registry.declared(module))
+            told = " ".join((module.__doc__ or "").split("\n\n")[0].split()).replace("``", "`")
+            if names:
+                yield f"| {names} | {told.partition('. ')[0].rstrip('.')}. |\n"
 
 
 def _public(package: str) -> list[str]:
@@ -144,3 +186,60 @@ def _binds(node: ast.stmt, name: str) -> bool:
 @cache
 def _parsed(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def settings_page() -> str:
+    """docs/settings.md."""
+    from energon_packing.report.settings import SECTION_TEXT, settings, shown
+
+    found = settings()
+    parts = [_SETTINGS]
+    for section, text in SECTION_TEXT.items():
+        own = [each for each in found if each.section == section]
+        parts.append(f"\n## {section}\n\n{text}\n\n| setting | default | unit | fingerprint | what it does |\n")
+        parts.append("| --- | --- | --- | --- | --- |\n")
+        for each in own:
+            last = each.name.rpartition(".")[2]
+            kind = _choices(each.hint)
+            told = each.text + (f" One of {', '.join(f'`{choice}`' for choice in kind)}." if kind else "")
+            cells = (f"`{last}`", f"`{shown(each.default)}`", each.unit, _effect(each.name), told)
+            parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
+    return "".join(parts)
+
+
+_SETTINGS = """# Settings
+
+Every setting of a configuration file for conversations; other kinds of sample have settings of their own.
+`python scripts/manual.py write` makes this page of the classes of `energon_packing/config/`; a test keeps it in step.
+
+* `energon-packing init DATASET --processor NAME` writes a file with comments, `energon-packing validate FILE` judges
+  one, and `--set section.key=value` of a command that reads one changes a value.
+* [settings.schema.json](settings.schema.json) is the JSON Schema, for editors: put
+  `# yaml-language-server: $schema=PATH` into the first line of a file.
+* An unknown key is an error that names the nearest known one.
+
+The column *fingerprint* says what a changed value means for a saved loader state ([resume.md](resume.md)):
+
+* `compared`: a state of another value is refused, unless `data.accept_changed` names the setting.
+* `compared as 'X'`: what the setting leads to is compared, under that name.
+* `another plan`: the plan gets another id, and states of the old one are refused.
+* `none`: change it freely.
+"""
+
+
+def _choices(hint: Any) -> tuple[str, ...]:
+    if get_origin(hint) is Literal:
+        return tuple(map(str, get_args(hint)))
+    return next(filter(None, map(_choices, get_args(hint))), ())
+
+
+def _effect(name: str) -> str:
+    """What a changed setting means for a saved loader state, in a few words."""
+    from energon_packing.energon.fingerprint import BY_CONTENT, FREE
+
+    section, top = name.partition(".")[0], ".".join(name.split(".")[:2])
+    if section == "plan":
+        return "another plan"
+    if section in ("training", "metrics") or top in FREE:
+        return "none"
+    return f"compared as {BY_CONTENT[top]!r}" if top in BY_CONTENT else "compared"

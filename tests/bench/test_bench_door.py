@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from bench.peers import runs
+from forking_python import quick_python
 
 DOOR = Path(__file__).resolve().parents[2] / "scripts" / "bench.py"
 
@@ -25,7 +24,7 @@ def lists(tmp_path):
 
 def door(*arguments):
     """``scripts/bench.py`` in a process of its own."""
-    command = [sys.executable, str(DOOR), *map(str, arguments)]
+    command = [quick_python(), str(DOOR), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -53,23 +52,10 @@ def test_balance_shows_each_size_with_and_without_sorting(lists):
     assert by[8, "none", 0] < by[2, "none", 0]
 
 
-def test_lists_that_are_none_are_told_in_a_sentence(tmp_path):
-    (tmp_path / "bad.npz").write_bytes(b"no zip")
-    done = door("packing", "--lists", tmp_path, "--no-peers", "--json")
-    assert done.returncode == 2
-    assert "is not a length list" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 def test_an_unknown_benchmark_names_the_known_ones():
     done = door("lodaer")
     assert done.returncode == 2
     assert "loader|convert|measure|plan|pack|packing" in done.stderr
-
-
-def test_rows_of_numbered_samples_give_back_their_lengths():
-    assert runs(np.array([3, 3, 1, 5, 5, 5, 0, 0])) == [2, 1, 3]
-    assert runs(np.array([1, 1])) == [2]
 
 
 def test_plan_plans_a_drawn_index_and_says_how_good_the_plan_is():

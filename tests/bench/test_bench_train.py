@@ -12,8 +12,6 @@ from types import SimpleNamespace
 import pytest
 from bench import train as bench_train
 
-from energon_packing.errors import PackingError, UserError
-
 pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
 if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
@@ -25,7 +23,7 @@ pytestmark = pytest.mark.full  # benchmarks measure what other tests hold
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory):
     """What ``bench.py train`` prints; the measured processes run in this one, which has imported Bridge already."""
-    from energon_packing.bridge_cpu import stand_ins
+    from support.bridge_cpu import stand_ins
 
     elsewhere = subprocess.run
 
@@ -59,41 +57,3 @@ def test_all_kinds_of_rows_train_the_same_samples_with_the_same_loss(printed):
     assert results[-1]["same_loss"]
     assert {row["samples"] + row["dropped"] for row in results[:-1]} == {10}
     assert {row["micro_batches"] for row in results[1:-1]} == {5}
-
-
-def test_padding_memory_and_speed_are_what_was_computed(printed):
-    packs, in_batch, padded, _ = printed[1]
-    assert packs["padding"] == in_batch["padding"] == 0
-    assert padded["padding"] > 0.2
-    assert packs["widest"] <= packs["seq_length"]
-    for row in (packs, in_batch, padded):
-        assert row["peak_mb"] > 1
-        assert row["tokens_per_second"] == pytest.approx(row["tokens"] / row["seconds_a_pass"], rel=0.05)
-
-
-def result(rows, **fields):
-    known = {"rows": rows, "tokens_per_cpu_second": 100, "peak_mb": 50, "samples": 4, "tokens": 400, "loss": 2.0}
-    return known | fields
-
-
-def test_the_verdict_is_of_theirs_over_ours():
-    slow = result("padded-mb2", tokens_per_cpu_second=50, peak_mb=150)
-    found = bench_train.verdict([result("packs"), slow])
-    assert found["times_faster"] == {"padded-mb2": 2.0}
-    assert found["memory"] == {"padded-mb2": 3.0}
-    assert found["same_loss"]
-    assert not bench_train.verdict([result("packs"), result("padded-mb2", loss=2.1)])["same_loss"]
-    assert not bench_train.verdict([result("packs"), result("padded-mb2", tokens=399)])["same_samples"]
-    with pytest.raises(PackingError, match="at least one other"):
-        bench_train.verdict([result("packs")])
-
-
-def test_rows_that_train_something_else_end_with_code_one(monkeypatch):
-    monkeypatch.setattr(bench_train, "run", lambda *_: iter([{"same_loss": False, "same_samples": True}]))
-    assert bench_train.main([]) == 1
-
-
-@pytest.mark.parametrize("wrong", [{"passes": 0}, {"micro_batches": (1,)}, {"micro_batches": ()}, {"family": "gpt"}])
-def test_a_bench_of_nothing_is_refused_with_a_sentence(wrong):
-    with pytest.raises(UserError):
-        bench_train.TrainBench(**wrong)

@@ -53,7 +53,7 @@ def test_indices_that_are_ours_are_equal_and_shifted_ones_are_named():
 
 
 def test_pixels_of_every_family_are_made_of_bytes_and_other_bytes_are_found_different(monkeypatch):
-    from bench.offline_processors import PROCESSORS
+    from support.offline_processors import PROCESSORS
 
     found = gpu_checks.pixels_check("cpu")
     assert (found["equal"], found["bit_equal"], found["families"]) == (True, len(PROCESSORS), len(PROCESSORS))
@@ -76,35 +76,6 @@ def test_parity_runs_both_ways_on_the_device():
     found = list(gpu_checks.parity_checks("cpu", families=("text",)))
     assert [row["attention"] for row in found] == ["mask", "positions"]
     assert all(row["equal"] for row in found)
-
-
-def test_without_a_gpu_it_says_what_it_needs(capsys):
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    assert gpu_checks.main([]) == 0
-    assert "need one CUDA device" in json.loads(capsys.readouterr().out)["skipped"]
-
-
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (ModuleNotFoundError("No module named 'transformer_engine'", name="transformer_engine"), 0),
-        (ModuleNotFoundError("No module named 'energon_packing.thdd'", name="energon_packing.thdd"), 1),
-        (ImportError("cannot import name 'assembl' from 'energon_packing.thd'", name="energon_packing.thd"), 1),
-        (ImportError("libcudart.so.13: cannot open shared object file"), 1),
-    ],
-)
-def test_only_a_package_that_is_not_installed_skips_a_check(monkeypatch, tmp_path, capsys, error, code):
-    def raises():
-        raise error
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Example")
-    monkeypatch.setitem(gpu_checks.CHECKS, "indices", raises)
-    assert gpu_checks.main(["--check", "indices", "--out", str(tmp_path)]) == code
-    row = json.loads(capsys.readouterr().out)
-    assert ("skipped" in row) == (code == 0)
-    assert row.get("equal") == (None if code == 0 else False)
 
 
 def test_results_are_stored_under_the_name_of_the_device_and_a_failed_check_stops_no_other(

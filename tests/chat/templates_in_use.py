@@ -99,23 +99,6 @@ MISTRAL = """
 {%- endfor %}
 """
 
-# Earlier reasoning is taken out of the text once another question follows.
-THINKING = """
-{%- set last = namespace(question=-1) %}
-{%- for message in messages if message.role == 'user' %}{%- set last.question = messages.index(message) %}{%- endfor %}
-{%- for message in messages %}
-    {{- '<|im_start|>' + message.role + '\\n' }}
-    {%- if message.role == 'assistant' %}⟦
-        {{- message.content.split('</think>')[-1] if loop.index0 < last.question else message.content }}
-        {{- '<|im_end|>' }}⟧
-    {%- else %}
-        {{- message.content + '<|im_end|>' }}
-    {%- endif %}
-    {{- '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
-"""
-
 # Content as a list of parts only, images before the text, as vision templates without string content have it.
 LLAVA = """
 {%- for message in messages %}

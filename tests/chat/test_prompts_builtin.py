@@ -73,28 +73,6 @@ EXPECTED = {
     ),
 }
 EXPECTED["qwen3"] = EXPECTED["qwen2_5_vl"] = EXPECTED["chatml"]
-DEFAULT_SYSTEM = {
-    "chatml": None,
-    "qwen3": None,
-    "qwen2_5_vl": "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n",
-    "llama3": None,
-    "mistral": None,
-    "deepseek": None,
-    "gemma": None,
-    "qwen": "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n",
-    "internvl": (
-        "<|im_start|>system\n你是书生·万象，英文名是InternVL，是由上海人工智能实验室、清华大学及多家合作单位联合开发的"
-        "多模态大语言模型。<|im_end|>\n"
-    ),
-    "vicuna": (
-        "<s>A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, "
-        "detailed, and polite answers to the user's questions. "
-    ),
-    "alpaca": (
-        "<s>Below is an instruction that describes a task. Write a response that appropriately completes the "
-        "request.\n\n"
-    ),
-}
 ASKED = {
     "chatml": "<|im_start|>assistant\n",
     "qwen3": "<|im_start|>assistant\n",
@@ -212,10 +190,6 @@ def talk(*texts: str, system: str | None = None, **others) -> Conversation:
     return Conversation(key="k", turns=tuple(turns), **others)
 
 
-def test_there_is_a_built_in_prompt_for_every_format_that_is_promised():
-    assert builtin_prompts() == sorted(EXPECTED)
-
-
 @pytest.mark.parametrize("name", sorted(EXPECTED))
 def test_a_conversation_reads_as_the_format_was_published_and_answers_with_their_end_are_trained(tokenizers, name):
     rendered = template(name, tokenizers).render(talk("Hi there", "Hello!", "And 2+2?", "4", system="Be brief."))
@@ -223,19 +197,9 @@ def test_a_conversation_reads_as_the_format_was_published_and_answers_with_their
 
 
 @pytest.mark.parametrize("name", sorted(EXPECTED))
-def test_without_a_system_turn_the_formats_own_stands_there_or_none(tokenizers, name):
-    text = template(name, tokenizers).render(talk("Hi there", "Hello!")).text
-    if DEFAULT_SYSTEM[name] is not None:
-        assert text.startswith(DEFAULT_SYSTEM[name])
-    else:
-        assert "system" not in text
-        assert "Be brief" not in text
-
-
-@pytest.mark.parametrize("name", sorted(EXPECTED))
 def test_the_generation_prompt_is_what_the_answer_follows(tokenizers, name):
     made = template(name, tokenizers)
-    text, _ = made.renderer.run([{"role": "user", "content": "Hi"}], None, track=False, prompt=True)
+    text, _ = made.renderer.run([{"role": "user", "content": "Hi"}], None, prompt=True)
     assert text.endswith(ASKED[name])
     whole = made.render(talk("Hi", "Yes"))
     assert whole.text.startswith(text)
@@ -245,7 +209,7 @@ words = st.text(st.sampled_from("ab 9?\n{}<é你😀'\""), min_size=1, max_size=
 
 
 @pytest.mark.parametrize("name", sorted(EXPECTED))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     texts=st.lists(words, min_size=2, max_size=6).filter(lambda texts: len(texts) % 2 == 0), system=st.none() | words
 )
@@ -378,7 +342,7 @@ def talks_with_tools(draw) -> Conversation:
     return Conversation(key="t", turns=tuple(turns), tools=wrapped)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(conversation=talks_with_tools())
 def test_tools_of_mistral_are_defined_called_and_answered_as_its_own_template_writes_them(tokenizers, conversation):
     tokenizer = tokenizers["mistral"]
@@ -405,15 +369,6 @@ def calling(*, call_id="abcdefghi", answered="abcdefghi", text=(), question=True
         Turn(role="assistant", parts=("It is 2.",)),
     ]
     return Conversation(key="t", turns=tuple(turns), tools=TOOLS)
-
-
-def test_tools_of_mistral_read_as_published(tokenizers):
-    assert marked(template("mistral", tokenizers).render(calling(system="Be brief."))) == (
-        '<s>[AVAILABLE_TOOLS] [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]'
-        "[/AVAILABLE_TOOLS][INST] Be brief.\n\n1+1?[/INST]"
-        '«[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "abcdefghi"}]</s>»'
-        '[TOOL_RESULTS] {"content": 2, "call_id": "abcdefghi"}[/TOOL_RESULTS] «It is 2.</s>»'
-    )
 
 
 @pytest.mark.parametrize(
@@ -481,10 +436,3 @@ def test_media_stand_where_the_format_puts_them_in_the_frame_of_the_processor(en
             encoders[family].measure(conversation).token_ids.tolist()
         )
         assert encoder.measure(conversation).targets == encoders[family].measure(conversation).targets
-
-
-def test_the_nearest_built_in_is_named_for_an_unknown_one(tmp_path):
-    with pytest.raises(ConfigError, match="Did you mean 'mistral'"):
-        template_source("mistrall", None, {})
-    with pytest.raises(ConfigError, match="cannot be read"):
-        template_source(str(tmp_path), None, {})

@@ -22,6 +22,8 @@ if not TEMPLATES:
     pytest.skip("trl, whose templates are read, is not installed", allow_module_level=True)
 RECORDS = records()
 NAMES = [pytest.param(name, marks=[pytest.mark.full] * name.endswith("_training")) for name in sorted(TEMPLATES)]
+UNMARKED = [name for name in sorted(TEMPLATES) if not name.endswith("_training")]
+"""Without trl's variants for training, which write the same text."""
 
 # What opens and closes thinking, and the line ends after an empty one, by the beginning of a template's name.
 THINK = ("<think>", "</think>", 0)
@@ -66,7 +68,7 @@ def test_the_text_of_a_record_is_what_transformers_renders_and_its_answers_alone
     assert sum(each == "exact" for each in found.values()) > 40
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", UNMARKED)
 def test_masked_thinking_is_what_stands_between_the_marks_of_the_template_and_nothing_else(name: str) -> None:
     keep, mask = template(name, "keep"), template(name, "mask")
     opening, closing, _ = marks_of(name)
@@ -91,7 +93,7 @@ def test_masked_thinking_is_what_stands_between_the_marks_of_the_template_and_no
     assert {kind for kind, reason in refused.items() if reason == "unclosed_thinking"} <= UNREAD
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", UNMARKED)
 def test_stripped_thinking_leaves_what_transformers_renders_of_the_record_without_it(name: str) -> None:
     strip, seen = template(name, "strip"), 0
     for kind, record in RECORDS.items():
@@ -107,7 +109,7 @@ def test_stripped_thinking_leaves_what_transformers_renders_of_the_record_withou
     assert seen > 60
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", UNMARKED)
 def test_empty_thinking_is_trimmed_from_the_record_and_from_what_the_template_writes(name: str) -> None:
     trim, oracle = template(name, "trim_empty"), oracle_of(name)
     opening, closing, breaks = marks_of(name)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from templates_in_use import CHATML, END_OF_TURN, GEMMA, LLAVA, MISTRAL, STABLE, THINKING, marked, plain
+from templates_in_use import CHATML, END_OF_TURN, GEMMA, LLAVA, MISTRAL, STABLE, marked, plain
 from transformers import AutoTokenizer
+from transformers.utils import chat_template_utils
 
+from energon_packing.chat.renderer import render_template
 from energon_packing.chat.template import ChatTemplate
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Conversation, Media, MediaPart, Turn
@@ -111,15 +114,6 @@ CALLS = talk(
 )
 
 
-@settings(max_examples=60, deadline=None)
-@given(conversation=talks())
-def test_the_shipped_template_trains_what_transformers_calls_the_assistants(
-    tmp_path_factory: Any, conversation: Conversation
-) -> None:
-    tokenizer, tmp = tokenizer_for("chatml"), tmp_path_factory.getbasetemp()
-    assert measured_mask(tokenizer, SHIPPED, conversation, tmp) == hugging_face_mask(tokenizer, SHIPPED, conversation)
-
-
 @pytest.mark.parametrize("source", [SHIPPED, marked(CHATML)], ids=["shipped", "chatml"])
 def test_tool_calls_are_trained_as_transformers_says_and_responses_are_not(tmp_path: Any, source: str) -> None:
     tokenizer = tokenizer_for("chatml")
@@ -171,19 +165,6 @@ def test_an_end_of_turn_that_the_marks_leave_out_joins_its_span() -> None:
     ]
 
 
-@pytest.mark.parametrize("marks", [plain, marked])
-@pytest.mark.parametrize("name", STABLE)
-def test_only_the_last_assistant_turn_is_trained_where_so_configured(name: str, marks: Any) -> None:
-    template = ChatTemplate(tokenizer_for(name), source=marks(STABLE[name]), train_on="last_assistant")
-    assert [span.lstrip() for span in trained_text(template, TALK)] == [f"Second.{END_OF_TURN[name]}"]
-
-
-def test_all_trains_every_character_of_the_text() -> None:
-    template = ChatTemplate(tokenizer_for("chatml"), source=plain(CHATML), train_on="all")
-    chat = template.render(TALK)
-    assert [(span.start, span.end, span.weight) for span in chat.spans] == [(0, len(chat.text), 1.0)]
-
-
 def weighed(*weights: float | None) -> Conversation:
     turns: list[Turn] = []
     for number, weight in enumerate(weights):
@@ -192,13 +173,6 @@ def weighed(*weights: float | None) -> Conversation:
             Turn(role="assistant", parts=(f"a{number}",), loss_weight=weight),
         ]
     return talk(*turns)
-
-
-@pytest.mark.parametrize("marks", [plain, marked])
-def test_a_loss_weight_weighs_its_turn_alone(marks: Any) -> None:
-    chat = ChatTemplate(tokenizer_for("chatml"), source=marks(CHATML)).render(weighed(None, 0.0, 0.25))
-    found = [(chat.text[span.start : span.end], span.weight) for span in chat.spans]
-    assert found == [("a0<|im_end|>", 1.0), ("a1<|im_end|>", 0.0), ("a2<|im_end|>", 0.25)]
 
 
 def test_a_loss_weight_counts_when_everything_is_trained_too() -> None:
@@ -215,13 +189,6 @@ def test_a_loss_weight_counts_when_everything_is_trained_too() -> None:
     assert (weights == 1.0).sum() == len(chat.text) - 2 * len("a1<|im_end|>")
 
 
-def test_only_the_last_turn_and_its_weight_is_nothing_to_learn() -> None:
-    template = ChatTemplate(tokenizer_for("chatml"), source=plain(CHATML), train_on="last_assistant")
-    with pytest.raises(SampleRejected) as caught:
-        template.render(weighed(None, 0.0))
-    assert caught.value.reason == "nothing_to_learn"
-
-
 @pytest.mark.parametrize("conversation", [talk(("user", "Anyone?")), weighed(0.0, 0.0)])
 @pytest.mark.parametrize("marks", [plain, marked])
 def test_a_conversation_without_a_trained_turn_is_reported(marks: Any, conversation: Conversation) -> None:
@@ -236,39 +203,6 @@ def test_weights_of_turns_that_the_template_hides_are_a_mismatch() -> None:
     with pytest.raises(SampleRejected) as caught:
         ChatTemplate(tokenizer_for("chatml"), source=source).render(weighed(1.0, 0.5))
     assert caught.value.reason == "loss_weight_mismatch"
-
-
-def test_a_system_prompt_that_the_template_adds_is_shown_and_not_trained() -> None:
-    for marks in (plain, marked):
-        template = ChatTemplate(tokenizer_for("chatml"), source=marks(CHATML))
-        conversation = talk(("user", "Hi"), ("assistant", "Ho"))
-        assert template.render(conversation).text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n")
-        assert trained_text(template, conversation) == ["Ho<|im_end|>"]
-
-
-def test_a_leading_assistant_turn_never_trains_the_header_or_an_added_system_prompt() -> None:
-    conversation = talk(("assistant", "Welcome."), ("user", "Hi"), ("assistant", "Ho"))
-    tokenizer = tokenizer_for("chatml")
-    assert trained_text(ChatTemplate(tokenizer, source=marked(CHATML)), conversation)[0] == "Welcome.<|im_end|>"
-    assert trained_text(ChatTemplate(tokenizer, source=UNMARKED), conversation)[0] == "Welcome.<|im_end|>"
-    with pytest.raises(SampleRejected) as caught:
-        # This one reads messages[0], so that nothing can be rendered before the first turn.
-        ChatTemplate(tokenizer, source=plain(CHATML)).render(conversation)
-    assert caught.value.reason == "assistant_first"
-
-
-THOUGHTS = talk(
-    ("user", "One?"),
-    ("assistant", "<think>Hm.</think>First."),
-    ("user", "Two?"),
-    ("assistant", "<think>Oh.</think>Second."),
-)
-
-
-@pytest.mark.parametrize("marks", [plain, marked])
-def test_a_template_that_takes_back_earlier_thinking_trains_every_answer_as_it_shows_it(marks: Any) -> None:
-    template = ChatTemplate(tokenizer_for("chatml"), source=marks(THINKING))
-    assert trained_text(template, THOUGHTS) == ["First.<|im_end|>", "<think>Oh.</think>Second.<|im_end|>"]
 
 
 def test_a_template_that_wants_parts_gets_parts() -> None:
@@ -308,14 +242,6 @@ HOSTILE = {
 }
 
 
-HIDDEN = {
-    "a module": "{{ raise_exception.__globals__ }}",
-    "a class": "{{ messages.__class__ }}",
-    "the code of a method": "{{ messages[0].content.upper.__func__ }}",
-    "a formatted class": "{{ '{0.__class__}'.format(messages) }}",
-}
-
-
 def with_hostile(code: str) -> ChatTemplate:
     """Passes the probe for list content, which holds one message, and does its deed in a longer conversation."""
     source = "{% if messages | length > 1 %}" + code + "{% endif %}" + marked(CHATML)
@@ -329,11 +255,6 @@ def test_a_template_that_reaches_out_or_breaks_costs_the_sample_and_nothing_else
         with_hostile(code).render(TALK)
     assert caught.value.reason == "template_error"
     assert TALK.to_record() == before
-
-
-@pytest.mark.parametrize("code", HIDDEN.values(), ids=HIDDEN)
-def test_a_template_sees_nothing_of_the_program_around_it(code: str) -> None:
-    assert with_hostile(code).render(TALK).text == with_hostile("").render(TALK).text
 
 
 def test_no_template_several_templates_and_broken_templates_are_told() -> None:
@@ -350,11 +271,6 @@ def test_no_template_several_templates_and_broken_templates_are_told() -> None:
         ChatTemplate(tokenizer, source="always the same")
 
 
-def test_the_tokenizers_own_template_is_used_where_no_other_is_given() -> None:
-    tokenizer = load_tokenizer()
-    assert ChatTemplate(tokenizer).source == tokenizer.chat_template == SHIPPED
-
-
 def test_a_document_is_trained_whole_where_the_template_writes_the_content_alone(tmp_path) -> None:
     source = "{% for m in messages %}{{ m.content }}{% endfor %}{{ eos_token }}"
     tokenizer = tokenizer_for("qwen")
@@ -362,3 +278,12 @@ def test_a_document_is_trained_whole_where_the_template_writes_the_content_alone
     ids, weights = measured_mask(tokenizer, source, talk(("assistant", document)), tmp_path, train_on="all")
     assert ids == tokenizer(document + tokenizer.eos_token, add_special_tokens=False)["input_ids"]
     assert weights == [1.0] * len(ids)
+
+
+@pytest.mark.parametrize("source", [marked(CHATML), plain(CHATML)], ids=["marked", "plain"])
+def test_a_transformers_without_the_functions_of_the_short_way_gives_the_same(source: str, monkeypatch: Any) -> None:
+    messages = [{"role": turn.role, "content": turn.text} for turn in TALK.turns]
+    short = render_template(source, messages, list(CALLS.tools or ()), special={}, prompt=True)
+    public = SimpleNamespace(render_jinja_template=chat_template_utils.render_jinja_template)
+    monkeypatch.setattr("transformers.utils.chat_template_utils", public)
+    assert render_template(source, messages, list(CALLS.tools or ()), special={}, prompt=True) == short

@@ -6,40 +6,13 @@ import json
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
-from energon_packing.chat.template import ChatTemplate
 from energon_packing.conversation import Conversation
 from energon_packing.convert.records import parse_record
-from energon_packing.demo import processor_path
 from energon_packing.errors import SampleRejected
 
+
 # As Mistral 7B v0.3 writes calls and answers: an id of nine characters, or no sample.
-MISTRAL_TOOLS = """
-{{- '<s>' }}
-{%- for message in messages %}
-    {%- if message.role == 'user' %}{{- '[INST] ' + message.content + '[/INST]' }}
-    {%- elif message.tool_calls %}
-        {{- '[TOOL_CALLS] [' }}
-        {%- for call in message.tool_calls %}
-            {%- if call.id is not defined or call.id | length != 9 %}
-                {{- raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}
-            {%- endif %}
-            {{- (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' }}
-        {%- endfor %}
-        {{- ']' + eos_token }}
-    {%- elif message.role == 'assistant' %}{{- ' ' + message.content + eos_token }}
-    {%- elif message.role == 'tool' %}
-        {%- if message.tool_call_id is not defined or message.tool_call_id | length != 9 %}
-            {{- raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}
-        {%- endif %}
-        {{- '[TOOL_RESULTS] {"content": ' + message.content + ', "call_id": "' + message.tool_call_id + '"}' }}
-        {{- '[/TOOL_RESULTS]' }}
-    {%- endif %}
-{%- endfor %}
-"""
-
-
 def record(call_id: Any = "abcdefghi", answered: Any = "abcdefghi") -> dict[str, Any]:
     call: dict[str, Any] = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     answer: dict[str, Any] = {"role": "tool", "content": "2"}
@@ -60,25 +33,6 @@ def stored(value: Any) -> Conversation:
     """The conversation as a loader reads it, after conversion and JSON."""
     written = parse_record(value).record("k", [], [])
     return Conversation.from_record("k", json.loads(json.dumps(written)))
-
-
-def template() -> ChatTemplate:
-    return ChatTemplate(AutoTokenizer.from_pretrained(processor_path("text")), source=MISTRAL_TOOLS)
-
-
-def test_a_template_that_insists_on_ids_gets_those_of_the_record() -> None:
-    chat = template().render(stored(record()))
-    assert '"id": "abcdefghi"}]' in chat.text
-    assert '"call_id": "abcdefghi"}' in chat.text
-    trained = [chat.text[span.start : span.end] for span in chat.spans]
-    assert len(trained) == 2
-    assert trained[0].lstrip().startswith("[TOOL_CALLS]")
-
-
-@pytest.mark.parametrize("ids", [(None, "abcdefghi"), ("abcdefghi", None), ("short", "short")])
-def test_a_record_without_the_ids_is_refused_by_that_template(ids: tuple[Any, Any]) -> None:
-    with pytest.raises(SampleRejected, match=r"template_error.*length 9"):
-        template().render(stored(record(*ids)))
 
 
 def test_messages_hold_ids_where_the_data_have_them_and_nowhere_else() -> None:

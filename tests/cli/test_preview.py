@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import io
-import json
 
 import pytest
-from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from energon_packing.cli.main import cli
 from energon_packing.cli.preview import excerpt_text, pack_panel
-from energon_packing.convert import ConvertConfig, convert
-from energon_packing.demo import processor_path
 from energon_packing.report.excerpt import ELISION, Piece, visible
 
 wcwidth = pytest.importorskip("wcwidth", reason="the widths of signs are compared with wcwidth's")
@@ -25,28 +20,11 @@ KEY = "a-very-long-key-" * 6 + "[bold]x[/bold]"
 
 
 def view(text, key=KEY):
-    segment = {
-        "key": key,
-        "filler": False,
-        "start": 0,
-        "tokens": 9,
-        "padding": 1,
-        "trained": 4,
-        "media": [],
-        "text": text,
-    }
-    return {
-        "segments": [segment],
-        "boundaries": list(range(0, 400, 9)),
-        "padded_boundaries": None,
-        "max_seqlen": 9,
-        "positions": (1, 9),
-        "dropped": [{"key": "k\x1b[2J", "reason": "bad_record", "detail": "no turn"}],
-        "index": 0,
-        "real_tokens": 9,
-        "tokens": 10,
-        "fill": 0.9,
-    }
+    segment = {"key": key, "filler": False, "start": 0, "tokens": 9, "padding": 1, "trained": 4, "media": []}
+    dropped = [{"key": "k\x1b[2J", "reason": "bad_record", "detail": "no turn"}]
+    row = {"boundaries": list(range(0, 400, 9)), "padded_boundaries": None, "max_seqlen": 9, "positions": (1, 9)}
+    counts = {"index": 0, "real_tokens": 9, "tokens": 10, "fill": 0.9}
+    return {"segments": [segment | {"text": text}], "dropped": dropped, **row, **counts}
 
 
 def printed(shown, width):
@@ -72,19 +50,10 @@ def test_text_cannot_act_on_the_terminal():
     assert visible("中文 😺 é\n") == "中文 😺 é⏎"
 
 
-def test_short_answers_are_shown_whole_beside_a_long_system_prompt():
-    pieces = [Piece(text=SYSTEM * 9 + "How many?", trained=False), Piece(text="Three.", trained=True)]
-    shown = excerpt_text(pieces, 300, colours=True).plain
-    assert shown.startswith(ELISION)
-    assert shown.endswith("How many?Three.")
-
-
 def test_many_turns_keep_the_first_and_the_last_and_count_the_rest():
     pieces = [Piece(text=f"<turn {number:03}>", trained=number % 2 == 1) for number in range(100)]
     shown = excerpt_text(pieces, 200, colours=True).plain
-    assert "<turn 000>" in shown
-    assert "<turn 099>" in shown
-    assert "95 more" in shown
+    assert all(part in shown for part in ("<turn 000>", "<turn 099>", "95 more"))
 
 
 SIGNS = st.text(st.sampled_from("ab 中é\u0301😺\u200d👨👩🏽🇩🇪"), min_size=1)
@@ -109,27 +78,3 @@ def test_pieces_share_the_room_and_short_ones_are_whole(pieces, most):
         assert len(shown.plain.replace(ELISION, "")) <= max(most, len(pieces))
         for piece in pieces:
             assert len(piece.text) > most // len(pieces) or piece.text in shown.plain
-
-
-def test_the_command_shows_chinese_answers_and_emoji_at_80_columns(tmp_path, monkeypatch):
-    source = tmp_path / "chats.jsonl"
-    turns = [
-        {"from": "system", "value": SYSTEM},
-        {"from": "human", "value": QUESTION},
-        {"from": "gpt", "value": ANSWER},
-    ]
-    source.write_text(json.dumps({"id": "猫/1", "conversations": turns}) + "\n")
-    data = tmp_path / "data"
-    convert(ConvertConfig(sources=(source,), out=data, workers=0, split={"train": 1.0}))
-    monkeypatch.setenv("COLUMNS", "80")
-    settings = [f"encoder.processor={processor_path('text')}", "data.repeat=false", "packing.seq_length=1024"]
-    settings.append(f"packing.ledger={tmp_path / 'ledger'}")
-    options = [part for setting in settings for part in ("--set", setting)]
-    result = CliRunner().invoke(cli, ["preview", str(data), *options, "--packs", "1"])
-    assert result.exit_code == 0, result.output
-    assert "\n1 pack, 1 segment, " in result.output
-    assert {wcwidth.wcswidth(line) for line in result.output.splitlines() if line[0] in "╭│╰"} == {80}
-    folded = "".join(line[1:-1].strip() for line in result.output.splitlines() if line.startswith("│"))
-    assert QUESTION in folded
-    assert ANSWER.replace(" ", "") in folded.replace(" ", "")
-    assert not (tmp_path / "ledger").exists(), "the ledger is that of a run, which may be alive"

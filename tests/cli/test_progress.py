@@ -8,71 +8,44 @@ import time
 import pytest
 from rich.console import Console
 
-from energon_packing.cli.progress import ShownProgress
+from energon_packing.cli.terminal import ShownProgress
+
+LOG = Console(file=io.StringIO())
 
 
-def test_a_log_gets_a_line_every_half_minute_with_rate_and_time_left(
+def test_a_log_gets_a_line_every_half_minute_with_counts_rate_and_time_left(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    stages, units = {"read": "reading", "write": "writing"}, {"read": "bytes", "write": "samples"}
-    with ShownProgress(Console(file=io.StringIO()), stages, quiet=False, units=units) as shown:
-        shown("read", 0, 100_000_000)
-        for second in range(1, 100):
+    stages = {"read": "reading", "write": "writing", "pack": "packing"}
+    units = {"records": "records", "read": "bytes", "write": "samples"}
+    with ShownProgress(stages, quiet=False, units=units, console=LOG) as shown:
+        for second in range(0, 100, 2):
             now = 1000.0 + second
+            shown("records", second * 500, 0)
             shown("read", second * 1_000_000, 100_000_000)
         shown("read", 100_000_000, 100_000_000)
         shown("write", 0, 1_000_000)
         now += 40
         shown("write", 1000, 1_000_000)
         shown("write", 1_000_000, 1_000_000)
-    assert capsys.readouterr().err.splitlines() == [
-        "reading: 30 % (30.0 of 100.0 MB, 1.0 MB/s, about 1 min 10 s left)",
-        "reading: 60 % (60.0 of 100.0 MB, 1.0 MB/s, about 0 min 40 s left)",
-        "reading: 90 % (90.0 of 100.0 MB, 1.0 MB/s, about 0 min 10 s left)",
-        "reading: 100 %",
-        "writing: 0 % (1,000 of 1,000,000 samples, 25.0 samples/s, about 11 h 6 min left)",
-        "writing: 100 %",
-    ]
-
-
-def test_a_count_of_records_is_on_the_lines_of_its_stage(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    now = 0.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    units = {"records": "records", "read": "bytes", "write": "samples"}
-    stages = {"read": "reading", "write": "writing"}
-    with ShownProgress(Console(file=io.StringIO()), stages, quiet=False, units=units) as shown:
-        for second in range(0, 62, 2):
-            now = float(second)
-            shown("records", second * 500, 0)
-            shown("read", second * 1_000_000, 100_000_000)
-        shown("write", 0, 10)
+        shown("pack", 0, 10)
         now += 31
-        shown("write", 5, 10)
+        shown("pack", 5, 10)
     assert capsys.readouterr().err.splitlines() == [
         "reading: 30 % (15,000 records, 30.0 of 100.0 MB, 1.0 MB/s, about 1 min 10 s left)",
         "reading: 60 % (30,000 records, 60.0 of 100.0 MB, 1.0 MB/s, about 0 min 40 s left)",
-        "writing: 50 % (5 of 10 samples, 0.2 samples/s, about 0 min 31 s left)",
+        "reading: 90 % (45,000 records, 90.0 of 100.0 MB, 1.0 MB/s, about 0 min 10 s left)",
+        "reading: 100 %",
+        "writing: 0 % (1,000 of 1,000,000 samples, 25.0 samples/s, about 11 h 6 min left)",
+        "writing: 100 %",
+        "packing: 50 %",
     ]
 
 
-def test_a_stage_without_a_unit_shows_its_share_alone(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    now = 0.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    with ShownProgress(Console(file=io.StringIO()), {"pack": "packing"}, quiet=False) as shown:
-        shown("pack", 0, 10)
-        now = 31.0
-        shown("pack", 5, 10)
-    assert capsys.readouterr().err == "packing: 50 %\n"
-
-
 def test_what_libraries_print_meanwhile_does_not_come_before_the_report(capsys: pytest.CaptureFixture[str]) -> None:
-    with ShownProgress(Console(file=io.StringIO()), {"pack": "packing"}, quiet=True) as shown:
+    with ShownProgress({"pack": "packing"}, quiet=True, console=LOG) as shown:
         shown("pack", 0, 10)
         print("a worker died")
     print("{}")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from click.testing import CliRunner, Result
 
 from energon_packing.cli.main import cli
@@ -77,9 +75,7 @@ def sets(overrides: list[str]) -> list[str]:
 
 def test_a_good_configuration_is_valid(good: Path) -> None:
     code, answer = run_json(str(good), "--no-bridge", "--world-size", "8")
-    assert code == 0
-    assert answer["valid"] is True
-    assert answer["bridge"] is None
+    assert (code, answer["valid"], answer["bridge"]) == (0, True, None)
     assert {rule["verdict"] for rule in answer["rules"]} <= {"ok", "not applicable"}
     assert [rule["rule"] for rule in answer["rules"]] == [rule.id for rule in RULES]
 
@@ -88,29 +84,15 @@ def test_a_good_configuration_is_valid(good: Path) -> None:
 def test_a_broken_configuration_exits_with_1_and_names_rule_values_and_mend(good: Path, name: str) -> None:
     overrides, expected, words = BROKEN[name]
     code, answer = run_json(str(good), "--no-bridge", *sets(overrides))
-    assert code == 1
-    assert answer["valid"] is False
+    assert (code, answer["valid"]) == (1, False)
     broken = {rule["rule"]: rule for rule in answer["rules"] if rule["verdict"] == "error"}
     assert expected in broken
     message = f"{broken[expected]['why']}; {broken[expected]['fix']}"
-    for word in words:
-        assert word in message
-
-    text = run(str(good), "--no-bridge", *sets(overrides))
-    assert text.exit_code == 1
-    assert expected in text.stdout
-    assert "not valid" in text.stdout
-
-
-@pytest.mark.parametrize("name", [name for name in BROKEN if name not in ("7", "8")])
-def test_a_configuration_that_breaks_one_rule_is_told_of_that_rule_only(good: Path, name: str) -> None:
-    overrides, expected, _ = BROKEN[name]
-    _, answer = run_json(str(good), "--no-bridge", *sets(overrides))
-    assert [rule["rule"] for rule in answer["rules"] if rule["verdict"] == "error"] == [expected]
+    assert all(word in message for word in words), message
 
 
 @pytest.mark.skipif(installed_version("megatron-bridge") is None, reason="Megatron-Bridge is not installed")
-@pytest.mark.parametrize("name", ["good", *BROKEN])
+@pytest.mark.parametrize("name", ["good", "7", "8", "10", "11"])
 def test_the_installed_bridge_says_the_same(good: Path, name: str) -> None:
     overrides, expected, _ = BROKEN.get(name, ([], None, []))
     code, answer = run_json(str(good), *sets(overrides))
@@ -124,7 +106,7 @@ def test_the_installed_bridge_says_the_same(good: Path, name: str) -> None:
 
 def test_a_rejection_by_bridge_alone_is_not_valid(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = verdict.BridgeVerdict(version="9.9", accepted=False, message="a rule of a later Bridge")
-    monkeypatch.setattr("energon_packing.validate.sources.run_source.bridge_verdict", lambda view: answer)
+    monkeypatch.setattr("energon_packing.validate.run_source.bridge_verdict", lambda view: answer)
     result = run(str(good))
     assert result.exit_code == 1
     assert "a rule of a later Bridge" in result.stdout
@@ -140,32 +122,9 @@ def test_without_bridge_the_static_rules_decide_and_a_note_says_so(good: Path, m
 
 def test_the_summary_is_what_the_run_will_do(good: Path) -> None:
     _, answer = run_json(str(good), "--no-bridge", "--world-size", "16")
-    summary = answer["resolved"]
-    assert summary["alignment_multiple"] == 4
-    assert summary["data_parallel"] == 4
-    assert summary["micro_batches_per_step"] == 2
-    assert summary["max_tokens_per_step"] == 8 * 4096
-    assert summary["world_size_assumed"] is False
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_file_is_fixed_in_a_new_file_that_is_valid_and_the_difference_is_shown(good: Path, name: str) -> None:
-    overrides, _, _ = BROKEN[name]
-    before = good.read_text()
-    result = run(str(good), "--no-bridge", "--fix", *sets(overrides))
-    assert result.exit_code == 0, result.stdout
-    assert "+++" in result.stdout
-    written = good.with_name("run.fixed.yaml")
-    assert "run.fixed.yaml" in result.stdout
-    assert run(str(written), "--no-bridge").exit_code == 0
-    assert good.read_text() == before
-
-
-def test_a_file_without_fault_is_written_as_it_is(good: Path) -> None:
-    code, answer = run_json(str(good), "--no-bridge", "--fix")
-    assert code == 0
-    assert answer["fix"]["changes"] == {}
-    assert yaml.safe_load(good.with_name("run.fixed.yaml").read_text()) == yaml.safe_load(GOOD)
+    expected = {"alignment_multiple": 4, "data_parallel": 4, "micro_batches_per_step": 2, "world_size_assumed": False}
+    assert expected.items() <= answer["resolved"].items()
+    assert answer["resolved"]["max_tokens_per_step"] == 8 * 4096
 
 
 ARGUMENTS = "--tensor-model-parallel-size 2 --context-parallel-size 2 --sequence-parallel --seq-length 4096"
@@ -175,22 +134,13 @@ ARGUMENTS += " --calculate-per-token-loss --global-batch-size=8 --lr 1e-5 --use-
 def test_megatron_lm_arguments_are_judged_after_two_dashes_and_from_a_file(tmp_path: Path) -> None:
     result = run("--world-size", "8", "--json", "--", *ARGUMENTS.split())
     answer = json.loads(result.stdout)
-    assert result.exit_code == 0
-    assert answer["kind"] == "Megatron-LM arguments"
-    assert answer["resolved"]["alignment_multiple"] == 4
-    assert answer["resolved"]["global_batch_size"] == 8
+    assert (result.exit_code, answer["kind"]) == (0, "Megatron-LM arguments")
+    assert (answer["resolved"]["alignment_multiple"], answer["resolved"]["global_batch_size"]) == (4, 8)
     file = tmp_path / "arguments.txt"
     file.write_text("# a run\n" + ARGUMENTS.replace("4096", "4094").replace(" --global", " \\\n  --global") + "\n")
     code, answer = run_json(str(file), "--world-size", "8")
     assert code == 1
     assert "bridge/seq-length-multiple" in [rule["rule"] for rule in answer["rules"] if rule["verdict"] == "error"]
-
-
-def test_the_arguments_that_the_help_shows_are_valid() -> None:
-    lines = run("--help").stdout.replace("\\\n", "").splitlines()
-    (example,) = (line for line in lines if " -- " in line)
-    result = run(*shlex.split(example)[2:])
-    assert result.exit_code == 0, result.output
 
 
 @pytest.mark.parametrize(
@@ -204,8 +154,7 @@ def test_the_arguments_that_the_help_shows_are_valid() -> None:
 )
 def test_megatron_lm_arguments_that_cannot_be_used_exit_with_2(arguments: str, words: str) -> None:
     result = run("--", *arguments.split())
-    assert result.exit_code == 2
-    assert words in result.stderr
+    assert (result.exit_code, words in result.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -219,31 +168,15 @@ def test_megatron_lm_arguments_that_cannot_be_used_exit_with_2(arguments: str, w
 )
 def test_an_option_that_nothing_would_read_is_refused(good: Path, arguments: list[str], words: str) -> None:
     result = run(*(str(good) if word == "RUN" else word for word in arguments))
-    assert result.exit_code == 2
-    assert words in result.stderr
-
-
-def test_the_step_of_megatron_lm_arguments_is_judged() -> None:
-    arguments = ("--step", "qwen3_vl_step", "--json", "--", "--seq-length", "4096", "--calculate-per-token-loss")
-    result = run(*arguments)
-    outcomes = {rule["rule"]: rule["verdict"] for rule in json.loads(result.stdout)["rules"]}
-    assert outcomes["ours/step-reads-packs"] == "error"
-
-
-def test_a_world_size_that_does_not_fit_is_refused(good: Path) -> None:
-    code, answer = run_json(str(good), "--no-bridge", "--world-size", "6")
-    assert code == 1
-    assert "bridge/world-size" in [rule["rule"] for rule in answer["rules"] if rule["verdict"] == "error"]
+    assert (result.exit_code, words in result.stderr) == (2, True)
 
 
 def test_warnings_and_notes_do_not_fail_a_run(good: Path) -> None:
     overrides = ["parallel.context_parallel=1", "parallel.expert_parallel=2", "training.calculate_per_token_loss=false"]
     code, answer = run_json(str(good), "--no-bridge", "--world-size", "8", *sets(overrides))
     outcomes = {rule["rule"]: rule["verdict"] for rule in answer["rules"]}
-    assert code == 0
-    assert outcomes["ours/token-weight"] == "warning"
-    assert outcomes["ours/experts-see-padding"] == "warning"
-    assert outcomes["bridge/fixed-width"] == "note"
+    warned = [outcomes[name] for name in ("ours/token-weight", "ours/experts-see-padding", "bridge/fixed-width")]
+    assert (code, warned) == (0, ["warning", "warning", "note"])
 
 
 @pytest.mark.parametrize(
@@ -263,14 +196,8 @@ def test_a_file_that_cannot_be_used_exits_with_2_and_one_sentence(
     if content is not None:
         path.write_text(content)
     result = run(str(path), "--no-bridge")
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    assert result.stderr.count("\n") == 1
-    for word in words:
-        assert word in result.stderr
-    code, answer = run_json(str(path), "--no-bridge")
-    assert code == 2
-    assert words[0] in answer["error"]
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert all(word in result.stderr for word in words)
 
 
 def test_the_rules_are_shown_before_bridge_is_asked(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +206,7 @@ def test_the_rules_are_shown_before_bridge_is_asked(good: Path, monkeypatch: pyt
     def breaks_off(_source: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("energon_packing.validate.sources.run_source.YamlRun.verdict", breaks_off)
+    monkeypatch.setattr("energon_packing.validate.run_source.YamlRun.verdict", breaks_off)
     result = run(str(good), *sets(["training.calculate_per_token_loss=false"]))
     assert result.exit_code != 0
     assert "bridge/per-token-loss" in result.stdout

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -79,7 +77,7 @@ IN_TRAINING = 28
 MISSING = {
     "path": ("data.path=/nowhere/data", "data-path", "/nowhere/data does not exist"),
     "processor": ("encoder.processor=/nowhere/processor", "processor", "no directory /nowhere/processor"),
-    "template": ("encoder.chat_template=chatmll", "chat-template", "chatmll is neither a file nor a built-in"),
+    "template": ("encoder.chat_template=chatmll", "chat-template", "'chatmll' cannot be read"),
     "split": ("data.split=trian", "data-split", "no split 'trian'; it has 'train', 'val'"),
 }
 
@@ -95,14 +93,6 @@ def test_a_missing_thing_exits_with_1_and_is_the_one_that_is_named(run, name):
     assert override.replace("=", ": ") == wrong["at"]
     assert wrong["fix"]
     assert {rule["verdict"] for rule in answer["rules"]} <= {"ok", "not applicable"}
-    text = CliRunner().invoke(cli, ["validate", str(run), "--no-bridge", "--set", override])
-    assert text.exit_code == 1
-    assert "0 rules violated, 1 thing that the run reads cannot be used" in " ".join(text.stdout.split())
-
-
-def test_the_nearest_built_in_template_is_named(run):
-    _, looks, _ = validate(run, "encoder.chat_template=chatmll")
-    assert looks["chat-template"][0]["fix"] == "did you mean 'chatml'?"
 
 
 def test_all_four_at_once_are_named_in_one_run(run, data, tmp_path):
@@ -119,14 +109,6 @@ def test_all_four_at_once_are_named_in_one_run(run, data, tmp_path):
     assert f"{tmp_path / 'nowhere'} does not exist (named in {blend})" in found["data-path"]
     assert "no split 'trian'; it has 'train', 'val'" in found["data-split"]
     assert looks["samples"][0]["outcome"] == "not looked at"
-
-
-def test_a_path_processor_and_template_that_are_missing_are_named_together(run):
-    code, looks, _ = validate(run, *(override for override, _, _ in MISSING.values()))
-    assert code == 1
-    assert [look["look"] for look in errors(looks)] == ["data-path", "processor", "chat-template"]
-    assert looks["data-split"][0]["at"] == "data.split: trian"
-    assert looks["data-split"][0]["outcome"] == "not looked at"
 
 
 def test_a_name_of_the_hub_that_is_not_here_is_said_and_the_network_is_left_alone(run, tmp_path, monkeypatch):
@@ -146,9 +128,6 @@ def test_a_name_of_the_hub_that_is_not_here_is_said_and_the_network_is_left_alon
     assert "Qwen/Qwen3-VL-8B-Instruct is not on this machine" in processor["why"]
     assert outcomes(looks)["samples"] == ["not looked at"]
     assert constants.HF_HUB_OFFLINE is False
-    override = "encoder.processor=Qwen/Qwen3-VL-8B-Instruct"
-    text = CliRunner().invoke(cli, ["validate", str(run), "--no-bridge", "--set", override]).stdout
-    assert "valid (not looked at: processor, chat-template, samples)" in text
 
 
 def cached(cache, name, files):
@@ -193,18 +172,13 @@ def test_a_name_of_the_hub_is_loaded_from_its_cache_without_the_network(run, tmp
 
 
 def test_a_directory_that_lacks_the_files_of_a_processor_is_an_error(run, tmp_path):
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        folder = tmp_path / f"without {name}"
-        shutil.copytree(processor_path("text"), folder)
-        (folder / name).unlink()
-        code, looks, _ = validate(run, f"encoder.processor={folder}")
-        assert code == 1
-        assert f"{folder} lacks {name}" in looks["processor"][0]["why"]
-    broken = tmp_path / "broken"
-    shutil.copytree(processor_path("text"), broken)
-    (broken / "tokenizer.json").write_text("{}")
-    code, looks, _ = validate(run, f"encoder.processor={broken}")
+    folder = shutil.copytree(processor_path("text"), tmp_path / "processor")
+    (folder / "tokenizer.json").write_text("{}")
+    code, looks, _ = validate(run, f"encoder.processor={folder}")
     assert (code, looks["processor"][0]["outcome"]) == (1, "error")
+    (folder / "tokenizer.json").unlink()
+    code, looks, _ = validate(run, f"encoder.processor={folder}")
+    assert (code, f"{folder} lacks tokenizer.json" in looks["processor"][0]["why"]) == (1, True)
 
 
 def test_remote_code_runs_only_where_the_run_trusts_it(run, tmp_path):
@@ -227,31 +201,7 @@ def test_remote_code_runs_only_where_the_run_trusts_it(run, tmp_path):
     assert "OwnTokenizer" in looks["processor"][0]["why"]
 
 
-def test_a_format_whose_tokens_the_tokenizer_lacks_is_an_error(run):
-    code, looks, _ = validate(run, "encoder.chat_template=llama3")
-    assert code == 1
-    assert looks["processor"][0]["outcome"] == "ok"
-    assert "<|start_header_id|>" in looks["chat-template"][0]["why"]
-
-
-def test_a_template_that_refuses_conversations_is_an_error_with_key_and_reason(run, tmp_path):
-    template = tmp_path / "picky.jinja"
-    template.write_text(
-        "{% for message in messages %}{% if loop.index0 > 0 and message.role == 'user' %}"
-        "{{ raise_exception('one question only') }}{% endif %}{{ message.content }}{% endfor %}"
-    )
-    code, looks, _ = validate(run, f"encoder.chat_template={template}")
-    assert code == 1
-    (samples,) = looks["samples"]
-    assert samples["outcome"] == "error"
-    (first, *_) = samples["refused"]
-    assert first["reason"] == "template_error"
-    assert first["detail"].endswith("one question only")
-    assert f"{first['key']}: {first['detail']}" in samples["why"]
-    assert "encoder.chat_template" in samples["fix"]
-
-
-@pytest.mark.parametrize("reason", ["template_omits", "template_error", "unstable_prefix"])
+@pytest.mark.parametrize("reason", ["template_omits", "unstable_prefix"])
 def test_one_conversation_that_the_template_cannot_show_is_an_error_and_one_that_is_too_short_a_note(
     run, monkeypatch, reason
 ):
@@ -284,42 +234,14 @@ def test_one_conversation_that_the_template_cannot_show_is_an_error_and_one_that
     assert "1 too_few_targets" in samples["why"]
 
 
-def test_conversations_of_which_none_can_be_trained_on_are_an_error(run):
-    code, looks, _ = validate(run, "packing.seq_length=16")
-    assert code == 1
-    (samples,) = looks["samples"]
-    assert f"all {IN_TRAINING} conversations are refused ({IN_TRAINING} oversize)" in samples["why"]
-
-
-def test_a_conversation_that_stops_the_run_is_an_error_with_its_key(run):
-    code, looks, _ = validate(run, "encoder.limits={max_tokens: 2, when_over: [raise]}")
-    assert code == 1
-    (samples,) = looks["samples"]
-    assert f"sample {samples['refused'][0]['key']} stops the run" in samples["why"]
-
-
-def test_without_data_and_processor_the_layout_is_judged_and_that_nothing_was_looked_at_is_said(tmp_path):
-    file = tmp_path / "run.yaml"
-    file.write_text("packing: {seq_length: 4096}\n")
-    code, looks, answer = validate(file)
-    assert (code, answer["valid"]) == (0, True)
-    assert {name for name, found in outcomes(looks).items() if found == ["ok"]} == {"packing-ledger"}
-    assert looks["data-path"][0]["why"] == "no data set is named"
-    assert looks["processor"][0]["why"] == "no processor is named"
-    text = CliRunner().invoke(cli, ["validate", str(file), "--no-bridge"]).stdout
-    assert "valid (not looked at: data-path, " in text
-
-
 def test_the_looks_can_be_left_out(run):
     overrides = [override for override, _, _ in MISSING.values()]
     code, _, answer = validate(run, *overrides, options=("--no-bridge", "--no-data"))
     assert (code, answer["reads"], answer["valid"]) == (0, None, True)
-    text = CliRunner().invoke(cli, ["validate", str(run), "--no-bridge", "--no-data"]).stdout
-    assert "was not looked at (--no-data)" in text
 
 
-@pytest.mark.parametrize("words", [["--no-data"], ["--set", "encoder.processor=''", "--set", "data.path=/nowhere"]])
-def test_what_needs_no_tensors_imports_none(run, words):
+def test_what_needs_no_tensors_imports_none(run):
+    words = ["--set", "encoder.processor=''", "--set", "data.path=/nowhere"]
     script = (
         "import sys\nfrom energon_packing.cli.main import cli\n"
         f"try:\n    cli(['validate', {str(run)!r}, '--no-bridge', *{words!r}])\n"
@@ -327,35 +249,25 @@ def test_what_needs_no_tensors_imports_none(run, words):
         "print(*sorted({'torch', 'transformers', 'megatron', 'numpy'} & set(sys.modules)), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    without = subprocess.run(
-        [sys.executable, "-c", "import sys; print(*sorted({'numpy', 'megatron'} & set(sys.modules)))"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stderr == without.stdout
+    # What the start-up files of site-packages import is in this list, too.
+    started = [sys.executable, "-c", "import sys; print(*sorted({'numpy', 'megatron'} & set(sys.modules)))"]
+    assert done.stderr == subprocess.run(started, capture_output=True, text=True, check=True).stdout
     assert "valid" in done.stdout
-
-
-def test_the_page_lists_every_look():
-    page = (Path(__file__).parents[2] / "docs" / "validate.md").read_text()
-    rows = re.findall(r"^\| `([a-z-]+)` \| ([^|]+) \|$", page.partition("## What the run reads")[2], re.MULTILINE)
-    assert dict(rows) == LOOKS
 
 
 def test_a_ledger_that_cannot_be_written_is_an_error(run, tmp_path):
     (tmp_path / "file").write_text("")
-    for name in ("file", "file/below"):
-        code, looks, _ = validate(run, f"packing.ledger={tmp_path / name}")
-        assert (code, looks["packing-ledger"][0]["outcome"]) == (1, "error")
-        assert f"{tmp_path / 'file'} is a file" in looks["packing-ledger"][0]["why"]
+    code, looks, _ = validate(run, f"packing.ledger={tmp_path / 'file' / 'below'}")
+    assert (code, looks["packing-ledger"][0]["outcome"]) == (1, "error")
+    assert f"{tmp_path / 'file'} is a file" in looks["packing-ledger"][0]["why"]
     code, looks, _ = validate(run, f"packing.ledger={tmp_path / 'new' / 'deeper'}")
     assert (code, looks["packing-ledger"][0]["outcome"]) == (0, "ok")
     assert not (tmp_path / "new").exists()
 
 
 def test_arguments_of_megatron_lm_are_looked_at_through_their_configuration(run, data):
-    words = ["--seq-length", "8192", "--calculate-per-token-loss", "--micro-batch-size", "1", "--packing-config"]
+    words = ["--seq-length", "8192", "--calculate-per-token-loss", "--micro-batch-size", "1"]
+    words += ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--packing-config"]
 
     def looked(*more):
         result = CliRunner().invoke(cli, ["validate", "--json", "--", *words, *more])
@@ -375,4 +287,3 @@ def test_arguments_of_megatron_lm_are_looked_at_through_their_configuration(run,
     assert (code, looks["data-path", "data.path: /nowhere"]["outcome"]) == (1, "error")
     looks, code = looked("/nowhere/run.yaml")
     assert (code, looks["data-path", "the run"]["outcome"]) == (1, "error")
-    assert "no configuration file /nowhere/run.yaml" in looks["data-path", "the run"]["why"]

@@ -30,6 +30,12 @@ class BridgeSource:
         numbers = re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)$", self.text("package_info.py"), re.MULTILINE)
         return ".".join(numbers)
 
+    @property
+    def release(self) -> tuple[int, int]:
+        """``(0, 6)``"""
+        major, minor = map(int, self.version.split(".")[:2])
+        return major, minor
+
     def text(self, path: str) -> str:
         """A file, by its path below the folder."""
         return (self.folder / path).read_text(encoding="utf-8")
@@ -64,8 +70,7 @@ def installed_release() -> tuple[int, int]:
     """``(0, 6)``: of the version that is imported in these tests, where there is one."""
     source = installed_source()
     assert source is not None
-    major, minor = map(int, source.version.split(".")[:2])
-    return major, minor
+    return source.release
 
 
 def sources() -> list[object]:

@@ -1,20 +1,29 @@
-"""Training runs drawn at random, sound ones and sound ones with faults, as views that Bridge and we can judge.
+"""Training runs drawn at random, sound ones and sound ones with faults, and what Bridge and our rules say of them.
 
-The faults of a run are chosen independently, so several may be done to one; the version of Bridge is the one that
-Python would import.
+    python tests/conformance/drawn_runs.py 9000
+
+judges by the Bridge that Python would import. For its main branch, put the checkout's ``src`` and the Megatron-Core of
+its ``3rdparty/Megatron-LM`` first on ``PYTHONPATH``. The faults of a run are chosen independently, so several may be
+done to one.
 """
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from energon_packing.thd.alignment import alignment_multiple
+from energon_packing.validate import verdict
+from energon_packing.validate.rules.registry import RULES, violations
 from energon_packing.validate.run_facts import TokenFacts
 from energon_packing.validate.run_view import RunView, installed_version, smallest_world_size
+from energon_packing.validate.verdict import bridge_verdict
 
 
 def without_attention(experts: int) -> tuple[str, ...]:
@@ -92,7 +101,7 @@ def natively(view: RunView) -> dict[str, Any]:
         "dataset_micro_batch_size": 1,
         "eval_micro_batch_size": None,
         "eval_global_batch_size": None,
-        "global_batch_size": 2 * view.parallel.world_size,
+        "global_batch_size": 2 * view.world_size,
         **dict.fromkeys(("enable_offline_packing", "has_offline_packing_specs", "enable_in_batch_packing"), False),
         "packed_sequence_size": None,
         "pad_cu_seqlens": False,
@@ -114,8 +123,8 @@ def dispatched(view: RunView) -> dict[str, Any]:
         "dataset_micro_batch_size": 2,
         "eval_micro_batch_size": None,
         "eval_global_batch_size": None,
-        "global_batch_size": 8 * view.parallel.world_size,
-        "world_size": 2 * view.parallel.world_size,
+        "global_batch_size": 8 * view.world_size,
+        "world_size": 2 * view.world_size,
         "expert_parallel": 2,
         "expert_tensor_parallel": None,
         "expert_dispatcher": "hybridep",
@@ -128,17 +137,17 @@ Fault = Callable[[RunView, random.Random], dict[str, Any]]
 
 def specs(view: RunView) -> dict[str, Any]:
     return {"enable_offline_packing": True, "has_offline_packing_specs": True} | (
-        {"packed_sequence_size": view.rows.dataset_seq_length}
+        {"packed_sequence_size": view.dataset_seq_length}
     )
 
 
 def lengths(view: RunView, tokens: int) -> dict[str, Any]:
-    packs = {"packed_sequence_size": tokens} if view.packing.has_offline_packing_specs else {}
+    packs = {"packed_sequence_size": tokens} if view.has_offline_packing_specs else {}
     return {"dataset_seq_length": tokens, "model_seq_length": tokens, **packs}
 
 
 def data_set_rows(view: RunView, rng: random.Random) -> dict[str, Any]:
-    other = view.batch.micro_batch_size + 1
+    other = view.micro_batch_size + 1
     evaluated: dict[str, Any] = rng.choice(
         [
             {},  # the rule about the evaluation speaks too
@@ -150,10 +159,10 @@ def data_set_rows(view: RunView, rng: random.Random) -> dict[str, Any]:
 
 
 def evaluation_rows(view: RunView, rng: random.Random) -> dict[str, Any]:
-    other, whole = view.batch.micro_batch_size + 1, (view.batch.micro_batch_size + 1) * view.eval_data_parallel
+    other, whole = view.micro_batch_size + 1, (view.micro_batch_size + 1) * view.eval_data_parallel
     return {
         "dataset_kind": rng.choice(["energon", "packed_energon"]),
-        "dataset_micro_batch_size": view.batch.micro_batch_size,
+        "dataset_micro_batch_size": view.micro_batch_size,
         "do_validation": True,
         "eval_micro_batch_size": other,
         "eval_global_batch_size": whole,
@@ -171,13 +180,13 @@ FAULTS: dict[str, Fault] = {
     "specs left": lambda v, r: {**specs(v), "enable_offline_packing": False},
     "fixed boundaries": lambda v, r: {
         "has_offline_packing_specs": True,
-        "packed_sequence_size": v.rows.dataset_seq_length,
+        "packed_sequence_size": v.dataset_seq_length,
         "pad_cu_seqlens": True,
         "pad_to_max_length": False,
     },
     "graph width": lambda v, r: {
         "cuda_graph_impl": "transformer_engine",
-        "cuda_graph_modules": without_attention(v.parallel.expert_parallel),
+        "cuda_graph_modules": without_attention(v.expert_parallel),
         "pad_cu_seqlens": False,
         "pad_to_max_length": False,
     },
@@ -197,17 +206,16 @@ FAULTS: dict[str, Fault] = {
     "rows of the evaluation": evaluation_rows,
     "unaligned width": lambda v, r: {
         "dataset_kind": "energon",
-        "dataset_micro_batch_size": v.batch.micro_batch_size,
+        "dataset_micro_batch_size": v.micro_batch_size,
         # By whole slices of CP where the alignment is wider than they are.
         **lengths(
             v,
-            v.rows.dataset_seq_length
-            + (1 if v.parallel.context_parallel == 1 else r.choice([1, 2, 2]) * v.parallel.context_parallel),
+            v.dataset_seq_length + (1 if v.context_parallel == 1 else r.choice([1, 2, 2]) * v.context_parallel),
         ),
     },
-    "odd slices": lambda v, r: {"dataset_kind": "gpt_sft", **lengths(v, v.rows.dataset_seq_length + 1)},
-    "world": lambda v, r: {"world_size": v.parallel.world_size + 1},
-    "half a world": lambda v, r: {"world_size": max(1, v.parallel.world_size // 2)},
+    "odd slices": lambda v, r: {"dataset_kind": "gpt_sft", **lengths(v, v.dataset_seq_length + 1)},
+    "world": lambda v, r: {"world_size": v.world_size + 1},
+    "half a world": lambda v, r: {"world_size": max(1, v.world_size // 2)},
     "evaluation world": lambda v, r: {"eval_context_parallel": r.choice([3, 8])},
     "evaluation batch": lambda v, r: {"eval_global_batch_size": v.eval_global * 2 + 1},
     "mean loss": lambda v, r: {"calculate_per_token_loss": False},
@@ -222,9 +230,9 @@ FAULTS: dict[str, Fault] = {
     "no pack size": lambda v, r: {**specs(v), "packed_sequence_size": r.choice([0, -5])},
     "several packs": lambda v, r: {
         **specs(v),
-        "micro_batch_size": two_or_more(v.batch.micro_batch_size),
-        "dataset_micro_batch_size": None if v.dataset_kind == "gpt_sft" else two_or_more(v.batch.micro_batch_size),
-        "global_batch_size": v.batch.global_batch_size * 2,
+        "micro_batch_size": two_or_more(v.micro_batch_size),
+        "dataset_micro_batch_size": None if v.dataset_kind == "gpt_sft" else two_or_more(v.micro_batch_size),
+        "global_batch_size": v.global_batch_size * 2,
         "eval_micro_batch_size": None,
         "eval_global_batch_size": None,
     },
@@ -234,8 +242,8 @@ FAULTS: dict[str, Fault] = {
         "dataset_micro_batch_size": None if v.dataset_kind == "gpt_sft" else 1,
         "eval_micro_batch_size": None,
     },
-    "two lengths": lambda v, r: {r.choice(["model_seq_length", "dataset_seq_length"]): v.rows.model_seq_length * 2},
-    "batch": lambda v, r: {"global_batch_size": v.batch.global_batch_size + 1, "eval_global_batch_size": v.eval_global},
+    "two lengths": lambda v, r: {r.choice(["model_seq_length", "dataset_seq_length"]): v.model_seq_length * 2},
+    "batch": lambda v, r: {"global_batch_size": v.global_batch_size + 1, "eval_global_batch_size": v.eval_global},
     "expert groups": lambda v, r: {
         "expert_parallel": 8,
         "expert_tensor_parallel": r.choice([1, 2]),
@@ -254,10 +262,10 @@ FAULTS: dict[str, Fault] = {
     },
     "graphed experts": lambda v, r: (
         {}
-        if not v.packing.enable_offline_packing
+        if not v.enable_offline_packing
         else {
             "dataset_kind": "packed_energon",
-            "dataset_micro_batch_size": v.batch.micro_batch_size,
+            "dataset_micro_batch_size": v.micro_batch_size,
             "num_moe_experts": 4,
             "cuda_graph_impl": "transformer_engine",
             "cuda_graph_modules": ("attn", "moe_router"),
@@ -271,9 +279,9 @@ FAULTS: dict[str, Fault] = {
         "overlap_grad_reduce": False,
         "recompute_granularity": None,
         "dataset_kind": "energon",
-        "dataset_micro_batch_size": v.batch.micro_batch_size,
+        "dataset_micro_batch_size": v.micro_batch_size,
         "sequence_parallel": True,
-        **lengths(v, v.rows.dataset_seq_length * v.parallel.tensor_parallel),
+        **lengths(v, v.dataset_seq_length * v.tensor_parallel),
     },
     "evaluated packs": lambda v, r: {
         "dataset_kind": "gpt_sft",
@@ -289,7 +297,7 @@ FAULTS: dict[str, Fault] = {
         "packed_metadata_missing": "packs.json",
     },
     "alignment": lambda v, r: {**specs(v), "pad_seq_to_multiple": 5},
-    "fp8": lambda v, r: {"fp8_recipe": r.choice(["delayed", "mxfp8"]), "pad_to_max_length": v.rows.pad_to_max_length},
+    "fp8": lambda v, r: {"fp8_recipe": r.choice(["delayed", "mxfp8"]), "pad_to_max_length": v.pad_to_max_length},
     "wide heads": lambda v, r: {"head_dim": r.choice([100, 288])},
     "attention": lambda v, r: {"attention_backend": "local"},
     "vocabulary": lambda v, r: {
@@ -302,12 +310,12 @@ FAULTS: dict[str, Fault] = {
     },
     "native packing": lambda v, r: {
         "dataset_kind": "energon",
-        "dataset_micro_batch_size": v.batch.micro_batch_size,
+        "dataset_micro_batch_size": v.micro_batch_size,
         "packing_buffer_size": 16,
     },
     "weights": lambda v, r: {
         "dataset_kind": "packed_energon",
-        "dataset_micro_batch_size": v.batch.micro_batch_size,
+        "dataset_micro_batch_size": v.micro_batch_size,
         "loss_weighting": "square",
         "calculate_per_token_loss": False,
     },
@@ -321,7 +329,7 @@ FAULTS: dict[str, Fault] = {
         **natively(v),
         "micro_batch_size": 2,
         "dataset_micro_batch_size": 2,
-        "global_batch_size": 4 * v.parallel.world_size,
+        "global_batch_size": 4 * v.world_size,
     },
     "native, other encoder": lambda v, r: {
         **natively(v),
@@ -339,8 +347,8 @@ FAULTS: dict[str, Fault] = {
     "native, pipeline": lambda v, r: {
         **natively(v),
         "pipeline_parallel": 2,
-        "world_size": 2 * v.parallel.world_size,
-        "global_batch_size": 4 * v.parallel.world_size,
+        "world_size": 2 * v.world_size,
+        "global_batch_size": 4 * v.world_size,
     },
     "native, its own step": lambda v, r: {**natively(v), "step": "qwen3_vl_step"},
     "native, overlapped": lambda v, r: {**natively(v), "overlap_moe_expert_parallel_comm": True},
@@ -400,3 +408,72 @@ def grid(runs: int) -> Iterator[RunView]:
         chosen += [list(pair), list(pair), ["specs left", *pair]]  # specs bring rules to runs of any mode
     for faults in chosen:
         yield faulty(sound(rng), faults, rng)
+
+
+SEED = 20261122
+EARLY = "bridge/pack-size"
+"""The rule whose place in Bridge's order depends on the data set: ``GPTSFTDatasetConfig`` tests it by itself."""
+
+
+@dataclasses.dataclass
+class Tally:
+    """What came of the runs, judged by Bridge's unmodified ``ConfigContainer.validate()`` and by the rules.
+
+    Attributes:
+        accepted: by Bridge.
+        by_ours_alone: accepted by Bridge, refused by rules of ours or of Megatron-Core.
+        named: rule -> runs that Bridge refuses for it.
+        violated, alone: rule -> runs that violate it; and no other.
+        pairs: two rules -> runs that violate both.
+        disagreements: runs that Bridge and the rules that restate it judge differently, or name another rule for.
+    """
+
+    version: str = ""
+    runs: int = 0
+    accepted: int = 0
+    by_ours_alone: int = 0
+    named: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    violated: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    alone: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    pairs: collections.Counter[frozenset[str]] = dataclasses.field(default_factory=collections.Counter)
+    disagreements: list[str] = dataclasses.field(default_factory=list)
+
+
+def tallied(views: Iterable[RunView]) -> Tally:
+    """Judges every run by Bridge and by the rules."""
+    found = Tally(version=installed_version("megatron-bridge") or "")
+    verdict.prepare_bridge()
+    with verdict.without_output():  # once, not four times for every run
+        for view in views:
+            ours = [judgement.rule for judgement in violations(view)]
+            bridges = [rule.id for rule in ours if rule.bridge_says]
+            answer = bridge_verdict(view)
+            found.runs += 1
+            named = None if answer.rule is None else answer.rule.id
+            expected = None if not bridges else named if EARLY in bridges and named == EARLY else bridges[0]
+            if answer.accepted is None or answer.accepted == bool(bridges) or named != expected:
+                found.disagreements.append(f"ours {bridges}, Bridge {named}: {answer.message[:120]!r}; {view}")
+                continue
+            found.accepted += bool(answer.accepted)
+            found.by_ours_alone += bool(answer.accepted and ours)
+            found.named.update([named] if named else [])
+            found.violated.update(rule.id for rule in ours)
+            found.alone.update([ours[0].id] if len(ours) == 1 else [])
+            found.pairs.update(frozenset(pair) for pair in itertools.combinations([rule.id for rule in ours], 2))
+    return found
+
+
+def main(runs: int) -> int:
+    """Prints the figures, with the line of source behind each rule of ours; 1 where Bridge and the rules disagree."""
+    found = tallied(drawn(runs, SEED))
+    print(f"Megatron-Bridge {found.version}: {found.runs} runs, {found.accepted} accepted by Bridge,")
+    print(f"{found.by_ours_alone} of them not by us, {len(found.disagreements)} judged differently")
+    for rule in RULES:
+        if found.violated[rule.id] and not rule.bridge_says:
+            print(f"{rule.id:50}{found.violated[rule.id]:>7}  {rule.sources[0].file}: {rule.sources[0].says}")
+    print("\n".join(found.disagreements[:5]), file=sys.stderr)
+    return 1 if found.disagreements else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

@@ -6,12 +6,20 @@ the absence of packing. The numbers are printed: ``pytest -s tests/conformance/t
 
 from __future__ import annotations
 
+import functools
 import itertools
 
+import bridge_here  # noqa: F401
 import pytest
 import torch
+from support.bridge_cpu import glm_and_ernie, row_parity, training_run
+from support.offline_processors import ernie4_5_vl, glm4v
 
 from energon_packing import thd
+from energon_packing.config import EncoderConfig
+from energon_packing.encoders.encoder import ConversationEncoder
+from energon_packing.encoders.joinable_rows import joinable
+from energon_packing.energon.dummy_image import mask_fillers
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "text")
 
@@ -19,23 +27,7 @@ FAMILIES = ("qwen2_5_vl", "qwen3_vl", "text")
 @pytest.fixture(scope="module")
 def models(cpu_world, tiny_provider):
     """Family -> its tiny Bridge model, built once."""
-    from energon_packing.bridge_cpu import training_run
-
-    built = {}
-
-    def get(family):
-        if family not in built:
-            built[family] = training_run.build_model(tiny_provider(family, seq_length=512))
-        return built[family]
-
-    return get
-
-
-@pytest.fixture(scope="module")
-def parity(cpu_world):
-    from energon_packing.bridge_cpu import row_parity as parity
-
-    return parity
+    return functools.cache(lambda family: training_run.build_model(tiny_provider(family, seq_length=512)))
 
 
 def rows_of(make_samples, family, seed=0):
@@ -45,40 +37,26 @@ def rows_of(make_samples, family, seed=0):
     return [draw("text", length) for length in (23, 40, 2, 17, 64, 9)]
 
 
-def show(title, report):
-    print(
-        f"\n{title}: logits {report.logits:.1e}, loss {report.packed_loss:.6f} differs by {report.loss:.1e}, gradient "
-        f"{report.gradient:.1e} (of {report.gradient_scale:.1e}), boundaries ignored {report.control:.1e}"
-    )
-
-
-@pytest.mark.parametrize("multiple", [1, 8])
+@pytest.mark.parametrize(("multiple", "width"), [(1, None), (8, None), (1, 512), (8, 512)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_pack_gives_the_logits_loss_and_gradient_of_its_samples_alone(family, multiple, models, parity, make_samples):
+def test_a_pack_gives_the_logits_loss_and_gradient_of_its_samples_alone(family, multiple, width, models, make_samples):
     rows = rows_of(make_samples, family)
-    packed = thd.assemble(rows, multiple=multiple).to_bridge()
-    report = parity.compare(models(family), packed, parity.row_batches(rows))
-    show(f"{family}, multiple {multiple}", report)
+    batch = thd.assemble(rows, multiple=multiple, width=width)
+    assert width is None or batch.total_tokens > batch.real_tokens + 8
+    report = row_parity.compare(models(family), batch.to_bridge(), row_parity.row_batches(rows), control=width is None)
+    print(
+        f"\n{family}, multiple {multiple}: logits {report.logits:.1e}, loss {report.packed_loss:.6f} differs by "
+        f"{report.loss:.1e}, gradient {report.gradient:.1e} (of {report.gradient_scale:.1e}), boundaries ignored "
+        f"{report.control}"
+    )
     assert report.failures() == []
     assert report.gradient_scale > 1e-3
-    assert report.control > parity.CONTROL_LIMIT
-
-
-@pytest.mark.parametrize("multiple", [1, 8])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_row_of_fixed_width_gives_the_same_as_its_samples_alone(family, multiple, models, parity, make_samples):
-    rows = rows_of(make_samples, family, seed=1)
-    batch = thd.assemble(rows, multiple=multiple, width=512)
-    assert batch.total_tokens > batch.real_tokens + 8
-    report = parity.compare(models(family), batch.to_bridge(), parity.row_batches(rows))
-    show(f"{family}, multiple {multiple}, width 512", report)
-    assert report.failures() == []
 
 
 @pytest.mark.parametrize("multiple", [1, 8])
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 @pytest.mark.parametrize("kind", ["text", "one_sample", "one_video", "media_first_and_last"])
-def test_unusual_packs_give_the_same_as_their_samples_alone(family, multiple, kind, models, parity, make_samples):
+def test_unusual_packs_give_the_same_as_their_samples_alone(family, multiple, kind, models, make_samples):
     samples = make_samples(family, seed=2)
     rows = {
         "text": lambda: [samples.draw("text", 9), samples.draw("text", 21)],
@@ -91,18 +69,18 @@ def test_unusual_packs_give_the_same_as_their_samples_alone(family, multiple, ki
         ],
     }[kind]()
     packed = thd.assemble(rows, multiple=multiple).to_bridge()
-    report = parity.compare(models(family), packed, parity.row_batches(rows), control=False)
+    report = row_parity.compare(models(family), packed, row_parity.row_batches(rows), control=False)
     assert report.failures() == []
 
 
 @pytest.mark.parametrize("multiple", [1, 8])
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_bridge_gives_each_segment_the_positions_that_hugging_face_gives_the_sample_alone(
-    family, multiple, models, parity, make_samples
+    family, multiple, models, make_samples
 ):
     rows = make_samples(family, seed=3).variety()
     batch = thd.assemble(rows, multiple=multiple)
-    positions = parity.rotary_positions(models(family), batch.to_bridge())
+    positions = row_parity.rotary_positions(models(family), batch.to_bridge())
     for index, (row, start) in enumerate(zip(rows, batch.boundaries.tolist(), strict=False)):
         expected = hugging_face_positions(family, models(family), row)
         found = positions[:, 0, start : start + len(row["input_ids"])]
@@ -139,14 +117,14 @@ def hugging_face_positions(family, model, row):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_changing_one_segment_leaves_the_logits_of_all_others_unchanged(family, models, parity, make_samples):
+def test_changing_one_segment_leaves_the_logits_of_all_others_unchanged(family, models, make_samples):
     rows = rows_of(make_samples, family, seed=4)
     model = models(family)
     changed = [dict(row) for row in rows]
     changed[3] = dict(rows[3], input_ids=(rows[3]["input_ids"] + 7) % 40)
     batches = [thd.assemble(version, multiple=8) for version in (rows, changed)]
     with torch.no_grad():
-        before, after = (parity.forward(model, batch.to_bridge(), with_labels=False) for batch in batches)
+        before, after = (row_parity.forward(model, batch.to_bridge(), with_labels=False) for batch in batches)
     bounds = batches[0].boundaries.tolist()
     for index in range(len(rows)):
         start, stop = bounds[index], bounds[index] + len(rows[index]["input_ids"])
@@ -155,7 +133,7 @@ def test_changing_one_segment_leaves_the_logits_of_all_others_unchanged(family, 
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-def test_swapping_the_images_of_two_samples_changes_those_two_alone(family, models, parity, make_samples):
+def test_swapping_the_images_of_two_samples_changes_those_two_alone(family, models, make_samples):
     samples = make_samples(family, seed=5)
     rows = [
         samples.draw("image", (1, 4, 4)),
@@ -167,7 +145,7 @@ def test_swapping_the_images_of_two_samples_changes_those_two_alone(family, mode
     swapped[0]["visual_inputs"], swapped[2]["visual_inputs"] = rows[2]["visual_inputs"], rows[0]["visual_inputs"]
     with torch.no_grad():
         before, after = (
-            parity.forward(models(family), thd.assemble(version).to_bridge(), with_labels=False)
+            row_parity.forward(models(family), thd.assemble(version).to_bridge(), with_labels=False)
             for version in (rows, swapped)
         )
     bounds = thd.assemble(rows).boundaries.tolist()
@@ -178,25 +156,115 @@ def test_swapping_the_images_of_two_samples_changes_those_two_alone(family, mode
     assert changed == [True, False, True, False]
 
 
-def test_a_pack_with_a_boundary_moved_by_one_token_is_found(models, parity, make_samples):
+def test_a_pack_with_a_boundary_moved_by_one_token_is_found(models, make_samples):
     rows = rows_of(make_samples, "text")
     packed = thd.assemble(rows).to_bridge()
     wrong = packed["cu_seqlens_q"].clone()
     wrong[2] += 1
     packed |= {"cu_seqlens_q": wrong, "cu_seqlens_kv": wrong}
-    singles = parity.row_batches(rows)
+    singles = row_parity.row_batches(rows)
     with torch.no_grad():
-        logits = parity.forward(models("text"), packed, with_labels=False)
-        alone = parity.forward(models("text"), singles[2], with_labels=False)
+        logits = row_parity.forward(models("text"), packed, with_labels=False)
+        alone = row_parity.forward(models("text"), singles[2], with_labels=False)
     start = thd.assemble(rows).boundaries.tolist()[2]
     assert (logits[:, start : start + alone.shape[1]] - alone).abs().max() > 1e-3
 
 
-def test_weights_between_zero_and_one_reach_loss_and_gradient_alike(models, parity, make_samples):
+def test_weights_between_zero_and_one_reach_loss_and_gradient_alike(models, make_samples):
     rows = rows_of(make_samples, "qwen3_vl", seed=6)
     for index, row in enumerate(rows):
         row["loss_mask"] = row["loss_mask"] * (0.25 + 0.1 * index)
-    report = parity.compare(
-        models("qwen3_vl"), thd.assemble(rows, multiple=8).to_bridge(), parity.row_batches(rows), control=False
+    report = row_parity.compare(
+        models("qwen3_vl"), thd.assemble(rows, multiple=8).to_bridge(), row_parity.row_batches(rows), control=False
     )
     assert report.failures() == []
+
+
+def media_rows(encoder):
+    """Two images, nothing, a clip, an image."""
+    from whole_sample import image, video
+
+    return [
+        glm_and_ernie.row_of(encoder, 0, (image(90, 60, name="a"), image(31, 33, name="b")), "A cat."),
+        glm_and_ernie.row_of(encoder, 1, (), "Nothing at all."),
+        glm_and_ernie.row_of(encoder, 2, (video(8, 2.0, 64, 64, name="c"),), "A clip of rain."),
+        glm_and_ernie.row_of(encoder, 3, (image(60, 200, name="d"),), "A tower."),
+    ]
+
+
+def is_sound(report):
+    assert len(report.segments) == 4
+    assert max(segment.logits for segment in report.segments) < 1e-4
+    assert report.packed_loss == pytest.approx(report.single_loss, abs=1e-5)
+    assert report.gradient < 1e-4
+    assert report.control > 1e-2, "samples that see each other must show"
+
+
+def test_a_pack_of_images_and_videos_gives_each_samples_own_results_in_bridges_glm(cpu_world):
+    from megatron.bridge.training.utils.visual_inputs import GenericVisualInputs
+
+    encoder = ConversationEncoder(EncoderConfig(), processor=glm4v(glm_and_ernie.LIMITS, glm_and_ernie.LIMITS))
+    rows, extra = media_rows(encoder), {"mm_token_type_ids": 0}
+    batch = thd.assemble(joinable(rows), extra_fields=extra)
+    assert set(batch.visual_inputs) == {"pixel_values", "image_grid_thw"}, "a pack hands videos over as images"
+    alone = []
+    for row in rows:  # as the processor made it: the video is a video
+        (single,) = row_parity.row_batches(thd.unpack(thd.assemble([row], extra_fields=extra)))
+        single["visual_inputs"] = single["visual_inputs"] or GenericVisualInputs()
+        single["visual_inputs"].mm_token_type_ids = row["mm_token_type_ids"][None]
+        alone.append(single)
+    model = training_run.build_model(glm_and_ernie.glm_provider(encoder))
+    report = row_parity.compare(model, batch.to_bridge(), alone)
+    is_sound(report)
+    assert max(segment.positions for segment in report.segments) == 0
+
+
+def test_a_pack_of_images_and_videos_gives_each_samples_own_results_in_bridges_ernie(cpu_world, monkeypatch):
+    glm_and_ernie.known_layers(monkeypatch)
+    limits = glm_and_ernie.LIMITS
+    encoder = ConversationEncoder(EncoderConfig(), processor=ernie4_5_vl(limits, limits, max_frames=4))
+    rows, extra = media_rows(encoder), dict.fromkeys(glm_and_ernie.TYPES, 0)
+    batch = thd.assemble(rows, extra_fields=extra)
+    alone = []
+    for row in rows:  # without boundaries, with the types that the family says
+        (single,) = row_parity.row_batches([{**row, "visual_inputs": {}}])
+        single["visual_inputs"] = thd.assemble([row], extra_fields=extra).to_bridge()["visual_inputs"]
+        alone.append(single)
+    model = training_run.build_model(glm_and_ernie.ernie_provider(encoder))
+    is_sound(row_parity.compare(model, batch.to_bridge(), alone))
+    without = batch.to_bridge()
+    without["visual_inputs"].moe_mm_token_type_ids = None
+    with torch.no_grad():
+        there, gone = (row_parity.forward(model, each, with_labels=False) for each in (batch.to_bridge(), without))
+    assert float((there - gone).abs().max()) > 1e-2, "the experts for vision must be used"
+
+
+@pytest.mark.parametrize(("family", "multiple"), [("qwen2_5_vl", 1), ("qwen3_vl", 8)])
+def test_a_dummy_image_runs_the_vision_tower_and_changes_neither_loss_nor_gradient(
+    family, multiple, cpu_world, tiny_provider, make_samples
+):
+    model = training_run.build_model(tiny_provider(family, seq_length=512))
+    samples = make_samples(family, 0)
+    rows = [samples.draw("text", length) for length in (23, 40, 2, 17, 64, 9)]
+    image = samples.draw("image", (1, 2, 2), text=20)
+    dummy = image | {
+        "labels": torch.full_like(torch.as_tensor(image["labels"]), thd.IGNORE_INDEX),
+        "loss_mask": torch.zeros_like(torch.as_tensor(image["loss_mask"])),
+    }
+    plain = thd.assemble(rows, multiple=multiple)
+    filled = mask_fillers(thd.assemble([*rows, dummy], multiple=multiple), 1)
+    assert thd.check_thd(filled, multiple=multiple) == []
+    calls = []
+    tower = next(module for name, module in model.named_modules() if name.endswith(("visual", "vision_model")))
+    hook = tower.register_forward_hook(lambda *_: calls.append(1))
+    expected, gradient = row_parity.loss_and_gradient(model, [plain.to_bridge()])
+    assert not calls
+    loss, other = row_parity.loss_and_gradient(model, [filled.to_bridge()])
+    hook.remove()
+    assert calls
+    assert loss == pytest.approx(expected, abs=1e-6)
+    scale = max(float(part.abs().max()) for part in gradient.values())
+    assert max(float((gradient[name] - other[name]).abs().max()) for name in gradient) < 1e-5 * scale
+    # The same image with its targets is no dummy: the comparison would see it.
+    seen, _ = row_parity.loss_and_gradient(model, [thd.assemble([*rows, image], multiple=multiple).to_bridge()])
+    assert abs(seen - expected) > 1e-4

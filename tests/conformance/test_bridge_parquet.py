@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import bridge_here  # noqa: F401
 import pytest
 import torch
 from click.testing import CliRunner
@@ -20,9 +20,6 @@ from energon_packing.offline.measure import MeasureConfig, measure
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.planner import make_plan
 from energon_packing.thd.rows import unpack
-
-if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.bridge") is None:
-    pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
 SEQ_LENGTH = 1024
 

@@ -6,22 +6,16 @@ import functools
 import importlib
 import importlib.util
 import math
-import sys
 from pathlib import Path
 
+import bridge_here  # noqa: F401
 import pytest
 import torch
 from bridge_sources import sources
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
-if importlib.util.find_spec("megatron.bridge") is None:
-    pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
-
-from energon_packing.bridge_cpu import attention as cpu_attention
-from energon_packing.bridge_cpu import stand_ins, training_run
-from energon_packing.errors import UserError
+from support.bridge_cpu import attention as cpu_attention
+from support.bridge_cpu import stand_ins, training_run
 
 if not stand_ins.needed():
     pytest.skip("a CUDA device and Transformer Engine are present: nothing is replaced", allow_module_level=True)
@@ -52,14 +46,8 @@ def test_installing_replaces_every_listed_name_and_uninstalling_puts_each_back()
     assert {target: object_at(target) for target in before} == before
 
 
-def test_every_replacement_says_why_and_no_name_is_listed_twice():
-    targets = [entry.target for entry in stand_ins.REPLACED]
-    assert len(targets) == len(set(targets))
-    assert all(len(entry.reason) > 10 for entry in stand_ins.REPLACED)
-
-
 def test_the_documentation_lists_every_replaced_name_with_its_reason():
-    page = Path(__file__).parents[2] / "docs" / "bridge_cpu.md"
+    page = Path(__file__).parents[2] / "docs" / "correctness.md"
     rows = {
         entry.target: f"| `{entry.target}` | {entry.reason} | "
         + ("all |" if entry.since is None else f"{'.'.join(map(str, entry.since))} on |")
@@ -72,34 +60,13 @@ def test_the_documentation_lists_every_replaced_name_with_its_reason():
 
 @pytest.mark.parametrize("source", sources())
 def test_a_replaced_name_of_bridge_is_in_the_versions_that_it_is_marked_for_and_in_no_other(source):
-    release = tuple(map(int, source.version.split(".")[:2]))
     for entry in stand_ins.REPLACED:
         module, _, name = entry.target.partition(":")
         if module.startswith("megatron.bridge."):
             path = module.removeprefix("megatron.bridge.").replace(".", "/")
-            assert (name in source.names(f"{path}.py")) == (entry.since is None or release >= entry.since), entry.target
-
-
-def test_where_a_gpu_and_transformer_engine_are_present_nothing_is_replaced(monkeypatch):
-    stand_ins.uninstall()
-    monkeypatch.setattr(stand_ins.mcore_te, "HAVE_TE", True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    before = torch.Tensor.cuda
-    assert "nothing is replaced" in stand_ins.install()
-    assert torch.Tensor.cuda is before
-
-
-def test_no_transformer_engine_placeholder_stays_importable(installed):
-    assert not [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]
-    with pytest.raises(ImportError):
-        importlib.import_module("transformer_engine.pytorch")
-
-
-def test_tensors_asked_for_on_cuda_are_made_on_the_cpu_and_others_are_untouched(installed):
-    assert torch.zeros(2, device="cuda").device.type == "cpu"
-    assert torch.tensor([1.0], device=torch.device("cuda", 0)).device.type == "cpu"
-    assert torch.zeros(2, device="meta").device.type == "meta"
-    assert torch.tensor([1, 2]).tolist() == [1, 2]
+            assert (name in source.names(f"{path}.py")) == (entry.since is None or source.release >= entry.since), (
+                entry.target
+            )
 
 
 class Config:
@@ -162,45 +129,14 @@ def test_segment_attention_equals_softmax_over_a_block_mask(lengths, multiple, t
     assert torch.allclose(found, by_hand(query, key, value, spans, causal), atol=1e-5)
 
 
-def test_attention_without_boundaries_runs_over_each_row_of_the_batch():
-    query, key, value = (torch.randn(7, 2, heads, 8) for heads in (4, 2, 2))
-    found = attention(True)(query, key, value, None)
-    for row in range(2):
-        expected = by_hand(query[:, row], key[:, row], value[:, row], [(0, 7)], True)
-        assert torch.allclose(found[:, row], expected, atol=1e-5)
-
-
-def test_the_control_ignores_borders_of_causal_attention_only_and_only_while_open():
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    bounds = torch.tensor([0, 3, 8], dtype=torch.int32)
-    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
-    query, key, value = (torch.randn(8, 2, 4) for _ in range(3))
-    for causal in (True, False):
-        apart = attention(causal)(query, key, value, None, packed_seq_params=packed)
-        with cpu_attention.ignore_boundaries():
-            across = attention(causal)(query, key, value, None, packed_seq_params=packed)
-        assert torch.equal(apart, across) != causal
-        assert torch.equal(attention(causal)(query, key, value, None, packed_seq_params=packed), apart)
-
-
-def test_context_parallelism_without_process_groups_is_refused_with_a_sentence():
-    class Two(Config):
-        context_parallel_size = 2
-
-    with pytest.raises(UserError, match="process groups for context parallelism"):
-        cpu_attention.SegmentAttention(Two(), 1, None, "self")
-
-
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "text"])
 def test_a_bridge_model_on_stand_ins_gives_the_logits_of_hugging_face_with_the_same_weights(
     family, installed, tiny_provider, make_samples, tmp_path
 ):
     import transformers
     from megatron.bridge import AutoBridge
-
-    from energon_packing.bridge_cpu import row_parity as parity
-    from energon_packing.bridge_cpu import tiny_models
+    from support.bridge_cpu import row_parity as parity
+    from support.bridge_cpu import tiny_models
 
     provider = tiny_provider(family, seq_length=512)
     kinds = {

@@ -1,17 +1,25 @@
-"""Two and four processes: packed micro-batches over accumulation, data and context parallelism give one gradient.
+"""Two and four processes: packed rows over accumulation, data, context, tensor and expert parallelism: one gradient.
 
-Megatron-Core's schedule, wrapper and normalisation and Bridge's loss function are the real ones; see `gloo_ranks`.
+Megatron-Core's schedule, wrapper and normalisation and Bridge's loss function and models are the real ones; see
+`gloo_ranks` and `expert_ranks`. ``pytest -s -k experts`` prints the layouts of experts.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
 
-import gloo_ranks
+import bridge_here  # noqa: F401
 import pytest
 import torch
+from manual.blocks import read_page
+from support import gloo_ranks
+from support.ranks import ranks_environment
 
+pytestmark = pytest.mark.timeout(900)
 WEIGHTINGS = ("token", "sample", "square")
 LAYOUTS = ((2, 1), (2, 2), (4, 1), (4, 2), (4, 4))  # processes, context-parallel size
 
@@ -20,58 +28,40 @@ def case(cp, *, weighting="token", kind="text", scale=None):
     return {"cp": cp, "weighting": weighting, "kind": kind, "scale": scale}
 
 
-CASES = {
-    world: [
-        *(case(cp, weighting=weighting) for size, cp in LAYOUTS if size == world for weighting in WEIGHTINGS),
-        *(case(cp, kind="image") for size, cp in LAYOUTS if size == world),
-        case(2, weighting="sample", scale=1),
-    ]
-    for world in (2, 4)
-}
+CASES = [
+    *((world, case(cp, weighting=weighting)) for world, cp in LAYOUTS for weighting in WEIGHTINGS),
+    *((world, case(cp, kind="image")) for world, cp in LAYOUTS),
+    *((world, case(2, weighting="sample", scale=1)) for world in (2, 4)),
+]
 
 
 @functools.cache
 def run_once():
+    """World size -> its cases, and their results, or the error of the ranks: a second try would take as long."""
+    experts = [each for world, one in expert_cases().values() for each in ((world, one), (1, alone(one)))]
+    worlds = {}
+    for world, one in [*CASES, *experts]:
+        known = worlds.setdefault(world, [])
+        known += [one] if one not in known else []
     try:
-        return gloo_ranks.run_worlds(CASES)
+        return worlds, gloo_ranks.run_worlds(worlds)
     except RuntimeError as error:
-        return error  # kept like a result: a second try would fail the same way, and take as long
+        return worlds, error
 
 
-def results():
-    """``(processes, case)`` -> result; computed inside the first test, so that a crash of a rank is its failure."""
-    found = run_once()
-    if isinstance(found, RuntimeError):
-        raise found
-    return {
-        (world, tuple(sorted(each.items()))): result
-        for world, cases in CASES.items()
-        for each, result in zip(cases, found[world], strict=True)
-    }
-
-
-@functools.cache
-def one_result(world, wanted):
-    ((_, found),) = gloo_ranks.run_worlds({world: [dict(wanted)]}).items()
-    return found[0]
-
-
-def result_of(world, cp, **options):
-    wanted = tuple(sorted(case(cp, **options).items()))
-    # A mutation's test ends at its first failure, so it runs no case that it does not ask for.
-    return one_result(world, wanted) if gloo_ranks.forks_from_here() else results()[world, wanted]
+def result_of(world, one):
+    """Computed inside the first test, so that a crash of a rank is its failure."""
+    if gloo_ranks.forks_from_here():  # a mutation's test ends at its first failure: no case that it does not ask for
+        return gloo_ranks.run_worlds({world: [one]})[world][0]
+    worlds, results = run_once()
+    if isinstance(results, RuntimeError):
+        raise results
+    return results[world][worlds[world].index(one)]
 
 
 @functools.cache
-def alone(kind, weighting):
+def reference(kind, weighting):
     return gloo_ranks.reference(kind, weighting)
-
-
-@pytest.fixture(autouse=True)
-def bridge():
-    pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
-    if importlib.util.find_spec("megatron.bridge") is None:
-        pytest.skip("Megatron-Bridge is not installed")
 
 
 def norm(gradient):
@@ -87,8 +77,8 @@ def relative_difference(ours, theirs):
 @pytest.mark.parametrize(("world", "cp"), LAYOUTS)
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
 def test_the_packed_gradient_is_the_weighted_gradient_of_the_unpacked_data(world, cp, weighting):
-    loss, gradient = alone("text", weighting)
-    result = result_of(world, cp, weighting=weighting)
+    loss, gradient = reference("text", weighting)
+    result = result_of(world, case(cp, weighting=weighting))
     # What Bridge cuts off its number of tokens: below 1 for every micro-batch and rank.
     cut = 0.0 if weighting == "token" else cp * len(gloo_ranks.LENGTHS) / result["tokens"]
     assert cut < 2e-3
@@ -99,7 +89,7 @@ def test_the_packed_gradient_is_the_weighted_gradient_of_the_unpacked_data(world
 
 @pytest.mark.parametrize("processes", [2, 4])
 def test_loss_and_gradient_norm_are_equal_with_and_without_context_parallelism(processes):
-    one, two = result_of(processes, 1), result_of(processes, 2)
+    one, two = result_of(processes, case(1)), result_of(processes, case(2))
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
     assert norm(two["gradient"]) == pytest.approx(norm(one["gradient"]), rel=1e-5)
     assert relative_difference(two["gradient"], one["gradient"]) < 1e-5
@@ -107,13 +97,13 @@ def test_loss_and_gradient_norm_are_equal_with_and_without_context_parallelism(p
 
 @pytest.mark.parametrize(("world", "cp"), LAYOUTS)
 def test_slices_gathered_over_real_processes_give_the_row_back(world, cp):
-    assert result_of(world, cp)["same_slices"]
+    assert result_of(world, case(cp))["same_slices"]
 
 
 @pytest.mark.parametrize(("world", "cp"), LAYOUTS)
 def test_more_context_parallel_ranks_than_images_train_as_one_process_does(world, cp):
-    loss, gradient = alone("image", "token")
-    result = result_of(world, cp, kind="image")
+    loss, gradient = reference("image", "token")
+    result = result_of(world, case(cp, kind="image"))
     assert result["loss"] == pytest.approx(loss, rel=1e-5)
     assert relative_difference(result["gradient"], gradient) < 1e-5
     assert float(result["gradient"]["media.weight"].abs().max()) > 1e-4
@@ -122,6 +112,112 @@ def test_more_context_parallel_ranks_than_images_train_as_one_process_does(world
 @pytest.mark.parametrize("processes", [2, 4])
 def test_weights_that_are_not_scaled_lose_their_sum_to_bridges_whole_numbers(processes):
     # The reason for the scale: if this stops holding, Bridge counts fractions and the scale is no longer needed.
-    loss, _ = alone("text", "sample")
-    unscaled = result_of(processes, 2, weighting="sample", scale=1)
+    loss, _ = reference("text", "sample")
+    unscaled = result_of(processes, case(2, weighting="sample", scale=1))
     assert abs(unscaled["loss"] / loss - 1) > 0.05
+
+
+# name: (processes, what differs from one rank). TP is with sequence parallelism: Megatron-Core demands it of experts.
+EXPERT_LAYOUTS = {
+    "tp2": (2, {"tensor": 2}),
+    "cp2": (2, {"context": 2}),
+    "cp4": (4, {"context": 4}),
+    "tp2-cp2": (4, {"tensor": 2, "context": 2}),
+    "ep2": (2, {"expert": 2, "balance": "aux"}),  # two data-parallel ranks
+    "tp2-ep2": (2, {"tensor": 2, "expert": 2}),
+    "pp2": (2, {"pipeline": 2}),  # with two micro-batches in flight
+    "tp2-cp2-ep2": (4, {"tensor": 2, "context": 2, "expert": 2}),
+}
+EXPERT_ROWS = {
+    "qwen3_vl": {name: "text" if "tensor" in layout else "image" for name, (_, layout) in EXPERT_LAYOUTS.items()},
+    "glm4v_moe": {name: "image" for name, (_, layout) in EXPERT_LAYOUTS.items() if "context" not in layout},
+}
+RECOMPUTED = {"cp2", "tp2"}
+WITHOUT_MASK = {"tp2", "tp2-cp2", "ep2"}
+
+
+def expert_case(family, kind, **changes):
+    one = {"balance": "all", "tensor": 1, "context": 1, "expert": 1, "pipeline": 1, "recompute": False}
+    return one | {"family": family, "kind": kind, "step": "ours", "masked": True} | changes
+
+
+def alone(one):
+    """What a case of experts is compared with: one rank, Bridge's own step, real tokens only."""
+    return expert_case(one["family"], one["kind"], balance=one["balance"], step="bridge", masked=False)
+
+
+def expert_cases():
+    """``(family, layout, masked) -> (processes, case)``: one rank under our step, and every layout."""
+    found = {}
+    for family, rows in EXPERT_ROWS.items():
+        for name in ("one", *rows):
+            world, layout = EXPERT_LAYOUTS.get(name, (1, {}))
+            kind = f"{rows.get(name, 'image')}-ragged"
+            found[family, name, True] = world, expert_case(family, kind, recompute=name in RECOMPUTED, **layout)
+            if name in WITHOUT_MASK:
+                found[family, name, False] = world, expert_case(family, "text-even", masked=False, **layout)
+    return found
+
+
+def of_routers(gradient):
+    return {name: part for name, part in gradient.items() if re.search(r"router\.weight$", name)}
+
+
+@pytest.mark.parametrize(("family", "layout", "masked"), expert_cases())
+def test_ranks_train_experts_as_one_rank_does_without_padding(family, layout, masked):
+    world, one = expert_cases()[family, layout, masked]
+    ours, theirs = result_of(world, one), result_of(1, alone(one))
+    assert relative_difference(ours["gradient"], theirs["gradient"]) < 1e-4
+    assert relative_difference(of_routers(ours["gradient"]), of_routers(theirs["gradient"])) < 1e-4
+    if family == "glm4v_moe":  # its router bias is updated by them
+        assert theirs["counts"].sum() == 2 * theirs["tokens"]
+        assert torch.equal(ours["counts"], theirs["counts"])
+
+
+@pytest.mark.parametrize("family", ["text", "qwen3_vl"])
+def test_a_router_that_balances_sequences_is_refused_before_it_takes_a_pack_for_one(family, tiny_provider, cpu_world):
+    from support.bridge_cpu import training_run
+
+    from energon_packing.errors import ConfigError
+    from energon_packing.thd.routers import count_real_tokens
+
+    provider = tiny_provider(family, experts=4)
+    provider.moe_router_load_balancing_type = "seq_aux_loss"
+    model = training_run.build_model(provider)
+    with pytest.raises(ConfigError, match=r"seq_aux_loss.*packed row holds many.*ours/balance-per-sequence"):
+        count_real_tokens(model)
+    for module in model.modules():
+        if hasattr(module, "moe_aux_loss_func"):
+            module.config.moe_aux_loss_coeff = 0.0
+    assert count_real_tokens(model)
+
+
+def test_a_row_of_padding_alone_trains_no_router(tiny_provider, cpu_world):
+    from megatron.core.transformer.moe.router import TopKRouter
+    from support.bridge_cpu import training_run
+
+    from energon_packing.thd.routers import count_real_tokens
+
+    model = training_run.build_model(tiny_provider("text", experts=4))
+    count_real_tokens(model)
+    router = next(module for module in model.modules() if isinstance(module, TopKRouter))
+    assert router.get_aux_loss_coeff("aux_loss") > 0
+    for padding in (8, 3):
+        logits = torch.randn(8, 4, requires_grad=True)
+        probs, _ = router.routing(logits, padding_mask=torch.arange(8) >= 8 - padding)
+        (0.0 * probs).sum().backward()
+        assert torch.isfinite(logits.grad).all()
+        assert bool(logits.grad[: 8 - padding].any()) == (padding < 8)
+        assert not logits.grad[8 - padding :].any()
+
+
+def test_the_report_to_megatron_lm_shows_the_defect_of_the_installed_version(tmp_path):
+    """Where it prints 1.000, the installed version needs no count of ours, and docs/thd.md should say so."""
+    page = read_page(Path(__file__).resolve().parents[2] / "docs" / "thd.md")
+    (program,) = (block.text for block in page.blocks if block.run_by)
+    (tmp_path / "router_counts.py").write_text(program)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "router_counts.py"]
+    ended = subprocess.run(
+        [sys.executable, *command], cwd=tmp_path, env=ranks_environment(), capture_output=True, text=True, check=True
+    )
+    assert re.findall(r"(\S+) times the gradient of one rank", ended.stdout) == ["2.000"] * 2

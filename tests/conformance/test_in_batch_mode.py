@@ -8,26 +8,30 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import bridge_here  # noqa: F401
 import pytest
 import torch
+from bridge_sources import BridgeSource, sources
 from click.testing import CliRunner
+from support.bridge_cpu import attention as cpu_attention
+from support.bridge_cpu import tiny_models, training_run
 
 from energon_packing import thd
+from energon_packing.cli.main import cli
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data, processor_path
 from energon_packing.errors import ConfigError
-
-pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
-if importlib.util.find_spec("megatron.bridge") is None:
-    pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
-
-from energon_packing.bridge_cpu import attention as cpu_attention
-from energon_packing.bridge_cpu import tiny_models, training_run
-from energon_packing.cli.main import cli
+from energon_packing.validate.container_view import view_of
+from energon_packing.validate.rules.registry import judge
+from energon_packing.validate.run_view import COLLATED, PACKING_STEPS, RunView
 
 pytestmark = pytest.mark.usefixtures("stand_ins")
+
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -70,16 +74,9 @@ def dataset(data):
 @pytest.fixture
 def run(dataset):
     """A run on a data set in a mode, for one step of each kind; nothing is built yet."""
-    from transformers import AutoTokenizer
 
     def make(family, *, steps=3, samples=3, **fields):
-        vocabulary = AutoTokenizer.from_pretrained(processor_path(family)).get_vocab()
-        names = {"vision_start": "<|vision_start|>", "vision_end": "<|vision_end|>"}
-        names |= {"image": "<|image_pad|>", "video": "<|video_pad|>"}
-        tokens = None
-        if family != "text":
-            tokens = tiny_models.SpecialTokens(**{field: vocabulary[name] for field, name in names.items()})
-        model = tiny_models.provider(family, vocab_size=len(vocabulary), tokens=tokens, seq_length=SEQ_LENGTH)
+        model = tiny_models.shipped_provider(family, seq_length=SEQ_LENGTH)
         made = dataset(family, micro_batch_size=samples, **fields)
         config = training_run.make_config(model, made, steps=steps, global_batch_size=samples)
         config.train.micro_batch_size = samples
@@ -229,7 +226,7 @@ def difference(result, expected):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3_vl", "text"])
 def test_a_step_on_bridges_rows_has_the_loss_and_gradient_of_a_step_on_our_pack(family, run, ready_batches):
     """Three optimiser steps: ``in_batch``, ``padded``, and packs of the same samples through Bridge's own step."""
     step = "gpt" if family == "text" else "vlm"
@@ -261,16 +258,6 @@ def test_bridges_qwen3_vl_step_packs_what_is_left_to_it(run, monkeypatch):
     found = max(abs(a - b) for a, b in zip(result.losses, expected.losses, strict=True))
     print(f"\nlosses differ by at most {found:.1e}")
     assert found < 1e-5
-
-
-def test_our_step_trains_rows_packed_in_the_batch_as_bridges_does(run):
-    from energon_packing.bridge.step import forward_step
-
-    ours, theirs = (
-        losses(run("qwen3_vl", mode="in_batch"), forward_step),
-        losses(run("qwen3_vl", mode="in_batch"), "vlm"),
-    )
-    assert ours == theirs
 
 
 def test_a_state_continues_with_the_next_micro_batch(dataset):
@@ -307,6 +294,11 @@ def test_bridge_validates_the_modes_as_its_own_in_batch_packing(run):
     assert (config.dataset.enable_in_batch_packing, config.dataset.enable_offline_packing) == (True, False)
     assert config.dataset.offline_packing_specs is None
     run("text", mode="padded").validate()
+    for size in (2, 1):  # another micro-batch of the trainer
+        config = run("text", mode="in_batch")
+        config.train.micro_batch_size = config.train.global_batch_size = size
+        with pytest.raises(ConfigError, match="rule bridge/micro-batch-size"):
+            config.validate()
 
 
 @pytest.mark.parametrize(
@@ -359,37 +351,11 @@ def test_validate_judges_a_recipe_in_the_mode(monkeypatch):
     assert judged(monkeypatch, *deferred, "--step", "vlm_step")[1] == ["ours/step-packs-in-batch"]
 
 
-def test_fix_takes_fp8_to_packs_whose_width_it_can_take(monkeypatch, tmp_path):
-    """Rows packed in the batch are as wide as their samples are, whatever ``pad_to_max_length`` is."""
-    monkeypatch.chdir(tmp_path)
-    sizes = [f"{place}.micro_batch_size=2" for place in ("dataset", "train")]
-    changes = ("dataset.mode=in_batch", "dataset.pad_to_max_length=true", "mixed_precision=bf16_with_mxfp8_mixed")
-    sets = [word for change in (*changes, *sizes) for word in ("--set", change)]
-    assert judged(monkeypatch, *sets, "--step", "vlm_step", "--no-bridge")[1] == ["ours/fp8-multiple"]
-    code, broken, answer = judged(monkeypatch, *sets, "--step", "vlm_step", "--fix")
-    assert (code, broken, answer["bridge"]["verdict"]) == (0, [], "accepts")
-    assert (answer["resolved"]["packing"], answer["resolved"]["packed_by"]) == ("online", "energon_packing")
-
-
-def test_fix_takes_a_micro_batch_of_one_back_to_packs(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    code, _, answer = judged(monkeypatch, "--set", "dataset.mode=in_batch", "--step", "vlm_step", "--fix")
-    assert code == 0
-    assert answer["fix"]["changes"] == {"dataset.mode": "packs"}
-
-
-@pytest.mark.parametrize("size", [2, 1])
-def test_another_micro_batch_of_the_trainer_is_refused(size, run):
-    config = run("text", mode="in_batch")
-    config.train.micro_batch_size = config.train.global_batch_size = size
-    with pytest.raises(ConfigError, match="rule bridge/micro-batch-size"):
-        config.validate()
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_types_of_tokens_stay_whole_numbers_beside_a_filler_row_as_the_processor_makes_them(packed):
-    from bench.offline_processors import glm4v
-    from test_glm_in_bridge import LIMITS, image, row_of
+    from support.bridge_cpu.glm_and_ernie import LIMITS, row_of
+    from support.offline_processors import glm4v
+    from whole_sample import image
 
     from energon_packing.bridge.in_batch import MicroBatchForm
     from energon_packing.config import EncoderConfig
@@ -408,3 +374,262 @@ def test_types_of_tokens_stay_whole_numbers_beside_a_filler_row_as_the_processor
         assert types[0, :count].tolist() == theirs[0]
         assert not types[0, count:].any()
         assert not types[1:].any()
+
+
+def packer_of(source: BridgeSource):
+    """The version's own function; its module needs torch and a name or two of the installed Bridge."""
+    path = Path(source.folder) / "data" / "packing" / "in_batch.py"
+    spec = importlib.util.spec_from_file_location("packer_under_test", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.build_mcore_thd_sequence_batch_from_rows
+
+
+@pytest.mark.parametrize("source", sources())
+@pytest.mark.parametrize("multiple", [1, 8])
+def test_a_micro_batch_is_packed_by_each_version_with_the_mask_of_our_own_rows(
+    source, multiple, make_samples, monkeypatch
+):
+    from energon_packing.bridge import in_batch
+
+    monkeypatch.setattr(in_batch, "build_mcore_thd_sequence_batch_from_rows", packer_of(source))
+    samples = make_samples("text", 3)
+    rows = [samples.draw("text", length) for length in (13, 8, 30)]
+    form = in_batch.MicroBatchForm(packed=True, samples=3, seq_length=64, multiple=multiple)
+    made = form(thd.assemble(rows))
+    lengths = [len(row["input_ids"]) for row in rows]
+    segments = [[False] * length + [True] * (-length % multiple) for length in lengths]
+    assert made["padding_mask"].tolist() == [[padding for segment in segments for padding in segment]]
+    real = made["tokens"][0][~made["padding_mask"][0]]
+    assert torch.equal(real, torch.cat([row["input_ids"] for row in rows]))
+
+
+LENGTHS = (5, 9, 4)
+ONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+GROUPS = SimpleNamespace(tp=ONE, cp=ONE, pp=ONE)
+
+
+def batch_of(mode: Any, *, deferred: bool = False) -> tuple[dict[str, Any], Any]:
+    """What our data set hands to a step in the mode, and the configuration that the step reads."""
+    from energon_packing.bridge.dataset import PackedEnergonDatasetConfig
+    from energon_packing.bridge.in_batch import form_of
+
+    dataset = PackedEnergonDatasetConfig(
+        seq_length=64, mode=mode, micro_batch_size=len(LENGTHS), defer_in_batch_packing_to_step=deferred
+    )
+    rows = []
+    for length in LENGTHS:
+        ids = torch.arange(1, length + 1)
+        labels = torch.cat([ids[1:], torch.tensor([-100])])
+        rows.append({"input_ids": ids, "labels": labels, "loss_mask": (labels >= 0).float()})
+        rows[-1]["position_ids"] = torch.arange(length)
+    samples = thd.assemble(rows)
+    batch = samples.to_bridge() if mode == "packs" else form_of(dataset, 1)(samples)
+    model = SimpleNamespace(pipeline_model_parallel_size=1, seq_length=64, sequence_parallel=False)
+    return batch, SimpleNamespace(dataset=dataset, model=model)
+
+
+def boundaries_of_audio_lm_step(batch: dict[str, Any], config: Any) -> list[int] | None:
+    from megatron.bridge.training.audio_lm_step import get_batch
+
+    (*_, boundaries, _, _) = get_batch(iter([batch]), config, pg_collection=GROUPS)
+    return None if boundaries is None else boundaries.tolist()
+
+
+def rule_on_step(*, deferred: bool, step: str, in_batch: bool) -> str:
+    view = RunView.of(
+        enable_offline_packing=not in_batch,
+        has_offline_packing_specs=not in_batch,
+        enable_in_batch_packing=in_batch,
+        defer_in_batch_packing_to_step=deferred,
+        step=step,
+    )
+    return next(found.outcome for found in judge(view) if found.rule.id == "ours/step-reads-packs")
+
+
+@pytest.mark.parametrize("mode", ["packs", "in_batch"])
+def test_the_audio_step_sees_no_boundary_inside_our_rows(mode: Any) -> None:
+    found = boundaries_of_audio_lm_step(*batch_of(mode))
+    assert found in (None, [0, sum(LENGTHS)])
+    assert rule_on_step(deferred=False, step="audio_lm_step", in_batch=mode == "in_batch") == "error"
+
+
+def test_the_audio_step_joins_the_samples_that_are_left_to_it() -> None:
+    found = boundaries_of_audio_lm_step(*batch_of("in_batch", deferred=True))
+    assert found == [0, *torch.tensor(LENGTHS).cumsum(0).tolist()]
+    assert rule_on_step(deferred=True, step="audio_lm_step", in_batch=True) == "not applicable"
+
+
+@pytest.mark.parametrize("mode", ["packs", "in_batch"])
+def test_the_qwen3_vl_step_refuses_our_rows(mode: Any) -> None:
+    from megatron.bridge.models.qwen_vl.qwen3_vl_step import get_batch_from_iterator
+
+    batch, _ = batch_of(mode)
+    with pytest.raises(ValueError, match="does not support collate-time in-batch packing"):
+        get_batch_from_iterator(iter([batch]), is_first_pp_stage=True, is_last_pp_stage=True)
+    assert rule_on_step(deferred=False, step="qwen3_vl_step", in_batch=mode == "in_batch") == "error"
+
+
+def test_every_step_that_packs_is_a_module_of_bridge() -> None:
+    homes = ("megatron.bridge.models.qwen_vl", "megatron.bridge.training")
+    assert all(any(importlib.util.find_spec(f"{home}.{step}") for home in homes) for step in PACKING_STEPS)
+
+
+def test_a_batch_without_a_form_says_what_is_wrong_with_it() -> None:
+    from energon_packing.bridge.in_batch import MicroBatchForm
+    from energon_packing.errors import PackingError
+
+    form = MicroBatchForm(packed=True, samples=2, seq_length=64)
+    row = torch.zeros((1, 7), dtype=torch.int64)
+    batch = SimpleNamespace(position_ids=torch.zeros((3, 1, 7)), sample_lengths=(3, 4), input_ids=row)
+    with pytest.raises(PackingError, match=r"set encoder.position_ids to 1d"):
+        form(batch)  # type: ignore[arg-type]
+
+
+FIXED = 768
+THREE = (5, 300, 41)
+
+
+def three_samples() -> Any:
+    """Three samples as a loader of single samples gives them, with a field of their own."""
+    rows = []
+    for length in THREE:
+        ids = torch.arange(1, length + 1)
+        labels, loss_mask = torch.cat([ids[1:], torch.tensor([-100])]), (ids < length).float()
+        values = {"input_ids": ids, "labels": labels, "loss_mask": loss_mask, "position_ids": torch.arange(length)}
+        rows.append(values | {"advantages": ids / 7})
+    return thd.assemble(rows, extra_fields={"advantages": 0.0})
+
+
+def dataset_of(**fields: Any) -> Any:
+    from energon_packing.bridge.dataset import PackedEnergonDatasetConfig
+
+    return PackedEnergonDatasetConfig(
+        path="data", processor="processor", seq_length=FIXED, micro_batch_size=len(THREE), **fields
+    )
+
+
+def rows_as_bridge_gets_them(made: Any, multiple: int = 1) -> dict[str, Any]:
+    from energon_packing.bridge.in_batch import form_of
+
+    return form_of(made, multiple)(three_samples())
+
+
+def collated() -> dict[str, Any]:
+    """The samples as Bridge's collators hold them, padded to the longest."""
+    width = max(THREE)
+    real = torch.arange(width) < torch.tensor(THREE)[:, None]
+    positions = torch.arange(width).repeat(len(THREE), 1)
+    names = {"input_ids": real.long(), "labels": real.long(), "loss_mask": real.float(), "attention_mask": real.long()}
+    return names | {"position_ids": positions}
+
+
+def width_by_bridge(*, packed: bool, pad_to_max_length: bool, pad_to_multiple_of: int = 128, multiple: int = 1) -> int:
+    """What Bridge's collators call makes of a batch of the same samples."""
+    from megatron.bridge.data.collators.sequence import prepare_sequence_batch
+
+    batch = collated()
+    prepare_sequence_batch(
+        batch,
+        sequence_length=FIXED,
+        pad_to_max_length=pad_to_max_length,
+        # As validate() changes it for rows that are not packed.
+        pad_to_multiple_of=math.lcm(pad_to_multiple_of, multiple),
+        enable_in_batch_packing=packed,
+        in_batch_packing_pad_to_multiple_of=multiple,
+    )
+    width: int = batch["input_ids"].shape[1]
+    return width
+
+
+@pytest.mark.parametrize(("mode", "deferred"), [("in_batch", False), ("in_batch", True), ("padded", False)])
+@pytest.mark.parametrize("fixed", [False, True])
+def test_our_rows_are_as_wide_as_bridges_and_as_the_rules_say(fixed: bool, mode: Any, deferred: bool) -> None:
+    """`pad_to_max_length` widens rows of one sample, also where a step packs them, and no row packed before it."""
+    made = dataset_of(mode=mode, pad_to_max_length=fixed, defer_in_batch_packing_to_step=deferred)
+    packed = mode == "in_batch" and not deferred
+    width = rows_as_bridge_gets_them(made)["input_ids"].shape[1]
+    assert width == width_by_bridge(packed=packed, pad_to_max_length=fixed)
+    assert width == (sum(THREE) if packed else FIXED if fixed else 384)
+    view = RunView.of(
+        enable_in_batch_packing=made.enable_in_batch_packing,
+        defer_in_batch_packing_to_step=deferred,
+        pad_to_max_length=fixed,
+    )
+    assert view.rows_of_one_width == (width == FIXED)
+
+
+@pytest.mark.parametrize(("pad_to_multiple_of", "multiple"), [(128, 1), (1, 8), (1, 1), (128, 48), (96, 80)])
+def test_the_width_of_padded_rows_is_a_multiple_of_both_alignments_up_to_seq_length(
+    pad_to_multiple_of: int, multiple: int
+) -> None:
+    made = dataset_of(mode="padded", pad_to_multiple_of=pad_to_multiple_of)
+    rows = rows_as_bridge_gets_them(made, multiple)
+    assert rows["input_ids"].shape == (len(THREE), rows["attention_mask"].shape[1])
+    width = rows["input_ids"].shape[1]
+    assert width == width_by_bridge(
+        packed=False, pad_to_max_length=False, pad_to_multiple_of=pad_to_multiple_of, multiple=multiple
+    )
+    both = math.lcm(pad_to_multiple_of, multiple)
+    assert width == min(FIXED, math.ceil(max(THREE) / both) * both)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_nemotron_omnis_own_packer_gives_its_rows_the_width_that_the_rules_say(fixed: bool) -> None:
+    from megatron.bridge.models.nemotron_omni.data.collate_fn import _pack_omni_rows_to_mcore_thd
+
+    batch = collated()
+    _pack_omni_rows_to_mcore_thd(
+        batch,
+        torch.tensor(THREE),
+        sequence_length=FIXED,
+        pad_to_max_length=fixed,
+        pad_to_multiple_of=1,
+        pad_token_id=0,
+    )
+    view = RunView.of(
+        dataset_kind="hf_sft", model="NemotronOmni", enable_in_batch_packing=True, pad_to_max_length=fixed
+    )
+    assert view.rows_of_one_width == (batch["input_ids"].shape[1] == FIXED) == fixed
+    assert not view.as_wide_as_its_samples
+    assert view.changed(dataset_kind="packed_energon").as_wide_as_its_samples  # our rows for it
+
+
+@pytest.mark.parametrize(("pipeline", "experts"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("kind", ["energon", "gpt_sft"])
+def test_bridge_fixes_the_width_for_pipelines_and_experts_where_the_rule_says_so(
+    kind: Any, pipeline: int, experts: int
+) -> None:
+    from energon_packing.validate.verdict import believed_world_size, equivalent_container
+
+    view = RunView.of(
+        dataset_kind=kind,
+        pipeline_parallel=pipeline,
+        expert_parallel=experts,
+        world_size=pipeline * experts,
+        num_moe_experts=experts if experts > 1 else None,
+        global_batch_size=2,
+        dataset_micro_batch_size=None if kind == "gpt_sft" else 1,
+    )
+    container = equivalent_container(view)
+    with believed_world_size(view.world_size):
+        container.validate()
+    assert view_of(container, world_size=view.world_size).pad_to_max_length == view.width_fixed_by_bridge
+
+
+def test_the_data_sets_with_a_width_that_bridge_fixes_are_those_that_have_the_setting() -> None:
+    from megatron.bridge.training import config as bridge
+
+    from energon_packing.bridge.dataset import PackedEnergonDatasetConfig
+    from energon_packing.bridge.in_batch import PAD_TO_MULTIPLE_OF
+
+    classes: dict[str, Any] = {
+        "packed_energon": PackedEnergonDatasetConfig,
+        "energon": bridge.EnergonDatasetConfig,
+        "hf_sft": bridge.DirectHFSFTDatasetConfig,
+        "mock_vlm": bridge.MockVLMSFTDatasetConfig,
+        "gpt_sft": bridge.GPTSFTDatasetConfig,
+        "gpt_pretraining": bridge.GPTDatasetConfig,
+    }
+    assert {kind for kind, found in classes.items() if hasattr(found, "pad_to_max_length")} == set(COLLATED)
+    assert {classes[kind].pad_to_multiple_of for kind in COLLATED} == {PAD_TO_MULTIPLE_OF}

@@ -1,28 +1,36 @@
-"""GPT and LLaVA trained by Megatron-LM's own ``pretrain`` on packs, in one, two and four processes, on the CPU."""
+"""GPT, LLaVA and mixtures of experts trained by Megatron-LM's own ``pretrain`` on packs, on the CPU."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import pickle
 import re
 import subprocess
+import sys
 from pathlib import Path
 
+import bridge_here  # noqa: F401
 import pytest
 import torch
-
-pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
-if importlib.util.find_spec("megatron.training") is None or importlib.util.find_spec("megatron.bridge") is None:
-    pytest.skip("megatron.training or the CPU stand-ins' Megatron-Bridge is not installed", allow_module_level=True)
-
-from megatron_lm_ranks import EXISTING_SCRIPT, Case, result_of, run_cases
+from forking_python import quick_python
+from manual.blocks import read_page
+from support.megatron_lm_ranks import COMMON, EXISTING_SCRIPT, Case, result_of, run_cases, whole_gradient
+from support.offline_processors import glm4v
 
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data, processor_path
 from energon_packing.line_file import read_lines
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]  # minutes on a machine that is busy otherwise
+if importlib.util.find_spec("megatron.training") is None:
+    pytest.skip("megatron.training is not installed", allow_module_level=True)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+
 
 ROOT = Path(__file__).resolve().parents[2]
+SUPPORT = ROOT / "tests" / "support"
 PAGE = ROOT / "docs" / "megatron_lm.md"
 # Rows that every layout can slice, so that one process reads what two read.
 ROWS = {"context_parallel": 2, "pad_to_max_length": True}
@@ -42,7 +50,7 @@ full = pytest.mark.full
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, request):
     """Runs all cases, in the fast tier GPT's of one and two processes; holds what their ranks saw."""
-    from bench.offline_processors import llava
+    from support.offline_processors import llava
 
     root = tmp_path_factory.mktemp("megatron_lm")
     source = make_data(root / "raw", conversations=80, seed=3, defects=False)
@@ -57,7 +65,7 @@ def folder(tmp_path_factory, request):
     script.write_text(EXISTING_SCRIPT)
     (sed,) = re.findall(r"^sed .*$", PAGE.read_text(), flags=re.MULTILINE)
     subprocess.run(["bash", "-c", sed], cwd=root, check=True)
-    scripts = {"gpt": str(script), "llava": str(Path(__file__).with_name("megatron_lm_llava.py"))}
+    scripts = {"gpt": str(script), "llava": str(SUPPORT / "megatron_lm_llava.py")}
 
     def case(model, name, layout, steps, *arguments, **settings):
         words = ["--num-layers", "4" if model == "gpt" else "2", "--lr-decay-iters", "10"]
@@ -66,33 +74,29 @@ def folder(tmp_path_factory, request):
 
     both = FOUR["dp2-cp2"]
 
-    def kept(model):
-        saved = ("--save", str(root / f"ck-{model}"), "--save-interval", str(SAVED_AT))
-        return *saved, "--dataloader-save", str(root / f"loader-{model}")
-
-    def again(model):
-        # Megatron-LM restores CUDA's generators or none.
-        return *kept(model), "--load", str(root / f"ck-{model}"), "--no-load-rng"
+    kept = ("--save", str(root / "checkpoints"), "--save-interval", str(SAVED_AT))
+    kept += ("--dataloader-save", str(root / "loader-gpt"))
+    # Megatron-LM restores CUDA's generators or none.
+    again = (*kept, "--load", str(root / "checkpoints"), "--no-load-rng")
 
     metrics = ("--packing-set", f"metrics.directory={root / 'metrics'}", "metrics.interval=1")
     logged = (*metrics, "--tensorboard-dir", str(root / "events"))
     held_out = ("--eval-interval", "2", "--eval-iters", "3", "--packing-valid-split", "train")
     cases = [case("gpt", f"evaluated-{ranks}", (), 4, *held_out, world=ranks) for ranks in (1, 2)]
     cases += [case(model, "one", (), 4, *(logged if model == "gpt" else ())) for model in scripts]
-    cases += [case(model, name, words, 2, world=2) for model in scripts for name, words in LAYOUTS.items()]
+    two = [("gpt", "tp2"), ("gpt", "cp2"), *(("llava", name) for name in LAYOUTS)]
+    cases += [case(model, name, LAYOUTS[name], 2, world=2) for model, name in two]
     cases += [case("gpt", name, words, 4, world=4) for name, words in FOUR.items()]
     cases += [
         case("gpt", "replayed", (), 4, replay="gpt-dp2-cp2"),
-        case("gpt", "killed", both, 4, *kept("gpt"), world=4, kill_after=KILLED_AFTER),
-        case("gpt", "continued", both, 4, *again("gpt"), world=4),
-        case("llava", "killed", (), 4, *kept("llava"), kill_after=KILLED_AFTER),
-        case("llava", "continued", (), 4, *again("llava")),
+        case("gpt", "killed", both, 4, *kept, world=4, kill_after=KILLED_AFTER),
+        case("gpt", "continued", both, 4, *again, world=4),
     ]
     if request.config.getoption("--fast"):
         cases = [
             case
             for case in cases
-            if case.name in ("gpt-one", "gpt-evaluated-1", "gpt-evaluated-2", *(f"gpt-{name}" for name in LAYOUTS))
+            if case.name in ("gpt-one", "gpt-evaluated-1", "gpt-evaluated-2", "gpt-tp2", "gpt-cp2")
         ]
     run_cases(cases, root)
     return root
@@ -119,8 +123,10 @@ def test_the_model_learns_from_packs_of_several_samples_and_of_several_images(fo
     assert any(found and found["pixel_values"].shape[0] > 1 for found in pixels)
 
 
-@pytest.mark.parametrize("model", ["gpt", pytest.param("llava", marks=full)])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [("gpt", "tp2"), ("gpt", "cp2"), *(pytest.param("llava", name, marks=full) for name in LAYOUTS)],
+)
 def test_losses_and_gradient_norms_of_two_processes_are_those_of_one(folder, model, layout):
     one, last = result_of(folder, f"{model}-one"), result_of(folder, f"{model}-{layout}", rank=1)
     print(f"\n{model} {layout}: {one['losses'][:2]} {last['losses']}")
@@ -149,20 +155,6 @@ def test_context_parallel_ranks_get_their_pieces_of_it_and_the_boundaries_of_the
             # Told, not guessed by the kernel, on every rank.
             padded = not torch.equal(own["cu_seqlens"], own["cu_seqlens_padded"])
             assert own["pad_between_seqs"] is expected["pad_between_seqs"] is padded
-
-
-def test_each_pipeline_stage_gets_what_it_needs_and_the_boundaries(folder):
-    whole = result_of(folder, "gpt-one")["batches"]
-    first, last = (result_of(folder, "gpt-pp2", rank)["batches"] for rank in range(2))
-    for begin, end, expected in zip(first, last, whole, strict=False):
-        assert torch.equal(begin["tokens"], expected["tokens"])
-        assert torch.equal(end["labels"], expected["labels"])
-        assert torch.equal(end["loss_mask"], expected["loss_mask"])
-        assert begin["labels"] is begin["loss_mask"] is end["tokens"] is end["position_ids"] is None
-        for stage in (begin, end):
-            assert torch.equal(stage["cu_seqlens"], expected["cu_seqlens"])
-            assert torch.equal(stage["cu_seqlens_padded"], expected["cu_seqlens_padded"])
-            assert torch.equal(stage["padding_mask"], expected["padding_mask"])
 
 
 def test_metrics_count_the_tokens_of_the_batches_and_reach_the_writer_of_megatron_lm(folder):
@@ -203,16 +195,18 @@ def test_vision_models_get_whole_rows_on_every_rank_and_pixels_on_the_first_stag
 
 
 @full
-def test_middle_pipeline_stages_get_the_boundaries_and_nothing_else_of_a_row(folder):
+def test_each_pipeline_stage_gets_what_it_needs_and_the_boundaries(folder):
     whole = result_of(folder, "gpt-one")
     stages = [result_of(folder, "gpt-pp4", rank) for rank in range(4)]
-    for stage in stages:
+    needed = [("tokens", "position_ids"), (), (), ("labels", "loss_mask")]
+    for stage, names in zip(stages, needed, strict=True):
         for own, expected in zip(stage["batches"], whole["batches"], strict=True):
-            assert torch.equal(own["cu_seqlens"], expected["cu_seqlens"])
-            assert torch.equal(own["padding_mask"], expected["padding_mask"])
-    fields = ("tokens", "position_ids", "labels", "loss_mask", "visual_inputs")
-    assert all(batch[name] is None for stage in stages[1:3] for batch in stage["batches"] for name in fields)
+            for name in ("cu_seqlens", "cu_seqlens_padded", "padding_mask", *names):
+                assert torch.equal(own[name], expected[name]), name
+            others = {"tokens", "position_ids", "labels", "loss_mask", "visual_inputs"} - set(names)
+            assert all(own[name] is None for name in others)
     torch.testing.assert_close(stages[3]["losses"], whole["losses"], rtol=0, atol=1e-5)
+    torch.testing.assert_close(stages[3]["norms"], whole["norms"], rtol=0, atol=1e-4)
 
 
 @full
@@ -234,9 +228,7 @@ def test_every_evaluation_has_the_same_packs_on_any_number_of_replicas(folder):
     """Two after every second step, and one at the end; the training's rows are those of the run without."""
     found, trained = {}, {}
     for ranks in (1, 2):
-        each = [
-            torch.load(folder / f"gpt-evaluated-{ranks}-rows-{rank}.pt", weights_only=False) for rank in range(ranks)
-        ]
+        each = [pickle.loads((folder / f"gpt-evaluated-{ranks}-rows-{rank}.pt").read_bytes()) for rank in range(ranks)]
         rows = [tuple(row.sample_keys) for step in zip(*each, strict=True) for row in step]
         assert len(rows) == 4 * 2 + 3 * 6
         found[ranks] = rows[4:10], rows[14:20], rows[20:]
@@ -244,18 +236,14 @@ def test_every_evaluation_has_the_same_packs_on_any_number_of_replicas(folder):
     first = found[1][0]
     assert len(set(first)) == 6
     assert all(evaluation == first for evaluations in found.values() for evaluation in evaluations)
-    plain = torch.load(folder / "gpt-one-rows-0.pt", weights_only=False)
+    plain = pickle.loads((folder / "gpt-one-rows-0.pt").read_bytes())
     assert trained[1] == [tuple(row.sample_keys) for row in plain]
 
 
 @full
-@pytest.mark.parametrize(("model", "uninterrupted", "ranks"), [("gpt", "dp2-cp2", 4), ("llava", "one", 1)])
-def test_a_run_that_was_killed_continues_with_the_next_packs_and_exactly_the_same_losses(
-    folder, model, uninterrupted, ranks
-):
-    for rank in range(ranks):
-        names = (uninterrupted, "killed", "continued")
-        whole, killed, rest = (result_of(folder, f"{model}-{name}", rank) for name in names)
+def test_a_run_that_was_killed_continues_with_the_next_packs_and_exactly_the_same_losses(folder):
+    for rank in range(4):
+        whole, killed, rest = (result_of(folder, f"gpt-{name}", rank) for name in ("dp2-cp2", "killed", "continued"))
         assert len(whole["losses"]) == 4
         assert killed["losses"] == whole["losses"][:KILLED_AFTER]
         assert rest["losses"] == whole["losses"][SAVED_AT:]
@@ -263,11 +251,177 @@ def test_a_run_that_was_killed_continues_with_the_next_packs_and_exactly_the_sam
         left = len(whole["batches"]) * (4 - SAVED_AT) // 4
         for own, expected in zip(rest["batches"], whole["batches"][-left:], strict=True):
             torch.testing.assert_close(own, expected, rtol=0, atol=0)
-
-
-@full
-def test_one_file_of_loader_state_is_written_for_a_replica(folder):
     states = sorted(str(path.relative_to(folder / "loader-gpt")) for path in (folder / "loader-gpt").rglob("*.pt"))
     assert states == [
         f"iter_000000{step}/mp_rank_00/train_dataloader_dprank{replica:03d}.pt" for step in (2, 4) for replica in (0, 1)
     ]
+
+
+EXPERT_ROWS = {"context_parallel": 4, "tensor_parallel": 2, "sequence_parallel": True, "pad_to_max_length": True}
+TENSOR, CONTEXT = "--tensor-model-parallel-size", "--context-parallel-size"
+EXPERT_LAYOUTS = {  # arguments, processes
+    "ep2": (("--expert-model-parallel-size", "2"), 2),
+    "one": ((), 1),
+    "tp2": ((TENSOR, "2", "--sequence-parallel"), 2),
+    "cp2": ((CONTEXT, "2"), 2),
+    "cp4": ((CONTEXT, "4"), 4),
+    "tp2-cp2": ((TENSOR, "2", "--sequence-parallel", CONTEXT, "2"), 4),
+}
+# GLM-4.5V of Bridge has no context-parallel code.
+OF_MODEL = {"gpt": tuple(EXPERT_LAYOUTS), "glm4v": ("ep2", "one", "tp2"), "qwen3_vl": ("ep2", "one", "cp4", "tp2-cp2")}
+PLAIN = ("ep2", "one", "tp2-cp2")
+EXPERTS = ("--num-experts", "4", "--moe-router-topk", "2", "--moe-aux-loss-coeff", "0.5", "--moe-z-loss-coeff", "0.01")
+BIAS = ("--moe-router-enable-expert-bias", "--moe-router-score-function", "sigmoid", "--moe-router-dtype", "fp32")
+
+
+def cases_of(root, model):
+    """Of a model: a run for each layout, on the rows of the first one, with masks and without."""
+    script = str(root / "pretrain_gpt.py" if model == "gpt" else SUPPORT / "megatron_lm_experts.py")
+    words = ["--num-layers", "2", "--lr-decay-iters", "10", "--train-iters", "1", "--clip-grad", "0.0", *EXPERTS]
+    words += ["--packing-config", str(root / f"{model}.yaml"), "--moe-token-dispatcher-type", "alltoall"]
+    words += BIAS if model == "gpt" else ()
+    for how, layouts in (("mask", OF_MODEL[model]), ("plain", PLAIN if model == "gpt" else ())):
+        for layout in layouts:
+            arguments, world = EXPERT_LAYOUTS[layout]
+            replay = None if layout == "ep2" else f"{model}-ep2-{how}"
+            settings = {"rows_of": EXPERT_ROWS, "replay": replay, "gradients": True, "mask": how == "mask"}
+            yield Case(f"{model}-{layout}-{how}", script, [*words, *arguments], world=world, **settings)
+
+
+def prepared(root):
+    """The data, configurations and scripts of all cases."""
+    source = make_data(root / "raw", conversations=60, seed=3, defects=False)
+    convert(ConvertConfig(sources=(source,), out=root / "data", split={"train": 1.0}, workers=1))
+    limits = {"shortest_edge": 4 * 28 * 28, "longest_edge": 32 * 28 * 28}
+    glm4v(limits, limits).save_pretrained(root / "glm4v")
+    processors = {"gpt": processor_path("text"), "glm4v": root / "glm4v", "qwen3_vl": processor_path("qwen3_vl")}
+    small = "min_pixels: 1024, max_pixels: 16384, video_min_pixels: 1024, video_max_pixels: 16384"
+    for name, processor in processors.items():
+        limited = f", {small}" if name == "qwen3_vl" else ""
+        (root / f"{name}.yaml").write_text(
+            f"data: {{path: {root / 'data'}, workers: 0}}\n"
+            f"encoder: {{processor: {processor}{limited}}}\npacking: {{window: 16, drop_budget: 1.0}}\n"
+        )
+    names = "forward_step, parse_and_validate_args, train_valid_test_datasets_provider"
+    ours = f"from energon_packing.megatron_lm.gpt import {names}\n\nif __name__"
+    (root / "pretrain_gpt.py").write_text(EXISTING_SCRIPT.replace("if __name__", ours))
+    return root
+
+
+@pytest.fixture(scope="module")
+def experts_folder(tmp_path_factory, request):
+    """Runs all cases, in the fast tier those of GPT; holds their gradients."""
+    root = prepared(tmp_path_factory.mktemp("experts"))
+    models = ["gpt"] if request.config.getoption("--fast") else list(OF_MODEL)
+    run_cases([case for model in models for case in cases_of(root, model)], root)
+    return root
+
+
+def difference(ours, theirs):
+    """Norm of the difference, as a share of the norm of ``theirs``."""
+    assert set(ours) == set(theirs)
+    squares = [(float((ours[name] - theirs[name]).double().square().sum())) for name in theirs]
+    whole = [float(each.double().square().sum()) for each in theirs.values()]
+    return (sum(squares) / sum(whole)) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("model", "mask"),
+    [
+        ("gpt", "mask"),
+        ("gpt", "plain"),
+        pytest.param("glm4v", "mask", marks=full),
+        pytest.param("qwen3_vl", "mask", marks=full),
+    ],
+)
+def test_the_gradient_of_experts_is_that_of_one_process_in_every_layout(experts_folder, model, mask):
+    found = {
+        case.name.split(f"{model}-")[1]: case for case in cases_of(experts_folder, model) if case.name.endswith(mask)
+    }
+    one = whole_gradient(experts_folder, found[f"one-{mask}"])
+    routers = [name for name in one if "router.weight" in name]
+    assert routers
+    for name, case in found.items():
+        own = whole_gradient(experts_folder, case)
+        # Bridge 0.6.2 loses gradients of the vision tower with sequence parallelism (Qwen3-VL's deepstack).
+        lost = "vision" if model == "qwen3_vl" and "tp2" in name else "nothing is lost"
+        kept = [each for each in one if lost not in each]
+        whole = difference({each: own[each] for each in kept}, {each: one[each] for each in kept})
+        router = difference({each: own[each] for each in routers}, {each: one[each] for each in routers})
+        print(f"{model} {name}: all {whole:.1e}, routers {router:.1e}")
+        assert whole < 1e-4, name
+        assert router < 1e-4, name
+
+
+def test_padding_counts_for_the_experts_where_the_mask_is_kept_from_them(experts_folder):
+    with_mask, plain = (
+        whole_gradient(experts_folder, case)
+        for case in cases_of(experts_folder, "gpt")
+        if case.name.startswith("gpt-one")
+    )
+    assert difference(with_mask, plain) > 1e-3
+    assert any(bool(batch["padding_mask"].any()) for batch in result_of(experts_folder, "gpt-one-mask")["batches"])
+
+
+PAGE_TEXT = (ROOT / "docs" / "megatron_lm.md").read_text()
+PAGE_STEPS = [block.text for block in read_page(ROOT / "docs" / "megatron_lm.md").blocks]
+
+# A machine without a GPU needs the first line.
+PAGE_SCRIPT = f"from support.megatron_lm_ranks import prepare; prepare()\n{EXISTING_SCRIPT}"
+OWN = """--num-layers 2 --max-position-embeddings 4096 --train-iters 2 --lr-decay-iters 10 --ckpt-format torch
+  --save checkpoints --save-interval 2"""
+
+
+@pytest.fixture(scope="module")
+def page_folder(tmp_path_factory):
+    """What the page's user begins with."""
+    page_folder = tmp_path_factory.mktemp("page")
+    turns = [("human", "Tell me about the number {}."), ("gpt", "The number {} comes after the one before it. " * 9)]
+    with (page_folder / "chats.jsonl").open("w") as chats:
+        for number in range(400):
+            said = [{"from": who, "value": what.replace("{}", str(number))} for who, what in turns * (1 + number % 5)]
+            chats.write(json.dumps({"id": f"chat-{number}", "conversations": said}) + "\n")
+    (page_folder / "pretrain_gpt.py").write_text(PAGE_SCRIPT)
+    (page_folder / "arguments.txt").write_text(" ".join([*COMMON, OWN]) + "\n")
+    (page_folder / "path" / "or").mkdir(parents=True)
+    (page_folder / "path" / "or" / "name").symlink_to(processor_path("text"))
+    (page_folder / "scripts").symlink_to(ROOT / "scripts")
+    return page_folder
+
+
+def bash(command, page_folder):
+    """The finished command, in an environment as after ``source .venv/bin/activate``."""
+    own = {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHON": quick_python(),
+        "PYTHON_EXEC": quick_python(),
+        "PYTHONPATH": ":".join(filter(None, (str(ROOT), str(SUPPORT.parent), os.environ.get("PYTHONPATH")))),
+    }
+    words = ["bash", "-c", f"set -euo pipefail\n{command}"]
+    environment = os.environ | own
+    return subprocess.run(
+        words, cwd=page_folder, env=environment, capture_output=True, text=True, timeout=500, check=False
+    )
+
+
+@pytest.mark.full
+def test_the_page_has_five_steps_with_a_command_each():
+    numbers = re.findall(r"^(\d)\. ", PAGE_TEXT, flags=re.MULTILINE)
+    assert numbers == ["1", "2", "3", "4", "5"]
+    assert len(PAGE_STEPS) == 5
+    (index,) = [block for block in read_page(ROOT / "docs" / "index.md").blocks if block.language == "bash"]
+    assert index.text == PAGE_STEPS[2], "docs/index.md shows the third step"
+
+
+@pytest.mark.full
+def test_the_five_steps_train_an_existing_script_on_packs_of_its_conversations(page_folder):
+    for number, command in enumerate(PAGE_STEPS, start=1):
+        done = bash(command, page_folder)
+        assert done.returncode == 0, f"step {number}: {done.stdout[-1500:]}\n{done.stderr[-3000:]}"
+        if number == 4:
+            assert "4 tokens" in done.stdout  # what TP 2 with sequence parallelism and CP 2 align a sample to
+    losses = [float(loss) for loss in re.findall(r"lm loss: ([0-9.E+-]+)", done.stdout)]
+    assert len(losses) == 2
+    assert losses[1] < losses[0]
+    states = [path.name for path in (page_folder / "checkpoints" / "loader" / "iter_0000002").rglob("*.pt")]
+    assert states == ["train_dataloader_dprank000.pt"]

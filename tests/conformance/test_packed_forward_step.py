@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import pickle
 from pathlib import Path
 from types import SimpleNamespace
 
+import bridge_here  # noqa: F401
 import pytest
 import torch
-from bench.p2p_cut import infers_padding
 from bridge_sources import installed_release
+from support.bridge_cpu import training_run
+from support.p2p_cut import infers_padding
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from energon_packing import thd
 from energon_packing.errors import ConfigError
-
-pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
-if importlib.util.find_spec("megatron.bridge") is None:
-    pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
-
-from energon_packing.bridge_cpu import training_run
 
 pytestmark = pytest.mark.usefixtures("stand_ins")
 
@@ -92,9 +87,9 @@ def no_cuda_random_states(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_cuda_random_states")
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("multiple", [1, 8])
-@pytest.mark.parametrize("family", ["text", "qwen3_vl"])
+@pytest.mark.parametrize(
+    ("family", "multiple", "recompute"), [("text", 8, False), ("text", 1, True), ("qwen3_vl", 8, True)]
+)
 def test_padding_changes_nothing_in_a_mixture_of_experts_with_our_step_and_does_with_bridges(
     family, multiple, recompute, losses_and_norms, make_samples
 ):

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib.util
 import json
-import pickle
+import os
 import shutil
-import subprocess
-from pathlib import Path
 
+import bridge_here  # noqa: F401
 import numpy as np
 import pytest
-from forking_python import quick_python
-from ranks_environment import ranks_environment
-from ranks_together import Job, state_file
+from support.ranks_together import Job, run, state_file
 
 from energon_packing.config import ParallelConfig, PlanConfig
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import processor_path
 
-pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
-if importlib.util.find_spec("megatron.bridge") is None:
-    pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
-
 KINDS = ("online", "planned", "packed", "clips")
+if os.environ.get("ENERGON_PACKING_FORK_RANKS"):  # a mutation's test ends at its first failure
+    KINDS = KINDS[:2]
 PLANS = ("planned", "packed")
 RANKS = (0, 1)
 
@@ -46,15 +40,15 @@ def clips_of(folder):
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """Kind -> the data set of a run on it, and one that another rank might have by mistake."""
-    from energon_packing.bridge_cpu import stand_ins
+    from support.bridge_cpu import stand_ins
 
     if stand_ins.needed():
         stand_ins.install()
     from energon_packing.bridge import PackedEnergonDatasetConfig
-    from energon_packing.bridge.wan_dataset import PackedWanDatasetConfig
     from energon_packing.offline.measure import MeasureConfig, measure
     from energon_packing.offline.pack import PackConfig, pack
     from energon_packing.offline.planner import make_plan
+    from energon_packing.wan.bridge import PackedWanDatasetConfig
 
     folder = tmp_path_factory.mktemp("together")
     turns = [
@@ -75,39 +69,25 @@ def made(tmp_path_factory):
         dataset.data.seed = seed
         return dataset
 
+    sets = {"online": [of(folder / "data", seed) for seed in (0, 1)]}
     run = of(folder / "data").run_config(ParallelConfig())
     measure(MeasureConfig(paths=(folder / "data",), out=folder / "index", workers=0), run)
     for seed in (0, 1):
         seeded = dataclasses.replace(run, plan=PlanConfig(max_data_parallel=2, seed=seed))
         make_plan([folder / "index"], seeded, folder / f"plan{seed}.parquet")
+    sets["planned"] = [of(folder / f"plan{seed}.parquet") for seed in (0, 1)]
+    if "packed" not in KINDS:
+        return sets
+    for seed in (0, 1):
         pack(PackConfig(plan=folder / f"plan{seed}.parquet", out=folder / f"packed{seed}", workers=0))
     clips = [PackedWanDatasetConfig(path=str(clips_of(folder / "clips")), seq_length=64, num_workers=0)]
     clips[0].encoder.latent_channels, clips[0].encoder.text_width, clips[0].packing.window = 4, 32, 4
     clips.append(copy.deepcopy(clips[0]))
     clips[1].data.seed = 1
-    return {
-        "online": [of(folder / "data", seed) for seed in (0, 1)],
-        "planned": [of(folder / f"plan{seed}.parquet") for seed in (0, 1)],
+    return sets | {
         "packed": [of(folder / f"packed{seed}") for seed in (0, 1)],
         "clips": clips,
     }
-
-
-def run(folder, jobs):
-    """Job -> what each rank saw."""
-    (folder / "store").unlink(missing_ok=True)
-    (folder / "jobs.pickle").write_bytes(pickle.dumps(jobs))
-    program = str(Path(__file__).with_name("ranks_together.py"))
-    ended = subprocess.run(
-        [quick_python(), "-W", "ignore", program, str(folder)],
-        env=ranks_environment(),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr[-8000:]
-    return {job.name: [json.loads((folder / f"{job.name}-{rank}.json").read_text()) for rank in RANKS] for job in jobs}
 
 
 @pytest.fixture(scope="module")

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import itertools
 import shutil
 import warnings
 from types import SimpleNamespace
 
-import bridge_ranks
+import bridge_here  # noqa: F401
 import pytest
 from bridge_sources import BridgeSource, sources
+from support import bridge_ranks
+from support.bridge_cpu import stand_ins
 
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, ParallelConfig, PlanConfig, RunConfig
 from energon_packing.config.plan import PlannedDatasetConfig
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data, processor_path
-
-pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
-if importlib.util.find_spec("megatron.bridge") is None:
-    pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
-
-from energon_packing.bridge_cpu import stand_ins
-from energon_packing.energon.state_file import read_state
+from energon_packing.energon.states import read_state
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.ledger_report import merged
 from energon_packing.offline.measure import MeasureConfig, measure
@@ -32,7 +26,6 @@ from energon_packing.offline.planner import make_plan
 
 STEPS = 4
 TEXT = {"family": "text", "steps": STEPS}
-STATE = "energon/iter_0000002/train_dataloader_dprank000.pt"
 
 
 @pytest.mark.parametrize("source", sources())
@@ -173,55 +166,16 @@ def test_a_plan_has_to_suffice_for_the_steps_that_are_left_from_where_the_run_co
         assert next(setup(dataset, step, tmp_path))["tokens"].shape[-1] > 1
 
 
-@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not stand_ins.needed(), reason="a CUDA device and Transformer Engine are present")
-def test_bridge_itself_continues_with_the_state_and_is_stopped_without_it(data):
-    stop = {**TEXT, "save_interval": 2}
-    whole = {"name": "whole", **TEXT, "weights": str(data / "weights")}
-    runs = [
-        {"name": "weights", **TEXT, "steps": 1, "save": str(data / "weights"), "save_interval": 1},
-        whole,
-        {"name": "killed", "weights": str(data / "weights"), **stop, "save": str(data / "kept"), "kill_after": 3},
-    ]
-    bridge_ranks.launch(runs, data, data / "data", timeout=250)
-    for name in ("gone", "cut", "anew"):
-        shutil.copytree(data / "kept", data / name)
-    shutil.rmtree(data / "gone" / "energon")
-    shutil.rmtree(data / "anew" / "energon")
-    (data / "cut" / STATE).write_bytes((data / "kept" / STATE).read_bytes()[:500])
-    again = [
-        {"name": f"{name}-resumed", **stop, "save": str(data / name), "save_interval": 100}
-        for name in ("kept", "gone", "cut", "anew")
-    ]
-    again[-1] |= {"dataset": {"data.accept_changed": ["missing_state"]}}
-    bridge_ranks.launch(again, data, data / "data", timeout=250)
-    found = {run["name"]: bridge_ranks.reports(data, run["name"], 1)[0] for run in [whole, *again]}
-    losses = found["whole"]["losses"]
-    assert found["kept-resumed"]["losses"] == losses[2:]
-    for name, told in (("gone", "no state of the loader at"), ("cut", "dprank000.pt is not the state of a loader")):
-        kind, sentence, _ = found[f"{name}-resumed"]["error"]
-        assert kind == "ConfigError"
-        assert told in sentence
-        assert found[f"{name}-resumed"]["losses"] == []
-    anew = found["anew-resumed"]
-    assert anew["error"] is None
-    first, begun = (
-        [pack["digest"] for pack in report["packs"] if not pack["validation"]] for report in (found["whole"], anew)
-    )
-    assert list(itertools.islice(begun, 2)) == first[:2]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.skipif(not stand_ins.needed(), reason="a CUDA device and Transformer Engine are present")
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_run_of_bridge_that_is_started_again_after_its_end_saves_and_can_go_on(data, workers):
-    """Bridge saves once more after its last step, unless the interval divides it; here before the first pack."""
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_a_run_of_bridge_goes_on_with_its_state_and_is_stopped_without_it(data, workers):
+    """Bridge saves once more after its last step, unless the interval divides it: a run that is started again after its
+    end does so before its first pack, and can go on."""
     folder = data / f"ended-{workers}"
     folder.mkdir()
-    kept, whole = folder / "kept", folder / "whole"
+    kept, whole, gone = (folder / name for name in ("kept", "whole", "gone"))
     run = {**TEXT, "steps": 3, "world": 2, "dataset": {"num_workers": workers}, "save": str(kept), "save_interval": 2}
     runs = [
         {**run, "name": "uninterrupted", "save": str(whole)},
@@ -240,6 +194,17 @@ def test_a_run_of_bridge_that_is_started_again_after_its_end_saves_and_can_go_on
             assert [pack["digest"] for pack in report["packs"]] == [pack["digest"] for pack in expected["packs"]][done:]
         place = f"energon/iter_0000003/train_dataloader_dprank{rank:03d}.pt"
         assert str(read_state(kept / place, missing="")) == str(read_state(whole / place, missing=""))
+    if workers:
+        return
+    shutil.copytree(whole, gone)
+    shutil.rmtree(gone / "energon")
+    stopped = {**run, "save": str(gone)}
+    anew = {**stopped, "name": "anew", "dataset": {"num_workers": 0, "data.accept_changed": ["missing_state"]}}
+    bridge_ranks.launch([{**stopped, "name": "stopped"}, anew], folder, data / "data", timeout=400)
+    for report in bridge_ranks.reports(folder, "stopped", 2):
+        assert report["error"][0] == "ConfigError"
+        assert "no state of the loader at" in report["error"][1]
+    assert [report["error"] for report in bridge_ranks.reports(folder, "anew", 2)] == [None] * 2
 
 
 def test_an_evaluation_has_a_ledger_of_its_own_and_leaves_the_trainings_as_it_is(dataset, tmp_path):

@@ -1,27 +1,34 @@
-"""Packed rows against code that we did not write: Megatron-Bridge's own steps, and Megatron-Core's slicing.
+"""Packed rows against code that we did not write: Bridge's steps and packer, Megatron-Core, Transformer Engine.
 
-Where there is no GPU, Bridge is imported and run through `energon_packing.bridge_cpu.stand_ins`. Of these stand-ins the
-tests reach one, which leaves a step's batch on the host.
+The installed Bridge is always compared. A second one is read from a checkout where ``ENERGON_PACKING_BRIDGE_SOURCE``
+names its ``src`` directory: only its packer is loaded, which needs torch alone. ``ENERGON_PACKING_PACKS`` sets how many
+random packs each property tries (`docs/correctness.md`).
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
 import itertools
-import math
-import textwrap
-from dataclasses import fields, make_dataclass
+import os
+import re
+from dataclasses import dataclass, fields, make_dataclass
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.p2p_cut import infers_padding
+from torch.nn import functional
 
 from energon_packing import thd
 from energon_packing.errors import PackingError
+from energon_packing.thd.visible_padding import hides_padding
 
 mcore_utils = pytest.importorskip("megatron.core.utils")
 
@@ -29,9 +36,8 @@ mcore_utils = pytest.importorskip("megatron.core.utils")
 @pytest.fixture(scope="module")
 def bridge():
     """Bridge's modules under test."""
-    if importlib.util.find_spec("megatron.bridge") is None:
-        pytest.skip("Megatron-Bridge is not installed")
-    from energon_packing.bridge_cpu import stand_ins
+    import bridge_here  # noqa: F401
+    from support.bridge_cpu import stand_ins
 
     stand_ins.install()
     try:
@@ -63,39 +69,11 @@ def make_row(length: int, seed: int = 0, axes: int = 1):
     }
 
 
-@settings(max_examples=100, deadline=None)
-@given(
-    tensor_parallel=st.integers(1, 16),
-    context_parallel=st.integers(1, 16),
-    sequence_parallel=st.booleans(),
-    eval_context_parallel=st.none() | st.integers(1, 16),
-)
-def test_the_alignment_is_the_number_that_bridges_validation_computes(
-    bridge, tensor_parallel, context_parallel, sequence_parallel, eval_context_parallel
-):
-    # Bridge's own lines, executed: the method as a whole needs a model and a device.
-    lines = inspect.getsource(bridge.config.ConfigContainer.validate).splitlines()
-    first = next(i for i, line in enumerate(lines) if line.strip().startswith("cp_size = getattr(self.model"))
-    last = next(i for i, line in enumerate(lines) if line.strip().startswith("collate_padding_multiple ="))
-    model = SimpleNamespace(
-        context_parallel_size=context_parallel,
-        tensor_model_parallel_size=tensor_parallel,
-        sequence_parallel=sequence_parallel,
-    )
-    container = SimpleNamespace(model=model, dist=SimpleNamespace(eval_context_parallel_size=eval_context_parallel))
-    scope = {"self": container, "math": math}
-    exec(textwrap.dedent("\n".join(lines[first : last + 1])), scope)
-    ours = thd.alignment_multiple(tensor_parallel, context_parallel, sequence_parallel, eval_context_parallel)
-    assert ours == scope["collate_padding_multiple"]
-
-
 # Steps
 
 
 def pack(multiple: int, width: int | None = None, axes: int = 1, visual: bool = False):
-    rows = [make_row(length, length, axes) for length in (5, 12, 3)]
-    for row in rows:
-        del row["turn"]
+    rows = plain_rows((5, 12, 3), axes=axes)
     if visual:
         rows[1]["visual_inputs"] = {"pixel_values": torch.rand(16, 6), "image_grid_thw": torch.tensor([[1, 4, 4]])}
     return thd.assemble(rows, multiple=multiple, width=width)
@@ -162,15 +140,6 @@ def test_bridge_rebuilds_our_samples_from_the_boundaries_for_its_mrope(bridge, m
     assert len(lengths) == batch.num_segments
 
 
-def test_the_state_of_a_hybrid_model_resets_at_every_segment():
-    batch = pack(4, 32)
-    params = thd.packed_seq_params(batch)
-    assert params.total_tokens == 32
-    assert params.seq_idx.tolist() == [[0] * 8 + [1] * 12 + [2] * 4 + [3] * 8]
-    tail = thd.packed_seq_params(pack(1, 24))
-    assert tail.seq_idx.tolist() == [[0] * 5 + [1] * 12 + [2] * 3 + [3] * 4]
-
-
 def test_packing_parameters_follow_the_fields_of_the_installed_megatron_core(monkeypatch):
     module = importlib.import_module("megatron.core.packed_seq_params")
     older = ("qkv_format", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
@@ -199,7 +168,7 @@ def rank_of(monkeypatch, size: int, rank: int) -> None:
 @pytest.mark.parametrize("axes", [1, 3])
 def test_each_segment_is_sliced_as_megatron_core_slices_a_sequence(monkeypatch, cp_size, axes):
     multiple = thd.alignment_multiple(context_parallel=cp_size)
-    rows = [make_row(length, length, axes) for length in (1, 37, 5, 64)]
+    rows = make_rows((1, 37, 5, 64), axes=axes)
     batch = thd.assemble(rows, multiple=multiple, width=48 * 16, extra_fields={"turn": 0})
     edges = batch.boundaries.tolist()
     for rank in range(cp_size):
@@ -220,9 +189,7 @@ def test_each_segment_is_sliced_as_megatron_core_slices_a_sequence(monkeypatch, 
 @pytest.mark.parametrize("cp_size", [2, 4])
 def test_bridges_qwen3_vl_finds_the_vision_embeddings_of_our_slices(bridge, monkeypatch, cp_size):
     # The model takes rows that are sliced already, and computes from counts which embeddings a rank needs.
-    batch = thd.assemble(
-        [make_row(length, length) for length in (9, 40, 17)], multiple=2 * cp_size, extra_fields={"turn": 0}
-    )
+    batch = thd.assemble(make_rows((9, 40, 17)), multiple=2 * cp_size, extra_fields={"turn": 0})
     vision = torch.rand(batch.total_tokens, generator=torch.Generator().manual_seed(1)) < 0.4
     vision &= ~batch.padding_mask[0]
     number = vision.cumsum(0) - 1
@@ -253,3 +220,256 @@ def test_bridges_qwen3_vl_finds_the_vision_embeddings_of_our_slices(bridge, monk
             embed_device=torch.device("cpu"),
         )
         assert torch.equal(found, number[indices[rank]][vision[indices[rank]]])
+
+
+PACKS = int(os.environ.get("ENERGON_PACKING_PACKS", "200"))
+SOURCE = os.environ.get("ENERGON_PACKING_BRIDGE_SOURCE")
+FIXED_WIDTH = (0, 7)
+"""The version from which Bridge's packer knows a fixed width and a padding mask, and leaves out equal boundaries."""
+
+# What our mapping has and Bridge's packer does not: the packer keeps one of two names of the token tensor, and knows no
+# media (its callers add them). The padding mask is made from version 0.7 on, and there only where it is asked for.
+OURS_ALONE = {"tokens", "padding_mask", "visual_inputs"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Packer:
+    """One version of Bridge's packer."""
+
+    version: tuple[int, int]
+    module: Any
+
+    @property
+    def later(self) -> bool:
+        return self.version >= FIXED_WIDTH
+
+    def build(self, rows, **options):
+        return self.module.build_mcore_thd_sequence_batch_from_rows(
+            rows, sequence_tensor_pad_values={"turn": -1}, **options
+        )
+
+
+@pytest.fixture(scope="module", params=["installed", *(["source"] if SOURCE else [])])
+def packer(request):
+    """The packer of the installed version, then that of the checkout."""
+    import bridge_here  # noqa: F401
+    from support.bridge_cpu import stand_ins
+
+    stand_ins.install()
+    try:
+        if request.param == "installed":
+            numbers = importlib.metadata.version("megatron-bridge").split(".")
+            module = importlib.import_module("megatron.bridge.data.packing.in_batch")
+        else:
+            folder = Path(SOURCE) / "megatron" / "bridge"
+            said = (folder / "package_info.py").read_text(encoding="utf-8")
+            numbers = [re.search(rf"^{name} = (\d+)$", said, re.MULTILINE)[1] for name in ("MAJOR", "MINOR")]
+            spec = importlib.util.spec_from_file_location("later_in_batch", folder / "data" / "packing" / "in_batch.py")
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        yield Packer(version=(int(numbers[0]), int(numbers[1])), module=module)
+    finally:
+        stand_ins.uninstall()
+
+
+def make_rows(lengths, seed=0, axes=1):
+    return [make_row(length, seed + index, axes) for index, length in enumerate(lengths)]
+
+
+def plain_rows(lengths, seed=0, axes=1):
+    """Without a field of their own."""
+    return [{name: value for name, value in row.items() if name != "turn"} for row in make_rows(lengths, seed, axes)]
+
+
+def ours_of(rows, **options):
+    return thd.assemble(rows, extra_fields={"turn": -1}, **options).to_bridge()
+
+
+def same_fields(ours, theirs) -> None:
+    for name, expected in theirs.items():
+        if isinstance(expected, torch.Tensor):
+            assert ours[name].dtype == expected.dtype, name
+            assert ours[name].shape == expected.shape, name
+            assert torch.equal(ours[name], expected), name
+        else:
+            assert type(ours[name]) is type(expected), name
+            assert ours[name] == expected, name
+
+
+LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=10)
+
+
+@st.composite
+def multiples(draw):
+    """Alignment of a run: context-parallel size 1 to 8, tensor-parallel size 1 to 8, another one for evaluation."""
+    cp, evaluation = draw(st.sampled_from([1, 2, 4, 8])), draw(st.sampled_from([None, 1, 2, 4]))
+    return thd.alignment_multiple(draw(st.integers(1, 8)), cp, draw(st.booleans()), evaluation)
+
+
+@settings(max_examples=PACKS, deadline=None)
+@given(lengths=LENGTHS, multiple=multiples(), seed=st.integers(0, 10_000), pad=st.sampled_from([0, 7]))
+def test_a_pack_equals_the_one_of_bridges_in_batch_packer_field_by_field(packer, lengths, multiple, seed, pad):
+    rows = make_rows(lengths, seed)
+    theirs = packer.build(rows, pad_token_id=pad, pad_to_multiple_of=multiple)
+    ours = ours_of(rows, multiple=multiple, pad_token_id=pad)
+    missing = set(ours) - set(theirs) - OURS_ALONE
+    if hides_padding(lengths, multiple):
+        # The accepted difference: Bridge hides its padding, with us a masked segment of one multiple shows it.
+        assert not infers_padding(theirs["cu_seqlens_q"], theirs["cu_seqlens_q_padded"], "2.16")
+        assert infers_padding(ours["cu_seqlens_q"], ours["cu_seqlens_q_padded"], "2.16")
+        theirs = with_masked_segment(theirs, multiple, pad)
+    same_fields(ours, theirs)
+    assert ours["tokens"] is ours["input_ids"]
+    assert ours["cu_seqlens_kv"] is ours["cu_seqlens_q"]
+    assert theirs["cu_seqlens_kv"] is theirs["cu_seqlens_q"]
+    if packer.later and multiple > 1 and all(length % multiple == 0 for length in lengths):
+        # From 0.7 on Bridge leaves out physical boundaries that equal the real ones; ours do not come and go with the
+        # data, because kernels are chosen by their presence.
+        assert missing == {"cu_seqlens_q_padded", "cu_seqlens_kv_padded"}
+        assert torch.equal(ours["cu_seqlens_q_padded"], ours["cu_seqlens_q"])
+    else:
+        assert missing == set()
+
+
+def with_masked_segment(theirs, size, pad):
+    """What Bridge's packer made, with the masked segment that ours puts after it."""
+    width = theirs["total_tokens"]
+    added = {"input_ids": pad, "labels": -100, "loss_mask": 0, "turn": -1}
+    made = {name: functional.pad(theirs[name], (0, size), value=value) for name, value in added.items()}
+    made["position_ids"] = torch.cat([theirs["position_ids"], torch.arange(size)[None]], dim=1)
+    for name in ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"):
+        made[name] = torch.cat([theirs[name], theirs[name][-1:] + size])
+    made["cu_seqlens_kv"] = made["cu_seqlens_q"]
+    return theirs | made | {"total_tokens": width + size}
+
+
+def test_the_options_of_the_packer_are_those_of_its_version(packer):
+    # The list of differences in docs/thd.md is complete only as long as this holds.
+    known = {"rows", "token_key", "sequence_length", "pad_token_id", "ignore_index", "pad_to_multiple_of"}
+    known |= {"sequence_tensor_pad_values"}
+    if packer.later:
+        known |= {"pad_to_max_length", "emit_padding_mask"}
+    found = inspect.signature(packer.module.build_mcore_thd_sequence_batch_from_rows).parameters
+    assert set(found) == known
+
+
+@settings(max_examples=PACKS, deadline=None)
+@given(lengths=LENGTHS, multiple=multiples(), seed=st.integers(0, 10_000), spare=st.integers(0, 5))
+def test_later_versions_fill_a_row_of_fixed_width_as_we_do(packer, lengths, multiple, seed, spare):
+    if not packer.later:
+        pytest.skip("before 0.7 this packer knows no fixed width")
+    rows = make_rows(lengths, seed)
+    spare = max(spare, hides_padding(lengths, multiple))
+    width = sum(-(-length // multiple) * multiple for length in lengths) + spare * multiple
+    options = {"pad_to_max_length": True, "sequence_length": width, "emit_padding_mask": True}
+    theirs = packer.build(rows, pad_to_multiple_of=multiple, **options)
+    ours = ours_of(rows, multiple=multiple, width=width)
+    boundaries = {name for name in theirs if name.startswith(("cu_seqlens", "max_seqlen"))}
+    if spare == 0:
+        same_fields(ours, theirs)
+        return
+    # They put the tail into the last sample's place, for which they need physical boundaries; with
+    # us it is a masked segment of its own, and the kernel without physical boundaries stays.
+    same_fields(ours, {name: value for name, value in theirs.items() if name not in {*boundaries, "position_ids"}})
+    assert theirs["cu_seqlens_q_padded"].tolist()[-1] == width
+    assert ("cu_seqlens_q_padded" in ours) == (multiple > 1)
+    assert ours["cu_seqlens_q"].tolist() == [
+        *theirs["cu_seqlens_q"].tolist(),
+        theirs["cu_seqlens_q"].tolist()[-1] + spare * multiple,
+    ]
+    content = ~ours["padding_mask"]
+    assert torch.equal(ours["position_ids"][content], theirs["position_ids"][content])
+
+
+def test_dtypes_are_fixed_where_bridge_keeps_those_of_the_first_row(packer):
+    # The one accepted difference in values that both emit.
+    row = make_row(5, 0)
+    row["input_ids"], row["loss_mask"] = row["input_ids"].int(), row["loss_mask"].bool()
+    theirs, ours = packer.build([row]), ours_of([row])
+    assert (theirs["input_ids"].dtype, ours["input_ids"].dtype) == (torch.int32, torch.int64)
+    assert (theirs["loss_mask"].dtype, ours["loss_mask"].dtype) == (torch.bool, torch.float32)
+    assert torch.equal(theirs["loss_mask"].float(), ours["loss_mask"])
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8),
+    multiple=st.sampled_from([1, 2, 8]),
+    spare=st.integers(0, 5),
+    repeated=st.integers(0, 4),
+)
+def test_every_token_of_any_row_belongs_to_the_segment_that_holds_it(lengths, multiple, spare, repeated):
+    occupied = sum(-(-length // multiple) * multiple for length in lengths)
+    spare = max(spare, hides_padding(lengths, multiple))
+    batch = thd.assemble(plain_rows(lengths), multiple=multiple, width=occupied + spare * multiple)
+    if repeated:
+        batch = thd.pad_cu_seqlens(batch, max_segments=batch.num_segments + repeated)
+    params = thd.packed_seq_params(batch)
+    expected = torch.repeat_interleave(torch.arange(batch.num_segments), batch.boundaries.diff().long())
+    assert params.total_tokens == batch.total_tokens
+    assert params.seq_idx.dtype == torch.int32
+    assert torch.equal(params.seq_idx[0].long(), expected)
+
+
+ENGINE_LENGTHS = st.lists(st.integers(1, 70), min_size=1, max_size=8)
+CP_SIZES = (1, 2, 4, 8)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """Transformer Engine's module of these functions: the package itself, never a stand-in among ``sys.modules``."""
+    try:
+        importlib.metadata.version("transformer-engine")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("Transformer Engine is not installed")
+    try:
+        module = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.context_parallel")
+    except (ImportError, OSError, RuntimeError) as error:
+        pytest.skip(f"Transformer Engine is installed but cannot be loaded: {error}")
+    if not hasattr(module, "pad_thd_sequences_for_cp"):
+        pytest.skip("this Transformer Engine has no functions for THD rows in torch")
+    return module
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(lengths=ENGINE_LENGTHS, multiple=st.sampled_from([2, 4, 8, 12, 16]), seed=st.integers(0, 1000))
+def test_tokens_labels_positions_and_boundaries_are_padded_as_transformer_engine_pads_them(
+    engine, lengths, multiple, seed
+):
+    rows = plain_rows(lengths, seed)
+    batch = thd.assemble(rows, multiple=multiple, pad_token_id=7)
+    tokens, labels = (torch.cat([row[name] for row in rows]) for name in ("input_ids", "labels"))
+    theirs = engine.pad_thd_sequences_for_cp(tokens, labels, batch.cu_seqlens, multiple, padding_token_id=7)
+    assert torch.equal(batch.tokens[0], theirs[0])
+    assert torch.equal(batch.labels[0], theirs[1])
+    assert torch.equal(batch.cu_seqlens_padded, theirs[2].int())
+    positions = engine.generate_positional_ids_for_cp(batch.cu_seqlens, multiple)
+    assert torch.equal(batch.position_ids[0], positions.long())
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lengths=ENGINE_LENGTHS,
+    cp_size=st.sampled_from(CP_SIZES),
+    tensor_parallel=st.integers(1, 4),
+    axes=st.sampled_from([1, 3]),
+    spare=st.integers(0, 3),
+    seed=st.integers(0, 1000),
+)
+def test_each_ranks_slice_is_the_one_of_transformer_engine(
+    engine, lengths, cp_size, tensor_parallel, axes, spare, seed
+):
+    multiple = thd.alignment_multiple(tensor_parallel, cp_size, tensor_parallel > 1)
+    rows = plain_rows(lengths, seed, axes)
+    occupied = sum(-(-length // multiple) * multiple for length in lengths)
+    batch = thd.assemble(rows, multiple=multiple, width=occupied + spare * multiple if multiple > 1 else None)
+    with pytest.MonkeyPatch.context() as patch:
+        for rank in range(cp_size):
+            patch.setattr(torch.distributed, "get_world_size", lambda group=None: cp_size)
+            patch.setattr(torch.distributed, "get_rank", lambda group=None, rank=rank: rank)
+            part = thd.slice_for_context_parallel(batch, cp_size, rank)
+            positions = batch.position_ids if axes == 1 else batch.position_ids[:, 0]
+            theirs = engine.get_batch_on_this_cp_rank(batch.boundaries, batch.tokens, batch.labels, positions)
+            ours = (part.tokens, part.labels, part.position_ids if axes == 1 else part.position_ids[:, 0])
+            for mine, other in zip(ours, theirs, strict=True):
+                assert torch.equal(mine, other)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from trained_pairs import CONSUMERS, COUNT, DATA_SETS, ONE_ROW_PER_SAMPLE, bad, conversion, good, texts
+from support.trained_pairs import CONSUMERS, COUNT, DATA_SETS, ONE_ROW_PER_SAMPLE, bad, conversion, good, texts
 
 from energon_packing.cli.main import cli
 

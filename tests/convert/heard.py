@@ -61,6 +61,18 @@ class Heard:
         self.tools = definitions(self.tools)
 
 
+def said_by(turns: Any, parsed: Any) -> Said:
+    """The turns of a parsed record."""
+    shown = dict(enumerate(f"<{reference.kind}>" for reference in parsed.references))
+    found: Said = []
+    for turn in turns:
+        thought = "" if turn.thinking is None else f"<think>\n{turn.thinking.strip(chr(10))}\n</think>\n\n"
+        text = thought + "".join(part if isinstance(part, str) else shown[part.index] for part in turn.parts)
+        found += [(turn.role, text)] if text else []
+        found += [("call", call_text(call["function"])) for call in turn.tool_calls]
+    return found
+
+
 def stored(out: Path, split: str = "train") -> list[Heard]:
     """The samples of a polylithic data set, in the order of its tars."""
     files: dict[str, bytes] = {}

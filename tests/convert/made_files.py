@@ -58,7 +58,7 @@ from plain_readers import (
 from prepared_files import chats, questions, read_chats, read_questions
 from trainers_code import by_trl
 
-from energon_packing.convert.column_map import ColumnMap
+from energon_packing.convert.config import ColumnMap
 
 
 def made(name: str, layout: str, source: str, reader: str, make: Any, read: Read, **more: Any) -> KnownFile:

@@ -128,9 +128,15 @@ def query_response(record: dict[str, Any]) -> Heard:
 
 
 def alpaca(record: dict[str, Any]) -> Heard:
-    """Stanford Alpaca: its two prompts differ in whether there is an input, which follows the instruction."""
-    question = "\n".join(text for text in (record["instruction"], record["input"]) if text)
-    return Heard([("user", question), ("assistant", record["output"])])
+    """Stanford Alpaca, whose input follows the instruction; LLaMA-Factory's system prompts, earlier turns and pairs."""
+    said: Said = [("system", record["system"])] if record.get("system") else []
+    for question, answer in record.get("history") or []:
+        said += [("user", question), ("assistant", answer)]
+    said.append(("user", "\n".join(record[name] for name in ("instruction", "input") if record.get(name))))
+    if "chosen" in record:
+        answers = {name: [("assistant", record[name])] for name in ("chosen", "rejected")}
+        return Heard(said, **answers)
+    return Heard([*said, ("assistant", record["output"])])
 
 
 def qwen_vl(record: dict[str, Any], root: Path) -> Heard:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import av
 import numpy as np
+import pytest
 from PIL import Image
 
-from energon_packing.convert import ConversionReport, ConvertConfig, convert
+from energon_packing.convert import ConversionReport, ConvertConfig, convert, media_checks
+from energon_packing.convert.chunks import RawRecord, SourceFile
+from energon_packing.convert.sources import find_chunks, read_chunk
 
 
 def sharegpt(key: str | None = None, question: str = "Hi?", answer: str = "Yes.", **columns: Any) -> dict[str, Any]:
@@ -66,3 +70,22 @@ def run(source: Path | tuple[Path, ...], out: Path, **options: Any) -> Conversio
 
 def rejects(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "rejects.jsonl").read_text().splitlines()]
+
+
+def read_records(source: SourceFile, *, max_record_bytes: int, chunk_bytes: int = 1 << 18) -> Iterator[RawRecord]:
+    """Yields every record of a file in order."""
+    for chunk in find_chunks(source, max_record_bytes=max_record_bytes, chunk_bytes=lambda: chunk_bytes):
+        yield from read_chunk(chunk, max_record_bytes=max_record_bytes)
+
+
+def count_checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files that are checked in this process from now on."""
+    checked: list[str] = []
+    opened = media_checks.open_regular
+
+    def counting(path: str) -> Any:
+        checked.append(Path(path).name)
+        return opened(path)
+
+    monkeypatch.setattr(media_checks, "open_regular", counting)
+    return checked

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from energon_reading import read_dataset
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from PIL import Image
-from source_files import openai, rejects, run, sharegpt, write_image, write_json, write_lines, write_video
+from source_files import count_checks, openai, rejects, run, sharegpt, write_image, write_json, write_lines, write_video
 
-from energon_packing.convert import media_files
+from energon_packing.cli.main import cli
+from energon_packing.convert import media_checks
+from energon_packing.convert.config import ConvertConfig
+from energon_packing.convert.media_checks import MediaChecker
 from energon_packing.convert.media_files import resolve_media
+from energon_packing.convert.report import read_report
 from energon_packing.errors import ConfigError, SampleRejected, UserError
 
 
@@ -98,45 +107,85 @@ def test_a_reject_names_source_record_key_reason_and_detail(tmp_path: Path) -> N
     assert "nowhere.jpg" in found[1]["detail"]
 
 
-def test_a_hostile_value_does_not_flood_the_rejects_file(tmp_path: Path) -> None:
-    record = {"conversations": [{"from": "x" * 1_000_000, "value": "y"}]}
-    run(write_json(tmp_path / "a.json", [sharegpt(), record]), tmp_path / "out")
-    assert (tmp_path / "out/rejects.jsonl").stat().st_size < 2000
+def talk(*turns: tuple[Any, Any]) -> dict[str, Any]:
+    return {"conversations": [{"from": role, "value": value} for role, value in turns]}
 
 
-def test_text_that_utf8_cannot_hold_is_rejected(tmp_path: Path) -> None:
-    path = write_lines(
-        tmp_path / "a.jsonl",
-        [
-            sharegpt("a"),
-            '{"messages": [{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "x"}]}',
-        ],
-    )
-    run(path, tmp_path / "out")
-    assert [line["reason"] for line in rejects(tmp_path / "out")] == ["bad_text"]
+def nested(kind: str, depth: int) -> dict[str, Any]:
+    """A record with a call and a definition, of which one is that deep."""
+    value: Any = 1
+    for _ in range(depth):
+        value = {"a": value}
+    call = json.dumps({"name": "look", "arguments": value if kind == "arguments" else {}})
+    turns = [("human", "Hi"), ("function_call", call), ("observation", "1"), ("gpt", "Yes")]
+    return {**talk(*turns), "tools": [{"name": "look", "parameters": value if kind == "tools" else {}}]}
+
+
+BAD: list[tuple[str, dict[str, Any]]] = [
+    ("placeholder_mismatch", sharegpt(question="<image><image>?", image="a.jpg")),
+    ("placeholder_mismatch", sharegpt(question="<image>?", images=["a.jpg", "a.jpg"])),
+    ("placeholder_mismatch", sharegpt(question="?", image="a.jpg")),
+    ("unknown_role", talk(("human", "Hi"), ("x" * 1_000_000, "Once."), ("gpt", "Yes."))),
+    ("empty_turn", talk(("human", "Hi"), ("gpt", " \n"))),
+    ("empty_conversation", talk()),
+    *(("non_string_value", talk(("human", "Hi"), ("gpt", value))) for value in (7, 1.5, True, None, {"text": "x"})),
+    ("non_string_value", {"conversations": [{"from": "human", "value": "Hi"}, "and then?"]}),
+    ("non_string_value", talk(("human", "Hi"), ("function_call", None), ("observation", "1"), ("gpt", "Yes."))),
+    ("unknown_part", openai(question=[{"type": "audio", "audio": "a.wav"}])),
+    *(("too_deep", nested(kind, depth)) for kind in ("arguments", "tools") for depth in (101, 400, 700)),
+    ("bad_text", openai(question="\ud800")),
+    *(("missing_media", sharegpt(question="<image>?", image=name)) for name in ("\ud800.jpg", "\ud800/a.jpg")),
+    *(("corrupt_media", sharegpt(question="<image>?", image=f"data:{kind},\ud800")) for kind in ("", "x/y;base64")),
+]
+
+
+def test_each_bad_record_is_one_short_line_and_its_neighbours_are_kept(tmp_path: Path) -> None:
+    write_image(tmp_path / "a.jpg")
+    records = [{**record, "id": f"bad{number}"} for number, (_, record) in enumerate(BAD)]
+    records = [sharegpt("before"), *records, sharegpt("after", "<image>?", image="a.jpg")]
+    report = run(write_lines(tmp_path / "a.jsonl", records), tmp_path / "out", max_rejects=1.0, split={"train": 1.0})
+    assert set(read_dataset(report.entry)) == {"before", "after"}
+    lines = rejects(tmp_path / "out")
+    assert [(line["key"], line["reason"]) for line in lines] == [(f"bad{n}", why) for n, (why, _) in enumerate(BAD)]
+    assert all(0 < len(line["detail"]) <= 600 for line in lines)
 
 
 def test_odd_but_accepted_records_are_counted_and_listed(tmp_path: Path) -> None:
-    twice = sharegpt("same")
-    twice["conversations"].insert(0, {"from": "human", "value": "Hello?"})
-    report = run(write_json(tmp_path / "a.json", [sharegpt("same"), twice, sharegpt("a.b/c")]), tmp_path / "out")
-    assert report.warnings == {"consecutive_user_turns": 1, "duplicate_id": 1, "sanitised_id": 1}
+    """A tar member is split at its first dot: with one in the key, the sample would be another one, or none."""
+    twice = sharegpt("same", "Hello?")
+    twice["conversations"].insert(0, {"from": "human", "value": "Hi"})
+    records = [sharegpt("same", "First?"), twice, sharegpt("a.b/c"), sharegpt("a.b.c")]
+    report = run(write_json(tmp_path / "a.json", records), tmp_path / "out", split={"train": 1.0})
+    assert report.warnings == {"consecutive_user_turns": 1, "duplicate_id": 2, "sanitised_id": 2}
     listed = [json.loads(line) for line in (tmp_path / "out/warnings.jsonl").read_text().splitlines()]
     assert [(line["key"], line["warnings"]) for line in listed] == [
         ("same-2", ["duplicate_id", "consecutive_user_turns"]),
         ("a_b_c", ["sanitised_id"]),
+        ("a_b_c-2", ["sanitised_id", "duplicate_id"]),
     ]
+    assert not (tmp_path / "out/media").exists()
+    turns = {key: sample.record["turns"] for key, sample in read_dataset(report.entry).items()}
+    assert turns.keys() == {"same", "same-2", "a_b_c", "a_b_c-2"}
+    said = [(turn["role"], turn["parts"]) for turn in turns["same-2"]]
+    assert said == [("user", ["Hi"]), ("user", ["Hello?"]), ("assistant", ["Yes."])]
+
+
+def test_half_a_character_in_the_name_of_a_column_is_reported(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "a.jsonl", [sharegpt("good", **{"\ud800": 3})])
+    done = CliRunner().invoke(cli, ["convert", str(source), "--out", str(tmp_path / "out"), "--json"])
+    for report in (json.loads(done.stdout), read_report(tmp_path / "out")):
+        assert report["ignored_columns"] == {"\ud800": {"records": 1}}
+
+
+def test_a_source_whose_name_is_not_utf_8_is_converted(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "a\udcff.jsonl", [sharegpt()])
+    report = run(source, tmp_path / "out", split={"train": 1.0})
+    assert report.layouts == {"a\\udcff.jsonl": {"sharegpt": 1}}
+    assert run(source, tmp_path / "out", split={"train": 1.0}, resume=True).skipped
 
 
 def test_each_distinct_file_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checked: list[str] = []
-    original = media_files.check_media
-
-    def counting(path: str, kind: Any, config: Any) -> Any:
-        checked.append(Path(path).name)
-        return original(path, kind, config)
-
-    monkeypatch.setattr(media_files, "check_media", counting)
+    checked = count_checks(monkeypatch)
     write_image(tmp_path / "a.jpg")
     write_image(tmp_path / "b.jpg", seed=1)
     (tmp_path / "bad.jpg").touch()
@@ -240,8 +289,67 @@ def test_one_unusable_file_beside_a_good_one_is_an_error_only_where_it_was_named
         {"kto_label": "messages"},
         {"split": {"a b": 1.0}},
         {"max_media_bytes": 9 << 30},
+        {"frame_fps": 0.0},
+        {"max_rejects": float("nan")},
+        *({"extra_columns": names} for names in (("",), ("a", "a"), ("extras",), ("preference",), ("images",))),
     ],
 )
 def test_an_impossible_option_is_named(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         run(write_json(tmp_path / "a.json", [sharegpt()]), tmp_path / "out", **options)
+
+
+@pytest.mark.parametrize("error", [AttributeError("codec_context"), MemoryError()])
+def test_an_error_that_nobody_foresaw_costs_the_file_and_names_it(tmp_path, monkeypatch, error):
+    for name in ("a.png", "odd.png", "z.png"):
+        write_image(tmp_path / name, seed=ord(name[0]))
+    opened = media_checks.open_regular
+
+    def failing(path: str) -> Any:
+        if path.endswith("odd.png"):
+            raise error
+        return opened(path)
+
+    monkeypatch.setattr(media_checks, "open_regular", failing)
+    records = [with_image(name[:-4], name) for name in ("a.png", "odd.png", "z.png")]
+    report = run(write_json(tmp_path / "chats.json", records), tmp_path / "out", max_rejects=1.0)
+    assert (report.written, report.rejected) == (2, {"corrupt_media": 1})
+    (line,) = rejects(tmp_path / "out")
+    assert f"odd.png cannot be checked: {type(error).__name__}" in line["detail"]
+
+
+@pytest.mark.parametrize("check", ["full", "header"])
+def test_records_with_transparent_images_are_counted(tmp_path, check):
+    Image.new("RGBA", (40, 30), (0, 0, 0, 0)).save(tmp_path / "clear.png")
+    Image.new("RGBA", (40, 30), (0, 0, 0, 255)).save(tmp_path / "solid.png")
+    Image.new("L", (40, 30), 7).save(tmp_path / "keyed.png", transparency=7)
+    write_image(tmp_path / "plain.jpg")
+    names = ("clear.png", "solid.png", "keyed.png", "plain.jpg", "clear.png")
+    records = [openai(f"k{at}", "<image>?", images=[name]) for at, name in enumerate(names)]
+    report = run(write_lines(tmp_path / "a.jsonl", records), tmp_path / "out", check_media=check)
+    warned = [json.loads(line)["key"] for line in (tmp_path / "out/warnings.jsonl").read_text().splitlines()]
+    # A header says that there is an alpha channel, and not what is in it.
+    assert warned == (["k0", "k2", "k4"] if check == "full" else ["k0", "k1", "k2", "k4"])
+    assert report.warnings == {"transparent_image": len(warned)}
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    edits=st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 8), st.binary(max_size=8)), min_size=1, max_size=6)
+)
+def test_a_video_with_any_bytes_changed_is_measured_or_rejected(tmp_path_factory, edits):
+    path = tmp_path_factory.getbasetemp() / "fuzzed"
+    if not path.exists():
+        write_video(path / "clip.mp4")
+    content = bytearray((path / "clip.mp4").read_bytes())
+    for at, gone, put in edits:
+        content[at : at + gone] = put
+    number = next(_NUMBERS)
+    (path / f"{number}.mp4").write_bytes(content)
+    checker = MediaChecker(ConvertConfig(sources=("x",)), path / "journal", path / f"index-{number}")
+    with suppress(SampleRejected):
+        assert checker.check(str(path / f"{number}.mp4"), "video")
+    checker.close()
+
+
+_NUMBERS = itertools.count()

@@ -13,13 +13,11 @@ from hypothesis import strategies as st
 from source_files import openai, rejects, run, sharegpt, write_image, write_json, write_lines
 
 from energon_packing.cli.main import cli
-from energon_packing.convert import ConvertConfig, convert
-from energon_packing.convert.near_names import near_name
+from energon_packing.convert.fields import near_name
 from energon_packing.convert.records import parse_record
-from energon_packing.convert.text_to_video import parse_text_to_video
 from energon_packing.errors import SampleRejected, UserError
+from energon_packing.wan.convert import parse_text_to_video
 
-SHARED = Path(__file__).parents[3] / "shared/data/llamafactory_demo"
 PAIR = {"messages": [{"role": "user", "content": "Hi?"}], "chosen": "Yes.", "rejected": "No."}
 
 
@@ -39,13 +37,7 @@ def with_field(name: str, value: Any, turn: int = 1) -> dict[str, Any]:
 @pytest.mark.parametrize("column", ["label", "labels", "kto_tag"])
 def test_an_answer_that_is_labelled_good_or_bad_is_refused_and_no_target(column: str, label: Any) -> None:
     reason, detail = refused(openai(**{column: label}))
-    assert reason == "unsupported_column"
-    assert repr(column) in detail
-
-
-@pytest.mark.parametrize("label", ["dog", 7, ["dog", "cat"], {"class": 3}])
-def test_a_label_that_names_a_class_is_counted(label: Any) -> None:
-    assert parse_record(openai(label=label)).ignored == ("label",)
+    assert (reason, repr(column) in detail) == ("unsupported_column", True)
 
 
 def test_half_good_and_half_bad_answers_as_llama_factory_labels_them_give_no_target(tmp_path: Path) -> None:
@@ -63,9 +55,6 @@ def test_sound_that_the_answer_is_about_is_refused(column: str) -> None:
             "unsupported_column",
             f"the column {column!r} holds audio, which is not supported",
         )
-
-
-def test_a_placeholder_for_sound_that_is_missing_is_refused_and_the_word_alone_is_text() -> None:
     reason, detail = refused(openai(question="<audio>What is it?", audios=[]))
     assert (reason, "<audio>" in detail) == ("placeholder_mismatch", True)
     assert parse_record(openai(question="What does <audio> do in HTML?")).turns[0].text.count("<audio>") == 1
@@ -88,13 +77,13 @@ def test_a_placeholder_for_sound_that_is_missing_is_refused_and_the_word_alone_i
         ("rejected_tools", [1], "pair"),
         ("chosen_messages", [{"role": "assistant", "content": "x"}], "pair"),
         ("negative_messages", [[1]], "pair"),
+        ("objects", {"bbox": [[1, 2, 3, 4]]}, "<bbox>"),
     ],
 )
 def test_a_column_that_changes_the_meaning_is_refused_by_name(column: str, value: Any, words: str) -> None:
-    reason, detail = refused(openai(**{column: value}))
-    assert reason == "unsupported_column"
-    assert repr(column) in detail
-    assert words in detail
+    question = "Where is <ref-object>?" if column == "objects" else "Hi?"
+    reason, detail = refused(openai(question=question, **{column: value}))
+    assert (reason, repr(column) in detail, words in detail) == ("unsupported_column", True, True)
 
 
 @pytest.mark.parametrize(
@@ -105,15 +94,11 @@ def test_a_column_that_changes_the_meaning_is_refused_by_name(column: str, value
         {"functions": [{"name": "f"}], "tools": [{"name": "f"}]},
         {"history": "long", "documents": "3"},
         {"objects": {"bbox": [[1, 2, 3, 4]]}},
+        *({"label": label} for label in ("dog", 7, ["dog", "cat"], {"class": 3})),
     ],
 )
 def test_the_same_names_are_counted_where_they_change_nothing(columns: dict[str, Any]) -> None:
     assert set(parse_record(openai(**columns)).ignored) == set(columns) - {"system", "tools"}
-
-
-def test_boxes_are_refused_where_the_text_has_places_for_them() -> None:
-    record = openai(question="Where is <ref-object>?", answer="<bbox>", objects={"bbox": [[1, 2, 3, 4]]})
-    assert refused(record)[0] == "unsupported_column"
 
 
 def test_a_part_of_a_video_is_refused_where_the_whole_would_be_shown() -> None:
@@ -191,15 +176,7 @@ def test_a_video_that_asks_for_frames_of_its_own_is_refused(own: dict[str, float
 )
 def test_a_field_that_changes_the_meaning_is_refused_by_name(name: str, value: Any, turn: int) -> None:
     reason, detail = refused(with_field(name, value, turn))
-    assert reason == "unsupported_field"
-    assert repr(name) in detail
-    assert f"turn {turn}" in detail
-
-
-def test_sound_in_a_content_part_is_refused_by_name() -> None:
-    part = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}
-    reason, detail = refused(openai(question=[part, {"type": "text", "text": "?"}]))
-    assert (reason, "input_audio" in detail) == ("unknown_part", True)
+    assert (reason, repr(name) in detail, f"turn {turn}" in detail) == ("unsupported_field", True, True)
 
 
 def test_what_nothing_reads_is_named_with_its_place() -> None:
@@ -230,12 +207,9 @@ def test_columns_that_are_read_and_empty_ones_are_not_named() -> None:
     record = openai("k", tools=[], audios=[], label=None, functions=None, comment="", meta={}, advantages=0.5)
     record["messages"][0].update(tool_calls=None, name=None, images=[])
     assert parse_record(record, extra_columns=("advantages",)).ignored == ()
+    assert parse_record(openai(weight=0.5), extra_columns=("weight",)).extras == {"weight": 0.5}
     pair = {**PAIR, "score_chosen": 9.0, "rejected_margin": 1.0, "chosen_margin": 2.0}
     assert parse_record(pair, extra_columns=("margin",)).ignored == ("score_chosen",)
-
-
-def test_a_named_extra_column_is_read_whatever_its_name() -> None:
-    assert parse_record(openai(weight=0.5), extra_columns=("weight",)).extras == {"weight": 0.5}
 
 
 _NAMES = st.sampled_from(
@@ -312,7 +286,7 @@ IGNORED = {
 }
 
 
-@pytest.mark.parametrize("workers", [0, 1, 4])
+@pytest.mark.parametrize("workers", [0, 2])
 def test_the_report_counts_each_column_over_the_samples_whatever_the_workers(
     source: Path, tmp_path: Path, workers: int
 ) -> None:
@@ -324,19 +298,6 @@ def test_the_report_counts_each_column_over_the_samples_whatever_the_workers(
     assert (tmp_path / "out/warnings.jsonl").read_text() == ""
     (line,) = rejects(tmp_path / "out")
     assert (line["key"], "'label'" in line["detail"]) == ("bad", True)
-
-
-def test_an_interrupted_conversion_counts_every_record_once(source: Path, tmp_path: Path) -> None:
-    def interrupt(stage: str, done: int, total: int) -> None:
-        if stage == "write":
-            raise KeyboardInterrupt
-
-    config = ConvertConfig(sources=(source,), out=tmp_path / "out", workers=1, resume=True)
-    with pytest.raises(KeyboardInterrupt):
-        convert(config, interrupt)
-    assert convert(config).ignored_columns == IGNORED
-    again = convert(config)
-    assert (again.skipped, again.ignored_columns) == (True, IGNORED)
 
 
 def test_the_command_says_what_it_ignored_and_what_was_probably_meant(source: Path, tmp_path: Path) -> None:
@@ -354,7 +315,7 @@ def test_the_command_says_what_it_ignored_and_what_was_probably_meant(source: Pa
 
 
 def test_records_whose_columns_are_data_fill_neither_the_report_nor_the_screen(tmp_path: Path) -> None:
-    records = [openai(f"k{number}", **{f"c{number}": 1, "z" * 200: 1}) for number in range(1100)]
+    records = [openai(f"k{number}", **{f"c{number}": 1, "z" * 200: 1}) for number in range(1005)]
     result = CliRunner().invoke(
         cli, ["convert", str(write_lines(tmp_path / "a.jsonl", records)), "--out", str(tmp_path / "out")]
     )
@@ -363,18 +324,5 @@ def test_records_whose_columns_are_data_fill_neither_the_report_nor_the_screen(t
     assert "ignored columns are listed in" in result.stdout
     found = json.loads((tmp_path / "out/conversion.json").read_text())["ignored_columns"]
     assert len(found) == 1001
-    assert found["z" * 80] == {"records": 1100}
-    assert sum(entry["records"] for entry in found.values()) == 2200
-
-
-@pytest.mark.parametrize("name", ["mllm_demo.json", "mllm_video_demo.json", "glaive_toolcall_en_demo.json"])
-def test_demo_data_of_llama_factory_convert_whole_and_lose_nothing_else(tmp_path: Path, name: str) -> None:
-    if not (SHARED / name).is_file():
-        pytest.skip("LLaMA-Factory's demo data are not on this machine")
-    report = run(SHARED / name, tmp_path / "out", check_media="header")
-    assert (report.rejected, report.warnings, report.ignored_columns) == ({}, {}, {})
-    records = json.loads((SHARED / name).read_text(encoding="utf-8"))
-    assert report.written == len(records)
-    labelled = [{**record, "label": number % 2 == 0} for number, record in enumerate(records)]
-    for record in labelled:
-        assert refused(record)[0] == "unsupported_column"
+    assert found["z" * 80] == {"records": 1005}
+    assert sum(entry["records"] for entry in found.values()) == 2010

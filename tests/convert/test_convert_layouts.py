@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from heard import said_by
 from hypothesis import given
 from hypothesis import strategies as st
-from layout_readers import alpaca, said_by, v1
+from plain_readers import alpaca, v1
 from source_files import openai, run, sharegpt, write_image, write_json, write_lines
 
 from energon_packing.cli.main import cli
 from energon_packing.conversation import PREFERENCE, Conversation, MediaPart
-from energon_packing.convert.column_map import ColumnMap, parse_names
-from energon_packing.convert.config import RecordFormat
-from energon_packing.convert.layouts.registry import LAYOUTS
+from energon_packing.convert.config import ColumnMap, ConvertConfig, RecordFormat, parse_names
+from energon_packing.convert.layouts.layout import LAYOUTS, Layout, all_layouts, register_layout
 from energon_packing.convert.records import parse_record
 from energon_packing.errors import ConfigError, SampleRejected, UserError
 
@@ -48,64 +48,17 @@ def refused(record: Any, layout: RecordFormat = "auto", **options: Any) -> tuple
 )
 def test_alpaca_says_what_llama_factory_makes_of_it(record: dict[str, Any]) -> None:
     parsed = parse_record(record)
-    prompt, answer, _ = alpaca(record)
-    assert (said_by(parsed.turns, parsed), parsed.layout) == ([*prompt, *answer], "alpaca")
+    assert (said_by(parsed.turns, parsed), parsed.layout) == (alpaca(record).said, "alpaca")
     assert parsed.ignored == ()
 
 
 def test_an_alpaca_pair_has_one_beginning_and_two_answers() -> None:
     record = {"instruction": "Why?", "input": "x", "chosen": "So.", "rejected": "No.", "source": "web"}
     parsed = parse_record(record)
-    prompt, chosen, rejected = alpaca(record)
-    assert [said_by(turns, parsed) for turns in (parsed.turns, parsed.chosen, parsed.rejected)] == [
-        prompt,
-        chosen,
-        rejected,
-    ]
+    wanted = alpaca(record)
+    found = [said_by(turns, parsed) for turns in (parsed.turns, parsed.chosen, parsed.rejected)]
+    assert found == [wanted.said, wanted.chosen, wanted.rejected]
     assert parsed.ignored == ("source",)
-
-
-def test_stanfords_copy_of_the_whole_prompt_is_counted_as_ignored() -> None:
-    parsed = parse_record({"instruction": "a", "input": "", "output": "b", "text": "Below is an instruction ..."})
-    assert (parsed.layout, parsed.ignored) == ("alpaca", ("text",))
-
-
-@pytest.mark.parametrize(
-    ("record", "reason"),
-    [
-        ({"instruction": "a", "output": ""}, "empty_turn"),
-        ({"instruction": "", "output": "b"}, "empty_turn"),
-        ({"instruction": "a", "output": ["b"]}, "non_string_value"),
-        ({"instruction": "a", "output": "b", "history": [["only one"]]}, "non_string_value"),
-        ({"instruction": "a", "output": "b", "history": "before"}, "non_string_value"),
-        ({"instruction": "a", "chosen": "b", "rejected": "b"}, "nothing_to_learn"),
-    ],
-)
-def test_an_alpaca_record_that_lacks_something_is_refused(record: dict[str, Any], reason: str) -> None:
-    assert refused(record)[0] == reason
-
-
-def test_query_and_response_are_read_as_ms_swift_reads_them() -> None:
-    parsed = parse_record({"system": "s", "query": "q", "response": "r", "history": [["a", "b"]]})
-    assert said_by(parsed.turns, parsed) == [
-        ("system", "s"),
-        ("user", "a"),
-        ("assistant", "b"),
-        ("user", "q"),
-        ("assistant", "r"),
-    ]
-    assert parsed.layout == "query-response"
-
-
-def test_prompt_and_completion_are_texts_or_messages() -> None:
-    plain = {"prompt": "q", "completion": "r"}
-    messages = {
-        "prompt": [{"role": "user", "content": "q"}],
-        "completion": [{"role": "assistant", "content": "r"}],
-    }
-    for record in (plain, messages):
-        parsed = parse_record(record)
-        assert said_by(parsed.turns, parsed) == [("user", "q"), ("assistant", "r")]
 
 
 # -- LLaMA-Factory v1 --------------------------------------------------------------------------------------------------
@@ -134,7 +87,7 @@ V1 = {
 
 def test_v1_parts_become_text_thinking_and_calls_with_their_weights() -> None:
     parsed = parse_record(V1)
-    assert said_by(parsed.turns, parsed) == v1(V1["messages"])
+    assert said_by(parsed.turns, parsed) == v1(V1).said
     assert [turn.loss_weight for turn in parsed.turns] == [None, None, 0.5, None, 1.0]
     assert (parsed.layout, parsed.ignored) == ("llamafactory-v1", ())
     assert parsed.tools is not None
@@ -145,24 +98,31 @@ def test_a_v1_pair_becomes_a_pair() -> None:
     answers = [[{"role": "assistant", "content": [part("text", text)], "loss_weight": 1.0}] for text in ("Yes.", "No.")]
     record = {"chosen_messages": [*beginning, *answers[0]], "rejected_messages": [*beginning, *answers[1]]}
     parsed = parse_record(record)
-    assert said_by(parsed.turns, parsed) == v1(beginning)
-    assert [said_by(turns, parsed) for turns in (parsed.chosen, parsed.rejected)] == [v1(answer) for answer in answers]
+    wanted = v1(record)
+    found = [said_by(turns, parsed) for turns in (parsed.turns, parsed.chosen, parsed.rejected)]
+    assert found == [wanted.said, wanted.chosen, wanted.rejected]
 
 
-def test_v1_images_are_named_by_their_parts_and_sound_is_refused() -> None:
-    question = {"role": "user", "content": [part("image_url", "a.png"), part("text", "?")]}
-    answer = {"role": "assistant", "content": [part("text", "x")]}
-    parsed = parse_record({"messages": [question, answer]})
-    assert [file.path for file in parsed.media] == ["a.png"]
-    question["content"][0]["type"] = "audio_url"
-    assert refused({"messages": [question, answer]})[0] == "unknown_part"
+def v1_turn(*parts: dict[str, Any]) -> dict[str, Any]:
+    messages = [{"role": "user", "content": [part("text", "q")]}, {"role": "assistant", "content": list(parts)}]
+    return {"messages": messages}
 
 
-@pytest.mark.parametrize("value", ["not json", "[]", '{"name": "f"}'])
-def test_a_v1_call_that_is_none_is_refused(value: str) -> None:
-    record = {"messages": [{"role": "user", "content": [part("text", "q")]}]}
-    record["messages"].append({"role": "assistant", "content": [{"type": "tool_call", "value": value}]})
-    assert refused(record)[0] == "bad_tool_call"
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"instruction": "a", "output": ""}, "empty_turn"),
+        ({"instruction": "", "output": "b"}, "empty_turn"),
+        ({"instruction": "a", "output": ["b"]}, "non_string_value"),
+        ({"instruction": "a", "output": "b", "history": [["only one"]]}, "non_string_value"),
+        ({"instruction": "a", "output": "b", "history": "before"}, "non_string_value"),
+        ({"instruction": "a", "chosen": "b", "rejected": "b"}, "nothing_to_learn"),
+        (v1_turn(part("audio_url", "a.wav"), part("text", "x")), "unknown_part"),
+        *((v1_turn(part("tool_call", value)), "bad_tool_call") for value in ("not json", "[]", '{"name": "f"}')),
+    ],
+)
+def test_a_record_that_lacks_something_is_refused(record: dict[str, Any], reason: str) -> None:
+    assert refused(record)[0] == reason
 
 
 # -- Qwen-VL -----------------------------------------------------------------------------------------------------------
@@ -194,23 +154,7 @@ def test_image_tags_beside_a_column_of_images_are_refused_until_the_format_is_na
     assert len(parse_record(record, "qwen-vl").media) == 2
 
 
-def test_an_image_tag_takes_no_short_road(tmp_path: Path) -> None:
-    write_image(tmp_path / "a.png")
-    record = sharegpt("k", "<img>a.png</img>Who?")
-    with_tools = sharegpt("t", "<img>a.png</img>Who?")
-    with_tools["conversations"].insert(1, {"from": "function_call", "value": json.dumps(CALL)})
-    with_tools["conversations"].insert(2, {"from": "observation", "value": "7"})
-    report = run(write_json(tmp_path / "a.json", [record, with_tools]), tmp_path / "out")
-    assert (report.written, report.images, report.layouts) == (2, 2, {"a.json": {"qwen-vl": 2}})
-
-
 # -- documents ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_document_is_one_answer_to_the_letter() -> None:
-    parsed = parse_record({"text": " Once upon\n a time ", "url": "x"})
-    assert [(turn.role, turn.parts) for turn in parsed.turns] == [("assistant", (" Once upon\n a time ",))]
-    assert (parsed.layout, parsed.ignored) == ("text", ("url",))
 
 
 def test_each_line_of_a_text_file_is_a_document_if_the_file_is_named(tmp_path: Path) -> None:
@@ -242,14 +186,6 @@ def test_a_record_of_two_layouts_is_refused_with_both_names(record: dict[str, An
     assert {parse_record(record, first).layout, parse_record(record, second).layout} == {first, second}  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", sorted(set(LAYOUTS) - {"sharegpt", "openai"}))
-def test_a_named_layout_refuses_every_other_one(name: Any) -> None:
-    reason, detail = refused({"zeta": 1}, name)
-    assert reason == "unknown_layout"
-    assert LAYOUTS[name].expects in detail
-    assert "zeta" in detail
-
-
 def test_the_report_names_the_layout_of_each_source(tmp_path: Path) -> None:
     write_json(tmp_path / "src/a.json", [sharegpt(), openai(), {"instruction": "a", "output": "b"}])
     write_lines(tmp_path / "src/b.jsonl", [V1, {"text": "x"}])
@@ -264,6 +200,36 @@ def test_the_report_names_the_layout_of_each_source(tmp_path: Path) -> None:
 # -- labels ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("record", "options", "reason"),
+    [
+        (openai(), {"kto_label": "label"}, "bad_label"),
+        (openai(label="maybe"), {"kto_label": "label"}, "bad_label"),
+        (openai(label=7), {"kto_label": "label"}, "bad_label"),
+        ({"prompt": "q", "chosen": "a", "rejected": "b", "label": True}, {"kto_label": "label"}, "bad_pair"),
+        (openai(label=True), {}, "unsupported_column"),
+        (
+            openai(dialog=[{"role": "user", "content": "x"}]),
+            {"column_map": ColumnMap(columns={"messages": "dialog"})},
+            "conflicting_columns",
+        ),
+        (
+            sharegpt(question="<image>?", images=["a.png", "b.png"]),
+            {"missing_placeholder": "prepend"},
+            "placeholder_mismatch",
+        ),
+        *(
+            ({"zeta": 1}, {"layout": name}, "unknown_layout")
+            for name in sorted(set(LAYOUTS.names()) - {"text-to-video"})
+        ),
+    ],
+)
+def test_an_option_that_does_not_fit_the_record_refuses_it(
+    record: dict[str, Any], options: dict[str, Any], reason: str
+) -> None:
+    assert refused(record, **options)[0] == reason
+
+
 @pytest.mark.parametrize(("label", "sign"), [(True, 1.0), (False, -1.0), ("false", -1.0), (1, 1.0), (-1, -1.0)])
 def test_a_named_label_becomes_the_preference_that_pairs_have(label: Any, sign: float) -> None:
     parsed = parse_record({"prompt": "q", "completion": "r", "label": label}, kto_label="label")
@@ -272,23 +238,6 @@ def test_a_named_label_becomes_the_preference_that_pairs_have(label: Any, sign: 
     pair = Conversation(key="k", turns=read.turns[:1], chosen=read.turns[1:], rejected=read.turns[1:])
     chosen, rejected = pair.answers()
     assert read.extras == (chosen if sign > 0 else rejected).extras
-
-
-@pytest.mark.parametrize(
-    ("record", "reason"),
-    [
-        (openai(), "bad_label"),
-        (openai(label="maybe"), "bad_label"),
-        (openai(label=7), "bad_label"),
-        ({"prompt": "q", "chosen": "a", "rejected": "b", "label": True}, "bad_pair"),
-    ],
-)
-def test_a_label_that_says_nothing_is_refused(record: dict[str, Any], reason: str) -> None:
-    assert refused(record, kto_label="label")[0] == reason
-
-
-def test_a_label_that_nobody_named_is_refused_with_the_option_that_keeps_it() -> None:
-    assert "--kto-label label" in refused(openai(label=True))[1]
 
 
 # -- other names -------------------------------------------------------------------------------------------------------
@@ -317,12 +266,6 @@ def test_columns_fields_and_roles_may_have_other_names(tmp_path: Path) -> None:
     assert (report["written"], report["images"], list(report["ignored_columns"])) == (1, 1, ["topic"])
     with tarfile.open(next((tmp_path / "out/text").glob("*.tar"))) as tar:
         assert tar.getnames() == ["u7.json"]
-
-
-def test_a_column_under_its_own_and_another_name_is_refused() -> None:
-    record = openai(dialog=[{"role": "user", "content": "x"}])
-    renamed = ColumnMap(columns={"messages": "dialog"})
-    assert refused(record, column_map=renamed)[0] == "conflicting_columns"
 
 
 @pytest.mark.parametrize(
@@ -358,6 +301,20 @@ def test_images_without_any_placeholder_are_put_where_the_option_says(how: Any, 
     assert parsed.warnings == ("placeholder_added",)
 
 
-def test_too_few_placeholders_are_refused_all_the_same() -> None:
-    record = sharegpt(question="<image>?", images=["a.png", "b.png"])
-    assert refused(record, missing_placeholder="prepend")[0] == "placeholder_mismatch"
+def test_a_layout_that_another_package_registers_is_found_and_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LAYOUTS, "_entries", dict(LAYOUTS._entries))
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "r"}]
+    register_layout(
+        Layout(
+            name="stranger",
+            expects="'zeta'",
+            matches=lambda record: "zeta" in record,
+            restate=lambda record, warnings: {"messages": turns},
+        )
+    )
+    try:
+        assert parse_record({"zeta": 1}).layout == parse_record({"zeta": 1}, "stranger").layout == "stranger"
+        assert ConvertConfig(sources=(Path("x"),), format="stranger").format == "stranger"
+        assert refused(openai(), "stranger")[0] == "unknown_layout"
+    finally:
+        all_layouts.cache_clear()

@@ -12,7 +12,7 @@ from source_files import rejects, run, sharegpt, write_image, write_json
 
 from energon_packing.conversation import Conversation, MediaPart
 from energon_packing.convert.records import parse_record
-from energon_packing.errors import ConfigError, SampleRejected
+from energon_packing.errors import SampleRejected
 
 ASKED = [{"from": "human", "value": "Why?"}]
 ASKED_OPENAI = [{"role": "user", "content": "Why?"}]
@@ -162,12 +162,6 @@ def test_extras_of_a_pair_stand_in_one_column_or_in_two(columns: dict[str, Any])
 def test_what_is_no_value_of_a_trained_token_is_rejected(columns: dict[str, Any], expected: str) -> None:
     record = {"conversations": ASKED, **columns} if "chosen" in columns else sharegpt(**columns)
     assert reason(record, extra_columns=("a",))[0] == expected
-
-
-@pytest.mark.parametrize("names", [("",), ("a", "a"), ("extras",), ("preference",), ("chosen",), ("images",)])
-def test_a_column_of_extras_has_a_name_of_its_own(tmp_path: Path, names: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError, match="extra_columns"):
-        run(write_json(tmp_path / "a.json", [sharegpt()]), tmp_path / "out", extra_columns=names)
 
 
 @pytest.mark.parametrize("layout", ["polylithic", "monolithic"])

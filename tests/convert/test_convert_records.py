@@ -1,4 +1,4 @@
-"""From one record to turns and media: both layouts, tools, placeholders, and every reason to reject."""
+"""From one record to turns and media: both layouts, every field of a message, and every reason to reject."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jinja2 import Environment
 from source_files import openai, sharegpt
 
-from energon_packing.conversation import MediaPart
-from energon_packing.convert.records import parse_record
+from energon_packing.conversation import Conversation, MediaPart
+from energon_packing.convert.fields import LOSS_FIELDS, ROLE_OF, THINKING_FIELDS
+from energon_packing.convert.records import ParsedRecord, parse_record
 from energon_packing.errors import SampleRejected
 
 
@@ -32,24 +34,6 @@ def test_both_layouts_of_one_conversation_give_the_same_turns() -> None:
     assert a.turns[0].parts == (MediaPart(index=0), "What?")
 
 
-@pytest.mark.parametrize(
-    ("name", "role"),
-    [
-        ("human", "user"),
-        ("user", "user"),
-        ("gpt", "assistant"),
-        ("assistant", "assistant"),
-        ("system", "system"),
-        ("observation", "tool"),
-        ("tool", "tool"),
-    ],
-)
-def test_every_sharegpt_role_is_known(name: str, role: str) -> None:
-    record = sharegpt()
-    record["conversations"].insert(0, {"from": name, "value": "text"})
-    assert parse_record(record).turns[0].role == role
-
-
 @given(
     st.lists(st.one_of(st.text(), st.sampled_from(["<image>", "<video>", "<Image>", "<image", "\n", " "])), max_size=12)
 )
@@ -66,15 +50,6 @@ def test_text_is_kept_to_the_letter_around_placeholders(pieces: list[str]) -> No
     assert [m.path for m in parsed.media if m.kind == "video"] == [f"v{n}" for n in range(videos)]
     indices = [part.index for part in parsed.turns[0].parts if isinstance(part, MediaPart)]
     assert indices == list(range(images + videos))
-
-
-def test_one_image_named_twice_stands_twice() -> None:
-    assert media(sharegpt(question="<image>a<image>", images=["a.jpg", "a.jpg"])) == [("image", "a.jpg")] * 2
-
-
-def test_images_and_videos_are_taken_each_from_its_own_column_in_reading_order() -> None:
-    record = sharegpt(question="<video>a<image>b<video>", images="i.png", video=["v.mp4", "w.mp4"])
-    assert media(record) == [("video", "v.mp4"), ("image", "i.png"), ("video", "w.mp4")]
 
 
 @pytest.mark.parametrize("column", [{"image": "a.jpg"}, {"images": ["a.jpg"]}, {"image": [{"path": "a.jpg"}]}])
@@ -149,28 +124,10 @@ def test_each_bad_record_is_rejected_with_its_own_reason(record: Any, expected: 
     assert reason(record)[0] == expected
 
 
-def test_an_unknown_layout_names_the_keys_that_were_seen() -> None:
-    assert "input, output" in reason({"output": "x", "input": "y"})[1]
-
-
 def test_a_forced_layout_refuses_the_other_one() -> None:
     assert reason(openai(), "sharegpt")[0] == "unknown_layout"
     assert reason(sharegpt(), "openai")[0] == "unknown_layout"
     assert parse_record(openai(), "openai") == parse_record(sharegpt(), "sharegpt")
-
-
-def test_two_user_turns_in_a_row_are_kept_and_noted() -> None:
-    record = sharegpt()
-    record["conversations"].insert(0, {"from": "human", "value": "Hello?"})
-    parsed = parse_record(record)
-    assert [turn.role for turn in parsed.turns] == ["user", "user", "assistant"]
-    assert parsed.warnings == ("consecutive_user_turns",)
-
-
-def test_the_system_column_becomes_the_first_turn() -> None:
-    turns = parse_record(sharegpt(system="Be brief.")).turns
-    assert (turns[0].role, turns[0].parts) == ("system", ("Be brief.",))
-    assert [turn.role for turn in parse_record(sharegpt(system="")).turns] == ["user", "assistant"]
 
 
 def test_two_different_system_prompts_are_rejected_and_equal_ones_are_one() -> None:
@@ -179,6 +136,18 @@ def test_two_different_system_prompts_are_rejected_and_equal_ones_are_one() -> N
     assert [turn.role for turn in parse_record(record).turns] == ["system", "user", "assistant"]
     record["system"] = "B"
     assert reason(record)[0] == "two_system_prompts"
+
+
+def test_images_and_videos_are_taken_each_from_its_own_column_in_reading_order() -> None:
+    record = sharegpt(question="<video>a<image>b<video><image>", images=["i.png"] * 2, video=["v.mp4", "w.mp4"])
+    assert media(record) == [("video", "v.mp4"), ("image", "i.png"), ("video", "w.mp4"), ("image", "i.png")]
+
+
+@pytest.mark.parametrize("name", sorted(set(ROLE_OF) - {"function_call"}))
+def test_every_role_is_known(name: str) -> None:
+    record = sharegpt()
+    record["conversations"].insert(0, {"from": name, "value": "text"})
+    assert parse_record(record).turns[0].role == ROLE_OF[name]
 
 
 def calls(value: str) -> dict[str, Any]:
@@ -192,23 +161,23 @@ def calls(value: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("arguments", [{"a": 1}, json.dumps({"a": 1})])
-def test_a_function_call_becomes_an_assistant_turn_with_parsed_arguments(arguments: Any) -> None:
-    parsed = parse_record(calls(json.dumps({"name": "f", "arguments": arguments})))
-    assert [turn.role for turn in parsed.turns] == ["user", "assistant", "tool", "assistant"]
-    assert parsed.turns[1].parts == ()
-    assert parsed.turns[1].tool_calls == ({"type": "function", "function": {"name": "f", "arguments": {"a": 1}}},)
-
-
-def test_several_calls_in_one_turn_stay_together() -> None:
-    parsed = parse_record(calls('[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]'))
-    assert [call["function"]["name"] for call in parsed.turns[1].tool_calls] == ["f", "g"]
+@pytest.mark.parametrize("arguments", [{"a": [1, "é"]}, '{"a": [1, "é"]}'])
+def test_calls_of_both_layouts_become_an_assistant_turn_with_parsed_arguments(arguments: Any) -> None:
+    functions = [{"name": name, "arguments": arguments} for name in "fg"]
+    expected = tuple({"type": "function", "function": {"name": name, "arguments": {"a": [1, "é"]}}} for name in "fg")
+    answer = {"role": "assistant", "content": None, "tool_calls": [{"function": each} for each in functions]}
+    asked, found, said = ({"role": role, "content": "x"} for role in ("user", "tool", "assistant"))
+    for record in (calls(json.dumps(functions)), {"messages": [asked, answer, found, said]}):
+        turns = parse_record(record).turns
+        assert [turn.role for turn in turns] == ["user", "assistant", "tool", "assistant"]
+        assert (turns[1].parts, turns[1].tool_calls) == ((), expected)
 
 
 @pytest.mark.parametrize(
     "value",
     [
         "f(1)",
+        "{",
         "[]",
         "3",
         '{"arguments": {}}',
@@ -221,22 +190,6 @@ def test_a_function_call_that_cannot_be_read_is_rejected(value: str) -> None:
     assert reason(calls(value))[0] == "bad_tool_call"
 
 
-def test_openai_tool_calls_are_read_without_content() -> None:
-    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": '{"a": [1, "é"]}'}}
-    record = {
-        "messages": [
-            {"role": "user", "content": "Hi"},
-            {"role": "assistant", "content": None, "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": "x", "content": "4"},
-            {"role": "assistant", "content": "Four."},
-        ]
-    }
-    parsed = parse_record(record)
-    assert parsed.turns[1].tool_calls[0]["function"] == {"name": "f", "arguments": {"a": [1, "é"]}}
-    call["function"]["arguments"] = "{"
-    assert reason(record)[0] == "bad_tool_call"
-
-
 @pytest.mark.parametrize("as_text", [True, False])
 @pytest.mark.parametrize("wrapped", [True, False])
 def test_tools_come_out_in_the_form_of_chat_templates(as_text: bool, wrapped: bool) -> None:
@@ -244,21 +197,7 @@ def test_tools_come_out_in_the_form_of_chat_templates(as_text: bool, wrapped: bo
     tools: Any = [{"type": "function", "function": bare} if wrapped else bare]
     parsed = parse_record(sharegpt(tools=json.dumps(tools) if as_text else tools))
     assert parsed.tools == ({"type": "function", "function": bare},)
-
-
-@pytest.mark.parametrize("tools", [None, "", "[]", []])
-def test_no_tools_are_none(tools: Any) -> None:
-    assert parse_record(sharegpt(tools=tools)).tools is None
-
-
-def test_a_weight_of_zero_leaves_a_turn_out_and_all_zero_is_nothing_to_learn() -> None:
-    record = openai()
-    record["messages"].append({"role": "assistant", "content": "More.", "weight": 0})
-    assert [turn.loss_weight for turn in parse_record(record).turns] == [None, None, 0.0]
-    record["messages"][1]["weight"] = 0
-    assert reason(record)[0] == "nothing_to_learn"
-    record["messages"][1]["weight"] = "x"
-    assert reason(record)[0] == "bad_weight"
+    assert [parse_record(sharegpt(tools=none)).tools for none in (None, "", "[]", [])] == [None] * 4
 
 
 @given(
@@ -277,3 +216,240 @@ def test_a_turn_with_an_empty_field_beside_its_text_is_read_as_one_without(role:
             return error.reason, error.detail
 
     assert read() == read(nothing=None)
+
+
+# As Qwen2.5's published template begins: its own system prompt, unless the conversation has one.
+DEFAULT_PROMPT = """
+{%- if messages[0].role != 'system' %}
+    {{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+"""
+
+
+def with_system(record: dict[str, Any], content: Any) -> dict[str, Any]:
+    if "messages" in record:
+        record["messages"].insert(0, {"role": "system", "content": content})
+    else:
+        record["conversations"].insert(0, {"from": "system", "value": content})
+    return record
+
+
+def stored(record: dict[str, Any]) -> Conversation:
+    """The conversation as a loader reads it, after conversion and JSON."""
+    return Conversation.from_record("k", json.loads(json.dumps(parse_record(record).record("k", [], []))))
+
+
+@pytest.mark.parametrize("layout", [sharegpt, openai])
+@pytest.mark.parametrize("text", ["", " ", "\n\t "])
+def test_an_explicit_system_turn_without_text_is_kept_to_the_letter(layout: Any, text: str) -> None:
+    parsed = parse_record(with_system(layout(), text))
+    assert parsed.warnings == ("empty_system_turn_kept",)
+    turn = stored(with_system(layout(), text)).to_messages()[0]
+    assert turn == {"role": "system", "content": text}
+    assert [turn.role for turn in parse_record(with_system(layout(system=""), text)).turns].count("system") == 1
+    assert reason(with_system(layout(system="Be brief."), text))[0] == "two_system_prompts"
+    assert reason(with_system(layout(), None))[0] == "non_string_value"
+
+
+def test_an_empty_system_turn_keeps_the_default_prompt_of_a_template_out() -> None:
+    template = Environment().from_string(DEFAULT_PROMPT)
+    assert "helpful" in template.render(messages=stored(openai()).to_messages())
+    record = with_system(openai(), "")
+    shown = template.render(messages=stored(record).to_messages())
+    assert "helpful" not in shown
+    assert shown == template.render(messages=record["messages"])
+
+
+@pytest.mark.parametrize("system", ["", None])
+def test_an_empty_system_column_means_that_no_prompt_was_given(system: Any) -> None:
+    parsed = parse_record(sharegpt(system=system))
+    assert [turn.role for turn in parsed.turns] == ["user", "assistant"]
+    assert (parsed.warnings, parsed.ignored) == ((), ())
+
+
+def two_answers(**fields: Any) -> dict[str, Any]:
+    """A conversation of two answers, the first with these fields."""
+    record = openai()
+    record["messages"] += [{"role": "user", "content": "And?"}, {"role": "assistant", "content": "No."}]
+    record["messages"][1].update(fields)
+    return record
+
+
+def weights(parsed: ParsedRecord) -> list[float | None]:
+    return [turn.loss_weight for turn in parsed.turns]
+
+
+@pytest.mark.parametrize("field", LOSS_FIELDS)
+@pytest.mark.parametrize(("value", "weight"), [(False, 0.0), (True, 1.0), (0, 0.0), (1, 1.0), (0.25, 0.25), (3, 3.0)])
+def test_every_field_for_the_loss_weighs_its_answer(field: str, value: Any, weight: float) -> None:
+    parsed = parse_record(two_answers(**{field: value}))
+    assert weights(parsed) == [None, weight, None, None]
+    assert parsed.ignored == ()
+    assert stored(two_answers(**{field: value})).turns == parsed.turns
+    only = openai()
+    only["messages"][1][field] = value
+    assert weight or reason(only)[0] == "nothing_to_learn"
+
+
+@pytest.mark.parametrize(
+    ("fields", "weight"),
+    [
+        ({"train": True, "weight": 0.5}, 0.5),
+        ({"train": True, "loss_weight": 1.0, "loss": True}, 1.0),
+        ({"loss": False, "weight": 0}, 0.0),
+        ({"weight": 2, "loss_weight": 2.0}, 2.0),
+        ({"weight": None, "loss": None, "train": False}, 0.0),
+    ],
+)
+def test_fields_that_agree_are_one_weight(fields: dict[str, Any], weight: float) -> None:
+    assert weights(parse_record(two_answers(**fields)))[1] == weight
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"train": True, "weight": 0},
+        {"train": False, "weight": 0.5},
+        {"train": True, "loss": False},
+        {"weight": 1, "loss_weight": 2},
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused_with_both_names(fields: dict[str, Any]) -> None:
+    why, detail = reason(two_answers(**fields))
+    assert (why, all(name in detail for name in fields)) == ("bad_weight", True)
+
+
+@pytest.mark.parametrize("field", LOSS_FIELDS)
+@pytest.mark.parametrize("value", ["0", "true", -1, -0.5, float("inf"), float("nan"), 2**31, [1], {}])
+def test_a_weight_that_is_none_is_refused_by_the_name_of_its_field(field: str, value: Any) -> None:
+    why, detail = reason(two_answers(**{field: value}))
+    assert (why, field in detail) == ("bad_weight", True)
+
+
+@pytest.mark.parametrize("field", LOSS_FIELDS)
+def test_a_question_that_asks_to_be_trained_is_refused_and_one_that_asks_not_to_be_is_not(field: str) -> None:
+    def question(value: Any) -> dict[str, Any]:
+        record = two_answers()
+        record["messages"][2][field] = value
+        return record
+
+    for value in (True, 1, 0.5):
+        why, detail = reason(question(value))
+        assert (why, field in detail, "turn 2 (user)" in detail) == ("unsupported_weight", True, True)
+    for value in (False, 0, 0.0):  # as LLaMA-Factory v1 and SlimOrca write it
+        assert weights(parse_record(question(value))) == [None] * 4
+
+
+@given(st.lists(st.sampled_from([True, False, None, 0, 1, 0.5]), min_size=1, max_size=5))
+def test_the_answers_that_train_are_those_that_their_fields_say(values: list[Any]) -> None:
+    turns = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yes."}]
+    messages = [dict(turn) for _ in (*values, None) for turn in turns]
+    for message, value in zip(messages[1::2], values, strict=False):
+        message["loss"] = value
+    parsed = parse_record({"messages": messages})
+    trained = [turn.loss_weight != 0.0 for turn in parsed.turns if turn.role == "assistant"]
+    assert trained == [value is None or bool(value) for value in values] + [True]
+
+
+# What Qwen3's published template does with an assistant message behind the last question.
+QWEN3_ANSWER = """
+{%- set content = message.content %}
+{%- set reasoning_content = '' %}
+{%- if message.reasoning_content is string %}
+    {%- set reasoning_content = message.reasoning_content %}
+{%- else %}
+    {%- if '</think>' in content %}
+        {%- set reasoning_content = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+        {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+    {%- endif %}
+{%- endif %}
+{{- '<think>\\n' + reasoning_content.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}
+"""
+
+
+def thinking(answer: Any = "Four.", **fields: Any) -> dict[str, Any]:
+    record = openai(answer=answer)
+    record["messages"][1].update(fields)
+    return record
+
+
+@pytest.mark.parametrize("field", THINKING_FIELDS)
+def test_thinking_of_a_field_is_stored_as_it_is_beside_an_answer_that_keeps_its_white_space(field: str) -> None:
+    parsed = parse_record(thinking("\n    four()\n", **{field: "\n Two and two.\n\n"}))
+    turn = stored(thinking("\n    four()\n", **{field: "\n Two and two.\n\n"})).turns[1]
+    assert (turn.thinking, turn.parts) == ("\n Two and two.\n\n", ("\n    four()\n",))
+    assert (parsed.ignored, parsed.warnings) == ((), ())
+
+
+_TEXT = st.text(st.sampled_from("a<>/\n {é")).filter(lambda text: bool(text.strip()))
+
+
+@given(thought=_TEXT, answer=_TEXT)
+def test_qwen3_shows_the_thinking_that_we_store_as_it_shows_the_field(thought: str, answer: str) -> None:
+    record = thinking(answer, reasoning_content=thought)
+    ours = stored(record).to_messages()[1]
+    template = Environment().from_string(QWEN3_ANSWER)
+    assert template.render(message=ours) == template.render(message=record["messages"][1])
+
+
+def test_a_call_keeps_the_thinking_that_led_to_it() -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    turn = parse_record(thinking(None, tool_calls=[call], reasoning_content="I need add.")).turns[1]
+    assert (turn.thinking, turn.parts) == ("I need add.", ())
+    assert turn.tool_calls == (call,)
+
+
+def test_thinking_stands_before_parts_and_its_placeholders_count() -> None:
+    record = thinking([{"type": "text", "text": "Four."}], reasoning_content="See <image>.")
+    record["messages"][0]["content"] = "<image>?"
+    turns = parse_record({**record, "images": ["a", "b"]}).turns
+    assert turns[1].parts == ("<think>\nSee ", MediaPart(index=1), ".\n</think>\n\nFour.")
+    assert reason({**record, "images": ["a"]})[0] == "placeholder_mismatch"
+
+
+@pytest.mark.parametrize(
+    ("answer", "fields", "kept"),
+    [
+        ("Four.", {"reasoning_content": None}, None),
+        ("Four.", {"reasoning_content": " \n"}, None),
+        ("Four.", {"reasoning_content": "Hm.", "reasoning": "Hm."}, "Hm."),
+        ("<think>\nHm.\n</think>\n\nFour.", {"thinking": "Hm."}, None),  # the text holds it already
+        ("<think>Hm.</think>Four.", {"thinking": "Hm."}, None),
+    ],
+)
+def test_thinking_is_kept_once(answer: str, fields: dict[str, Any], kept: str | None) -> None:
+    turn = parse_record(thinking(answer, **fields)).turns[1]
+    assert (turn.thinking, turn.parts) == (kept, (answer,))
+
+
+OTHERS = ["<think>Aha.</think>Four.", "Four.</think>", "<think>Hm.</think>Four.<think>Hm.</think>", "<think>Hm."]
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        (thinking("", reasoning_content="Two and two."), "empty_turn"),
+        (thinking(reasoning_content="Hm.", reasoning="Aha."), "conflicting_thinking"),
+        *((thinking(text, reasoning_content="Hm."), "conflicting_thinking") for text in OTHERS),
+        (thinking([{"type": "text", "text": OTHERS[0]}], reasoning_content="Hm."), "conflicting_thinking"),
+        (thinking(reasoning_content="<think>Hm.</think>"), "conflicting_thinking"),
+        (thinking(reasoning_content="Hm.</think>Four."), "conflicting_thinking"),
+        *((thinking(reasoning_content=value), "non_string_value") for value in (True, 3, ["Hm."], {"text": "Hm."})),
+    ],
+)
+def test_thinking_that_contradicts_the_answer_or_is_none_is_refused(record: dict[str, Any], expected: str) -> None:
+    assert reason(record)[0] == expected
+
+
+def test_answers_of_a_pair_that_differ_in_their_thinking_alone_are_two() -> None:
+    user = {"role": "user", "content": "Hi?"}
+    one, other = ({"role": "assistant", "content": "Four.", "reasoning_content": thought} for thought in "AB")
+    parsed = parse_record({"messages": [user], "chosen": [one], "rejected": [other]})
+    assert [turns[0].thinking for turns in (parsed.chosen, parsed.rejected)] == ["A", "B"]
+    # Two whole conversations part where the thinking does, not at the last answer.
+    more = [{"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes."}]
+    whole = parse_record({"chosen": [user, one, *more], "rejected": [user, other, *more]})
+    assert [len(turns) for turns in (whole.turns, whole.chosen, whole.rejected)] == [1, 3, 3]

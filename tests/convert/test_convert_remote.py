@@ -17,7 +17,7 @@ from source_files import rejects, sharegpt, write_image, write_json, write_lines
 
 from energon_packing import read_again, remote_files
 from energon_packing.convert import ConversionReport, ConvertConfig, convert
-from energon_packing.convert.remote_out import MARK
+from energon_packing.convert.workspace import MARK
 from energon_packing.demo.generate import make_data
 from energon_packing.errors import UserError
 
@@ -151,13 +151,13 @@ def test_an_output_in_a_store_is_kept_resumed_replaced_or_refused(bucket: Path, 
         original(file, address)
 
     with monkeypatch.context() as patch:
-        patch.setattr("energon_packing.convert.remote_out.store", fail)
+        patch.setattr("energon_packing.convert.workspace.store", fail)
         with pytest.raises(UserError, match=rf"complete in .*, but --out {out} cannot be written: the line is dead"):
             converted("msc://bucket/in", out=out, overwrite=True, samples_per_shard=4)
     left = contents(bucket / "kept")
     assert MARK in left
     assert not {"conversion.json", "dataset.yaml", "text/.nv-meta/.info.json"} & left.keys()
-    monkeypatch.setattr("energon_packing.convert.remote_out.store", lambda f, a: (stored.append(a), original(f, a)))
+    monkeypatch.setattr("energon_packing.convert.workspace.store", lambda f, a: (stored.append(a), original(f, a)))
     before, stored[:] = list(stored), []
     report = converted("msc://bucket/in", out=out, resume=True, samples_per_shard=4)
     assert report.written == 9
@@ -221,7 +221,10 @@ def test_without_the_package_or_its_profile_an_address_is_one_sentence(
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
-    assert re.search(r"msc://nowhere/a(.jsonl/a)?(.png|.jsonl) cannot be used: Profile", told("msc://nowhere/a.jsonl"))
+    assert re.search(
+        r"msc://nowhere/a(.jsonl/a)?(.png|.jsonl)(/conversion.json)? cannot be used: Profile",
+        told("msc://nowhere/a.jsonl"),
+    )
     monkeypatch.setattr(remote_files.importlib.util, "find_spec", lambda name: None)
     said = told("msc://bucket/a.jsonl")
     assert said.startswith(f"{what} msc://bucket/a.jsonl is a remote address, which needs the package")

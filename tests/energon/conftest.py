@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import tarfile
 
 import pytest
@@ -12,6 +14,8 @@ from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data, processor_path
 
 # Closing a loader's workers takes seconds at torch's default, for every loader of a test.
+from energon_packing.energon.pack_bytes import field_digests
+
 torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.2
 
 
@@ -39,7 +43,7 @@ def run_config_of(dataset):
     """Configuration on that data set; keyword arguments replace packing fields, ``data`` and ``family`` the rest.
 
     Loaders decode in their own process, because a fork takes longer than decoding this data set. The tests of
-    `test_loader.py` and `test_hanging_decoders.py` have the child process that runs have.
+    `test_loader.py` and `test_damaged_data.py` have the child process that runs have.
     """
 
     def make(*, family="qwen2_5_vl", data=None, encoder=None, in_child=False, **packing):
@@ -57,3 +61,43 @@ def run_config_of(dataset):
 def run_config(run_config_of):
     """`run_config_of` under the name that most tests use."""
     return run_config_of
+
+
+@pytest.fixture
+def child_config(run_config_of):
+    """`run_config_of` with a child process that decodes, as runs have it."""
+    return functools.partial(run_config_of, in_child=True)
+
+
+@pytest.fixture
+def continues():
+    """Checks that loaders go on after a saved state, and after one that is saved right after a restore, bit by bit.
+
+    The function takes what builds a loader, how many packs it reads, and after how many of them a state is restored;
+    it returns keys and digests of the packs, and the state after each.
+    """
+
+    def check(build, packs=9, at=(1, 2, 3, 4, 5)):
+        def content(pack):
+            return pack.keys, pack.index, pack.worker, field_digests(pack.batch)
+
+        loader, given, states = build(), [], []
+        for pack in itertools.islice(loader, packs):
+            given.append(content(pack))
+            states.append(loader.save_state())
+
+        def goes_on(state, done):
+            restored = build()
+            restored.restore_state(state)
+            own = itertools.islice(restored, packs - done)
+            first, later = content(next(own)), restored.save_state()
+            assert [first, *map(content, own)] == given[done:]
+            return later
+
+        for done in at:
+            later = goes_on(states[done - 1], done)
+            if done == at[0]:
+                goes_on(later, done + 1)
+        return given, states
+
+    return check

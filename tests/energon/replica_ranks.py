@@ -26,8 +26,8 @@ from torch import distributed
 
 from energon_packing import thd
 from energon_packing.energon.replica import Replica
+from energon_packing.energon.replica_channel import SharedBlock
 from energon_packing.energon.replica_reader import EveryReader, OneReader
-from energon_packing.energon.shared_block import SharedBlock
 from energon_packing.errors import ConfigError
 from energon_packing.thd.batch import PackedBatch
 
@@ -227,7 +227,7 @@ def on_two_hosts(replica: Replica) -> Any:
     found = [same_fields(replica, next(reader), large(number)) for number in range(4)]
     ends = told(reader, 1)
     pixels = 200_000 * 3 * 4
-    return [*found, ends, [reader.sent.shared / pixels, reader.sent.collective // pixels]]
+    return [*found, ends, [reader.sent["shared"] / pixels, reader.sent["collective"] // pixels]]
 
 
 def same_fields(replica: Replica, batch: PackedBatch, expected: PackedBatch) -> list[bool]:
@@ -416,7 +416,7 @@ def run(folder: Path, depth: int) -> dict[str, list[Any]]:
         RuntimeError: a rank failed.
     """
     from forking_python import quick_python
-    from ranks_environment import ranks_environment
+    from support.ranks import ranks_environment
 
     command = [quick_python(), "-W", "ignore", str(Path(__file__).resolve()), str(folder), str(depth)]
     ended = subprocess.run(command, env=ranks_environment(), capture_output=True, text=True, timeout=240, check=False)

@@ -10,9 +10,8 @@ import pytest
 from megatron.energon import WorkerConfig
 
 from energon_packing.energon.internals import FlexState, SavableDataset
-from energon_packing.energon.packer import Packer
 from energon_packing.energon.samples import MeasuredSample, Pack, RenderedSample
-from energon_packing.energon.window_dataset import WindowPackingDataset
+from energon_packing.energon.window import WindowPackingDataset
 from energon_packing.errors import PackingError, SampleRejected
 from energon_packing.ledger import Ledger
 
@@ -89,7 +88,7 @@ def windowed():
     """Makes the data set of a packer; the worker is this process."""
     config = WorkerConfig(rank=0, world_size=1, num_workers=0)
 
-    def make(packer: Packer) -> WindowPackingDataset:
+    def make(packer: Any) -> WindowPackingDataset:
         return WindowPackingDataset(
             Numbers(config),
             window=4,

@@ -14,19 +14,19 @@ import time
 from pathlib import Path
 
 import pytest
-from ranks_environment import ranks_environment
 from squares import Squares
+from support.ranks import ranks_environment
 
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo.generate import make_data
 from energon_packing.errors import ConfigError, SampleRejected, UserError
 from energon_packing.executors.choice import ExecutorConfig
-from energon_packing.executors.in_order import in_order
 from energon_packing.executors.local import LocalProcesses
-from energon_packing.executors.work import CallingProcess
+from energon_packing.executors.work import CallingProcess, in_order
 
-HAS_RAY = importlib.util.find_spec("ray") is not None
-NEEDS_RAY = pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed: pip install 'energon-packing[ray]'")
+NEEDS_RAY = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install 'energon-packing[ray]'"
+)
 HERE = Path(__file__).parent
 THIS = os.pathsep.join((str(HERE), str(HERE.parent), ranks_environment()["PYTHONPATH"]))
 """A ``PYTHONPATH`` with the module `squares` on it."""
@@ -36,24 +36,29 @@ KINDS = ("local", pytest.param("ray", marks=NEEDS_RAY))
 @pytest.fixture(scope="module")
 def cluster():
     """A Ray of the calling program with two CPUs, which executors use and leave running."""
-    if HAS_RAY:
-        from energon_packing.executors.on_ray import RayWorkers
+    ray = pytest.importorskip("ray")
+    from energon_packing.executors.on_ray import RayWorkers
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", THIS)
-            RayWorkers(2, None)._connect()
-        yield
-        import ray
-
-        assert ray.is_initialized(), "an executor ended the cluster of its caller"
-        ray.shutdown()
-    else:
-        yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", THIS)
+        for _ in range(3):  # Ray gives its own processes thirty seconds to start, which a busy machine exceeds
+            with contextlib.suppress(UserError):
+                RayWorkers(2, None)._connect()
+                break
+            ray.shutdown()
+    yield
+    assert ray.is_initialized(), "an executor ended the cluster of its caller, or it never began"
+    ray.shutdown()
 
 
 @pytest.fixture
-def executor_of(cluster):
-    return lambda kind, tasks=100: ExecutorConfig(kind=kind, workers=2).executor(tasks)
+def executor_of(request):
+    def make(kind: str):
+        if kind == "ray":
+            request.getfixturevalue("cluster")
+        return ExecutorConfig(kind=kind, workers=2).executor(100)
+
+    return make
 
 
 def attempts(notes: Path) -> dict[int, int]:
@@ -137,7 +142,7 @@ def test_ray_converts_what_one_process_and_two_convert_although_its_workers_are_
     killed = []
 
     def kill(stage: str, done: int, total: int) -> None:
-        if done and stage in ("read", "write") and stage not in killed:  # other tasks are being done
+        if done and stage == "read" and not killed:  # other tasks are being done
             killed.append(stage)
             os.kill(users_of(tmp_path / "out.partial")[0], signal.SIGKILL)
 
@@ -153,7 +158,7 @@ def test_ray_converts_what_one_process_and_two_convert_although_its_workers_are_
     assert report.media_files > 10
     assert converted(workers=2)[1] == alone
     assert converted(executor="ray", workers=2)[1] == alone
-    assert killed == ["read", "write"]
+    assert killed == ["read"]
 
 
 def users_of(directory: Path) -> list[int]:
@@ -174,11 +179,8 @@ def test_workers_end_with_a_calling_process_that_is_killed(tmp_path):
         "for _, (_, process) in LocalProcesses(2).results(tasks, work):\n"
         "    print(process, flush=True)\n"
     )
-    path = os.pathsep.join(
-        (str(Path(__file__).parent), ranks_environment()["PYTHONPATH"], str(Path(__file__).parents[1]))
-    )
     command = [sys.executable, "-c", code, str(tmp_path)]
-    running = subprocess.Popen(command, env=ranks_environment(PYTHONPATH=path), stdout=subprocess.PIPE, text=True)
+    running = subprocess.Popen(command, env=ranks_environment(PYTHONPATH=THIS), stdout=subprocess.PIPE, text=True)
     worker = Path(f"/proc/{int(running.stdout.readline())}")
     assert worker.exists()
     running.kill()
@@ -221,7 +223,7 @@ def test_few_tasks_or_no_workers_need_no_processes():
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"kind": "slurm"}, "--executor is 'slurm'; it must be one of local, ray"),
+        ({"kind": "slurm"}, "--executor is 'slurm', an unknown executor; known: local, ray"),
         ({"workers": -1}, "--workers is -1"),
         ({"address": "10.0.0.1:6379"}, "add --executor ray"),
         ({"kind": "ray", "workers": 0}, "with --executor ray, --workers must be at least 1"),

@@ -5,35 +5,25 @@ from __future__ import annotations
 import re
 from functools import cache
 from pathlib import Path
-from types import MethodType, SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from bench.offline_processors import ernie4_5_vl, font_file
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.offline_processors import ernie4_5_vl, font_file
 from test_families_in_packs import SAMPLES, rows
-from transformers.models.ernie4_5_vl_moe.modeling_ernie4_5_vl_moe import Ernie4_5_VLMoeModel
-from transformers.video_utils import VideoMetadata
-from whole_sample import conversations, encoder, image, random_pixels, video
+from whole_sample import encoder, video
 
 from energon_packing import PackingConfig, PackingTaskEncoder, ParallelConfig
 from energon_packing.config import EncoderConfig
-from energon_packing.conversation import Conversation, Media, MediaPart, Turn
+from energon_packing.conversation import Media
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.families.registry import load_processor
-from energon_packing.thd.pixels import finish
 
 IMAGES = {"shortest_edge": 28 * 28 * 2, "longest_edge": 28 * 28 * 60}
 FRAMES = {"shortest_edge": 28 * 28 * 2, "longest_edge": 28 * 28 * 12}
 CLIP = "<|VIDEO_START|><|VIDEO_PLACEHOLDER|><|VIDEO_END|>"
-
-
-@cache
-def published() -> ConversationEncoder:
-    return encoder(ernie4_5_vl())
 
 
 @cache
@@ -42,20 +32,7 @@ def small(raw: bool = False) -> ConversationEncoder:
     return encoder(ernie4_5_vl(IMAGES, FRAMES, raw=raw), position_ids="mrope")
 
 
-@settings(max_examples=600, deadline=None)
-@given(width=st.integers(1, 20000), height=st.integers(1, 20000))
-def test_an_image_of_any_size_costs_the_tokens_that_the_processor_says(width, height):
-    ours = published()
-    try:
-        (said,) = ours.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])["num_image_tokens"]
-    except ValueError as error:
-        with pytest.raises(SampleRejected, match=f"media_geometry.*{re.escape(str(error))}"):
-            ours.family.plan(image(width, height))
-    else:
-        assert ours.family.plan(image(width, height)).tokens == said
-
-
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     frames=st.integers(1, 60),
     fps=st.sampled_from([0.7, 1.0, 8.0, 23.976, 25.0, 60.0]),
@@ -95,16 +72,6 @@ def test_a_video_becomes_the_frames_the_grid_and_the_pixels_that_the_whole_proce
     assert torch.equal(taken, pixels[list(plan.frame_indices)]), "the caller's frames are drawn on"
 
 
-@settings(max_examples=100, deadline=None)
-@given(frames=st.integers(1, 60_000), fps=st.sampled_from([0.7, 23.976, 30.0]), rate=st.sampled_from([None, 2.0]))
-def test_a_clip_of_any_length_is_sampled_as_the_processor_does_it(frames, fps, rate):
-    ours = encoder(ernie4_5_vl(), video_fps=rate)
-    said = ours.processor.video_processor.sample_frames(VideoMetadata(total_num_frames=frames, fps=fps), fps=rate)
-    inside = tuple(int(index) for index in said if int(index) < frames)
-    assert len(said) - len(inside) <= 1
-    assert ours.family.plan(video(frames, fps, 64, 64)).frame_indices == inside
-
-
 def test_a_clip_whose_last_step_is_past_its_end_loses_that_step_where_the_processor_fails():
     ours, medium = encoder(ernie4_5_vl(IMAGES, FRAMES)), video(461, 30.0, 30, 30)
     pixels = torch.zeros(461, 3, 30, 30, dtype=torch.uint8)
@@ -113,59 +80,6 @@ def test_a_clip_whose_last_step_is_past_its_end_loses_that_step_where_the_proces
     plan = ours.family.plan(medium)
     assert len(plan.frame_indices) == 180
     assert plan.frame_indices[-1] == 458
-
-
-@pytest.mark.parametrize("raw", [False, True])
-@settings(max_examples=40, deadline=None)
-@given(conversation=conversations(kinds=("image", "video"), frames=(1, 20)))
-def test_tokens_types_pixels_and_positions_equal_the_processor_and_model_on_the_whole_sample(raw, conversation):
-    ours = small(raw)
-    try:
-        measured = ours.measure(conversation)
-    except SampleRejected as rejected:
-        assert "ratio" in rejected.detail or "font size" in rejected.detail  # noqa: PT017
-        return
-    ids, _ = measured.expand()
-    tensors = random_pixels(measured.plans, conversation.media)
-    visual = ours.family.pixels(measured.plans, tensors)
-    assert bool(ours.family.pixel_forms) == (not raw)
-    if not raw:
-        carried = ours.family.pixels(measured.plans, tensors, raw=True)
-        assert all(torch.equal(made, visual[name]) for name, made in finish(carried, ours.family.pixel_forms).items())
-    triples = list(zip(measured.plans, conversation.media, tensors, strict=True))
-    arguments = {}
-    if images := [tensor for plan, _, tensor in triples if plan.kind == "image"]:
-        arguments["images"] = images
-    if clips := [entry for entry in triples if entry[0].kind == "video"]:
-        said = [
-            {"total_num_frames": medium.frames, "fps": medium.fps, "frames_indices": list(plan.frame_indices)}
-            for plan, medium, _ in clips
-        ]
-        arguments |= {"videos": [tensor for *_, tensor in clips], "video_metadata": said, "do_sample_frames": False}
-    text = ours.processor.apply_chat_template(conversation.to_messages(), tokenize=False)
-    whole = ours.processor(text=[text], return_tensors="pt", **arguments)
-    assert ids.tolist() == whole["input_ids"][0].tolist()
-    for key in ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"):
-        assert (key in visual) == (key in whole)
-        if key in whole:
-            assert visual[key].dtype == whole[key].dtype
-            assert torch.equal(visual[key], whole[key]), key
-    types = ours.family.token_values(ids)
-    assert list(types) == [field.name for field in ours.family.token_fields]
-    for name, values in types.items():
-        assert values.tolist() == whole[name][0].tolist(), name
-
-    vision = SimpleNamespace(spatial_merge_size=ours.family.merge, temporal_merge_size=2)
-    asked = SimpleNamespace(config=SimpleNamespace(vision_config=vision))
-    asked.get_vision_position_ids = MethodType(Ernie4_5_VLMoeModel.get_vision_position_ids, asked)
-    expected, _ = Ernie4_5_VLMoeModel.get_rope_index(
-        asked,
-        whole["input_ids"],
-        whole["mm_token_type_ids"],
-        whole.get("image_grid_thw"),
-        whole.get("video_grid_thw"),
-    )
-    assert np.array_equal(ours.family.positions(ids, measured.plans), expected[:, 0].numpy())
 
 
 def test_a_frame_list_shows_the_times_that_it_gives():
@@ -213,18 +127,6 @@ def test_a_rate_of_the_configuration_replaces_a_number_of_frames_of_the_processo
     assert len(rate.family.plan(video(100, 10.0, 64, 64)).frame_indices) == 40
 
 
-def test_the_tokens_around_media_may_not_stand_in_a_users_text():
-    for token in ("<|IMAGE_START|>", "<|VIDEO_END|>", "<|VIDEO_PLACEHOLDER|>"):
-        turns = (Turn(role="user", parts=(f"what is {token}?",)), Turn(role="assistant", parts=("Fine.",)))
-        with pytest.raises(SampleRejected, match="reserved_token"):
-            small().measure(Conversation(key="k", turns=turns, media=()))
-    clip = Turn(role="user", parts=(MediaPart(index=0), "what?"))
-    measured = small().measure(
-        Conversation(key="k", turns=(clip, Turn(role="assistant", parts=("Rain.",))), media=(video(8, 4.0, 64, 64),))
-    )
-    assert set(small().family.visual_kinds(measured.expand()[0])) == {0, 2}
-
-
 @pytest.mark.parametrize("font", ["nowhere.ttf", None])
 def test_a_processor_that_draws_without_a_font_is_refused_by_name_and_one_that_does_not_draw_is_not(font):
     with pytest.raises(ConfigError, match=r"its font .* cannot be opened .*draw_on_frames"):
@@ -240,13 +142,8 @@ def test_a_saved_processor_brings_its_font_and_without_it_cannot_be_loaded(tmp_p
     plan = made.family.plan(video(2, 1.0, 40, 40))
     assert torch.equal(
         made.family.pixels([plan], [clip])["pixel_values_videos"],
-        published().family.pixels([plan], [clip])["pixel_values_videos"],
+        encoder(ernie4_5_vl()).family.pixels([plan], [clip])["pixel_values_videos"],
     )
     (tmp_path / Path(font_file()).name).unlink()
     with pytest.raises(ConfigError, match=r"names the font 'pillow.ttf', which is not in the directory; put the font"):
         load_processor(config)
-
-
-def test_drawing_is_part_of_the_fingerprint():
-    drawn, plain = (encoder(ernie4_5_vl(draw_on_frames=draws)).fingerprint() for draws in (True, False))
-    assert drawn["vision_limits"] != plain["vision_limits"]

@@ -8,10 +8,10 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from bench.offline_processors import internvl, llava_onevision, processor_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from support.offline_processors import internvl, llava_onevision, processor_of
 
 from energon_packing.config import EncoderConfig, LimitsConfig
 from energon_packing.conversation import Conversation, Media, MediaPart, Turn
@@ -179,20 +179,6 @@ def test_a_limit_on_frames_thins_a_list_out_over_its_whole_length(family):
     resized = ConversationEncoder(EncoderConfig(limits=limits), processor=processor).measure(about(media))
     assert resized.plans[0].frame_indices == (0, 3, 5, 8)
     assert [how for how, _ in resized.changes] == ["resized"]
-
-
-@pytest.mark.parametrize("family", QWEN)
-def test_only_the_frames_that_stand_for_a_list_are_read(family):
-    images = pictures(9, 64, 48)
-    encoder = ConversationEncoder(EncoderConfig(video_max_frames=4), processor=processor_of(family))
-    seen = []
-
-    def read(name):
-        seen.append(name)
-        return png(images[int(name.partition(".")[0])])
-
-    encoder.render(encoder.measure(about(listed(9, 64, 48))), read)
-    assert seen == ["0.png", "3.png", "5.png", "8.png"]
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,9 @@ from functools import cache
 
 import pytest
 import torch
-from bench.offline_processors import glm46v, internvl, llava, llava_next, minimax_m3_vl, pixtral, tokenizer
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from support.offline_processors import glm46v, internvl, llava, llava_next, minimax_m3_vl, pixtral, tokenizer
 from test_llava_against_processor import PINPOINTS, SIDE
-from whole_sample import both_ways, conversations, encoder, image, video
+from whole_sample import encoder, image, video
 
 from energon_packing.config import EncoderConfig
 from energon_packing.demo import processor_path
@@ -31,55 +29,6 @@ def generic(name: str):
         }
         processor = made[name]()
     return encoder(processor, family="huggingface")
-
-
-@pytest.mark.parametrize("name", ["glm46v", "minimax_m3_vl", "llava", "internvl", "qwen2_5_vl"])
-@settings(max_examples=25)
-@given(conversation=conversations(kinds=("image",)))
-def test_tokens_and_pixels_equal_any_processor_on_a_sample_of_images(name, conversation):
-    ours = generic(name)
-    try:
-        ids, visual, whole, _ = both_ways(ours, conversation)
-    except SampleRejected as rejected:
-        (size,) = [m for m in conversation.media if f"{m.width}x{m.height} pixels" in rejected.detail][:1]
-        with pytest.raises(ValueError, match=r"ratio|larger"):
-            ours.processor.image_processor(torch.zeros(3, size.height, size.width, dtype=torch.uint8))
-        return
-    assert ids.tolist() == whole["input_ids"][0].tolist()
-    assert set(visual) == set(whole) - {"input_ids", "attention_mask", "mm_token_type_ids"}
-    for key, tensor in visual.items():
-        assert torch.equal(tensor, whole[key]), key
-
-
-@pytest.mark.parametrize("name", ["glm46v", "minimax_m3_vl", "internvl", "qwen2_5_vl"])
-@settings(max_examples=300)
-@given(width=st.integers(1, 20000), height=st.integers(1, 20000))
-def test_an_image_costs_what_the_processor_counts_or_both_refuse(name, width, height):
-    ours = generic(name)
-    try:
-        said = ours.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])["num_image_tokens"][0]
-    except ValueError:
-        with pytest.raises(SampleRejected, match="media_geometry"):
-            ours.family.plan(image(width, height))
-    else:
-        assert ours.family.plan(image(width, height)).tokens == said - (2 if name == "internvl" else 0)
-
-
-def test_minimax_m3_is_served_with_the_tokens_that_stand_around_its_images():
-    ours = encoder(minimax_m3_vl(), family="huggingface")
-    plan = ours.family.plan(image(640, 480))
-    assert ours.family.replacement(plan) == "]<]start of image[>[]<]image[>[]<]end of image[>["
-    assert plan.tokens == 23 * 17
-    with pytest.raises(SampleRejected, match="does not accept videos"):
-        ours.family.plan(video(8, 2.0, 30, 30))
-
-
-def test_a_family_of_its_own_and_the_generic_one_measure_alike():
-    for name in ("llava", "internvl", "qwen2_5_vl"):
-        processor = generic(name).processor
-        own = build_family(processor, EncoderConfig())
-        for size in ((30, 200), (640, 480), (28, 28)):
-            assert generic(name).family.plan(image(*size)).tokens == own.plan(image(*size)).tokens
 
 
 def test_a_processor_whose_images_are_no_single_run_or_no_joined_tensor_is_refused():

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import re
 from functools import cache
-from types import MethodType, SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from bench.offline_processors import glm4v
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_families_in_packs import SAMPLES, rows
-from transformers.models.glm4v.modeling_glm4v import Glm4vModel
-from transformers.models.glm4v_moe.modeling_glm4v_moe import Glm4vMoeModel
-from whole_sample import conversations, encoder, image, random_pixels, video
+from support.offline_processors import glm4v
+from test_families_in_packs import rows
+from whole_sample import encoder, video
 
 from energon_packing import PackingConfig, PackingTaskEncoder, ParallelConfig
-from energon_packing.conversation import Conversation, Media, MediaPart, Turn
+from energon_packing.conversation import Media
 from energon_packing.encoders.encoder import ConversationEncoder
-from energon_packing.errors import ConfigError, SampleRejected
+from energon_packing.errors import SampleRejected
 
 PIXELS = {"shortest_edge": 28 * 28 * 2, "longest_edge": 28 * 28 * 60}
-MODELS = (Glm4vModel, Glm4vMoeModel)
 
 
 @cache
@@ -37,55 +32,10 @@ def small() -> ConversationEncoder:
     return encoder(glm4v(PIXELS, {"shortest_edge": 28 * 28 * 2, "longest_edge": 28 * 28 * 90}), position_ids="mrope")
 
 
-@settings(max_examples=600, deadline=None)
-@given(width=st.integers(1, 20000), height=st.integers(1, 20000))
-def test_an_image_of_any_size_costs_the_tokens_that_the_processor_says(width, height):
-    ours = published()
-    try:
-        (said,) = ours.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])["num_image_tokens"]
-    except ValueError as error:
-        with pytest.raises(SampleRejected, match=f"media_geometry.*{re.escape(str(error))}"):
-            ours.family.plan(image(width, height))
-    else:
-        assert ours.family.plan(image(width, height)).tokens == said
-
-
 def metadata(medium: Media, indices=None):
     """What transformers' readers of video files say about a clip."""
     found = {"total_num_frames": medium.frames, "fps": medium.fps, "duration": medium.frames / medium.fps}
     return found if indices is None else found | {"frames_indices": list(indices)}
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    frames=st.integers(1, 60),
-    fps=st.sampled_from([1.0, 8.0, 23.976, 25.0, 60.0]),
-    width=st.integers(8, 120),
-    height=st.integers(8, 120),
-)
-def test_a_video_becomes_the_planned_frames_grid_and_tokens(frames, fps, width, height):
-    ours, medium = small(), video(frames, fps, width, height)
-    try:
-        made = ours.processor(
-            text=["<|begin_of_video|><|video|><|end_of_video|>"],
-            videos=[torch.zeros(frames, 3, height, width, dtype=torch.uint8)],
-            video_metadata=[metadata(medium)],
-            do_sample_frames=True,
-            fps=ours.family.video_fps,
-            return_metadata=True,
-            return_tensors="pt",
-        )
-    except (ValueError, ZeroDivisionError, RuntimeError):
-        with pytest.raises(SampleRejected) as caught:
-            ours.family.plan(medium)
-        assert (caught.value.reason == "too_few_frames") == (frames / fps < 0.5)
-        return
-    plan = ours.family.plan(medium)
-    assert made["video_grid_thw"].tolist() == [list(plan.grid)]
-    assert [int(index) for index in made["video_metadata"][0].frames_indices] == list(plan.frame_indices)
-    assert int((made["input_ids"] == ours.processor.image_token_id).sum()) == plan.tokens
-    text = f"<|begin_of_video|>{ours.family.replacement(plan)}<|end_of_video|>"
-    assert ours.tokenizer(text)["input_ids"].count(ours.processor.image_token_id) == len(plan.runs)
 
 
 @settings(max_examples=100, deadline=None)
@@ -98,64 +48,6 @@ def test_a_clip_of_any_length_is_sampled_as_the_processor_does_it(frames, fps):
     assert published().family.plan(video(frames, fps, 64, 64)).frame_indices == tuple(map(int, said))
 
 
-@pytest.mark.parametrize("model", MODELS)
-@settings(max_examples=40, deadline=None)
-@given(conversation=conversations(kinds=("image", "video"), frames=(4, 20)))
-def test_tokens_types_pixels_and_positions_equal_the_processor_and_model_on_the_whole_sample(model, conversation):
-    ours = small()
-    try:
-        measured = ours.measure(conversation)
-    except SampleRejected as rejected:
-        assert "ratio" in rejected.detail or rejected.reason == "too_few_frames"  # noqa: PT017
-        return
-    ids, _ = measured.expand()
-    tensors = random_pixels(measured.plans, conversation.media)
-    visual = ours.family.pixels(measured.plans, tensors)
-    triples = list(zip(measured.plans, conversation.media, tensors, strict=True))
-    arguments = {}
-    if images := [tensor for plan, _, tensor in triples if plan.kind == "image"]:
-        arguments["images"] = images
-    if clips := [entry for entry in triples if entry[0].kind == "video"]:
-        said = [metadata(medium, plan.frame_indices) for plan, medium, _ in clips]
-        arguments |= {"videos": [tensor for *_, tensor in clips], "video_metadata": said, "do_sample_frames": False}
-    text = ours.processor.apply_chat_template(conversation.to_messages(), tokenize=False)
-    whole = ours.processor(text=[text], return_tensors="pt", **arguments)
-    assert ids.tolist() == whole["input_ids"][0].tolist()
-    for key in ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"):
-        assert (key in visual) == (key in whole)
-        assert key not in whole or torch.equal(visual[key], whole[key]), key
-    types = ours.family.token_values(ids)["mm_token_type_ids"]
-    assert types.tolist() == whole["mm_token_type_ids"][0].tolist()
-
-    config = SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=ours.family.merge))
-    asked = SimpleNamespace(config=config)
-    asked.get_vision_position_ids = MethodType(model.get_vision_position_ids, asked)
-    expected, _ = model.get_rope_index(
-        asked,
-        whole["input_ids"],
-        whole["mm_token_type_ids"],
-        whole.get("image_grid_thw"),
-        whole.get("video_grid_thw"),
-    )
-    assert np.array_equal(ours.family.positions(ids, measured.plans), expected[:, 0].numpy())
-
-
-def test_a_pack_carries_the_token_types_of_its_samples_and_0_on_padding():
-    ours = small()
-    made = [row for _, row in rows(ours, SAMPLES)]
-    encoders = PackingTaskEncoder(ours, PackingConfig(seq_length=2048), parallel=ParallelConfig(context_parallel=4))
-    batch = encoders._assemble(made)
-    types = batch.extra["mm_token_type_ids"]
-    assert types.shape == batch.tokens.shape
-    assert types.dtype == torch.int64
-    starts = batch.boundaries.tolist()
-    for start, row in zip(starts, made, strict=False):
-        assert torch.equal(types[0, start : start + len(row["input_ids"])], row["mm_token_type_ids"])
-    assert not types[batch.padding_mask].any()
-    assert batch.padding_mask.any()
-    assert types.any()
-
-
 @pytest.mark.parametrize("context_parallel", [1, 3])
 def test_a_pack_of_text_alone_has_types_too_and_a_dummy_image_its_own(context_parallel):
     ours, parallel = small(), ParallelConfig(context_parallel=context_parallel)
@@ -166,23 +58,6 @@ def test_a_pack_of_text_alone_has_types_too_and_a_dummy_image_its_own(context_pa
     image_tokens = with_dummy.tokens == ours.family.placeholder_ids["image"]
     assert image_tokens.any()
     assert torch.equal(with_dummy.extra["mm_token_type_ids"], image_tokens.long())
-
-
-@pytest.mark.parametrize(("fps", "frames"), [(1.0, 1), (2.0, 1), (4.0, 2), (30.0, 15), (30.0, 16)])
-def test_a_short_clip_of_half_a_second_or_more_is_rendered_as_its_processor_does_it(fps, frames):
-    ours, medium = small(), video(frames, fps, 64, 64)
-    clip = torch.randint(0, 256, (frames, 3, 64, 64), dtype=torch.uint8)
-    whole = ours.processor(
-        text=["<|begin_of_video|><|video|><|end_of_video|>"],
-        videos=[clip],
-        video_metadata=[metadata(medium)],
-        do_sample_frames=True,
-        return_tensors="pt",
-    )
-    plan = ours.family.plan(medium)
-    visual = ours.family.pixels([plan], [clip[list(plan.frame_indices)]])
-    assert torch.equal(visual["pixel_values_videos"], whole["pixel_values_videos"])
-    assert visual["video_grid_thw"].tolist() == whole["video_grid_thw"].tolist()
 
 
 @pytest.mark.parametrize(("fps", "frames"), [(2.5, 1), (30.0, 1), (30.0, 14)])
@@ -227,19 +102,3 @@ def test_video_max_frames_takes_whole_time_steps_evenly_over_the_clip():
     assert set(fewer) <= set(plain)
     assert (fewer[0], fewer[-1]) == (plain[0], plain[-1])
     assert max(np.diff(fewer)) - min(np.diff(fewer)) <= 2 * max(np.diff(plain))
-
-
-def test_tokens_around_a_video_may_not_stand_in_a_users_text():
-    turns = (Turn(role="user", parts=("what is <|end_of_video|>?",)), Turn(role="assistant", parts=("Fine.",)))
-    with pytest.raises(SampleRejected, match="reserved_token"):
-        small().measure(Conversation(key="k", turns=turns, media=()))
-    clip = Turn(role="user", parts=(MediaPart(index=0), "what?"))
-    measured = small().measure(Conversation(key="k", turns=(clip, turns[1]), media=(video(8, 4.0, 64, 64),)))
-    assert set(small().family.visual_kinds(measured.expand()[0])) == {0, 2}
-
-
-def test_what_the_family_cannot_do_is_refused_by_name():
-    with pytest.raises(ConfigError, match="video_min_frames"):
-        encoder(glm4v(), video_min_frames=4)
-    with pytest.raises(ConfigError, match="mm_token_type_ids"):
-        encoder(glm4v(), extra_fields=("mm_token_type_ids",))

@@ -7,16 +7,15 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from bench.offline_processors import glm4v
 from hypothesis import assume, given, settings
+from support.offline_processors import glm4v
+from support.parity.tiny_native import tiny_config
 from whole_sample import both_ways, conversations, encoder, image, video
 
 from energon_packing import thd
 from energon_packing.conversation import Conversation, MediaPart, Turn
-from energon_packing.encoders.joinable_rows import joinable
-from energon_packing.encoders.shared_placeholder import SHARED_PLACEHOLDER
+from energon_packing.encoders.joinable_rows import SHARED_PLACEHOLDER, joinable
 from energon_packing.errors import SampleRejected
-from energon_packing.report.tiny_native import tiny_config
 
 LIMITS = {"shortest_edge": 4 * 28 * 28, "longest_edge": 64 * 28 * 28}
 

@@ -7,9 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from bench.offline_processors import chatml, llava, llava_next, llava_onevision
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from support.offline_processors import chatml, llava, llava_next, llava_onevision
 from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoTokenizer,
@@ -23,7 +21,7 @@ from transformers import (
     SiglipImageProcessor,
     SiglipVisionConfig,
 )
-from whole_sample import both_ways, conversations, encoder, image, video
+from whole_sample import encoder, image
 
 from energon_packing.conversation import Conversation, MediaPart, Turn
 from energon_packing.demo import processor_path
@@ -46,91 +44,6 @@ def small(name: str):
     if name == "llava_next":
         return encoder(llava_next(SIDE, PINPOINTS))
     return encoder(llava_onevision(SIDE, 9, PINPOINTS, FRAMES))
-
-
-@pytest.mark.parametrize("name", ["llava_next", "llava_onevision"])
-@settings(max_examples=600, deadline=None)
-@given(width=st.integers(1, 20000), height=st.integers(1, 20000))
-def test_a_single_image_of_any_size_costs_the_tokens_that_the_processor_says(name, width, height):
-    family = published(name).family
-    try:
-        said = family.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])["num_image_tokens"][0]
-    except (TypeError, ZeroDivisionError):
-        with pytest.raises(SampleRejected, match="media_geometry"):
-            family.plan(image(width, height))
-    else:
-        assert family.plan(image(width, height)).tokens == said
-
-
-@settings(max_examples=600, deadline=None)
-@given(width=st.integers(1, 20000), height=st.integers(1, 20000))
-def test_every_image_of_llava_costs_the_tokens_that_the_processor_says(width, height):
-    family = published("llava").family
-    said = family.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])["num_image_tokens"]
-    if 336 * 336 * max(width, height) // min(width, height) > family.config.max_source_pixels:
-        with pytest.raises(SampleRejected, match="resizing makes it"):
-            family.plan(image(width, height))
-    else:
-        assert [family.plan(image(width, height)).tokens] == said == [576]
-
-
-@pytest.mark.parametrize("name", ["llava_next", "llava_onevision"])
-@settings(max_examples=100, deadline=None)
-@given(width=st.integers(1, 20000), height=st.integers(1, 20000))
-def test_a_single_image_of_any_size_becomes_the_planned_tiles(name, width, height):
-    """The whole image processor on an image without storage, so that no size is too large."""
-    family = published(name).family
-    pixels = torch.empty(3, height, width, dtype=torch.uint8, device="meta")
-    try:
-        made = family.images(images=[[pixels]], input_data_format="channels_first")
-    except TypeError:
-        with pytest.raises(SampleRejected, match="media_geometry"):
-            family.plan(image(width, height))
-    else:
-        assert tuple(made["pixel_values"][0].shape) == (family.plan(image(width, height)).tiles, 3, *family.tile)
-
-
-@pytest.mark.parametrize("name", ["llava", "llava_next"])
-@settings(max_examples=60, deadline=None)
-@given(conversation=conversations(kinds=("image",)))
-def test_tokens_and_pixels_equal_the_processor_on_a_sample_of_images(name, conversation):
-    check(name, conversation)
-
-
-@settings(max_examples=60, deadline=None)
-@given(conversation=conversations(kinds=("image", "video"), frames=(1, 20)))
-def test_tokens_and_pixels_equal_the_processor_on_a_sample_of_images_and_videos(conversation):
-    check("llava_onevision", conversation)
-
-
-@settings(max_examples=30, deadline=None)
-@given(conversation=conversations(kinds=("image",), most=1))
-def test_tokens_and_pixels_equal_the_processor_on_a_sample_of_one_image(conversation):
-    check("llava_onevision", conversation)
-
-
-def check(name, conversation):
-    ours = small(name)
-    media = conversation.media
-    try:
-        ours.family.plans(media)
-    except SampleRejected:
-        texts, images = ["<image>"], [[torch.zeros(3, m.height, m.width, dtype=torch.uint8)] for m in media]
-        with pytest.raises(TypeError):  # one of the images finds no resolution in the processor either
-            [ours.processor(text=texts, images=[alone], return_tensors="pt") for alone in images]
-        return
-    ids, visual, whole, measured = both_ways(ours, conversation, prepare=lambda plan, clip: ours.family.spread(clip))
-    assert ids.tolist() == whole["input_ids"][0].tolist()
-    assert set(visual) == set(whole) - {"input_ids", "attention_mask"}
-    for key in set(visual) - {"pixel_values"}:
-        assert torch.equal(visual[key], whole[key]), key
-    if "pixel_values" in whole:
-        pixels = whole["pixel_values"]
-        images = [plan for plan in measured.plans if plan.kind == "image"]
-        if pixels.dim() == 5:
-            assert pixels.shape[1] == max(plan.tiles for plan in images)
-            pixels = torch.cat([tiles[: plan.tiles] for plan, tiles in zip(images, pixels, strict=True)])
-        assert torch.equal(visual["pixel_values"], pixels)
 
 
 def tiny_model(name: str):
@@ -168,15 +81,6 @@ def test_the_model_gives_samples_joined_in_a_pack_the_features_that_each_has_alo
         torch.testing.assert_close(ours, theirs)
 
 
-@settings(max_examples=200, deadline=None)
-@given(frames=st.integers(1, 5000), fps=st.sampled_from([1.0, 23.976, 60.0]))
-def test_a_video_of_any_length_costs_its_frames_pooled(frames, fps):
-    plan = published("llava_onevision").family.plan(video(frames, fps, 320, 240))
-    assert plan.tokens == 32 * 14 * 14 + 1
-    assert len(plan.frame_indices) == min(32, frames)
-    assert plan.frame_indices[-1] < frames
-
-
 def test_an_image_that_would_grow_beyond_memory_on_the_way_is_refused():
     with pytest.raises(SampleRejected, match="max_source_pixels"):
         published("llava").family.plan(image(1, 20000))
@@ -195,11 +99,6 @@ def test_other_image_processors_are_asked_for_their_size():
 
 
 def test_what_the_families_cannot_do_is_refused_by_name():
-    with pytest.raises(SampleRejected, match="does not accept videos"):
-        published("llava").family.plan(video(8, 2.0, 30, 30))
-    for name, value in (("max_pixels", 1000), ("video_fps", 2.0), ("video_max_frames", 8), ("position_ids", "mrope")):
-        with pytest.raises(ConfigError, match=name):
-            encoder(llava_onevision(SIDE, 9), **{name: value})
     with pytest.raises(ConfigError, match="patch_size"):
         encoder(llava(SIDE, patch_size=None))
 

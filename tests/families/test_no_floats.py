@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from bench.encoder_samples import build_encoder
-from bench.offline_processors import PROCESSORS
+from support.offline_processors import PROCESSORS
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media
+from energon_packing.families.registry import build_family
 
 FEW = 50_000
 """Values: less than a tenth of one frame of the probes."""
@@ -36,7 +37,7 @@ class Floats(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_bytes_of_images_and_frames_never_become_floats_in_a_worker(name: str) -> None:
-    family = build_encoder(name, None).family
+    family = build_family(PROCESSORS[name](), EncoderConfig(family=name))
     assert family.pixel_forms, family.keeps_floats
     for kind in family.placeholders:
         frames = {"frames": 12, "fps": 4.0, "duration": 3.0} if kind == "video" else {}

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from bench.offline_processors import PROCESSORS, internvl, llava_next, processor_of
+from support.offline_processors import PROCESSORS, internvl, processor_of
 from whole_sample import encoder, image, video
 
 from energon_packing.config import EncoderConfig, LimitsConfig
@@ -81,13 +81,6 @@ def test_no_image_becomes_smaller_than_its_familys_own_smallest_size():
     )
     with pytest.raises(SampleRejected, match="too_many_visual_tokens"):
         less.measure(about(image(300, 280)))
-
-
-def test_a_limit_that_such_a_family_does_not_read_is_refused_when_it_is_set():
-    from energon_packing.errors import ConfigError
-
-    with pytest.raises(ConfigError, match="max_pixels"):
-        encoder(llava_next(), max_pixels=10_000)
 
 
 @pytest.mark.parametrize("name", ["internvl", "qianfan_vl", "qwen2_5_vl"])

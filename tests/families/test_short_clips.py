@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bench.offline_processors import processor_of
-from whole_sample import both_ways, encoder, video
+from support.offline_processors import processor_of
+from whole_sample import encoder, video
 
 from energon_packing.config import LimitsConfig
 from energon_packing.conversation import Conversation, Media, MediaPart, Turn
@@ -60,29 +60,6 @@ def test_a_short_clip_is_planned_as_its_processor_samples_it_or_refused_by_name(
         measured = ours.measure(about(clip))
         assert measured.plans[0].frame_indices == indices
         assert [list(measured.plans[0].grid)] == grid
-
-
-def test_the_processors_that_refuse_a_single_frame_are_those_of_qwen2_vl_and_qwen2_5_vl(made):
-    """Measured, so that a release of transformers which takes it is noticed."""
-    refusing = []
-    for name in (*BY_RATE, *ALL_FRAMES):
-        try:
-            made[name].measure(about(video(1, 2.0, WIDTH, HEIGHT)))
-        except SampleRejected as error:
-            refusing.append((name, error.reason))
-    assert refusing == [("qwen2_vl", "too_few_frames"), ("qwen2_5_vl", "too_few_frames")]
-
-
-@pytest.mark.parametrize("frames", [1, 2, 3])
-@pytest.mark.parametrize("name", ALL_FRAMES)
-def test_families_that_take_all_frames_of_a_short_clip_render_it_as_their_processor(made, name, frames):
-    ours = made[name]
-    prepare = (lambda plan, clip: ours.family.spread(clip)) if name == "llava_onevision" else (lambda plan, clip: clip)
-    ids, visual, whole, measured = both_ways(ours, about(video(frames, 2.0, WIDTH, HEIGHT)), prepare)
-    assert measured.plans[0].frame_indices == tuple(range(frames))
-    assert ids.tolist() == whole["input_ids"][0].tolist()
-    name_of_pixels = "pixel_values" if name == "internvl" else "pixel_values_videos"
-    assert torch.equal(visual[name_of_pixels], whole[name_of_pixels])
 
 
 def test_settings_that_leave_no_time_step_of_a_long_clip_are_named_with_their_values():

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
-from bench.offline_processors import internvl, llava, llava_next, llava_onevision, qianfan
+from support.offline_processors import internvl, llava, llava_next, llava_onevision, qianfan
 from transformers import AutoProcessor
 from whole_sample import encoder, image
 
 from energon_packing.config import EncoderConfig
 from energon_packing.encoders.resizing import Resizer, tokens_of
 from energon_packing.errors import ConfigError
-from energon_packing.families import tile_bound
+from energon_packing.families import geometry as tile_bound
+from energon_packing.families.geometry import MOST_TILES
 from energon_packing.families.hugging_face import TILE_LIMITS, HuggingFace
 from energon_packing.families.registry import build_family
-from energon_packing.families.tile_bound import MOST_TILES
 
 
 @pytest.mark.parametrize("make", [internvl, qianfan])
@@ -54,24 +53,6 @@ def test_the_generic_family_refuses_such_a_processor_before_it_asks_it(unasked, 
     setattr(processor.image_processor, name, 10**12)
     with pytest.raises(ConfigError, match=f"^{name} of the image processor allows 10+ tiles"):
         encoder(processor, family="huggingface")
-
-
-def test_a_processor_within_its_limits_is_asked_by_the_generic_family():
-    processor = llava()
-    for name in TILE_LIMITS:
-        setattr(processor.image_processor, name, MOST_TILES)
-    processor.image_processor.image_grid_pinpoints = [[336, 672]]
-    assert encoder(processor, family="huggingface").family.plan(image(300, 200)).tokens > 1
-
-
-def test_the_most_tiles_that_are_taken_are_planned_as_the_processor_says(monkeypatch):
-    monkeypatch.setattr(tile_bound, "MOST_TILES", 300)
-    monkeypatch.setattr("energon_packing.families.internvl.MOST_TILES", 300)
-    family = encoder(internvl(28, 4, max_patches=300)).family
-    said = family.processor._get_num_multimodal_tokens(image_sizes=[(700, 333)])["num_image_patches"]
-    assert [family.plan(image(333, 700)).tiles] == said
-    with pytest.raises(ConfigError, match="allows 301 tiles"):
-        encoder(internvl(28, 4, max_patches=301))
 
 
 def test_media_are_still_made_smaller_where_the_largest_area_is_the_familys_bound(monkeypatch):
@@ -121,10 +102,3 @@ def test_the_generic_family_refuses_such_resolutions_before_it_asks_the_processo
     processor.image_processor.image_grid_pinpoints = pinpoints
     with pytest.raises(ConfigError, match=why):
         encoder(processor, family="huggingface")
-
-
-def test_resolutions_read_from_a_file_are_taken(tmp_path):
-    llava_next().save_pretrained(tmp_path)
-    assert any("image_grid_pinpoints" in json.dumps(json.loads(path.read_text())) for path in tmp_path.glob("*.json"))
-    read = build_family(AutoProcessor.from_pretrained(tmp_path), EncoderConfig())
-    assert read.plan(image(700, 300)) == encoder(llava_next()).family.plan(image(700, 300))

@@ -9,8 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-import torch
-from bench.offline_processors import ernie4_5_vl, gemma3, glm4v, minimax_m3_vl, pixtral, qwen3_5_vl
+from support.offline_processors import ernie4_5_vl, gemma3, glm4v, minimax_m3_vl, pixtral, qwen3_5_vl
 from test_families_in_packs import SAMPLES, bridges_container, rows  # noqa: F401  (the second is a fixture)
 from whole_sample import encoder
 
@@ -71,17 +70,6 @@ def test_a_pack_brings_the_visual_inputs_that_the_models_forward_reads(name):
     given = {spec.name for spec in fields(container) if getattr(container, spec.name) is not None}
     assert given == expected
     assert given <= forward_arguments(file, model)
-
-
-@pytest.mark.usefixtures("bridges_container")
-def test_a_pack_of_glm4v_brings_the_token_types_that_the_model_counts_positions_by():
-    ours = encoder(glm4v())
-    for samples in (SAMPLES, [[], []]):
-        batch = assembled(ours, [row for _, row in rows(ours, samples)])
-        types = batch.to_bridge()["mm_token_type_ids"]
-        assert types.shape == batch.tokens.shape
-        assert torch.equal(types == 1, batch.tokens == ours.family.placeholder_ids["image"])
-    assert "mm_token_type_ids" in forward_arguments(*FORWARDS["glm4v"][:2])
 
 
 @pytest.mark.usefixtures("bridges_container")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Conversation, Media, MediaPart, Turn
 from energon_packing.encoders.encoder import ConversationEncoder
+from energon_packing.families.qwen_vl import Qwen25VL
 from energon_packing.thd.pixels import finish
 
 TEXTS = ("Hello there. ", "\n", "what is  this?", "Ünïcödé 你好 🙂", "a < b > c")
@@ -74,6 +75,12 @@ def random_pixels(plans, media) -> list[torch.Tensor]:
     return [torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator) for shape in shapes]
 
 
+def said_of(medium, plan=None):
+    """What transformers' readers of video files say about a clip, and the frames that were taken from it."""
+    said = {"total_num_frames": medium.frames, "fps": medium.fps, "duration": medium.frames / medium.fps}
+    return said if plan is None else said | {"frames_indices": list(plan.frame_indices)}
+
+
 def both_ways(encoder: ConversationEncoder, conversation: Conversation, prepare=lambda plan, tensor: tensor, **call):
     """Our ids, our visual inputs, and what the processor makes of the same sample in one call.
 
@@ -104,5 +111,8 @@ def both_ways(encoder: ConversationEncoder, conversation: Conversation, prepare=
         arguments["images"] = [images]
     if videos := [prepare(plan, tensor) for plan, tensor in pairs if plan.kind == "video"]:
         arguments |= {"videos": videos, "do_sample_frames": False}
+        if isinstance(encoder.family, Qwen25VL):  # which reads times
+            clips = zip(measured.plans, conversation.media, strict=True)
+            arguments["video_metadata"] = [said_of(medium, plan) for plan, medium in clips if plan.kind == "video"]
     whole = encoder.processor(text=[text], return_tensors="pt", **arguments)
     return ids, visual, whole, measured

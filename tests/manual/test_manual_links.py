@@ -7,8 +7,8 @@ import re
 
 import pytest
 from manual import DOCS, ROOT, pages
-from manual.blocks import PageError, read_page
-from manual.links import anchors, broken_links
+from manual.blocks import read_page
+from manual.links import broken_links
 from manual.report import counted
 from manual.written import WRITE, written
 
@@ -17,35 +17,6 @@ def test_every_internal_link_leads_to_a_page_and_a_heading():
     followed, broken = broken_links(pages())
     assert not broken, "\n".join(broken)
     assert followed > 100
-
-
-@pytest.mark.parametrize(
-    ("text", "trouble"),
-    [
-        ("[a](nowhere.md)", "no such file"),
-        ("[a](b.md#not-there)", "no such heading"),
-        ("[a](../outside.md)", "leads out of docs"),
-        ("`[a](nowhere.md)`", ""),
-        ("```text\n[a](nowhere.md)\n```", ""),
-        ("[`a` b](b.md#a-heading-1-of-2)", ""),
-    ],
-)
-def test_a_broken_link_is_named_with_its_place(text, trouble, tmp_path, monkeypatch):
-    monkeypatch.setattr("manual.links.ROOT", tmp_path)
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "outside.md").write_text("# Outside\n")
-    (tmp_path / "docs" / "b.md").write_text("# B\n\n## A `heading`: 1 of 2\n")
-    page = tmp_path / "docs" / "a.md"
-    page.write_text(f"# A\n\n{text}\n")
-    _, broken = broken_links([page])
-    assert [bool(trouble)] == [bool(broken)]
-    assert all(line.startswith("docs/a.md:3: ") and trouble in line for line in broken)
-
-
-def test_anchors_are_those_that_github_makes(tmp_path):
-    page = tmp_path / "a.md"
-    page.write_text("# One, two & `three`\n\n## A_b: C - d\n\n## Same\n\n## Same\n\n```text\n## not a heading\n```\n")
-    assert anchors(page) == {"one-two--three", "a_b-c---d", "same", "same-1"}
 
 
 @pytest.mark.parametrize("path", list(written()), ids=lambda path: path.name)
@@ -57,30 +28,6 @@ def test_blocks_are_run_here_or_by_a_test_that_is_there_or_say_why_not():
     counts = counted([read_page(path) for path in pages()], [])
     assert counts["for the runner"] >= 25
     assert all(entry["why"] for entry in counts["not run"])
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("```\nls\n```", "of language ''"),
-        ("```sh\nls\n```", "of language 'sh'"),
-        ("<!-- not run: because -->\n\ntext\n", "stands above no block"),
-        ("<!-- run by: tests/nowhere.py -->\n```bash\nls\n```", "is not there"),
-        ("<!-- run by: tests/conftest.py -->\n```bash\nls\n```", "does not name"),
-    ],
-)
-def test_a_block_that_nobody_would_run_is_an_error_of_the_page(text, message, tmp_path):
-    page = tmp_path / "strange-page.md"
-    page.write_text(f"# A\n\n{text}\n")
-    with pytest.raises(PageError, match=message):
-        read_page(page)
-
-
-def test_blocks_in_lists_lose_their_indent_and_keep_their_line():
-    page = read_page(DOCS / "index.md")
-    block = page.blocks[0]
-    assert block.text.startswith("from megatron.energon import")
-    assert page.path.read_text().splitlines()[block.line - 1].strip() == block.text.splitlines()[0]
 
 
 def quoted_messages() -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from manual import pages
-from manual.site import build_site, loaded
+from manual.site import build_site
 
 
 @pytest.mark.full
@@ -17,19 +17,3 @@ def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(tmp_
     reference = (tmp_path / "site" / "api.html").read_text()
     assert "Tokens of a row, alignment padding included" in reference, "docstrings of fields are in the reference"
     assert (tmp_path / "site" / "search" / "search_index.json").is_file()
-
-
-@pytest.mark.parametrize(
-    ("page", "addresses"),
-    [
-        ('<script src="https://a.example/x.js"></script>', ["https://a.example/x.js"]),
-        ("<img alt=x src='//a.example/x.png'>", ["//a.example/x.png"]),
-        ('<link rel="stylesheet" href="https://a.example/x.css">', ["https://a.example/x.css"]),
-        ('<style>@import "https://a.example/y.css"</style>', ["https://a.example/y.css"]),
-        ("<style>b {background: url(https://a.example/z.png)}</style>", ["https://a.example/z.png"]),
-        ('<a href="https://a.example">out</a> <img src="images/x.png">', []),
-        ('<link rel="canonical" href="https://a.example/"><script src="x.js"></script>', []),
-    ],
-)
-def test_an_address_that_a_browser_would_ask_for_is_found(page, addresses):
-    assert loaded(f"<html>{page}</html>") == addresses

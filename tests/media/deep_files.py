@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import struct
-import zlib
 from typing import Any
 
 import numpy as np
+from support.media_files import png_of
 
 
 def pgm(samples: np.ndarray, maxval: int, *, plain: bool = False) -> bytes:
@@ -33,15 +33,8 @@ def pfm(samples: np.ndarray) -> bytes:
 def png(samples: np.ndarray) -> bytes:
     """A PNG of 16-bit samples ``[H, W, 1 to 4]``."""
     height, width, channels = samples.shape
-
-    def block(name: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
-    kind = {1: 0, 2: 4, 3: 2, 4: 6}[channels]
     rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in samples)
-    header = struct.pack(">IIBBBBB", width, height, 16, kind, 0, 0, 0)
-    blocks = block(b"IHDR", header) + block(b"IDAT", zlib.compress(rows)) + block(b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + blocks
+    return png_of(width, height, 16, {1: 0, 2: 4, 3: 2, 4: 6}[channels], rows)
 
 
 def twelve_bits(samples: np.ndarray) -> bytes:

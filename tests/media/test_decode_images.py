@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import struct
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageCms, ImageOps
+from support.media_files import png_of
 from transformers.image_utils import load_image
 
 from energon_packing.errors import SampleRejected
@@ -44,14 +44,7 @@ def saved(image: Image.Image, kind: str, **options: object) -> bytes:
 
 def png_samples(colour: int, row: bytes, transparent: bytes = b"") -> bytes:
     """A PNG of 2x1 pixels of 16 bits, which Pillow cannot write."""
-
-    def block(name: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
-    header = block(b"IHDR", struct.pack(">IIBBBBB", 2, 1, 16, colour, 0, 0, 0))
-    keyed = block(b"tRNS", transparent) if transparent else b""
-    pixels = block(b"IDAT", zlib.compress(b"\0" + row))
-    return b"\x89PNG\r\n\x1a\n" + header + keyed + pixels + block(b"IEND", b"")
+    return png_of(2, 1, 16, colour, b"\0" + row, transparent)
 
 
 @settings(max_examples=80, deadline=None)
@@ -134,56 +127,11 @@ def test_an_opaque_image_keeps_its_pixels_and_is_not_counted(name: str) -> None:
     assert not image_info(OPAQUE[name], decode=True).transparent
 
 
-def test_an_animation_is_its_first_frame() -> None:
-    frames = [smooth(40, 30, "RGB", seed) for seed in range(3)]
-    data = saved(frames[0], "GIF", save_all=True, append_images=frames[1:])
-    first = np.asarray(load_image(Image.open(io.BytesIO(data))))
-    assert np.array_equal(decode_image(data, max_pixels=LIMIT).permute(1, 2, 0).numpy(), first)
-
-
-def test_sixteen_bits_of_grey_are_scaled_to_eight() -> None:
-    grey = np.arange(0, 65536, 16, dtype=np.uint16).reshape(64, 64)
-    found = decode_image(saved(Image.fromarray(grey), "PNG"), max_pixels=LIMIT)
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
-    assert np.abs(found[0].numpy() - grey / 257.0).max() <= 1.0
-    assert (found.min(), found.max()) == (0, 254)
-
-
-def test_sixteen_bits_are_scaled_in_tiff_of_either_byte_order() -> None:
-    grey = np.arange(0, 65536, 256, dtype=np.uint16).reshape(16, 16)
-    little = saved(Image.fromarray(grey), "TIFF")
-    found = decode_image(little, max_pixels=LIMIT)
-    assert np.array_equal(found[0].numpy(), np.arange(256).reshape(16, 16) * 255 * 256 // 65535)
-
-
-def png_header(width: int, height: int) -> bytes:
-    """A PNG that promises a size and holds a handful of bytes."""
-
-    def block(name: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + block(b"IHDR", header)
-        + block(b"IDAT", zlib.compress(b"\0" * 1000))
-        + block(b"IEND", b"")
-    )
-
-
 @pytest.mark.parametrize(("width", "height"), [(30_000, 30_000), (2**31 - 1, 2**31 - 1), (10_001, 10_000)])
 def test_a_decompression_bomb_is_refused_by_its_header(width: int, height: int) -> None:
     with pytest.raises(SampleRejected) as caught:
-        decode_image(png_header(width, height), max_pixels=LIMIT)
+        decode_image(png_of(width, height, 8, 2, b"\0" * 1000), max_pixels=LIMIT)
     assert caught.value.reason == "media_too_large"
-
-
-def test_an_image_of_exactly_the_limit_is_decoded() -> None:
-    data = saved(smooth(30, 20, "RGB"), "PNG")
-    assert decode_image(data, max_pixels=600).shape == (3, 20, 30)
-    with pytest.raises(SampleRejected, match="max_source_pixels=599"):
-        decode_image(data, max_pixels=599)
 
 
 GOOD = {
@@ -197,15 +145,7 @@ GOOD = {
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("name", ["jpeg", "png", "webp", "bmp", "tiff"])
-def test_a_truncated_image_is_corrupt(name: str) -> None:
-    with pytest.raises(SampleRejected) as caught:
-        decode_image(GOOD[name][: len(GOOD[name]) // 2], max_pixels=LIMIT)
-    assert caught.value.reason == "corrupt_media"
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(name=st.sampled_from(sorted(GOOD)), data=st.data())
 def test_a_damaged_image_is_decoded_or_rejected_and_never_anything_else(name: str, data: st.DataObject) -> None:
     content = bytearray(GOOD[name])
@@ -219,13 +159,6 @@ def test_a_damaged_image_is_decoded_or_rejected_and_never_anything_else(name: st
     assert reason in (None, "corrupt_media", "media_too_large")
 
 
-@given(content=st.binary(max_size=300))
-def test_bytes_that_are_no_image_are_corrupt(content: bytes) -> None:
-    with pytest.raises(SampleRejected) as caught:
-        decode_image(content, max_pixels=LIMIT)
-    assert caught.value.reason == "corrupt_media"
-
-
 def test_postscript_starts_no_interpreter(tmp_path: Path) -> None:
     program = (
         f"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n({tmp_path}/made) (w) file closefile\nshowpage\n%%EOF\n"
@@ -233,13 +166,3 @@ def test_postscript_starts_no_interpreter(tmp_path: Path) -> None:
     with pytest.raises(SampleRejected, match="no known image format"):
         decode_image(program.encode(), max_pixels=LIMIT)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_rejection_says_the_same_in_every_run() -> None:
-    said = set()
-    for _ in range(2):
-        with pytest.raises(SampleRejected) as caught:
-            decode_image(b"nothing like an image", max_pixels=LIMIT)
-        said.add(caught.value.detail)
-    assert len(said) == 1
-    assert "0x" not in said.pop()

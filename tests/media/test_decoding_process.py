@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from energon_packing.drops import CRASH
 from energon_packing.errors import PackingError, SampleRejected, UserError
 from energon_packing.media import decoding_process
 from energon_packing.media.decoding_process import MOST_IN_A_ROW, DecodingProcess
-from energon_packing.quarantine import CRASH
 
 
 def act(request, read):
@@ -63,14 +63,14 @@ def process(monkeypatch):
 
 @pytest.mark.parametrize("how", ["hang", "loop"])
 def test_a_decoder_that_hangs_is_ended_at_the_deadline_and_costs_its_sample(process, how, monkeypatch):
-    first = process("fine", read)["pid"]
+    first = process("fine", read, ("file",))["pid"]
     with monkeypatch.context() as short:
         short.setattr(process, "_seconds", 0.3)
         with pytest.raises(SampleRejected, match=r"decode_timeout: decoding hung and was ended after encoder\.decode_"):
             process(how, read)
     with pytest.raises(ProcessLookupError):
         os.kill(first, 0)
-    again = process("fine", read)
+    again = process("fine", read, ("file",))
     assert again["pid"] != first
     assert again["data"] == b"file"
 
@@ -80,11 +80,11 @@ def test_a_decoder_that_hangs_is_ended_at_the_deadline_and_costs_its_sample(proc
     [("segfault", "SIGSEGV"), ("abort", "SIGABRT"), ("exit", "exit code 3"), ("killed", "SIGKILL, as where memory")],
 )
 def test_a_decoder_that_crashes_costs_its_sample_and_the_cause_is_named(process, how, cause):
-    process("fine", read)
+    process("fine", read, ("file",))
     with pytest.raises(SampleRejected, match=cause) as caught:
         process(how, read)
     assert caught.value.reason == CRASH
-    assert process("fine", read)["data"] == b"file"
+    assert process("fine", read, ("file",))["data"] == b"file"
 
 
 def test_crashes_without_end_stop_the_run_with_a_sentence(process):
@@ -102,19 +102,19 @@ def test_one_good_sample_between_crashes_starts_the_count_anew(process):
     for _ in range(3 * MOST_IN_A_ROW):
         with pytest.raises(SampleRejected):
             process("exit", read)
-        process("fine", read)
+        process("fine", read, ("file",))
 
 
 @pytest.mark.parametrize(
     "error", [SampleRejected("corrupt_media", "cut off", 7), PackingError("broken"), MemoryError("m"), KeyError("k")]
 )
 def test_an_error_of_the_decoder_arrives_as_it_was_raised_and_the_child_lives_on(process, error):
-    pid = process("fine", read)["pid"]
+    pid = process("fine", read, ("file",))["pid"]
     with pytest.raises(type(error)) as caught:
         process(error, read)
     assert caught.value.args == error.args
     assert vars(caught.value) == vars(error)
-    assert process("fine", read)["pid"] == pid
+    assert process("fine", read, ("file",))["pid"] == pid
 
 
 def test_an_error_of_reading_reaches_the_decoder():
@@ -128,8 +128,8 @@ def test_an_error_of_reading_reaches_the_decoder():
             return {"errno": error.errno}
 
     process = DecodingProcess(tells, None)
-    assert process(0, fails) == {"errno": 5}
-    assert process(0, read) == {"data": b"x"}
+    assert process(0, fails, ("x",)) == {"errno": 5}
+    assert process(0, read, ("x",)) == {"data": b"x"}
     process.close()
 
 
@@ -180,28 +180,20 @@ def test_tensors_arrive_with_their_values_types_shapes_and_order_of_memory(proce
         assert torch.equal(ours, theirs)
 
 
-def test_a_result_is_not_changed_by_the_next_one():
-    process = DecodingProcess(lambda request, read: {"t": torch.full((1000,), request)}, 60.0)
-    first, second = process(1, read)["t"], process(2, read)["t"]
-    assert (first == 1).all()
-    assert (second == 2).all()
-    process.close()
-
-
 def test_a_fork_of_the_parent_gets_a_child_of_its_own_and_leaves_the_other_one(process):
-    pid = process("fine", read)["pid"]
+    pid = process("fine", read, ("file",))["pid"]
     fork = os.fork()
     if fork == 0:
-        os._exit(0 if process("fine", read)["pid"] != pid else 1)
+        os._exit(0 if process("fine", read, ("file",))["pid"] != pid else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) == 0
-    assert process("fine", read)["pid"] == pid
+    assert process("fine", read, ("file",))["pid"] == pid
 
 
 def test_a_child_that_ended_while_idle_is_replaced(process):
-    pid = process("fine", read)["pid"]
+    pid = process("fine", read, ("file",))["pid"]
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    assert process("fine", read)["pid"] != pid
+    assert process("fine", read, ("file",))["pid"] != pid
 
 
 @pytest.mark.parametrize("how", ["fine", "hang"])
@@ -211,8 +203,8 @@ def test_a_parent_that_is_killed_takes_its_child_along_even_within_a_decode(how)
     if parent == 0:
         try:
             process = DecodingProcess(act, None)
-            os.write(tell, b"%d\n" % process("fine", read)["pid"])
-            process(how, read)
+            os.write(tell, b"%d\n" % process("fine", read, ("file",))["pid"])
+            process(how, read, ("file",))
             time.sleep(600)
         finally:
             os._exit(1)
@@ -240,16 +232,16 @@ def test_a_process_that_uses_a_gpu_is_not_forked(monkeypatch):
 
 def test_a_process_has_few_children_however_many_encoders_it_has():
     parents = [DecodingProcess(act, 5.0) for _ in range(2 * decoding_process.MOST_CHILDREN)]
-    pids = [parent("fine", str.encode)["pid"] for parent in parents]
+    pids = [parent("fine", str.encode, ("file",))["pid"] for parent in parents]
     alive = [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
     assert alive == pids[-decoding_process.MOST_CHILDREN :]
-    assert parents[0]("fine", str.encode)["pid"] not in pids
+    assert parents[0]("fine", str.encode, ("file",))["pid"] not in pids
     assert not os.path.exists(f"/proc/{alive[0]}")
-    assert parents[-1]("fine", str.encode)["pid"] == pids[-1]
+    assert parents[-1]("fine", str.encode, ("file",))["pid"] == pids[-1]
 
 
 def test_the_child_of_an_encoder_ends_with_it():
     parent = DecodingProcess(act, 5.0)
-    pid = parent("fine", str.encode)["pid"]
+    pid = parent("fine", str.encode, ("file",))["pid"]
     del parent
     assert not os.path.exists(f"/proc/{pid}")

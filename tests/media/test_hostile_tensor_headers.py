@@ -40,7 +40,7 @@ def test_a_type_that_is_no_text_is_rejected(dtype: Any) -> None:
     assert caught.value.reason == "wrong_dtype"
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_any_header_is_read_or_rejected(data: Any) -> None:
     field = data.draw(st.sampled_from([*GOOD, "all", "file"]))
@@ -53,14 +53,15 @@ def test_any_header_is_read_or_rejected(data: Any) -> None:
     assert found
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(data=st.data())
 def test_a_changed_byte_of_a_torch_file_is_rejected_or_changes_no_value(data: Any) -> None:
     tensor = torch.arange(24, dtype=torch.float32).reshape(2, 3, 4)
     stream = io.BytesIO()
     torch.save({"latents": tensor}, stream)
     whole = bytearray(stream.getvalue())
-    at = data.draw(st.integers(0, len(whole) - 1))
+    values = whole.find(tensor.numpy().tobytes())  # which only the checksum guards
+    at = data.draw(st.one_of(st.integers(values, values + 95), st.integers(0, len(whole) - 1)))
     whole[at] ^= data.draw(st.integers(1, 255))
     try:
         found = read_tensor(bytes(whole), "pt", ("latents",))

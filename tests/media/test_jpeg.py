@@ -5,15 +5,15 @@ from __future__ import annotations
 import io
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from energon_packing.errors import SampleRejected
-from energon_packing.media import jpeg
+from energon_packing.media import image as jpeg
 from energon_packing.media.image import decode_image
+from energon_packing.media.probe import image_info, jpeg_info
 
 
 def by_pillow(data: bytes) -> np.ndarray:
@@ -47,13 +47,13 @@ def files(draw, *, damage=False):
     return bytes(data)
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(data=files())
 def test_pixels_are_those_of_pillow(data):
     assert np.array_equal(decode_image(data, max_pixels=10**6).permute(1, 2, 0).numpy(), by_pillow(data))
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(data=files(damage=True))
 def test_a_damaged_file_is_refused_or_decoded_as_pillow_does(data):
     try:
@@ -68,6 +68,20 @@ def test_a_damaged_file_is_refused_or_decoded_as_pillow_does(data):
         expected = None
     assert (found is None) == (expected is None)
     assert found is None or np.array_equal(found, expected)
+
+
+@settings(max_examples=150)
+@given(data=files() | files(damage=True))
+def test_a_header_that_is_read_without_pillow_says_what_pillow_says(data):
+    found = jpeg_info(data)
+    assert found is None or found == image_info(data)
+
+
+def test_a_usual_header_is_read_without_pillow_from_its_first_bytes():
+    file = io.BytesIO()
+    Image.new("RGB", (9, 8)).save(file, "JPEG")
+    assert jpeg_info(file.getvalue()[:8192]) == image_info(file.getvalue())
+    assert jpeg_info(file.getvalue()[:300]) is None
 
 
 def test_torchvision_decodes_and_a_decoder_with_other_pixels_would_not(monkeypatch):
@@ -85,11 +99,3 @@ def test_torchvision_decodes_and_a_decoder_with_other_pixels_would_not(monkeypat
         monkeypatch.undo()
         jpeg._decoder.cache_clear()
     assert jpeg._decoder() is not None
-
-
-@pytest.mark.parametrize("kind", ["PNG", "WEBP", "GIF"])
-def test_other_formats_stay_with_pillow(kind):
-    file = io.BytesIO()
-    Image.fromarray(np.full((8, 9, 3), 77, dtype=np.uint8)).save(file, kind)
-    with Image.open(file) as image:
-        assert jpeg.decode_jpeg(file.getvalue(), image) is None

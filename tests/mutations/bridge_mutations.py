@@ -19,10 +19,10 @@ BRIDGE_TRAPS = {
 }
 
 NATIVE = "tests/validate/test_native_rules.py::"
-LAYOUT = "tests/conformance/test_dataset_config_layout.py::"
+LAYOUT = "tests/conformance/test_dataset_config.py::"
 IMAGES = "test_sequence_parallelism_that_loses_gradients_of_images_is_refused_also_where_the_model_turns_it_on"
 TOGETHER = "tests/conformance/test_ranks_together.py::"
-GRADIENTS = "tests/conformance/test_expert_gradients.py::"
+GRADIENTS = "tests/conformance/test_gloo_gradients.py::"
 ONE_RANK = "the gradient of Bridge's own step on one rank, without padding"
 PROVIDER = "`Qwen3VLMoEModelProvider.finalize` of the installed Bridge"
 
@@ -32,7 +32,7 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         name="the layout is read from the model as it was given",
         test=LAYOUT + "test_rows_are_aligned_to_what_the_provider_has_after_its_own_finalize",
         oracle=PROVIDER,
-        edits=(("validate/views/container.py", "            changed.finalize()\n", "            pass\n"),),
+        edits=(("validate/container_view.py", "        changed.finalize()\n", "        pass\n"),),
         needs_bridge=True,
     ),
     Mutation(
@@ -50,9 +50,9 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         oracle=PROVIDER,
         edits=(
             (
-                "validate/views/config.py",
-                "if view.model_forces_sequence_parallel and",
-                "if not view.model_forces_sequence_parallel and",
+                "validate/run_source.py",
+                "forced = view.model_forces_sequence_parallel and",
+                "forced = not view.model_forces_sequence_parallel and",
             ),
         ),
         needs_bridge=True,
@@ -74,8 +74,8 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "validate/rules/steps.py",
-                'changes={"cuda_graph_impl": "none", "step": OUR_STEP}',
-                'changes={"step": OUR_STEP}',
+                "set cuda_graph_impl to 'none' and train with the forward step",
+                "train with the forward step",
             ),
         ),
     ),
@@ -87,8 +87,8 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "validate/rules/families.py",
-                "    if not view.parallel.sequence_parallel:\n",
-                "    if view.parallel.sequence_parallel:\n",
+                "    if not view.sequence_parallel:\n",
+                "    if view.sequence_parallel:\n",
             ),
         ),
         needs_bridge=True,
@@ -115,8 +115,8 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "validate/run_view.py",
-                "self.packing.enable_in_batch_packing or self.packs_natively\n",
-                "self.packing.enable_in_batch_packing\n",
+                "self.enable_in_batch_packing or self.packs_natively\n",
+                "self.enable_in_batch_packing\n",
             ),
         ),
     ),
@@ -128,8 +128,8 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "validate/rules/experts.py",
-                "    if view.multiple == 1 and not view.rows_of_one_width:\n",
-                "    if not view.rows_of_one_width:\n",
+                "holds=lambda view: view.multiple == 1 and not view.rows_of_one_width,",
+                "holds=lambda view: not view.rows_of_one_width,",
             ),
         ),
     ),
@@ -141,7 +141,7 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "validate/rules/steps.py",
-                "return view.packing.enable_offline_packing or view.multiple > 1",
+                "return view.enable_offline_packing or view.multiple > 1",
                 "return False",
             ),
         ),
@@ -184,7 +184,7 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=79,
         name="a row of padding alone makes every gradient NaN",
-        test="tests/conformance/test_expert_gradients.py::test_a_row_of_padding_alone_trains_no_router",
+        test="tests/conformance/test_gloo_gradients.py::test_a_row_of_padding_alone_trains_no_router",
         oracle="Megatron-Core's router, on a row of padding",
         edits=(("thd/routers.py", "if mask is not None and scores.requires_grad:", "if False:"),),
         needs_bridge=True,
@@ -200,7 +200,7 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=80,
         name="a run that balances sequences is let through",
-        test="tests/conformance/test_dataset_config_rules.py::"
+        test="tests/conformance/test_dataset_config.py::"
         "test_a_balance_of_sequences_is_refused_with_the_loss_that_it_would_be",
         oracle="`moe_router_load_balancing_type` of Bridge's provider",
         edits=(("validate/rules/experts.py", '"seq_aux_loss", 0.0) <= 0', '"seq_aux_loss", 0.0) <= 1'),),
@@ -251,7 +251,7 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=98,
         name="Energon asks its workers without looking at them",
-        test="tests/energon/test_worker_errors.py::"
+        test="tests/energon/test_workers.py::"
         "test_a_state_that_a_killed_worker_would_have_to_give_is_refused_within_seconds",
         oracle="a worker that the kernel kills",
         edits=(
@@ -272,7 +272,7 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=100,
         name="a lock that the file system refuses ends the command",
-        test="tests/offline/test_without_locks.py::"
+        test="tests/offline/test_pack_command.py::"
         "test_convert_measure_plan_and_pack_go_on_without_locks_and_say_so_before_they_work",
         oracle="what `flock` and `lockf` return on such file systems",
         edits=(("file_lock.py", "if error.errno not in _NO_LOCKS:", "if error.errno:"),),
@@ -280,14 +280,14 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=101,
         name="what another rank told of the shards is not used",
-        test="tests/energon/test_start_up.py::test_one_rank_opens_the_shards_and_tells_the_others_what_they_are",
+        test="tests/energon/test_replica.py::test_one_rank_opens_the_shards_and_tells_the_others_what_they_are",
         oracle="Python's audit of opened files",
         edits=(("energon/data_identity.py", "    if told is not None:\n", "    if told is not None and not place:\n"),),
     ),
     Mutation(
         trap=101,
         name="every rank makes the groups of all replicas",
-        test="tests/energon/test_start_up.py::"
+        test="tests/energon/test_replica.py::"
         "test_a_replica_of_4096_ranks_makes_one_group_by_its_leaders_alone_and_hears_of_its_own_ranks_only",
         oracle="the definition",
         edits=(

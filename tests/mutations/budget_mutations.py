@@ -14,10 +14,10 @@ BUDGET_TRAPS: dict[int, str] = {
 }
 
 DEPTH = "tests/media/test_image_depth.py::"
-LOADER = "tests/energon/test_drop_budget_in_the_loader.py::"
+LOADER = "tests/energon/test_drops.py::"
 SAMPLES = "NumPy on the samples written into the file"
 PIXELS = "tests/thd/test_pixels.py::"
-FREQUENT = "tests/energon/test_frequent_drops.py::"
+FREQUENT = "tests/energon/test_drops.py::"
 AHEAD = "tests/energon/test_packs_ahead.py::"
 
 BUDGET_MUTATIONS: tuple[Mutation, ...] = (
@@ -103,9 +103,9 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the exact probability over all runs",
         edits=(
             (
-                "drop_budget.py",
-                "    return _evidence(dropped, read, budget) >= -math.log(FALSE_STOP)\n",
-                "    return True\n",
+                "drops.py",
+                "evidence(dropped, read, budget) >= -math.log(FALSE_STOP)\n",
+                "True\n",
             ),
         ),
     ),
@@ -116,9 +116,9 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the exact probability over all runs",
         edits=(
             (
-                "drop_budget.py",
-                "    return _evidence(dropped, read, budget) >= -math.log(FALSE_STOP)\n",
-                "    return _evidence(dropped, read, budget) >= -3 * math.log(FALSE_STOP)\n",
+                "drops.py",
+                "evidence(dropped, read, budget) >= -math.log(FALSE_STOP)\n",
+                "evidence(dropped, read, budget) >= -3 * math.log(FALSE_STOP)\n",
             ),
         ),
     ),
@@ -129,7 +129,7 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the run that was never stopped",
         edits=(
             (
-                "energon/window_dataset.py",
+                "energon/window.py",
                 'self.ledger.resume(self._restored.get("counts"), held=held)',
                 "self.ledger.resume(None, held=held)",
             ),
@@ -142,8 +142,8 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the keys of the data set",
         edits=(
             (
-                "energon/disjoint_buffers.py",
-                "            self.accounts.ledger.count_read(data_of(sample), sample.modality)\n",
+                "energon/window.py",
+                "            self.ledger.count_read(data_of(sample), sample.modality)\n",
                 "",
             ),
         ),
@@ -160,7 +160,7 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         name="a reason that drops a modality is not told",
         test=FREQUENT + "test_a_reason_that_drops_all_of_a_rare_modality_is_told",
         oracle="the images of the source",
-        edits=(("drop_reasons.py", 'for modality in ("", *by_modality):', 'for modality in ("",):'),),
+        edits=(("drops.py", 'for modality in ("", *by_modality):', 'for modality in ("",):'),),
     ),
     Mutation(
         trap=68,
@@ -169,7 +169,7 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the images of the source",
         edits=(
             (
-                "offline/measuring.py",
+                "offline/measure.py",
                 "    if conversation is None:\n        return {}\n",
                 "    if True:\n        return {}\n",
             ),
@@ -180,7 +180,7 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         name="every rank tells the same",
         test=FREQUENT + "test_of_all_ranks_the_first_one_tells",
         oracle="the warnings of two ranks, counted",
-        edits=(("energon/loader_base.py", '{self._number}/{name}", 1)) == 1', '{self._number}/{name}", 1)) >= 1'),),
+        edits=(("energon/loader.py", '{self._number}/{name}", 1)) == 1', '{self._number}/{name}", 1)) >= 1'),),
     ),
     Mutation(
         trap=57,
@@ -265,7 +265,7 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=64,
         name="a rank that has left keeps the last message from other hosts",
-        test="tests/energon/test_host_link.py::test_a_rank_that_is_gone_keeps_no_message_from_other_hosts",
+        test="tests/energon/test_replica.py::test_a_rank_that_is_gone_keeps_no_message_from_other_hosts",
         oracle="the broadcast of the message",
         edits=(
             (

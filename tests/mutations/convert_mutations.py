@@ -11,10 +11,10 @@ CONVERT_TRAPS: dict[int, str] = {
     67: "both answers of a preference pair are trained by cross-entropy",
 }
 
-SYSTEM = "tests/convert/test_convert_system_turns.py::"
+SYSTEM = "tests/convert/test_convert_records.py::"
 COLUMNS = "tests/convert/test_convert_columns.py::"
-LOSS = "tests/convert/test_convert_loss_fields.py::"
-THINKING = "tests/convert/test_convert_thinking_fields.py::"
+LOSS = "tests/convert/test_convert_records.py::"
+THINKING = "tests/convert/test_convert_records.py::"
 PLAIN = "tests/convert/test_convert_plain_records.py::"
 LAYOUTS = "tests/convert/test_convert_layouts.py::"
 TARS = "tests/convert/test_convert_tars.py::"
@@ -73,7 +73,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the record",
         edits=(
             (
-                "convert/loss_fields.py",
+                "convert/fields.py",
                 'LOSS_FIELDS = ("weight", "loss", "loss_weight", "train")',
                 'LOSS_FIELDS = ("weight", "loss_weight", "train")',
             ),
@@ -86,7 +86,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the record",
         edits=(
             (
-                "convert/loss_fields.py",
+                "convert/fields.py",
                 "    if len(numbers) > 1 or len(trained) > 1:\n",
                 "    if not given:\n",
             ),
@@ -97,7 +97,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         name="a question that asks to be trained is not, and nobody says so",
         test=LOSS + "test_a_question_that_asks_to_be_trained_is_refused_and_one_that_asks_not_to_be_is_not",
         oracle="the record",
-        edits=(("convert/loss_fields.py", "    if weight > 0:\n", "    if weight < 0:\n"),),
+        edits=(("convert/fields.py", "    if weight > 0:\n", "    if weight < 0:\n"),),
     ),
     Mutation(
         trap=46,
@@ -134,7 +134,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         oracle="Python's `json`",
         edits=(
             (
-                "convert/json_values.py",
+                "convert/json_text.py",
                 "    return None if _DIGITS_OF_64_BITS in text.translate(_DIGITS_TO_ZERO) else value\n",
                 "    return value\n",
             ),
@@ -145,21 +145,21 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         name="a record is taken for plain text although its messages have more fields",
         test=PLAIN + "test_records_that_lead_to_a_warning_or_a_rejection_take_the_general_road",
         oracle="the general road of a record",
-        edits=(("convert/plain_records.py", "if set(map(len, messages)) != {2} or ", "if "),),
+        edits=(("convert/record_text.py", "if set(map(len, messages)) != {2} or ", "if "),),
     ),
     Mutation(
         trap=51,
         name="a worker's second chunk gets the place of its first",
         test=ORDER,
         oracle="the bytes that one process writes",
-        edits=(("convert/worker_pool.py", "done[worker.given.popleft()] = value", "done[worker.given.pop()] = value"),),
+        edits=(("executors/work.py", "given.append(task)", "given.appendleft(task)"),),
     ),
     Mutation(
         trap=51,
         name="records of all workers are looked for in the file of the first",
         test=ORDER,
         oracle="the bytes that one process writes",
-        edits=(("convert/worker.py", "            audit.spool = self._number\n", "            audit.spool = 0\n"),),
+        edits=(("convert/audit.py", "ChunkAudit(spool=self._number", "ChunkAudit(spool=0"),),
     ),
     Mutation(
         trap=40,
@@ -167,9 +167,9 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         test=TARS + "test_no_pickle_runs_anything",
         oracle="a function that notes that it ran",
         edits=(
-            ("convert/plain_pickles.py", "if instruction.name not in _ALLOWED:", 'if instruction.name == "EXT1":'),
+            ("convert/tars.py", "if instruction.name not in _ALLOWED:", 'if instruction.name == "EXT1":'),
             (
-                "convert/plain_pickles.py",
+                "convert/tars.py",
                 'raise pickle.UnpicklingError(f"it names {module}.{name}")',
                 "return super().find_class(module, name)",
             ),
@@ -180,7 +180,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         name="a pickle of ten bytes may ask for gigabytes",
         test=TARS + "test_a_pickle_that_asks_for_room_it_does_not_need_is_refused_before_it_gets_any",
         oracle="the instructions that `pickletools` shows",
-        edits=(("convert/plain_pickles.py", "argument > count", "argument > 1 << 40"),),
+        edits=(("convert/tars.py", "argument > count", "argument > 1 << 40"),),
     ),
     Mutation(
         trap=46,
@@ -189,7 +189,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         oracle="LLaMA-Factory's rules, written down by themselves",
         edits=(
             (
-                "convert/layouts/question_answer.py",
+                "convert/layouts/instructions.py",
                 'messages = [*_history(record), {"role": "user", "content": question}]',
                 'messages = [{"role": "user", "content": question}]',
             ),
@@ -200,7 +200,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         name="an unwanted answer gets the sign of a wanted one",
         test=LAYOUTS + "test_a_named_label_becomes_the_preference_that_pairs_have",
         oracle="the answers of a pair",
-        edits=(("convert/kto_label.py", "1.0 if wanted else -1.0", "1.0 if wanted is not None else -1.0"),),
+        edits=(("convert/columns.py", "1.0 if wanted else -1.0", "1.0 if wanted is not None else -1.0"),),
     ),
     Mutation(
         trap=46,
@@ -214,21 +214,21 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         name="a record of two layouts is read as the first of them",
         test=LAYOUTS + "test_a_record_of_two_layouts_is_refused_with_both_names",
         oracle="the record",
-        edits=(("convert/layouts/registry.py", "    if len(found) > 1:\n", "    if len(found) > 8:\n"),),
+        edits=(("convert/layouts/layout.py", "    if len(matching) > 1:\n", "    if len(matching) > 8:\n"),),
     ),
     Mutation(
         trap=51,
         name="of the rows that damage makes unreadable, one is reported for each chunk",
         test=PACKED + "test_a_damaged_row_group_costs_its_own_rows_in_every_division_into_chunks",
         oracle="the numbers of all rows",
-        edits=(("convert/table_files.py", "range(row, chunk.end)", "range(row, row + 1)"),),
+        edits=(("convert/tables.py", "range(row, chunk.end)", "range(row, row + 1)"),),
     ),
     Mutation(
         trap=46,
         name="a loss of a whole record is an ignored column",
         test=COLUMNS + "test_a_column_that_changes_the_meaning_is_refused_by_name[loss-False-weighs]",
         oracle="the record",
-        edits=(("convert/columns.py", '    "loss",\n', ""),),
+        edits=(("convert/columns.py", '*("loss", "train_mask"', '*("train_mask"'),),
     ),
     Mutation(
         trap=67,
@@ -261,14 +261,20 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         name="rows of single samples ignore the choice",
         test=CHOSEN + "[LLaMA-Factory kto-plain Energon, single rows]",
         oracle="the wanted answers of the records, decoded by Hugging Face's tokenizer",
-        edits=(("energon/sample_task_encoder.py", "sample.conversation.trained(self.pairs)", "sample.conversation"),),
+        edits=(
+            (
+                "energon/sample_task_encoder.py",
+                "            **packing,\n",
+                '            **packing | {"pairs": "both"},\n',
+            ),
+        ),
     ),
     Mutation(
         trap=67,
         name="measuring ignores the choice",
         test=CHOSEN + "[LLaMA-Factory dpo-from a plan]",
         oracle="the chosen answers of the records, decoded by Hugging Face's tokenizer",
-        edits=(("offline/conversations.py", "pairs=run.packing.pairs", 'pairs="both"'),),
+        edits=(("kinds/conversations.py", "pairs=run.packing.pairs", 'pairs="both"'),),
     ),
     Mutation(
         trap=67,
@@ -277,8 +283,8 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the configuration that measured it",
         edits=(
             (
-                "offline/measuring.py",
-                'marked_and_set(run.packing, "changes_rows").items()',
+                "offline/measure.py",
+                'marked_and_set(run.packing, "newer").items()',
                 'marked_and_set(run.packing, "by_family").items()',
             ),
         ),
@@ -313,7 +319,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=67,
         name="pairs that the run asked to drop use up its drop budget",
-        test="tests/energon/test_micro_batches.py::"
+        test="tests/energon/test_task_encoders.py::"
         "test_a_pair_is_left_out_by_choice_or_stops_the_run_where_a_sample_is_one_row",
         oracle="the record",
         edits=(("ledger.py", "over_budget(dropped, samples, ", "over_budget(self.dropped, self.read, "),),
@@ -338,13 +344,19 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         name="convert does not count pairs",
         test=COUNTED + "[TRL implicit prompt]",
         oracle="the records",
-        edits=(("convert/pipeline.py", 'pairs=reading.mentions["pair"]', "pairs=0"),),
+        edits=(("convert/pipeline.py", 'pairs=mentions["pair"]', "pairs=0"),),
     ),
     Mutation(
         trap=67,
         name="unwanted answers of LLaMA-Factory come in without a choice",
         test=PAIRS + "test_labelled_answers_of_llama_factory_come_in_only_where_the_user_says_so",
         oracle="the entry of dataset_info.json",
-        edits=(("cli/convert.py", "if kto_label != entry", "if kto_label and kto_label != entry"),),
+        edits=(
+            (
+                "cli/convert.py",
+                'if given["kto_label"] != entry',
+                'if given["kto_label"] and given["kto_label"] != entry',
+            ),
+        ),
     ),
 )

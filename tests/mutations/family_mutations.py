@@ -11,7 +11,9 @@ GLM_MIXED = "tests/families/test_glm4v_mixed_packs.py::"
 ERNIE = "tests/families/test_ernie4_5_vl_against_processor.py::"
 TIMES = "tests/families/test_times_from_files.py::"
 FROM_FILES = TIMES + "test_a_file_has_the_frames_times_and_positions_that_processor_and_model_give_it"
-WHOLE_GLM = GLM + "test_tokens_types_pixels_and_positions_equal_the_processor_and_model_on_the_whole_sample"
+ALL = "tests/families/test_families.py::"
+WHOLE = ALL + "test_tokens_types_pixels_and_positions_equal_the_processor_and_model_on_the_whole_sample"
+WHOLE_GLM = WHOLE + "[glm4v]"
 
 FAMILY_TRAPS = {
     51: "a setting that changes packs is not in the fingerprint of the state, or the data set depends on its workers",
@@ -57,7 +59,7 @@ FAMILY_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=22,
         name="a token of a Pixtral image is taken for a pixel larger",
-        test=PIXTRAL + "test_an_image_of_any_size_costs_the_tokens_that_the_processor_says",
+        test=ALL + "test_an_image_of_any_size_costs_what_the_processor_counts_and_makes[pixtral]",
         oracle="Hugging Face's processor",
         edits=(
             (
@@ -97,7 +99,7 @@ FAMILY_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=2,
         name="the tokens around an Ernie image go to the experts for text",
-        test=ERNIE + "test_tokens_types_pixels_and_positions_equal_the_processor_and_model_on_the_whole_sample",
+        test=WHOLE + "[ernie4_5_vl]",
         oracle="Hugging Face's processor",
         edits=(("families/ernie4_5_vl.py", "experts[np.isin(input_ids, ids)] = kind", "experts += 0 * kind"),),
     ),
@@ -128,7 +130,7 @@ FAMILY_MUTATIONS: tuple[Mutation, ...] = (
         oracle="Hugging Face's model",
         edits=(
             (
-                "encoders/shared_placeholder.py",
+                "encoders/joinable_rows.py",
                 "torch.unique_consecutive(row[TYPES]).tolist()",
                 "sorted(torch.unique_consecutive(row[TYPES]).tolist(), reverse=True)",
             ),
@@ -139,7 +141,7 @@ FAMILY_MUTATIONS: tuple[Mutation, ...] = (
         name="pan-and-scan is not part of the state",
         test=GEMMA + "test_pan_and_scan_is_part_of_the_fingerprint",
         oracle="the definition",
-        edits=(("encoders/encoder_fingerprint.py", '"do_pan_and_scan", ', ""),),
+        edits=(("families/base.py", '"do_pan_and_scan": "tiles", ', ""),),
     ),
     Mutation(
         trap=83,

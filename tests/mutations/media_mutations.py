@@ -27,7 +27,7 @@ LABELS = "tests/encoders/test_encoder_labels.py::"
 SPANS = "tests/chat/test_template_spans.py::"
 MEDIA = "tests/encoders/test_encoder_media.py::"
 RUNS = "tests/media/test_packet_runs.py::"
-HOSTILE = "tests/convert/test_convert_hostile_records.py::"
+HOSTILE = "tests/convert/test_convert_bad_input.py::"
 
 TABLES = "tests/convert/test_convert_packed_sources.py::"
 CLOCK = "tests/chat/test_template_traps.py::"
@@ -85,7 +85,7 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=22,
         name="an image under a lower limit keeps the placeholders of its full size",
-        test="tests/energon/test_placeholders_of_segments.py::"
+        test="tests/energon/test_loader.py::"
         "test_placeholders_of_every_segment_are_the_patches_of_its_media_over_the_merge[resize-qwen2_5_vl]",
         oracle="the grids of the pack's own pixels",
         edits=(
@@ -123,13 +123,13 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         trap=25,
         name="segments are packed by their real lengths",
         test="tests/energon/test_loader.py::"
-        "test_no_pack_exceeds_the_row_and_every_prediction_holds_after_alignment[parallel1-4-qwen3_vl]",
+        "test_no_pack_exceeds_the_row_and_every_prediction_holds_after_alignment[qwen3_vl-parallel1-4]",
         oracle="the assembled rows",
         edits=(
             (
                 "packing/pack_limits.py",
-                "return sum(-(-length // self.multiple) for length in _segments(sample))",
-                "return sum(max(1, length // self.multiple) for length in _segments(sample))",
+                "units: int = -(-first // self.multiple) - (-second // self.multiple)",
+                "units: int = max(1, first // self.multiple) + second // self.multiple",
             ),
         ),
     ),
@@ -141,8 +141,8 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "families/qwen_vl.py",
-                "result = tuple(int(index) for index in indices if int(index) < total)",
-                "result = tuple(range(len(indices)))",
+                "result = tuple(sampled_frames(self.videos, total, fps, fps=self.video_fps))",
+                "result = tuple(range(len(sampled_frames(self.videos, total, fps, fps=self.video_fps))))",
             ),
         ),
     ),
@@ -162,7 +162,7 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=28,
         name="a file named twice is one medium",
-        test="tests/convert/test_convert_records.py::test_one_image_named_twice_stands_twice",
+        test="tests/convert/test_convert_records.py::test_images_and_videos_are_taken_each_from_its_own_column_in_reading_order",
         oracle="the record",
         edits=(
             (
@@ -175,28 +175,28 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=38,
         name="placeholders without a medium pass",
-        test=HOSTILE + "test_more_placeholders_than_media_are_rejected",
+        test=HOSTILE + "test_each_bad_record_is_one_short_line_and_its_neighbours_are_kept",
         oracle="the record",
         edits=(("convert/record_media.py", "if count == len(column):", "if count >= len(column):"),),
     ),
     Mutation(
         trap=38,
         name="media without a placeholder are left out",
-        test=HOSTILE + "test_more_media_than_placeholders_are_rejected",
+        test=HOSTILE + "test_each_bad_record_is_one_short_line_and_its_neighbours_are_kept",
         oracle="the record",
         edits=(("convert/record_media.py", "if count == len(column):", "if count <= len(column):"),),
     ),
     Mutation(
         trap=38,
         name="paths are not held to their root",
-        test=HOSTILE + "test_a_media_path_that_climbs_out_of_the_root_is_rejected",
+        test=HOSTILE + "test_every_kind_of_bad_media_is_rejected_by_reason_and_the_good_sample_is_kept",
         oracle="the file system",
         edits=(("convert/media_files.py", "if not path.is_relative_to(root):", "if path == root:"),),
     ),
     Mutation(
         trap=38,
         name="links are not followed before a path is judged",
-        test=HOSTILE + "test_a_symlink_out_of_the_root_is_rejected",
+        test=HOSTILE + "test_every_kind_of_bad_media_is_rejected_by_reason_and_the_good_sample_is_kept",
         oracle="the file system",
         edits=(
             (
@@ -211,7 +211,13 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         name="links of a store that is a file system lead out of the root",
         test="tests/convert/test_convert_remote.py::test_local_records_with_media_in_a_store_and_the_other_way_round",
         oracle="the file system",
-        edits=(("remote_files.py", "if os.path.commonpath((inside, real)) != inside:", "if not inside:"),),
+        edits=(
+            (
+                "remote_files.py",
+                " and not Path(real).resolve().is_relative_to(Path(inside).resolve())",
+                " and not inside",
+            ),
+        ),
     ),
     Mutation(
         trap=38,
@@ -228,9 +234,9 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         oracle="PyAV, which decodes the whole clip",
         edits=(
             (
-                "media/packet_runs.py",
-                "        return None  # a damaged table of times\n",
-                "        pass\n",
+                "media/video.py",
+                "return whole and times == sorted(times) and [time for time in times if time >= first] ==",
+                "return True or [] ==",
             ),
         ),
     ),
@@ -242,8 +248,8 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "media/packet_runs.py",
-                "order = [number for number in by_time if packets[number].shown]",
-                "order = by_time",
+                "key=times.__getitem__) if not packets[number].is_discard]",
+                "key=times.__getitem__)]",
             ),
         ),
     ),
@@ -260,14 +266,14 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         name="a call has the keys of all calls of its column",
         test=TABLES + "test_a_table_of_calls_and_definitions_is_stored_as_its_json_lines_are[structs-as_parquet]",
         oracle="the same records as JSON Lines",
-        edits=(("convert/table_files.py", "                if part is not None:\n", "                if name:\n"),),
+        edits=(("convert/tables.py", "                if part is not None:\n", "                if name:\n"),),
     ),
     Mutation(
         trap=74,
         name="JSON of datasets is stored as its text",
         test=TABLES + "test_a_table_of_calls_and_definitions_is_stored_as_its_json_lines_are[structs-as_datasets_json]",
         oracle="the same records as JSON Lines",
-        edits=(("convert/table_files.py", '"extension_name", "") == "arrow.json"', '"extension_name", "") == "json"'),),
+        edits=(("convert/tables.py", '"extension_name", "") == "arrow.json"', '"extension_name", "") == "json"'),),
     ),
     Mutation(
         trap=75,
@@ -277,7 +283,7 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "chat/renderer.py",
-                "_no_date if date is None else clock(date)",
+                "_no_date if date is None else datetime.fromisoformat(date).strftime",
                 "lambda form: f'{datetime.now():{form}}'",
             ),
         ),
@@ -289,7 +295,11 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the definition",
         edits=(
             ("chat/renderer.py", "if date is None and _CLOCK.search(code):", "if not code:"),
-            ("chat/renderer.py", "_no_date if date is None else clock(date)", "clock(date or '2000-01-01')"),
+            (
+                "chat/renderer.py",
+                "_no_date if date is None else datetime.fromisoformat(date)",
+                "datetime.fromisoformat(date or '2000-01-01')",
+            ),
         ),
     ),
     Mutation(

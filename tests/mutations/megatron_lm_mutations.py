@@ -9,8 +9,8 @@ MEGATRON_LM_TRAPS = {
     82: "integer token types become floats in a filler row",
 }
 
-FAMILIES = "tests/conformance/test_megatron_lm_families.py::"
-EXPERTS = "tests/conformance/test_megatron_lm_experts.py::"
+FAMILIES = "tests/conformance/test_megatron_lm_models.py::"
+EXPERTS = "tests/conformance/test_megatron_lm.py::"
 IN_BATCH = "tests/conformance/test_in_batch_mode.py::"
 GLM = "tests/families/test_glm4v_against_processor.py::"
 

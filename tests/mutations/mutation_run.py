@@ -5,7 +5,8 @@
 Exit codes: 0 every mutation was noticed, 1 one was not (or a test fails without any mutation), 2 the table does
 not fit the code. The working tree is only read: every mutation gets a copy of the package of its own in a fresh
 temporary directory. torch, transformers and Bridge are imported once, in a process that never imports the package for
-good; each mutation runs in a fork of it, so it pays for its own test and little more.
+good; each mutation runs in a fork of it, so it pays for its own test and little more. What the tests import besides is
+known after a run of some of them on the package as it is, and is imported there too.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import argparse
 import compileall
 import contextlib
+import gc
+import importlib
 import json
 import os
 import shutil
@@ -31,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from bridge_mutations import BRIDGE_MUTATIONS
 from budget_mutations import BUDGET_MUTATIONS
 from convert_mutations import CONVERT_MUTATIONS
+from engine_mutations import ENGINE_MUTATIONS
 from family_mutations import FAMILY_MUTATIONS
 from forking_python import PACKAGE, ROOT, import_slow_modules
 from media_mutations import MEDIA_MUTATIONS
@@ -48,12 +52,13 @@ ALL_MUTATIONS = (
     *(*MUTATIONS, *MEDIA_MUTATIONS, *TEMPLATE_MUTATIONS, *CONVERT_MUTATIONS),
     *(*BUDGET_MUTATIONS, *VALIDATE_MUTATIONS, *FAMILY_MUTATIONS, *BRIDGE_MUTATIONS, *STATE_MUTATIONS),
     *(*OFFLINE_MUTATIONS, *SEE_MUTATIONS, *TARGET_MUTATIONS, *MEGATRON_LM_MUTATIONS, *READER_MUTATIONS),
+    *ENGINE_MUTATIONS,
 )
-PYTEST = ("-ppytest_timeout", "--timeout=0", "--tb=native")
+PYTEST = ("-ppytest_timeout", "--timeout=0", "--tb=native", "--assert=plain")
 LIMIT_S = 300
 """A test that has not ended by then is stopped; a mutation that makes code hang counts as not noticed."""
 UNCHANGED_LIMIT_S = 1500
-"""The same for the run of one test of every file on the package as it is, some 90 tests in one process."""
+"""The same for the run of one test of every folder on the package as it is."""
 
 
 class Recorder:
@@ -73,12 +78,12 @@ class Recorder:
 
 
 class OneCase:
-    """Pytest plugin: keeps one case of one test of each file, of the fast tier where there is one."""
+    """Pytest plugin: keeps one case of each folder, of the fast tier where there is one."""
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         kept: dict[Path, Any] = {}
         for item in sorted(items, key=lambda item: item.get_closest_marker("full") is not None):
-            kept.setdefault(item.path, item)
+            kept.setdefault(item.path.parent, item)
         items[:] = kept.values()
 
 
@@ -158,6 +163,7 @@ def run_tests(folder: Path, tests: Sequence[str], *, one_case: bool) -> None:
             "status": int(status),
             "reports": recorder.reports,
             "mutated_copy": imported.is_relative_to(folder.resolve()),
+            "libraries": [name for name, module in sys.modules.items() if is_library(module)],
         }
         (folder / "result.json").write_text(json.dumps(result))
         code = 0
@@ -169,8 +175,23 @@ def run_tests(folder: Path, tests: Sequence[str], *, one_case: bool) -> None:
         os._exit(code)
 
 
+def is_library(module: Any) -> bool:
+    """Whether a module belongs to a package that is installed, with nothing of this repository in it."""
+    return "site-packages" in (getattr(module, "__file__", None) or "")
+
+
+def import_libraries(result: Path) -> None:
+    """Imports what the tests of a run imported, once instead of in every fork."""
+    for name in json.loads(result.read_text())["libraries"] if result.exists() else ():
+        if name not in sys.modules:
+            with contextlib.suppress(Exception), contextlib.redirect_stderr(None):
+                importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+
+
 def start(folder: Path, tests: Sequence[str], *, one_case: bool) -> int:
-    """Forks a process group that runs `tests`, or one case of one test of each of their files; gives its id."""
+    """Forks a process group that runs `tests`, or one case of each of their folders; returns its id."""
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)
@@ -210,12 +231,9 @@ def run_all(mutations: Sequence[Mutation], *, jobs: int, has_bridge: bool, keep:
     rows: list[dict[str, Any]] = []
     todo: list[tuple[Mutation | None, list[str]]] = []
     usable = [mutation for mutation in mutations if has_bridge or not mutation.needs_bridge]
-    # Without mutation one test of each file, in one case: that it passes here, as the tests' own run says of all, shows
-    # that what fails below does not fail for want of a file, a fixture or a variable. In two parts, because tests that
-    # fork ranks need a process in which no backward pass has run before.
-    names = sorted({mutation.test for mutation in usable})
-    forking = [name for name in names if "gloo" in name]
-    todo += [(None, part) for part in (forking, [name for name in names if name not in forking]) if part]
+    # Without mutation one test of each folder: that it passes here, as the tests' own run says of all, shows that what
+    # fails below does not fail for want of a file, a fixture or a variable.
+    todo += [(None, sorted({mutation.test for mutation in usable}))]
     todo += [(mutation, [mutation.test]) for mutation in usable]
     rows += [
         {"trap": m.trap, "mutation": m.name, "test": m.test, "verdict": "skipped", "detail": "Bridge is not installed"}
@@ -230,19 +248,20 @@ def run_all(mutations: Sequence[Mutation], *, jobs: int, has_bridge: bool, keep:
     copy_package(compiled, None)
     compileall.compile_dir(compiled / PACKAGE, quiet=1)
     while todo or running:
-        while todo and len(running) < jobs:
+        # Nothing starts beside the first, after which this process has more imports.
+        while todo and len(running) < jobs and None not in [mutation for mutation, _, _ in running.values()]:
             mutation, tests = todo.pop(0)
             folder = keep / f"{number:03d}"
             number += 1
             copy_package(folder, mutation, compiled)
             running[start(folder, tests, one_case=mutation is None)] = (mutation, folder, time.monotonic())
         for child, (mutation, folder, since) in list(running.items()):
-            ended, _ = os.waitpid(child, os.WNOHANG)
+            ended, _, used = os.wait4(child, os.WNOHANG)
             late = time.monotonic() - since > most[mutation is None]
             if not ended and late:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(child, signal.SIGKILL)
-                os.waitpid(child, 0)
+                _, _, used = os.wait4(child, 0)
             if not ended and not late:
                 continue
             del running[child]
@@ -257,8 +276,11 @@ def run_all(mutations: Sequence[Mutation], *, jobs: int, has_bridge: bool, keep:
                     "verdict": verdict,
                     "detail": detail,
                     "seconds": round(time.monotonic() - since, 1),
+                    "cpu_seconds": round(used.ru_utime + used.ru_stime, 1),
                 }
             )
+            if mutation is None:
+                import_libraries(folder / "result.json")
             shutil.rmtree(folder, ignore_errors=True)
         time.sleep(0.02)
     return sorted(rows, key=lambda row: row["trap"])
@@ -278,8 +300,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import hypothesis  # noqa: F401
-    import pytest  # noqa: F401
+    from _pytest.config import get_config
 
+    get_config()  # imports pytest's own plugins, which every fork would import
     has_bridge = import_slow_modules()
     keep = Path(tempfile.mkdtemp(prefix="energon-packing-mutations-"))
     try:

@@ -62,7 +62,7 @@ TRAP_TESTS = "tests/test_silent_traps.py::"
 STEP = "tests/conformance/test_packed_forward_step.py::"
 
 VISIBLE = "tests/thd/test_visible_padding.py::"
-LOADED = "tests/energon/test_visible_rows_in_the_loader.py::"
+LOADED = "tests/energon/test_rows_of_packs.py::"
 
 MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
@@ -92,10 +92,10 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=2,
         name="text after an image counts on from its rows only",
-        test="tests/families/test_qwen_against_processor.py::"
-        "test_tokens_pixels_and_positions_equal_the_processor_and_model_on_the_whole_sample[qwen2_5_vl]",
+        test="tests/families/test_families.py::"
+        "test_tokens_types_pixels_and_positions_equal_the_processor_and_model_on_the_whole_sample[qwen2_5_vl]",
         oracle="`get_rope_index` of Hugging Face",
-        edits=(("families/rope_positions.py", "position += max(rows, columns)", "position += rows"),),
+        edits=(("families/geometry.py", "position += max(rows, columns)", "position += rows"),),
     ),
     Mutation(
         trap=3,
@@ -213,7 +213,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=10,
         name="PackedSeqParams gets the real tokens as total",
-        test=BRIDGE + "test_the_state_of_a_hybrid_model_resets_at_every_segment",
+        test=BRIDGE + "test_every_token_of_any_row_belongs_to_the_segment_that_holds_it",
         oracle="`PackedSeqParams.__post_init__` of Megatron-Core",
         edits=(
             (
@@ -369,7 +369,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         test=STEP + "test_padding_changes_nothing_in_a_mixture_of_experts_with_our_step_and_does_with_bridges"
         "[text-8-False]",
         oracle="the same rows without padding, trained by Bridge with experts",
-        edits=(("thd/expert_masks.py", "    setattr(params, _ON_PARAMS, mask)\n", "    pass\n"),),
+        edits=(("thd/routers.py", "    setattr(params, _ON_PARAMS, mask)\n", "    pass\n"),),
         needs_bridge=True,
     ),
     Mutation(
@@ -379,7 +379,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         oracle="the row's own mask, in a layer called as Qwen3-VL of Bridge 0.7 calls it",
         edits=(
             (
-                "thd/expert_masks.py",
+                "thd/routers.py",
                 "    if mask is None:\n        return None\n    # Replaces",
                 "    if mask is None or keywords.get('padding_mask') is not None:\n        return None\n    # Replaces",
             ),
@@ -436,7 +436,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "packing/pack_limits.py",
-                "return int(self.lone_room and hides_padding(_segments(sample), self.multiple))",
+                "return hidden * self.lone_room",
                 "return 0",
             ),
         ),
@@ -447,7 +447,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         name="a restored pack has another order than the one that was emitted",
         test=LOADED + "test_a_pack_made_again_from_its_restore_key_has_the_order_of_the_first",
         oracle="the pack before the restore",
-        edits=(("energon/window_dataset.py", "[restore_keys[at] for at in order]", "list(restore_keys)"),),
+        edits=(
+            (
+                "energon/window.py",
+                "zip(*(members[at] for at in order), strict=True)",
+                "zip(*((*members[at][:1], *members[n][1:]) for n, at in enumerate(order)), strict=True)",
+            ),
+        ),
         needs_bridge=True,
     ),
     Mutation(
@@ -481,7 +487,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=47,
         name="a video alone gets no masked clip",
-        test="tests/conformance/test_wan_packing.py::test_no_pack_of_videos_hides_its_padding_from_either_attention",
+        test="tests/conformance/test_wan_in_bridge.py::test_no_pack_of_videos_hides_its_padding_from_either_attention",
         oracle="Transformer Engine's comparison",
         edits=(("wan/pack.py", 'int(hidden and compat == "none")', "0"),),
         needs_bridge=True,

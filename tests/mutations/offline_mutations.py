@@ -7,7 +7,7 @@ from mutation_table import Mutation
 COMMAND = "tests/offline/test_pack_command.py::"
 LOADER = "tests/offline/test_planned_loader.py::"
 ROWS = "tests/offline/test_stored_rows.py::test_a_row_is_read_back_bit_for_bit_and_as_part_of_a_pack"
-CLIPS = "tests/offline/test_array_limits.py::"
+CLIPS = "tests/wan/test_clip_limits.py::"
 SHARES = "tests/offline/test_blend.py::"
 EVALUATIONS = "tests/offline/test_evaluation.py::"
 BLENDS = "tests/offline/test_blend_of_a_metadataset.py::"
@@ -30,7 +30,7 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         name="the weights of a blend are not measured",
         test=BLENDS + "test_a_plan_has_the_weights_of_the_blend_that_was_measured",
         oracle="the weights that the metadataset says",
-        edits=(("offline/source_part.py", "                weight=leaf.weight,\n", "                weight=None,\n"),),
+        edits=(("offline/source.py", "                weight=leaf.weight,\n", "                weight=None,\n"),),
     ),
     Mutation(
         trap=66,
@@ -44,14 +44,14 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         name="a subset of a data set is measured whole",
         test=BLENDS + "test_a_subset_is_refused_because_the_whole_data_set_would_be_measured[list]",
         oracle="the metadataset's subset",
-        edits=(("offline/source_part.py", "        if leaf.subset:\n", "        if False:\n"),),
+        edits=(("offline/source.py", "        if leaf.subset:\n", "        if False:\n"),),
     ),
     Mutation(
         trap=60,
         name="labels are stored as the tokens that follow, whatever they are",
         test=ROWS,
         oracle="the row before it was stored",
-        edits=(("offline/stored_rows.py", "if not np.array_equal(_following(tokens, weights), labels):", "if False:"),),
+        edits=(("offline/stored_pack.py", "if not np.array_equal(_following(tokens, weights), labels):", "if False:"),),
     ),
     Mutation(
         trap=60,
@@ -60,7 +60,7 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the row before it was stored",
         edits=(
             (
-                "offline/stored_rows.py",
+                "offline/stored_pack.py",
                 "    if not np.array_equal(np.broadcast_to(_counted(",
                 "    if len(positions) == 1 and not np.array_equal(np.broadcast_to(_counted(",
             ),
@@ -92,7 +92,7 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         name="training believes the bytes of a stored pack",
         test=COMMAND + "test_training_stops_at_a_pack_whose_bytes_changed_and_names_it[polylithic]",
         oracle="a flipped bit in every pack",
-        edits=(("offline/shard_file.py", "if zlib.crc32(record[:CHECKED]) != self._sums[number]:", "if False:"),),
+        edits=(("offline/shards.py", "if zlib.crc32(record[:CHECKED]) != self._sums[number]:", "if False:"),),
     ),
     Mutation(
         trap=61,
@@ -100,7 +100,11 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         test=COMMAND + "test_another_plan_or_other_settings_are_refused_by_name_and_nothing_changes[polylithic]",
         oracle="the files before",
         edits=(
-            ("offline/pack.py", "                if value != facts.settings[name]:\n", "                if False:\n"),
+            (
+                "offline/formats/shards.py",
+                "in differing({name: value}, {name: self.facts.settings[name]}):\n",
+                "in ():\n",
+            ),
         ),
     ),
     Mutation(
@@ -108,7 +112,7 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         name="what was written aside stays when writing fails",
         test=COMMAND + "test_a_full_disk_and_a_read_only_place_are_one_sentence_and_nothing_half_written[polylithic]",
         oracle="the files of the directory",
-        edits=(("offline/parquet.py", "        aside.unlink(missing_ok=True)\n", "        pass\n"),),
+        edits=(("offline/files.py", "        aside.unlink(missing_ok=True)\n", "        pass\n"),),
     ),
     Mutation(
         trap=61,
@@ -118,7 +122,7 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the size that was measured",
         edits=(
             (
-                "offline/planned_packs.py",
+                "offline/packs.py",
                 '        if size != identity["bytes"] or uuid != identity',
                 "        if uuid != identity",
             ),
@@ -129,9 +133,7 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         name="a rank reads the packs of the first one",
         test=LOADER + "test_any_number_of_ranks_and_workers_reads_the_same_global_packs[polylithic-2-0]",
         oracle="one rank without workers",
-        edits=(
-            ("offline/planned_loader.py", "_Positions(self._position, self._rank,", "_Positions(self._position, 0,"),
-        ),
+        edits=(("offline/loader.py", "_positions(self._position + self._rank,", "_positions(self._position,"),),
     ),
     Mutation(
         trap=62,
@@ -139,21 +141,21 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         test=LOADER
         + "test_a_state_of_any_rank_continues_with_other_ranks_and_workers_at_the_same_pack[polylithic-0-1-0]",
         oracle="a run that never stopped",
-        edits=(("offline/planned_loader.py", "self._position += self._world_size", "self._position += 1"),),
+        edits=(("offline/loader.py", "self._position += self._world_size", "self._position += 1"),),
     ),
     Mutation(
         trap=62,
         name="a clip that is alone in a planned pack has no room for the text of the masked clip after it",
         test=CLIPS + "test_every_number_of_clips_is_that_of_clip_limits",
         oracle="the limits of the online loader",
-        edits=(("offline/array_limits.py", "fits &= cost + alone <= limits", "fits &= cost <= limits"),),
+        edits=(("offline/sizes.py", "fits &= cost + alone <= limits", "fits &= cost <= limits"),),
     ),
     Mutation(
         trap=62,
         name="the last clip of a planned pack hides the padding of its text",
         test=CLIPS + "test_clips_of_planned_packs_are_in_the_order_of_the_online_loader",
         oracle="the order of the online loader",
-        edits=(("offline/epoch_packs.py", "    if sizes.text_tokens is not None:", "    if False:"),),
+        edits=(("offline/planner.py", "    if sizes.text_tokens is not None:", "    if False:"),),
     ),
     Mutation(
         trap=62,
@@ -162,9 +164,9 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the limits of the online loader",
         edits=(
             (
-                "offline/array_limits.py",
-                "return -(-sizes.length.astype(np.int64) // multiple)",
-                "return sizes.length.astype(np.int64) // multiple",
+                "packing/pack_limits.py",
+                "units: int = -(-first // self.multiple) - (-second // self.multiple)",
+                "units: int = first // self.multiple + second // self.multiple",
             ),
         ),
     ),
@@ -173,7 +175,7 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         name="a plan that holds a data set in part comes again",
         test=LOADER + "test_a_plan_that_ends_in_the_middle_of_a_data_set_ends_its_run_on_all_ranks_at_the_same_step",
         oracle="the definition: every sample before one comes again",
-        edits=(("offline/planned_loader.py", "        unfinished=too_short(plan),", "        unfinished=None,"),),
+        edits=(("offline/loader.py", "        unfinished=too_short(plan),", "        unfinished=None,"),),
     ),
     Mutation(
         trap=90,
@@ -182,7 +184,7 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         oracle="equal numbers of packs",
         edits=(
             (
-                "offline/planned_loader.py",
+                "offline/loader.py",
                 "stop = len(self._packs) - (len(self._packs) - self._position) % self._world_size",
                 "stop = len(self._packs)",
             ),
@@ -194,7 +196,7 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         test=SHARES
         + "test_later_passes_have_the_packs_of_each_epoch_in_other_orders_and_keep_those_of_a_step_together",
         oracle="the definition",
-        edits=(("offline/positioned_packs.py", "        if position < self._packs:", "        if True:"),),
+        edits=(("offline/packs.py", "        if position < self._packs:", "        if True:"),),
     ),
     Mutation(
         trap=90,
@@ -216,7 +218,7 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         test=EVALUATIONS
         + "test_each_evaluation_has_the_same_packs_on_any_ranks_and_workers_and_after_a_restart[plan.parquet]",
         oracle="the first evaluation",
-        edits=(("offline/planned_loader.py", "else position % self._period", "else position"),),
+        edits=(("offline/loader.py", "else position % period", "else position"),),
     ),
     Mutation(
         trap=91,
@@ -234,10 +236,10 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=91,
         name="Bridge's evaluations are counted with the batch of the training",
-        test="tests/conformance/test_bridge_dataset_config.py::"
+        test="tests/conformance/test_bridge_training.py::"
         "test_every_evaluation_of_bridge_reports_the_loss_on_the_same_packs_and_so_does_the_next_run",
         oracle="Bridge's own evaluate",
-        edits=(("bridge/provider.py", "(settings.eval_iters * (batch", "((1 + settings.eval_iters) * (batch"),),
+        edits=(("bridge/provider.py", "(settings.eval_iters, batch", "(1 + settings.eval_iters, batch"),),
         needs_bridge=True,
     ),
     Mutation(
@@ -246,7 +248,7 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         test=EVALUATIONS
         + "test_an_evaluation_with_room_for_the_whole_split_has_each_sample_once_and_then_only_padding[plan.parquet]",
         oracle="the records in the tars",
-        edits=(("offline/planned_loader.py", "            packs.passes = None\n", "            pass\n"),),
+        edits=(("offline/loader.py", "            packs.passes = None\n", "            pass\n"),),
     ),
     Mutation(
         trap=92,
@@ -287,7 +289,7 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "offline/open_loader.py",
-                "        places = replica.told(lambda: (own_loader(), places)[1])\n",
+                '        arguments["places"] = replica.told(lambda: (own_loader(), arguments["places"])[1])\n',
                 "        pass\n",
             ),
         ),

@@ -60,7 +60,7 @@ READER_MUTATIONS: tuple[Mutation, ...] = (
         name="stats counts a repeated data set once in what readers have",
         test="tests/report/test_stats.py::test_readers_have_the_tokens_that_loaders_of_their_ranks_give[None]",
         oracle="tokens of the packs of each rank",
-        edits=(("report/stats_readers.py", "readers) * repetitions / copies", "readers)"),),
+        edits=(("report/stats.py", "readers) * repetitions / copies", "readers)"),),
     ),
     Mutation(
         trap=87,
@@ -88,9 +88,7 @@ READER_MUTATIONS: tuple[Mutation, ...] = (
         name="a reader that has nothing of a finite blend asks Energon for it",
         test=SHARES + "test_a_reader_that_has_nothing_of_a_finite_blend_has_no_packs",
         oracle="the keys of the blend",
-        edits=(
-            ("energon/window_dataset.py", "self.dataset if self.dataset.worker_has_samples() else ()", "self.dataset"),
-        ),
+        edits=(("energon/window.py", "self.dataset if self.dataset.worker_has_samples() else ()", "self.dataset"),),
     ),
     Mutation(
         trap=88,
@@ -130,6 +128,6 @@ READER_MUTATIONS: tuple[Mutation, ...] = (
         name="a state of other shares is restored",
         test=SHARES + "test_a_state_is_refused_where_other_samples_are_a_readers",
         oracle="the definition",
-        edits=(("energon/window_task_encoder.py", "**readers, **dealt_identity(dataset)}", "**readers}"),),
+        edits=(("energon/task_encoder.py", "**readers, **dealt_identity(dataset)}", "**readers}"),),
     ),
 )

@@ -17,7 +17,7 @@ SEE_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the packs that were taken",
         edits=(
             (
-                "energon/pack_metrics.py",
+                "energon/metrics.py",
                 "        self._made.append((sums_of(pack, self._capacity), float(pack.cost)))\n",
                 "        self._made.append((sums_of(pack, self._capacity), float(pack.cost)))\n"
                 "        self._used(0.0, self._taken + 1)\n",
@@ -30,20 +30,13 @@ SEE_MUTATIONS: tuple[Mutation, ...] = (
         test=METRICS + "test_a_line_sums_up_the_packs_of_its_steps_and_the_last_line_the_rest[3-1]",
         oracle="the padding mask of each row",
         edits=(
-            ("energon/packing_monitor.py", "alignment=pack.occupied - batch.real_tokens", "alignment=0"),
+            ("energon/metrics.py", "alignment=pack.occupied - batch.real_tokens", "alignment=0"),
             (
-                "energon/packing_monitor.py",
+                "energon/metrics.py",
                 "tail=batch.total_tokens - pack.occupied,",
                 "tail=batch.total_tokens - batch.real_tokens,",
             ),
         ),
-    ),
-    Mutation(
-        trap=63,
-        name="a rank that stopped writing passes as running",
-        test="tests/cli/test_watch.py::test_a_rank_that_stopped_writing_is_named_and_exits_with_1",
-        oracle="the definition",
-        edits=(("metrics_report.py", '"silent" if ago > waits else "running"', '"running"'),),
     ),
     Mutation(
         trap=63,

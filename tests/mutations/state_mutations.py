@@ -6,17 +6,17 @@ from mutation_table import Mutation
 
 FIELDS = "tests/energon/test_fingerprint.py::"
 EACH_FIELD = FIELDS + "test_a_state_is_refused_wherever_the_changed_setting_changes_the_stream"
-EPOCHS = "tests/energon/test_epoch_report.py::"
-HOSTILE = "tests/energon/test_hostile_members.py::"
-SHARDS = "tests/energon/test_unreadable_shards.py::"
+EPOCHS = "tests/energon/test_drops.py::"
+HOSTILE = "tests/energon/test_damaged_data.py::"
+SHARDS = "tests/energon/test_damaged_data.py::"
 STATES = "tests/energon/test_states.py::"
-FILES = "tests/energon/test_state_files.py::"
+FILES = "tests/energon/test_states.py::"
 RESUMED = "tests/conformance/test_resumed_state.py::"
 
 GENERATORS = "tests/wan/test_global_generators.py::"
 EARLY = "test_a_state_saved_before_the_first_pack_is_the_one_that_was_restored_or_the_beginning"
 ENDS = "tests/energon/test_epoch_end.py::"
-COST = "tests/energon/test_checkpoint_cost.py::"
+COST = "tests/energon/test_states.py::"
 
 CHILD = "tests/media/test_decoding_process.py::"
 
@@ -47,7 +47,11 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         test=EACH_FIELD + "[data.shuffle_over_epochs]",
         oracle="the stream of packs",
         edits=(
-            ("energon/fingerprint.py", '*("data.packs_ahead",', '*("data.shuffle_over_epochs", "data.packs_ahead",'),
+            (
+                "config/data.py",
+                'unit="epochs", changes="packs"',
+                'unit="epochs", changes="nothing"',
+            ),
         ),
     ),
     Mutation(
@@ -62,7 +66,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         name="rank 0's state restores on rank 1",
         test=STATES + "test_a_state_of_another_reader_is_refused_in_one_sentence",
         oracle="the definition",
-        edits=(("energon/window_task_encoder.py", '{"rank": own.rank, "ranks"', '{"ranks"'),),
+        edits=(("energon/task_encoder.py", '{"rank": own.rank, "ranks"', '{"ranks"'),),
     ),
     Mutation(
         trap=52,
@@ -102,16 +106,14 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         name="only errors of the unpickler tell a damaged file",
         test=FILES + "test_a_missing_an_empty_and_a_foreign_file_are_refused_by_name",
         oracle="the definition",
-        edits=(
-            ("energon/state_file.py", "except Exception as error:  # damaged", "except EOFError as error:  # damaged"),
-        ),
+        edits=(("energon/states.py", "except Exception as error:  # damaged", "except EOFError as error:  # damaged"),),
     ),
     Mutation(
         trap=53,
         name="a run of Bridge that continues without a state begins its data anew",
         test=RESUMED + "test_a_run_that_continues_is_refused_where_no_state_would_be_restored",
         oracle="the definition",
-        edits=(("bridge/resumed_state.py", "if resumed is None or not resumed[0]:", "if True:"),),
+        edits=(("bridge/callers.py", "if resumed is None or not resumed[0]:", "if True:"),),
         needs_bridge=True,
     ),
     Mutation(
@@ -126,7 +128,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         name="an epoch that made no pack ends as if it had",
         test=EPOCHS + "test_a_finite_run_that_makes_no_pack_ends_with_the_reason",
         oracle="the definition",
-        edits=(("energon/loader_base.py", "if not report.made and (", "if False and ("),),
+        edits=(("energon/loader.py", "if not report.made and (", "if False and ("),),
     ),
     Mutation(
         trap=56,
@@ -135,7 +137,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the definition",
         edits=(
             (
-                "energon/packer.py",
+                "energon/window.py",
                 "except (UserError, PackingError, FatalSampleError):",
                 "except (UserError, PackingError, FatalSampleError, MemoryError):",
             ),
@@ -178,9 +180,9 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=65,
         name="a listed sample is decoded again",
-        test="tests/energon/test_hanging_decoders.py::test_each_costs_its_sample_and_the_next_run_skips_it_at_once",
+        test="tests/energon/test_damaged_data.py::test_each_costs_its_sample_and_the_next_run_skips_it_at_once",
         oracle="the run before",
-        edits=(("energon/packer.py", "if ledger.drop_quarantined(key, data, modality):", "if False:"),),
+        edits=(("energon/window.py", "if ledger.drop_quarantined(key, data, modality):", "if False:"),),
     ),
     Mutation(
         trap=93,
@@ -195,7 +197,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         name="torch seeds the workers of a plan from the global generator",
         test=GENERATORS + "test_no_call_of_a_loader_changes_a_global_generator_on_any_rank[planned]",
         oracle="the generators before the call",
-        edits=(("offline/planned_loader.py", "generator=torch.Generator(),", ""),),
+        edits=(("offline/loader.py", "generator=torch.Generator(),", ""),),
         needs_bridge=True,
     ),
     Mutation(
@@ -223,7 +225,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=94,
         name="a loader without a pack has no state",
-        test=RESUMED + "test_a_run_of_bridge_that_is_started_again_after_its_end_saves_and_can_go_on[0]",
+        test=RESUMED + "test_a_run_of_bridge_goes_on_with_its_state_and_is_stopped_without_it[0]",
         oracle="Bridge's run that was not interrupted",
         edits=(("energon/loader.py", "return copied(self._restored)", 'raise PackingError("read a pack first")'),),
         needs_bridge=True,
@@ -231,10 +233,10 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=102,
         name="what only a cycle of the training process holds is left for the workers to collect",
-        test="tests/energon/test_worker_memory.py::"
+        test="tests/energon/test_workers.py::"
         "test_what_only_a_cycle_holds_ends_before_the_workers_start_and_not_in_them[online]",
         oracle="Python's garbage collector",
-        edits=(("energon/worker_memory.py", "        gc.collect()\n", "        pass\n"),),
+        edits=(("energon/workers.py", "        gc.collect()\n", "        pass\n"),),
     ),
     Mutation(
         trap=95,
@@ -264,7 +266,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         oracle="Energon's own `save_state`",
         edits=(
             (
-                "energon/shallow_states.py",
+                "energon/states.py",
                 "_restore_keys=list(value._restore_keys)",
                 "_restore_keys=value._restore_keys",
             ),

@@ -22,49 +22,48 @@ TEMPLATE_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=41,
         name="what is missing from the text is not looked for",
-        test=TRAPS + "test_a_short_name_that_stands_elsewhere_in_the_text_is_still_missed",
+        test=TRAPS + "test_what_a_template_hides_is_refused_by_name[a short name that stands elsewhere in the text]",
         oracle=WORDS,
-        edits=(("chat/layout.py", "if piece not in shown]", "if False]"),),
+        edits=(("chat/marks.py", "if piece not in shown]", "if False]"),),
     ),
     Mutation(
         trap=41,
         name="a setting for definitions allows calls too",
-        test=TRAPS + "test_the_setting_for_definitions_lets_no_call_vanish",
+        test=TRAPS + "test_what_a_template_hides_is_refused_by_name[a call where definitions may be hidden]",
         oracle=WORDS,
         edits=(
             (
                 "chat/structures.py",
-                '        if piece.kind == "definition":\n            return self._tool_definitions',
-                '        if piece.kind in ("definition", "call", "argument"):\n'
-                "            return self._tool_definitions",
+                'allowed = {"definition"} if',
+                'allowed = {"definition", "call", "argument"} if',
             ),
         ),
     ),
     Mutation(
         trap=41,
         name="calls are passed in one way only",
-        test=TRAPS + "test_calls_of_deepseek_are_shown_since_they_are_passed_as_its_template_wants_them",
+        test=TRAPS + "test_what_is_trained_is[calls of deepseek, passed as its template wants them]",
         oracle="DeepSeek-V3's published template",
         edits=(("chat/structures.py", "for as_text in (False, True):", "for as_text in (False,):"),),
     ),
     Mutation(
         trap=41,
         name="arguments stand as Python writes them",
-        test=TRAPS + "test_arguments_are_written_as_json_where_the_template_would_print_an_object_as_python_does",
+        test=TRAPS + "test_what_is_trained_is[arguments as JSON where a template would print an object]",
         oracle="the definition",
         edits=(("chat/structures.py", "int(structure.as_python))", "0)"),),
     ),
     Mutation(
         trap=41,
         name="a turn may stand before the turns that it followed",
-        test=TRAPS + "test_a_template_that_puts_a_later_turn_first_costs_the_sample",
+        test=TRAPS + "test_what_a_template_hides_is_refused_by_name[a later turn that is put first]",
         oracle=WORDS,
-        edits=(("chat/layout.py", "            if turn < latest:\n", "            if False:\n"),),
+        edits=(("chat/marks.py", "            if turn < latest:\n", "            if False:\n"),),
     ),
     Mutation(
         trap=42,
         name="the last span is the last answer",
-        test=TRAPS + "test_the_last_answer_is_trained_whole_where_the_template_marks_it_in_several_blocks",
+        test=TRAPS + "test_what_is_trained_is[the last answer, marked in two blocks]",
         oracle="the turns of the conversation",
         edits=(
             (
@@ -77,14 +76,14 @@ TEMPLATE_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=42,
         name="without a mark in the last answer an earlier one is the last",
-        test=TRAPS + "test_an_earlier_answer_is_not_trained_as_the_last_where_the_last_has_no_mark",
+        test=TRAPS + "test_what_a_template_hides_is_refused_by_name[a last answer without a mark]",
         oracle="the turns of the conversation",
         edits=(("chat/template.py", "answers = answers[-1:]", "answers = [*filter(spans.get, answers)][-1:]"),),
     ),
     Mutation(
         trap=43,
         name="a last answer that no token ends goes on to the end of the text",
-        test=TRAPS + "test_a_generation_prompt_that_nobody_asked_for_is_not_trained_behind_the_last_answer",
+        test=TRAPS + "test_what_is_trained_is[no header that nobody asked for, where the next header ends a turn]",
         oracle=WORDS,
         edits=(("chat/answers.py", "        return stops.opening(frame) or closing, ", "        return len(frame), "),),
     ),
@@ -93,19 +92,19 @@ TEMPLATE_MUTATIONS: tuple[Mutation, ...] = (
         name="a template may take an empty system turn for none",
         test=TRAPS + "test_an_empty_system_turn_suppresses_the_default_prompt_or_costs_the_sample",
         oracle="the template's text without a system turn",
-        edits=(("chat/structures.py", "        if self._renderer.hides_empty_system:\n", "        if False:\n"),),
+        edits=(("chat/structures.py", "and self._renderer.hides_empty_system", "and False"),),
     ),
     Mutation(
         trap=45,
         name="an answer begins where the conversation alone ends",
-        test=TRAPS + "test_qwen3_trains_several_answers_under_its_own_template",
+        test=TRAPS + "test_what_is_trained_is[answers of qwen3, which takes back earlier thinking]",
         oracle="Qwen3's published template",
         edits=(("chat/answers.py", "asked = render(messages[:turn], True)", "asked = render(messages[:turn], False)"),),
     ),
     Mutation(
         trap=45,
         name="a header ends in the middle of a token",
-        test=TRAPS + "test_an_answer_begins_with_a_whole_token_where_the_prompt_offers_another",
+        test=TRAPS + "test_what_is_trained_is[a whole token where the prompt offers another]",
         oracle=WORDS,
         edits=(
             (
@@ -161,7 +160,7 @@ TEMPLATE_MUTATIONS: tuple[Mutation, ...] = (
         test=PAIRS
         + "test_the_text_of_a_record_is_what_transformers_renders_and_its_answers_alone_are_trained[nemotron_3_nano]",
         oracle="transformers on the record's messages",
-        edits=(("chat/sentinels.py", "not passing.thinking_apart:", "True:"),),
+        edits=(("chat/marks.py", "not passing.thinking_apart:", "True:"),),
     ),
     Mutation(
         trap=72,

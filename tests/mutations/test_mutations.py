@@ -11,6 +11,7 @@ import pytest
 from bridge_mutations import BRIDGE_TRAPS
 from budget_mutations import BUDGET_TRAPS
 from convert_mutations import CONVERT_TRAPS
+from engine_mutations import ENGINE_TRAPS
 from family_mutations import FAMILY_TRAPS
 from forking_python import quick_python
 from media_mutations import MEDIA_TRAPS
@@ -41,6 +42,7 @@ TABLES = (
     TARGET_TRAPS,
     MEGATRON_LM_TRAPS,
     READER_TRAPS,
+    ENGINE_TRAPS,
 )
 ALL_TRAPS = {number: trap for table in TABLES for number, trap in table.items()}
 TABLE = ROOT / "docs" / "correctness.md"
@@ -53,7 +55,7 @@ def table_row(mutation: Mutation) -> str:
 
 
 def test_every_trap_has_a_mutation_and_every_mutation_a_name_of_its_own():
-    numbers = {*range(1, 29), 31, 37, 38, *range(40, 103)}
+    numbers = {*range(1, 29), 31, 37, 38, *range(40, 105)}
     assert all(ALL_TRAPS[number] == trap for table in TABLES for number, trap in table.items()), "two traps, one number"
     assert {mutation.trap for mutation in ALL} == set(ALL_TRAPS) == numbers
     assert len({mutation.name for mutation in ALL}) == len(ALL)
@@ -62,10 +64,11 @@ def test_every_trap_has_a_mutation_and_every_mutation_a_name_of_its_own():
 def test_the_documented_table_is_the_one_that_runs():
     if not TABLE.exists():
         pytest.skip("the documentation is not installed")
-    written = [line for line in TABLE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    rows = [line for line in TABLE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    written = [line for line in rows if line.count(" | ") in (1, 3)]  # not those of the tables of figures
     traps = [f"| {number} | {text} |" for number, text in ALL_TRAPS.items()]
     expected = traps + [table_row(mutation) for mutation in ALL]
-    assert [line for line in written if line.split("|")[1].strip().isdigit()] == expected
+    assert [line for line in written if line.split("|")[1].strip().isdigit()][: len(expected)] == expected
 
 
 @pytest.mark.parametrize("mutation", ALL, ids=lambda mutation: mutation.name)
@@ -99,6 +102,6 @@ def test_a_bug_put_back_turns_its_test_red(verdicts, mutation):
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-def test_without_any_bug_the_named_tests_of_every_file_are_green(verdicts):
+def test_without_any_bug_a_named_test_of_every_folder_is_green(verdicts):
     verdict, detail = verdicts[0, "none"]
     assert verdict == "green", detail

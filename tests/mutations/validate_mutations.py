@@ -43,8 +43,8 @@ VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "validate/looks/leaves.py",
-                'subflavors={**(values.get("subflavors") or {}), **parent.subflavors},\n        joined',
-                'subflavors={**parent.subflavors, **(values.get("subflavors") or {})},\n        joined',
+                'subflavors={**(values.get("subflavors") or {}), **parent.subflavors},\n        subset',
+                'subflavors={**parent.subflavors, **(values.get("subflavors") or {})},\n        subset',
             ),
         ),
     ),
@@ -53,14 +53,20 @@ VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
         name="nobody looks at the media store",
         test=SHARDS + "[polylithic-lacks media-000000.tar]",
         oracle="our loader on the same data",
-        edits=(("validate/looks/shards.py", "    _look_at_media(found, leaf)\n", ""),),
+        edits=(
+            (
+                "validate/looks/data.py",
+                "    for name, address in leaf.aux.items():\n",
+                "    for name, address in ():\n",
+            ),
+        ),
     ),
     Mutation(
         trap=58,
         name="a shard without its index passes",
         test=SHARDS + "[monolithic-lacks train-000000.tar.idx]",
         oracle="our loader on the same data",
-        edits=(("validate/looks/shards.py", "    if lost:\n", "    if not indices:\n"),),
+        edits=(("validate/looks/data.py", "    if lost := [", "    if not indices and ["),),
     ),
     Mutation(
         trap=58,
@@ -82,14 +88,14 @@ VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
         test="tests/validate/test_sample_looks.py::"
         "test_a_small_data_set_of_a_blend_is_looked_at_however_rarely_it_is_drawn",
         oracle="the definition",
-        edits=(("validate/looks/samples.py", "zip(readable[:MOST_LEAVES],", "zip(readable[:1],"),),
+        edits=(("validate/looks/samples.py", "zip(data.readable[:MOST_LEAVES],", "zip(data.readable[:1],"),),
     ),
     Mutation(
         trap=58,
         name="a look reaches for the network",
         test=READS + "test_a_name_of_the_hub_is_loaded_from_its_cache_without_the_network",
         oracle="a socket that refuses",
-        edits=(("validate/looks/hub.py", "    constants.HF_HUB_OFFLINE = True\n", ""),),
+        edits=(("validate/looks/hub.py", '"HF_HUB_OFFLINE", True)', '"HF_HUB_OFFLINE", False)'),),
     ),
     Mutation(
         trap=85,

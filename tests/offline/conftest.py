@@ -15,7 +15,7 @@ from energon_packing.demo import make_data, processor_path
 def sources(tmp_path_factory):
     """Conversations as files: text, images and videos, preference pairs, and ones that measuring refuses."""
     folder = tmp_path_factory.mktemp("offline-sources")
-    source = make_data(folder / "demo", conversations=36, seed=5, defects=False)
+    source = make_data(folder / "demo", conversations=24, seed=5, defects=False)
     ask, say = {"from": "human", "value": "What is it?"}, {"from": "gpt", "value": "It is what it is. " * 20}
     records = [
         {"id": f"pair-{number}", "conversations": [ask], "chosen": say, "rejected": {"from": "gpt", "value": "No."}}
@@ -45,10 +45,10 @@ def layout(request):
 
 @pytest.fixture(scope="session")
 def dataset(layout, sources, tmp_path_factory):
-    """Directory of the data set; six shards of eight samples or fewer."""
+    """Directory of the data set; six shards of six samples or fewer."""
     out = tmp_path_factory.mktemp("offline") / "a.b data"
     convert(
-        ConvertConfig(sources=sources, out=out, layout=layout, split={"train": 1.0}, samples_per_shard=8, workers=0)
+        ConvertConfig(sources=sources, out=out, layout=layout, split={"train": 1.0}, samples_per_shard=6, workers=0)
     )
     return out
 

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_index import drawn_rows, made_index, row
+from support.made_index import drawn_rows, made_index, row
 
 from energon_packing.config import RunConfig, from_mapping
-from energon_packing.errors import ConfigError, UserError
+from energon_packing.errors import UserError
+from energon_packing.offline.loader import planned_state
 from energon_packing.offline.open_loader import refuse_short_plan
+from energon_packing.offline.packs import Passes
 from energon_packing.offline.plan import Plan, PlannedPack
-from energon_packing.offline.planned_loader import planned_state
 from energon_packing.offline.planner import make_plan
-from energon_packing.offline.positioned_packs import Passes
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +58,6 @@ def test_a_part_of_a_data_set_is_another_part_in_every_epoch_until_it_is_complet
     for turn in (found[:4], found[4:]):
         assert sum(turn, Counter()) == dict.fromkeys(range(400), 1)
     assert found[0] != found[4]
-
-
-def test_one_and_a_half_times_is_once_and_twice(index: Path, tmp_path: Path) -> None:
-    first, second = (counts(packs, 1) for packs in epochs(index, tmp_path, epochs=2, datasets={"b": {"epochs": 1.5}}))
-    assert sum(first.values()) == sum(second.values()) == 600
-    assert first + second == dict.fromkeys(range(400), 3)
 
 
 def test_weights_by_samples_share_out_samples_until_one_data_set_is_used_up(index: Path, tmp_path: Path) -> None:
@@ -211,21 +205,3 @@ def test_no_epochs_leave_a_data_set_out(index: Path, tmp_path: Path) -> None:
     (packs,) = epochs(index, tmp_path, datasets={"a": {"epochs": 0}})
     assert not counts(packs, 0)
     assert sum(counts(packs, 1).values()) == 400
-
-
-@pytest.mark.parametrize(
-    ("plan", "message"),
-    [
-        ({"epochs": 0}, "plan.epochs is 0"),
-        ({"max_data_parallel": 0}, "plan.max_data_parallel is 0"),
-        ({"seed": -1}, "plan.seed is -1"),
-        ({"weights_by": "token"}, "Did you mean 'tokens'"),
-        ({"datasets": {"a": {"weight": 0}}}, "weight is 0.0; it must be a number above 0"),
-        ({"datasets": {"a": {"epochs": -1}}}, "epochs is -1.0"),
-        ({"datasets": {"a": {"wieght": 1}}}, "did you mean 'weight'"),
-        ({"datasets": ["a"]}, "expected a mapping of names"),
-    ],
-)
-def test_values_that_cannot_work_are_refused_in_a_sentence(plan: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        from_mapping(RunConfig, {"plan": plan}, where="the test")

@@ -150,19 +150,16 @@ def test_a_subset_is_refused_because_the_whole_data_set_would_be_measured(parts,
         measured(listed)
 
 
-@pytest.mark.parametrize(
-    ("split", "said"),
-    [
+def test_shares_that_cannot_be_are_a_sentence(parts, measured):
+    for split, said in (
         ({"blend": [{"weight": "three"}]}, "weight is 'three', which is no number of 0 or more"),
         ({"blend": [{"weight": -1}]}, "weight is -1"),
         ({"blend": [{"weight": 0}]}, "every weight is 0"),
         ({"blend_epochized": [{"repetitions": True}]}, "repetitions is True"),
-    ],
-)
-def test_shares_that_cannot_be_are_a_sentence(parts, measured, split, said):
-    ((kind, listed),) = split.items()
-    with pytest.raises(UserError, match=said):
-        measured({kind: entries(parts, a=listed[0])})
+    ):
+        ((kind, (share,)),) = split.items()
+        with pytest.raises(UserError, match=said):
+            measured({kind: entries(parts, a=share)})
 
 
 def test_a_blend_inside_an_epochized_blend_is_refused_as_energon_does(parts, measured, tmp_path):
@@ -209,8 +206,3 @@ def test_nested_blends_have_the_shares_that_energon_gives_them(parts, tmp_path, 
         weight, repetitions = expected[leaf.path]
         assert leaf.weight == (None if weight is None else pytest.approx(weight))
         assert leaf.repetitions == (None if repetitions is None else pytest.approx(repetitions))
-
-
-def test_one_data_set_alone_has_no_share(parts, tmp_path):
-    (leaf,), flaws = leaves_of(str(dataset_entry(str(parts["a"]))), "train")
-    assert (leaf.weight, leaf.repetitions, leaf.subset, flaws) == (None, None, False, [])

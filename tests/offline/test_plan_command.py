@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from made_index import drawn_rows, made_index, row
+from support.made_index import drawn_rows, made_index, row
 
 from energon_packing.cli.main import cli
-from energon_packing.offline.plan import Plan
-from energon_packing.offline.plan_drops import drops_path
+from energon_packing.offline.plan import Plan, drops_path
 
 SETTINGS = ("--set", "packing.seq_length=1024", "--set", "plan.max_data_parallel=4")
 

@@ -10,11 +10,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from click.testing import CliRunner
 
 from energon_packing.cli.main import cli
-from energon_packing.config import ParallelConfig, PlanConfig
+from energon_packing.config import LimitsConfig, ParallelConfig, PlanConfig
 from energon_packing.config.plan import PlannedDatasetConfig
 from energon_packing.energon.loader import build_loader, build_task_encoder
 from energon_packing.energon.pack_bytes import field_digests
@@ -23,9 +22,9 @@ from energon_packing.offline.measure import MeasureConfig, measure
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.pack import PackConfig
 from energon_packing.offline.pack import pack as pack_plan
+from energon_packing.offline.packs import SampleRemeasurer
 from energon_packing.offline.plan import Plan
 from energon_packing.offline.planner import make_plan
-from energon_packing.offline.sample_remeasurer import SampleRemeasurer
 
 pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 
@@ -69,36 +68,26 @@ def samples_of(packs):
     return found
 
 
+def pixels_of(packs):
+    """The sum of the squares of all pixels."""
+    inputs = [pack.batch.finished().visual_inputs or {} for pack in packs]
+    names = ("pixel_values", "pixel_values_videos")
+    return float(sum(each[name].double().pow(2).sum() for each in inputs for name in names if name in each))
+
+
 @pytest.mark.both_layouts
 def test_every_sample_is_in_one_pack_and_is_the_sample_of_the_online_loader(plan_of, dataset, run_of):
     offline, online = list(open_loader(plan_of)), list(build_loader(run_of(dataset)))
-    assert len(offline) == len(Plan.open(plan_of.data.path))
-    assert [pack.index for pack in offline] == list(range(len(offline)))
+    assert [pack.index for pack in offline] == list(range(len(Plan.open(plan_of.data.path))))
     assert max(pack.batch.total_tokens for pack in offline) <= 2048
     expected = samples_of(online)
-    found = samples_of(offline)
-    assert found.keys() == expected.keys()
-    assert len(found) > 35
-    assert found == expected
+    assert len(expected) > 20
+    assert samples_of(offline) == expected
+    assert pixels_of(offline) == pytest.approx(pixels_of(online), rel=1e-12)
+    assert pixels_of(online) > 1000
 
 
-@pytest.mark.both_layouts
-def test_pixels_of_a_planned_pack_are_those_of_its_samples_online(plan_of, dataset, run_of):
-    def pixels(packs):
-        total = torch.zeros((), dtype=torch.float64)
-        for pack in packs:
-            visual = pack.batch.finished().visual_inputs or {}
-            for name in ("pixel_values", "pixel_values_videos"):
-                if name in visual:
-                    total += visual[name].double().pow(2).sum()
-        return float(total)
-
-    offline, online = pixels(open_loader(plan_of)), pixels(build_loader(run_of(dataset)))
-    assert offline == pytest.approx(online, rel=1e-12)
-    assert offline > 1000
-
-
-@pytest.mark.parametrize(("ranks", "workers"), [(1, 2), (2, 0), (2, 1), (4, 3)])
+@pytest.mark.parametrize(("ranks", "workers"), [(2, 0), (3, 1)])
 def test_any_number_of_ranks_and_workers_reads_the_same_global_packs(plan_of, ranks, workers):
     whole = digests(open_loader(plan_of))
     parts = [digests(open_loader(plan_of, rank=rank, world_size=ranks, workers=workers)) for rank in range(ranks)]
@@ -106,7 +95,7 @@ def test_any_number_of_ranks_and_workers_reads_the_same_global_packs(plan_of, ra
     assert merged == whole
 
 
-@pytest.mark.parametrize(("saving", "ranks", "workers"), [(0, 1, 0), (3, 2, 3), (0, 8, 0)])
+@pytest.mark.parametrize(("saving", "ranks", "workers"), [(0, 1, 0), (3, 2, 1)])
 def test_a_state_of_any_rank_continues_with_other_ranks_and_workers_at_the_same_pack(plan_of, ranks, workers, saving):
     endless = dataclasses.replace(plan_of, data=dataclasses.replace(plan_of.data, repeat=True))
     count = len(Plan.open(plan_of.data.path))
@@ -127,12 +116,10 @@ def test_a_state_of_any_rank_continues_with_other_ranks_and_workers_at_the_same_
     assert [pack for step in zip(*merged, strict=True) for pack in step] == whole[4 * steps :]
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_finite_run_that_was_saved_at_its_end_has_no_more_packs(plan_of, ranks):
+def test_a_finite_run_that_was_saved_at_its_end_has_no_more_packs(plan_of):
     """The plan does not begin again for it, as it does, in another order, for a loader that is read once more."""
-    finished = open_loader(plan_of, rank=0, world_size=ranks)
+    finished, restored = (open_loader(plan_of, rank=0, world_size=3) for _ in range(2))
     read = [pack.keys for pack in finished]
-    restored = open_loader(plan_of, rank=0, world_size=ranks)
     restored.restore_state(finished.save_state())
     assert list(restored) == []
     again = [pack.keys for pack in restored]
@@ -149,14 +136,13 @@ def test_a_plan_that_ends_in_the_middle_of_a_data_set_ends_its_run_on_all_ranks_
     packs = len(Plan.open(run.data.path))
     ranks = next(number for number in range(2, packs) if packs % number)
     refused = "ends after .* packs, in the middle of .*set it to .* 2 goes through every data set once"
-    for workers in (0, 1):
-        for rank in range(ranks):
-            loader = open_loader(run, rank=rank, world_size=ranks, workers=workers)
-            epochs = itertools.chain(loader, loader)  # of a loop of one's own
-            whole = packs // ranks + (not repeat and rank < packs % ranks)
-            assert all(pack.keys for pack in itertools.islice(epochs, whole))
-            with pytest.raises(UserError, match=refused):
-                next(epochs)
+    for rank in range(ranks):
+        loader = open_loader(run, rank=rank, world_size=ranks)
+        epochs = itertools.chain(loader, loader)  # of a loop of one's own
+        whole = packs // ranks + (not repeat and rank < packs % ranks)
+        assert all(pack.keys for pack in itertools.islice(epochs, whole))
+        with pytest.raises(UserError, match=refused):
+            next(epochs)
 
 
 def test_the_passes_after_the_plan_are_the_same_from_stored_packs_and_for_any_ranks_and_after_a_restart(
@@ -216,18 +202,14 @@ def test_a_state_read_later_is_that_of_the_pack_at_which_it_was_asked_for(plan_o
     ("packing", "encoder"),
     [
         ({"oversize": "split"}, {}),
-        ({"oversize": "truncate"}, {}),
         ({"dummy_image": True}, {}),
-        ({"seq_length": 512}, {"limits": {"max_tokens": 4096, "when_over": ("resize", "truncate")}}),
+        ({"seq_length": 512}, {"limits": LimitsConfig(max_tokens=4096, when_over=("resize", "truncate"))}),
     ],
-    ids=["split", "truncate", "dummy_image", "resize"],
+    ids=["split", "dummy_image", "resize"],
 )
 def test_what_a_row_makes_of_long_samples_is_planned_as_it_is_packed_online(
     packing, encoder, dataset, run_of, tmp_path
 ):
-    from energon_packing.config import LimitsConfig
-
-    encoder = {name: LimitsConfig(**value) for name, value in encoder.items()}
     run = run_of(dataset, encoder=encoder, **packing)
     run = dataclasses.replace(run, parallel=ParallelConfig(context_parallel=2))
     offline = list(open_loader(planned(run, dataset, tmp_path)))
@@ -295,7 +277,6 @@ def test_media_that_were_prepared_again_are_refused_and_measured_again(dataset, 
     assert list(open_loader(run))
 
 
-@pytest.mark.both_layouts
 def test_a_plan_whose_data_or_settings_changed_is_refused_by_name(dataset, run_of, tmp_path):
     copied = tmp_path / "data"
     shutil.copytree(dataset, copied)

@@ -12,13 +12,13 @@ import pytest
 from test_planned_loader import digests, planned
 
 from energon_packing.errors import ConfigError, UserError
-from energon_packing.offline import tar_files
+from energon_packing.offline import source as tar_files
 from energon_packing.offline.index import Index
 from energon_packing.offline.measure import MeasureConfig, measure
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.pack import PackConfig, pack
 from energon_packing.offline.plan import Plan
-from energon_packing.offline.source_part import source_parts
+from energon_packing.offline.source import source_parts
 from energon_packing.offline.verify import VerifyConfig, verify
 
 pytest.importorskip("multistorageclient", reason="pip install 'energon-packing[remote]'")

@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 
 from energon_packing import thd
 from energon_packing.energon.pack_bytes import field_digests
-from energon_packing.offline import parquet
-from energon_packing.offline.parquet import HOST, remove_leftovers
-from energon_packing.offline.stored_arrays import DamagedBytes, from_bytes, to_bytes
-from energon_packing.offline.stored_pack import StoredPack, StoredSample
-from energon_packing.offline.stored_rows import decode_row, encode_row
+from energon_packing.offline import files as parquet
+from energon_packing.offline.files import HOST, remove_leftovers
+from energon_packing.offline.shards import DamagedBytes, from_bytes, to_bytes
+from energon_packing.offline.stored_pack import StoredPack, StoredSample, decode_row, encode_row
 from energon_packing.thd.pixels import PixelForm
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from energon_packing.packing.policies import registry as policies
+from energon_packing.packing.policies import POLICIES
 
 
 @pytest.fixture(autouse=True)
 def registry(monkeypatch):
-    monkeypatch.setattr(policies, "_registered", dict(policies._registered))
+    monkeypatch.setattr(POLICIES, "_entries", dict(POLICIES._entries))

@@ -59,7 +59,7 @@ def test_costs_of_segments_add_up_to_the_cost_of_their_pack() -> None:
         ({"max_segments_per_pack": 0}, "max_segments_per_pack"),
         ({"max_cost_per_pack": 0.5}, "max_cost_per_pack"),
         ({"max_cost_per_pack": float("inf")}, "max_cost_per_pack"),
-        ({"policy": "windo"}, "did you mean 'window'"),
+        ({"policy": "windo"}, "Did you mean 'window'"),
         ({"policy": "internvl"}, "whole lists"),
     ],
 )

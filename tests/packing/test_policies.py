@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from energon_packing.errors import ConfigError, PackingError, UserError
-from energon_packing.packing import check_partition, lower_bound, pack_lengths, policy_names, register_policy
-from energon_packing.packing.policies import registry as policy_module
+from energon_packing.packing import (
+    PackGroups,
+    check_partition,
+    lower_bound,
+    pack_lengths,
+    pack_lengths_flat,
+    policy_names,
+    register_policy,
+)
 
 
 def _lists(groups: list[np.ndarray]) -> list[list[int]]:
@@ -15,13 +24,11 @@ def _lists(groups: list[np.ndarray]) -> list[list[int]]:
 
 
 def test_an_unknown_policy_names_the_known_ones_and_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"'best_fitt'.*window, best_fit.*did you mean 'best_fit'"):
+    with pytest.raises(ConfigError, match=r"'best_fitt'.*best_fit, first_fit.*Did you mean 'best_fit'"):
         pack_lengths([1], 8, "best_fitt")
 
 
-def test_a_user_can_register_a_policy_and_use_it_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy_module, "_registered", {})
-
+def test_a_user_can_register_a_policy_and_use_it_by_name() -> None:
     @register_policy("one_each")
     def one_each(lengths, capacity, constraints, *, window, seed):  # type: ignore[no-untyped-def]
         return [np.array([index]) for index in range(len(lengths))]
@@ -122,11 +129,6 @@ def test_constraints_that_cannot_be_kept_are_refused_by_name(constraint: object,
         pack_lengths([1, 1, 1], 8, constraints={"images": constraint})  # type: ignore[dict-item]
 
 
-@pytest.mark.parametrize("policy", policy_module.BUILT_IN)
-def test_an_empty_list_has_no_packs(policy: str) -> None:
-    assert pack_lengths([], 8, policy) == []
-
-
 def test_next_fit_keeps_the_order() -> None:
     assert _lists(pack_lengths([3, 2, 4, 3], 8, "next_fit")) == [[0, 1], [2, 3]]
 
@@ -157,42 +159,33 @@ def test_balanced_packs_cost_less_apart_than_full_ones() -> None:
     assert len(balanced) <= 1.05 * len(full)
 
 
-class TestInternVL:
-    """Each rule of its buffer list, worked by hand."""
-
-    def _pack(self, samples: list[tuple[int, int]], *, tokens: int = 10, images: int = 4, buffers: int = 20):  # type: ignore[no-untyped-def]
-        lengths, counts = [sample[0] for sample in samples], [sample[1] for sample in samples]
-        constraints = {"images": (counts, images)}
-        return _lists(pack_lengths(lengths, tokens, "internvl", constraints=constraints, window=buffers))
-
-    def test_a_sample_joins_the_first_pack_that_holds_it_not_the_fullest(self) -> None:
+@pytest.mark.parametrize(
+    ("samples", "images", "buffers", "packs"),
+    [
         # Open: [0] with 2 images and 3 tokens in front of [1] with 1 image and 8 tokens; best fit would take [1].
-        assert self._pack([(3, 2), (8, 1), (2, 1)]) == [[0, 2], [1]]
-
-    def test_packs_stand_in_descending_image_count(self) -> None:
+        ([(3, 2), (8, 1), (2, 1)], 4, 20, [[0, 2], [1]]),
         # [1] has more images and stands in front of [0], although it came later; so sample 2 joins [1].
-        assert self._pack([(3, 1), (8, 2), (2, 1)]) == [[1, 2], [0]]
-
-    def test_a_pack_goes_behind_those_with_equally_many_images(self) -> None:
-        assert self._pack([(6, 2), (7, 2), (1, 1)]) == [[0, 2], [1]]
-
-    def test_a_text_sample_counts_one_image(self) -> None:
-        # Limit 2: two texts fill it, so the third opens a new pack.
-        assert self._pack([(1, 0), (1, 0), (1, 0)], images=2) == [[0, 1], [2]]
-
-    def test_a_pack_full_in_tokens_is_emitted_before_one_full_in_images(self) -> None:
+        ([(3, 1), (8, 2), (2, 1)], 4, 20, [[1, 2], [0]]),
+        # A pack goes behind those with equally many images.
+        ([(6, 2), (7, 2), (1, 1)], 4, 20, [[0, 2], [1]]),
+        # Text counts as one image: two texts fill a limit of 2, so the third opens a new pack.
+        ([(1, 0), (1, 0), (1, 0)], 2, 20, [[0, 1], [2]]),
         # Sample 1 completes the tokens of [0] at once; [2] leaves at the image limit, [3] at the end.
-        assert self._pack([(4, 1), (6, 1), (3, 4), (2, 1)]) == [[0, 1], [2], [3]]
-
-    def test_a_pack_at_the_image_limit_is_emitted_with_tokens_to_spare(self) -> None:
-        assert self._pack([(9, 1), (3, 4), (1, 1)]) == [[1], [0, 2]]
-
-    def test_with_too_many_open_packs_the_one_with_most_images_is_emitted(self) -> None:
-        assert self._pack([(8, 1), (7, 3), (6, 2)], buffers=2) == [[1], [2], [0]]
-
-    def test_a_pack_never_exceeds_its_tokens_however_many_are_open(self) -> None:
-        groups = self._pack([(9, 1), (8, 1), (7, 1), (6, 1)], buffers=2)
-        assert sorted(len(group) for group in groups) == [1, 1, 1, 1]
+        ([(4, 1), (6, 1), (3, 4), (2, 1)], 4, 20, [[0, 1], [2], [3]]),
+        # A pack at the image limit is emitted with tokens to spare.
+        ([(9, 1), (3, 4), (1, 1)], 4, 20, [[1], [0, 2]]),
+        # With too many open packs, the one with most images is emitted.
+        ([(8, 1), (7, 3), (6, 2)], 4, 2, [[1], [2], [0]]),
+        # A pack never exceeds its tokens, however many are open.
+        ([(9, 1), (8, 1), (7, 1), (6, 1)], 4, 2, [[0], [1], [2], [3]]),
+    ],
+)
+def test_each_rule_of_the_buffer_list_of_internvl(
+    samples: list[tuple[int, int]], images: int, buffers: int, packs: list[list[int]]
+) -> None:
+    lengths, counts = zip(*samples, strict=True)
+    constraints = {"images": (counts, images)}
+    assert _lists(pack_lengths(lengths, 10, "internvl", constraints=constraints, window=buffers)) == packs
 
 
 def test_the_lower_bound_of_a_hand_worked_list() -> None:
@@ -208,3 +201,30 @@ def test_importing_the_engine_imports_no_torch() -> None:
 
     code = "import sys, energon_packing.packing as p; p.pack_lengths([1], 2); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@given(pack=st.lists(st.integers(0, 9), max_size=40))
+@settings(max_examples=200, deadline=None)
+def test_groups_of_pack_numbers_are_ascending_and_ordered_by_their_oldest_sample(pack: list[int]) -> None:
+    numbers = np.unique(np.array(pack, dtype=np.int64), return_inverse=True)[1]
+    expected: dict[int, list[int]] = {}
+    for index, number in enumerate(numbers.tolist()):
+        expected.setdefault(number, []).append(index)
+    groups = PackGroups.of(numbers)
+    assert [group.tolist() for group in groups] == list(expected.values())
+    assert len(groups) == len(expected)
+    assert [groups[at].tolist() for at in range(-len(groups), 0)] == list(expected.values())
+    assert [group.tolist() for group in groups[1:3]] == list(expected.values())[1:3]
+    with pytest.raises(IndexError):
+        groups[len(groups)]
+
+
+def test_more_packs_and_longer_samples_than_sixteen_bits_are_ordered_rightly() -> None:
+    random = np.random.default_rng(0)
+    lengths = random.integers(98_000, 200_000, 70_000)
+    groups = pack_lengths_flat(lengths, 200_000)
+    assert len(groups) > 1 << 16
+    check_partition(groups, lengths.size)
+    oldest = groups.order[groups.offsets[:-1]]
+    assert (np.diff(oldest) > 0).all()
+    assert np.add.reduceat(lengths[groups.order], groups.offsets[:-1]).max() <= 200_000

@@ -40,13 +40,6 @@ def test_a_window_of_256_reaches_the_bound_on_a_multimodal_mix() -> None:
     assert len(groups) <= 1.0005 * lower_bound(lengths, 32768) + 1
 
 
-def test_with_images_limited_the_window_stays_within_four_percent_of_the_two_constraint_bound() -> None:
-    lengths, images = _mix(6_000)
-    constraints = {"images": (images, 64)}
-    bound = lower_bound(lengths, 32768, Constraints.from_pairs(constraints, lengths.size))
-    assert len(pack_lengths(lengths, 32768, "window", constraints=constraints)) <= 1.04 * bound
-
-
 def test_with_three_limits_at_once_the_window_stays_within_eight_percent_of_the_bound() -> None:
     lengths, images = _mix(4_000)
     constraints = {"images": (images, 64), "patches": (images * 700, 50_000.0), "segments": (np.ones(4_000), 30)}
@@ -98,11 +91,11 @@ def test_the_state_of_a_packer_is_plain_json() -> None:
 
 def test_a_packer_refuses_what_it_cannot_hold() -> None:
     packer: WindowPacker[str] = WindowPacker(8, 1, {"images": 3})
-    with pytest.raises(PackingError, match="9 tokens"):
+    with pytest.raises(PackingError, match="length 9, capacity 8"):
         packer.add("a", 9, {"images": 1})
-    with pytest.raises(PackingError, match="costs 4 images"):
+    with pytest.raises(PackingError, match="4 images, limit 3"):
         packer.add("a", 1, {"images": 4})
-    with pytest.raises(PackingError, match="costs None images"):
+    with pytest.raises(PackingError, match="None images"):
         packer.add("a", 1)
     packer.add("a", 1, {"images": 1})
     with pytest.raises(PackingError, match="already holds 1"):

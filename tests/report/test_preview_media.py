@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from bench.offline_processors import internvl, llava_next, llava_onevision
 from PIL import Image
+from support.offline_processors import internvl, llava_next
 
 from energon_packing import thd
 from energon_packing.config import EncoderConfig
@@ -29,7 +29,6 @@ def encoder_of(family: str) -> ConversationEncoder:
     processors = {
         "internvl": lambda: internvl(SIDE, 4),
         "llava_next": lambda: llava_next(SIDE, PINPOINTS),
-        "llava_onevision": lambda: llava_onevision(SIDE, 9, PINPOINTS),
     }
     return ConversationEncoder(EncoderConfig(), processor=processors[family]())
 
@@ -52,22 +51,22 @@ def view(batch, encoder):
     return describe(SimpleNamespace(batch=batch, index=0, dropped=()), encoder.family, seq_length=4096)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl", "llava_next", "llava_onevision"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl", "llava_next"])
 def test_every_sample_shows_the_media_and_the_tokens_that_were_measured_for_it(family):
     encoder = encoder_of(family)
     made = [row(encoder, f"k{number}", sizes) for number, sizes in enumerate(SAMPLES)]
     shown = view(thd.assemble([tensors for _, tensors in made]), encoder)
-    for segment, (measured, tensors), sizes in zip(shown.segments, made, SAMPLES, strict=True):
-        assert bool(segment.media) == bool(sizes)
-        runs = [run for entry in segment.media for run in entry["tokens"]]
+    for segment, (measured, tensors), sizes in zip(shown["segments"], made, SAMPLES, strict=True):
+        assert bool(segment["media"]) == bool(sizes)
+        runs = [run for entry in segment["media"] for run in entry["tokens"]]
         assert sum(runs) == sum(plan.tokens for plan in measured.plans)
         if not sizes:
             continue
         if family == "qwen2_5_vl":
-            assert [tuple(entry["grid"]) for entry in segment.media] == [plan.grid for plan in measured.plans]
+            assert [tuple(entry["grid"]) for entry in segment["media"]] == [plan.grid for plan in measured.plans]
             assert runs == [plan.tokens for plan in measured.plans]
             continue
-        (entry,) = segment.media
+        (entry,) = segment["media"]
         assert entry["tiles"] == measured.images == len(tensors["visual_inputs"]["pixel_values"])
         assert entry["pixels"] == [measured.images, 3, SIDE, SIDE]
         assert entry["sizes"] == ([] if family == "internvl" else [[height, width] for width, height in sizes])
@@ -79,8 +78,8 @@ def test_a_dummy_image_is_shown_as_padding_that_brings_media(family):
     encoder = encoder_of(family)
     dummy = DummyImage(encoder)
     batch = mask_fillers(thd.assemble([row(encoder, "text", [])[1], dummy.row]), 1)
-    text, filler = view(batch, encoder).segments
-    assert (text.key, text.filler, text.media) == ("text", False, ())
-    assert (filler.key, filler.filler, filler.trained) == ("", True, 0)
-    assert filler.tokens == dummy.measured.length
-    assert sum(run for entry in filler.media for run in entry["tokens"]) == dummy.measured.plans[0].tokens
+    text, filler = view(batch, encoder)["segments"]
+    assert (text["key"], text["filler"], text["media"]) == ("text", False, ())
+    assert (filler["key"], filler["filler"], filler["trained"]) == ("", True, 0)
+    assert filler["tokens"] == dummy.measured.length
+    assert sum(run for entry in filler["media"] for run in entry["tokens"]) == dummy.measured.plans[0].tokens

@@ -13,7 +13,7 @@ from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data, processor_path
 from energon_packing.energon.loader import build_loader
 from energon_packing.errors import UserError
-from energon_packing.report.sample_story import _in_ledger, deciding_setting, story_in_dataset
+from energon_packing.report.sample_story import _in_ledger, story_in_dataset
 
 pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 SETTINGS = (
@@ -25,7 +25,7 @@ SETTINGS = (
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
     folder = tmp_path_factory.mktemp("story")
-    source = make_data(folder / "demo", conversations=40, seed=1, defects=True)
+    source = make_data(folder / "demo", conversations=30, seed=1, defects=True)
     ask = {"from": "human", "value": "What is it?"}
     records = [
         {"id": "reserved", "conversations": [{**ask, "value": "a <|image_pad|> b"}, {"from": "gpt", "value": "No."}]},
@@ -146,8 +146,3 @@ def test_a_plan_tells_the_pack_and_the_command_prints_it(dataset, run, tmp_path,
     assert found.exit_code == 0, found.output
     assert "setting: packing.seq_length" in found.output
     assert max(map(len, found.output.splitlines())) <= 80
-
-
-def test_the_setting_is_the_one_that_the_sentence_names():
-    assert deciding_setting("too_many", "9 images, encoder.limits.max_images=4") == "encoder.limits.max_images"
-    assert deciding_setting("corrupt_media", "image 'a.encoder.png' is cut off") is None

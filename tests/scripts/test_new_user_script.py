@@ -33,7 +33,7 @@ def commands_of(log):
 
 
 def test_the_log_of_the_page_has_at_most_nine_commands_and_they_are_the_scripts():
-    page = (ROOT / "docs" / "first_hour.md").read_text()
+    page = (ROOT / "docs" / "start.md").read_text()
     logged = commands_of(page)
     assert 7 <= len(logged) <= 9
     steps = re.findall(r'^(?:\[\[.*\|\| )?step "?(?:\$bin/)?([\w-]+)"? (\S+)', SCRIPT.read_text(), flags=re.MULTILINE)

@@ -42,15 +42,6 @@ def test_a_sample_that_is_lost_doubled_or_judged_wrongly_is_found(change, found)
     assert wrong.startswith(found)
 
 
-def test_samples_that_wait_while_the_next_epoch_begins_are_no_fault():
-    emitted = Counter(dict.fromkeys(SOUND, 2))
-    emitted.update(SOUND[:5])  # of the next epoch
-    emitted.subtract(SOUND[-20:])  # of the one before, in the buffer
-    assert soak.unexpected(KEYS, {"worker": emitted}, FAULTY) == []
-    emitted.subtract(SOUND[soak.WAITING : 4 * soak.WAITING])
-    assert len(soak.unexpected(KEYS, {"worker": emitted}, FAULTY)) == 5
-
-
 @pytest.mark.full
 @pytest.mark.timeout(300)
 def test_two_ranks_that_are_killed_give_what_ranks_give_that_nobody_kills():

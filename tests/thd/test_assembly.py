@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -151,28 +152,6 @@ def test_the_last_token_of_a_segment_is_never_supervised_by_the_first_of_the_nex
         thd.assemble(rows)
 
 
-def test_a_weight_without_a_label_is_refused_by_key_and_place():
-    rows = rows_of(5, 6)
-    rows[1]["labels"][2] = -100
-    with pytest.raises(PackingError, match="sample s1: token 2 has weight 1 but label -100"):
-        thd.assemble(rows, multiple=4)
-
-
-@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
-def test_an_impossible_weight_is_refused_by_key(weight):
-    rows = rows_of(5, 6, 4)
-    rows[1]["loss_mask"][1] = weight
-    with pytest.raises(PackingError, match="sample s1: loss_mask holds"):
-        thd.assemble(rows, multiple=4)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_fractional_weights_survive_assembly(dtype):
-    row = make_row(4)
-    row["loss_mask"] = torch.tensor([0.0, 0.25, 2.0, 0.0], dtype=dtype)
-    assert thd.assemble([row], multiple=4).loss_mask.tolist() == [[0.0, 0.25, 2.0, 0.0]]
-
-
 def test_padding_has_no_effect_on_the_router_losses_of_megatron_core():
     moe_utils = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
     batch = thd.assemble(rows_of(5, 12, 3), multiple=8, width=48)
@@ -197,21 +176,6 @@ def test_padding_has_no_effect_on_the_router_losses_of_megatron_core():
 # Rows that are refused
 
 
-def test_a_rendered_length_other_than_the_predicted_one_names_the_sample_and_both_lengths():
-    rows = rows_of(5, 6)
-    rows[0]["expected_length"], rows[1]["expected_length"] = 5, 9
-    with pytest.raises(PackingError, match="sample s1: 6 tokens were rendered, but 9 were predicted"):
-        thd.assemble(rows)
-
-
-@pytest.mark.parametrize("mask", [[0, 0, 1, 1, 1], [1, 1, 1, 0, 0]])
-def test_a_row_padded_by_its_processor_is_refused(mask):
-    row = make_row(5, "left", attention_mask=torch.tensor(mask))
-    with pytest.raises(PackingError, match="sample left: its attention_mask marks padding"):
-        thd.assemble([row])
-    assert thd.assemble([row | {"attention_mask": torch.ones(5, dtype=torch.int64)}]).total_tokens == 5
-
-
 def test_samples_that_do_not_fit_the_width_are_an_error_not_a_truncation():
     with pytest.raises(PackingError, match="occupy 24 tokens after alignment to 8, more than the row's 16"):
         thd.assemble(rows_of(5, 12), multiple=8, width=16)
@@ -228,16 +192,17 @@ def test_samples_that_do_not_fit_the_width_are_an_error_not_a_truncation():
         ({"input_ids": torch.zeros(0, dtype=torch.int64)}, "length above 0"),
         ({"input_ids": torch.zeros(5)}, "input_ids must be whole numbers"),
         ({"token_weights": torch.zeros(5)}, "extra_fields does not declare"),
+        ({"position_ids": torch.zeros(3, 5, dtype=torch.int64)}, "all samples of a pack need 1-D positions"),
+        ({"expected_length": 9}, "5 tokens were rendered, but 9 were predicted"),
+        ({"attention_mask": torch.tensor([0, 0, 1, 1, 1])}, "its attention_mask marks padding"),
+        ({"attention_mask": torch.tensor([1, 1, 1, 0, 0])}, "its attention_mask marks padding"),
+        ({"labels": torch.tensor([1, 2, -100, 4, -100])}, "token 2 has weight 1 but label -100"),
+        *(({"loss_mask": torch.tensor([1, bad, 1, 1, 0])}, "loss_mask holds") for bad in (-1.0, math.nan, math.inf)),
     ],
 )
 def test_a_malformed_row_is_refused_by_its_key(change, message):
     with pytest.raises(PackingError, match=f"sample odd.*{message}"):
         thd.assemble([make_row(5, "fine"), make_row(5, "odd") | change])
-
-
-def test_positions_of_different_kinds_do_not_mix():
-    with pytest.raises(PackingError, match="all samples of a pack need 1-D positions"):
-        thd.assemble([make_row(5), make_row(5, mrope=True)])
 
 
 def test_an_empty_pack_is_refused():
@@ -258,14 +223,6 @@ def test_an_empty_pack_is_refused():
 def test_an_impossible_alignment_is_a_configuration_error(options):
     with pytest.raises(ConfigError):
         thd.assemble(rows_of(5), **options)
-
-
-def test_rows_may_be_arrays():
-    rows = rows_of(5, 3)
-    arrays = [{name: value if name == "key" else value.numpy() for name, value in row.items()} for row in rows]
-    ours, theirs = thd.assemble(rows, multiple=4), thd.assemble(arrays, multiple=4)
-    for name, tensor in ours.token_tensors.items():
-        assert torch.equal(tensor, theirs.token_tensors[name])
 
 
 # Extra fields and media

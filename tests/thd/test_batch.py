@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from energon_packing import thd
 from energon_packing.energon.pack_bytes import pack_from_bytes, pack_to_bytes
 from energon_packing.errors import ConfigError, PackingError
-from energon_packing.thd.fields import BRIDGE_KEYS, TOKEN_FIELDS
+from energon_packing.thd.fields import BRIDGE_KEYS
 
 
 def make_row(length: int, key: str, *, mrope: bool = False):
@@ -137,12 +137,6 @@ def test_padded_boundaries_at_multiple_one_are_reported():
     assert [problem.split(":")[0] for problem in problems] == ["padded_presence"]
 
 
-def test_several_violations_are_reported_together():
-    batch = set_at(set_at(make_batch(5, 12, 3), "labels", 6, 3), "position_ids", 1, 7)
-    names = [problem.split(":")[0] for problem in thd.check_thd(batch, multiple=4)]
-    assert names == ["padding_targets", "positions"]
-
-
 def test_a_batch_after_one_with_many_segments_reuses_no_old_boundary():
     many = make_batch(*range(1, 40))
     kept = many.cu_seqlens.clone()
@@ -249,15 +243,6 @@ def test_the_slices_of_all_ranks_give_back_every_token_field(cp_size, mrope):
     assert_same(thd.reassemble(slices[::-1]), batch)
 
 
-def test_evaluation_with_another_context_parallel_size_slices_the_same_batch():
-    multiple = thd.alignment_multiple(context_parallel=2, eval_context_parallel=3)
-    assert multiple == 12
-    batch = make_batch(5, 17, 30, multiple=multiple)
-    for cp_size in (2, 3):
-        parts = [thd.slice_for_context_parallel(batch, cp_size, rank) for rank in range(cp_size)]
-        assert_same(thd.reassemble(parts), batch)
-
-
 def test_the_indices_of_numpy_and_torch_are_one():
     boundaries = make_batch(5, 33, 16, multiple=8).boundaries
     for rank in range(4):
@@ -346,10 +331,6 @@ def test_fixed_boundary_arrays_refuse_what_they_cannot_hold():
     mrope = thd.assemble([row])
     with pytest.raises(PackingError, match="text models"):
         thd.pad_cu_seqlens(mrope, max_segments=4)
-
-
-def test_token_fields_name_every_token_aligned_attribute():
-    assert {*(field.name for field in TOKEN_FIELDS), "turn"} == set(make_batch(5).token_tensors)
 
 
 def test_the_mapping_for_bridge_has_exactly_the_documented_keys_and_forms():

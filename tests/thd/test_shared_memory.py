@@ -10,7 +10,7 @@ import torch
 
 from energon_packing import thd
 from energon_packing.errors import PackingError
-from energon_packing.thd.joined import joined
+from energon_packing.thd.rows import joined
 
 
 def rows():
@@ -100,9 +100,9 @@ def test_parts_of_any_form_are_joined_as_torch_does(strategy):
 
 
 def test_writes_that_the_kernel_cuts_short_are_continued(monkeypatch):
-    write = os.pwritev
+    write = os.pwrite
     monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: object())
-    monkeypatch.setattr(os, "pwritev", lambda to, parts, at: write(to, [parts[0][:1001]], at))
+    monkeypatch.setattr(os, "pwrite", lambda to, part, at: write(to, part[:1001], at))
     assert torch.equal(joined(parts_of("bytes")), torch.cat(parts_of("bytes")))
 
 
@@ -111,6 +111,6 @@ def test_shared_memory_that_is_full_is_an_error_that_says_so(monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: object())
-    monkeypatch.setattr(os, "pwritev", full)
+    monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(PackingError, match="/dev/shm larger"):
         joined(parts_of("bytes"))

@@ -90,51 +90,6 @@ def test_changing_one_sample_changes_its_own_segment_alone(data, lengths, multip
         assert torch.equal(getattr(first, name), getattr(second, name))
 
 
-@settings(max_examples=PACKS, deadline=None)
-@given(
-    lengths=LENGTHS,
-    cp_size=st.sampled_from([1, 2, 4, 8]),
-    tensor_parallel=st.integers(1, 8),
-    sequence_parallel=st.booleans(),
-    seed=st.integers(0, 2**32),
-    axes=st.sampled_from([1, 3]),
-)
-def test_slices_partition_the_row_evenly_and_reassemble(
-    lengths, cp_size, tensor_parallel, sequence_parallel, seed, axes
-):
-    multiple = thd.alignment_multiple(tensor_parallel, cp_size, sequence_parallel)
-    batch = thd.assemble(random_rows(lengths, seed, axes=axes), multiple=multiple)
-    indices = [thd.context_parallel_indices(batch.boundaries, cp_size, rank) for rank in range(cp_size)]
-    assert torch.equal(torch.cat(indices).sort().values, torch.arange(batch.total_tokens))
-    share = batch.total_tokens // cp_size
-    assert {part.numel() for part in indices} == {share}
-    if sequence_parallel:
-        assert share % tensor_parallel == 0
-    # Zigzag exists for balance: with causal attention every rank computes the same number of scores.
-    depth = torch.cat([torch.arange(1, n + 1) for n in batch.boundaries.diff().tolist()])
-    assert len({int(depth[part].sum()) for part in indices}) == 1
-    parts = [thd.slice_for_context_parallel(batch, cp_size, rank) for rank in range(cp_size)]
-    for name, tensor in thd.reassemble(parts).token_tensors.items():
-        assert torch.equal(tensor, batch.token_tensors[name]), name
-
-
-def test_ten_thousand_random_packs_hold_every_invariant():
-    rng = np.random.default_rng(20_26)
-    pool = random_rows(range(1, 65), 7)
-    for _ in range(10_000):
-        cp_size = int(rng.choice([1, 2, 4, 8]))
-        multiple = thd.alignment_multiple(int(rng.integers(1, 9)), cp_size, bool(rng.integers(2)))
-        rows = [pool[index] for index in rng.integers(0, len(pool), rng.integers(1, 9))]
-        occupied = sum(-(-len(row["input_ids"]) // multiple) * multiple for row in rows)
-        tightest = occupied + multiple * hides_padding([len(row["input_ids"]) for row in rows], multiple)
-        width = int(rng.choice([tightest, occupied + multiple * int(rng.integers(1, 30))]))
-        batch = thd.assemble(rows, multiple=multiple, width=width)
-        assert thd.check_thd(batch, multiple=multiple) == []
-        rank = int(rng.integers(cp_size))
-        local = thd.context_parallel_indices(batch.boundaries, cp_size, rank)
-        assert local.numel() * cp_size == width
-
-
 @pytest.mark.parametrize("cp_size", [2, 3, 4, 8])
 def test_the_indices_follow_the_definition_of_the_zigzag_token_by_token(cp_size):
     rng = np.random.default_rng(cp_size)

@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from bench import rows as bench_rows
-from bench.p2p_cut import attention_over_ranks, infers_padding, lengths_of_steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import row_cases
+from support.p2p_cut import attention_over_ranks, infers_padding, lengths_of_steps
 from torch.utils.data import DataLoader
 
 from energon_packing import thd
@@ -100,8 +100,7 @@ def test_the_order_of_a_pack_keeps_every_sample_whole_and_needs_no_masked_segmen
 
 
 def test_random_rows_hide_no_padding_and_the_cut_over_ranks_gives_each_sample_its_own_attention():
-    # `scripts/bench.py rows` does this for 10,000 rows.
-    ours, control = bench_rows.measure(PACKS * 5, seed=1)
+    ours, control = row_cases.measure(PACKS * 5, seed=1)
     assert ours["hide_padding"] == ours["wrong"] == 0
     assert not any(number for name, number in ours.items() if name.startswith("misread_by_"))
     assert control["hide_padding"] > PACKS / 2
@@ -182,10 +181,10 @@ def test_transformer_engine_itself_reads_our_rows_as_they_are(engine):
     random = np.random.default_rng(5)
     hidden = 0
     for _ in range(PACKS * 5):
-        case = bench_rows.random_case(random)
-        real, physical, _ = bench_rows.our_boundaries(case)
+        case = row_cases.random_case(random)
+        real, physical, _ = row_cases.our_boundaries(case)
         assert read_by_engine(real, physical) is (not torch.equal(real, physical))
-        old = bench_rows.former_boundaries(case)[:2]
+        old = row_cases.former_boundaries(case)[:2]
         hidden += read_by_engine(*old) is torch.equal(*old)
         assert {read_by_engine(*old)} <= {infers_padding(*old, "2.16"), infers_padding(*old, "2.18")}
     assert hidden > PACKS / 2  # the control: rows of the old layout that this release takes for what they are not
@@ -206,11 +205,11 @@ def test_the_emulated_cut_is_that_of_transformer_engines_source(engine):
 
     random = np.random.default_rng(6)
     for _ in range(PACKS):
-        case = bench_rows.random_case(random)
+        case = row_cases.random_case(random)
         ranks = case.ranks
         if ranks == 1:
             continue
-        for boundaries in (bench_rows.our_boundaries, bench_rows.former_boundaries):
+        for boundaries in (row_cases.our_boundaries, row_cases.former_boundaries):
             real, physical, _ = boundaries(case)
             local = physical // ranks
             for padded in (False, True):

@@ -47,7 +47,7 @@ def trees(draw):
     return dict(zip(files, contents, strict=True))
 
 
-@settings(max_examples=150)
+@settings(max_examples=40)
 @given(tree=trees(), split=st.sampled_from(SPLITS))
 def test_leaves_parts_media_stores_and_subflavors_are_those_that_energon_finds(tree, split):
     with tempfile.TemporaryDirectory() as folder:

@@ -6,18 +6,20 @@ Models are configurations of transformers, processors its own classes, saved as 
 from __future__ import annotations
 
 from functools import cache
+from unittest import mock
 
 import pytest
 import transformers
-from bench.offline_processors import PROCESSORS, pixtral, processor_of
+from support.offline_processors import PROCESSORS, pixtral, processor_of
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from energon_packing.config import EncoderConfig, RunConfig, TrainingConfig
 from energon_packing.demo import processor_path
+from energon_packing.validate import run_source
 from energon_packing.validate.family_table import FAMILY_TABLE, PROCESSOR_CLASSES
 from energon_packing.validate.rules.registry import judge
 from energon_packing.validate.run_facts import processor_facts
-from energon_packing.validate.views.config import view_of_config
+from energon_packing.validate.run_source import view_of_config
 
 # Family in Bridge -> configuration of a model of it, and the family whose processor it is published with.
 MODELS = {
@@ -43,16 +45,17 @@ OTHERS = {
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A function: the directory of a family's processor."""
+    """A function: directory and class of a family's processor; its files are read once."""
 
     @cache
     def directory(family):
         made = pixtral(1540, 14, 2) if family == "ministral3" else processor_of(family)
         folder = tmp_path_factory.mktemp(family)
         made.save_pretrained(folder)
-        return folder
+        return folder, type(made).__name__
 
-    return directory
+    with mock.patch.object(run_source, "processor_facts", cache(processor_facts)):
+        yield directory
 
 
 def judged(model, processor, folder):
@@ -65,31 +68,31 @@ def judged(model, processor, folder):
 
 @pytest.mark.parametrize("model", [*MODELS, *OTHERS])
 def test_the_processor_that_was_published_with_a_model_fits_it(saved, tmp_path, model):
-    found = judged(model, saved((MODELS | OTHERS)[model][2]), tmp_path)
+    found = judged(model, saved((MODELS | OTHERS)[model][2])[0], tmp_path)
     assert found.outcome == "ok", found.finding
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_the_processor_of_every_other_family_is_refused_by_what_is_wrong(saved, tmp_path, model):
-    own = type(processor_of("pixtral" if MODELS[model][2] == "ministral3" else MODELS[model][2])).__name__
-    for family, make in PROCESSORS.items():
-        kind = type(make()).__name__
+    own = saved(MODELS[model][2])[1]
+    for family in PROCESSORS:
+        folder, kind = saved(family)
         if kind == own or (model == "GLM45V" and kind == "Glm46VProcessor"):  # GLM-4.6V is this model too
             continue
-        found = judged(model, saved(family), tmp_path)
+        found = judged(model, folder, tmp_path)
         assert found.outcome == "error", family
         assert kind in found.finding.why
 
 
 def test_another_size_of_tiles_or_patches_is_refused_in_models_of_no_family(saved, tmp_path):
     for model, other, name in (("internvl", "gemma3", "image_size"), ("qwen2_vl", "qwen3_vl", "patch_size")):
-        found = judged(model, saved(other), tmp_path)
+        found = judged(model, saved(other)[0], tmp_path)
         assert found.outcome == "error"
         assert name in found.finding.why
 
 
 def test_a_processor_of_text_or_of_an_unknown_class_is_not_judged(saved, tmp_path):
-    facts = processor_facts(str(saved("qwen3_vl")))
+    facts = processor_facts(str(saved("qwen3_vl")[0]))
     assert (facts.processor, facts.geometry) == (
         "Qwen3VLProcessor",
         {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2},

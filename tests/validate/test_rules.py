@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +10,11 @@ from typing import Any
 import pytest
 
 from energon_packing.config import ParallelConfig, RunConfig, TrainingConfig
-from energon_packing.validate.rules import bridges_packing
+from energon_packing.validate.rules import packing
 from energon_packing.validate.rules.registry import RULES, judge, rule_that_bridge_named, violations
 from energon_packing.validate.run_facts import DataFacts, TokenFacts
+from energon_packing.validate.run_source import view_of_config
 from energon_packing.validate.run_view import RunView
-from energon_packing.validate.views.config import view_of_config
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -449,153 +447,86 @@ def test_a_rule_of_ours_speaks_when_broken_and_is_content_when_fixed(
     ],
 )
 def test_bridges_own_packers_are_warned_about_until_transformer_engine_asks_no_more(monkeypatch, version, expected):
-    monkeypatch.setattr(bridges_packing, "installed_version", lambda name: version)
+    monkeypatch.setattr(packing, "installed_version", lambda name: version)
     assert outcome("ours/visible-padding", packed(**IN_BATCH, context_parallel=2)) == expected
-
-
-def test_a_run_on_bridges_in_batch_packing_is_warned_about_and_not_refused():
-    view = packed(**IN_BATCH, context_parallel=2)
-    assert "ours/visible-padding" not in [judgement.rule.id for judgement in violations(view)]
-    finding = next(j.finding for j in judge(view) if j.rule.id == "ours/visible-padding")
-    assert "in-batch packing" in finding.why
-
-
-def unfinished(view: RunView) -> set[str]:
-    """Rules that a set of changes is offered for and that go on speaking when the changes are made."""
-    left = set()
-    for judgement in judge(view):
-        if judgement.finding is not None and judgement.finding.changes:
-            fixed = view.changed(**judgement.finding.changes)
-            if outcome(judgement.rule.id, fixed) not in ("ok", "not applicable"):
-                left.add(judgement.rule.id)
-    return left
-
-
-@pytest.mark.parametrize("broken", [entry[1] for entry in OWN])
-def test_the_changes_that_a_rule_offers_fix_it(broken: dict[str, Any]) -> None:
-    assert not unfinished(packed(**broken))
-
-
-def test_the_changes_that_any_rule_offers_fix_it_on_sampled_runs() -> None:
-    draw = random.Random(3)
-    offered = collections.Counter[str]()
-    for _ in range(3000):
-        view = packed(
-            tensor_parallel=draw.choice([1, 2, 4]),
-            context_parallel=draw.choice([1, 1, 2, 3]),
-            pipeline_parallel=draw.choice([1, 1, 2]),
-            expert_parallel=draw.choice([1, 1, 4]),
-            sequence_parallel=draw.random() < 0.5,
-            eval_context_parallel=draw.choice([None, None, 2]),
-            world_size=draw.choice([4, 6, 8, 24, 32]),
-            dataset_kind=draw.choice(["packed_energon", "energon", "gpt_sft", "provider"]),
-            micro_batch_size=draw.choice([1, 1, 2, 4]),
-            dataset_micro_batch_size=draw.choice([None, 1, 2]),
-            eval_micro_batch_size=draw.choice([None, 1, 2]),
-            global_batch_size=draw.choice([1, 6, 16, 33]),
-            dataset_seq_length=draw.choice([4096, 4098, 1001]),
-            model_seq_length=draw.choice([4096, 4098]),
-            packed_sequence_size=draw.choice([None, 4096]),
-            enable_in_batch_packing=draw.random() < 0.2,
-            pad_cu_seqlens=draw.random() < 0.2,
-            calculate_per_token_loss=draw.random() < 0.5,
-            average_in_collective=draw.random() < 0.5,
-            cuda_graph_impl=draw.choice(["none", "none", "transformer_engine", "full_iteration"]),
-            model=draw.choice([None, "Qwen2.5-VL", "Qwen3-VL", "gpt"]),
-            step=draw.choice([None, "vlm_step", "qwen3_vl_step"]),
-        )
-        assert not unfinished(view), view
-        offered.update(j.rule.id for j in judge(view) if j.finding is not None and j.finding.changes)
-    assert len(offered) >= 20
 
 
 def test_a_plain_packed_run_breaks_nothing() -> None:
     assert {judgement.outcome for judgement in judge(packed())} <= {"ok", "not applicable"}
 
 
-def test_families_whose_model_raises_on_packed_rows_are_refused_however_they_are_packed() -> None:
-    view = RunView().changed(
-        enable_in_batch_packing=True, micro_batch_size=2, global_batch_size=2, model="Qwen3-Omni-30B-A3B"
-    )
-    assert outcome("ours/family-takes-packs", view) == "error"
-    assert outcome("ours/family-takes-packs", packed(model="Qwen3-Omni-30B-A3B")) == "error"
+MOE = {"num_moe_experts": 8, "step": "vlm_step"}
+PIPELINE = IN_BATCH | {"pipeline_parallel": 2}
+DEFERRED = {"defer_in_batch_packing_to_step": True}
+OMNI = PIPELINE | {"dataset_kind": "hf_sft", "model": "NemotronOmni"}
+FP8 = {"fp8_recipe": "delayed", "pipeline_parallel": 2}
+
+
+@pytest.mark.parametrize(
+    ("rule", "run", "expected"),
+    [
+        # Families whose model raises on packed rows are refused however they are packed.
+        ("ours/family-takes-packs", {"model": "Qwen3-Omni-30B-A3B"}, "error"),
+        ("ours/family-takes-packs", IN_BATCH | {"model": "Qwen3-Omni-30B-A3B"}, "error"),
+        ("ours/family-takes-packs", IN_BATCH | {"model": "Qwen35VL", "step": "qwen3_vl_step"}, "error"),
+        ("ours/family-takes-packs", OMNI, "ok"),
+        # A step that packs itself may do so where packing is left to it.
+        ("ours/step-reads-packs", IN_BATCH | {"step": "qwen3_vl_step"}, "error"),
+        ("ours/step-reads-packs", IN_BATCH | DEFERRED | {"step": "qwen3_vl_step"}, "not applicable"),
+        # Rows packed in the batch have no tail that experts could see; those that Bridge widens for experts have one.
+        ("ours/experts-see-padding", IN_BATCH | MOE | {"pad_to_max_length": True}, "ok"),
+        ("ours/experts-see-padding", IN_BATCH | MOE | {"pad_to_max_length": True, "context_parallel": 2}, "warning"),
+        ("ours/experts-see-padding", MOE | {"expert_parallel": 2, "world_size": 2}, "warning"),
+        ("ours/experts-see-padding", MOE, "ok"),
+        # Only rows that have a width are said to get one: the in-batch packer does not read `pad_to_max_length`.
+        ("bridge/fixed-width", PIPELINE, "not applicable"),
+        ("bridge/variable-lengths", PIPELINE, "note"),
+        ("bridge/fixed-width", PIPELINE | DEFERRED, "note"),
+        ("bridge/fixed-width", OMNI, "note"),
+        ("ours/in-batch-row-length", OMNI, "not applicable"),
+        # Rows whose width Bridge fixes are judged by it.
+        ("ours/fp8-multiple", FP8, "ok"),
+        ("ours/fp8-multiple", FP8 | dict.fromkeys(("dataset_seq_length", "model_seq_length"), 4100), "error"),
+    ],
+)
+def test_what_a_rule_says_of_a_run(rule: str, run: dict[str, Any], expected: str) -> None:
+    assert outcome(rule, packed(**run)) == expected
 
 
 def test_nobody_is_sent_to_our_step_where_its_hooks_are_bypassed() -> None:
     view = packed(**GRAPHS, step="vlm_step")
     (found,) = [judgement for judgement in judge(view) if judgement.rule.id == "ours/experts-see-padding"]
     assert found.finding is not None
-    assert found.finding.changes["cuda_graph_impl"] == "none"
-    fixed = view.changed(**found.finding.changes)
+    assert "set cuda_graph_impl to 'none'" in found.finding.fix
+    fixed = view.changed(cuda_graph_impl="none", step="energon_packing.bridge.step")
     assert violations(fixed) == []
     assert outcome("ours/padding-mask-under-graphs", fixed) == "not applicable"
 
 
-def test_rows_packed_in_the_batch_have_no_tail_that_experts_could_see() -> None:
-    spread = packed(**IN_BATCH, num_moe_experts=8, pad_to_max_length=True, step="vlm_step")
-    assert outcome("ours/experts-see-padding", spread) == "ok"
-    aligned = spread.changed(context_parallel=2, world_size=2)
-    assert outcome("ours/experts-see-padding", aligned) == "warning"
-
-
-def test_only_rows_that_have_a_width_are_said_to_get_one() -> None:
-    """Bridge turns ``pad_to_max_length`` on for a pipeline; its in-batch packer does not read it."""
-    view = packed(**IN_BATCH, pipeline_parallel=2)
-    assert outcome("bridge/fixed-width", view) == "not applicable"
-    assert outcome("bridge/variable-lengths", view) == "note"
-    deferred = view.changed(defer_in_batch_packing_to_step=True)
-    assert outcome("bridge/fixed-width", deferred) == "note"
-    omni = view.changed(dataset_kind="hf_sft", model="NemotronOmni")
-    assert outcome("bridge/fixed-width", omni) == "note"
-    assert outcome("ours/in-batch-row-length", omni) == "not applicable"
-    assert outcome("ours/family-takes-packs", omni) == "ok"
-
-
-def test_rows_whose_width_bridge_fixes_are_judged_by_it() -> None:
-    assert outcome("ours/fp8-multiple", packed(fp8_recipe="delayed", pipeline_parallel=2)) == "ok"
-    odd = dict.fromkeys(("dataset_seq_length", "model_seq_length", "packed_sequence_size"), 4100)
-    assert outcome("ours/fp8-multiple", packed(fp8_recipe="delayed", pipeline_parallel=2, **odd)) == "error"
-
-
-def test_rows_that_bridge_widens_for_experts_have_a_tail_that_they_see() -> None:
-    spread = packed(expert_parallel=2, world_size=2, global_batch_size=2, num_moe_experts=8, step="vlm_step")
-    assert outcome("ours/experts-see-padding", spread) == "warning"
-    assert outcome("ours/experts-see-padding", spread.changed(expert_parallel=1)) == "ok"
-
-
 def test_no_message_of_bridge_is_claimed_by_two_rules() -> None:
-    fragments = [(fragment, rule.id) for rule in RULES for fragment in rule.bridge_says]
-    for fragment, owner in fragments:
-        named = rule_that_bridge_named(f"before {fragment} after")
-        assert named is not None
-        assert named.id == owner
+    fragments = [(fragment, rule) for rule in RULES for fragment in rule.bridge_says]
+    assert all(rule_that_bridge_named(f"before {fragment} after") is rule for fragment, rule in fragments)
 
 
 def test_our_data_set_is_declared_to_bridge_as_packed_rows_unless_bridge_packs_in_the_batch() -> None:
     online = view_of_config(RunConfig())
-    assert (
-        online.packing.enable_offline_packing,
-        online.packing.has_offline_packing_specs,
-        online.rows.packed_sequence_size,
-    ) == (
-        True,
-        True,
-        online.rows.dataset_seq_length,
-    )
+    assert online.enable_offline_packing
+    assert online.has_offline_packing_specs
+    assert online.packed_sequence_size == online.dataset_seq_length
     in_batch = view_of_config(RunConfig(training=TrainingConfig(enable_in_batch_packing=True, micro_batch_size=2)))
-    assert not in_batch.packing.enable_offline_packing
+    assert not in_batch.enable_offline_packing
     assert not violations(in_batch.changed(global_batch_size=2))
 
 
 def test_without_a_world_size_one_replica_of_training_and_evaluation_is_judged() -> None:
     parallel = ParallelConfig(tensor_parallel=2, context_parallel=2, eval_context_parallel=4, pipeline_parallel=3)
-    assert view_of_config(RunConfig(parallel=parallel)).parallel.world_size == 2 * 3 * 4
+    assert view_of_config(RunConfig(parallel=parallel)).world_size == 2 * 3 * 4
 
 
 def test_the_static_rules_need_neither_torch_nor_bridge() -> None:
     program = (
         "import sys\n"
-        "from energon_packing.validate.views.config import view_of_config\n"
+        "from energon_packing.validate.run_source import view_of_config\n"
         "from energon_packing.validate.rules.registry import judge\n"
         "import energon_packing.cli.validate\n"
         "from energon_packing.config import RunConfig\n"
@@ -606,20 +537,9 @@ def test_the_static_rules_need_neither_torch_nor_bridge() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_a_step_that_packs_by_itself_may_do_so() -> None:
-    view = RunView.of(
-        enable_in_batch_packing=True, micro_batch_size=2, global_batch_size=2, step="qwen3_vl_step", model="Qwen35VL"
-    )
-    assert {found.rule.id for found in violations(view)} == {"ours/step-reads-packs", "ours/family-takes-packs"}
-    assert not violations(view.changed(defer_in_batch_packing_to_step=True))
-
-
-VERSIONS = ["0.9.0", "0.17.0", "0.18.0rc1", "0.18.0.dev1", "0.18", "0.18.0", "0.18.1rc0", "0.19.2", "1.0.0"]
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_versions_of_megatron_core_are_ordered_as_packages_are(version: str) -> None:
+def test_versions_of_megatron_core_are_ordered_as_packages_are() -> None:
     packaging = pytest.importorskip("packaging.version")
-    old = packaging.Version(version) < packaging.Version("0.18.0")
-    view = packed(context_parallel=2, megatron_core_version=version)
-    assert (outcome("core/context-parallel-packs", view) == "error") == old
+    for version in ("0.9.0", "0.17.0", "0.18.0rc1", "0.18.0.dev1", "0.18", "0.18.0", "0.18.1rc0", "0.19.2", "1.0.0"):
+        old = packaging.Version(version) < packaging.Version("0.18.0")
+        view = packed(context_parallel=2, megatron_core_version=version)
+        assert (outcome("core/context-parallel-packs", view) == "error") == old, version

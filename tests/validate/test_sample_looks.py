@@ -11,9 +11,11 @@ from PIL import Image
 from energon_packing.config import DataConfig, EncoderConfig, LimitsConfig, PackingConfig, RunConfig
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import processor_path
+from energon_packing.errors import ConfigError
+from energon_packing.megatron_lm.arguments import run_config_of
 from energon_packing.validate.looks import samples as sample_looks
 from energon_packing.validate.looks.run import look_at_run
-from energon_packing.validate.sources.run_reads import RunReads
+from energon_packing.validate.run_source import ArgumentsRun, RunReads, namespace_of
 
 
 def converted(folder, name, records, **settings):
@@ -76,25 +78,12 @@ def test_what_each_reader_gets_of_each_data_set_is_said(pieces, tmp_path):
     assert "small/text: all 3 samples for each of 6 readers" in why
 
 
-def test_limits_of_one_data_set_of_a_blend_hold_for_its_samples(pieces, tmp_path):
-    large, small = pieces
-    limits = {"limits": {"max_tokens": 8}}
-    entries = [
-        {"path": str(large / "dataset.yaml"), "weight": 1.0, "subflavors": limits},
-        {"path": str(small / "dataset.yaml"), "weight": 1.0},
-    ]
-    first, second = samples(blend(tmp_path, entries))
-    assert (first.outcome, len(first.refused)) == ("error", 60)
-    assert second.outcome == "ok"
-
-
 def test_the_conversations_come_from_all_over_the_data_set_and_are_the_same_every_time(tmp_path, monkeypatch):
     """Images at the end of the data set only, behind more conversations than are read."""
     monkeypatch.setattr(sample_looks, "SAMPLES", 30)
     Image.new("RGB", (40, 30)).save(tmp_path / "a.png")
-    shown = [dict(chats(1)[0], images=["a.png"]) for _ in range(60)]
-    for record in shown:
-        record["messages"] = [{"role": "user", "content": "<image>Why?"}, record["messages"][1]]
+    shown = [{"messages": [{"role": "user", "content": "<image>Why?"}, chats(1)[0]["messages"][1]]}] * 60
+    shown = [record | {"images": ["a.png"]} for record in shown]
     path = converted(tmp_path, "sorted", chats(140) + shown, media_root=tmp_path, samples_per_shard=64)
     (look,) = samples(path)
     assert (look.outcome, look.samples) == ("error", 30)
@@ -103,12 +92,8 @@ def test_the_conversations_come_from_all_over_the_data_set_and_are_the_same_ever
     assert "the family text accepts only text" in look.why
     assert "whole processor" in look.fix
     assert samples(path) == [look]
-
-
-def test_a_few_images_that_a_text_model_leaves_out_are_a_note(tmp_path):
-    Image.new("RGB", (40, 30)).save(tmp_path / "a.png")
-    shown = {"messages": [{"role": "user", "content": "<image>Why?"}, chats(1)[0]["messages"][1]], "images": ["a.png"]}
-    (look,) = samples(converted(tmp_path, "few", [*chats(150), shown], media_root=tmp_path))
+    monkeypatch.undo()  # a few that a text model leaves out are a note
+    (look,) = samples(converted(tmp_path, "few", [*chats(150), shown[0]], media_root=tmp_path))
     assert (look.outcome, len(look.refused)) == ("note", 1)
 
 
@@ -120,21 +105,16 @@ def test_of_many_data_sets_the_first_are_read_and_that_the_others_are_not_is_sai
     assert looks[-1].why.startswith("3 further data sets")
 
 
-def test_a_blend_that_energon_does_not_open_is_an_error_although_its_data_sets_are_there(pieces, tmp_path):
-    entries = [{"path": str(pieces[0] / "text"), "wieght": 3.0}]
-    (look,) = samples(blend(tmp_path, entries))
-    assert look.outcome == "error"
-    assert "blend.yaml cannot be opened" in look.why
-    assert samples(blend(tmp_path, [{"path": entries[0]["path"], "weight": 3.0}]))[0].outcome == "ok"
-
-
-def test_a_reference_of_a_part_that_the_run_does_not_read_stops_energon_and_is_named(pieces, tmp_path):
-    file = blend(tmp_path, [{"path": str(pieces[0] / "text"), "weight": 1.0}])
-    content = yaml.safe_load(file.read_text())
+def test_a_metadataset_that_energon_does_not_open_is_an_error_although_its_data_sets_are_there(pieces, tmp_path):
+    text = {"path": str(pieces[0] / "text")}
+    misspelt = blend(tmp_path, [text | {"wieght": 3.0}])
+    assert "blend.yaml cannot be opened" in samples(misspelt)[0].why
+    file = blend(tmp_path, [text | {"weight": 3.0}])
+    assert samples(file)[0].outcome == "ok"
+    content = yaml.safe_load(file.read_text())  # a part that the run does not read
     file.write_text(yaml.safe_dump(content | {"splits": content["splits"] | {"test": {"path": "nowhere"}}}))
     (look,) = samples(file)
-    assert look.outcome == "error"
-    assert str(tmp_path / "nowhere") in look.why
+    assert (look.outcome, str(tmp_path / "nowhere") in look.why) == ("error", True)
 
 
 def test_pairs_are_measured_as_pairs(tmp_path):
@@ -158,14 +138,10 @@ def test_pairs_are_measured_as_pairs(tmp_path):
 
 
 def test_records_of_others_are_not_looked_at(pieces, tmp_path):
-    entries = [{"path": str(pieces[0] / "text"), "weight": 1.0, "subflavors": {"energon_packing": "v2"}}]
-    (look,) = samples(blend(tmp_path, entries))
-    assert look.outcome == "not looked at"
-    assert "a cooker of your own" in look.why
-    entries[0]["subflavors"]["energon_packing"] = "text-to-video-v1"
-    (look,) = samples(blend(tmp_path, entries))
-    assert look.outcome == "not looked at"
-    assert "text-to-video" in look.why
+    for mark, words in (("v2", "a cooker of your own"), ("text-to-video-v1", "text-to-video")):
+        entry = {"path": str(pieces[0] / "text"), "weight": 1.0, "subflavors": {"energon_packing": mark}}
+        (look,) = samples(blend(tmp_path, [entry]))
+        assert (look.outcome, words in look.why) == ("not looked at", True)
 
 
 def test_a_shard_that_is_no_shard_is_an_error_with_energons_reason(pieces, tmp_path):
@@ -175,3 +151,32 @@ def test_a_shard_that_is_no_shard_is_an_error_with_energons_reason(pieces, tmp_p
     assert look.outcome == "error"
     assert "(5 unreadable_shard): train-000000@" in look.why
     assert str(broken / "text") in look.why
+
+
+def test_what_the_run_itself_refuses_is_refused_with_its_own_sentence(tmp_path):
+    """A prompt format in YAML, with the command that converts it, and arguments of Megatron-LM without a rule."""
+    (tmp_path / "own.yaml").write_text("turns: {}")
+    config = RunConfig(encoder=EncoderConfig(chat_template=str(tmp_path / "own.yaml")))
+    (look,) = [look for look in look_at_run(RunReads(config=config)) if look.id == "chat-template"]
+    assert (look.outcome, "python scripts/prompt_yaml.py" in look.fix) == ("error", True)
+    words = [
+        "--packing-set",
+        "packing.window=9",
+        "--seq-length",
+        "4096",
+        "--micro-batch-size",
+        "1",
+        "--global-batch-size",
+        "8",
+    ]
+    good = ArgumentsRun(name="arguments", words=[*words, "--calculate-per-token-loss"])
+    assert good.reads().config.packing.seq_length == 4096
+    for wrong in (
+        ["--dataloader-type", "cyclic"],
+        ["--num-virtual-stages-per-pipeline-rank", "2"],
+        ["--full-validation"],
+    ):
+        run = ArgumentsRun(name="arguments", words=[*good.words, *wrong])
+        with pytest.raises(ConfigError) as refused:
+            run_config_of(namespace_of(run.words))
+        assert look_at_run(run.reads())[0].why == str(refused.value).rstrip(".")

@@ -13,7 +13,7 @@ from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data, processor_path
 from energon_packing.energon.loader import build_loader
 from energon_packing.validate.looks.data import look_at_data
-from energon_packing.validate.sources.run_reads import PLACES
+from energon_packing.validate.run_source import PLACES
 
 
 @pytest.fixture(scope="module")
@@ -69,22 +69,12 @@ def without(*names):
     return damage
 
 
-def no_samples(folder):
-    file = folder / ".nv-meta" / "split.yaml"
-    file.write_text(yaml.safe_dump({"split_parts": {"train": []}, "exclude": []}))
+def split(train, exclude=()):
+    def damage(folder):
+        content = {"split_parts": {"train": list(train)}, "exclude": list(exclude)}
+        (folder / ".nv-meta" / "split.yaml").write_text(yaml.safe_dump(content))
 
-
-def excluded(folder):
-    file = folder / ".nv-meta" / "split.yaml"
-    content = yaml.safe_load(file.read_text())
-    file.write_text(yaml.safe_dump({**content, "exclude": ["train-{000000..000003}.tar"]}))
-
-
-def unknown_shard(folder):
-    file = folder / ".nv-meta" / "split.yaml"
-    content = yaml.safe_load(file.read_text())
-    content["split_parts"]["train"].append("train-000009.tar")
-    file.write_text(yaml.safe_dump(content))
+    return damage
 
 
 def garbage(name):
@@ -105,9 +95,14 @@ DAMAGES = [
     ("monolithic", garbage(".nv-meta/split.yaml"), "data-index", "split.yaml cannot be read"),
     ("monolithic", garbage(".nv-meta/.info.json"), "data-index", ".info.json cannot be read"),
     ("monolithic", garbage(".nv-meta/index.sqlite"), "data-index", "index.sqlite cannot be read"),
-    ("monolithic", no_samples, "data-split", "no sample in split 'train'"),
-    ("monolithic", excluded, "data-split", "no sample in split 'train'"),
-    ("monolithic", unknown_shard, "data-index", "does not count train-000009.tar"),
+    ("monolithic", split([]), "data-split", "no sample in split 'train'"),
+    (
+        "monolithic",
+        split(["train-000000.tar"], ["train-{000000..000003}.tar"]),
+        "data-split",
+        "no sample in split 'train'",
+    ),
+    ("monolithic", split(["train-000000.tar", "train-000009.tar"]), "data-index", "does not count train-000009.tar"),
     ("polylithic", without("text"), "data-path", "text does not exist (named in"),
     ("polylithic", without("text/.nv-meta"), "data-path", "neither dataset.yaml nor .nv-meta"),
     ("polylithic", without("media"), "data-media", "auxiliary data set 'media'"),
@@ -148,22 +143,14 @@ def test_missing_media_metadata_are_a_note_where_the_loader_gets_along_without_t
     assert not loader_fails(data)
 
 
-def test_a_directory_of_a_blend_that_must_be_named_by_its_file_is_told_so(made, tmp_path):
-    blend = tmp_path / "blend.yaml"
-    content = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
-    blend.write_text(yaml.safe_dump({**content, "splits": {"train": {"path": str(made["polylithic"])}}}))
-    (look,) = [look for look in look_at_data(str(blend), "train", PLACES, {}).looks if look.outcome == "error"]
-    assert look.fix == f"name {made['polylithic'] / 'dataset.yaml'}"
-    assert loader_fails(blend)
-
-
-def test_a_file_that_is_no_metadataset_is_an_error(tmp_path):
+def test_a_file_that_is_no_metadataset_is_an_error(tmp_path, made):
     for name, text, words in (
         ("a.yaml", "hello: 1\n", "no mapping 'splits'"),
         ("b.yaml", "splits: {train: {blend: []}}\n", "lists no references"),
         ("c.yaml", "splits: {train: {pth: x}}\n", "has no path (pth)"),
         ("d.yaml", "splits: {train: {path: d.yaml}}\n", "refers to itself"),
         ("e.txt", "", "not .yaml"),
+        ("g.yaml", f"splits: {{train: {{path: {made['polylithic']}}}}}", "which a metadataset must name itself"),
         ("f.yml", "splits: {train: {path: data}}", "neither a metadataset (.yaml)"),
     ):
         (tmp_path / name).write_text(text)

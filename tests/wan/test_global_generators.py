@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 
-import generator_ranks
 import pytest
+from support import generator_ranks
 
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, ParallelConfig, PlanConfig, RunConfig
 from energon_packing.convert import ConvertConfig, convert

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bridge_wan import bridge_wan
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from support.bridge_wan import bridge_wan
 
+from energon_packing.energon.pack_bytes import field_digests, pack_from_bytes, pack_to_bytes
 from energon_packing.errors import SampleRejected
-from energon_packing.wan.caption_encoder import T5CaptionEncoder
 from energon_packing.wan.clip import plan_clip, resize_frames
 from energon_packing.wan.config import TextToVideoConfig
-from energon_packing.wan.latent_encoder import WanLatentEncoder
-from energon_packing.wan.pack import WanSample, pack_wan
+from energon_packing.wan.models import T5CaptionEncoder, WanLatentEncoder
+from energon_packing.wan.pack import WanPack, WanSample, pack_wan
 
 wan = pytest.fixture(scope="module")(bridge_wan)
 
@@ -126,3 +126,16 @@ def test_embeddings_equal_those_of_diffusers_pipeline_without_its_padding(pipeli
         assert len(ours) == min(found, 16)
         torch.testing.assert_close(ours, theirs[: len(ours)], atol=1e-5, rtol=1e-4)
         assert not theirs[len(ours) :].any()
+
+
+@pytest.mark.parametrize("pixels", [True, False])
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_a_pack_of_clips_arrives_on_another_rank_as_it_was_sent(pixels, multiple):
+    metadata = {"sizes": [1, [2, 3]], "name": "a\ud800", "none": None}
+    sample = WanSample(key="v", latent=torch.randn(4, 1, 6, 6), text=torch.randn(5, 8), metadata=metadata)
+    sent = pack_wan([sample], multiple=multiple)
+    arrived = pack_from_bytes(pack_to_bytes(sent, pixels=pixels))  # every pipeline stage reads the latents
+    assert (type(arrived), sent.fillers) == (WanPack, multiple > 1)
+    assert field_digests(arrived) == field_digests(sent)
+    assert (arrived.video_metadata, arrived.keys, arrived.fillers) == ((metadata,), ("v",), sent.fillers)
+    assert field_digests(sent) != field_digests(pack_wan([sample, sample], multiple=multiple))

@@ -115,7 +115,7 @@ def test_stored_records_read_back_unchanged_and_padding_of_texts_is_known(datase
             if sample.context is not None:
                 contexts += 1
                 assert sample.context.rows == sample.context.shape[0] - 3
-    assert contexts == 30
+    assert contexts == 18
 
 
 @pytest.mark.parametrize(

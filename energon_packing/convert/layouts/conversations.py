@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from energon_packing.convert.layouts import llamafactory_v1, qwen_vl
-from energon_packing.convert.layouts.layout import ANSWER_COLUMNS, TURN_COLUMNS, Layout, Restated, has_turns
+from energon_packing.convert.layouts.layout import ANSWER_COLUMNS, TURN_COLUMNS, Layout, has_turns
 
 
 def _first_message(record: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -38,11 +38,12 @@ SHAREGPT = Layout(
     name="sharegpt",
     expects="'conversations' of from/value",
     matches=lambda record: _is_sharegpt(record) and _is_conversation(record),
-    restate=lambda record: Restated(record=record),
+    fields=("from", "value"),
 )
 OPENAI = Layout(
     name="openai",
     expects="'messages' of role/content",
     matches=lambda record: not _is_sharegpt(record) and _is_conversation(record),
-    restate=lambda record: Restated(record=record),
+    fields=("role", "content"),
 )
+DECLARED = (SHAREGPT, OPENAI)

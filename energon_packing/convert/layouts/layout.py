@@ -1,31 +1,42 @@
-"""What a layout is: a name, which records it recognises, and how it restates one."""
+"""What a layout is, all layouts, and which of them a record has.
+
+A layout is a module of this folder that declares a `LAYOUT`, or several as `LAYOUTS`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
+from types import ModuleType
 from typing import Any
 
-from energon_packing.convert.unread import says_nothing
+from energon_packing.convert.fields import says_nothing
+from energon_packing.errors import SampleRejected
+from energon_packing.registry import Registry
 
 TURN_COLUMNS = ("messages", "conversations")
 """Columns that hold a list of turns."""
 ANSWER_COLUMNS = ("chosen", "rejected", "rejected_response", "rejected_messages")
 """Columns that hold an answer of a preference pair."""
+SUBFLAVORS = {"energon_packing": "v1"}
+"""Marks every sample of a converted data set; cookers select samples by it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Restated:
-    """A record as a conversation.
+class FileKind:
+    """A kind of files that records name.
 
     Attributes:
-        record: the parsed JSON with ``messages``, ``conversations`` or a pair in place of the layout's own columns; all
-            other columns are unchanged.
-        warnings: names of oddities that were accepted.
+        check: reads and checks an open file: the stream, its path, bytes and kind, and the `ConvertConfig`. Returns a
+            `energon_packing.convert.media_files.StoredMedia`; raises `SampleRejected`.
+        made: what `check` returns, a dataclass that its fields make again.
+        corrupt: reason of a file that is empty, or that its decoder fails on.
     """
 
-    record: Mapping[str, Any]
-    warnings: tuple[str, ...] = ()
+    check: Callable[..., Any]
+    made: Callable[..., Any]
+    corrupt: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,15 +47,87 @@ class Layout:
         name: for ``--format`` and the report.
         expects: what its records look like, for messages.
         matches: whether a record has this layout. Two layouts that match one record are refused by name.
-        restate: the record as a conversation.
+        restate: the record as a conversation, with ``messages``, ``conversations`` or a pair in place of the layout's
+            own columns and all other columns unchanged; the list receives names of oddities that were accepted. None
+            where the record is a conversation.
 
             Raises `SampleRejected` with any reason of `energon_packing.convert.records.parse_record`.
+        fields: of a layout that is a conversation, the names of the role and of the content of a message.
+        parse: of a layout that is no conversation, reads a record whole; such a layout is never detected. Returns what
+            `energon_packing.convert.audit.Parsed` describes.
+        files: kinds of files that such records name; empty for images and videos.
+        subflavors: the mark of its samples, by which cookers select them.
     """
 
     name: str
     expects: str
-    matches: Callable[[Mapping[str, Any]], bool]
-    restate: Callable[[Mapping[str, Any]], Restated]
+    matches: Callable[[Mapping[str, Any]], bool] = lambda record: False
+    restate: Callable[[Mapping[str, Any], list[str]], Mapping[str, Any]] | None = None
+    fields: tuple[str, str] | None = None
+    parse: Callable[[Any], Any] | None = None
+    files: Mapping[str, FileKind] = field(default_factory=dict)
+    subflavors: Mapping[str, str] = field(default_factory=lambda: SUBFLAVORS)
+
+
+def _declared(module: ModuleType) -> Mapping[str, Layout]:
+    layouts = (*getattr(module, "DECLARED", ()), *([module.LAYOUT] if hasattr(module, "LAYOUT") else []))
+    return {layout.name: layout for layout in layouts}
+
+
+LAYOUTS: Registry[Layout] = Registry("layout", folder=__package__, declared=_declared, setting="format")
+
+
+@cache
+def all_layouts() -> tuple[Layout, ...]:
+    """Returns all layouts; asking the registry for every record would take longer than reading it."""
+    return tuple(LAYOUTS.find(name) for name in LAYOUTS.names())
+
+
+def register_layout(layout: Layout) -> None:
+    """Adds a layout for this process; a package can name its own in the entry points of this folder instead.
+
+    Raises:
+        ConfigError: the name is taken.
+    """
+    LAYOUTS.add(layout.name, layout)
+    all_layouts.cache_clear()
+
+
+def find_layout(record: Mapping[str, Any], wanted: str) -> Layout:
+    """The layout of a record.
+
+    Args:
+        record: the parsed JSON.
+        wanted: a name, or ``auto``.
+
+    Raises:
+        SampleRejected: ``unknown_layout`` if none matches, ``ambiguous_layout`` if several do.
+    """
+    if wanted != "auto":
+        layout = LAYOUTS.find(wanted)
+        if layout.fields is None and not layout.matches(record):  # a conversation itself names what it misses
+            raise unknown_layout(record, layout.expects)
+        return layout
+    matching = [layout for layout in all_layouts() if layout.matches(record)]
+    if len(matching) > 1:
+        names = " and ".join(layout.name for layout in matching)
+        columns = "; ".join(f"{layout.name} has {layout.expects}" for layout in matching)
+        raise SampleRejected("ambiguous_layout", f"the record fits {names} ({columns}); name one with --format")
+    if not matching:
+        raise unknown_layout(record)
+    return matching[0]
+
+
+def unknown_layout(record: Mapping[str, Any], expected: str = "") -> SampleRejected:
+    """Why a record cannot be read, with its columns.
+
+    Args:
+        record: the parsed JSON.
+        expected: what was expected; empty for a conversation.
+    """
+    expected = expected or " or ".join(layout.expects for layout in all_layouts() if layout.fields is not None)
+    keys = ", ".join(sorted(key[:40] for key in record)[:20]) or "none"
+    return SampleRejected("unknown_layout", f"expected {expected}; the record's keys are: {keys}")
 
 
 def filled(record: Mapping[str, Any], *names: str) -> bool:

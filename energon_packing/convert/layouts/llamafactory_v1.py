@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from energon_packing.convert.layouts.layout import Layout, Restated, without
-from energon_packing.convert.tool_calls import parse_function_call_text
-from energon_packing.convert.unread import says_nothing
+from energon_packing.convert.fields import says_nothing
+from energon_packing.convert.layouts.layout import Layout, without
+from energon_packing.convert.turns import parse_function_call_text
 from energon_packing.errors import SampleRejected
 
 _PAIR = ("chosen_messages", "rejected_messages")
@@ -34,13 +34,13 @@ def _has_values(message: Any) -> bool:
     )
 
 
-def _restate(record: Mapping[str, Any]) -> Restated:
+def _restate(record: Mapping[str, Any], warnings: list[str]) -> Mapping[str, Any]:
     if not says_nothing(record.get("extra_info")) and "kto" in str(record["extra_info"]):
         raise SampleRejected("unsupported_column", "the column 'extra_info' holds a preference label (KTO) of v1")
     if not all(isinstance(record.get(name), list) for name in _PAIR):
-        return Restated(record={**record, "messages": _messages(record["messages"])})
+        return {**record, "messages": _messages(record["messages"])}
     chosen, rejected = (_messages(record[name]) for name in _PAIR)
-    return Restated(record={**without(record, *_PAIR), "chosen": chosen, "rejected": rejected})
+    return {**without(record, *_PAIR), "chosen": chosen, "rejected": rejected}
 
 
 def _messages(messages: list[Any]) -> list[Any]:
@@ -80,7 +80,7 @@ def _message(message: Any, number: int) -> Any:
     return read
 
 
-V1 = Layout(
+LAYOUT = Layout(
     name="llamafactory-v1",
     expects="'messages' whose content is a list of type/value",
     matches=matches,

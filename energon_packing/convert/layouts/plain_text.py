@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from energon_packing.convert.layouts.layout import ANSWER_COLUMNS, Layout, Restated, has_turns, without
+from energon_packing.convert.layouts.layout import ANSWER_COLUMNS, Layout, has_turns, without
 
 _OTHERS = ("instruction", "query", "prompt", *ANSWER_COLUMNS)
 """Columns of other layouts; beside them, ``text`` is a copy of theirs, as in Stanford's Alpaca, and counted."""
@@ -22,9 +22,9 @@ def _matches(record: Mapping[str, Any]) -> bool:
     )
 
 
-def _restate(record: Mapping[str, Any]) -> Restated:
+def _restate(record: Mapping[str, Any], warnings: list[str]) -> Mapping[str, Any]:
     message = {"role": "assistant", "content": record["text"]}
-    return Restated(record={**without(record, "text"), "messages": [message]})
+    return {**without(record, "text"), "messages": [message]}
 
 
-TEXT = Layout(name="text", expects="'text'", matches=_matches, restate=_restate)
+LAYOUT = Layout(name="text", expects="'text'", matches=_matches, restate=_restate)

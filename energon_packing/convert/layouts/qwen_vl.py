@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from energon_packing.convert.layouts.layout import TURN_COLUMNS, Layout, Restated, filled
+from energon_packing.convert.layouts.layout import TURN_COLUMNS, Layout, filled
 
 _IMAGE = re.compile(r"<img>(.+?)</img>", re.DOTALL)
 _FIELDS = ("value", "content")
@@ -18,7 +18,7 @@ _FIELDS = ("value", "content")
 
 def matches(record: Mapping[str, Any]) -> bool:
     """Whether the text of a turn names an image in tags."""
-    return any("<img>" in text and _IMAGE.search(text) for _, _, text in _texts(record))
+    return any("<img>" in text and _IMAGE.search(text) for text in _texts(record))
 
 
 def names_images(record: Mapping[str, Any]) -> bool:
@@ -26,27 +26,21 @@ def names_images(record: Mapping[str, Any]) -> bool:
     return any(filled(record, name) for name in ("image", "images"))
 
 
-def _texts(record: Mapping[str, Any]) -> Iterator[tuple[str, int, str]]:
-    """Column, number and text of each turn."""
+def _texts(record: Mapping[str, Any]) -> Iterator[str]:
+    """The text of each turn."""
     for column in TURN_COLUMNS:
         turns = record.get(column)
-        for number, turn in enumerate(turns if isinstance(turns, list) else ()):
-            if not isinstance(turn, dict):
-                continue
-            for field in _FIELDS:
+        for turn in turns if isinstance(turns, list) else ():
+            for field in _FIELDS if isinstance(turn, dict) else ():
                 if isinstance(text := turn.get(field), str):
-                    yield column, number, text
+                    yield text
 
 
-def _restate(record: Mapping[str, Any]) -> Restated:
-    restated = dict(record)
-    boxes = False
-    for column in TURN_COLUMNS:
-        if isinstance(record.get(column), list):
-            restated[column] = [_turn(turn) for turn in record[column]]
-    for _, _, text in _texts(record):
-        boxes = boxes or "<box>" in text
-    return Restated(record=restated, warnings=("boxes_kept_as_text",) if boxes else ())
+def _restate(record: Mapping[str, Any], warnings: list[str]) -> Mapping[str, Any]:
+    if any("<box>" in text for text in _texts(record)):
+        warnings.append("boxes_kept_as_text")
+    columns = [column for column in TURN_COLUMNS if isinstance(record.get(column), list)]
+    return {**record, **{column: [_turn(turn) for turn in record[column]] for column in columns}}
 
 
 def _turn(turn: Any) -> Any:
@@ -66,7 +60,7 @@ def _parts(text: Any) -> Any:
     ]
 
 
-QWEN_VL = Layout(
+LAYOUT = Layout(
     name="qwen-vl",
     expects="turns with <img>path</img> in their text",
     matches=matches,

@@ -1,5 +1,103 @@
-"""Packing policies: which samples share a pack. One policy per file, each registered as `POLICY`.
+"""Policies of packing, one per file; what each is good for, what it costs and which fill it reaches is in its file.
 
-To add a policy, write a file with a `registry.PackingPolicy` and list it in `registry.BUILT_IN`. Users call
-`energon_packing.packing.register_policy` instead.
+A file declares `POLICY`, and its name is the policy's. A package outside names a `PackingPolicy` in its entry points of
+the group ``energon_packing.packing.policies``, or calls `register_policy`.
 """
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from energon_packing.packing.constraints import Constraints
+from energon_packing.registry import Registry
+
+Number = int | float
+
+
+class Policy(Protocol):
+    """Packs a whole list: lengths in, index groups out. Pure, deterministic for a given seed, NumPy only.
+
+    `lengths` is ``[N]`` int64, each from 1 to `capacity`; `constraints` covers the same samples, each of which fits
+    alone. The groups, in order of emission, must partition ``range(N)`` within every limit; this is checked.
+    """
+
+    def __call__(
+        self, lengths: np.ndarray, capacity: int, constraints: Constraints, *, window: int, seed: int
+    ) -> Sequence[np.ndarray]: ...
+
+
+class NextPack(Protocol):
+    """Takes the next pack from a sliding window: ascending positions that include position 0, the oldest sample.
+
+    `lengths` and each of `costs` describe the samples held, oldest first; `limits` bounds the costs. `ended` means that
+    the stream has ended and no samples follow those held.
+    """
+
+    def __call__(
+        self,
+        lengths: Sequence[int],
+        capacity: int,
+        costs: Mapping[str, Sequence[Number]] | None,
+        limits: Mapping[str, Number] | None,
+        *,
+        ended: bool,
+    ) -> list[int]: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackingPolicy:
+    """A registered policy.
+
+    Attributes:
+        whole_list: packs a list.
+        next_pack: packs a stream; None if the policy packs the whole window each time and the pack with the oldest
+            sample is used (`energon_packing.packing.online`).
+        streams: whether it can pack a stream at all.
+    """
+
+    whole_list: Policy
+    next_pack: NextPack | None = None
+    streams: bool = True
+
+
+POLICIES: Registry[PackingPolicy] = Registry(
+    "packing policy",
+    folder="energon_packing.packing.policies",
+    declared=lambda module: {module.__name__.rpartition(".")[2]: module.POLICY},
+    setting="packing.policy",
+)
+
+
+def policy_names() -> list[str]:
+    """Returns the known names, built-in ones first."""
+    return POLICIES.names()
+
+
+def register_policy(name: str, policy: Policy | None = None, *, next_pack: NextPack | None = None) -> Any:
+    """Adds a policy under `name`; usable as a function or a decorator.
+
+    Args:
+        name: the value of ``packing.policy`` that selects it.
+        policy: packs whole lists.
+        next_pack: packs streams; by default `policy` packs the window, and the pack with the oldest sample is used.
+
+    Raises:
+        ConfigError: the name is taken.
+    """
+    if policy is None:
+        return lambda function: register_policy(name, function, next_pack=next_pack)
+    POLICIES.add(name, PackingPolicy(whole_list=policy, next_pack=next_pack))
+    return policy
+
+
+def get_policy(name: str) -> Policy:
+    """Returns the policy under `name`, for whole lists.
+
+    Raises:
+        ConfigError: unknown; lists the known names and the nearest one.
+    """
+    return POLICIES.find(name).whole_list

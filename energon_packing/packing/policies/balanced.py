@@ -16,10 +16,8 @@ import numpy as np
 
 from energon_packing.packing.balance import LINEAR
 from energon_packing.packing.constraints import Constraints
-from energon_packing.packing.decreasing import best_fit_decreasing
-from energon_packing.packing.policies.best_fit import LIMITED_WINDOW
-from energon_packing.packing.policies.registry import PackingPolicy
-from energon_packing.packing.policies.window import pack_window
+from energon_packing.packing.policies import PackingPolicy
+from energon_packing.packing.policies.best_fit import pack_best_fit
 
 # Without slack, every pack is full of tokens and costs cannot be evened out; 2 % of slack costs 2 % of the fill.
 SLACK = 0.02
@@ -33,10 +31,7 @@ def pack_balanced(
     """The policy: `lengths` int64 ``[N]``; packs in the order of their oldest sample."""
     if lengths.size == 0:
         return []
-    if constraints:  # as many packs as the policies that fill best would need
-        needed = len(pack_window(lengths, capacity, constraints, window=LIMITED_WINDOW, seed=seed))
-    else:
-        needed = len(best_fit_decreasing(lengths, capacity))
+    needed = len(pack_best_fit(lengths, capacity, constraints, window=window, seed=seed))
     count = math.ceil(needed * (1 + SLACK))
     costs = np.stack([lengths.astype(np.float64), *(cost.astype(np.float64) for cost in constraints.costs.values())], 1)
     limits = np.array([capacity, *(constraints.limits[name] for name in constraints.costs)], dtype=np.float64)

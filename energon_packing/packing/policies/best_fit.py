@@ -14,10 +14,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from energon_packing.errors import PackingError
 from energon_packing.packing.constraints import Constraints
 from energon_packing.packing.decreasing import best_fit_decreasing
-from energon_packing.packing.policies.registry import PackingPolicy
+from energon_packing.packing.policies import PackingPolicy
+from energon_packing.packing.policies.window import pack_window
 
 # Samples that ``window`` holds under limits; more would be slower and fill hardly better.
 LIMITED_WINDOW = 1024
@@ -26,18 +26,11 @@ LIMITED_WINDOW = 1024
 def pack_best_fit(
     lengths: np.ndarray, capacity: int, constraints: Constraints, *, window: int, seed: int
 ) -> Sequence[np.ndarray]:
-    """The policy: `lengths` int64 ``[N]``; packs in the order of their oldest sample. `window` is not used.
-
-    Raises:
-        PackingError: limits other than tokens, which `energon_packing.packing.pack_lengths` passes to ``window``.
-    """
-    del window, seed  # a whole list, deterministic
+    """The policy: `lengths` int64 ``[N]``; packs in the order of their oldest sample. `window` is not used."""
+    del window  # a whole list
     if constraints:
-        raise PackingError(f"best_fit packs by tokens alone, but {', '.join(constraints.costs)} are limited too")
+        return pack_window(lengths, capacity, constraints, window=LIMITED_WINDOW, seed=seed)
     return best_fit_decreasing(lengths, capacity)
 
 
-POLICY = PackingPolicy(
-    whole_list=pack_best_fit,
-    under_limits=("window", LIMITED_WINDOW),
-)
+POLICY = PackingPolicy(whole_list=pack_best_fit)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from energon_packing.packing.constraints import Constraints
-from energon_packing.packing.policies.registry import PackingPolicy
+from energon_packing.packing.policies import PackingPolicy
 
 BLOCK = 256  # packs per block: the scan over block maxima and the scan inside a block cost about the same
 

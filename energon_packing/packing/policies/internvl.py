@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from energon_packing.packing.constraints import Constraints
-from energon_packing.packing.policies.registry import PackingPolicy
+from energon_packing.packing.policies import PackingPolicy
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from energon_packing.packing.constraints import Constraints
-from energon_packing.packing.policies.registry import PackingPolicy
+from energon_packing.packing.policies import PackingPolicy
 
 
 def pack_next_fit(

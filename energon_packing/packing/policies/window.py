@@ -20,9 +20,8 @@ import numpy as np
 from energon_packing.errors import ConfigError, PackingError
 from energon_packing.packing.constraints import Constraints
 from energon_packing.packing.decreasing import best_fit_decreasing
-from energon_packing.packing.limited_fill import fill_limited
-from energon_packing.packing.policies.registry import Number, PackingPolicy
-from energon_packing.packing.subset_sum import fill_exactly
+from energon_packing.packing.policies import Number, PackingPolicy
+from energon_packing.packing.subset_sum import fill_exactly, fill_limited
 
 
 def select_from_window(
@@ -136,24 +135,28 @@ class WindowPacker[Key]:
         """True when the window holds ``window`` samples: take a pack before adding more."""
         return len(self._keys) >= self.window
 
+    def misfit(self, length: int, costs: Mapping[str, Number]) -> str | None:
+        """Returns why a sample fits no pack alone, as part of a sentence; None if it fits."""
+        if not 0 < length <= self.capacity:
+            return f"length {length}, capacity {self.capacity}"
+        over = (name for name, limit in self.limits.items() if name not in costs or not 0 <= costs[name] <= limit)
+        return next((f"{costs.get(name)} {name}, limit {self.limits[name]}" for name in over), None)
+
     def add(self, key: Key, length: int, costs: Mapping[str, Number] | None = None) -> None:
         """Holds one more sample.
 
         Raises:
             PackingError: the window is full, or the sample fits no pack alone.
         """
-        if len(self._keys) >= self.window:
+        costs = costs or {}
+        if self.full:
             raise PackingError(f"the window already holds {self.window} samples; take a pack first")
-        if not 0 < length <= self.capacity:
-            raise PackingError(f"sample {key!r} has {length} tokens, a pack holds 1 to {self.capacity}")
-        for name, limit in self.limits.items():
-            cost = (costs or {}).get(name)
-            if cost is None or not 0 <= cost <= limit:
-                raise PackingError(f"sample {key!r} costs {cost} {name}, a pack holds 0 to {limit}")
+        if (problem := self.misfit(length, costs)) is not None:
+            raise PackingError(f"sample {key!r} does not fit into a pack: {problem}")
         self._keys.append(key)
         self._lengths.append(length)
         for name, column in self._costs.items():
-            column.append((costs or {})[name])
+            column.append(costs[name])
 
     def next_pack(self) -> list[Key]:
         """Takes the next pack out of the window: keys, oldest first."""
@@ -163,7 +166,7 @@ class WindowPacker[Key]:
         """Takes out everything, for the end of a stream: packs of keys, ordered by their oldest sample."""
         groups = drain_window(self._lengths, self.capacity, self._costs, self.limits)
         packs = [[self._keys[position] for position in group] for group in groups]
-        self._clear()
+        self._empty()
         return packs
 
     def state(self) -> dict[str, Any]:
@@ -182,24 +185,23 @@ class WindowPacker[Key]:
         """
         if set(state["costs"]) != set(self.limits):
             raise PackingError(f"the state has the costs {sorted(state['costs'])}, the packer {sorted(self.limits)}")
-        self._clear()
+        self._empty()
         for position, key in enumerate(state["keys"]):
             costs = {name: column[position] for name, column in state["costs"].items()}
             self.add(key, state["lengths"][position], costs)
 
     def _take(self, positions: list[int]) -> list[Key]:
         taken = [self._keys[position] for position in positions]
-        for position in reversed(positions):
-            del self._keys[position]
-            del self._lengths[position]
-            for column in self._costs.values():
+        for column in self._columns():
+            for position in reversed(positions):
                 del column[position]
         return taken
 
-    def _clear(self) -> None:
-        self._keys.clear()
-        self._lengths.clear()
-        for column in self._costs.values():
+    def _columns(self) -> list[list[Any]]:
+        return [self._keys, self._lengths, *self._costs.values()]
+
+    def _empty(self) -> None:
+        for column in self._columns():
             column.clear()
 
 

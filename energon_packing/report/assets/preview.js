@@ -7,8 +7,7 @@
   }
   const packed = Uint8Array.from(atob(document.getElementById("data").textContent), (char) => char.charCodeAt(0));
   const unpacked = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
-  const { facts, packs } = await new Response(unpacked).json();
-  const pictures = JSON.parse(document.getElementById("pictures").textContent);
+  const { facts, packs, pictures } = await new Response(unpacked).json();
   const KINDS = ["text", "trained", "image", "video"];
   const SVG = "http://www.w3.org/2000/svg";
   const number = new Intl.NumberFormat("en");

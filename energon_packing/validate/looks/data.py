@@ -1,19 +1,48 @@
-"""Looks at the data set of a run: path, parts, index, media. Files only; neither torch nor Energon is imported."""
+"""Looks at the data set of a run: path, parts, index, media. Reads JSON, YAML and SQLite; imports no torch, no Energon.
+
+A directory of shards is complete if it holds everything that Energon's loader and our cookers open.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import os.path
+import sqlite3
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from energon_packing.convert.layout import META_DIRECTORY, dataset_entry
+from energon_packing.convert.layout import DATASET_FILE, INFO_FILE, META_DIRECTORY, dataset_entry
 from energon_packing.errors import UserError
-from energon_packing.validate.looks.leaves import REMOTE, Flaw, Leaf, leaves_of
-from energon_packing.validate.looks.look import Look
-from energon_packing.validate.looks.shards import PREPARE_MEDIA, Inspected, inspect
+from energon_packing.validate.looks.leaves import REMOTE, Flaw, Leaf, leaves_of, mapping_in, missing_split
+from energon_packing.validate.looks.look import Look, LookOutcome
+
+INDEX_FILE = "index.sqlite"
+SHARD_INDEX_SUFFIX = ".tar.idx"
+PREPARE_MEDIA = "run 'energon prepare-media --media-metadata-by-extension DIR'"
 
 _IDS = ("data-path", "data-split", "data-index", "data-media")
 _NOTHING = "there is nothing readable to look at"
+
+
+@dataclass(kw_only=True, slots=True)
+class Inspected:
+    """What was found in one directory.
+
+    Attributes:
+        shards, samples: of the part that the run reads.
+        names: of its shards, in order.
+        media: whether media metadata of its media store name anything; None where there is no table of them.
+        subflavors: of its samples, with those of the references.
+    """
+
+    shards: int = 0
+    samples: int = 0
+    names: tuple[str, ...] = ()
+    media: bool | None = None
+    subflavors: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,125 +70,239 @@ def look_at_data(path: str, split: str, places: Mapping[str, str], others: Mappi
         others: parts to evaluate on, setting -> part.
     """
     at = f"{places['data.path']}: {path}" if path else places["data.path"]
+    training = places["data.split"]
+    unread = ""
     if not path:
-        return DataLooks(looks=_unread(at, "no data set is named", _IDS))
-    if REMOTE in path:
-        return DataLooks(looks=_unread(at, f"{path} is not on this machine", _IDS))
-    if path.endswith(".parquet") and Path(path).is_file():
-        why = "it is a plan, which is compared with the run and its shards when it is read"
-        return DataLooks(looks=_unread(at, why, _IDS))
-    if (Path(path) / "packed.json").is_file():
-        why = "it is packed, and compared with the run when it is read; 'energon-packing verify' reads all of it"
-        return DataLooks(looks=_unread(at, why, _IDS))
-    parts = {places["data.split"]: split, **others}
+        unread = "no data set is named"
+    elif REMOTE in path:
+        unread = f"{path} is not on this machine"
+    elif path.endswith(".parquet") and Path(path).is_file():
+        unread = "it is a plan, which is compared with the run and its shards when it is read"
+    elif (Path(path) / "packed.json").is_file():
+        unread = "it is packed, and compared with the run when it is read; 'energon-packing verify' reads all of it"
+    found = _Found(parts={training: split, **others})
     try:
-        entry = dataset_entry(path)
-        return _look_at_parts(entry, parts, at, places["data.split"])
+        if not unread:
+            _find(dataset_entry(path), found)
     except UserError as error:
         why, _, fix = str(error).partition("; ")
         broken = "data-index" if (Path(path) / META_DIRECTORY).is_dir() else "data-path"
-        wrong = Look(id=broken, at=at, outcome="error", why=why, fix=fix)
-        return DataLooks(looks=[wrong if look.id == broken else look for look in _unreadable(at, parts)])
+        found.flaws.append((training, Flaw(look=broken, why=why, fix=fix)))
     except OSError as error:
         why = f"{path} cannot be read: {error.strerror or error}"
-        wrong = Look(id="data-path", at=at, outcome="error", why=why, fix="give the run the right to read it")
-        return DataLooks(looks=[wrong, *_unreadable(at, parts)[1:]])
+        found.flaws.append((training, Flaw(look="data-path", why=why, fix="give the run the right to read it")))
     except ImportError as error:  # brace patterns of shard names need a package that comes with Energon
-        return DataLooks(looks=_unread(at, f"this needs Energon: {error}", _IDS))
+        unread = f"this needs Energon: {error}"
+    if unread:
+        return DataLooks(looks=[_look(id, at, "not looked at", unread) for id in _IDS])
+    splits = [look for setting in found.parts for look in _split_looks(setting, found, training)]
+    path_looks, *others_of_it = (_looks_of(id, at, found) for id in ("data-path", "data-index", "data-media"))
+    whole = not found.elsewhere and not any(setting == training for setting, _ in found.flaws)
+    looks = [*path_looks, *splits, *(look for looks in others_of_it for look in looks)]
+    return DataLooks(looks=looks, readable=found.sound[training], whole=whole)
 
 
-def _look_at_parts(entry: str, parts: Mapping[str, str], at: str, training: str) -> DataLooks:
-    """The looks at an entry that exists."""
-    flaws: list[tuple[str, Flaw]] = []  # with the setting of the part in which it was found
-    sound: dict[str, list[tuple[Leaf, Inspected]]] = {}
-    elsewhere: list[str] = []
-    without_sizes: list[str] = []
-    with_media = False
-    for setting, part in parts.items():
+@dataclass(kw_only=True, slots=True)
+class _Found:
+    """What the parts of a data set hold: setting -> part, flaws by setting, leaves without one, and those elsewhere."""
+
+    parts: Mapping[str, str]
+    flaws: list[tuple[str, Flaw]] = field(default_factory=list)
+    sound: dict[str, list[tuple[Leaf, Inspected]]] = field(default_factory=lambda: defaultdict(list))
+    elsewhere: list[str] = field(default_factory=list)
+
+
+def _find(entry: str, into: _Found) -> None:
+    for setting, part in into.parts.items():
         leaves, broken = leaves_of(entry, part)
-        flaws += [(setting, flaw) for flaw in broken]
-        sound[setting] = []
+        into.flaws += [(setting, flaw) for flaw in broken]
+        into.elsewhere += [leaf.path for leaf in leaves if REMOTE in leaf.path]
         for leaf in leaves:
-            if REMOTE in leaf.path:
-                elsewhere.append(leaf.path)
-                continue
-            found = inspect(leaf)
-            flaws += [(setting, flaw) for flaw in found.flaws]
-            if not found.flaws:
-                sound[setting].append((leaf, found))
-            with_media = with_media or found.media is True
-            if found.media is None and not found.flaws:
-                without_sizes.append(leaf.path)
-    ok = {
-        "data-path": _counted({leaf.path for found in sound.values() for leaf, _ in found}, "data set"),
-        "data-index": "shards and index files are complete",
-        "data-media": "the sizes of its media are known" if with_media else "it has no media",
-    }
-    looks: list[Look] = []
-    for look in _IDS:
-        if look == "data-split":
-            looks += _split_looks(parts, flaws, sound, training)
-            continue
-        found_flaws = list(dict.fromkeys(flaw for _, flaw in flaws if flaw.look == look))
-        looks += [Look(id=look, at=at, outcome="error", why=flaw.why, fix=flaw.fix) for flaw in found_flaws]
-        if look == "data-path":
-            looks += _unread(at, f"{_some(elsewhere)} is not on this machine", (look,)) if elsewhere else []
-        if look == "data-media" and without_sizes:
-            why = (
-                f"{_some(without_sizes)} has no media metadata; an image or video whose record does not say its size "
-                "is dropped"
-            )
-            looks.append(Look(id=look, at=at, outcome="note", why=why, fix=PREPARE_MEDIA))
-        elif not found_flaws and any(sound.values()):
-            looks.append(Look(id=look, at=at, outcome="ok", why=ok[look]))
-        elif look == "data-path" and not found_flaws and not elsewhere:
-            looks.append(Look(id=look, at=at, outcome="ok", why="it is there"))
-        elif not found_flaws and look != "data-path":
-            looks += _unread(at, _NOTHING, (look,))
-    whole = not elsewhere and not any(setting == training for setting, _ in flaws)
-    return DataLooks(looks=looks, readable=sound[training], whole=whole)
+            if REMOTE not in leaf.path:
+                inspected = Inspected()
+                flaws = [(setting, flaw) for flaw in _flaws(leaf, inspected)]
+                into.flaws += flaws
+                into.sound[setting] += [] if flaws else [(leaf, inspected)]
 
 
-def _split_looks(
-    parts: Mapping[str, str],
-    flaws: list[tuple[str, Flaw]],
-    sound: Mapping[str, list[tuple[Leaf, Inspected]]],
-    training: str,
-) -> list[Look]:
-    """One look or more for each part that the run reads."""
-    looks = []
-    for setting, part in parts.items():
-        at = f"{setting}: {part}"
-        own = dict.fromkeys(flaw for where, flaw in flaws if where == setting and flaw.look == "data-split")
-        more = "" if setting == training else ", or turn the evaluation off"
-        looks += [Look(id="data-split", at=at, outcome="error", why=flaw.why, fix=flaw.fix + more) for flaw in own]
-        if own:
-            continue
-        if not sound[setting]:
-            looks += _unread(at, _NOTHING, ("data-split",))
-            continue
-        samples = _counted(sum(found.samples for _, found in sound[setting]), "sample")
-        shards = _counted(sum(found.shards for _, found in sound[setting]), "shard")
-        looks.append(Look(id="data-split", at=at, outcome="ok", why=f"{samples} in {shards}"))
-    return looks
+def _looks_of(id: str, at: str, found: _Found) -> Iterator[Look]:
+    """One look or more at all parts together."""
+    good = [pair for pairs in found.sound.values() for pair in pairs]
+    flaws = dict.fromkeys(flaw for _, flaw in found.flaws if flaw.look == id)
+    yield from (_look(id, at, "error", flaw.why, flaw.fix) for flaw in flaws)
+    if id == "data-path":
+        if found.elsewhere:
+            yield _look(id, at, "not looked at", f"{_named(found.elsewhere)} is not on this machine")
+        if not flaws and (good or not found.elsewhere):
+            there = _counted(len({leaf.path for leaf, _ in good}), "data set") if good else "it is there"
+            yield _look(id, at, "ok", there)
+        return
+    if id == "data-media" and (without_sizes := [leaf.path for leaf, inspected in good if inspected.media is None]):
+        why = "has no media metadata; an image or video whose record does not say its size is dropped"
+        yield _look(id, at, "note", f"{_named(without_sizes)} {why}", PREPARE_MEDIA)
+    elif not flaws and not good:
+        yield _look(id, at, "not looked at", _NOTHING)
+    elif not flaws:
+        media = any(inspected.media for _, inspected in good)
+        sizes = "the sizes of its media are known" if media else "it has no media"
+        yield _look(id, at, "ok", sizes if id == "data-media" else "shards and index files are complete")
 
 
-def _unreadable(at: str, parts: Mapping[str, str]) -> list[Look]:
-    """The looks at a data set that cannot be opened; a part keeps its setting and its name."""
-    looks = _unread(at, _NOTHING, _IDS)
-    splits = [look for setting, part in parts.items() for look in _unread(f"{setting}: {part}", _NOTHING, _IDS[1:2])]
-    return [looks[0], *splits, *looks[2:]]
+def _split_looks(setting: str, found: _Found, training: str) -> list[Look]:
+    """One look or more at a part that the run reads."""
+    id, at, sound = "data-split", f"{setting}: {found.parts[setting]}", found.sound[setting]
+    own = dict.fromkeys(flaw for where, flaw in found.flaws if where == setting and flaw.look == id)
+    more = "" if setting == training else ", or turn the evaluation off"
+    if own:
+        return [_look(id, at, "error", flaw.why, flaw.fix + more) for flaw in own]
+    if not sound:
+        return [_look(id, at, "not looked at", _NOTHING)]
+    samples, shards = (sum(getattr(inspected, what) for _, inspected in sound) for what in ("samples", "shards"))
+    return [_look(id, at, "ok", f"{_counted(samples, 'sample')} in {_counted(shards, 'shard')}")]
 
 
-def _unread(at: str, why: str, looks: tuple[str, ...]) -> list[Look]:
-    return [Look(id=look, at=at, outcome="not looked at", why=why) for look in looks]
+def _look(id: str, at: str, outcome: LookOutcome, why: str, fix: str = "") -> Look:
+    return Look(id=id, at=at, outcome=outcome, why=why, fix=fix)
 
 
-def _counted(things: int | set[str], one: str) -> str:
-    number = things if isinstance(things, int) else len(things)
+def _counted(number: int, one: str) -> str:
     return f"{number:,} {one}{'' if number == 1 else 's'}"
 
 
-def _some(names: list[str]) -> str:
+def _named(names: list[str]) -> str:
     unique = list(dict.fromkeys(names))
     return unique[0] if len(unique) == 1 else f"{unique[0]} (and {len(unique) - 1} more)"
+
+
+def _flaws(leaf: Leaf, found: Inspected) -> Iterator[Flaw]:
+    """What stops the loader; fills `found` on the way."""
+    directory = Path(leaf.path)
+    meta = directory / META_DIRECTORY
+    named = f" (named in {leaf.named_in})" if leaf.named_in else ""
+    if directory.is_file() and directory.suffix == ".jsonl":  # records as JSON lines, which Energon reads whole
+        found.media = False
+        return
+    if not meta.is_dir():
+        yield _no_data_set(directory, named)
+        return
+    prepare = f"run 'energon prepare {directory}'"
+    try:
+        counts = _counts(meta)
+        older = "split.json" if leaf.split_config == "split.yaml" else leaf.split_config
+        splits = mapping_in(meta / leaf.split_config) or mapping_in(meta / older)
+        own = mapping_in(meta / leaf.dataset_config)
+    except ValueError as error:
+        yield Flaw(look="data-index", why=f"{error}{named}", fix=prepare)
+        return
+    for name, values in ((INFO_FILE, counts), (leaf.split_config, splits), (leaf.dataset_config, own)):
+        if values is None:
+            yield Flaw(look="data-index", why=f"{meta} lacks {name}{named}", fix=prepare)
+    if own is not None:
+        found.subflavors = {**(own.get("subflavors") or {}), **leaf.subflavors}
+    if counts is not None and splits is not None:
+        yield from _flaws_of_part(found, leaf, counts, splits)
+    try:  # the data set itself is the store of a sample's own files
+        found.media = _has_media(meta / INDEX_FILE)
+    except (OSError, sqlite3.Error) as error:
+        yield Flaw(look="data-index", why=f"{meta / INDEX_FILE} cannot be read: {error}", fix=prepare)
+    for name, address in leaf.aux.items():
+        yield from _flaws_of_media(found, address, f"the auxiliary data set {name!r} of {leaf.path}")
+
+
+def _no_data_set(directory: Path, named: str) -> Flaw:
+    fix = "name a data set that 'energon-packing convert' wrote"
+    if not directory.exists():
+        why = f"{directory} does not exist{named}"
+    elif directory.is_file():
+        why = f"{directory} is a file{named}, neither a metadataset (.yaml) nor a data set"
+    elif (directory / DATASET_FILE).is_file():
+        why = f"{directory}{named} keeps its description in {DATASET_FILE}, which a metadataset must name itself"
+        fix = f"name {directory / DATASET_FILE}"
+    else:
+        why = f"{directory} is not an Energon data set{named}: it has neither {DATASET_FILE} nor {META_DIRECTORY}"
+        fix = f"make one with 'energon-packing convert', or run 'energon prepare {directory}'"
+    return Flaw(look="data-path", why=why, fix=fix)
+
+
+def _flaws_of_part(
+    found: Inspected, leaf: Leaf, counts: Mapping[str, int], splits: Mapping[str, Any]
+) -> Iterator[Flaw]:
+    """Checks that the shards of the part are listed, counted, and present with their indices."""
+    parts = splits.get("split_parts") or {}
+    if leaf.split not in parts:
+        yield missing_split(leaf.path, leaf.split, parts)
+        return
+    excluded = set(_expanded(splits.get("exclude") or ()))
+    shards = [name for name in _expanded(parts[leaf.split] or ()) if name not in excluded]
+    found.names = tuple(shards)
+    found.shards, found.samples = len(shards), sum(int(counts.get(name, 0)) for name in shards)
+    prepare = f"run 'energon prepare {leaf.path}' again"
+    if unknown := [name for name in shards if name not in counts]:
+        yield Flaw(look="data-index", why=f"{leaf.path}: {INFO_FILE} does not count {_some(unknown)}", fix=prepare)
+    elif not found.samples:
+        fix = "convert records into it, or remove it from the run"
+        yield Flaw(look="data-split", why=f"{leaf.path} has no sample in split {leaf.split!r}", fix=fix)
+    gone = [name for name in shards if not (Path(leaf.path) / name).is_file()]
+    if gone:
+        fix = "copy the shards there, or convert again"
+        yield Flaw(look="data-index", why=f"{leaf.path} lacks {_some(gone)}", fix=fix)
+    indices = [str(Path(name).with_suffix(SHARD_INDEX_SUFFIX)) for name in shards if name not in gone]
+    if lost := [name for name in indices if not (Path(leaf.path) / name).is_file()]:
+        yield Flaw(look="data-index", why=f"{leaf.path} lacks {_some(lost)}", fix=prepare)
+
+
+def _flaws_of_media(found: Inspected, address: str, what: str) -> Iterator[Flaw]:
+    """Of an auxiliary data set; the metadata of the last that has an index count as the media's."""
+    directory = address.removeprefix("filesystem://")
+    if REMOTE in directory:
+        return
+    if directory != address:
+        if not os.path.isdir(directory):
+            why = f"{directory}, {what}, does not exist"
+            yield Flaw(look="data-media", why=why, fix="copy it there, or correct 'aux'")
+        return
+    try:
+        found.media = _has_media(Path(address) / META_DIRECTORY / INDEX_FILE)
+        counts = _counts(Path(address) / META_DIRECTORY) or {}
+    except (OSError, ValueError, sqlite3.Error) as error:
+        why = f"{address}, {what}, cannot be opened: {error}"
+        yield Flaw(look="data-media", why=why, fix="copy it there, or convert again")
+        return
+    if gone := [shard for shard in counts if not (Path(address) / shard).is_file()]:
+        why = f"{address}, {what}, lacks {_some(gone)}"
+        yield Flaw(look="data-media", why=why, fix="copy the shards there, or convert again")
+
+
+def _counts(meta: Path) -> Mapping[str, int] | None:
+    """Shard -> samples; Energon wrote YAML in its first versions."""
+    info = mapping_in(meta / INFO_FILE) or mapping_in(meta / ".info.yaml")
+    if info and not isinstance(info.get("shard_counts"), Mapping):
+        raise ValueError(f"{meta} has no counts of shards")
+    return info["shard_counts"] if info else None
+
+
+def _has_media(index: Path) -> bool | None:
+    """Whether Energon's table of media metadata has rows, maybe millions; None if there is no such table."""
+    if not index.is_file():
+        raise FileNotFoundError("it does not exist")
+    with contextlib.closing(sqlite3.connect(f"{index.resolve().as_uri()}?mode=ro&immutable=1", uri=True)) as connection:
+        table = "SELECT 1 FROM sqlite_master WHERE type='table' AND name='media_metadata'"
+        if connection.execute(table).fetchone() is None:
+            return None
+        return connection.execute("SELECT 1 FROM media_metadata LIMIT 1").fetchone() is not None
+
+
+def _expanded(names: Any) -> Iterator[str]:
+    """Names with their braces expanded, as Energon expands them."""
+    for name in map(str, names):
+        if "{" not in name:
+            yield name
+            continue
+        from braceexpand import braceexpand
+
+        yield from braceexpand(name)
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}"

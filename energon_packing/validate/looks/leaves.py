@@ -6,6 +6,7 @@ named. Only the documented YAML is read; nothing in it is instantiated, and Ener
 
 from __future__ import annotations
 
+import json
 import math
 import os.path
 from collections.abc import Iterator, Mapping
@@ -60,7 +61,7 @@ class Flaw:
 
 
 def leaves_of(entry: str, split: str) -> tuple[list[Leaf], list[Flaw]]:
-    """The directories that a part of a data set consists of.
+    """Returns the directories that a part of a data set consists of.
 
     Args:
         entry: a directory with ``.nv-meta``, or a metadataset YAML file; see `convert.layout.dataset_entry`.
@@ -69,11 +70,8 @@ def leaves_of(entry: str, split: str) -> tuple[list[Leaf], list[Flaw]]:
     Returns:
         The leaves in the order of the references, and what keeps references from being followed.
     """
-    leaves: list[Leaf] = []
-    flaws: list[Flaw] = []
-    for found in _follow(Leaf(path=os.path.abspath(entry), split=split), ()):
-        (leaves if isinstance(found, Leaf) else flaws).append(found)  # type: ignore[arg-type]
-    return leaves, flaws
+    followed = list(_follow(Leaf(path=os.path.abspath(entry), split=split), ()))
+    return [found for found in followed if isinstance(found, Leaf)], [f for f in followed if isinstance(f, Flaw)]
 
 
 def _follow(reference: Leaf, above: tuple[str, ...]) -> Iterator[Leaf | Flaw]:
@@ -85,11 +83,11 @@ def _follow(reference: Leaf, above: tuple[str, ...]) -> Iterator[Leaf | Flaw]:
     if file in above:
         yield Flaw(look="data-path", why=f"{file} refers to itself", fix="remove the reference to itself")
         return
-    values = _read_yaml(file)
-    if isinstance(values, Flaw):
-        yield values
+    try:
+        splits = (mapping_in(Path(file)) or {}).get("splits")
+    except ValueError as error:
+        yield Flaw(look="data-path", why=str(error), fix="correct the file")
         return
-    splits = values.get("splits")
     if not isinstance(splits, Mapping):
         yield Flaw(
             look="data-path",
@@ -127,15 +125,8 @@ def _references(values: Mapping[str, Any], parent: Leaf, above: tuple[str, ...])
     joined = parent.joined or listed == "join"
     split = str(values["split_part"]) if listed == "join" and values.get("split_part") else parent.split
     subflavors = {**(values.get("subflavors") or {}), **parent.subflavors} if listed == "join" else parent.subflavors
-    below = Leaf(
-        path=parent.path,
-        split=split,
-        subflavors=subflavors,
-        joined=joined,
-        weight=parent.weight,
-        repetitions=parent.repetitions,
-        subset=parent.subset or bool(values.get("subset")),
-    )
+    subset = parent.subset or bool(values.get("subset"))
+    below = replace(parent, split=split, subflavors=subflavors, joined=joined, subset=subset)
     try:
         shared = _shares(listed, entries, below)
     except ValueError as error:
@@ -173,7 +164,8 @@ def _shares(listed: str, entries: list[Mapping[str, Any]], parent: Leaf) -> list
 def _leaf(values: Mapping[str, Any], parent: Leaf, file: str) -> Leaf:
     """One reference; outer subflavors win over inner ones, as in Energon."""
     aux = values.get("aux") or {}
-    return Leaf(
+    return replace(
+        parent,
         path=_beside(file, str(values["path"])),
         split=str(values.get("split_part") or parent.split),
         named_in=file,
@@ -181,9 +173,6 @@ def _leaf(values: Mapping[str, Any], parent: Leaf, file: str) -> Leaf:
         dataset_config=str(values.get("dataset_config") or "dataset.yaml"),
         aux={str(name): _aux(file, value) for name, value in aux.items()},
         subflavors={**(values.get("subflavors") or {}), **parent.subflavors},
-        joined=parent.joined,
-        weight=parent.weight,
-        repetitions=parent.repetitions,
         subset=parent.subset or bool(values.get("subset")),
     )
 
@@ -191,13 +180,9 @@ def _leaf(values: Mapping[str, Any], parent: Leaf, file: str) -> Leaf:
 def _aux(file: str, value: Any) -> str:
     """The address of an auxiliary data set; ``filesystem://`` in front of a path says that it has no index."""
     if isinstance(value, Mapping):  # the long form: {path: DIR} or {fs_path: DIR}
-        if "fs_path" in value:
-            return f"filesystem://{_beside(file, str(value['fs_path']))}"
-        value = value.get("path", "")
-    text = str(value)
-    if text.startswith("filesystem://"):
-        return f"filesystem://{_beside(file, text.removeprefix('filesystem://'))}"
-    return _beside(file, text)
+        value = f"filesystem://{value['fs_path']}" if "fs_path" in value else value.get("path", "")
+    kind = "filesystem://" if str(value).startswith("filesystem://") else ""
+    return kind + _beside(file, str(value).removeprefix(kind))
 
 
 def _beside(file: str, path: str) -> str:
@@ -205,15 +190,24 @@ def _beside(file: str, path: str) -> str:
     return path if REMOTE in path else os.path.normpath(os.path.join(os.path.dirname(file), path))
 
 
-def _read_yaml(file: str) -> Mapping[str, Any] | Flaw:
+def mapping_in(file: Path) -> Mapping[str, Any] | None:
+    """Returns the values of a JSON or YAML file; None if there is no such file.
+
+    Raises:
+        ValueError: it cannot be read, or holds something else.
+    """
     import yaml
 
+    if not file.is_file():
+        return None
     try:
-        values = load_yaml(Path(file).read_text(encoding="utf-8-sig"), most_values=MOST_OF_DATA)
+        text = file.read_text(encoding="utf-8-sig")
+        values = json.loads(text) if file.suffix == ".json" else load_yaml(text, most_values=MOST_OF_DATA)
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:200]
-        return Flaw(look="data-path", why=f"{file} cannot be read as YAML: {reason}", fix="correct the file")
-    return values if isinstance(values, Mapping) else {}
+        raise ValueError(f"{file} cannot be read: {' '.join(str(error).split())[:200]}") from error
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{file} holds a {type(values).__name__}, expected a mapping")
+    return values
 
 
 def missing_split(where: str, split: str, known: Mapping[str, Any]) -> Flaw:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from pathlib import Path
 
 from energon_packing.config import RunConfig
 from energon_packing.conversation import PREFERENCE, PairCounts
 from energon_packing.energon.data_identity import known_pairs
 from energon_packing.errors import ConfigError
 from energon_packing.validate.looks.data import look_at_data
-from energon_packing.validate.looks.ledger import look_at_ledger
+from energon_packing.validate.looks.leaves import REMOTE
 from energon_packing.validate.looks.look import LOOKS, Look
-from energon_packing.validate.sources.run_reads import RunReads
+from energon_packing.validate.looks.processor import look_at_processor
+from energon_packing.validate.run_source import RunReads
 from energon_packing.validate.verdict import without_output
 
 
@@ -28,45 +31,66 @@ def look_at_run(reads: RunReads, *, data_parallel: int = 1) -> list[Look]:
     Returns:
         One or more looks per id of `LOOKS`, in that order.
     """
-    if reads.problem:
-        wrong = Look(id="data-path", at="the run", outcome="error", why=reads.problem, fix="correct the setting")
-        return [wrong, *(_unread(look, "its settings cannot be used") for look in LOOKS if look != wrong.id)]
     if reads.config is None:
-        return [_unread(look, reads.unread) for look in LOOKS]
+        why = "its settings cannot be used" if reads.problem else reads.unread
+        looks = [Look(id=id, at="the run", outcome="not looked at", why=why) for id in LOOKS]
+        if reads.problem:
+            looks[0] = replace(looks[0], outcome="error", why=reads.problem, fix="correct the setting")
+        return looks
     config, places = reads.config, reads.places
     data = look_at_data(config.data.path, config.data.split, places, reads.other_splits)
     ledger = look_at_ledger(config.packing.ledger, places["packing.ledger"])
-    from energon_packing.validate.looks.processor import look_at_processor
-
+    at = f"{places['data.path']}: {config.data.path}" if config.data.path else places["data.path"]
+    unread = Look(id="samples", at=at, outcome="not looked at", why="there is no data set to read")
     with without_output():
-        found = look_at_processor(config.encoder, places["encoder.processor"], places["encoder.chat_template"])
-        at = f"{places['data.path']}: {config.data.path}" if config.data.path else places["data.path"]
-        counts, refused = _pairs(config, at) if data.readable else (PairCounts(), None)
-        if refused is not None:
-            samples = [refused]
-        elif not data.readable:
-            samples = [Look(id="samples", at=at, outcome="not looked at", why="there is no data set to read")]
-        elif found.processor is None:
-            why = "without a processor and a template nothing can be rendered"
-            samples = [Look(id="samples", at=at, outcome="not looked at", why=why)]
+        of_processor, processor = look_at_processor(
+            config.encoder, places["encoder.processor"], places["encoder.chat_template"]
+        )
+        if not data.readable:
+            samples = [unread]
+        elif refused := _refused_pairs(config):
+            why, _, fix = refused.partition("; ")
+            samples = [replace(unread, outcome="error", why=why, fix=fix.rstrip("."))]
         else:
-            from energon_packing.validate.looks.samples import look_at_samples
+            samples = [replace(unread, why="without a processor and a template nothing can be rendered")]
+            if processor is not None:
+                from energon_packing.validate.looks.samples import look_at_samples
 
-            samples = look_at_samples(config, found.processor, data, at, data_parallel=data_parallel)
-        if counts and refused is None:
-            samples[0] = _with_pairs(samples[0], config, counts)
-    return [*data.looks, ledger, *found.looks, *samples]
+                samples = look_at_samples(config, processor, data, at, data_parallel=data_parallel)
+            if counts := known_pairs(config.data.path, config.data.split):
+                samples[0] = _with_pairs(samples[0], config, counts)
+    return [*data.looks, ledger, *of_processor, *samples]
 
 
-def _pairs(config: RunConfig, at: str) -> tuple[PairCounts, Look | None]:
-    """What `convert` counted in the data sets, and the refusal of the run if it did not choose what is trained."""
-    counts = known_pairs(config.data.path, config.data.split)
+def look_at_ledger(ledger: str | None, place: str) -> Look:
+    """Whether files can be created in the directory, or the directory itself if it does not exist. Writes nothing.
+
+    Args:
+        ledger: ``packing.ledger``, which workers write hours into a run.
+        place: name of that setting in the run.
+    """
+    if ledger is None:
+        return Look(id="packing-ledger", at=place, outcome="ok", why="no ledger is written to disk")
+    directory = Path(ledger).absolute()
+    there = next(place for place in (directory, *directory.parents) if place.exists())
+    why = ""
+    if REMOTE in ledger:
+        why = f"{ledger} is an address; a ledger is written to a directory"
+    elif not there.is_dir():
+        why = f"{there} is a file, so no ledger can be written to {ledger}"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        why = f"{there} cannot be written"
+    ok = Look(id="packing-ledger", at=f"{place}: {ledger}", outcome="ok", why="it can be written")
+    return replace(ok, outcome="error", why=why, fix="name another directory") if why else ok
+
+
+def _refused_pairs(config: RunConfig) -> str:
+    """Why the run stops at what `convert` counted in the data sets, where it did not choose what is trained."""
     try:
-        counts.check(config.data.path, config.packing.pairs)
+        known_pairs(config.data.path, config.data.split).check(config.data.path, config.packing.pairs)
     except ConfigError as error:
-        why, _, fix = str(error).partition("; ")
-        return counts, Look(id="samples", at=at, outcome="error", why=why, fix=fix.rstrip("."))
-    return counts, None
+        return str(error)
+    return ""
 
 
 def _with_pairs(look: Look, config: RunConfig, counts: PairCounts) -> Look:
@@ -77,7 +101,3 @@ def _with_pairs(look: Look, config: RunConfig, counts: PairCounts) -> Look:
     why += ", but without 'preference' in encoder.extra_fields a loss cannot tell rejected answers from others"
     fix = "set encoder.extra_fields to [preference], or packing.pairs to chosen"
     return replace(look, outcome="note", why=why, fix=fix)
-
-
-def _unread(look: str, why: str) -> Look:
-    return Look(id=look, at="the run", outcome="not looked at", why=why)

@@ -10,21 +10,22 @@ import dataclasses
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from energon_packing.config import ParallelConfig, RunConfig
-from energon_packing.convert.layout import SUBFLAVORS, TEXT_TO_VIDEO_SUBFLAVORS
-from energon_packing.drop_reasons import DroppedSample, FrequentDrops
+from energon_packing.convert.layout import SUBFLAVORS
+from energon_packing.drops import DroppedSample, FrequentDrops
 from energon_packing.errors import UserError
-from energon_packing.validate.looks.data import DataLooks
+from energon_packing.sample_kind import kind_of_subflavors
+from energon_packing.validate.looks.data import PREPARE_MEDIA, DataLooks, Inspected
 from energon_packing.validate.looks.hub import offline
 from energon_packing.validate.looks.leaves import REMOTE, Leaf
 from energon_packing.validate.looks.look import Look, RefusedSample
-from energon_packing.validate.looks.shards import PREPARE_MEDIA, Inspected
+from energon_packing.validate.measurement import measuring_encoder
 
 SAMPLES = 200
 """Conversations read per data set, from places all over it that the run's seed chooses."""
@@ -49,52 +50,35 @@ def look_at_samples(
         at: setting and value of ``data.path``.
         data_parallel: ranks that read different samples.
     """
-    readable = data.readable
-    left_alone = [_unreadable(leaf, found) for leaf, found in readable]
-    whole = data.whole and not any(left_alone)
-    encoder, wrong, shares = _opened(config, processor, at, data_parallel, whole=whole)
-    if wrong is not None:
-        return [wrong]
+    left_alone = [_unreadable(leaf, found) for leaf, found in data.readable]
+    shares: list[str] = []
+    try:
+        from energon_packing.energon.loader import build_dataset
+        from energon_packing.energon.reader_shares import described_shares
+
+        with offline():
+            encoder = measuring_encoder(config, ParallelConfig(), processor=processor, deals=True)
+            if data.whole and not any(left_alone):  # does Energon open it? It refuses a misspelt key of a blend, say
+                shares = described_shares(build_dataset(config, task_encoder=encoder, world_size=data_parallel))
+    except ImportError as error:
+        return [_unread(at, f"this needs Energon: {error}")]
+    except UserError as error:
+        return [_error(at, str(error), "change what it names")]
+    except Exception as error:  # Energon's parser and its data set classes raise all kinds
+        return [_error(at, f"Energon cannot open it: {_reason(error)}", "correct the metadataset")]
     looks = []
-    for (leaf, found), why in zip(readable[:MOST_LEAVES], left_alone, strict=False):
-        place = at if not leaf.named_in or len(readable) == 1 else f"{at}: {leaf.path}"
-        if why:
-            looks.append(Look(id="samples", at=place, outcome="not looked at", why=why))
-        else:
-            looks.append(_measured(config, encoder, leaf, place, found.samples))
-    if len(readable) > MOST_LEAVES:
-        why = f"{len(readable) - MOST_LEAVES} further data sets: only the first {MOST_LEAVES} are read"
-        looks.append(Look(id="samples", at=at, outcome="not looked at", why=why))
+    for (leaf, found), why in zip(data.readable[:MOST_LEAVES], left_alone, strict=False):
+        place = at if not leaf.named_in or len(data.readable) == 1 else f"{at}: {leaf.path}"
+        looks.append(_unread(place, why) if why else _measured(config, encoder, leaf, place, found.samples))
+    if more := len(data.readable[MOST_LEAVES:]):
+        looks.append(_unread(at, f"{more} further data sets: only the first {MOST_LEAVES} are read"))
     if looks and shares:
         looks[0] = dataclasses.replace(looks[0], why="; ".join([looks[0].why, *shares[:MOST_LEAVES]]))
     return looks
 
 
-def _opened(
-    config: RunConfig, processor: Any, at: str, data_parallel: int, *, whole: bool
-) -> tuple[Any, Look | None, list[str]]:
-    """The task encoder, why Energon does not open the run's data set with it (a misspelt key of a blend, say), and what
-    each reader would read.
-
-    Args:
-        whole: all of the data set is here, sound, and ours; else it is not opened.
-    """
-    try:
-        from energon_packing.energon.loader import build_dataset
-        from energon_packing.energon.reader_shares import described_shares
-
-        shares = []
-        with offline():
-            encoder = _measuring(config, processor)
-            if whole:
-                shares = described_shares(build_dataset(config, task_encoder=encoder, world_size=data_parallel))
-    except ImportError as error:
-        return None, Look(id="samples", at=at, outcome="not looked at", why=f"this needs Energon: {error}"), []
-    except UserError as error:
-        return None, _error(at, str(error).rstrip("."), "change what it names", 0, []), []
-    except Exception as error:  # Energon's parser and its data set classes raise all kinds
-        return None, _error(at, f"Energon cannot open it: {_reason(error)}", "correct the metadataset", 0, []), []
-    return encoder, None, shares
+def _unread(at: str, why: str) -> Look:
+    return Look(id="samples", at=at, outcome="not looked at", why=why)
 
 
 def _unreadable(leaf: Leaf, found: Inspected) -> str:
@@ -103,10 +87,10 @@ def _unreadable(leaf: Leaf, found: Inspected) -> str:
         return f"{leaf.path} is one of several data sets that are joined into one sample"
     if any(REMOTE in address for address in leaf.aux.values()):
         return "its media are not on this machine"
-    mark = found.subflavors.get(_MARK)
-    if mark == TEXT_TO_VIDEO_SUBFLAVORS[_MARK]:
-        return "it holds clips for text-to-video; only their paths were looked at"
-    if mark != SUBFLAVORS[_MARK]:
+    kind = kind_of_subflavors(found.subflavors)
+    if kind is not None and kind.record_format:
+        return f"it holds {kind.title}; only their paths were looked at"
+    if kind is None:
         return (
             f"its records are not those of 'energon-packing convert' (no subflavor {_MARK}: {SUBFLAVORS[_MARK]}); "
             "only a cooker of your own reads them"
@@ -118,7 +102,7 @@ def _measured(config: RunConfig, encoder: Any, leaf: Leaf, at: str, samples: int
     """The look at the conversations of one data set."""
     refused: list[RefusedSample] = []
     frequent = FrequentDrops("looked at")
-    number = 0
+    number, why, fix = 0, "", "change the setting that it names"
     try:
         with offline():
             for sample in _read(config, encoder, leaf, samples):
@@ -127,29 +111,25 @@ def _measured(config: RunConfig, encoder: Any, leaf: Leaf, at: str, samples: int
                 frequent.add({("", sample.modality): 1}, ())
                 if problem is None:
                     continue
-                entry = DroppedSample(key=key, reason=problem.reason, detail=problem.detail, modality=sample.modality)
-                frequent.add({}, [entry])
+                told = {"key": key, "reason": problem.reason, "detail": problem.detail}
+                frequent.add({}, [DroppedSample(**told, modality=sample.modality)])
+                refused.append(RefusedSample(**told))
                 if problem.fatal is not None:
                     why = f"sample {key} stops the run: {' '.join(str(problem.fatal).split())}"
-                    refused.append(RefusedSample(key=key, reason=problem.reason, detail=problem.detail))
-                    return _error(at, why.rstrip("."), "change the setting that it names", number, refused)
-                refused.append(RefusedSample(key=key, reason=problem.reason, detail=problem.detail))
+                    break
     except UserError as error:
-        return _error(at, str(error).rstrip("."), "change the setting that it names", number, refused)
+        why = str(error)
     except Exception as error:  # broken shards and indices make Energon raise all kinds
         why = f"Energon cannot read {leaf.path}: {_reason(error)}"
-        return _error(
-            at, why.rstrip("."), f"run 'energon prepare {leaf.path}' again, or convert again", number, refused
-        )
-    return _judged(at, number, refused, frequent)
+        fix = f"run 'energon prepare {leaf.path}' again, or convert again"
+    return _error(at, why, fix, number, refused) if why else _judged(at, number, refused, frequent)
 
 
 def _judged(at: str, number: int, refused: list[RefusedSample], frequent: FrequentDrops) -> Look:
     """What the refusals mean for the run."""
-    counts = Counter(sample.reason for sample in refused)
-    listed = ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
     if not number:
         return _error(at, "it has no samples", "convert records into it", number, refused)
+    listed = ", ".join(f"{count} {why}" for why, count in Counter(sample.reason for sample in refused).most_common())
     by_template = [sample for sample in refused if is_of_the_template(sample.reason)]
     unmeasured = [sample for sample in refused if sample.reason == "unmeasured_media"]
     unseen = [sample for sample in refused if sample.reason == "unsupported_media" and "family text" in sample.detail]
@@ -161,18 +141,15 @@ def _judged(at: str, number: int, refused: list[RefusedSample], frequent: Freque
         # A text model may leave out a few samples, and a template may refuse a few; what it omits, it omits always.
         rare = kind is unseen or all(sample.reason in ("template_error", "unstable_prefix") for sample in kind)
         if len(kind) > (number * 0.01 if rare else 0):
-            first = kind[0]
-            why = f"{len(kind)} of {number} conversations are refused ({listed}): {first.key}: {first.detail}"
-            return _error(at, why.rstrip("."), fix, number, refused)
+            why = f"{len(kind)} of {number} conversations are refused ({listed}): {kind[0].key}: {kind[0].detail}"
+            return _error(at, why, fix, number, refused)
     if len(refused) == number:
         why = f"all {number} conversations are refused ({listed}): {refused[0].key}: {refused[0].detail}"
-        return _error(at, why.rstrip("."), "change settings or records so that some can be trained on", number, refused)
+        return _error(at, why, "change settings or records so that some can be trained on", number, refused)
     if refused:
         why = f"{len(refused)} of {number} conversations would be dropped ({listed}), none for its template"
-        why = " ".join([f"{why}.", *frequent.news(final=True)]).rstrip(".")
-        return Look(
-            id="samples", at=at, outcome="note", why=why, samples=number, refused=tuple(refused), fix="see 'preview'"
-        )
+        why = " ".join([f"{why}.", *frequent.news(final=True)])
+        return dataclasses.replace(_error(at, why, "see 'preview'", number, refused), outcome="note")
     why = f"{number} conversations were measured, and none is refused"
     return Look(id="samples", at=at, outcome="ok", why=why, samples=number)
 
@@ -182,26 +159,9 @@ def is_of_the_template(reason: str) -> bool:
     return reason.startswith("template_") or reason == "unstable_prefix"
 
 
-def _error(at: str, why: str, fix: str, samples: int, refused: list[RefusedSample]) -> Look:
+def _error(at: str, why: str, fix: str, samples: int = 0, refused: Sequence[RefusedSample] = ()) -> Look:
+    why = why.rstrip(".")
     return Look(id="samples", at=at, outcome="error", why=why, fix=fix, samples=samples, refused=tuple(refused))
-
-
-def _measuring(config: RunConfig, processor: Any) -> Any:
-    """The run's task encoder, changed to yield measured samples instead of packing them."""
-    from energon_packing.energon.reader_shares import deal_samples
-    from energon_packing.energon.task_encoder import PackingTaskEncoder
-
-    class Measuring(PackingTaskEncoder):
-        """Ends where packing begins."""
-
-        def build_batch(self, dataset: Any, *, worker_config: Any, **_unused: Any) -> Any:
-            """Returns the data set of samples itself; Energon calls it in place of batching."""
-            deal_samples(dataset, worker_config)
-            return dataset
-
-    # Samples that are too long are dropped as in the run; the rules judge how rows are aligned.
-    packing = dataclasses.replace(config.packing, oversize="drop", ledger=None)
-    return Measuring(config.encoder, packing, ParallelConfig(), processor=processor)
 
 
 def _read(config: RunConfig, encoder: Any, leaf: Leaf, samples: int) -> Iterator[Any]:
@@ -243,12 +203,7 @@ def _reason(error: Exception) -> str:
 
 def _metadataset(leaf: Leaf) -> dict[str, Any]:
     """The metadataset of one directory."""
-    reference: dict[str, Any] = {"path": leaf.path, "split_part": leaf.split}
-    for name, usual in (("split_config", "split.yaml"), ("dataset_config", "dataset.yaml")):
-        if getattr(leaf, name) != usual:
-            reference[name] = getattr(leaf, name)
-    if leaf.subflavors:
-        reference["subflavors"] = dict(leaf.subflavors)
-    if leaf.aux:
-        reference["aux"] = dict(leaf.aux)
+    reference = {"path": leaf.path, "split_part": leaf.split, "subflavors": dict(leaf.subflavors)}
+    reference |= {"split_config": leaf.split_config, "dataset_config": leaf.dataset_config}
+    reference |= {"aux": dict(leaf.aux)} if leaf.aux else {}
     return {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {leaf.split: reference}}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from energon_packing.validate.rules.rule import Finding, SourceLine, one_length, rule
+from energon_packing.validate.rules.rule import Finding, SourceLine, rule, unless
 from energon_packing.validate.run_view import RunView
 
 HYBRIDEP_CHUNK = 128
@@ -15,70 +15,59 @@ HYBRIDEP_CHUNK = 128
 
 
 def _has_experts(view: RunView) -> bool:
-    return view.parallel.expert_parallel > 1 or (view.experts.num_moe_experts or 0) > 0
-
-
-def _packed_with_capacity(view: RunView) -> bool:
-    return view.packed and _has_experts(view) and (view.experts.expert_capacity_factor or 0) > 0
+    return view.expert_parallel > 1 or (view.num_moe_experts or 0) > 0
 
 
 def _packed_over_hybridep(view: RunView) -> bool:
-    return view.packed and view.parallel.expert_parallel > 1 and view.experts.expert_dispatcher == "hybridep"
-
-
-def _balanced_packs(view: RunView) -> bool:
-    return view.packed and _has_experts(view) and view.experts.load_balancing is not None
+    return view.packed and view.expert_parallel > 1 and view.expert_dispatcher == "hybridep"
 
 
 def _shards(view: RunView) -> int:
-    return view.parallel.context_parallel * (view.parallel.tensor_parallel if view.parallel.sequence_parallel else 1)
+    return view.context_parallel * (view.tensor_parallel if view.sequence_parallel else 1)
 
 
 @rule(
     id="ours/equal-dispatch",
+    order=1120,
     checks="every rank gives HybridEP as many tokens",
     place="megatron.bridge.models.transformer_config._enable_safe_hybridep_dispatch",
     applies=_packed_over_hybridep,
     sources=(
         SourceLine(
-            file="megatron/core/transformer/moe/token_dispatcher.py",
-            says="HybridEP dispatch expects equal per-rank input sizes.",
+            "megatron/core/transformer/moe/token_dispatcher.py", "HybridEP dispatch expects equal per-rank input sizes."
         ),
         SourceLine(
-            file="megatron/bridge/models/transformer_config.py",
-            says="synchronization is not capture-safe; those configs require equal inputs.",
+            "megatron/bridge/models/transformer_config.py",
+            "synchronization is not capture-safe; those configs require equal inputs.",
         ),
     ),
 )
 def _equal_dispatch(view: RunView) -> Finding | None:
-    padded = (
-        view.experts.pads_uneven_dispatch or view.graphs.cuda_graph_impl == "none"
-    )  # without graphs Bridge pads them itself
-    if view.rows_of_one_width or padded:
-        return None
-    return Finding(
+    padded = view.pads_uneven_dispatch or view.cuda_graph_impl == "none"  # without graphs Bridge pads them itself
+    return unless(
+        view.rows_of_one_width or padded,
         why=f"HybridEP needs equally many tokens from each rank, but rows differ in width, and under cuda_graph_impl "
-        f"{view.graphs.cuda_graph_impl!r} Bridge does not pad its inputs: the dispatch hangs or mixes tokens up",
+        f"{view.cuda_graph_impl!r} Bridge does not pad its inputs: the dispatch hangs or mixes tokens up",
         fix="set cuda_graph_impl to 'none'" + ("" if view.as_wide_as_its_samples else ", or pad_to_max_length to true"),
-        changes={"cuda_graph_impl": "none"},
     )
 
 
 @rule(
     id="ours/hybridep-chunks",
+    order=1130,
     checks="each rank gives HybridEP whole chunks",
     place="megatron.core.transformer.moe.fused_a2a.HYBRIDEP_TOKEN_ALIGNMENT (DeepEP#638)",
     applies=_packed_over_hybridep,
     severity="warning",
-    sources=(SourceLine(file="megatron/core/transformer/moe/fused_a2a.py", says="HYBRIDEP_TOKEN_ALIGNMENT = 64"),),
+    sources=(SourceLine("megatron/core/transformer/moe/fused_a2a.py", "HYBRIDEP_TOKEN_ALIGNMENT = 64"),),
 )
 def _hybridep_chunks(view: RunView) -> Finding | None:
     shards = _shards(view)
-    if view.rows_of_one_width and view.rows.dataset_seq_length % (HYBRIDEP_CHUNK * shards) == 0:
+    if view.rows_of_one_width and view.dataset_seq_length % (HYBRIDEP_CHUNK * shards) == 0:
         return None
     good = math.lcm(HYBRIDEP_CHUNK * shards, view.multiple)
-    length = math.ceil(view.rows.dataset_seq_length / good) * good
-    rows = f"rows of {view.rows.dataset_seq_length} tokens" if view.rows_of_one_width else "rows that differ in width"
+    length = math.ceil(view.dataset_seq_length / good) * good
+    rows = f"rows of {view.dataset_seq_length} tokens" if view.rows_of_one_width else "rows that differ in width"
     why = (
         f"{rows} are spread over {shards} rank{'s' if shards > 1 else ''}, Megatron-Core pads each rank's tokens to a "
         f"multiple of 64 at most, and the kernels of HybridEP take chunks of {HYBRIDEP_CHUNK} unless told otherwise: "
@@ -90,60 +79,53 @@ def _hybridep_chunks(view: RunView) -> Finding | None:
     return Finding(
         why=why,
         fix=f"set pad_to_max_length to true and seq_length to {length}, or {told}",
-        changes={"pad_to_max_length": True, **one_length(view, length)},
     )
 
 
 @rule(
     id="ours/capacity-and-padding",
+    order=1140,
     checks="padding does not use up the capacity of experts",
     place="megatron.core.transformer.moe.router.TopKRouter.routing",
-    applies=_packed_with_capacity,
+    applies=lambda view: view.packed and _has_experts(view) and (view.expert_capacity_factor or 0) > 0,
+    holds=lambda view: view.multiple == 1 and not view.rows_of_one_width,
     severity="warning",
     sources=(
+        SourceLine("megatron/core/transformer/moe/router.py", "probs, routing_map = apply_router_token_dropping("),
         SourceLine(
-            file="megatron/core/transformer/moe/router.py", says="probs, routing_map = apply_router_token_dropping("
-        ),
-        SourceLine(
-            file="megatron/core/transformer/moe/router.py",
-            says="capacity_factor=self.config.moe_expert_capacity_factor,",
+            "megatron/core/transformer/moe/router.py", "capacity_factor=self.config.moe_expert_capacity_factor,"
         ),
     ),
 )
 def _capacity_and_padding(view: RunView) -> Finding | None:
-    if view.multiple == 1 and not view.rows_of_one_width:
-        return None
     return Finding(
-        why=f"moe_expert_capacity_factor is {view.experts.expert_capacity_factor}: experts drop what exceeds their "
+        why=f"moe_expert_capacity_factor is {view.expert_capacity_factor}: experts drop what exceeds their "
         "capacity, and Megatron-Core's router counts padding as tokens, even with a padding mask",
         fix="leave moe_expert_capacity_factor out",
-        changes={"expert_capacity_factor": None},
     )
 
 
 @rule(
     id="ours/balance-per-sequence",
+    order=1150,
     checks="the balance of experts counts no pack as one sequence",
     place="megatron.core.transformer.moe.router.TopKRouter._apply_seq_aux_loss",
-    applies=_balanced_packs,
+    applies=lambda view: view.packed and _has_experts(view) and view.load_balancing is not None,
     sources=(
         SourceLine(
-            file="megatron/core/transformer/moe/router.py",
-            says="scores_for_aux_loss = scores_for_aux_loss.reshape(seq_length, -1)",
+            "megatron/core/transformer/moe/router.py",
+            "scores_for_aux_loss = scores_for_aux_loss.reshape(seq_length, -1)",
         ),
     ),
 )
 def _balance_per_sequence(view: RunView) -> Finding | None:
     # As `energon_packing.thd.routers.count_real_tokens` refuses it of a router.
-    kinds = view.experts.load_balancing
+    kinds = view.load_balancing
     names = (kinds,) if isinstance(kinds, str) else kinds or ()
-    if dict(zip(names, view.experts.balance_coefficients, strict=False)).get("seq_aux_loss", 0.0) <= 0:
-        return None
-    changed = tuple("aux_loss" if name == "seq_aux_loss" else name for name in names)
-    return Finding(
+    return unless(
+        dict(zip(names, view.balance_coefficients, strict=False)).get("seq_aux_loss", 0.0) <= 0,
         why="moe_router_load_balancing_type is 'seq_aux_loss', which balances each sequence, but a packed row holds "
         "many and would count as one",
         fix="set moe_router_load_balancing_type to 'aux_loss', which is what it would compute, or moe_aux_loss_coeff "
         "to 0",
-        changes={} if "aux_loss" in names else {"load_balancing": changed[0] if isinstance(kinds, str) else changed},
     )

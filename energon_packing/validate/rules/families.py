@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from energon_packing.validate.family_table import FAMILY_TABLE, NAMED_TEXT_MODELS, FamilyLine, line_of
-from energon_packing.validate.rules.rule import Finding, SourceLine, rule
+from energon_packing.validate.rules.rule import Finding, SourceLine, rule, unless
 from energon_packing.validate.run_view import RunView
 
 _VISION = ("qwen2vl", "qwen25vl", "qwen3vl", "qwen35vl", "gemma3vl", "internvl", "llava", "glm45v")
@@ -17,31 +17,15 @@ UNSCALED_POSITIONS = 16384
 """``original_max_position_embeddings`` of the published Ministral 3 models."""
 
 
-def _packed_known_family(view: RunView) -> bool:
-    return view.reaches_the_step_packed and view.network.model is not None
-
-
 def _known_family_with_cp(view: RunView) -> bool:
     line = line_of(view.family, view.bridge_release)
-    wide = max(view.parallel.context_parallel, view.parallel.eval_context_parallel or 1) > 1
+    wide = max(view.context_parallel, view.eval_context_parallel or 1) > 1
     return line is not None and line.packed and wide  # if it takes no packs, ours/family-takes-packs reports it
 
 
-def _packed_vision_ddp(view: RunView) -> bool:
-    return view.packed and view.loss.overlap_grad_reduce is not None and view.family.startswith(_VISION)
-
-
-def _packed_qwen3_vl(view: RunView) -> bool:
-    return view.family.startswith("qwen3vl")
-
-
 def _qwen3_vl_over_tensor_ranks(view: RunView) -> bool:
-    trained = view.family.startswith("qwen3vl") and not view.network.vision_frozen
-    return trained and view.parallel.tensor_parallel > 1 and view.may_show_images
-
-
-def _packed_ministral(view: RunView) -> bool:
-    return view.packed and view.family.startswith("ministral3")
+    trained = view.family.startswith("qwen3vl") and not view.vision_frozen
+    return trained and view.tensor_parallel > 1 and view.may_show_images
 
 
 def _lines_where(refused: Callable[[FamilyLine], bool]) -> tuple[SourceLine, ...]:
@@ -58,28 +42,27 @@ def _lines_where(refused: Callable[[FamilyLine], bool]) -> tuple[SourceLine, ...
 
 @rule(
     id="ours/family-takes-packs",
+    order=1190,
     checks="the model family supports packed rows",
     place="docs/families.md",
-    applies=_packed_known_family,
+    applies=lambda view: view.reaches_the_step_packed and view.model is not None,
     sources=_lines_where(lambda line: not (line.packed and line.in_batch)),
 )
 def _family_takes_packs(view: RunView) -> Finding | None:
     line = line_of(view.family, view.bridge_release)
-    version = view.versions.bridge_version or "0.6"
-    if line is not None and not line.packed:
-        return Finding(why=f"{line.name} of Megatron-Bridge {version} {line.why}", fix="train it unpacked")
-    if line is not None and view.packing.enable_in_batch_packing and not line.in_batch:
-        return Finding(
-            why=f"{line.name} of Megatron-Bridge {version} {line.why}", fix="turn training.enable_in_batch_packing off"
-        )
+    version = view.bridge_version or "0.6"
+    if line is not None and not (line.packed and (line.in_batch or not view.enable_in_batch_packing)):
+        fix = "turn training.enable_in_batch_packing off" if line.packed else "train it unpacked"
+        return Finding(why=f"{line.name} of Megatron-Bridge {version} {line.why}", fix=fix)
     for name, reason in NAMED_TEXT_MODELS.items():
         if line is None and view.family.startswith(name):
-            return Finding(why=f"{view.network.model} does not support packed rows: {reason}", fix="train it unpacked")
+            return Finding(why=f"{view.model} does not support packed rows: {reason}", fix="train it unpacked")
     return None
 
 
 @rule(
     id="ours/family-context-parallel",
+    order=1200,
     checks="the model family has context-parallel code",
     place="docs/families.md",
     applies=_known_family_with_cp,
@@ -90,81 +73,76 @@ def _family_has_context_parallelism(view: RunView) -> Finding | None:
     if line is None or line.context_parallel:
         return None
     return Finding(
-        why=f"{line.name} of Megatron-Bridge {view.versions.bridge_version or '0.6'} {line.why}, although validate() "
-        f"accepts CP {max(view.parallel.context_parallel, view.parallel.eval_context_parallel or 1)}",
+        why=f"{line.name} of Megatron-Bridge {view.bridge_version or '0.6'} {line.why}, although validate() "
+        f"accepts CP {max(view.context_parallel, view.eval_context_parallel or 1)}",
         fix="set parallel.context_parallel to 1, or train a family of docs/families.md that has it",
-        changes={
-            "context_parallel": 1,
-            **({} if view.parallel.eval_context_parallel is None else {"eval_context_parallel": 1}),
-        },
     )
 
 
 @rule(
     id="ours/packs-without-media",
+    order=1210,
     checks="a pack without media does not stall the gradient reduction",
     place="megatron.core.distributed.param_and_grad_buffer",
-    applies=_packed_vision_ddp,
+    applies=lambda view: view.packed and view.overlap_grad_reduce is not None and view.family.startswith(_VISION),
+    holds=lambda view: not view.overlap_grad_reduce,
     sources=(
         SourceLine(
-            file="megatron/core/distributed/param_and_grad_buffer.py",
-            says="assert len(self.per_param_grad_ready_counts) == len(self.params)",
+            "megatron/core/distributed/param_and_grad_buffer.py",
+            "assert len(self.per_param_grad_ready_counts) == len(self.params)",
         ),
     ),
 )
 def _packs_without_media(view: RunView) -> Finding | None:
-    if not view.loss.overlap_grad_reduce:
-        return None
     return Finding(
         why="overlap_grad_reduce is on and a pack may hold no image on one rank: its vision parameters get no "
         "gradient, and the reduction stops the run or hangs",
         fix="set ddp.overlap_grad_reduce to false, or align modality over ranks",
-        changes={"overlap_grad_reduce": False},
     )
 
 
 @rule(
     id="ours/deepstack-gradient",
+    order=1220,
     checks="the deepstack mergers get their gradient",
     place="megatron.bridge.models.qwen_vl.modelling_qwen3_vl.transformer_block",
-    applies=_packed_qwen3_vl,
+    applies=lambda view: view.family.startswith("qwen3vl"),
+    holds=lambda view: view.recompute_granularity != "full",
     sources=(
         SourceLine(
-            file="megatron/bridge/models/qwen_vl/modelling_qwen3_vl/transformer_block.py",
-            says="return hidden_states, deepstack_feature_lists, context",
+            "megatron/bridge/models/qwen_vl/modelling_qwen3_vl/transformer_block.py",
+            "return hidden_states, deepstack_feature_lists, context",
         ),
     ),
 )
 def _deepstack_gradient(view: RunView) -> Finding | None:
-    if view.network.recompute_granularity != "full":
-        return None
     return Finding(
         why="recompute_granularity is 'full': the vision encoder of Qwen3-VL in Bridge 0.6.2 then returns its "
         "deepstack features in a list, through which recomputation passes no gradient",
         fix="set recompute_granularity to 'selective'",
-        changes={"recompute_granularity": "selective"},
     )
 
 
 @rule(
     id="ours/deepstack-over-tensor-ranks",
+    order=1230,
     checks="tensor ranks see the whole row of deepstack features",
     place="megatron.bridge.models.qwen_vl.modelling_qwen3_vl.utils.split_deepstack_embs",
     applies=_qwen3_vl_over_tensor_ranks,
     sources=(
         SourceLine(
-            file="megatron/bridge/models/qwen_vl/modelling_qwen3_vl/utils.py",
-            says="cp_tp_part_list = split_part_by_cp_tp(cp_size, cp_rank, tp_size, tp_rank, split_size)",
+            "megatron/bridge/models/qwen_vl/modelling_qwen3_vl/utils.py",
+            "cp_tp_part_list = split_part_by_cp_tp(cp_size, cp_rank, tp_size, tp_rank, split_size)",
         ),
     ),
 )
 def _deepstack_over_tensor_ranks(view: RunView) -> Finding | None:
     # Measured at TP 2 on 0.6.2 and on the development branch: gradient norm 2.5358 compared with 2.5443. No known
     # version has equal gradients; the first that does ends this rule.
-    if not view.parallel.sequence_parallel:
+    if not view.sequence_parallel:
         return None
     why = (
-        f"sequence_parallel at TP {view.parallel.tensor_parallel}: each rank of Qwen3-VL keeps the gradients of its "
+        f"sequence_parallel at TP {view.tensor_parallel}: each rank of Qwen3-VL keeps the gradients of its "
         "own stretch of the row for the deepstack features, and Bridge never adds them up"
     )
     if view.model_forces_sequence_parallel:  # how to avoid TP is the user's decision
@@ -176,28 +154,27 @@ def _deepstack_over_tensor_ranks(view: RunView) -> Finding | None:
     return Finding(
         why=why,
         fix="set sequence_parallel to false, or freeze the vision model and its projection",
-        changes={"sequence_parallel": False},
     )
 
 
 @rule(
     id="ours/query-scale-by-position",
+    order=1240,
     checks="Ministral 3 scales its queries by their position in the sample",
     place="docs/families.md",
     severity="warning",
-    applies=_packed_ministral,
+    applies=lambda view: view.packed and view.family.startswith("ministral3"),
     sources=(
         SourceLine(
-            file="megatron/bridge/models/ministral3/ministral3_provider.py",
-            says="positions_ids = torch.arange(query.shape[0], device=query.device)",
+            "megatron/bridge/models/ministral3/ministral3_provider.py",
+            "positions_ids = torch.arange(query.shape[0], device=query.device)",
         ),
     ),
 )
 def _query_scale_by_position(view: RunView) -> Finding | None:
-    on_a_rank = view.rows.dataset_seq_length // view.parallel.context_parallel
-    if on_a_rank <= UNSCALED_POSITIONS:
-        return None
-    return Finding(
+    on_a_rank = view.dataset_seq_length // view.context_parallel
+    return unless(
+        on_a_rank <= UNSCALED_POSITIONS,
         why=f"rows have {on_a_rank} tokens on a rank, and Bridge scales queries from position {UNSCALED_POSITIONS} of "
         "the rank's row on, as if its samples were one: they are not computed as alone",
         fix=f"keep seq_length at {UNSCALED_POSITIONS} tokens per context-parallel rank or less",

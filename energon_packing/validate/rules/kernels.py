@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from energon_packing.validate.rules.rule import Finding, SourceLine, one_length, rule
+from energon_packing.validate.rules.rule import Finding, SourceLine, rule, unless
 from energon_packing.validate.run_view import RunView
 
 WIDEST_HEAD = 256
@@ -13,72 +13,56 @@ WIDEST_HEAD = 256
 
 def _packed_in_fp8(view: RunView) -> bool:
     # A step that packs makes its own rows: qwen3_vl_step pads them to 16 tokens for fp8.
-    return view.reaches_the_step_packed and view.network.fp8_recipe is not None
-
-
-def _packed_known_head(view: RunView) -> bool:
-    return view.packed and view.network.head_dim is not None
-
-
-def _packed_known_backend(view: RunView) -> bool:
-    return view.packed and view.network.attention_backend not in (None, "auto")
+    return view.reaches_the_step_packed and view.fp8_recipe is not None
 
 
 @rule(
     id="ours/fp8-multiple",
+    order=1270,
     checks="each rank holds as many tokens as fp8 needs",
     place="megatron.core.fp8_utils.get_fp8_align_size",
     applies=_packed_in_fp8,
-    sources=(
-        SourceLine(file="megatron/core/fp8_utils.py", says='"""Get the alignment size required for fp8 GEMM."""'),
-    ),
+    sources=(SourceLine("megatron/core/fp8_utils.py", '"""Get the alignment size required for fp8 GEMM."""'),),
 )
 def _fp8_multiple(view: RunView) -> Finding | None:
-    needed = 32 if view.network.fp8_recipe == "mxfp8" else 16
-    shards = view.parallel.context_parallel * (view.parallel.tensor_parallel if view.parallel.sequence_parallel else 1)
+    needed = 32 if view.fp8_recipe == "mxfp8" else 16
+    shards = view.context_parallel * (view.tensor_parallel if view.sequence_parallel else 1)
     if view.rows_of_one_width:
-        width, what = view.rows.dataset_seq_length, f"rows of {view.rows.dataset_seq_length} tokens"
+        width, what = view.dataset_seq_length, f"rows of {view.dataset_seq_length} tokens"
     else:
         width, what = view.multiple, f"rows whose width is a multiple of {view.multiple}"
     if width % (needed * shards) == 0:
         return None
     good = math.lcm(needed * shards, view.multiple)
-    length = math.ceil(view.rows.dataset_seq_length / good) * good
+    length = math.ceil(view.dataset_seq_length / good) * good
     why = (
-        f"fp8 ({view.network.fp8_recipe}) multiplies matrices of a multiple of {needed} tokens, and {what} are spread "
+        f"fp8 ({view.fp8_recipe}) multiplies matrices of a multiple of {needed} tokens, and {what} are spread "
         f"over {shards} ranks"
     )
-    changes = {"pad_to_max_length": True, **one_length(view, length)}
     fix = f"pad_to_max_length to true and seq_length to {length}"
     if not view.as_wide_as_its_samples:
-        return Finding(why=why, fix=f"set {fix}", changes=changes)
+        return Finding(why=why, fix=f"set {fix}")
     why += "; pad_to_max_length does not widen rows that are packed in the batch"
     if view.dataset_kind != "packed_energon":  # without in-batch packing Bridge's is unpacked: the user decides
         return Finding(why=why, fix=f"turn enable_in_batch_packing off and set {fix}, or compute without fp8")
-    packs = {"enable_in_batch_packing": False, "enable_offline_packing": True, "has_offline_packing_specs": True}
     return Finding(
         why=why,
         fix=f"turn in-batch packing off (mode 'packs') and set {fix}, or compute without fp8",
-        changes=changes | packs | {"packed_sequence_size": length},
     )
 
 
 @rule(
     id="ours/head-dimension",
+    order=1280,
     checks="there is a kernel for packed rows of this head dimension",
     place="transformer_engine.pytorch.attention.dot_product_attention.utils.get_attention_backend",
-    applies=_packed_known_head,
-    sources=(
-        SourceLine(
-            file="transformer_engine/pytorch/attention/dot_product_attention/utils.py", says="head_dim_qk > 256"
-        ),
-    ),
+    applies=lambda view: view.packed and view.head_dim is not None,
+    sources=(SourceLine("transformer_engine/pytorch/attention/dot_product_attention/utils.py", "head_dim_qk > 256"),),
 )
 def _head_dimension(view: RunView) -> Finding | None:
-    width = view.network.head_dim or 0
-    if width <= WIDEST_HEAD and width % 8 == 0:
-        return None
-    return Finding(
+    width = view.head_dim or 0
+    return unless(
+        width <= WIDEST_HEAD and width % 8 == 0,
         why=f"the model's heads are {width} wide; FlashAttention and cuDNN support packed rows for widths up to "
         f"{WIDEST_HEAD} that are multiples of 8",
         fix="train this model unpacked",
@@ -87,28 +71,28 @@ def _head_dimension(view: RunView) -> Finding | None:
 
 @rule(
     id="ours/attention-kernel",
+    order=1290,
     checks="the chosen attention supports packed rows with padding between samples",
     place="transformer_engine.pytorch.attention.dot_product_attention.utils.get_attention_backend",
-    applies=_packed_known_backend,
+    applies=lambda view: view.packed and view.attention_backend not in (None, "auto"),
     sources=(
         SourceLine(
-            file="transformer_engine/pytorch/attention/dot_product_attention/utils.py",
-            says="Disabling UnfusedDotProductAttention for pad_between_seqs = True",
+            "transformer_engine/pytorch/attention/dot_product_attention/utils.py",
+            "Disabling UnfusedDotProductAttention for pad_between_seqs = True",
         ),
         SourceLine(
-            file="megatron/core/transformer/dot_product_attention.py",
-            says="Packed sequence is not supported by DotProductAttention.",
+            "megatron/core/transformer/dot_product_attention.py",
+            "Packed sequence is not supported by DotProductAttention.",
         ),
     ),
 )
 def _attention_kernel(view: RunView) -> Finding | None:
-    backend = view.network.attention_backend
+    backend = view.attention_backend
     if backend == "local":
         return Finding(
             why="attention_backend is 'local', Megatron-Core's own attention, which ignores boundaries: samples of a "
             "row would attend to each other",
             fix="set model.attention_backend to auto",
-            changes={"attention_backend": "auto"},
         )
     if view.multiple == 1 or backend == "fused":
         return None
@@ -117,11 +101,9 @@ def _attention_kernel(view: RunView) -> Finding | None:
             why=f"attention_backend is 'unfused', which does not support padding between samples, but each is padded "
             f"to a multiple of {view.multiple}",
             fix="set model.attention_backend to auto",
-            changes={"attention_backend": "auto"},
         )
     return Finding(
         why=f"attention_backend is 'flash', and FlashAttention 2 does not support padding between samples (version 3 "
         f"does), but each is padded to a multiple of {view.multiple}: without version 3 no kernel is left",
         fix="set model.attention_backend to auto; cuDNN's fused attention supports such rows",
-        changes={"attention_backend": "auto"},
     )

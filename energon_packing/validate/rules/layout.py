@@ -1,29 +1,120 @@
-"""Rules of ``ConfigContainer.validate()`` in Megatron-Bridge 0.6.2 about how GPUs are divided.
+"""Rules about how GPUs are divided: those of Bridge's ``validate()``, and those that Megatron-Core enforces later.
 
-Imports neither torch nor Bridge.
+Imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
 
-import functools
 import math
+import re
 
-from energon_packing.validate.rules.rule import Finding, always, context_parallel, rule
+from energon_packing.validate.rules.rule import (
+    Finding,
+    SourceLine,
+    bridge_is_silent_on_loss,
+    bridges_rule,
+    context_parallel,
+    rule,
+    unless,
+)
 from energon_packing.validate.run_view import RunView, smallest_world_size
 
-_rule = functools.partial(rule, place="megatron.bridge.training.config.ConfigContainer.validate")
+
+@rule(
+    id="core/global-batch-size",
+    order=1010,
+    checks="the global batch divides over the replicas",
+    place="megatron.core.num_microbatches_calculator",
+    sources=(SourceLine("megatron/core/num_microbatches_calculator.py", "is not divisible by micro batch size"),),
+)
+def _global_batch(view: RunView) -> Finding | None:
+    rows = view.micro_batch_size * view.data_parallel or 1  # too few GPUs: bridge/world-size speaks
+    return unless(
+        view.global_batch_size % rows == 0,
+        why=f"global_batch_size {view.global_batch_size} is not divisible by micro-batch "
+        f"{view.micro_batch_size} x data parallel {view.data_parallel} = {rows}",
+        fix=f"set training.global_batch_size to {math.ceil(view.global_batch_size / rows) * rows}",
+    )
 
 
-def _own_eval_layout(view: RunView) -> bool:
-    return view.parallel.eval_context_parallel is not None
+@rule(
+    id="core/expert-world-size",
+    order=1020,
+    checks="the world size is a multiple of expert TP x EP x PP",
+    place="megatron.core.parallel_state.initialize_model_parallel",
+    applies=lambda view: view.expert_parallel > 1,
+    sources=(
+        SourceLine(
+            "megatron/core/parallel_state.py", "if world_size % expert_tensor_model_pipeline_parallel_size != 0:"
+        ),
+    ),
+)
+def _expert_world_size(view: RunView) -> Finding | None:
+    inside = view.expert_tensor_parallel or view.tensor_parallel
+    group = inside * view.expert_parallel * view.pipeline_parallel
+    return unless(
+        view.world_size % group == 0,
+        why=f"{view.world_size} GPUs are not divisible by expert TP {inside} x EP "
+        f"{view.expert_parallel} x PP {view.pipeline_parallel} = {group}"
+        + ("" if view.expert_tensor_parallel else " (expert TP is TP if the model does not set it)"),
+        fix=f"use a multiple of {group} GPUs"
+        + (", or set the model's expert_tensor_parallel_size to 1" if inside > 1 else ""),
+    )
+
+
+@rule(
+    id="core/no-average-with-token-loss",
+    order=1030,
+    checks="per-token loss is not averaged in the collective",
+    place="megatron.core.distributed.DistributedDataParallel",
+    applies=bridge_is_silent_on_loss,
+    holds=lambda view: not (view.calculate_per_token_loss and view.average_in_collective),
+    sources=(
+        SourceLine(
+            "megatron/core/distributed/distributed_data_parallel.py", "not self.ddp_config.average_in_collective"
+        ),
+    ),
+)
+def _no_average_with_token_loss(view: RunView) -> Finding | None:
+    return Finding(
+        why="calculate_per_token_loss and average_in_collective are both on, and Megatron-Core's gradient reduction "
+        "refuses that",
+        fix="set training.average_in_collective to false",
+    )
+
+
+@rule(
+    id="core/context-parallel-packs",
+    order=1040,
+    checks="Megatron-Core slices packed rows over CP",
+    place="megatron.bridge.training.utils.packed_seq_utils.get_thd_cp_partition_indices",
+    applies=lambda view: view.packed and view.context_parallel > 1 and view.megatron_core_version is not None,
+    sources=(
+        SourceLine(
+            "megatron/bridge/training/utils/packed_seq_utils.py",
+            "THD context-parallel partitioning requires Megatron-Core >= 0.18.0",
+        ),
+    ),
+)
+def _core_slices_packs(view: RunView) -> Finding | None:
+    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?\.?(a|b|rc|dev)?", view.megatron_core_version or "")
+    if found is None:
+        return None
+    release = tuple(int(number or 0) for number in found.groups()[:3])
+    # In the order of versions, a pre-release of 0.18.0 precedes it.
+    return unless(
+        release > (0, 18, 0) or (release == (0, 18, 0) and found[4] is None),
+        why=f"Megatron-Core {view.megatron_core_version} cannot slice packed rows over CP {view.context_parallel}",
+        fix="install megatron-core 0.18 or later",
+    )
 
 
 def _comm_types(view: RunView) -> tuple[str, ...]:
-    kinds = view.parallel.cp_comm_type
+    kinds = view.cp_comm_type
     return kinds if isinstance(kinds, tuple) else (kinds or "p2p",)
 
 
-@_rule(
+@bridges_rule(
     id="bridge/comm-type-of-each-layer",
     order=220,
     checks="a list of cp_comm_type names every layer",
@@ -31,84 +122,76 @@ def _comm_types(view: RunView) -> tuple[str, ...]:
     bridge_says=("Length of cp_comm_type",),  # Megatron-Core raises it first, when the model is finalised
 )
 def _comm_type_of_each_layer(view: RunView) -> Finding | None:
-    kinds = view.parallel.cp_comm_type
-    if not isinstance(kinds, tuple) or view.network.num_layers is None or len(kinds) == view.network.num_layers:
+    kinds = view.cp_comm_type
+    if not isinstance(kinds, tuple) or view.num_layers is None or len(kinds) == view.num_layers:
         return None
     return Finding(
-        why=f"cp_comm_type lists {len(kinds)} layers, but the model has {view.network.num_layers}",
+        why=f"cp_comm_type lists {len(kinds)} layers, but the model has {view.num_layers}",
         fix="give one name for all layers, or one per layer",
     )
 
 
-@_rule(
+@bridges_rule(
     id="bridge/world-size",
     order=230,
     checks="the world size is a multiple of TP x PP x CP",
-    applies=always,
     bridge_says=("is not divisible by total_model_size",),
 )
 def _world_size(view: RunView) -> Finding | None:
-    replica = smallest_world_size(
-        view.parallel.tensor_parallel, view.parallel.pipeline_parallel, view.parallel.context_parallel
-    )
-    if view.parallel.world_size % replica == 0:
-        return None
-    return Finding(
-        why=f"{view.parallel.world_size} GPUs are not divisible by TP x PP x CP = {replica}",
+    replica = smallest_world_size(view.tensor_parallel, view.pipeline_parallel, view.context_parallel)
+    return unless(
+        view.world_size % replica == 0,
+        why=f"{view.world_size} GPUs are not divisible by TP x PP x CP = {replica}",
         fix=f"use a multiple of {replica} GPUs",
     )
 
 
-@_rule(
+@bridges_rule(
     id="bridge/eval-world-size",
     order=250,
     checks="the world size is a multiple of TP x PP x evaluation CP",
-    applies=_own_eval_layout,
+    applies=lambda view: view.eval_context_parallel is not None,
     bridge_says=("is not divisible by eval model parallel size",),
 )
 def _eval_world_size(view: RunView) -> Finding | None:
-    cp = view.parallel.eval_context_parallel or view.parallel.context_parallel
-    replica = smallest_world_size(view.parallel.tensor_parallel, view.parallel.pipeline_parallel, cp)
-    if view.parallel.world_size % replica == 0:
-        return None
-    return Finding(
-        why=f"{view.parallel.world_size} GPUs are not divisible by TP x PP x evaluation CP = {replica}",
+    cp = view.eval_context_parallel or view.context_parallel
+    replica = smallest_world_size(view.tensor_parallel, view.pipeline_parallel, cp)
+    return unless(
+        view.world_size % replica == 0,
+        why=f"{view.world_size} GPUs are not divisible by TP x PP x evaluation CP = {replica}",
         fix=f"use a multiple of {replica} GPUs, or another parallel.eval_context_parallel",
     )
 
 
-@_rule(
+@bridges_rule(
     id="bridge/hierarchical-sizes-present",
     order=310,
     checks="a2a+p2p comes with hierarchical sizes",
-    applies=always,
+    holds=lambda view: (
+        view.hierarchical_context_parallel_sizes is not None or not any("a2a+p2p" in k for k in _comm_types(view))
+    ),
     bridge_says=("hierarchical_context_parallel_sizes must be set when cp_comm_type",),
 )
 def _hierarchical_sizes_present(view: RunView) -> Finding | None:
-    if view.parallel.hierarchical_context_parallel_sizes is not None or not any(
-        "a2a+p2p" in k for k in _comm_types(view)
-    ):
-        return None
     return Finding(
         why="cp_comm_type is 'a2a+p2p' without hierarchical_context_parallel_sizes: each rank would attend to its own "
         "slice only",
-        fix=f"set parallel.hierarchical_context_parallel_sizes to factors of CP {view.parallel.context_parallel}",
+        fix=f"set parallel.hierarchical_context_parallel_sizes to factors of CP {view.context_parallel}",
     )
 
 
-@_rule(
+@bridges_rule(
     id="bridge/hierarchical-sizes-product",
     order=320,
     checks="hierarchical sizes multiply to CP",
-    applies=always,
     bridge_says=("Product of hierarchical_context_parallel_sizes",),
 )
 def _hierarchical_sizes_product(view: RunView) -> Finding | None:
-    sizes = view.parallel.hierarchical_context_parallel_sizes
-    if sizes is None or math.prod(sizes) == view.parallel.context_parallel:
+    sizes = view.hierarchical_context_parallel_sizes
+    if sizes is None or math.prod(sizes) == view.context_parallel:
         return None
     return Finding(
         why=f"hierarchical_context_parallel_sizes {list(sizes)} multiply to {math.prod(sizes)}, CP is "
-        f"{view.parallel.context_parallel}",
-        fix=f"choose sizes whose product is {view.parallel.context_parallel}",
+        f"{view.context_parallel}",
+        fix=f"choose sizes whose product is {view.context_parallel}",
     )

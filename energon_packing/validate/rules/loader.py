@@ -1,12 +1,95 @@
-"""Rules about the processes that read the data: their memory, and when they give up. Neither torch nor Bridge."""
+"""Rules about epochs, the measured data, and the processes that read it: their memory, and when they give up.
+
+Imports neither torch nor Bridge.
+"""
 
 from __future__ import annotations
 
-from energon_packing.validate.rules.rule import Finding, SourceLine, rule
+from energon_packing.validate.rules.rule import Finding, SourceLine, bridges_rule, rule, unless
 from energon_packing.validate.run_view import RunView
 
+
+def _measured(view: RunView) -> bool:
+    return view.data is not None
+
+
+@bridges_rule(
+    id="bridge/epochs-need-finite-data",
+    order=10,
+    checks="a run by epochs has a data set whose size Bridge knows",
+    applies=lambda view: view.num_epochs is not None,
+    holds=lambda view: view.dataset_kind == "gpt_sft",
+    bridge_says=("num_epochs is only supported for finite GPTSFTDatasetConfig datasets",),
+)
+def _epochs_need_finite_data(view: RunView) -> Finding | None:
+    return Finding(
+        why=f"num_epochs is {view.num_epochs}, but Energon's data is endless: Bridge counts epochs of "
+        "GPTSFTDatasetConfig only",
+        fix="set train.train_iters instead; `energon-packing validate --measure N` tells the steps of an epoch",
+    )
+
+
+@bridges_rule(
+    id="bridge/epochs-need-whole-batches",
+    order=20,
+    provider_escapes=True,
+    checks="a run by epochs reads whole batches",
+    applies=lambda view: (
+        view.num_epochs is not None and view.dataset_kind == "gpt_sft" and view.dataloader_type is not None
+    ),
+    holds=lambda view: view.dataloader_type == "batch",
+    bridge_says=("num_epochs is currently supported only with dataloader_type",),
+)
+def _epochs_need_whole_batches(view: RunView) -> Finding | None:
+    return Finding(
+        why=f"num_epochs is {view.num_epochs} with dataloader_type {view.dataloader_type!r}",
+        fix="set dataset.dataloader_type to 'batch', or train.train_iters instead",
+    )
+
+
+@rule(
+    id="ours/longest-sample",
+    order=1330,
+    checks="the longest samples fit into a row",
+    place="energon_packing.encoders",
+    applies=_measured,
+    severity="warning",
+    sources=(SourceLine("energon_packing/encoders/fitting.py", 'return Excess("oversize"'),),
+)
+def _longest_sample(view: RunView) -> Finding | None:
+    data = view.data
+    if data is None or data.too_long == 0:
+        return None
+    return Finding(
+        why=f"{data.too_long} of {data.measured} measured samples are longer than a row of "
+        f"{view.dataset_seq_length}; the longest has {data.longest} tokens",
+        fix="raise seq_length, or say with packing.oversize what becomes of them (drop, truncate, raise)",
+    )
+
+
+@rule(
+    id="ours/steps-an-epoch",
+    order=1340,
+    checks="an epoch gives every replica a step",
+    place="energon_packing.energon.loader",
+    applies=_measured,
+    severity="warning",
+    sources=(SourceLine("megatron/core/num_microbatches_calculator.py", "self.global_batch_size"),),
+)
+def _steps_an_epoch(view: RunView) -> Finding | None:
+    rows = view.rows_per_epoch
+    if rows is None or rows >= view.global_batch_size:
+        return None
+    what = "packs" if view.rows_are_packs else "samples that can be trained on"
+    return Finding(
+        why=f"an epoch has about {rows} {what}, fewer than the {view.global_batch_size} of one step: each step "
+        "would see samples more than once",
+        fix="set a smaller global_batch_size, or a smaller seq_length",
+    )
+
+
 BYTES_A_SAMPLE = 5_200
-"""What a sample in the window costs its worker, as measured by ``scripts/bench.py loader --memory``."""
+"""What a sample in the window costs its worker, see docs/correctness.md."""
 
 BYTES_A_WORKER = 660 << 20
 """What a worker uses besides the window, with large images, as measured by ``scripts/bench.py loader --realistic``."""
@@ -17,34 +100,26 @@ LARGEST_LOADER = 64 << 30
 
 def loader_bytes(view: RunView) -> int | None:
     """Estimated memory of one rank's loader processes; None if window or workers are not known."""
-    if view.loader.window is None or view.loader.workers is None:
+    if view.window is None or view.workers is None:
         return None
-    held = view.loader.window + 8 * (view.loader.balance_window or 1)  # a finished plan holds some samples each
-    return max(1, view.loader.workers) * (BYTES_A_WORKER + held * BYTES_A_SAMPLE)
-
-
-def _known_loader(view: RunView) -> bool:
-    return loader_bytes(view) is not None
-
-
-def _known_tolerance(view: RunView) -> bool:
-    return view.loader.failure_tolerance is not None
+    held = view.window + 8 * (view.balance_window or 1)  # a finished plan holds some samples each
+    return max(1, view.workers) * (BYTES_A_WORKER + held * BYTES_A_SAMPLE)
 
 
 @rule(
     id="ours/loader-memory",
+    order=1350,
     checks="the loader's windows fit into the node's memory",
-    place="docs/bench.md",
-    applies=_known_loader,
+    place="docs/correctness.md",
+    applies=lambda view: loader_bytes(view) is not None,
     severity="warning",
-    sources=(SourceLine(file="energon_packing/validate/rules/loader.py", says="BYTES_A_SAMPLE = 5_200"),),
+    sources=(SourceLine("energon_packing/validate/rules/loader.py", "BYTES_A_SAMPLE = 5_200"),),
 )
 def _loader_memory(view: RunView) -> Finding | None:
     need = loader_bytes(view) or 0
-    if need <= LARGEST_LOADER:
-        return None
-    return Finding(
-        why=f"{view.loader.workers} workers with windows of {view.loader.window} samples take about "
+    return unless(
+        need <= LARGEST_LOADER,
+        why=f"{view.workers} workers with windows of {view.window} samples take about "
         f"{need / 2**30:.0f} GiB on each rank that reads",
         fix="set packing.window to 1024 or less (more fills no better), or use fewer workers",
     )
@@ -52,16 +127,16 @@ def _loader_memory(view: RunView) -> Finding | None:
 
 @rule(
     id="ours/failures-are-limited",
+    order=1360,
     checks="a data set that always fails stops the run",
     place="megatron.energon.errors.ErrorContext",
-    applies=_known_tolerance,
-    sources=(SourceLine(file="megatron/energon/errors.py", says="Set to 0 to disable tolerance checking."),),
+    applies=lambda view: view.failure_tolerance is not None,
+    holds=lambda view: (view.failure_tolerance or 0) > 0,
+    sources=(SourceLine("megatron/energon/errors.py", "Set to 0 to disable tolerance checking."),),
 )
 def _failures_are_limited(view: RunView) -> Finding | None:
-    if (view.loader.failure_tolerance or 0) > 0:
-        return None
     return Finding(
-        why=f"failure_tolerance is {view.loader.failure_tolerance}, which means no limit in Energon: a data set that "
+        why=f"failure_tolerance is {view.failure_tolerance}, which means no limit in Energon: a data set that "
         "always fails is read forever, and the run waits for its first batch",
         fix="set failure_tolerance to a number above 0 (Energon's default is 100); 1 stops at the first failure",
     )

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import functools
 
-from energon_packing.validate.rules.rule import Finding, rule
+from energon_packing.validate.rules.rule import Finding, bridges_rule, unless
 from energon_packing.validate.run_view import RunView
 
 _dataset = "megatron.bridge.data.builders.energon.EnergonDatasetConfig.validate"
-
-_rule = functools.partial(rule, place="megatron.bridge.training.config.ConfigContainer.validate")
 
 _OURS = "take energon_packing.bridge.recipe.use_packed_data"
 
@@ -21,260 +19,194 @@ TASK_ENCODER = "QwenVLEnergonTaskEncoderConfig"
 """The only task encoder of Bridge 0.7 with the hooks for online packing."""
 
 
-def _buffer(view: RunView) -> bool:
-    return view.dataset_kind == "energon" and view.packing.packing_buffer_size is not None
+_native_rule = functools.partial(
+    bridges_rule, provider_escapes=True, since=(0, 7), applies=lambda view: view.packs_natively
+)
 
 
-def _native(view: RunView) -> bool:
-    return view.packs_natively
-
-
-def _native_known_encoder(view: RunView) -> bool:
-    return view.packs_natively and view.loader.task_encoder is not None
-
-
-@_rule(
+@bridges_rule(
     id="bridge/native-buffer-size",
     order=80,
     provider_escapes=True,
     checks="Bridge's own packing chooses from a buffer of samples",
     place=_dataset,
-    applies=_buffer,
+    applies=lambda view: view.dataset_kind == "energon" and view.packing_buffer_size is not None,
     bridge_says=("packing_buffer_size must be greater than 0 when set",),
 )
 def _buffer_size(view: RunView) -> Finding | None:
-    size = view.packing.packing_buffer_size or 0
-    if size > 0:
-        return None
-    return Finding(
+    size = view.packing_buffer_size or 0
+    return unless(
+        size > 0,
         why=f"packing_buffer_size is {size}",
         fix="leave packing_buffer_size out, or set it to the samples that packs are chosen from",
-        changes={"packing_buffer_size": None},
     )
 
 
-@_rule(
+@_native_rule(
     id="bridge/native-one-packing-mode",
     order=90,
-    provider_escapes=True,
     checks="Bridge's own packing and in-batch packing are not both on",
     place=_dataset,
-    applies=_native,
-    since=(0, 7),
+    holds=lambda view: not view.enable_in_batch_packing,
     bridge_says=("packing_buffer_size and enable_in_batch_packing=True are mutually exclusive",),
 )
 def _one_owner(view: RunView) -> Finding | None:
-    if not view.packing.enable_in_batch_packing:
-        return None
     return Finding(
-        why=f"packing_buffer_size is {view.packing.packing_buffer_size} and enable_in_batch_packing is on: rows would "
+        why=f"packing_buffer_size is {view.packing_buffer_size} and enable_in_batch_packing is on: rows would "
         "be packed twice",
         fix="turn enable_in_batch_packing off, or leave packing_buffer_size out",
-        changes={"enable_in_batch_packing": False},
     )
 
 
-@_rule(
+@_native_rule(
     id="bridge/native-not-left-to-the-step",
     order=100,
-    provider_escapes=True,
     checks="rows that Bridge packs itself are not left to the forward step",
     place=_dataset,
-    applies=_native,
-    since=(0, 7),
+    holds=lambda view: not view.defer_in_batch_packing_to_step,
     bridge_says=("Energon native sequence packing is incompatible with defer_in_batch_packing_to_step=True",),
 )
 def _not_left_to_the_step(view: RunView) -> Finding | None:
-    if not view.packing.defer_in_batch_packing_to_step:
-        return None
     return Finding(
         why="defer_in_batch_packing_to_step is on, and packing_buffer_size packs before the step",
         fix="set defer_in_batch_packing_to_step to false",
-        changes={"defer_in_batch_packing_to_step": False},
     )
 
 
-@_rule(
+@_native_rule(
     id="bridge/native-one-pack-a-micro-batch",
     order=110,
-    provider_escapes=True,
     checks="Bridge's own packing makes one pack per micro-batch",
     place=_dataset,
-    applies=_native,
-    since=(0, 7),
     bridge_says=("Energon native sequence packing requires micro_batch_size=1",),
 )
 def _one_pack(view: RunView) -> Finding | None:
-    rows = (
-        view.batch.micro_batch_size
-        if view.batch.dataset_micro_batch_size is None
-        else view.batch.dataset_micro_batch_size
-    )
-    if rows == 1:
-        return None
-    return Finding(
+    rows = view.micro_batch_size if view.dataset_micro_batch_size is None else view.dataset_micro_batch_size
+    return unless(
+        rows == 1,
         why=f"the data set's micro_batch_size is {rows}, and a micro-batch of Bridge's own packing is one pack",
         fix="set micro_batch_size to 1, of the data set and of the trainer",
-        changes={"micro_batch_size": 1, "dataset_micro_batch_size": 1}
-        | ({} if view.batch.eval_micro_batch_size is None else {"eval_micro_batch_size": 1}),
     )
 
 
-@_rule(
+@_native_rule(
     id="bridge/native-task-encoder",
     order=120,
-    provider_escapes=True,
     checks="the task encoder has the hooks of Bridge's own packing",
     place=_dataset,
-    applies=_native_known_encoder,
-    since=(0, 7),
+    applies=lambda view: view.packs_natively and view.task_encoder is not None,
+    holds=lambda view: view.task_encoder == TASK_ENCODER,
     bridge_says=("Energon native sequence packing currently supports only QwenVLEnergonTaskEncoderConfig",),
 )
 def _task_encoder(view: RunView) -> Finding | None:
-    if view.loader.task_encoder == TASK_ENCODER:
-        return None
     return Finding(
-        why=f"the task encoder is {view.loader.task_encoder}, and only {TASK_ENCODER} packs",
+        why=f"the task encoder is {view.task_encoder}, and only {TASK_ENCODER} packs",
         fix=f"set task_encoder to a {TASK_ENCODER}, or {_OURS}",
     )
 
 
-@_rule(
+@_native_rule(
     id="bridge/native-per-token-loss",
     order=140,
-    provider_escapes=True,
     checks="Bridge's own packing computes the loss per token",
-    applies=_native,
-    since=(0, 7),
+    holds=lambda view: view.calculate_per_token_loss,
     bridge_says=("Energon native sequence packing requires model.calculate_per_token_loss=True",),
 )
 def _per_token_loss(view: RunView) -> Finding | None:
-    if view.loss.calculate_per_token_loss:
-        return None
     return Finding(
         why="calculate_per_token_loss is false: packs with few trained tokens would weigh as much as full ones",
         fix="set model.calculate_per_token_loss to true",
-        changes={"calculate_per_token_loss": True},
     )
 
 
-@_rule(
+@_native_rule(
     id="bridge/native-no-average-in-collective",
     order=150,
-    provider_escapes=True,
     checks="Bridge's own packing does not average in the collective",
-    applies=_native,
-    since=(0, 7),
+    holds=lambda view: not view.average_in_collective,
     bridge_says=("Energon native sequence packing requires ddp.average_in_collective=False",),
 )
 def _no_average(view: RunView) -> Finding | None:
-    if not view.loss.average_in_collective:
-        return None
     return Finding(
         why="average_in_collective is true: it averages over ranks with different numbers of trained tokens",
         fix="set ddp.average_in_collective to false",
-        changes={"average_in_collective": False},
     )
 
 
-@_rule(
+@_native_rule(
     id="bridge/native-no-multi-token-prediction",
     order=160,
-    provider_escapes=True,
     checks="no multi-token prediction over rows that Bridge packs itself",
-    applies=_native,
-    since=(0, 7),
+    holds=lambda view: view.mtp_num_layers == 0,
     bridge_says=("Energon native sequence packing does not support MTP",),
 )
 def _no_mtp(view: RunView) -> Finding | None:
-    if view.loss.mtp_num_layers == 0:
-        return None
     return Finding(
-        why=f"mtp_num_layers is {view.loss.mtp_num_layers}, and Bridge's own packing gives no labels for it",
+        why=f"mtp_num_layers is {view.mtp_num_layers}, and Bridge's own packing gives no labels for it",
         fix="set mtp_num_layers to 0",
-        changes={"mtp_num_layers": 0},
     )
 
 
-@_rule(
+@_native_rule(
     id="bridge/native-no-graphs",
     order=170,
-    provider_escapes=True,
     checks="neither model nor vision encoder runs rows of Bridge's own packing under CUDA graphs",
-    applies=_native,
-    since=(0, 7),
     bridge_says=("Energon native sequence packing does not support CUDA graphs",),
 )
 def _no_graphs(view: RunView) -> Finding | None:
     found = [
         f"{name} is {value!r}"
         for name, value in (
-            ("cuda_graph_impl", view.graphs.cuda_graph_impl),
-            ("vision_cuda_graph_impl", view.graphs.vision_cuda_graph_impl),
+            ("cuda_graph_impl", view.cuda_graph_impl),
+            ("vision_cuda_graph_impl", view.vision_cuda_graph_impl),
         )
         if value != "none"
     ]
-    if not found:
-        return None
-    return Finding(
+    return unless(
+        not found,
         why=f"{' and '.join(found)}, and Bridge's own packing refuses CUDA graphs",
         fix="set both to 'none'",
-        changes={"cuda_graph_impl": "none", "vision_cuda_graph_impl": "none"},
     )
 
 
-@_rule(
+@_native_rule(
     id="bridge/native-no-dist-train",
     order=180,
-    provider_escapes=True,
     checks="vision encoder and language model share their GPUs under Bridge's own packing",
-    applies=_native,
-    since=(0, 7),
+    holds=lambda view: not view.dist_train,
     bridge_says=("Energon native sequence packing does not support Qwen3-VL DistTrain",),
 )
 def _no_dist_train(view: RunView) -> Finding | None:
-    if not view.parallel.dist_train:
-        return None
     return Finding(
         why="dist_train gives the vision encoder its own GPUs, to which Bridge's own packing sends no boundaries",
         fix="set model.dist_train.use_dist_train to false",
-        changes={"dist_train": False},
     )
 
 
-@_rule(
+@_native_rule(
     id="bridge/native-no-pipeline",
     order=190,
-    provider_escapes=True,
     checks="rows of Bridge's own packing go through one pipeline stage",
-    applies=_native,
-    since=(0, 7),
+    holds=lambda view: view.pipeline_parallel == 1,
     bridge_says=("Energon native sequence packing does not yet support pipeline parallelism",),
 )
 def _no_pipeline(view: RunView) -> Finding | None:
-    if view.parallel.pipeline_parallel == 1:
-        return None
     return Finding(
-        why=f"pipeline parallelism is {view.parallel.pipeline_parallel}, which Bridge's own packing does not support",
+        why=f"pipeline parallelism is {view.pipeline_parallel}, which Bridge's own packing does not support",
         fix=f"set pipeline parallelism to 1, or {_OURS}, which packs with pipelines too",
     )
 
 
-@_rule(
+@_native_rule(
     id="bridge/native-no-overlap",
     order=390,
-    provider_escapes=True,
     checks="expert communication under Bridge's own packing is not overlapped",
     place="megatron.bridge.training.config.ConfigContainer._disable_native_energon_packing_moe_overlap",
-    applies=_native,
-    since=(0, 7),
+    holds=lambda view: not view.overlap_moe_expert_parallel_comm,
     severity="note",
 )
 def _no_overlap(view: RunView) -> Finding | None:
-    if not view.experts.overlap_moe_expert_parallel_comm:
-        return None
     return Finding(
         why="Bridge turns overlap_moe_expert_parallel_comm off: its schedule plan takes neither images nor boundaries",
         fix="set comm_overlap.overlap_moe_expert_parallel_comm to false to say so",
-        changes={"overlap_moe_expert_parallel_comm": False},
     )

@@ -6,81 +6,40 @@ conformance test compares the verdicts with the installed Bridge, rule by rule.
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from types import ModuleType
+from functools import cache
 from typing import Literal
 
-from energon_packing.errors import PackingError
-from energon_packing.validate.rules import (
-    batches,
-    bridges_packing,
-    core,
-    epochs,
-    experts,
-    families,
-    kernels,
-    layout,
-    lengths,
-    loader,
-    losses,
-    native,
-    packing_modes,
-    prepared,
-    steps,
-    tokens,
-    weights,
-)
+from energon_packing.registry import Registry
 from energon_packing.validate.rules.rule import Finding, Rule
 from energon_packing.validate.run_view import RunView
 
-TOPICS = (
-    core,
-    steps,
-    experts,
-    losses,
-    families,
-    prepared,
-    kernels,
-    tokens,
-    native,
-    epochs,
-    loader,
-    bridges_packing,
-    packing_modes,
-    batches,
-    lengths,
-    layout,
-    weights,
+_REGISTRY: Registry[Rule] = Registry(
+    "rule",
+    folder="energon_packing.validate.rules",
+    declared=lambda module: {value.id: value for value in vars(module).values() if isinstance(value, Rule)},
+    setting="the rule",
 )
-"""The modules that define rules."""
 
 
-def rules_of(topics: Sequence[ModuleType]) -> list[Rule]:
-    """The rules that modules define, in the order of the modules and of their definitions."""
-    return [value for topic in topics for value in vars(topic).values() if isinstance(value, Rule)]
+@cache
+def all_rules() -> tuple[Rule, ...]:
+    """Returns Bridge's rules in the order in which it tests them, then Megatron-Core's and ours, then others'."""
+    return tuple(sorted(map(_REGISTRY.find, _REGISTRY.names()), key=lambda rule: rule.order))
 
 
-def in_order(rules: Iterable[Rule]) -> tuple[Rule, ...]:
-    """Bridge's rules in the order in which it tests them, then the others in their given order.
+def register_rule(rule: Rule) -> None:
+    """Adds a rule of another package, for this process; an entry point in ``energon_packing.validate.rules`` lasts.
 
     Raises:
-        PackingError: two rules share an id or a place in Bridge's order.
+        ConfigError: its id is taken.
     """
-    found = list(rules)
-    ids = collections.Counter(rule.id for rule in found)
-    orders = collections.Counter(rule.order for rule in found if rule.order is not None)
-    twice = [id for id, count in ids.items() if count > 1]
-    twice += [rule.id for rule in found if rule.order is not None and orders[rule.order] > 1]
-    if twice:
-        raise PackingError(f"Rules with one id or one order: {', '.join(sorted(set(twice)))}.")
-    bridges = [(rule.order, rule) for rule in found if rule.order is not None]
-    return (*(rule for _, rule in sorted(bridges, key=lambda pair: pair[0])), *(r for r in found if r.order is None))
+    _REGISTRY.add(rule.id, rule)
+    all_rules.cache_clear()
 
 
-RULES: tuple[Rule, ...] = in_order(rules_of(TOPICS))
-"""Bridge's rules in the order in which it tests them, then Megatron-Core's and ours."""
+RULES = all_rules()
+"""Those of this package, and those that installed packages declare."""
 
 Outcome = Literal["ok", "error", "warning", "note", "not applicable"]
 
@@ -98,29 +57,27 @@ def judge(view: RunView) -> list[Judgement]:
     """Applies every rule to a run.
 
     Returns:
-        One judgement per rule, in the order of `RULES`. The first error among those with ``bridge_says`` is what
+        One judgement per rule, in the order of `all_rules`. The first error among those with ``bridge_says`` is what
         Bridge's ``validate()`` raises; only ``bridge/pack-size`` comes earlier for Bridge's own text data sets.
     """
     judgements = []
-    for rule in RULES:
-        if not rule.concerns(view):
-            judgements.append(Judgement(rule=rule, outcome="not applicable"))
-            continue
-        finding = rule.check(view)
-        judgements.append(Judgement(rule=rule, outcome=rule.severity if finding else "ok", finding=finding))
+    for rule in all_rules():
+        concerned = rule.concerns(view)
+        finding = rule.check(view) if concerned else None
+        outcome: Outcome = rule.severity if finding else "ok" if concerned else "not applicable"
+        judgements.append(Judgement(rule=rule, outcome=outcome, finding=finding))
     return judgements
 
 
 def violations(view: RunView) -> list[Judgement]:
-    """The judgements of rules of severity ``error`` that do not hold."""
+    """Returns the judgements of rules of severity ``error`` that do not hold."""
     return [judgement for judgement in judge(view) if judgement.outcome == "error"]
 
 
 def rule_that_bridge_named(message: str) -> Rule | None:
-    """The rule for a message of ``ConfigContainer.validate()``; None if it concerns something else."""
-    for rule in RULES:
-        if f"(rule {rule.id})" in message:  # our data set config enforces what a provider escapes, by id
-            return rule
-        if any(fragment in message for fragment in rule.bridge_says):
+    """Returns the rule for a message of ``ConfigContainer.validate()``; None if it concerns something else."""
+    for rule in all_rules():
+        # Our data set config enforces what a provider escapes, by id.
+        if f"(rule {rule.id})" in message or any(fragment in message for fragment in rule.bridge_says):
             return rule
     return None

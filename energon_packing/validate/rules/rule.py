@@ -2,155 +2,132 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from energon_packing.errors import PackingError
 from energon_packing.validate.run_view import RunView
 
 Severity = Literal["error", "warning", "note"]
 
-Origin = Literal["bridge", "core", "ours"]
-"""Who enforces a rule: Bridge's ``validate()``, Megatron-Core after GPUs are taken, or only this package."""
-
-_ID = re.compile(r"(bridge|core|ours)/[a-z0-9-]+")
+LAST = 10_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """Why a rule does not hold, with the values, and what to change.
-
-    Attributes:
-        changes: fields of the `RunView` and values with which the rule holds; empty if the fix needs a decision.
-    """
+    """Why a rule does not hold, with the values, and what to change."""
 
     why: str
     fix: str
-    changes: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SourceLine:
+class Versioned:
+    """What is true from one version of Megatron-Bridge on, by its first two numbers, and maybe not from a later one."""
+
+    since: tuple[int, int] = (0, 6)
+    before: tuple[int, int] | None = None
+
+    def speaks_of(self, release: tuple[int, int]) -> bool:
+        """Returns whether it is true of, or alongside, this version of Megatron-Bridge."""
+        return self.since <= release and (self.before is None or release < self.before)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLine(Versioned):
     """The place of a rule in the source of the program that it is about.
 
     Attributes:
         file: from the root of its package: ``megatron/core/...``, ``transformer_engine/...``, ``energon_packing/...``.
         says: text that the file contains, part of one line.
-        since: first two numbers of the Megatron-Bridge version from which the file contains it.
-        before: likewise of the first version that no longer contains it; None if every known one does.
     """
 
     file: str
     says: str
-    since: tuple[int, int] = (0, 6)
-    before: tuple[int, int] | None = None
-
-    def speaks_of(self, release: tuple[int, int]) -> bool:
-        """Whether the file must contain the text in, or alongside, this version of Megatron-Bridge."""
-        return self.since <= release and (self.before is None or release < self.before)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rule:
+class Rule(Versioned):
     """One rule.
 
     Attributes:
         id: stable name for people and machines, ``origin/name``; it never changes and is never reused.
         checks: what is true when the rule holds.
         place: where the rule comes from.
-        order: where Bridge's ``validate()`` tests it among its own rules, in steps of ten so that a new one fits
-            between two; None for the others. Silent changes by Bridge come last.
-        provider_escapes: whether Bridge tests it for its own data set classes only, and no other ``DatasetProvider``.
+        finds: returns why the rule does not hold, or None if it holds after all.
         applies: whether the rule applies to such a run.
-        check: returns None if the rule holds.
+        holds: whether it holds; else ``finds`` is asked.
+        order: place among all rules. Below 1000: where Bridge's ``validate()`` tests it, in steps of ten so that a new
+            one fits between two; silent changes by Bridge come last. From there on: the others.
+        provider_escapes: whether Bridge tests it for its own data set classes only, and no other ``DatasetProvider``.
         severity: ``error`` makes the run impossible or wrong, ``warning`` may, ``note`` states what Bridge will change.
         bridge_says: fragments of the messages that Bridge's ``validate()`` raises for it; empty if it has no such rule.
-        since: first two numbers of the Megatron-Bridge version from which the rule is true.
-        before: likewise of the first version in which it is not; None if it is true of every known one.
         sources: lines that justify a rule that nobody raises before GPUs are taken; ``bridge_says`` does it for others.
     """
 
     id: str
     checks: str
     place: str
-    applies: Callable[[RunView], bool]
-    check: Callable[[RunView], Finding | None]
+    finds: Callable[[RunView], Finding | None]
+    applies: Callable[[RunView], bool] = lambda _view: True
+    holds: Callable[[RunView], bool] = lambda _view: False
     severity: Severity = "error"
-    order: int | None = None
+    order: int = LAST
     provider_escapes: bool = False
     bridge_says: tuple[str, ...] = ()
-    since: tuple[int, int] = (0, 6)
-    before: tuple[int, int] | None = None
     sources: tuple[SourceLine, ...] = ()
 
     def __post_init__(self) -> None:
-        if not _ID.fullmatch(self.id):
-            raise PackingError(f"{self.id!r} is not a rule id; expected bridge/name, core/name or ours/name.")
-        if (self.order is None) == (self.origin == "bridge"):
-            raise PackingError(f"{self.id}: Bridge's rules have an order, the others have none.")
-        if self.provider_escapes and self.origin != "bridge":
-            raise PackingError(f"{self.id}: only a rule of Bridge's spares data set providers.")
         if self.origin != "bridge" and not self.sources:
             raise PackingError(f"{self.id} has no source line that justifies it.")
 
     @property
-    def origin(self) -> Origin:
-        """First part of the id."""
-        return cast("Origin", self.id.partition("/")[0])
-
-    def speaks_of(self, release: tuple[int, int]) -> bool:
-        """Whether the rule is true of a version of Megatron-Bridge."""
-        return self.since <= release and (self.before is None or release < self.before)
+    def origin(self) -> str:
+        """Who enforces it: ``bridge`` (its ``validate()``), ``core`` after GPUs are taken, or this package."""
+        return self.id.partition("/")[0]
 
     def concerns(self, view: RunView) -> bool:
-        """Whether the rule applies to such a run on the installed Bridge."""
+        """Returns whether the rule applies to such a run on the installed Bridge."""
         if self.provider_escapes and view.dataset_kind == "provider":
             return False
         return self.speaks_of(view.bridge_release) and self.applies(view)
 
+    def check(self, view: RunView) -> Finding | None:
+        """Returns None if the rule holds."""
+        return None if self.holds(view) else self.finds(view)
 
-def always(_view: RunView) -> bool:
-    """For rules that concern every run."""
-    return True
+
+def rule(
+    *,
+    applies: Callable[[RunView], bool] = lambda _view: True,
+    holds: Callable[[RunView], bool] = lambda _view: False,
+    **settings: Any,
+) -> Callable[[Callable[[RunView], Finding | None]], Rule]:
+    """A decorator that turns the function that finds what is wrong into a rule; its arguments are fields of `Rule`."""
+    return lambda finds: Rule(finds=finds, applies=applies, holds=holds, **settings)
 
 
-def packed(view: RunView) -> bool:
-    """For rules about rows that hold several samples."""
-    return view.packed
+bridges_rule = functools.partial(rule, place="megatron.bridge.training.config.ConfigContainer.validate")
+"""`rule` for those of Bridge's ``validate()``."""
+
+
+def unless(holds: bool, *, why: str, fix: str) -> Finding | None:
+    """Returns a finding, or None where the rule holds after all."""
+    return None if holds else Finding(why=why, fix=fix)
 
 
 def packed_offline(view: RunView) -> bool:
     """For rules about rows that arrive packed; with both modes on, ``bridge/one-packing-mode`` speaks."""
-    return view.packing.enable_offline_packing and not view.packing.enable_in_batch_packing
+    return view.enable_offline_packing and not view.enable_in_batch_packing
 
 
 def context_parallel(view: RunView) -> bool:
     """For rules about rows that several ranks share."""
-    return view.parallel.context_parallel > 1
+    return view.context_parallel > 1
 
 
 def bridge_is_silent_on_loss(view: RunView) -> bool:
     """For rules about the loss where Bridge has none: at CP 1, and on data sets that escape its rules."""
-    return view.parallel.context_parallel == 1 or view.dataset_kind in ("gpt_pretraining", "provider")
-
-
-def one_length(view: RunView, tokens: int) -> dict[str, Any]:
-    """Changes that make rows, model, and packs (if they have their own size) ``tokens`` long."""
-    packs = {} if view.rows.packed_sequence_size is None else {"packed_sequence_size": tokens}
-    return {"dataset_seq_length": tokens, "model_seq_length": tokens, **packs}
-
-
-def rule(**settings: Any) -> Callable[[Callable[[RunView], Finding | None]], Rule]:
-    """A decorator that turns a check function into a rule.
-
-    Args:
-        settings: the fields of `Rule` except ``check``.
-    """
-
-    def made(check: Callable[[RunView], Finding | None]) -> Rule:
-        """The rule in place of its check."""
-        return Rule(check=check, **settings)
-
-    return made
+    return view.context_parallel == 1 or view.dataset_kind in ("gpt_pretraining", "provider")

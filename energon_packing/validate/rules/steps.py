@@ -13,21 +13,15 @@ OUR_STEP = "energon_packing.bridge.step"
 """The module of our forward step, as a run's ``step`` names it."""
 
 
-def _packed_known_step(view: RunView) -> bool:
-    return view.reaches_the_step_packed and view.step is not None
-
-
 def _packed_mixture(view: RunView) -> bool:
-    mixture = view.parallel.expert_parallel > 1 or (view.experts.num_moe_experts or 0) > 0
+    mixture = view.expert_parallel > 1 or (view.num_moe_experts or 0) > 0
     known = view.step is None or view.step.endswith(("vlm_step", "gpt_step"))
-    return view.reaches_the_step_packed and mixture and (known or view.experts.overlap_moe_expert_parallel_comm)
+    return view.reaches_the_step_packed and mixture and (known or view.overlap_moe_expert_parallel_comm)
 
 
 def _shares_masked_rows(view: RunView) -> bool:
     """Whether ranks share a row whose mask Bridge itself gives to routers, with a step that does not repair them."""
-    shared = view.parallel.context_parallel > 1 or (
-        view.parallel.tensor_parallel > 1 and view.parallel.sequence_parallel
-    )
+    shared = view.context_parallel > 1 or (view.tensor_parallel > 1 and view.sequence_parallel)
     masked = _model_makes_the_mask(view) or (_step_gives_the_mask_itself(view) and _rows_bring_a_mask(view))
     return _packed_mixture(view) and view.step is not None and OUR_STEP not in view.step and shared and masked
 
@@ -57,143 +51,136 @@ def _rows_bring_a_mask(view: RunView) -> bool:
     if view.bridge_release < (0, 7):
         return False
     if view.dataset_kind == "gpt_sft":
-        return view.packing.enable_offline_packing or view.multiple > 1
-    return view.dataset_kind == "hf_sft" and view.packing.enable_in_batch_packing and view.multiple > 1
+        return view.enable_offline_packing or view.multiple > 1
+    return view.dataset_kind == "hf_sft" and view.enable_in_batch_packing and view.multiple > 1
 
 
 def _masked_experts_under_graphs(view: RunView) -> bool:
     masked = view.reaches_the_step_packed and _rows_bring_a_mask(view)
-    return masked and (view.experts.num_moe_experts or 0) > 0 and view.graphs.cuda_graph_impl == "transformer_engine"
+    return masked and (view.num_moe_experts or 0) > 0 and view.cuda_graph_impl == "transformer_engine"
 
 
 def _packed_rows_over_cp(view: RunView) -> bool:
-    wide = max(view.parallel.context_parallel, view.parallel.eval_context_parallel or 1) > 1
-    follows_the_trainer = view.batch.dataset_micro_batch_size is None  # otherwise bridge/micro-batch-size speaks
-    return view.packing.enable_offline_packing and wide and follows_the_trainer
+    wide = max(view.context_parallel, view.eval_context_parallel or 1) > 1
+    follows_the_trainer = view.dataset_micro_batch_size is None  # otherwise bridge/micro-batch-size speaks
+    return view.enable_offline_packing and wide and follows_the_trainer
 
 
 def _undeclared_provider_in_a_long_pipeline(view: RunView) -> bool:
     undeclared = view.dataset_kind == "provider" and not view.packed
-    return undeclared and view.parallel.pipeline_parallel > 2 and not (view.step or "").endswith(("vlm_step", OUR_STEP))
+    return undeclared and view.pipeline_parallel > 2 and not (view.step or "").endswith(("vlm_step", OUR_STEP))
 
 
 @rule(
     id="ours/step-reads-packs",
+    order=1050,
     checks="the forward step reads packed rows",
     place="megatron.bridge.models.qwen_vl.qwen3_vl_step and megatron.bridge.training.audio_lm_step",
-    applies=_packed_known_step,
+    applies=lambda view: view.reaches_the_step_packed and view.step is not None,
+    holds=lambda view: not view.step_packs,
     sources=(
         SourceLine(
-            file="megatron/bridge/models/qwen_vl/qwen3_vl_step.py",
-            says="qwen3_vl_step does not support collate-time in-batch packing.",
+            "megatron/bridge/models/qwen_vl/qwen3_vl_step.py",
+            "qwen3_vl_step does not support collate-time in-batch packing.",
         ),
-        SourceLine(
-            file="megatron/bridge/training/audio_lm_step.py", says='required_host_keys.add("cu_seqlens_argmin")'
-        ),
+        SourceLine("megatron/bridge/training/audio_lm_step.py", 'required_host_keys.add("cu_seqlens_argmin")'),
     ),
 )
 def _step_reads_packs(view: RunView) -> Finding | None:
-    if not view.step_packs:
-        return None
     if "qwen3_vl_step" in (view.step or ""):
         why = "qwen3_vl_step, the default of the Qwen3-VL recipes, packs rows itself and refuses packed ones"
     else:
         why = f"{view.step} packs rows itself and overlooks the boundaries of packed ones: samples would see each other"
-    return Finding(why=why, fix="set training.step to vlm_step", changes={"step": "vlm_step"})
+    return Finding(why=why, fix="set training.step to vlm_step")
 
 
 @rule(
     id="ours/experts-see-padding",
+    order=1060,
     checks="experts do not count padding",
     place="megatron.bridge.training.vlm_step and gpt_step",
     applies=_packed_mixture,
+    holds=lambda view: view.multiple == 1 and not view.rows_of_one_width,
     severity="warning",
     sources=(
         SourceLine(
-            file="megatron/bridge/training/vlm_step.py",
-            says='required_device_keys.update(("tokens", "input_ids", "position_ids"))',
+            "megatron/bridge/training/vlm_step.py",
+            'required_device_keys.update(("tokens", "input_ids", "position_ids"))',
         ),
         SourceLine(
-            file="megatron/core/transformer/moe/router.py",
-            says="def routing(self, logits: torch.Tensor, padding_mask: Optional[torch.Tensor] = None):",
+            "megatron/core/transformer/moe/router.py",
+            "def routing(self, logits: torch.Tensor, padding_mask: Optional[torch.Tensor] = None):",
         ),
         SourceLine(
-            file="megatron/core/models/gpt/fine_grained_callables.py",
-            says="probs, routing_map = layer.mlp.route(pre_mlp_layernorm_output)",
+            "megatron/core/models/gpt/fine_grained_callables.py",
+            "probs, routing_map = layer.mlp.route(pre_mlp_layernorm_output)",
         ),
     ),
 )
 def _experts_see_padding(view: RunView) -> Finding | None:
-    if view.multiple == 1 and not view.rows_of_one_width:
-        return None
-    if view.experts.overlap_moe_expert_parallel_comm and _step_gives_the_mask_itself(view):
+    if view.overlap_moe_expert_parallel_comm and _step_gives_the_mask_itself(view):
         return Finding(
             why="overlap_moe_expert_parallel_comm is on, and the layers of its schedule plan call routers without the "
             "padding mask: padding counts in the load balance of experts",
             fix="set comm_overlap.overlap_moe_expert_parallel_comm to false",
-            changes={"overlap_moe_expert_parallel_comm": False},
         )
     if _model_makes_the_mask(view) or (_step_gives_the_mask_itself(view) and view.step is not None):
         return None
     why = (
         f"{view.step or 'the forward step'} drops padding_mask in Megatron-Bridge "
-        f"{view.versions.bridge_version or '0.6'}: padding is routed to experts and counts in their load balance"
+        f"{view.bridge_version or '0.6'}: padding is routed to experts and counts in their load balance"
     )
-    if view.graphs.cuda_graph_impl == "transformer_engine":  # where our step cannot help either
+    if view.cuda_graph_impl == "transformer_engine":  # where our step cannot help either
         return Finding(
             why=f"{why}; our forward step passes the mask by hooks, which cuda_graph_impl 'transformer_engine' "
             "bypasses",
             fix=f"set cuda_graph_impl to 'none' and train with the forward step {OUR_STEP}.forward_step",
-            changes={"cuda_graph_impl": "none", "step": OUR_STEP},
         )
-    return Finding(why=why, fix=f"train with the forward step {OUR_STEP}.forward_step", changes={"step": OUR_STEP})
+    return Finding(why=why, fix=f"train with the forward step {OUR_STEP}.forward_step")
 
 
 @rule(
     id="ours/balance-over-ranks",
+    order=1070,
     checks="the balance of experts weighs the same on any number of ranks",
     place="megatron.core.transformer.moe.moe_utils.get_tokens_per_expert_and_token_count (Megatron-LM#7452)",
     applies=_shares_masked_rows,
+    holds=lambda view: view.load_balancing is not None and not any(view.balance_coefficients),
     severity="warning",
     sources=(
-        SourceLine(
-            file="megatron/core/tensor_parallel/mappings.py",
-            says="torch.distributed.all_reduce(input_, group=group)",
-        ),
+        SourceLine("megatron/core/tensor_parallel/mappings.py", "torch.distributed.all_reduce(input_, group=group)"),
     ),
 )
 def _balance_over_ranks(view: RunView) -> Finding | None:
-    if view.experts.load_balancing is not None and not any(view.experts.balance_coefficients):
-        return None
     return Finding(
         why="ranks share each row, and under a padding mask Megatron-Core takes the tokens of all of them for those of "
         "one: the load-balancing loss is as many times too strong",
         fix=f"train with the forward step {OUR_STEP}.forward_step",
-        changes={"step": OUR_STEP},
     )
 
 
 @rule(
     id="ours/padding-mask-under-graphs",
+    order=1080,
     checks="experts get the padding mask under CUDA graphs",
     place="megatron.core.transformer.module.GraphableMegatronModule.__call__",
     applies=_masked_experts_under_graphs,
     sources=(
-        SourceLine(file="megatron/core/transformer/module.py", says="return cuda_graph_func(*args, **kwargs)"),
+        SourceLine("megatron/core/transformer/module.py", "return cuda_graph_func(*args, **kwargs)"),
         SourceLine(
-            file="megatron/bridge/training/gpt_step.py",
-            says="Packed MoE padding masks do not support router-scoped Transformer Engine CUDA graphs in the pinned",
+            "megatron/bridge/training/gpt_step.py",
+            "Packed MoE padding masks do not support router-scoped Transformer Engine CUDA graphs in the pinned",
             since=(0, 7),
         ),
     ),
 )
 def _mask_under_graphs(view: RunView) -> Finding | None:
-    scopes = ", ".join(view.graphs.cuda_graph_modules) or "whole layers"
+    scopes = ", ".join(view.cuda_graph_modules) or "whole layers"
     if _step_gives_the_mask_itself(view) or _model_makes_the_mask(view):
-        if view.graphs.cuda_graph_modules and not set(view.graphs.cuda_graph_modules) & _ROUTER_SCOPES:
+        if view.cuda_graph_modules and not set(view.cuda_graph_modules) & _ROUTER_SCOPES:
             return None
         end = (
-            f"gpt_step of Megatron-Bridge {view.versions.bridge_version} stops with the first batch"
+            f"gpt_step of Megatron-Bridge {view.bridge_version} stops with the first batch"
             if _step_gives_the_mask_itself(view)
             else "experts would count padding"
         )
@@ -201,7 +188,6 @@ def _mask_under_graphs(view: RunView) -> Finding | None:
             why=f"cuda_graph_impl is 'transformer_engine' and captures {scopes}, including routers, which get no "
             f"padding mask there: {end}",
             fix="capture attention only (cuda_graph_modules), or set cuda_graph_impl to 'none'",
-            changes={"cuda_graph_impl": "none"},
         )
     if OUR_STEP not in (
         view.step or ""
@@ -211,84 +197,81 @@ def _mask_under_graphs(view: RunView) -> Finding | None:
         why=f"cuda_graph_impl is 'transformer_engine' ({scopes}): graphs bypass the hooks through which our forward "
         "step passes the padding mask, so experts would count padding",
         fix="set cuda_graph_impl to 'none'",
-        changes={"cuda_graph_impl": "none"},
     )
 
 
 @rule(
     id="ours/one-packed-row-over-context-parallelism",
+    order=1090,
     checks="context parallelism slices one packed row at a time",
     place="megatron.bridge.training.gpt_step._cu_seqlens_for_cp_partition",
     applies=_packed_rows_over_cp,
     sources=(
         SourceLine(
-            file="megatron/bridge/training/gpt_step.py",
-            says="Packed THD batches expect micro-batch size 1 for context-parallel slicing",
+            "megatron/bridge/training/gpt_step.py",
+            "Packed THD batches expect micro-batch size 1 for context-parallel slicing",
         ),
     ),
 )
 def _one_packed_row_over_cp(view: RunView) -> Finding | None:
-    if (view.batch.eval_micro_batch_size or 1) <= 1:  # of training: bridge/one-pack-a-micro-batch
+    if (view.eval_micro_batch_size or 1) <= 1:  # of training: bridge/one-pack-a-micro-batch
         return None
     return Finding(
         why=f"eval_micro_batch_size is {view.eval_micro}, and packed rows are sliced over CP one row at a time: the "
         "first evaluation stops the run",
         fix="set training.eval_micro_batch_size to 1",
-        changes={"eval_micro_batch_size": 1},
     )
 
 
 @rule(
     id="ours/middle-stages-see-boundaries",
+    order=1100,
     checks="middle pipeline stages get the boundaries of packed rows",
     place="megatron.bridge.training.gpt_step._middle_pp_stage_needs_batch",
     applies=_undeclared_provider_in_a_long_pipeline,
     severity="warning",
     sources=(
         SourceLine(
-            file="megatron/bridge/training/gpt_step.py",
-            says="return uses_custom_attention_mask or _uses_packed_sequence_metadata(cfg)",
+            "megatron/bridge/training/gpt_step.py",
+            "return uses_custom_attention_mask or _uses_packed_sequence_metadata(cfg)",
         ),
     ),
 )
 def _middle_stages_see_boundaries(view: RunView) -> Finding | None:
     return Finding(
-        why=f"the data set declares no packing at PP {view.parallel.pipeline_parallel}: gpt_step reads no batch on "
+        why=f"the data set declares no packing at PP {view.pipeline_parallel}: gpt_step reads no batch on "
         "middle stages, so packed rows would attend across samples there",
         fix="declare enable_offline_packing with offline_packing_specs on the data set, or train with the forward "
         f"step {OUR_STEP}.forward_step",
-        changes={"step": OUR_STEP},
     )
 
 
 @rule(
     id="ours/no-schedule-plan",
+    order=1110,
     checks="boundaries survive overlapped expert communication",
     place="megatron.bridge.training.vlm_step and gpt_step",
     applies=_packed_not_natively,
     sources=(
         SourceLine(
-            file="megatron/bridge/training/vlm_step.py",
-            says="tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask",
+            "megatron/bridge/training/vlm_step.py",
+            "tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask",
         ),
         SourceLine(
-            file="megatron/bridge/training/gpt_step.py",
-            says="tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask",
+            "megatron/bridge/training/gpt_step.py",
+            "tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask",
             before=(0, 7),
         ),
     ),
 )
 def _no_schedule_plan(view: RunView) -> Finding | None:
     # gpt_step of 0.7 passes packed_seq_params and padding_mask to its plan; vlm_step passes neither, in both versions.
-    if not view.experts.overlap_moe_expert_parallel_comm or (
-        view.bridge_release >= (0, 7) and view.goes_through_gpt_step
-    ):
+    if not view.overlap_moe_expert_parallel_comm or (view.bridge_release >= (0, 7) and view.goes_through_gpt_step):
         return None
     step = "gpt_step" if view.goes_through_gpt_step else "vlm_step"
     return Finding(
         why=f"overlap_moe_expert_parallel_comm is on: {step} of Megatron-Bridge "
-        f"{view.versions.bridge_version or '0.6'} builds a schedule plan without the boundaries of packed rows, so "
+        f"{view.bridge_version or '0.6'} builds a schedule plan without the boundaries of packed rows, so "
         "every token attends to the samples before its own",
         fix="set comm_overlap.overlap_moe_expert_parallel_comm to false",
-        changes={"overlap_moe_expert_parallel_comm": False},
     )

@@ -6,43 +6,35 @@ Imports neither torch nor Bridge.
 from __future__ import annotations
 
 from energon_packing.validate.family_table import PROCESSOR_CLASSES, line_of
-from energon_packing.validate.rules.rule import Finding, SourceLine, rule
+from energon_packing.validate.rules.rule import Finding, SourceLine, rule, unless
 from energon_packing.validate.run_view import RunView
 
 
-def _known_vocabularies(view: RunView) -> bool:
-    return bool(
-        view.facts.model_tokens
-        and view.facts.processor_tokens
-        and view.facts.model_tokens.size
-        and view.facts.processor_tokens.size
-    )
+def _stated_by_both(view: RunView, what: str) -> list[tuple[str, int, int]]:
+    """Names in ``placeholders`` or ``geometry`` that both state, each with the model's value and the processor's."""
+    theirs, ours = getattr(view.model_tokens, what, {}), getattr(view.processor_tokens, what, {})
+    return [(name, theirs[name], ours[name]) for name in theirs if name in ours]
 
 
-def _known_placeholders(view: RunView) -> bool:
-    return bool(view.facts.model_tokens and view.facts.processor_tokens and _shared_placeholders(view))
-
-
-def _shared_placeholders(view: RunView) -> list[str]:
-    if view.facts.model_tokens is None or view.facts.processor_tokens is None:
-        return []
-    return [kind for kind in view.facts.model_tokens.placeholders if kind in view.facts.processor_tokens.placeholders]
+def _expected_classes(view: RunView) -> tuple[str, ...]:
+    """The processors of the model's family, where that of the run is known to belong to some family; else none."""
+    line = line_of(view.family, view.bridge_release)
+    own = getattr(view.processor_tokens, "processor", None)
+    return line.processors if line is not None and own in PROCESSOR_CLASSES else ()
 
 
 @rule(
     id="ours/vocabulary",
+    order=1300,
     checks="every token id has a row in the model's embedding",
     place="megatron.core.tensor_parallel.layers.VocabParallelEmbedding",
-    applies=_known_vocabularies,
-    sources=(SourceLine(file="megatron/core/tensor_parallel/layers.py", says="masked_input[input_mask] = 0"),),
+    applies=lambda view: bool(getattr(view.model_tokens, "size", 0) and getattr(view.processor_tokens, "size", 0)),
+    sources=(SourceLine("megatron/core/tensor_parallel/layers.py", "masked_input[input_mask] = 0"),),
 )
 def _vocabulary(view: RunView) -> Finding | None:
-    assert view.facts.model_tokens is not None
-    assert view.facts.processor_tokens is not None
-    rows, ids = view.facts.model_tokens.size or 0, view.facts.processor_tokens.size or 0
-    if ids <= rows:
-        return None
-    return Finding(
+    rows, ids = (getattr(facts, "size", None) or 0 for facts in (view.model_tokens, view.processor_tokens))
+    return unless(
+        ids <= rows,
         why=f"the tokenizer gives ids up to {ids - 1}, but the model's vocabulary has {rows} rows",
         fix="use the processor of this model, or widen the model's vocab_size",
     )
@@ -50,21 +42,19 @@ def _vocabulary(view: RunView) -> Finding | None:
 
 @rule(
     id="ours/placeholder-ids",
+    order=1310,
     checks="tokenizer and model use the same tokens for images and videos, and around them",
     place="megatron.bridge.models.qwen_vl",
-    applies=_known_placeholders,
+    applies=lambda view: bool(_stated_by_both(view, "placeholders")),
     sources=(
         SourceLine(
-            file="megatron/bridge/models/qwen_vl/modelling_qwen3_vl/model.py",
-            says="self.image_token_id = language_transformer_config.image_token_id",
+            "megatron/bridge/models/qwen_vl/modelling_qwen3_vl/model.py",
+            "self.image_token_id = language_transformer_config.image_token_id",
         ),
     ),
 )
 def _placeholder_ids(view: RunView) -> Finding | None:
-    assert view.facts.model_tokens is not None
-    assert view.facts.processor_tokens is not None
-    for kind in _shared_placeholders(view):
-        theirs, ours = view.facts.model_tokens.placeholders[kind], view.facts.processor_tokens.placeholders[kind]
+    for kind, theirs, ours in _stated_by_both(view, "placeholders"):
         if theirs != ours:
             return Finding(
                 why=f"the model's {kind}_token_id is {theirs}, but the tokenizer's {kind} token is {ours}: features of "
@@ -74,46 +64,25 @@ def _placeholder_ids(view: RunView) -> Finding | None:
     return None
 
 
-def _known_processor(view: RunView) -> bool:
-    return bool(view.facts.processor_tokens and (_shared_sizes(view) or _expected_classes(view)))
-
-
-def _shared_sizes(view: RunView) -> list[str]:
-    if view.facts.model_tokens is None or view.facts.processor_tokens is None:
-        return []
-    return [name for name in view.facts.model_tokens.geometry if name in view.facts.processor_tokens.geometry]
-
-
-def _expected_classes(view: RunView) -> tuple[str, ...]:
-    """The processors of the model's family, where that of the run is known to belong to some family; else none."""
-    line = line_of(view.family, view.bridge_release)
-    own = view.facts.processor_tokens and view.facts.processor_tokens.processor
-    return line.processors if line is not None and own in PROCESSOR_CLASSES else ()
-
-
 @rule(
     id="ours/processor-fits-the-model",
+    order=1320,
     checks="the processor is that of the model's family: its class, and the sizes of patches and images",
     place="megatron.bridge.models.qwen_vl.modelling_qwen3_vl.utils.Qwen3VLVisionPatchEmbed",
-    applies=_known_processor,
+    applies=lambda view: bool(_stated_by_both(view, "geometry") or _expected_classes(view)),
     sources=(
         SourceLine(
-            file="megatron/bridge/models/qwen_vl/modelling_qwen3_vl/utils.py",
-            says="kernel_size = [self.temporal_patch_size, self.patch_size, self.patch_size]",
+            "megatron/bridge/models/qwen_vl/modelling_qwen3_vl/utils.py",
+            "kernel_size = [self.temporal_patch_size, self.patch_size, self.patch_size]",
         ),
     ),
 )
 def _processor_fits(view: RunView) -> Finding | None:
-    assert view.facts.processor_tokens is not None
-    own, expected = view.facts.processor_tokens.processor, _expected_classes(view)
+    own, expected = getattr(view.processor_tokens, "processor", None), _expected_classes(view)
     fix = "name the processor that was published with this model"
     if expected and own not in expected:
-        return Finding(
-            why=f"the processor is a {own}, but {view.network.model} needs a {' or '.join(expected)}", fix=fix
-        )
-    for name in _shared_sizes(view):
-        assert view.facts.model_tokens is not None
-        theirs, ours = view.facts.model_tokens.geometry[name], view.facts.processor_tokens.geometry[name]
+        return Finding(why=f"the processor is a {own}, but {view.model} needs a {' or '.join(expected)}", fix=fix)
+    for name, theirs, ours in _stated_by_both(view, "geometry"):
         if theirs != ours:
             return Finding(why=f"{name} of the processor is {ours}, but the model's is {theirs}", fix=fix)
     return None

@@ -1,0 +1,80 @@
+"""Options that several commands share, each declared once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from energon_packing.errors import UserError
+from energon_packing.executors.choice import EXECUTORS
+
+
+class NewFile(click.Path):
+    """A file that a command writes after long work, so its directory is checked before."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """The path.
+
+        Raises:
+            UserError: its directory does not exist.
+        """
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        if not path.parent.is_dir():
+            raise UserError(f"{path} cannot be written: there is no directory {path.parent}.")
+        return path
+
+
+PATH = click.Path(path_type=Path)
+FILE, NEW_FILE = click.Path(path_type=Path, dir_okay=False), NewFile(path_type=Path, dir_okay=False)
+AT_LEAST_0, AT_LEAST_1 = click.IntRange(min=0), click.IntRange(min=1)
+Decorator = Callable[[Any], Any]
+
+
+def together(*options: Decorator) -> Decorator:
+    """The options as one decorator, in their order."""
+
+    def decorate(function: Any) -> Any:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
+set_option = click.option(
+    "--set", "overrides", metavar="SECTION.KEY=VALUE", multiple=True, help="Change a value; may be repeated."
+)
+config_options = together(
+    click.option("--config", "config_path", metavar="CFG", type=click.Path(), help="YAML configuration."), set_option
+)
+split_option = click.option("--split", default="train", show_default=True, help="Part of each data set.")
+executor_options = together(
+    click.option(
+        "--workers",
+        type=AT_LEAST_0,
+        help="Processes; 0 works in this one. Default: one per CPU, at most 8; with Ray, all CPUs of the cluster.",
+    ),
+    click.option(
+        "--executor",
+        type=click.Choice(EXECUTORS.names()),
+        default="local",
+        show_default=True,
+        help="Who works: processes of this machine, or a Ray cluster.",
+    ),
+    click.option(
+        "--address",
+        help="Address of a Ray cluster. Default: RAY_ADDRESS, else a cluster on this machine for this command.",
+    ),
+)
+"""The fields of an `ExecutorConfig`."""
+rank_options = together(
+    click.option(
+        "--rank", type=AT_LEAST_0, default=0, help="Number of this one among --world-size such commands, from 0."
+    ),
+    click.option("--world-size", type=AT_LEAST_1, default=1, help="Number of such commands."),
+)

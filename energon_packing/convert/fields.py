@@ -1,0 +1,204 @@
+"""Columns and fields that nothing reads: their names are counted, so that no column silently disappears.
+
+Names of roles in data sets, and the four roles that they stand for.
+
+The loss weight of a message, read from the fields that data sets use for it.
+
+* ``weight``: OpenAI's fine-tuning format and ShareGPT exports, 0 or 1;
+* ``loss``: ms-swift, true or false;
+* ``loss_weight``: LLaMA-Factory v1, a number;
+* ``train``: axolotl (``message_field_training``), true or false.
+
+Thinking in a field of a message: which field holds it, and whether the text holds other thinking.
+
+Finds names that look like a misspelling or variant of a column or field that would be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from energon_packing.chat.thinking import CLOSE, OPEN
+from energon_packing.conversation import Role
+from energon_packing.errors import SampleRejected
+from energon_packing.stored_record import LARGEST_NUMBER
+
+LONGEST_NAME = 80
+"""Characters of a name that are kept; a record may hold any."""
+
+
+def says_nothing(value: Any) -> bool:
+    """Whether a value is empty: null, or an empty text, list or object. Tables fill columns with such values."""
+    return value is None or value == "" or value == [] or value == {}
+
+
+def kind_of(value: Any) -> str:
+    """The type of a value of JSON or of a table, in words for a message."""
+    names = {"NoneType": "null", "dict": "an object", "list": "a list", "str": "text", "bool": "a truth value"}
+    names |= {"bytes": "bytes", "date": "a date", "datetime": "a date", "Timestamp": "a date"}
+    return names.get(type(value).__name__, "a number")
+
+
+def expect(value: Any, kind: type | tuple[type, ...], reason: str, what: str, expected: str) -> Any:
+    """Returns a value of a type.
+
+    Args:
+        value: of any type.
+        kind: the types that it may have.
+        reason: of the rejection.
+        what: the value, and ``is``, for the message.
+        expected: in words.
+
+    Raises:
+        SampleRejected: it has another one.
+    """
+    if not isinstance(value, kind):
+        raise SampleRejected(reason, f"{what} {kind_of(value)}, expected {expected}")
+    return value
+
+
+def unread(value: Mapping[str, Any], read: Collection[str], place: str = "") -> set[str]:
+    """Names of an object's non-empty fields other than ``read``.
+
+    Args:
+        value: a record, a message, a content part.
+        read: names that have a meaning.
+        place: prefix of each name, such as ``messages[].``; empty for columns of the record.
+    """
+    return {place + name[:LONGEST_NAME] for name, held in value.items() if name not in read and not says_nothing(held)}
+
+
+ROLE_OF: Mapping[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "tool": "tool",
+    "function": "tool",
+}
+ROLE_OF_TEXT: Mapping[str, Role] = {name: role for name, role in ROLE_OF.items() if name != "function_call"}
+"""Those whose messages hold text; a ``function_call`` holds calls as JSON."""
+
+
+LOSS_FIELDS = ("weight", "loss", "loss_weight", "train")
+_FIELDS = frozenset(LOSS_FIELDS)
+
+
+def loss_weight(message: Mapping[str, Any], number: int, role: Role) -> float | None:
+    """The weight of a message; None if no field sets one.
+
+    A boolean states whether the message is trained, a number how strongly; several fields must agree. Only assistant
+    turns are trained, so on other turns 0 is accepted without effect and any other weight is rejected.
+
+    Args:
+        message: as in the record.
+        number: number of the turn, for messages.
+        role: role of the turn.
+
+    Raises:
+        SampleRejected: ``bad_weight`` for anything but booleans and numbers of at least 0, and for fields that
+            contradict each other; ``unsupported_weight`` if a turn of another role than the assistant is to be trained.
+    """
+    if _FIELDS.isdisjoint(message):
+        return None
+    given = {name: message[name] for name in LOSS_FIELDS if message.get(name) is not None}
+    if not given:
+        return None
+    for name, value in given.items():
+        if not isinstance(value, bool | int | float) or not 0 <= value <= LARGEST_NUMBER:
+            raise SampleRejected(
+                "bad_weight",
+                f"turn {number} has the {name} {value!r:.80}, expected true, false or a number of 0 or more",
+            )
+    said = " and ".join(f"{name} {value!r}" for name, value in given.items())
+    numbers = {float(value) for value in given.values() if not isinstance(value, bool)}
+    trained = {bool(value) for value in given.values()}
+    if len(numbers) > 1 or len(trained) > 1:
+        raise SampleRejected("bad_weight", f"turn {number} has {said}, which contradict each other; keep one of them")
+    weight = numbers.pop() if numbers else float(trained.pop())
+    if role == "assistant":
+        return weight
+    if weight > 0:
+        raise SampleRejected(
+            "unsupported_weight",
+            f"turn {number} ({role}) has {said}, but only turns of the assistant are trained; remove the field, or "
+            "set it to 0",
+        )
+    return None
+
+
+THINKING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+"""Written by DeepSeek, Qwen and vLLM; by OpenRouter and newer vLLM; by gpt-oss and TRL, in this order."""
+
+
+def thinking_of(message: Mapping[str, Any], text: str, number: int) -> str | None:
+    """The thinking of an assistant's message as the field holds it; None if there is none, or the text holds it too.
+
+    Args:
+        message: as the record holds it.
+        text: of the message's content.
+        number: of the turn, for error messages.
+
+    Raises:
+        SampleRejected: ``non_string_value`` if a field is not text, ``conflicting_thinking`` if two fields differ, if
+            the text holds other thinking, or if a field itself holds tags.
+    """
+    given: dict[str, str] = {}
+    for name in THINKING_FIELDS:
+        value = message.get(name)
+        if (
+            value is not None
+            and expect(value, str, "non_string_value", f"turn {number} has {name} that is", "text").strip()
+        ):
+            given[name] = value
+    if not given:
+        return None
+    first, *others = given
+    thought = given[first]
+    for other in others:
+        if given[other].strip("\n") != thought.strip("\n"):
+            raise SampleRejected("conflicting_thinking", f"turn {number} has {first} and {other}, and they differ")
+    if OPEN in thought or CLOSE in thought:
+        raise SampleRejected("conflicting_thinking", f"turn {number} has {first} with {OPEN} or {CLOSE} in it")
+    if OPEN not in text and CLOSE not in text:
+        return thought
+    inner, closed, rest = text.lstrip().removeprefix(OPEN).partition(CLOSE)
+    same = inner.strip("\n") == thought.strip("\n")
+    if text.lstrip().startswith(OPEN) and closed and same and OPEN not in rest + inner:
+        return None
+    raise SampleRejected("conflicting_thinking", f"turn {number} has {first} and different thinking in its text")
+
+
+_COLUMNS = ("messages", "conversations", "system", "tools", "image", "images", "video", "videos", "extras")
+_KNOWN_FIELDS = ("content", "tool_calls", "tool_call_id", "function_call", *LOSS_FIELDS, *THINKING_FIELDS)
+_OTHER_NAMES = {
+    **dict.fromkeys(("img", "imgs", "picture", "pictures", "photo", "photos"), "images"),
+    **{f"image_{what}{s}": "images" for what in ("path", "file", "url", "filename") for s in ("", "s")},
+    **dict.fromkeys(("clip", "clips", "vid", "vids"), "videos"),
+    **{f"video_{what}{s}": "videos" for what in ("path", "file", "url", "filename") for s in ("", "s")},
+    **dict.fromkeys(("dialog", "dialogue", "dialogs", "turns"), "conversations"),
+}
+_OTHER_FIELDS = dict.fromkeys(("think", "thought", "thoughts", "cot", "analysis"), "reasoning_content")
+_ALIKE = 0.82
+"""Share of common letters, as `difflib` counts them: ``vidoes`` is near (0.83), ``image_ids`` is not (0.80)."""
+
+
+def near_name(place: str) -> str | None:
+    """The name that was probably meant, or None.
+
+    Args:
+        place: a column, or a field as ``messages[].name``.
+    """
+    field = "[]." in place
+    name = place.rpartition("[].")[2].strip().lower()
+    aliases, known = (_OTHER_FIELDS, _KNOWN_FIELDS) if field else (_OTHER_NAMES, _COLUMNS)
+    if name in aliases:
+        return aliases[name]
+    matches = get_close_matches(name, known, n=1, cutoff=_ALIKE) if len(name) >= 4 else []
+    return matches[0] if matches and matches[0] != place.rpartition("[].")[2] else None

@@ -1,0 +1,91 @@
+"""Records of one question and one answer in columns of their own.
+
+* ``alpaca``: ``instruction``, ``input``, ``output``, ``history`` (earlier questions and answers); in place of
+  ``output`` also ``chosen`` and ``rejected``. LLaMA-Factory's rules: the question is ``instruction`` and ``input`` with
+  a line break between them, empty ones left out; every answer of ``history`` is trained.
+* ``query-response``: ms-swift's ``query``, ``response`` and ``history``.
+* ``prompt-completion``: TRL's ``prompt`` and ``completion``, texts or lists of messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from energon_packing.convert.fields import expect, says_nothing
+from energon_packing.convert.layouts.layout import Layout, filled, without
+from energon_packing.errors import SampleRejected
+
+
+def _text(record: Mapping[str, Any], column: str) -> str:
+    """A column of text; empty if it is missing or null."""
+    value = "" if record.get(column) is None else record[column]
+    return expect(value, str, "non_string_value", f"the column {column!r} is", "text")
+
+
+def _history(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The earlier turns: a list of ``[question, answer]``."""
+    value = record.get("history")
+    if says_nothing(value):
+        return []
+    messages: list[dict[str, Any]] = []
+    for entry in value if isinstance(value, list) else [value]:
+        if not isinstance(entry, list) or len(entry) != 2 or not all(isinstance(text, str) for text in entry):
+            raise SampleRejected(
+                "non_string_value", "the column 'history' must be a list of pairs of texts, [question, answer]"
+            )
+        messages += [{"role": "user", "content": entry[0]}, {"role": "assistant", "content": entry[1]}]
+    return messages
+
+
+def _restate_alpaca(record: Mapping[str, Any], warnings: list[str]) -> Mapping[str, Any]:
+    question = "\n".join(text for text in (_text(record, "instruction"), _text(record, "input")) if text)
+    messages = [*_history(record), {"role": "user", "content": question}]
+    rest = without(record, "instruction", "input", "output", "history")
+    if filled(record, "chosen", "rejected"):
+        # An output beside them is counted as ignored, because nothing says what it would be.
+        kept = {"output": record["output"]} if filled(record, "output") else {}
+        return {**rest, **kept, "messages": messages}
+    answer = {"role": "assistant", "content": _text(record, "output")}
+    return {**rest, "messages": [*messages, answer]}
+
+
+def _restate_query(record: Mapping[str, Any], warnings: list[str]) -> Mapping[str, Any]:
+    question = {"role": "user", "content": _text(record, "query")}
+    answer = {"role": "assistant", "content": _text(record, "response")}
+    rest = without(record, "query", "response", "history")
+    return {**rest, "messages": [*_history(record), question, answer]}
+
+
+def _restate_prompt(record: Mapping[str, Any], warnings: list[str]) -> Mapping[str, Any]:
+    messages: list[Any] = []
+    for column, role in (("prompt", "user"), ("completion", "assistant")):
+        value = expect(record[column], (str, list), "non_string_value", f"the column {column!r} is", "text or messages")
+        messages += [{"role": role, "content": value}] if isinstance(value, str) else value
+    return {**without(record, "prompt", "completion"), "messages": messages}
+
+
+_ALPACA = Layout(
+    name="alpaca",
+    expects="'instruction', 'input' and 'output', or 'chosen' and 'rejected'",
+    matches=lambda record: (
+        isinstance(record.get("instruction"), str)
+        and ("output" in record or all(isinstance(record.get(name), str) for name in ("chosen", "rejected")))
+    ),
+    restate=_restate_alpaca,
+)
+_QUERY_RESPONSE = Layout(
+    name="query-response",
+    expects="'query' and 'response'",
+    matches=lambda record: (
+        filled(record, "query", "response") and all(isinstance(record[name], str) for name in ("query", "response"))
+    ),
+    restate=_restate_query,
+)
+_PROMPT_COMPLETION = Layout(
+    name="prompt-completion",
+    expects="'prompt' and 'completion'",
+    matches=lambda record: filled(record, "prompt", "completion"),
+    restate=_restate_prompt,
+)
+DECLARED = (_ALPACA, _QUERY_RESPONSE, _PROMPT_COMPLETION)

@@ -1,0 +1,255 @@
+"""Samples that are dropped: why, which setting governs that, who must be told, and when a run stops for it.
+
+Every drop is in the ledger, but a run that loses a tenth of its questions still looks like one that loses nothing. So a
+reason that drops a `SHARE` or more of a data set, or of one modality in it, is one warning: in a run, and in what
+``measure``, ``stats``, ``validate`` and ``preview`` print.
+
+The budget is checked after every drop of a run of any length, so an ordinary confidence bound would sooner or later
+stop a good run. The bound used here holds at all times at once (Robbins 1970, from Ville's inequality): while each
+sample is bad independently with a probability of at most ``budget``, the chance that
+
+    ``(read + 1) * P[Binomial(read, budget) = dropped] <= FALSE_STOP``   with   ``dropped > budget * read``
+
+is ever true is at most `FALSE_STOP`. Drops found late (a sample in the window whose media cannot be decoded) only make
+the count too small, so the statement stays true.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from energon_packing.config import RunConfig, to_mapping
+
+TIMEOUT, CRASH = "decode_timeout", "decoder_crashed"
+"""Why a sample is quarantined; the first also where the decoder itself noticed between two frames."""
+QUARANTINED = "quarantined"
+"""Why later runs drop such a sample."""
+SETTING_OF: Mapping[str, str | None] = {
+    "assistant_first": "encoder.chat_template",
+    "bad_record": None,
+    "bad_text": None,
+    "corrupt_media": None,
+    "corrupt_tensor": None,
+    "decode_timeout": "encoder.decode_seconds",
+    "decoder_crashed": None,
+    "empty_answer": None,
+    "empty_conversation": None,
+    "extra_mismatch": "encoder.extra_fields",
+    "labelled_answer": "packing.pairs",
+    "loss_weight_mismatch": "encoder.chat_template",
+    "measure_error": None,
+    "media_changed": None,
+    "media_geometry": None,
+    "media_outside_root": None,
+    "media_too_large": "encoder.max_source_pixels",
+    "missing_extra": "encoder.extra_fields",
+    "missing_media": None,
+    "no_pair": None,
+    "no_such_tensor": None,
+    "not_finite": None,
+    "nothing_to_learn": "encoder.train_on",
+    "other_modality": "encoder.modality",
+    "over_limit": "packing.oversize",
+    "oversize": "packing.seq_length",
+    "pair": "packing.pairs",
+    "placeholder_mismatch": None,
+    "quarantined": None,
+    "render_error": None,
+    "reserved_token": None,
+    "restore_failed": None,
+    "special_token": "encoder.special_tokens_in_text",
+    "template_error": "encoder.chat_template",
+    "template_omits": "encoder.tool_definitions",
+    "too_deep": None,
+    "too_few_frames": "encoder.video_fps",
+    "too_few_targets": "encoder.limits.min_active_ratio",
+    "too_many_frames": "encoder.limits.max_frames",
+    "too_many_images": "encoder.limits.max_images",
+    "too_many_tokens": "encoder.limits.max_tokens",
+    "too_many_visual_tokens": "encoder.limits.max_visual_tokens",
+    "too_short": "encoder.fps",
+    "too_small": "encoder.max_pixels",
+    "unclosed_thinking": "encoder.thinking",
+    "unknown_role": None,
+    "unknown_tensor_format": None,
+    "unmeasured": None,
+    "unmeasured_media": None,
+    "unreadable_shard": None,
+    "unsafe_pickle": None,
+    "unstable_prefix": "encoder.chat_template",
+    "unsupported_depth": None,
+    "unsupported_media": "encoder.family",
+    "unwanted_answer": "packing.pairs",
+    "wrong_dtype": None,
+    "wrong_shape": None,
+}
+"""Every reason of a ledger, and the setting that decides where its sentence names none; None: the data are the cause.
+A test collects the reasons of the package and compares."""
+
+FALSE_STOP = 1e-6
+"""Chance that a worker whose true share is within the budget is ever stopped, however long it runs."""
+
+BUDGET_STARTS_AT = 200
+"""Samples read before a budget above 0 is checked: the first samples of an unshuffled split may all come from one bad
+file."""
+WISHED = ("pair", "labelled_answer", "unwanted_answer")
+"""Reasons of samples that ``packing.pairs`` leaves out: the run asked for it, so they are no samples to the budget."""
+SHARE = 0.01
+"""Of a data set, or of one modality in it: a reason that drops this much is told."""
+FEWEST_READ = 200
+"""Samples of a data set that are read before a run is told of anything: the first of a shard may be alike."""
+FEWEST_DROPPED = 5
+"""Drops by one reason before a run is told of them: fewer are chance."""
+_AT_ONCE = "template_omits"
+"""Told with the first sample: the configuration is the cause, so that all samples of this kind will follow."""
+_LONGEST = 300
+"""Characters of an example's detail."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DroppedSample:
+    """A source key that reaches no pack, and why.
+
+    Attributes:
+        key: the sample's key.
+        reason, detail: see `SampleRejected`.
+        data: path of its data set; empty if unknown.
+        modality: see `energon_packing.conversation.Conversation.modality`; empty if the record could not be read.
+    """
+
+    key: str
+    reason: str
+    detail: str
+    data: str = ""
+    modality: str = ""
+
+
+class FrequentDrops:
+    """Counts samples by data set and modality, and says once which reasons drop many of them.
+
+    Args:
+        done: what was done with the samples that are counted, for the sentences.
+    """
+
+    def __init__(self, done: str = "read so far") -> None:
+        self._done = done
+        self._read: dict[str, Counter[str]] = {}  # data set -> by modality
+        self._dropped: dict[tuple[str, str], Counter[str]] = {}  # data set and reason -> by modality
+        self._first: dict[tuple[str, str, str], DroppedSample] = {}  # an example of each, with its modality
+        self._told: set[tuple[str, str, str]] = set()
+
+    def add(self, read: Mapping[tuple[str, str], int], dropped: Iterable[DroppedSample]) -> None:
+        """Counts samples.
+
+        Args:
+            read: all of them, those that are dropped included, by data set and modality ("" where that is unknown).
+            dropped: those that are dropped; any may be dropped later than it is read.
+        """
+        for (data, modality), count in read.items():
+            self._read.setdefault(data, Counter())[modality] += count
+        for entry in dropped:
+            self._dropped.setdefault((entry.data, entry.reason), Counter())[entry.modality] += 1
+            self._first.setdefault((entry.data, entry.reason, entry.modality), entry)
+
+    def news(self, *, final: bool = False, claim: Callable[[str], bool] = lambda _: True) -> list[str]:
+        """The sentences that are due and were not given before.
+
+        Args:
+            final: all samples are counted, so that few are no chance.
+            claim: asked for each by its name; False leaves the telling to somebody else, for good.
+        """
+        due = []
+        for (data, reason), by_modality in self._dropped.items():
+            for modality in ("", *by_modality):
+                name = (data, reason, modality)
+                # What is told of the whole data set holds for each modality in it.
+                if name in self._told or (data, reason, "") in self._told or not self._is_due(*name, final):
+                    continue
+                self._told.add(name)
+                if claim("/".join(name)):
+                    due.append(self._sentence(*name))
+        return due
+
+    def _counts(self, data: str, reason: str, modality: str) -> tuple[int, int]:
+        """Samples dropped, and samples read of the data set; of one modality, unless it is ""."""
+        # A sample whose data set is unknown may be of any.
+        own = self._read.get(data) or sum(self._read.values(), Counter())
+        counts = [found[modality] if modality else found.total() for found in (self._dropped[data, reason], own)]
+        return counts[0], max(counts)
+
+    def _is_due(self, data: str, reason: str, modality: str, final: bool) -> bool:
+        dropped, read = self._counts(data, reason, modality)
+        if not self._read or not dropped:
+            return False
+        if reason == _AT_ONCE:
+            return True
+        many = final or (dropped >= FEWEST_DROPPED and self._counts(data, reason, "")[1] >= FEWEST_READ)
+        return many and dropped >= SHARE * read
+
+    def _sentence(self, data: str, reason: str, modality: str) -> str:
+        kinds = self._dropped[data, reason]
+        dropped, read = self._counts(data, reason, modality)
+        shares = [f"{dropped / read:.1%}"]
+        for kind in () if modality else kinds:
+            some, all_ = self._counts(data, reason, kind)
+            shares += [f"{some:,} of the {all_:,} {kind} samples"] if kind and all_ < read else []
+        entry = self._first[data, reason, modality or next(iter(kinds))]
+        detail = entry.detail if len(entry.detail) <= _LONGEST else f"{entry.detail[: _LONGEST - 3]}..."
+        setting = deciding_setting(reason, entry.detail)
+        cause = f"The setting {setting} governs this." if setting else "The data are the cause, no setting."
+        return (
+            f"{dropped:,} of the {read:,} {f'{modality} ' * bool(modality)}samples {self._done}"
+            f"{f' from {data}' * bool(data)} are dropped as {reason} ({'; '.join(shares)}), such as {entry.key}: "
+            f"{detail.rstrip('.')}. {cause}"
+        )
+
+
+def deciding_setting(reason: str, detail: str) -> str | None:
+    """The setting that a refusal names, or that is known to decide it; None if the data alone are the cause."""
+    named = (name for name in re.findall(r"\b[a-z]+(?:\.[a-z_0-9]+)+\b", detail) if _is_setting(name))
+    return next(named, SETTING_OF.get(reason))
+
+
+@functools.cache
+def _defaults() -> dict[str, Any]:
+    return to_mapping(RunConfig())
+
+
+def _is_setting(name: str) -> bool:
+    node: Any = _defaults()
+    for part in name.split("."):
+        node = node.get(part) if isinstance(node, Mapping) and part in node else {}
+    return not isinstance(node, Mapping)
+
+
+def unwished(reasons: Mapping[str, int], read: int) -> tuple[Counter[str], int]:
+    """What the budget counts: drops by reason, and samples read, both without those that the run left out."""
+    counted = Counter({reason: count for reason, count in reasons.items() if reason not in WISHED})
+    return counted, read - sum(reasons.values()) + counted.total()
+
+
+def over_budget(dropped: int, read: int, budget: float) -> bool:
+    """Whether more than ``budget`` of the data is dropped, beyond doubt.
+
+    Args:
+        dropped: samples dropped so far.
+        read: all samples read so far: dropped, emitted, or still held in the window.
+        budget: share that may be dropped; 0 allows no drop at all, 1 allows everything.
+    """
+    if dropped == 0 or not 0.0 < budget < 1.0:
+        return dropped > 0 and budget <= 0.0
+    read = max(read, dropped)
+    beyond = read >= BUDGET_STARTS_AT and dropped > budget * read
+    return beyond and evidence(dropped, read, budget) >= -math.log(FALSE_STOP)
+
+
+def evidence(dropped: float, read: int, budget: float) -> float:
+    """Returns ``-log((read + 1) * P[Binomial(read, budget) = dropped])``; ``dropped`` may be a fraction."""
+    log_beta = math.lgamma(dropped + 1) + math.lgamma(read - dropped + 1) - math.lgamma(read + 2)
+    return log_beta - dropped * math.log(budget) - (read - dropped) * math.log1p(-budget)

@@ -1,0 +1,381 @@
+"""What packs held: statistics of a loader, and figures about the packs that a trainer used, a line every few steps.
+
+Packs are counted when the trainer takes them, not when they are made, so packs that are ready ahead do not count yet. A
+line costs no communication: `energon_packing.metrics_report` puts the lines of all ranks together where they are read.
+Nothing here can stop a run: a directory that cannot be written is one warning.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+import uuid
+import warnings
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from energon_packing.config.metrics import MetricsConfig
+from energon_packing.energon.samples import Pack
+from energon_packing.errors import UserError
+from energon_packing.line_file import LineFile
+from energon_packing.metrics_report import PackSums, RunLines, figures, merged
+from energon_packing.packing.statistics import PackStatistics
+
+
+def sums_of(pack: Pack, capacity: int) -> PackSums:
+    """The sums of one pack.
+
+    Args:
+        capacity: tokens of a full pack.
+    """
+    dropped = Counter(entry.reason for entry in pack.dropped)
+    if pack.padding:
+        return PackSums(padding_packs=1, dropped=dropped)
+    batch = pack.batch
+    return PackSums(
+        packs=1,
+        samples=len(pack.keys),
+        segments=batch.num_samples,
+        real=batch.real_tokens,
+        alignment=pack.occupied - batch.real_tokens,
+        tail=batch.total_tokens - pack.occupied,
+        unused=capacity - batch.total_tokens,
+        delays=sum(pack.delays),
+        delay_max=max(pack.delays, default=0),
+        held=pack.held,
+        dropped=dropped,
+    )
+
+
+class PackingMonitor:
+    """Counts packs as they are emitted.
+
+    Args:
+        capacity: tokens of a full pack, ``packing.seq_length``; shares refer to it, whatever the width of a row.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._sums = PackSums()
+        self._delays: Counter[int] = Counter()
+        self._cost_mean = self._cost_squares = self._cost_max = 0.0
+
+    def add(self, pack: Pack) -> None:
+        """Counts one pack; a pack that contains only padding is counted separately."""
+        self._sums.add(sums_of(pack, self.capacity))
+        if pack.padding:
+            return
+        self._delays.update(pack.delays)
+        # Welford's running variance: summing squares of costs near 10^9 would lose the spread to rounding.
+        difference = pack.cost - self._cost_mean
+        self._cost_mean += difference / self._sums.packs
+        self._cost_squares += difference * (pack.cost - self._cost_mean)
+        self._cost_max = max(self._cost_max, float(pack.cost))
+
+    def statistics(self) -> PackStatistics:
+        """Returns the figures so far, all 0 before the first pack; delays and samples held are per worker."""
+        sums, packs = self._sums, max(self._sums.packs, 1)
+        room = packs * self.capacity
+        spread = math.sqrt(self._cost_squares / packs)
+        return PackStatistics(
+            packs=sums.packs,
+            samples=sums.segments,
+            fill=sums.real / room,
+            alignment_padding=sums.alignment / room,
+            tail_padding=(sums.tail + sums.unused) / room,
+            delay_p50=self._delay(0.5),
+            delay_p99=self._delay(0.99),
+            delay_max=max(self._delays, default=0),
+            held=sums.held,
+            samples_per_pack=sums.segments / packs,
+            cost_mean=self._cost_mean,
+            cost_spread=spread / self._cost_mean if self._cost_mean else 0.0,
+            cost_max_over_mean=self._cost_max / self._cost_mean if self._cost_mean else 0.0,
+        )
+
+    def _delay(self, share: float) -> float:
+        """The smallest delay that at least `share` of the samples do not exceed."""
+        wanted, seen = share * self._delays.total(), 0
+        for delay in sorted(self._delays):
+            seen += self._delays[delay]
+            if seen >= wanted:
+                return float(delay)
+        return 0.0
+
+
+def micro_batches_per_step() -> int:
+    """Packs that a data-parallel rank takes per optimiser step, as Megatron counts them; 1 outside of its trainers."""
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+    try:
+        return int(get_num_microbatches())
+    except AttributeError:  # nobody has set it up
+        return 1
+
+
+class PackMetrics:
+    """Sums up the packs of one rank, and writes a line every ``interval`` steps.
+
+    `made` may be called by another thread than the other methods, which the trainer's thread calls.
+
+    Args:
+        config: with a directory.
+        capacity: tokens of a full pack, `PackingTaskEncoder.capacity`.
+        rank: data-parallel rank.
+        world_size: number of data-parallel ranks.
+        packs_per_step: packs that this rank takes per optimiser step; asked for at the beginning of each.
+    """
+
+    def __init__(
+        self,
+        config: MetricsConfig,
+        *,
+        capacity: int,
+        rank: int = 0,
+        world_size: int = 1,
+        packs_per_step: Callable[[], int] = lambda: 1,
+    ) -> None:
+        self._path = Path(config.directory or "") / f"rank{rank}.jsonl"
+        self._interval, self._capacity, self._packs_per_step = config.interval, capacity, packs_per_step
+        self._marks = {"run": uuid.uuid4().hex[:12], "rank": rank, "ranks": world_size}
+        self._process = os.getpid()
+        self._file: LineFile | None = None
+        self._told = self._closed = False
+        self._made: deque[tuple[PackSums, float]] = deque()
+        self._taken = 0
+        self._now, self._all = PackSums(), PackSums()
+        self._steps: list[tuple[int, float]] = []
+        self._left, self._cost = 0, 0.0  # of the step that has begun
+        self._since: float | None = None
+        self._write()
+
+    @classmethod
+    def of(cls, config: MetricsConfig, loader: Any, *, rank: int, world_size: int) -> PackMetrics | None:
+        """The metrics of a loader in one of Megatron's trainers; None without a directory."""
+        if config.directory is None or loader.capacity is None:
+            return None
+        return cls(
+            config,
+            capacity=loader.capacity,
+            rank=rank,
+            world_size=world_size,
+            packs_per_step=micro_batches_per_step,
+        )
+
+    def until_end_of(self, owner: Any) -> None:
+        """Writes the last line when an object is collected or the process ends."""
+        weakref.finalize(owner, self.close)
+
+    def made(self, pack: Pack) -> None:
+        """Notes a pack that the trainer will take after those before it."""
+        self._made.append((sums_of(pack, self._capacity), float(pack.cost)))
+
+    def forget(self) -> None:
+        """Forgets packs that were made and will not be taken."""
+        self._made.clear()
+
+    def take(self, reader: Any) -> Any:
+        """Returns the next batch of a `OneReader`, and counts its pack and the time that it took."""
+        began = time.monotonic()
+        batch = next(reader)
+        self._used(time.monotonic() - began, reader.packs)
+        return batch
+
+    def watch(self, packs: Iterable[Pack]) -> Iterator[Pack]:
+        """Yields packs to the trainer, and counts each."""
+        began = time.monotonic()
+        try:
+            for number, pack in enumerate(packs, start=1):
+                self.made(pack)
+                self._used(time.monotonic() - began, number)
+                yield pack
+                began = time.monotonic()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Writes the last line, which says that the run ended; in the process that began, once."""
+        if self._closed or os.getpid() != self._process:
+            return
+        self._closed = True
+        self._end_interval(ended=True)
+
+    def _used(self, waited: float, number: int) -> None:
+        if not self._made:
+            return
+        sums, cost = self._made.popleft()
+        self._taken = number
+        if self._since is None:
+            self._since = time.monotonic()  # the wait for the first pack is the start-up of the loader
+        else:
+            self._now.waited += waited
+        self._now.add(sums)
+        self._left = (self._left or self._packs_per_step()) - 1
+        self._cost += cost
+        if self._left > 0:
+            return
+        self._steps.append((number, self._cost))
+        self._left, self._cost = 0, 0.0
+        if len(self._steps) >= self._interval:
+            self._end_interval()
+
+    def _end_interval(self, *, ended: bool = False) -> None:
+        now = time.monotonic()
+        self._now.seconds = now - (now if self._since is None else self._since)
+        self._since = None if self._since is None else now
+        self._all.add(self._now)
+        self._write(ended=ended)
+        self._now, self._steps = PackSums(), []
+
+    def _write(self, *, ended: bool = False) -> None:
+        entry = {
+            **self._marks,
+            "time": round(time.time(), 3),
+            "pack": self._taken,
+            "last": self._now.to_json(),
+            "total": self._all.to_json(),
+            "steps": self._steps,
+            **({"ended": True} if ended else {}),
+        }
+        try:
+            if self._file is None:
+                self._file = LineFile(self._path)
+            self._file.append(entry)
+        except OSError as error:
+            if not self._told:
+                self._told = True
+                # No logger: Bridge's setup filters the warnings of all of them.
+                warnings.warn(
+                    f"The metrics {self._path} cannot be written ({error.strerror}); training goes on without them. "
+                    "Free space there, or set metrics.directory to another directory.",
+                    stacklevel=2,
+                )
+
+
+def watched(
+    packs: Iterable[Pack],
+    config: MetricsConfig,
+    *,
+    capacity: int,
+    rank: int = 0,
+    world_size: int = 1,
+    packs_per_step: int = 1,
+) -> Iterator[Pack]:
+    """Yields packs to a training loop of your own, and writes the metrics of its run.
+
+    Args:
+        packs: of a loader of this rank.
+        config: without a directory, nothing is written.
+        capacity: tokens of a full pack, ``packing.seq_length``.
+        rank: data-parallel rank.
+        world_size: number of data-parallel ranks.
+        packs_per_step: packs per optimiser step on this rank.
+    """
+    if config.directory is None:
+        return iter(packs)
+    metrics = PackMetrics(
+        config, capacity=capacity, rank=rank, world_size=world_size, packs_per_step=lambda: packs_per_step
+    )
+    return metrics.watch(packs)
+
+
+PREFIX = "packing/"
+PATIENCE = 10.0
+"""Seconds that the end of a run waits for a slow file system."""
+
+
+class MetricsLog:
+    """Posts the figures of a run, at most once per ``interval`` steps.
+
+    Lines that were there before are not posted. Figures arrive a step or two after the steps that they sum up.
+
+    Args:
+        config: with a directory.
+    """
+
+    def __init__(self, config: MetricsConfig) -> None:
+        self._lines = RunLines(Path(config.directory or ""))
+        self._interval = config.interval
+        self._due: int | None = None
+        self._thread: threading.Thread | None = None
+        self._found: dict[str, float] = {}
+        self._broken = False
+        self._gather()
+
+    def post(self, step: int, tensorboard: Any, wandb: Any) -> None:
+        """Posts what the last reading found, and begins another one if it is due.
+
+        Args:
+            step: optimiser steps done.
+            tensorboard: a ``SummaryWriter``, or None.
+            wandb: the module ``wandb`` or a run of it, or None.
+        """
+        if self._broken or (self._thread is not None and self._thread.is_alive()):
+            return
+        if self._found:
+            self._write(step, tensorboard, wandb)
+        if self._due is None or step >= self._due:
+            self._due = step + self._interval
+            self._thread = threading.Thread(target=self._gather, name="metrics of all ranks", daemon=True)
+            self._thread.start()
+
+    def finish(self, step: int, tensorboard: Any, wandb: Any = None, *, seconds: float = 0.0) -> None:
+        """Posts what is not posted yet.
+
+        It starts no thread: when an interpreter ends, none can be started.
+
+        Args:
+            step, tensorboard, wandb: as for `post`.
+            seconds: how long to wait for the last lines of all ranks, which end about now.
+        """
+        if self._thread is not None:
+            self._thread.join(PATIENCE)
+            if self._thread.is_alive():
+                return
+        if self._broken:
+            return
+        until = time.monotonic() + seconds
+        self._gather()
+        while time.monotonic() < until and not self._broken and not all(line.ended for line in self._lines.present()):
+            time.sleep(0.05)
+            self._gather()
+        if self._found and not self._broken:
+            self._write(step, tensorboard, wandb)
+
+    def _gather(self) -> None:
+        try:
+            fresh = self._lines.read()
+        except UserError as error:
+            self._give_up(str(error))
+            return
+        lines = [line for line in self._lines.present() if line.last.packs]
+        if not fresh or not lines:
+            return
+        dropped = merged(line.total for line in lines).dropped
+        self._found = {
+            **figures(lines),
+            "ranks": len(lines),
+            "dropped": dropped.total(),
+            **{f"dropped/{reason}": count for reason, count in dropped.items()},
+        }
+
+    def _write(self, step: int, tensorboard: Any, wandb: Any) -> None:
+        found = {f"{PREFIX}{name}": value for name, value in self._found.items()}
+        self._found = {}
+        try:
+            if tensorboard is not None:
+                for name, value in found.items():
+                    tensorboard.add_scalar(name, value, step)
+            if wandb is not None:
+                wandb.log(found, step)
+        except Exception as error:  # whatever a writer raises about a disk or a network, training goes on
+            self._give_up(f"A writer raised {type(error).__name__}: {error}.")
+
+    def _give_up(self, why: str) -> None:
+        self._broken = True
+        warnings.warn(f"{why} Training goes on, and no metrics are posted any more.", stacklevel=3)

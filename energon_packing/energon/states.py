@@ -1,0 +1,155 @@
+"""States of loaders: saved without deep copies, and read from a checkpoint's file without running its code.
+
+Each worker makes a state after every pack. Energon copies every list of it deeply, item by item: 44 ms for a shuffle
+buffer of 10,000 samples. The long lists hold restore keys (tuples) and numbers, which nobody changes, so copying the
+list itself is enough: 0.03 ms.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import pickle
+import types
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from energon_packing.energon.internals import (
+    BlendDataset,
+    FlexState,
+    Savable,
+    SavableSampleBuffer,
+    ShuffleBufferDataset,
+    WebdatasetSampleLoaderDataset,
+    WorkerRng,
+)
+from energon_packing.energon.samples import beneath
+from energon_packing.errors import ConfigError
+
+_LARGE = (BlendDataset, ShuffleBufferDataset, WebdatasetSampleLoaderDataset)
+"""Data sets of Energon whose states grow with a setting or with the data."""
+
+
+def save_shallowly(dataset: Any) -> None:
+    """Makes Energon's data sets beneath ``dataset`` save the states that they always save, only faster."""
+    for each in beneath(dataset):
+        save_shallowly(each)
+    if isinstance(dataset, _LARGE):
+        dataset.save_state = functools.partial(_state_of, dataset)
+
+
+def _state_of(dataset: Any) -> FlexState:
+    """What ``save_state`` of the data set returns."""
+    inner = [each.save_state() for each in beneath(dataset)]
+    state = FlexState(datasets=inner) if inner else FlexState()
+    state["__class__"] = type(dataset).__name__
+    for name in dataset._savable_fields:
+        value = getattr(dataset, name)
+        if isinstance(value, WorkerRng):
+            state[name] = FlexState(rng=value.rng.get_state().numpy().tobytes())
+        elif isinstance(value, SavableSampleBuffer):
+            state[name] = FlexState(__class__=type(value).__name__, _restore_keys=list(value._restore_keys))
+        else:
+            state[name] = value.save_state() if isinstance(value, Savable) else copied(value)
+    return state
+
+
+def copied(part: Any) -> Any:
+    """A copy of a state that shares nothing that can change; in a hundredth of `copy.deepcopy`'s time."""
+    if isinstance(part, dict):
+        return type(part)((name, copied(value)) for name, value in part.items())
+    if isinstance(part, list):
+        # A list that begins with a number or a restore key holds nothing else.
+        return list(part) if part and isinstance(part[0], int | tuple) else [copied(value) for value in part]
+    if dataclasses.is_dataclass(part) and not isinstance(part, type):
+        changed = copy.copy(part)
+        for entry in dataclasses.fields(part):
+            object.__setattr__(changed, entry.name, copied(getattr(part, entry.name)))
+        return changed
+    return part  # numbers, texts, and tuples of them, such as restore keys
+
+
+# The classes in the states of Energon's loaders, found by running them. A file with any other is not a loader's state.
+_ADMITTED = {
+    "builtins": {"set", "frozenset", "bytearray", "complex"},
+    "collections": {"OrderedDict"},
+    "numpy": {"dtype", "ndarray"},
+    "numpy.core.multiarray": {"_reconstruct", "scalar"},
+    "numpy._core.multiarray": {"_reconstruct", "scalar"},
+    "torch._utils": {"_rebuild_tensor_v2"},
+    "megatron.energon.state": {"FlexState"},
+    "megatron.energon.rng": {"SystemRngState"},
+    "megatron.energon.savable_loader": {
+        *("SavableCheckpoint", "SavableDataLoaderState", "SavableDatasetCheckpoint", "SavableDatasetState"),
+    },
+    "megatron.energon.flavors.webdataset.sample_loader": {"SliceState"},
+}
+
+
+class _StateUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("_codecs", "encode"):
+            return _bytes_of
+        if name in _ADMITTED.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it contains the class {module}.{name}, which is not allowed")
+
+
+def _bytes_of(text: str, encoding: str) -> bytes:
+    """Returns the bytes (of random-number generators) that torch.save writes as text with the name of a codec."""
+    if encoding != "latin1":
+        raise pickle.UnpicklingError(f"it has bytes in the codec {encoding!r}")
+    return text.encode(encoding)
+
+
+def read_state(path: Path, *, missing: str, bare: bool = False) -> Any:
+    """Returns the state in a file, read by an unpickler that accepts only the classes of such states.
+
+    Args:
+        path: of the file.
+        missing: what the user can do where there is no such file; the end of a sentence.
+        bare: whether the file may hold the state alone, as ``torch.save(loader.save_state(), path)`` writes it.
+
+    Raises:
+        ConfigError: there is no such file, or it is empty, cut off, damaged, or contains something else.
+    """
+    if not path.is_file():
+        raise ConfigError(f"There is no state of the loader at {path}; {missing}")
+    if path.stat().st_size == 0:
+        raise ConfigError(f"{path} is not the state of a loader: it is empty. {_WAY_OUT}")
+    # torch.load(weights_only=True) refuses Energon's FlexState, a dictionary with its own class.
+    restricted = types.ModuleType("loader_state_pickle")
+    vars(restricted).update(Unpickler=_StateUnpickler, load=_load, UnpicklingError=pickle.UnpicklingError)
+    try:
+        _check_checksums(path)
+        saved = torch.load(path, map_location="cpu", weights_only=False, pickle_module=restricted)
+    except Exception as error:  # damaged bytes make a pickle fail in any way
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ConfigError(f"{path} is not the state of a loader, or it is damaged: {reason}. {_WAY_OUT}") from error
+    if bare and isinstance(saved, dict) and "format" in saved:
+        return saved
+    if not isinstance(saved, dict) or "dataloader_state_dict" not in saved:
+        raise ConfigError(f"{path} is not the state of a loader: it has no dataloader_state_dict. {_WAY_OUT}")
+    return saved["dataloader_state_dict"]
+
+
+def _check_checksums(path: Path) -> None:
+    """Asks each part of the file for its CRC-32, which ``torch.save`` writes and ``torch.load`` does not read.
+
+    Without it one flipped bit gives another position in the data, without a word.
+    """
+    if torch.serialization.get_crc32_options() and zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as parts:
+            if (damaged := parts.testzip()) is not None:
+                raise zipfile.BadZipFile(f"the checksum of its part {damaged} differs")
+
+
+_WAY_OUT = "Continue from an earlier checkpoint."
+
+
+def _load(file: Any, **options: Any) -> Any:
+    return _StateUnpickler(file, **options).load()

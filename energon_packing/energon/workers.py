@@ -1,0 +1,183 @@
+"""The worker processes of a loader: what they start with, and what ends them, as one sentence.
+
+glibc returns a large block to the kernel when it is freed, and requests it again for the next image. The kernel first
+clears every page of it. For a worker that renders photographs, this takes between a twentieth of its CPU time, on an
+idle machine, and a third, on a machine whose memory is busy. So workers keep freed memory for the pixels of later
+samples. And a worker tokenizes one text at a time, which is quicker where the tokenizers library starts no threads
+(`energon_packing.encoders.tokenized`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import gc
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from energon_packing.encoders.tokenized import use_one_thread
+from energon_packing.errors import PackingError, UserError
+
+# Parameters of mallopt(3), from glibc's malloc.h.
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
+_BLOCK = 1 << 30
+"""Bytes: smaller blocks come from the heap, which is kept. Larger than a decoded sample may be by default."""
+_OLD_BLOCK = 32 << 20
+"""Bytes: the maximum that older versions of glibc allow."""
+_HEAP = (1 << 31) - 1
+"""Bytes: a heap is trimmed when more than this is free at its end; mallopt accepts no larger number."""
+_STEP = 256 << 20
+"""Bytes that the heap grows by; the kernel provides a page when it is first touched."""
+
+
+def keep_freed_memory() -> bool:
+    """Makes this process keep freed memory for its next allocations; it stays at its peak size.
+
+    Returns:
+        Whether the C library supports this; only glibc does.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    kept = mallopt(_MMAP_THRESHOLD, _BLOCK) or mallopt(_MMAP_THRESHOLD, _OLD_BLOCK)
+    return bool(kept and mallopt(_TRIM_THRESHOLD, _HEAP) and mallopt(_TOP_PAD, _STEP))
+
+
+def in_workers(loader: Any, *, keep_memory: bool = True) -> None:
+    """Makes every worker that a ``torch.utils.data.DataLoader`` starts from now on tokenize without threads.
+
+    Call it just before they start: what only a cycle holds ends here. A worker is a fork, whose first garbage
+    collection would end a model's tensors or an open decoder without the threads they belong to, and crash.
+
+    Args:
+        keep_memory: whether it keeps its freed memory, too.
+    """
+    if loader.num_workers:
+        # With what is frozen, which Energon unfreezes in the worker at the end of an epoch.
+        frozen = gc.get_freeze_count()
+        gc.unfreeze()
+        gc.collect()
+        if frozen:
+            gc.freeze()
+    loader.worker_init_fn = functools.partial(_start, loader.worker_init_fn, keep_memory)
+
+
+def _start(own: Callable[[int], None] | None, keep_memory: bool, worker: int) -> None:
+    use_one_thread()
+    if keep_memory:
+        keep_freed_memory()
+    if own is not None:
+        own(worker)
+
+
+_TRACEBACK = re.compile(r"^Caught \w+ in DataLoader worker process \d+\.\nOriginal Traceback.*\n[\w.]+: ", re.DOTALL)
+_DIED = re.compile(
+    r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:exited unexpectedly|is killed by signal: ([\w ]*))"
+)
+_FILES = re.compile(r"received \d+ items of ancdata|Too many open files")
+_ROOM = re.compile(r"No space left on device|unable to (?:write to|allocate|resize|mmap).*(?:torch_|shared memory)")
+"""A full disk of the ledger is a `UserError` already."""
+_LOOK_EVERY = 1.0
+"""Seconds between looks at whether the workers that are asked are alive."""
+
+
+def in_sentences[Pack](packs: Iterator[Pack]) -> Iterator[Pack]:
+    """Yields packs of workers.
+
+    Raises:
+        UserError: a worker died, shared memory is full, too many files are open, or the data cannot be read any more.
+            Other errors of a worker keep their class, and ours lose its traceback.
+    """
+    try:
+        yield from packs
+    except (UserError, PackingError) as error:
+        raise _without_traceback(error) from None
+    except (RuntimeError, OSError, EOFError) as error:
+        if told := _told(error):
+            raise told from error
+        raise
+
+
+def answered[Answer](ask: Callable[[], Answer], workers: Sequence[BaseProcess]) -> Answer:
+    """Returns what workers answer to a question, which Energon would wait for in vain once one of them is gone.
+
+    Args:
+        ask: asks all of them; runs in a thread of its own.
+        workers: their processes; without any, ``ask`` is just called.
+
+    Raises:
+        UserError: a worker was killed.
+    """
+    if not workers:
+        return ask()
+    answer: Future[Answer] = Future()
+
+    def wait() -> None:
+        try:
+            answer.set_result(ask())
+        except Exception as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=wait, name="state of the workers", daemon=True).start()
+    while True:
+        try:
+            return answer.result(_LOOK_EVERY)
+        except TimeoutError:
+            if answer.done():  # a worker's own error, that of a store
+                raise
+            if gone := [str(worker.pid) for worker in workers if not worker.is_alive()]:
+                raise UserError(_killed("", ", ".join(gone))) from None
+        except RuntimeError as error:  # torch raises it in whatever runs when a worker ends
+            if told := _told(error):
+                raise told from error
+            raise
+
+
+def _without_traceback(error: Exception) -> Exception:
+    """Returns the error with its original message: torch puts a worker's whole traceback into it."""
+    message = str(error)
+    return type(error)(_TRACEBACK.sub("", message).strip()) if _TRACEBACK.match(message) else error
+
+
+def _told(error: Exception) -> UserError | None:
+    """Returns what a user can do about an error of torch; None for one that is not known."""
+    text = str(error)
+    last = text.strip().splitlines()[-1][:300] if text.strip() else "no reason was given"
+    died = _DIED.search(text)
+    pids, signal = died.groups() if died else ("", "")
+    if signal == "Bus error":
+        told = _full(f"a loader's worker (pid {pids}) was ended by a bus error")
+    elif died:
+        told = _killed(f" ({signal})" if signal else "", pids)
+    elif _FILES.search(text) or getattr(error, "errno", None) == errno.EMFILE:
+        told = "A process has too many open files for the packs of its workers; raise the limit (ulimit -n 65536)."
+    elif _ROOM.search(text):
+        told = _full(last)
+    # Of the socket through which it hands over a pack, which has no name; a missing file of the data has one.
+    elif isinstance(error, ConnectionError | EOFError) or text == "[Errno 2] No such file or directory":
+        told = _killed(f" while it handed over a pack ({last})")
+    elif isinstance(error, OSError):
+        told = (
+            f"The data cannot be read any more: {last}. See whether the data set and its storage are there and "
+            "continue from the last checkpoint."
+        )
+    else:
+        return None
+    return UserError(told)
+
+
+def _killed(how: str, pids: str = "") -> str:
+    which = f" (pid {pids})" if pids else ""
+    return (
+        f"A loader's worker{which} was killed{how}, as the kernel does where memory runs out. Give the job more "
+        "memory, or lower data.workers, and continue from the last checkpoint."
+    )
+
+
+def _full(what: str) -> str:
+    return f"Shared memory is full ({what}); make /dev/shm larger (docker run --shm-size=16g), or lower data.workers."

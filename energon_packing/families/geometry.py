@@ -1,0 +1,264 @@
+"""Geometry that families share: what an image or video becomes, its frames, tiles and positions.
+
+Nothing here is guessed: families call these with their processor's own numbers, and a test compares each of them with
+the processor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from energon_packing.config import EncoderConfig
+from energon_packing.conversation import Media, MediaKind
+from energon_packing.errors import ConfigError, SampleRejected
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MediaPlan:
+    """What one image or video will become, known from its size alone.
+
+    Attributes:
+        kind: ``image`` or ``video``.
+        grid: patches in time, height and width ``(t, h, w)``.
+        runs: number of placeholder tokens of each uninterrupted run that stands for it, in text order.
+        frame_indices: frames to decode, ascending, as indices into the clip; empty for images.
+        seconds_per_grid: seconds between two steps of ``grid[0]``; None for images.
+        timestamps: seconds at which each step of ``grid[0]`` is shown, if the family writes them; else empty.
+        tiles: images that the vision encoder sees: the tiles of an image with its thumbnail, or the frames of a video
+            that it reads one by one; 1 if the image or video stays in one piece.
+    """
+
+    kind: MediaKind
+    grid: tuple[int, int, int]
+    runs: tuple[int, ...] = ()
+    frame_indices: tuple[int, ...] = ()
+    seconds_per_grid: float | None = None
+    timestamps: tuple[float, ...] = ()
+    tiles: int = 1
+
+    @property
+    def patches(self) -> int:
+        """Rows of the vision encoder's input."""
+        return self.grid[0] * self.grid[1] * self.grid[2]
+
+    @property
+    def tokens(self) -> int:
+        """Placeholder tokens in all runs."""
+        return sum(self.runs)
+
+
+def require[Number: (int, Fraction)](value: Number | None, media: Media, what: str) -> Number:
+    """Returns a measured number of an image or video, or rejects the sample and names the missing number."""
+    if value is None or value <= 0:
+        raise SampleRejected(
+            "unmeasured_media",
+            f"{media.kind} {media.name!r} has no {what}; convert the data or run `energon prepare-media` to measure it",
+        )
+    return value
+
+
+# -- frames ------------------------------------------------------------------------------------------------------------
+
+VIDEO_FRAMES = ("video_fps", "video_min_frames", "video_max_frames")
+"""Settings of the choice of frames, for the ``reads`` of families; those that `chosen_frames` reads hold for all."""
+
+
+def chosen_frames(
+    media: Media, config: EncoderConfig, by_processor: Callable[[], tuple[int, ...]], *, most: int | None = None
+) -> tuple[int, ...]:
+    """Returns the indices of the frames that represent a video: all of a list of images, else the processor's choice.
+
+    Args:
+        media: the video.
+        config: of the encoder; its settings for the choice of frames are read here.
+        by_processor: the family's own choice, as its video processor makes it.
+        most: frames that a list is thinned out to; by default ``video_max_frames``.
+    """
+    listed = listed_frames(media, config.video_max_frames if most is None else most)
+    return by_processor() if listed is None else listed
+
+
+def sampled_frames(
+    processor: Any, total: int, rate: Fraction, /, *, duration: float | None = None, **how: Any
+) -> list[int]:
+    """Returns the indices that a Hugging Face video processor samples from a clip; see `uniform_frames`.
+
+    Args:
+        duration: seconds of the clip, for processors that read it.
+        how: arguments of its ``sample_frames``.
+    """
+    from transformers.video_utils import VideoMetadata
+
+    clip = VideoMetadata(total_num_frames=total, fps=float(rate), duration=duration)
+    # Float32 steps can reach the clip's length (transformers 5.12), which is not a frame: the processor itself fails.
+    return [int(index) for index in processor.sample_frames(clip, **how) if 0 <= int(index) < total]
+
+
+def uniform_frames(
+    processor: Any, total: int, fps: Fraction, *, rate: float | None, fewest: int, most: int
+) -> tuple[int, ...]:
+    """Returns the indices of the sampled frames, ascending and distinct, as the video processor itself spreads them.
+
+    Args:
+        processor: a Hugging Face video processor whose ``sample_frames`` takes ``num_frames``.
+        total: frames of the clip, at least 1.
+        fps: frames per second of the clip; processors compute with the nearest float.
+        rate: frames per second to sample; None samples ``most`` frames of every clip.
+        fewest: minimum frames of a clip under ``rate``, if it has that many.
+        most: maximum frames of a clip.
+
+    Returns:
+        At least one and at most ``min(most, total)`` indices.
+    """
+    wanted = most if rate is None else int(total / float(fps) * rate)
+    wanted = max(1, min(max(wanted, fewest), most, total))
+    return tuple(sorted(set(sampled_frames(processor, total, fps, num_frames=wanted))))[:wanted]
+
+
+def listed_frames(media: Media, most: int | None) -> tuple[int, ...] | None:
+    """Returns the frame indices of a video that is a list of images; None for any other video.
+
+    The author of such a list has already sampled it, and the processors use every frame of it.
+
+    Args:
+        media: the video.
+        most: ``encoder.video_max_frames``; a longer list is thinned out evenly and keeps its first and last frame.
+    """
+    if not media.frame_names:
+        return None
+    count = len(media.frame_names)
+    if most is None or count <= most:
+        return tuple(range(count))
+    if most == 1:
+        return (count // 2,)
+    return tuple(round(at * (count - 1) / (most - 1)) for at in range(most))
+
+
+# -- limits ------------------------------------------------------------------------------------------------------------
+
+MOST_TILES = 4096
+"""The maximum number of tiles per image, whatever a processor's file or a configuration says.
+
+The processors list every grid of tiles up to their limit ``n``. The first time this takes time in the order of ``n**2``
+and for every image ``n log n``: 4,096 tiles take half a second and then 5 ms per image, 100,000 tiles five minutes, and
+a number meant as "no limit" never ends. 4,096 tiles of 448 pixels a side are 822 million pixels, seven times
+``encoder.max_source_pixels``.
+"""
+
+
+def check_tiles(tiles: Any, where: str) -> None:
+    """Refuses a tile limit up to which listing the grids would take too long.
+
+    Raises:
+        ConfigError: ``tiles`` is above `MOST_TILES`.
+    """
+    if isinstance(tiles, int | float) and tiles > MOST_TILES:
+        raise ConfigError(
+            f"{where} allows {tiles} tiles per image; more than {MOST_TILES} take too long to list, so lower it."
+        )
+
+
+def check_pinpoints(pinpoints: Any, most_pixels: int) -> None:
+    """Refuses grid resolutions that are missing, malformed, too many or too large.
+
+    Args:
+        pinpoints: ``image_grid_pinpoints`` of an image processor, ``[[height, width], ...]``.
+        most_pixels: ``encoder.max_source_pixels``; an image is padded to the resolution that is chosen for it.
+
+    Raises:
+        ConfigError: the list is empty or not one of pairs of whole numbers above 0, has more than `MOST_TILES` of them
+            (each image is compared with all), or one of them exceeds ``most_pixels``.
+    """
+    where = "image_grid_pinpoints of the image processor"
+    if not isinstance(pinpoints, Sequence) or isinstance(pinpoints, str) or not pinpoints:
+        raise ConfigError(f"{where} must be a list of [height, width], not {str(pinpoints)[:40]!r}.")
+    if len(pinpoints) > MOST_TILES:
+        raise ConfigError(
+            f"{where} lists {len(pinpoints)} resolutions; every image is compared with each of them, so the limit is "
+            f"{MOST_TILES}."
+        )
+    for pair in pinpoints:
+        sides = list(pair) if isinstance(pair, Sequence) and not isinstance(pair, str) else []
+        if len(sides) != 2 or not all(type(side) is int and side > 0 for side in sides):
+            raise ConfigError(f"{where} contains {str(pair)[:40]!r}, which is not a [height, width] in pixels.")
+        if sides[0] * sides[1] > most_pixels:
+            raise ConfigError(
+                f"{where} contains {sides[0]}x{sides[1]} pixels, over encoder.max_source_pixels={most_pixels}; images "
+                "are padded to that size, so remove it or raise the limit."
+            )
+
+
+def set_pixel_limits(processor: Any, smallest: int | None, largest: int | None) -> None:
+    """Replaces the pixel limits of an image or video processor, so that geometry and pixels follow the same numbers.
+
+    Args:
+        processor: its ``size`` has ``shortest_edge`` and ``longest_edge``, areas in pixels.
+        smallest: ``encoder.min_pixels`` or ``encoder.video_min_pixels``; None keeps the processor's.
+        largest: ``encoder.max_pixels`` or ``encoder.video_max_pixels``; None keeps the processor's.
+
+    Raises:
+        ConfigError: the smallest is above the largest.
+    """
+    if smallest is None and largest is None:
+        return
+    size = processor.size
+    low = size["shortest_edge"] if smallest is None else smallest
+    high = size["longest_edge"] if largest is None else largest
+    if low > high:
+        raise ConfigError(
+            f"The lower pixel limit {low} exceeds the upper limit {high}; set both encoder.min_pixels and "
+            "encoder.max_pixels (or encoder.video_min_pixels and encoder.video_max_pixels)."
+        )
+    processor.size = type(size)(shortest_edge=low, longest_edge=high)
+
+
+# -- positions ---------------------------------------------------------------------------------------------------------
+
+
+def rope_positions(
+    input_ids: np.ndarray,
+    visual_ids: frozenset[int],
+    grids: Sequence[tuple[int, int, int, int]],
+    merge: int,
+) -> np.ndarray:
+    """Returns the three-axis positions of a sample.
+
+    A text token has the same position on all three axes. A visual token in a run that starts at position ``p`` has
+    ``p + (time, row, column)``, and the text after the run continues at ``p + max(rows, columns)``.
+
+    Args:
+        input_ids: expanded token ids ``[L]``.
+        visual_ids: ids of placeholder tokens.
+        grids: for each run ``(t, h, w, interval)`` in patches; time steps are ``interval`` positions apart.
+        merge: patches of one token along each spatial axis.
+
+    Returns:
+        int64 ``[3, L]``: time, height, width.
+
+    Raises:
+        ValueError: a run and its grid differ in their number of tokens, or there are more of one than of the other.
+    """
+    visual = np.isin(input_ids, np.fromiter(visual_ids, dtype=np.int64))
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], visual.view(np.int8), [0]))))
+    result = np.empty((3, len(input_ids)), dtype=np.int64)
+    position, cursor = 0, 0
+    for (start, end), (t, h, w, interval) in zip(edges.reshape(-1, 2), grids, strict=True):
+        result[:, cursor:start] = np.arange(position, position + start - cursor)
+        position += int(start - cursor)
+        rows, columns = h // merge, w // merge
+        if end - start != t * rows * columns:
+            raise ValueError(
+                f"a run has {end - start} visual tokens, but its grid {(t, h, w)} needs {t * rows * columns}"
+            )
+        steps = np.indices((t, rows, columns)).reshape(3, -1)
+        steps[0] *= interval
+        result[:, start:end] = steps + position
+        position += max(rows, columns)
+        cursor = int(end)
+    result[:, cursor:] = np.arange(position, position + len(input_ids) - cursor)
+    return result

@@ -1,0 +1,186 @@
+"""Conversations, as offline commands see them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from energon_packing.config import PACK_LIMITS, EncoderConfig, PackingConfig, RunConfig
+from energon_packing.convert.layout import SUBFLAVORS
+from energon_packing.errors import ConfigError, UserError
+from energon_packing.packing.pack_limits import PackLimits
+from energon_packing.sample_kind import NO_ROW, SampleKind
+
+if TYPE_CHECKING:  # planning needs neither torch nor Energon
+    from megatron.energon import CrudeSample
+    from megatron.energon.cache import FileStore
+
+    from energon_packing.encoders.sample_encoder import AnyMeasured
+    from energon_packing.energon.loader import PackLoader
+    from energon_packing.energon.task_encoder import PackingTaskEncoder
+
+
+def row_limits(packing: PackingConfig, seq_length: int, multiple: int) -> PackLimits:
+    """Limits of packs of whole lists of samples, in rows of `seq_length` tokens, a multiple of `multiple`."""
+    return PackLimits(
+        tokens=seq_length,
+        multiple=multiple,
+        images=packing.max_images_per_pack,
+        patches=packing.max_patches_per_pack,
+        segments=packing.max_segments_per_pack,
+        cost=packing.max_cost_per_pack,
+        lone_room=True,
+    )
+
+
+class Conversations(SampleKind):
+    """Conversations with any number of images and videos, preference pairs among them."""
+
+    name = title = "conversations"
+    marks = SUBFLAVORS
+    bridge_module = "energon_packing.bridge.dataset"
+    classes = {  # noqa: RUF012
+        "encoder": "energon_packing.energon.task_encoder:PackingTaskEncoder",
+        "shard_packer": "energon_packing.offline.stored_pack:ConversationPacker",
+        "stored_packs": "energon_packing.offline.stored_pack:PackedPacks",
+    }
+    run_class, encoder_config = RunConfig, EncoderConfig
+    sizes = "tokens"
+
+    def cook(self, sample: CrudeSample, store: FileStore[bytes]) -> Any:
+        """See `SampleKind.cook`."""
+        from energon_packing.energon.cookers import cook_record
+
+        return cook_record(sample, primary=store)
+
+    def measuring_encoder(self, run: RunConfig) -> PackingTaskEncoder:
+        """See `SampleKind.measuring_encoder`."""
+        return self.encoder_class(run.encoder, PackingConfig(seq_length=NO_ROW, pairs=run.packing.pairs))
+
+    def task_encoder(self, run: RunConfig, **models: Any) -> PackingTaskEncoder:
+        """See `SampleKind.task_encoder`; it has no models, and refuses any."""
+        from energon_packing.energon.loader import build_task_encoder
+
+        return build_task_encoder(run, **models)
+
+    def packing_encoder(self, run: RunConfig) -> PackingTaskEncoder:
+        """See `SampleKind.packing_encoder`; pixels are bytes wherever that is exact, whatever the run makes of them."""
+        return self.task_encoder(
+            dataclasses.replace(
+                run,
+                encoder=dataclasses.replace(run.encoder, pixels="bytes"),
+                packing=dataclasses.replace(run.packing, ledger=None),
+            )
+        )
+
+    def build_loader(self, run: RunConfig, **arguments: Any) -> PackLoader:
+        """See `SampleKind.build_loader`."""
+        from energon_packing.energon.loader import build_loader
+
+        return build_loader(run, **arguments)
+
+    def row(self, measured: AnyMeasured | None) -> dict[str, Any]:
+        """See `SampleKind.row`."""
+        from energon_packing.encoders.measured import Measured, MeasuredPair
+
+        if measured is None:
+            names = ("length", "second", "targets", "images", "patches", "turns")
+            return dict.fromkeys((*names, "stills", "videos", "frames", "pixels"), 0)
+        first, second = (*measured.segment_lengths, 0)[:2]
+        # Both answers of a pair show the media of their common beginning.
+        shown = measured.chosen if isinstance(measured, MeasuredPair) else measured
+        media = list(zip(shown.media, shown.plans, strict=True)) if isinstance(shown, Measured) else []
+        frames = [max(1, len(plan.frame_indices)) for _, plan in media]
+        return {
+            "length": first,
+            "second": second,
+            "targets": sum(getattr(segment, "targets", 0) for segment in measured.segments),
+            "images": measured.images,
+            "patches": measured.patches,
+            "turns": shown.turns if isinstance(shown, Measured) else 0,
+            "stills": sum(each.kind == "image" for each, _ in media),
+            "videos": sum(each.kind == "video" for each, _ in media),
+            "frames": sum(count for (each, _), count in zip(media, frames, strict=True) if each.kind == "video"),
+            "pixels": sum(
+                (each.width or 0) * (each.height or 0) * count for (each, _), count in zip(media, frames, strict=True)
+            ),
+        }
+
+    def planned_sizes(self, measured: AnyMeasured) -> tuple[int, ...]:
+        """See `SampleKind.planned_sizes`."""
+        return tuple(measured.segment_lengths)
+
+    def media_names(self, measured: AnyMeasured) -> Iterator[str]:
+        """See `SampleKind.media_names`."""
+        from energon_packing.encoders.measured import MeasuredPair
+
+        segment = measured.chosen if isinstance(measured, MeasuredPair) else measured
+        for media in getattr(segment, "media", ()):
+            yield from media.frame_names or (media.name,)
+        if isinstance(measured, MeasuredPair):
+            for media in measured.rejected.media:
+                yield from media.frame_names or (media.name,)
+
+    def changes_samples(self, run: RunConfig) -> bool:
+        """See `SampleKind.changes_samples`."""
+        limits, oversize = run.encoder.limits, run.packing.oversize
+        limited = (limits.max_images, limits.max_frames, limits.max_visual_tokens, limits.max_tokens)
+        lowered = oversize != "split" and any(limit is not None for limit in limited)
+        return oversize in ("truncate", "split") or (lowered and bool({"resize", "truncate"} & set(limits.when_over)))
+
+    def limits(self, run: RunConfig) -> PackLimits:
+        """See `SampleKind.limits`."""
+        packing = run.packing
+        if packing.dummy_image:
+            raise UserError(
+                "packing.dummy_image reserves room that only the encoder knows; give the limits of its packs."
+            )
+        multiple = run.parallel.multiple
+        if packing.seq_length % multiple:
+            down = packing.seq_length // multiple * multiple
+            raise ConfigError(
+                f"packing.seq_length {packing.seq_length} is not a multiple of {multiple}, which the parallel sizes "
+                f"need; use {down or multiple} or {down + multiple}."
+            )
+        return row_limits(packing, packing.seq_length, multiple)
+
+    def decided(self, run: RunConfig, limits: Any) -> dict[str, Any]:
+        """See `SampleKind.decided`."""
+        packing = run.packing
+        assert isinstance(limits, PackLimits)
+        return {
+            "reserved": packing.seq_length - limits.tokens,
+            "dummy_image": packing.dummy_image,
+            **{name: getattr(packing, name) for name in PACK_LIMITS},
+            "oversize_split": f"at a {packing.split_at}, positions {packing.split_positions}",
+        }
+
+    def planned_limits(self, decided: Mapping[str, Any], encoder: PackingTaskEncoder) -> PackLimits:
+        """See `SampleKind.planned_limits`."""
+        return PackLimits(
+            tokens=decided["seq_length"] - decided["reserved"],
+            multiple=int(decided["multiple"]),
+            images=decided["max_images_per_pack"],
+            patches=decided["max_patches_per_pack"],
+            segments=decided["max_segments_per_pack"],
+            cost=decided["max_cost_per_pack"],
+            lone_room=decided["reserved"] == 0,
+        )
+
+    def too_long(self, size: Any, limits: PackLimits, run: RunConfig) -> str:
+        """See `SampleKind.too_long`."""
+        aligned = f", {limits.aligned(size)} aligned" if limits.multiple > 1 else ""
+        masked = limits.masked_units(size) * limits.multiple
+        aligned += f" and {masked} for a masked segment after it" if masked else ""
+        reserved = run.packing.seq_length - limits.tokens
+        less = f" less {reserved} for dummy_image" if reserved else ""
+        return f"{size.length} tokens{aligned}; a row holds packing.seq_length={run.packing.seq_length}{less}"
+
+    def free_when_stored(self, store: str) -> set[str]:
+        """See `SampleKind.free_when_stored`."""
+        # Limits count as configured, which the plan compares, because a run lowers them to those of its rows.
+        return {"limits", "pixels", *(("jpeg_scaled_decoding",) if store == "tokens" else ())}
+
+
+KIND = Conversations()

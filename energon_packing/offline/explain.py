@@ -1,0 +1,200 @@
+"""What a plan says about one sample (where it is and beside what, or why it was dropped and by which setting), and what
+differs between two plans: which samples entered, left, or moved to another pack.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from energon_packing.errors import UserError
+from energon_packing.offline.plan import Plan, PlannedPack, read_drops
+
+
+def explanation(plan: Plan, key: str) -> dict[str, Any]:
+    """Everything that a plan and its drops say about a key.
+
+    Args:
+        key: of a source sample, or ``KEY#PIECE``.
+
+    Returns:
+        ``key``; ``packed``: for each occurrence its pack, epoch, place in the pack, tokens, source, the other samples
+        of the pack and the tokens of the whole pack; ``dropped``: entries of the plan's drops.
+
+    Raises:
+        UserError: nothing is known about the key.
+    """
+    whole, separator, piece = key.rpartition("#")
+    source = whole if separator and piece.isdecimal() else key
+    keys = pa.array(sorted({key, source}), pa.string())
+    packed: list[dict[str, Any]] = []
+    for table in plan.tables(["pack", "key"]):
+        hits = table.filter(pc.is_in(table.column("key"), value_set=keys))
+        for pack in sorted(set(hits.column("pack").to_pylist())):
+            (found,) = plan.packs(pack, pack + 1)
+            packed.extend(_occurrences(plan, found, key))
+    # A key may hold "#" itself; what follows the last one is a piece's number only if it is a number.
+    dropped = [
+        drop
+        for drop in read_drops(plan.path, plan.facts.id)
+        if key == drop["dropped"]
+        or (drop["dropped"].startswith(f"{key}#") and drop["dropped"].removeprefix(f"{key}#").isdecimal())
+    ]
+    if not packed and not dropped:
+        raise UserError(
+            f"{plan.path} has no sample {key!r}: neither in a pack nor among its drops. Its data set may not have it, "
+            "or plan.datasets takes only some of its samples."
+        )
+    return {"key": key, "packed": packed, "dropped": dropped}
+
+
+def _occurrences(plan: Plan, pack: PlannedPack, key: str) -> list[dict[str, Any]]:
+    found = []
+    tokens = sum(sum(sample.segment_lengths) for sample in pack.samples)
+    for place, sample in enumerate(pack.samples):
+        if key not in (sample.key, sample.name):
+            continue
+        dataset = plan.facts.datasets[sample.dataset]
+        found.append(
+            {
+                "sample": sample.name,
+                "pack": pack.number,
+                "epoch": bisect.bisect_right(plan.facts.epoch_ends, pack.number),
+                "place": place,
+                "tokens": list(sample.segment_lengths),
+                "dataset": dataset.name,
+                "shard": dataset.shards[sample.shard].name,
+                "row": sample.row,
+                "media": len(sample.media),
+                "pack_tokens": tokens,
+                "seq_length": plan.facts.decided["seq_length"],
+                "beside": [
+                    {"sample": other.name, "tokens": sum(other.segment_lengths)}
+                    for number, other in enumerate(pack.samples)
+                    if number != place
+                ],
+            }
+        )
+    return found
+
+
+SHOWN = 10
+"""Samples of each kind that are named."""
+
+
+def changes(before: Plan, after: Plan) -> dict[str, Any]:
+    """Compares two plans sample by sample.
+
+    A sample is its place in its source (data set, shard, row, piece); one that occurs several times is compared
+    occurrence by occurrence, in global order.
+
+    Returns:
+        ``same`` (whether they are the same plan), ``decided`` (settings that differ, with both values); the counts
+        ``entered``, ``left``, ``moved`` and ``kept`` (in a pack of another or the same number) and ``resized`` (of
+        another length, moved or kept); and ``examples``, for the first few that entered, left, moved or were resized:
+        name and pack before and after.
+    """
+    shards: dict[tuple[str, str, str], int] = {}
+    old, new = _rows(before, shards), _rows(after, shards)
+    old_keys, new_keys = _paired(old, new)
+    _, in_old, in_new = np.intersect1d(old_keys, new_keys, assume_unique=True, return_indices=True)
+    left = np.setdiff1d(np.arange(old_keys.size), in_old, assume_unique=True)
+    entered = np.setdiff1d(np.arange(new_keys.size), in_new, assume_unique=True)
+    moved = old.pack[in_old] != new.pack[in_new]
+    resized = old.length[in_old] != new.length[in_new]
+    return {
+        "same": before.facts.id == after.facts.id,
+        "decided": _settings(before, after),
+        "entered": int(entered.size),
+        "left": int(left.size),
+        "moved": int(moved.sum()),
+        "kept": int((~moved).sum()),
+        "resized": int(resized.sum()),
+        "examples": {
+            "entered": _examples(after, new, entered, None, now=True),
+            "left": _examples(before, old, left, None, now=False),
+            "moved": _examples(before, old, in_old[moved], new.pack[in_new[moved]], now=False),
+            "resized": _examples(before, old, in_old[resized], new.pack[in_new[resized]], now=False),
+        },
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Rows:
+    """Rows of a plan in their order: `place` int64 ``[N, 3]`` (shard of both plans, row, piece), pack and tokens."""
+
+    place: np.ndarray
+    pack: np.ndarray
+    length: np.ndarray
+
+
+def _rows(plan: Plan, shards: dict[tuple[str, str, str], int]) -> _Rows:
+    """The rows of a plan; `shards` numbers the shards of both plans and grows."""
+    names = ("dataset", "shard", "row", "piece", "pack", "length", "second")
+    parts = list(plan.tables(list(names)))
+    columns = {
+        name: np.concatenate([part.column(name).to_numpy() for part in parts]).astype(np.int64) for name in names
+    }
+    number = np.zeros(columns["row"].size, dtype=np.int64)
+    for at, dataset in enumerate(plan.facts.datasets):
+        known = [shards.setdefault((dataset.path, dataset.split, each.name), len(shards)) for each in dataset.shards]
+        here = columns["dataset"] == at
+        number[here] = np.array(known, dtype=np.int64)[columns["shard"][here]]
+    return _Rows(
+        place=np.stack([number, columns["row"], columns["piece"]], axis=1),
+        pack=columns["pack"],
+        length=columns["length"] + columns["second"],
+    )
+
+
+def _paired(old: _Rows, new: _Rows) -> tuple[np.ndarray, np.ndarray]:
+    """A number for each row of both plans: equal for the same occurrence of the same sample."""
+    place = np.concatenate([old.place, new.place])
+    plan = np.repeat([0, 1], [len(old.place), len(new.place)])
+    order = np.lexsort((plan, place[:, 2], place[:, 1], place[:, 0]))  # stable: occurrences stay in order
+    placed = place[order]
+    begins = np.ones(order.size, dtype=bool)
+    begins[1:] = (placed[1:] != placed[:-1]).any(axis=1)
+    sample = np.cumsum(begins) - 1
+    begins[1:] |= plan[order][1:] != plan[order][:-1]
+    starts = np.flatnonzero(begins)
+    occurrence = np.arange(order.size) - np.repeat(starts, np.diff(np.append(starts, order.size)))
+    keys = np.empty(order.size, dtype=np.int64)
+    keys[order] = sample * (int(occurrence.max(initial=0)) + 1) + occurrence
+    return keys[: len(old.place)], keys[len(old.place) :]
+
+
+def _named(plan: Plan, rows: _Rows, at: int) -> tuple[str, int]:
+    """Name and pack of one row."""
+    pack = int(rows.pack[at])
+    (found,) = plan.packs(pack, pack + 1)
+    return found.samples[at - int(np.searchsorted(rows.pack, pack))].name, pack
+
+
+def _examples(plan: Plan, rows: _Rows, which: np.ndarray, others: np.ndarray | None, *, now: bool) -> list[Any]:
+    """The first few of some rows.
+
+    Args:
+        others: packs of the same samples in the other plan, if they are there.
+        now: whether `plan` is the later one.
+    """
+    found = []
+    for place in np.argsort(which, kind="stable")[:SHOWN].tolist():
+        name, pack = _named(plan, rows, int(which[place]))
+        other = None if others is None else int(others[place])
+        found.append({"sample": name, "before": other if now else pack, "after": pack if now else other})
+    return found
+
+
+def _settings(before: Plan, after: Plan) -> dict[str, dict[str, Any]]:
+    old, new = (
+        {**plan.facts.decided, **{f"encoder: {name}": value for name, value in plan.facts.fingerprint.items()}}
+        for plan in (before, after)
+    )
+    names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
+    return {name: {"before": old.get(name), "after": new.get(name)} for name in names}

@@ -1,0 +1,302 @@
+"""Files that are there whole or not at all, Parquet files with small metadata of our own, and fields of JSON files that
+anybody may have written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import functools
+import json
+import os
+import os.path
+import re
+import socket
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from energon_packing.errors import UserError
+from energon_packing.file_lock import lock
+
+MOST_BYTES = 1 << 30
+"""Of a JSON file that is read."""
+METADATA = b"energon_packing"
+"""Key of our metadata in the schema of a file; the value is JSON."""
+
+try:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+except ImportError as error:
+    raise UserError(
+        f"the offline road needs pyarrow ({error}); install it with: pip install 'energon-packing[offline]'"
+    ) from error
+
+
+HOST = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname())
+"""Part of the name of a file that is being written, since several hosts may write to one directory."""
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Removes files that processes of this host were writing to `directory` when they were killed.
+
+    Containers may share the name of their host and not its processes, so a file that is locked stays too.
+    """
+    for file in directory.glob(f".*.{HOST}.*"):
+        process = file.name.rpartition(".")[2]
+        if process.isdigit() and not _lives(int(process)) and not _locked(file):
+            file.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def no_leftovers(*directories: Path) -> Iterator[None]:
+    """Removes what other processes were writing when the work inside ended with an error, which kills them."""
+    try:
+        yield
+    except BaseException:
+        for directory in directories:
+            with contextlib.suppress(OSError):  # what is raised already says more
+                remove_leftovers(directory)
+        raise
+
+
+def _locked(file: Path) -> bool:
+    """Whether a process, here or in another container or machine, is writing a file; True where nobody can say."""
+    try:
+        with file.open("r+b") as opened:  # NFS locks only what may be written
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    return False
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # of another user
+        return True
+    with contextlib.suppress(OSError):
+        # One that ended and that nobody waited for: in a container without an init it is there for good.
+        return b") Z " not in Path(f"/proc/{process}/stat").read_bytes()
+    return True
+
+
+def said(error: OSError) -> str:
+    """What the system says, such as ``No space left on device``; pyarrow's own words are longer."""
+    return os.strerror(error.errno) if error.errno else str(error)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Gives a path beside `path` to write to, and renames it to `path` if nothing was raised."""
+    aside = path.with_name(f".{path.name}.{HOST}.{os.getpid()}")
+    try:
+        # The lock ends with the process, and is on the file whatever opens it to write.
+        with aside.open("wb") as held:
+            with contextlib.suppress(OSError):  # some file systems lock nothing
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield aside
+            with aside.open("rb") as written:
+                os.fsync(written.fileno())
+            os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def locked(directory: Path, byte: int = 0, *, wait: bool = True) -> Iterator[bool]:
+    """Locks a directory among all commands that write to it, or a part of it that another `byte` stands for.
+
+    The lock is a byte of one file, so nothing is left over when a process dies, and it holds on network file systems
+    too. A process that waits for nothing gives whether it has the lock.
+    """
+    with (directory / ".lock").open("r+b" if (directory / ".lock").exists() else "w+b") as file:
+        try:
+            lock(file, directory, wait=wait, byte=byte)
+        except (BlockingIOError, PermissionError):
+            yield False
+            return
+        yield True  # closing the file gives the lock back
+
+
+def write_table(
+    path: Path, schema: pa.Schema, tables: Iterable[pa.Table], metadata: Mapping[str, Any], *, rows: int | None = None
+) -> None:
+    """Writes tables of one schema to `path`, one or more row groups each.
+
+    Args:
+        metadata: for `read_metadata`; anything that JSON can express.
+        rows: rows of a row group at most; None leaves it to pyarrow, which then makes one per table.
+
+    Raises:
+        OSError: the disk is full or read-only; nothing is left behind.
+    """
+    described = schema.with_metadata({METADATA: json.dumps(metadata, sort_keys=True).encode()})
+    with (
+        replacing(path) as aside,
+        # Without checksums a flipped bit would be another number.
+        pq.ParquetWriter(aside, described, compression="zstd", write_page_checksum=True) as writer,
+    ):
+        for table in tables:
+            writer.write_table(table.cast(described), row_group_size=rows)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes a JSON file, whole or not at all.
+
+    Raises:
+        OSError: the disk is full or read-only.
+    """
+    with replacing(path) as aside:
+        aside.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def read_json(file: Path, kind: Any, *, version: int, what: str, remedy: str) -> Any:
+    """Returns what `write_json` wrote, as `read_as` reads it.
+
+    Args:
+        version: its ``format``.
+        what: the file or its directory is, such as ``an index``.
+        remedy: such as ``measure``, which makes another one.
+
+    Raises:
+        UserError: it is missing, damaged, or of another version.
+    """
+    try:
+        if file.stat().st_size > MOST_BYTES:
+            raise ValueError("it is too large")
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(
+            f"{file.parent} is not {what} (it has no {file.name}); make one with 'energon-packing {remedy}'"
+        ) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{file} cannot be read ({error}); {remedy} again") from error
+    if not isinstance(found, dict) or found.get("format") != version:
+        raise UserError(f"{file} is not {what} of format {version}; {remedy} again with this version")
+    try:
+        return read_as(kind, found)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise UserError(f"{file} is damaged ({error}); {remedy} again") from error
+
+
+def read_metadata(path: Path) -> dict[str, Any] | None:
+    """Our metadata of a file; None if the file is missing, damaged or not ours."""
+    try:
+        found = pq.read_schema(path).metadata or {}
+        value = json.loads(found[METADATA])
+    except (OSError, KeyError, ValueError, pa.ArrowException):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+MOST = 1 << 62
+"""Of any number in a JSON file."""
+Count = Annotated[int, lambda value: 0 <= value <= MOST]
+Amount = Annotated[float, lambda value: 0 <= value <= MOST]
+Name = Annotated[str, lambda name: "\0" not in name and not re.search("[\ud800-\udfff]", name)]
+"""A text that a file can be called."""
+InnerPath = Annotated[Name, lambda path: path and not os.path.isabs(path) and ".." not in PurePosixPath(path).parts]
+"""Of a file below a directory."""
+
+
+def read_as(kind: Any, value: Any) -> Any:
+    """Returns a value of a JSON file that anybody may have written as a dataclass, or another type.
+
+    Fields that the dataclass lacks are left out; those that the file lacks have their defaults.
+
+    Raises:
+        TypeError, ValueError: it is something else.
+    """
+    return _reader(kind)(value)
+
+
+@functools.cache
+def _reader(kind: Any) -> Callable[[Any], Any]:
+    origin, inner = get_origin(kind), get_args(kind)
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        hints = get_type_hints(kind, include_extras=True)
+        fields = [(field.name, _reader(hints[field.name])) for field in dataclasses.fields(kind)]
+        return lambda values: kind(**{name: read(values[name]) for name, read in fields if name in values})
+    if origin is Annotated:
+        of_any = _reader(inner[0])
+        return lambda value: _checked(of_any(value), *inner[1:])
+    if origin is tuple and inner[1] is ...:
+        each = _reader(inner[0])
+        listed = _typed(list)
+        return lambda values: tuple(map(each, listed(values)))
+    if origin is tuple:
+        places = [_reader(each) for each in inner]
+        return lambda values: tuple(read(value) for read, value in zip(places, values, strict=True))
+    if origin in (Union, UnionType):  # or None
+        given = _reader(inner[0])
+        return lambda value: None if value is None else given(value)
+    if origin is Literal:
+        return lambda value: _checked(value, lambda it: it in inner)
+    return _PLAIN.get(kind, _typed(dict))
+
+
+def _checked(value: Any, *good: Callable[[Any], Any]) -> Any:
+    if not all(test(value) for test in good):
+        raise TypeError(f"{value!r:.80} cannot be there")
+    return value
+
+
+def _typed(*kinds: type) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        if type(value) not in kinds:
+            raise TypeError(f"{value!r:.80} cannot be there")
+        return value
+
+    return read
+
+
+_amount = _typed(int, float)
+_PLAIN: dict[Any, Callable[[Any], Any]] = {
+    str: _typed(str),
+    int: _typed(int),
+    bool: _typed(bool),
+    float: lambda value: float(_amount(value)),
+}
+
+
+def unwritable(path: Path, error: OSError, again: str) -> UserError:
+    """Returns the sentence about a part of an index or a packed directory that cannot be written.
+
+    Args:
+        again: the command that goes on with what is missing.
+    """
+    return UserError(
+        f"{path} cannot be written ({said(error)}); make room or choose another --out, then run 'energon-packing "
+        f"{again}' again: it continues with the shards that are missing"
+    )
+
+
+def differing(
+    stored: Mapping[str, Any], own: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
+) -> list[tuple[str, Any, Any]]:
+    """Compares the settings that a stored file was made with to those of a run.
+
+    A setting that the file lacks is one that the version that wrote it did not have: it was made with the default.
+
+    Args:
+        stored, own: name of a setting -> value; a section inside counts as its settings.
+        defaults: of the settings that may be newer than the file; one without any is None.
+
+    Returns:
+        Every name whose values differ, in order, with both values; those of a section have its name before a dot.
+    """
+    stored, own, defaults = _flat(stored), _flat(own), _flat(defaults or {})
+    pairs = [(name, stored.get(name, defaults.get(name)), own.get(name)) for name in sorted({*stored, *own})]
+    return [(name, before, now) for name, before, now in pairs if before != now]
+
+
+def _flat(settings: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        found |= _flat(value, f"{before}{name}.") if isinstance(value, dict) else {f"{before}{name}": value}
+    return found

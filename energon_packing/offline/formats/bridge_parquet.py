@@ -1,0 +1,112 @@
+"""``pack --format bridge-parquet``: packs of plain text as Bridge's own packed Parquet files.
+
+``megatron.bridge.data.packing.parquet.GPTSFTPackedParquetDataset`` (Megatron-Bridge 0.6.2) reads one row per pack:
+``input_ids`` and ``loss_mask`` of all samples back to back, and ``seq_start_id``, where each begins. A sample of ``n``
+tokens becomes ``n - 1`` positions there, as its last token is only a target. Weights are 0 or 1, positions count from
+0, and a position whose token ends a text learns nothing. What this form cannot hold is refused by name.
+"""
+
+from __future__ import annotations
+
+from itertools import batched
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from energon_packing.encoders.encoder import ConversationEncoder
+from energon_packing.errors import UserError
+from energon_packing.offline.files import read_metadata, unwritable, write_table
+from energon_packing.offline.index import DEFAULT_KIND
+from energon_packing.offline.pack import AT_ONCE, PackConfig, PackFormat, PackTask
+from energon_packing.offline.plan import Plan, PlannedPack
+from energon_packing.thd.rows import unpack
+
+SCHEMA = pa.schema(
+    [
+        pa.field("input_ids", pa.list_(pa.int32())),
+        pa.field("loss_mask", pa.list_(pa.int8())),
+        pa.field("seq_start_id", pa.list_(pa.int32())),
+    ]
+)
+
+
+class BridgeParquet(PackFormat):
+    """Writes one file per shard, and no other file, as Bridge reads the whole directory."""
+
+    def __init__(self, plan: Plan, run: Any, config: PackConfig) -> None:
+        if (config.store, config.media) != ("tokens", "reference"):
+            raise UserError("--format bridge-parquet holds text only; leave --store and --media out.")
+        if plan.facts.kind != DEFAULT_KIND:
+            raise UserError(f"--format bridge-parquet holds text, but {plan.path} is a plan of {plan.facts.kind}.")
+        super().__init__(plan, run, config)
+        if run.encoder.extra_fields or run.packing.dummy_image:
+            raise UserError("--format bridge-parquet holds no encoder.extra_fields and no packing.dummy_image.")
+        assert isinstance(self.encoder.encoder, ConversationEncoder)  # what a configuration always builds
+        self._multiple = int(plan.facts.decided["multiple"])
+        self._end = self.encoder.encoder.tokenizer.eos_token_id
+
+    def path(self, number: int) -> Path:
+        """See `PackFormat.path`."""
+        return self.config.out / f"packs-{number:05}.idx.parquet"
+
+    def prepare(self) -> None:
+        """See `PackFormat.prepare`."""
+        out = self.config.out
+        out.mkdir(parents=True, exist_ok=True)
+        ours = {self.path(number).name for number in range(len(self.firsts))}
+        others = {each.name for each in out.iterdir() if each.name[0] != "."} - ours
+        if others:
+            raise UserError(
+                f"{out} holds other files ({min(others)}), which Bridge would read too; choose another --out"
+            )
+
+    def found(self, number: int) -> bool | None:
+        """See `PackFormat.found`."""
+        path = self.path(number)
+        if not path.exists():
+            return None
+        if read_metadata(path) != self._metadata(number):
+            raise UserError(f"{path} was packed from another plan or is damaged; choose another --out")
+        return True
+
+    def do(self, task: PackTask) -> bool:
+        """See `PackFormat.do`; a sample that cannot be expressed is a UserError."""
+        path = self.path(task.number)
+        rows = (self._row(planned) for planned in self.planned_packs(task.number))
+        tables = (pa.Table.from_pylist(list(some), SCHEMA) for some in batched(rows, AT_ONCE))
+        try:
+            write_table(path, SCHEMA, tables, self._metadata(task.number))
+        except OSError as error:
+            raise unwritable(path, error, "pack") from error
+        return True
+
+    def _metadata(self, number: int) -> dict[str, Any]:
+        first, end = self.span(number)
+        return {"plan": self.plan.facts.id, "first": first, "stop": end}
+
+    def _row(self, planned: PlannedPack) -> dict[str, list[int]]:
+        for sample in planned.samples:
+            if sample.media:
+                raise UserError(f"sample {sample.name} has media, and --format bridge-parquet holds text only.")
+        row: dict[str, list[int]] = {name: [] for name in SCHEMA.names}
+        for part in unpack(self.planned[planned.number].batch):
+            ids, weights = part["input_ids"], part["loss_mask"]
+            key = part["key"]
+            if bool(((weights != 0) & (weights != 1)).any()):
+                raise UserError(f"sample {key} has loss weights besides 0 and 1, which Bridge's packed Parquet lacks.")
+            if part.get("position_start"):
+                raise UserError(f"sample {key} does not count positions from 0, as Bridge's packed Parquet does.")
+            if bool(((weights != 0) & (ids == self._end)).any()):
+                raise UserError(
+                    f"sample {key} learns the token after an end of text, which Bridge masks; set "
+                    "encoder.train_line_break to never if it is a line break."
+                )
+            padding = -(len(ids) - 1) % self._multiple
+            row["seq_start_id"].append(len(row["input_ids"]))
+            row["input_ids"] += [*ids.tolist(), *[self._end] * padding]
+            row["loss_mask"] += [*weights.int().tolist(), *[0] * padding]
+        return row
+
+
+FORMAT = BridgeParquet

@@ -1,0 +1,305 @@
+"""``pack --format shards``: arrays that our loader reads at their positions.
+
+It stores packs as `SampleKind.shard_packer` says, each made as the planned loader makes it.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import hashlib
+import json
+import shutil
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from energon_packing.drops import DroppedSample, over_budget
+from energon_packing.energon.samples import MeasuredSample, RenderedSample
+from energon_packing.energon.window import render_or_drop
+from energon_packing.errors import UserError
+from energon_packing.ledger import Ledger
+from energon_packing.offline.data_paths import PACKED_FILE
+from energon_packing.offline.files import differing, locked, replacing, unwritable
+from energon_packing.offline.index import MediaFile
+from energon_packing.offline.pack import PackConfig, PackFormat, PackTask
+from energon_packing.offline.packed import (
+    DROPS_FILE,
+    PLAN_FILE,
+    PackedFacts,
+    ShardEntry,
+    media_path,
+    shard_path,
+    stored_fingerprint,
+)
+from energon_packing.offline.plan import Plan, PlannedPack, PlannedSample, drops_path
+from energon_packing.offline.shards import ShardFile, ShardWriter
+from energon_packing.offline.source import ShardIndex, TarFiles, inside
+from energon_packing.sample_kind import KINDS
+
+
+class ShardPacker(PackFormat):
+    """Packs shards of one directory; a subclass knows what a pack of its kind of sample is stored as."""
+
+    facts: PackedFacts
+
+    def __init__(self, plan: Plan, run: Any, config: PackConfig) -> None:
+        super().__init__(plan, run, config)
+        elsewhere = config.store == "tokens" and config.media == "reference"
+        roots = [Path(each.media_root) for each in plan.facts.datasets]
+        self.facts = PackedFacts(
+            plan=plan.facts.id,
+            store=config.store,
+            media=config.media,
+            shard_packs=config.shard_packs,
+            firsts=self.firsts,
+            packs=len(plan),
+            padded_rows=getattr(run.packing, "pad_to_max_length", False),
+            encoder=stored_fingerprint(KINDS.find(plan.facts.kind), self.encoder, config.store),
+            media_uuids=tuple(ShardIndex.uuid_of(root) if elsewhere else None for root in roots),
+        )
+
+    @abstractmethod
+    def stored(self, planned: PlannedPack, media: MediaCopy | None) -> Any:
+        """Makes one pack; compressed media are copied to `media`, or stay where they are if it is None."""
+
+    def forget_open_files(self) -> None:
+        """See `PackFormat.forget_open_files`."""
+        super().forget_open_files()
+        self._files = TarFiles()
+
+    def path(self, number: int) -> Path:
+        """See `PackFormat.path`."""
+        return shard_path(self.config.out, number)
+
+    def prepare(self) -> None:
+        """See `PackFormat.prepare`."""
+        out, plan = self.config.out, self.config.plan
+        if out.exists() and not out.is_dir():
+            raise UserError(f"{out} is there and is no directory; choose another --out")
+        if out.is_dir() and not (out / PACKED_FILE).exists():
+            ours = (PLAN_FILE, drops_path(out / PLAN_FILE).name)
+            others = [entry.name for entry in out.iterdir() if entry.name[0] != "." and entry.name not in ours]
+            if others:
+                raise UserError(f"{out} is there and is no packed directory (it has {others[0]}); choose another --out")
+        out.mkdir(parents=True, exist_ok=True)
+        with locked(out):
+            complete = (out / PACKED_FILE).exists()
+            there = PackedFacts.read(out).settings if complete else self.facts.settings
+            for name, value in there.items():
+                for inner, packed, asked in differing({name: value}, {name: self.facts.settings[name]}):
+                    told = f"{packed!r}, now it would be {asked!r}" if len(repr(packed)) < 200 else "another"
+                    raise UserError(
+                        f"{out} holds other packs: {inner} is {told}; choose another --out, or delete the directory"
+                    )
+            # Plans are equal wherever their data sets are, so a continued one may say where they are now.
+            if not (out / PLAN_FILE).exists() or not filecmp.cmp(plan, out / PLAN_FILE, shallow=False):
+                for source, target in ((drops_path(plan), drops_path(out / PLAN_FILE)), (plan, out / PLAN_FILE)):
+                    if source.exists():
+                        with replacing(target) as aside:
+                            shutil.copyfile(source, aside)
+            if not complete:
+                self.facts.save(out)
+
+    def found(self, number: int) -> ShardEntry | None:
+        """See `PackFormat.found`."""
+        path = self.path(number)
+        if not path.exists():
+            return None
+        shard = ShardFile(path)
+        shard.close()
+        if (shard.facts.get("plan"), shard.facts.get("settings")) != (self.facts.plan, self._settings(number)):
+            raise UserError(f"{path} was packed from another plan or with other settings; choose another --out")
+        entry = _entry_of(shard, number)
+        copied = media_path(self.config.out, number)
+        whole = not entry.media_bytes or (copied.is_file() and copied.stat().st_size == entry.media_bytes)
+        return entry if whole else None
+
+    def do(self, task: PackTask) -> ShardEntry | None:
+        """See `PackFormat.do`."""
+        with locked(self.config.out, task.number + 1, wait=task.wait) as ours:
+            return (self.found(task.number) or self._pack(task.number)) if ours else None
+
+    def _pack(self, number: int) -> ShardEntry:
+        path = self.path(number)
+        first, end = self.span(number)
+        try:
+            with replacing(path) as aside, ShardWriter(aside) as writer:
+                samples, drops = 0, list[tuple[str, str, str]]()
+                with ExitStack() as stack:
+                    media = None
+                    if self.facts.media == "copy":
+                        copied = stack.enter_context(replacing(media_path(self.config.out, number)))
+                        media = stack.enter_context(MediaCopy(copied, self._files))
+                    for planned in self.planned_packs(number):
+                        stored = self.stored(planned, media)
+                        samples += len(stored.order)
+                        drops += [(each.key, *each.dropped) for each in stored.samples if each.dropped is not None]
+                        writer.add(stored.to_bytes())
+                # The media have their name before the shard that needs them.
+                writer.finish(
+                    {
+                        "plan": self.facts.plan,
+                        "settings": self._settings(number),
+                        "packs": end - first,
+                        "samples": samples,
+                        "drops": drops,
+                        "media_bytes": media.bytes if media else 0,
+                        "media_checksum": media.checksum if media else "",
+                    }
+                )
+        except OSError as error:
+            raise unwritable(path, error, "pack") from error
+        entry = self.found(number)
+        assert entry is not None, "the shard was renamed to its place"
+        return entry
+
+    def complete(self, entries: Sequence[ShardEntry]) -> None:
+        """Writes the drops and the manifest with all shards.
+
+        Raises:
+            UserError: more samples could not be decoded than the plan allows, or the disk is full.
+        """
+        self.facts = replace(self.facts, shards=tuple(entries))
+        drops = sum((Counter(entry.drops) for entry in entries), Counter[str]())
+        samples = sum(entry.samples for entry in entries) + drops.total()
+        budget = self.run.packing.drop_budget
+        if over_budget(drops.total(), samples, budget):
+            reasons = ", ".join(f"{reason} {count}" for reason, count in drops.most_common(3))
+            raise UserError(
+                f"{drops.total()} of {samples} samples could not be decoded ({reasons}), more than "
+                f"packing.drop_budget={budget} of the plan allows; correct the data, or plan with a higher budget"
+            )
+        out = self.config.out
+        try:
+            with locked(out):
+                with replacing(out / DROPS_FILE) as aside, aside.open("w", encoding="utf-8") as file:
+                    file.write(json.dumps({"plan": self.facts.plan}) + "\n")
+                    for entry in entries:
+                        for drop in _drops(self.path(entry.number)) if entry.drops else ():
+                            file.write(json.dumps({**drop, "shard": entry.number}, ensure_ascii=False) + "\n")
+                self.facts.save(out)
+        except OSError as error:
+            raise unwritable(out, error, "pack") from error
+
+    def _settings(self, number: int) -> dict[str, Any]:
+        first, end = self.span(number)
+        names = ("store", "media", "padded_rows")
+        return {
+            **{name: getattr(self.facts, name) for name in names},
+            "first": first,
+            "stop": end,
+            **self.facts.encoder,
+        }
+
+    def rendered(self, measured: Sequence[MeasuredSample]) -> list[RenderedSample | DroppedSample]:
+        """Renders the samples of a pack; one that cannot be rendered is dropped."""
+        # Nothing stops the packing of a shard but an error; how much may be dropped is a matter of all shards.
+        ledger = Ledger(None, budget=1.0, name="", most_pending=len(measured) + 1)
+        ledger.read = len(measured)
+        found: list[RenderedSample | DroppedSample] = []
+        for sample in measured:
+            made = render_or_drop(self.encoder, sample, ledger)
+            found.append(ledger.take_dropped()[0] if made is None else made)
+        return found
+
+    def files_of(self, source: PlannedSample, sample: MeasuredSample, media: MediaCopy | None) -> tuple[MediaFile, ...]:
+        assert sample.measured is not None
+        names = set(KINDS.find(self.plan.facts.kind).media_names(sample.measured))
+        dataset = self.plan.facts.datasets[source.dataset]
+        files = []
+        for each in source.media:
+            if each.name not in names:  # of another piece of a split sample
+                continue
+            if media is None:
+                files.append(each)
+                continue
+            tar = inside(Path(dataset.media_root), dataset.media_shards[each.shard])
+            files.append(replace(each, shard=-1, offset=media.add(tar, each.offset, each.size)))
+        return tuple(files)
+
+
+def _entry_of(shard: ShardFile, number: int) -> ShardEntry:
+    """What the manifest says about a shard.
+
+    Raises:
+        UserError: the shard does not say it.
+    """
+    facts = shard.facts
+    try:
+        return ShardEntry(
+            number=number,
+            first=int(facts["settings"]["first"]),
+            packs=shard.packs,
+            bytes=shard.bytes,
+            checksum=shard.checksum,
+            media_bytes=int(facts["media_bytes"]),
+            media_checksum=str(facts["media_checksum"]),
+            samples=int(facts["samples"]),
+            drops=dict(sorted(Counter(reason for _, reason, _ in facts["drops"]).items())),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{shard.path} is damaged ({error!r}); delete it and run 'energon-packing pack' again"
+        ) from error
+
+
+def _drops(path: Path) -> list[dict[str, Any]]:
+    opened = ShardFile(path)
+    opened.close()
+    return [{"dropped": key, "reason": reason, "detail": detail} for key, reason, detail in opened.facts["drops"]]
+
+
+class MediaCopy:
+    """Compressed media copied into one file, each once.
+
+    Args:
+        path: of the file.
+        files: open tars.
+    """
+
+    def __init__(self, path: Path, files: TarFiles) -> None:
+        self._file = path.open("wb", buffering=0)
+        self._files = files
+        self._digest = hashlib.sha256()
+        self._places: dict[tuple[Path, int], int] = {}
+        self.bytes = 0
+
+    def __enter__(self) -> MediaCopy:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    @property
+    def checksum(self) -> str:
+        """SHA-256 of the file."""
+        return self._digest.hexdigest()
+
+    def add(self, tar: Path, offset: int, size: int) -> int:
+        """Copies a file of a tar; returns its offset in the copy.
+
+        Raises:
+            UserError: it cannot be read.
+            OSError: it cannot be written.
+        """
+        place = self._places.get((tar, offset))
+        if place is None:
+            data = memoryview(self._files.read(tar, offset, size))
+            self._digest.update(data)
+            place = self._places[tar, offset] = self.bytes
+            self.bytes += size
+            while data:
+                data = data[self._file.write(data) :]
+        return place
+
+
+def _form(plan: Plan, run: Any, config: PackConfig) -> PackFormat:
+    made: PackFormat = KINDS.find(plan.facts.kind).shard_packer(plan, run, config)
+    return made
+
+
+FORMAT = _form

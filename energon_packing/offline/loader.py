@@ -1,0 +1,332 @@
+"""The loader of a plan or a packed directory: global packs from any position, for any number of ranks and workers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.utils.data
+
+from energon_packing.config import RunConfig, to_mapping
+from energon_packing.config.setting import changing
+from energon_packing.energon.epoch_end import Agree, EpochReport
+from energon_packing.energon.fingerprint import check_fingerprint, tell_of_accepted
+from energon_packing.energon.loader import LoaderBase
+from energon_packing.energon.samples import Pack
+from energon_packing.energon.workers import in_workers
+from energon_packing.errors import ConfigError, PackingError, UserError
+from energon_packing.ledger import LedgerLock
+from energon_packing.offline.files import differing
+from energon_packing.offline.index import pair_counts
+from energon_packing.offline.measure import differing_lengths, measuring_fingerprint
+from energon_packing.offline.packs import PlannedPacks, PositionedPacks
+from energon_packing.offline.plan import Plan
+from energon_packing.sample_kind import KINDS, AnyRun, kind_of_config
+
+STATE_FORMAT = "energon_packing plan 1"
+ORDER = 2
+"""Of the packs after the plan's last one; version 1 had the plan's own order again."""
+
+
+class PlannedLoader(LoaderBase):
+    """Iterates the packs of one data-parallel rank from a plan, or from the packed directory that was made of it.
+
+    The packs of a step are adjacent: with D ranks, rank r takes the positions r, r + D, r + 2 D and so on. So the state
+    is one number, the position of the next step's first pack, and ranks and workers are free when a run continues.
+
+    Args:
+        packs: of the plan, whatever they are read from.
+        rank, world_size: of the data-parallel group.
+        workers: processes that make packs; 0 makes them in this one.
+        prefetch: packs that each worker prepares in advance.
+        repeat: go on after the last pack, see `Passes`; else the iteration ends there, and the next one has that.
+        unfinished: why the packs cannot come again, if they cannot; see `PlanFacts.unfinished`.
+        evaluation: packs of one evaluation, over all ranks. The iteration then has the positions below this number
+            again and again; those after the last pack have no samples. None is a training's.
+        keep_memory: see ``data.keep_memory``.
+        fingerprint: what a saved state must match.
+        accept_changed: names of it that may differ, see ``data.accept_changed``.
+        base: ``epoch_end``, ``padding``, ``agree``, ``group``, ``capacity`` and ``budget`` of `LoaderBase`.
+    """
+
+    def __init__(
+        self,
+        packs: PositionedPacks,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        workers: int = 0,
+        prefetch: int = 2,
+        repeat: bool = True,
+        unfinished: str | None = None,
+        evaluation: int | None = None,
+        keep_memory: bool = True,
+        fingerprint: Mapping[str, Any] | None = None,
+        accept_changed: Sequence[str] = (),
+        **base: Any,
+    ) -> None:
+        super().__init__(rank=rank, world_size=world_size, **base)
+        if evaluation is not None and (evaluation < 1 or evaluation % world_size):
+            raise PackingError(f"{world_size} ranks cannot share an evaluation of {evaluation} packs equally")
+        self._packs = packs
+        if evaluation is not None:
+            packs.passes = None
+        self._unfinished, self._evaluation = unfinished, evaluation
+        self._end: int | None = None  # of the iteration, if it has one
+        self._workers, self._prefetch = workers, prefetch
+        self._repeat, self._keep_memory = repeat, keep_memory
+        self._fingerprint, self._accept_changed = dict(fingerprint or {}), tuple(accept_changed)
+        self._position = 0  # of the first pack of the next step, over all ranks
+        self._pinned = torch.cuda.is_available()
+
+    def _own_packs(self, report: EpochReport) -> Iterator[Pack]:
+        passes = self._packs.passes
+        self._end = None
+        if passes is not None and not self._repeat:  # a run that goes on at the end of a pass has no more of it
+            self._end = passes.end(self._position - self._resumed)
+        over = self._unfinished is not None and self._evaluation is None
+        if over and (self._end or self._position + self._world_size) > len(self._packs):
+            raise UserError(str(self._unfinished))
+        stop = self._end
+        if over and stop is None:  # all ranks stop at the same step
+            stop = len(self._packs) - (len(self._packs) - self._position) % self._world_size
+        positions = _positions(self._position + self._rank, self._world_size, stop, self._evaluation)
+        loader: torch.utils.data.DataLoader[Pack] = torch.utils.data.DataLoader(
+            self._packs,
+            batch_size=None,
+            sampler=positions,
+            num_workers=self._workers,
+            prefetch_factor=self._prefetch if self._workers else None,
+            collate_fn=_unchanged,
+            pin_memory=self._pinned,
+            # Else torch draws a seed for the workers from the global generator; see `PackLoader`.
+            generator=torch.Generator(),
+        )
+        in_workers(loader, keep_memory=self._keep_memory)
+        for pack in loader:
+            self._position += self._world_size
+            report.read += len(pack.keys) + len(pack.dropped)
+            yield pack
+        if self._end is None:
+            raise UserError(str(self._unfinished))
+        self._position = self._end
+
+    def save_state(self) -> dict[str, Any]:
+        """Returns the state after the last yielded pack; it is the same on every rank."""
+        # Where ranks do not divide the packs, the last step ends beyond the pass for those that had a pack in it.
+        position = self._position if self._end is None else min(self._position, self._end)
+        return planned_state(position, self._fingerprint)
+
+    def state_later(self) -> Callable[[], Any]:
+        """Returns a function that gives the state after the last yielded pack, also when more were read since."""
+        state = self.save_state()
+        return lambda: state
+
+    def restore_state(self, state: Any) -> None:
+        """Continues at the position of a saved state, which may come from any rank of a run of any size.
+
+        Raises:
+            ConfigError: it is not the state of a plan, or of another plan.
+        """
+        if not isinstance(state, Mapping) or state.get("format") != STATE_FORMAT:
+            raise ConfigError(
+                "The saved loader state is not that of a plan: data.path was another data set then; name it again, or "
+                "start the data over."
+            )
+        differs = check_fingerprint(state.get("fingerprint"), self._fingerprint, self._accept_changed)
+        position = state.get("position")
+        if not isinstance(position, int) or isinstance(position, bool) or position < 0:
+            raise ConfigError("The saved loader state of the plan is damaged: it has no position; start the data over.")
+        if position > len(self._packs) and state.get("order") != ORDER:
+            older = (
+                f"at position {position}, after the last of {len(self._packs)} packs, where the version that saved it "
+                "had another order"
+            )
+            if "order" not in self._accept_changed:
+                raise ConfigError(
+                    f"The saved loader state was {older}; restore an earlier state, go on in the new order with "
+                    'data.accept_changed=["order"], or start the data over.'
+                )
+            differs.append(older)
+        self._position, self._resumed = position, position > 0
+        tell_of_accepted(differs)
+
+    def start_at(self, position: int) -> None:
+        """Continues at a global position, without a saved state."""
+        self._position = position
+
+    def share_unpinned(self) -> None:
+        """See `LoaderBase.share_unpinned`."""
+        self._pinned = False
+
+
+def planned_state(position: int, fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a run that goes on at a global position."""
+    return {"format": STATE_FORMAT, "order": ORDER, "position": position, "fingerprint": dict(fingerprint)}
+
+
+def too_short(plan: Plan, packs: int | None = None) -> str | None:
+    """Why a run cannot read `packs` packs of a plan; None if it can.
+
+    Args:
+        plan: opened.
+        packs: of the run from its beginning, over all ranks; None is more than the plan has.
+    """
+    facts = plan.facts
+    if facts.unfinished is None or (packs is not None and packs <= facts.packs):
+        return None
+    if packs is None:
+        rarest = min(each["per_epoch"] for each in facts.summary["datasets"] if each["per_epoch"])
+        wanted = f"what the run reads; {math.ceil(1 / (rarest + 1e-12))} goes through every data set once"
+    else:
+        wanted = f"{-(-facts.epochs * packs // facts.packs)} or more for the {packs} packs of this run"
+    return (
+        f"{plan.path} ends after {facts.packs} packs, in the middle of {facts.unfinished}; begun again, it would give "
+        f"the same samples once more, and never the others. Plan more epochs: plan.epochs is {facts.epochs}; set it to "
+        f"{wanted}. The longer plan begins with the packs of this one, so a run that has saved a state goes on from it "
+        'with data.accept_changed=["plan"].'
+    )
+
+
+def plan_fingerprint(plan: Plan, encoder: Any) -> dict[str, Any]:
+    """What a state of a run on a plan must match."""
+    return {"plan": plan.facts.id, **encoder.encoder.fingerprint()}
+
+
+def _positions(first: int, step: int, stop: int | None, period: int | None) -> Iterator[int]:
+    """Returns every `step`-th position up to `stop`, which begin at 0 again after `period`."""
+    position = first
+    while stop is None or position < stop:
+        yield position if period is None else position % period
+        position += step
+
+
+def _unchanged(pack: Any) -> Any:
+    return pack
+
+
+def planned_loader(config: AnyRun, **arguments: Any) -> PlannedLoader:
+    """Builds the loader of the plan at ``data.path``.
+
+    Args:
+        config, arguments: of `loader_of`.
+
+    Raises:
+        UserError: there is no plan.
+        ConfigError: the run has another encoder, row or alignment than the plan, or does not pack.
+    """
+    plan = Plan.open(config.data.path)
+    return loader_of(plan, lambda encoder, rank: PlannedPacks(plan, encoder, rank=rank), config, **arguments)
+
+
+def loader_of(
+    plan: Plan,
+    packs_of: Callable[[Any, int], PositionedPacks],
+    config: AnyRun,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    split: str | None = None,
+    workers: int | None = None,
+    prefetch: int = 2,
+    task_encoder: Any = None,
+    data_parallel_group: Any = None,
+    agree: Agree | None = None,
+    evaluation: int | None = None,
+) -> PlannedLoader:
+    """The loader of the packs of a plan; its states fit every other loader of this plan.
+
+    Args:
+        plan: of the packs.
+        packs_of: the packs for an encoder and a rank, whatever they are read from.
+        config: of the run; encoder and row must be those of the plan.
+        split: must be the plan's own if it is given.
+        rank, world_size, workers, prefetch, task_encoder, data_parallel_group, agree: as for
+            `energon_packing.energon.loader.build_loader`.
+        evaluation: as for `PlannedLoader`.
+
+    Raises:
+        ConfigError: as `check_plan`.
+    """
+    check_kind(plan, config)
+    encoder = kind_of_config(config).task_encoder(config) if task_encoder is None else task_encoder
+    check_plan(plan, config, encoder, split)
+    return PlannedLoader(
+        packs_of(encoder, rank),
+        rank=rank,
+        world_size=world_size,
+        workers=config.data.workers if workers is None else workers,
+        prefetch=prefetch,
+        repeat=config.data.repeat,
+        unfinished=too_short(plan),
+        evaluation=evaluation,
+        keep_memory=config.data.keep_memory,
+        fingerprint=plan_fingerprint(plan, encoder),
+        accept_changed=config.data.accept_changed,
+        epoch_end=config.data.epoch_end,
+        padding=encoder.padding_pack,
+        capacity=encoder.capacity,
+        budget=config.packing.drop_budget,
+        lock=LedgerLock(config.packing.ledger, rank),
+        agree=agree,
+        group=data_parallel_group,
+    )
+
+
+def check_kind(plan: Plan, config: AnyRun) -> None:
+    """Compares what a run reads with what a plan holds.
+
+    Raises:
+        ConfigError: they are of different kinds.
+    """
+    own = kind_of_config(config).name
+    if plan.facts.kind != own:
+        raise ConfigError(
+            f"{plan.path} is a plan of {plan.facts.kind}, but this run reads {own}; name a plan of those."
+        )
+
+
+def check_plan(plan: Plan, config: AnyRun, encoder: Any, split: str | None) -> None:
+    """Compares a run with the plan that it is to read.
+
+    Raises:
+        ConfigError: a setting on which the packs depend differs, and both values are named; or the run does not pack.
+    """
+    check_kind(plan, config)
+    kind = KINDS.find(plan.facts.kind)
+    if type(encoder) is not kind.encoder_class:
+        raise ConfigError(f"{plan.path} is a plan, which holds packs; {type(encoder).__name__} does not read them.")
+    splits = {dataset.split for dataset in plan.facts.datasets}
+    if split is not None and splits != {split}:
+        raise ConfigError(
+            f"{plan.path} is a plan of the split {', '.join(sorted(splits))}, not of {split!r}; name a plan of that "
+            "split, or a data set."
+        )
+    if isinstance(config, RunConfig):
+        pair_counts(plan.facts.datasets).check(plan.path, config.packing.pairs)
+    own_lengths = measuring_fingerprint(encoder, config)
+    for name, before, own in differing_lengths(plan.facts.fingerprint, own_lengths, config):
+        raise ConfigError(
+            f"{plan.path} was made with {name}={before}, but this run has {own}; restore the setting, or measure and "
+            "plan again."
+        )
+    length, multiple = plan.facts.decided["seq_length"], int(plan.facts.decided["multiple"])
+    if length != config.packing.seq_length:
+        raise ConfigError(
+            f"{plan.path} has rows of packing.seq_length {length}, but this run has {config.packing.seq_length}; plan "
+            "again."
+        )
+    if multiple % encoder.multiple:
+        raise ConfigError(
+            f"{plan.path} aligns samples to {multiple} tokens, but the parallel sizes of this run need "
+            f"{encoder.multiple}; plan again with these sizes."
+        )
+    rows, planned = changing(config.packing, "rows"), plan.facts.config["packing"]
+    for name, before, own in differing(planned, to_mapping(config.packing), to_mapping(type(config.packing)())):
+        if name in rows:
+            raise ConfigError(
+                f"{plan.path} was made with packing.{name}={before!r}, but this run has {own!r}; restore the setting, "
+                "or plan again."
+            )

@@ -1,0 +1,350 @@
+"""Packs by their position: a map-style data set for every rank and worker.
+
+Those of a plan are made from the source data sets, any pack by its position, on any rank, in any process.
+"""
+
+from __future__ import annotations
+
+import bisect
+import copy
+import functools
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.utils.data
+
+from energon_packing.encoders.sample_encoder import AnyMeasured
+from energon_packing.energon.samples import MeasuredSample, Pack
+from energon_packing.energon.task_encoder import PackingTaskEncoder
+from energon_packing.energon.window import attempt, piece_of
+from energon_packing.errors import UserError
+from energon_packing.ledger import Ledger
+from energon_packing.offline.index import Index, IndexedDataset, IndexedShard, MediaFile, shard_status
+from energon_packing.offline.order import order_again
+from energon_packing.offline.plan import Plan, PlanFacts, PlannedSample
+from energon_packing.offline.samples import Remeasured
+from energon_packing.offline.sizes import SizedRow
+from energon_packing.offline.source import PositionedMedia, ShardIndex, SourcePart, TarFiles, inside
+from energon_packing.remote_files import shown
+from energon_packing.sample_kind import KINDS
+
+
+class Passes:
+    """Which pack of a plan each position of an endless run has.
+
+    The first pass is the plan as it is. In each later one its whole epochs come again, with the same packs in an order
+    of its own, which follows from ``plan.seed`` and the number of the pass. The rest of an online run, with which a
+    plan may begin, comes once.
+
+    Args:
+        facts: of the plan.
+    """
+
+    def __init__(self, facts: PlanFacts) -> None:
+        self._packs, self._facts = facts.packs, facts
+        self._first = (0, *facts.epoch_ends)[-facts.epochs - 1]
+        self._ordered = functools.lru_cache(maxsize=2)(self._order)
+
+    def end(self, position: int) -> int:
+        """The position at which the pass of a position ends."""
+        whole = self._packs - self._first
+        return self._packs + whole * max(0, (position - self._packs) // whole + 1)
+
+    def number(self, position: int) -> int:
+        """The pack at a position."""
+        if position < self._packs:
+            return position
+        later, offset = divmod(position - self._packs, self._packs - self._first)
+        at = self._first + offset
+        epoch = bisect.bisect_right(self._facts.epoch_ends, at)
+        start = (0, *self._facts.epoch_ends)[epoch]
+        return int(self._ordered(later + 1, epoch)[at - start])
+
+    def _order(self, later: int, epoch: int) -> np.ndarray:
+        start, stop = (0, *self._facts.epoch_ends)[epoch : epoch + 2]
+        seed = [int(self._facts.decided["plan"]["seed"]), later, epoch, 5]
+        position = self._packs + (later - 1) * (self._packs - self._first) + start - self._first
+        return order_again(start, stop, position=position, group=self._facts.max_data_parallel, seed=seed)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Passes, (self._facts,)
+
+
+class PositionedPacks(torch.utils.data.Dataset[Pack], ABC):
+    """A data set of ``len(self)`` packs, which come again after that.
+
+    A position gives the same pack wherever it is asked for. Samples that cannot be rendered are dropped and entered in
+    the ledger, as online; if none of a pack can be, a pack without samples takes its place.
+
+    Args:
+        encoder: renders and assembles, as online.
+        rank: names the ledger's files.
+        passes: which pack comes at each position; None has packs without samples after the last one, as every
+            evaluation has (`PlannedLoader`).
+    """
+
+    def __init__(self, encoder: Any, *, rank: int = 0, passes: Passes | None = None) -> None:
+        self._encoder = encoder
+        self._rank = rank
+        self.passes = passes
+        self._ledger: Ledger | None = None
+        self._worker: int | None = None
+        self._run = uuid.uuid4().hex[:12]
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of packs."""
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Opens files, in the process that reads them."""
+
+    @abstractmethod
+    def _pack(self, number: int, ledger: Ledger) -> Pack | None:
+        """Makes pack `number` below ``len(self)``; enters every sample that is read or dropped in the ledger.
+
+        Returns:
+            None if the pack has no sample.
+        """
+
+    def _assembled(self, rendered: Sequence[Any]) -> Pack | None:
+        """The pack of samples in the order of the plan, arranged and assembled as online; None if there are none."""
+        if not rendered:
+            return None
+        pack: Pack = self._encoder.pack_selected_samples([rendered[at] for at in self._encoder.arrange(rendered)])
+        return pack
+
+    def number(self, position: int) -> int | None:
+        """The pack at a position; None if there is none."""
+        if self.passes is not None:
+            return self.passes.number(position)
+        return position if position < len(self) else None
+
+    def __getitem__(self, position: int) -> Pack:
+        ledger = self._opened()
+        number = self.number(position)
+        pack = None if number is None else self._pack(number, ledger)
+        if pack is None:
+            pack = self._encoder.padding_pack()
+        ledger.emit(position, pack.keys, changed=pack.changed)
+        pack.index = position
+        pack.dropped, pack.read = ledger.take_dropped(), ledger.take_read()
+        pack.worker = self._worker or 0
+        pack.delays = (0,) * len(pack.keys)
+        return pack
+
+    def _opened(self) -> Ledger:
+        """Opens sources and ledger in the process that reads."""
+        info = torch.utils.data.get_worker_info()
+        worker = 0 if info is None else info.id
+        if self._ledger is None or worker != self._worker:
+            self._open()
+            packing = self._encoder.packing
+            self._ledger = Ledger(
+                packing.ledger,
+                budget=packing.drop_budget,
+                name=f"rank{self._rank}-worker{worker}",
+                most_pending=packing.max_drops_without_pack,
+            )
+            self._ledger.tells = False  # the loader does
+            self._ledger.begin(run=self._run, rank=self._rank, worker=worker, packs_of_plan=len(self))
+            self._worker = worker
+        return self._ledger
+
+
+REMEDY = "bring the data set back as it was, or run 'energon-packing measure' and 'plan' again"
+
+
+class PlannedSource:
+    """A data set of a plan, whose shards are compared with what was measured when they are first read.
+
+    Args:
+        dataset: as the plan knows it.
+        files: open tars.
+    """
+
+    def __init__(self, dataset: IndexedDataset, files: TarFiles) -> None:
+        self._dataset = dataset
+        self._files = files
+        self._root, self._media_root = Path(dataset.root), Path(dataset.media_root)
+        self._part = SourcePart(
+            path=dataset.path,
+            split=dataset.split,
+            root=dataset.root,
+            media_root=dataset.media_root,
+            shards=tuple(shard.name for shard in dataset.shards),
+            subflavors=dataset.subflavors,
+        )
+        self._compared: set[int] = set()
+        self._media_compared = False
+        self._media_index: ShardIndex | None = None
+
+    def sample(self, planned: PlannedSample) -> Any:
+        """The cooked sample, whose media are read when it is rendered.
+
+        Raises:
+            UserError: its shard is missing or is another than the one that was measured.
+        """
+        shard = self._dataset.shards[planned.shard]
+        path = inside(self._root, shard.name)
+        if planned.shard not in self._compared:
+            self._compare(path, shard.identity)
+            self._compared.add(planned.shard)
+        if planned.media and not self._media_compared:
+            self._compare_media(shard.identity)
+            self._media_compared = True
+        record = self._files.read(path, planned.offset, planned.size)
+        media = {
+            each.name: (inside(self._media_root, self._dataset.media_shards[each.shard]), each.offset, each.size)
+            for each in planned.media
+        }
+        key = planned.key
+        store = PositionedMedia(self._files, media, lambda name: self._metadata(key, name))
+        return self._part.sample(key, record, store)
+
+    def _compare(self, path: Path, identity: Mapping[str, Any]) -> None:
+        """The time of the last change is left out: a copy of a data set is as good."""
+        try:
+            size, _ = shard_status(path)
+        except OSError as error:
+            raise UserError(f"{shown(path)}, a shard of the plan, is missing ({error.strerror}); {REMEDY}") from error
+        uuid = ShardIndex.uuid_of(self._root) if not self._compared else identity["index_uuid"]
+        if size != identity["bytes"] or uuid != identity["index_uuid"]:
+            what = f"{size} bytes instead of {identity['bytes']}" if size != identity["bytes"] else "another index"
+            raise UserError(f"{shown(path)} changed since it was measured ({what}); {REMEDY}")
+
+    def _compare_media(self, identity: Mapping[str, Any]) -> None:
+        known = identity.get("media_uuid")  # none where the media are among the records, or in an older plan
+        if known is not None and ShardIndex.uuid_of(self._media_root) != known:
+            raise UserError(
+                f"{shown(self._media_root)}, the media of the plan, changed since they were measured (another index); "
+                f"{REMEDY}"
+            )
+
+    def _metadata(self, key: str, name: str) -> Any:
+        if self._media_index is None:
+            self._media_index = ShardIndex(self._media_root)
+        return self._media_index.media_metadata(key + name if name.startswith(".") else name)
+
+
+class PlannedPacks(PositionedPacks):
+    """The packs of a plan, each measured again and compared with the plan before it is rendered.
+
+    Args:
+        plan: of the packs.
+        encoder: measures, renders and assembles, as online.
+        rank: names the ledger's files.
+    """
+
+    def __init__(self, plan: Plan, encoder: Any, *, rank: int = 0) -> None:
+        super().__init__(encoder, rank=rank, passes=Passes(plan.facts))
+        self._plan = plan
+        self._sources: list[PlannedSource] = []
+        self._kind = KINDS.find(plan.facts.kind)
+        self._measurer = _measuring_as(plan, encoder)
+
+    def __len__(self) -> int:
+        return len(self._plan)
+
+    def _open(self) -> None:
+        files = TarFiles()
+        self._sources = [PlannedSource(each, files) for each in self._plan.facts.datasets]
+
+    def _pack(self, number: int, ledger: Ledger) -> Pack | None:
+        (planned,) = self._plan.packs(number, number + 1)
+        samples = [self.measured(each) for each in planned.samples]
+        rendered = []
+        for each, sample in zip(planned.samples, samples, strict=True):
+            place = {"data": self._plan.facts.datasets[each.dataset].root, "modality": sample.modality}
+            ledger.count_read(**place)
+            render = functools.partial(self._encoder.postencode_sample, sample)
+            if (made := attempt(sample.__key__, render, ledger, **place)) is not None:
+                rendered.append(made)
+        return self._assembled(rendered)
+
+    def measured(self, planned: PlannedSample) -> MeasuredSample:
+        """Measures a sample of the plan again, and compares it with the plan.
+
+        Raises:
+            UserError: its record or its length is another than the plan's.
+        """
+        self._opened()
+        sample = self._measurer.preencode_sample(self._sources[planned.dataset].sample(planned))
+        if planned.piece >= 0 and sample.split is not None and planned.piece < len(sample.split.pieces):
+            sample = piece_of(sample, planned.piece)
+        if sample.problem is not None and sample.problem.fatal is not None:
+            raise sample.problem.fatal
+        found = None if sample.measured is None else self._kind.planned_sizes(sample.measured)
+        if found != planned.sizes:
+            reason = sample.problem.detail if sample.problem else f"it has {found} {self._kind.sizes}"
+            raise UserError(
+                f"sample {planned.name} is planned with {planned.sizes} {self._kind.sizes} in {self._plan.path}, but "
+                f"{reason}; {REMEDY}"
+            )
+        return sample
+
+
+def _measuring_as(plan: Plan, encoder: Any) -> Any:
+    """The encoder with the limits of the plan's packs, under which long samples were cut, split or resized.
+
+    Those of the run may be wider: a smaller alignment multiple leaves more room in a row.
+    """
+    decided = plan.facts.decided
+    measurer = copy.copy(encoder)
+    measurer.multiple = int(decided["multiple"])
+    measurer.limits = KINDS.find(plan.facts.kind).planned_limits(decided, encoder)
+    return measurer
+
+
+class SampleRemeasurer:
+    """A `energon_packing.offline.samples.Remeasure`: reads the samples at their positions and measures them as the
+    run will.
+
+    Args:
+        encoder: of the run.
+        directories: indexes that the plan is made of.
+    """
+
+    def __init__(self, encoder: PackingTaskEncoder, directories: Sequence[str | Path]) -> None:
+        self._encoder = encoder
+        self._indexes = [Index.open(directory) for directory in directories]
+        self._files = TarFiles()
+        self._sources: dict[tuple[str, str], PlannedSource] = {}
+
+    def __call__(self, dataset: IndexedDataset, shard: IndexedShard, rows: list[int]) -> list[Remeasured]:
+        """One result per row.
+
+        Raises:
+            UserError: the shard is not the one that was measured, or a sample shows that the configuration cannot work.
+        """
+        name = dataset.root, dataset.split
+        source = self._sources.setdefault(name, PlannedSource(dataset, self._files))
+        (index,) = [each for each in self._indexes if dataset in each.datasets][:1]
+        table = index.rows(dataset, shard, ("key", "offset", "size", "media")).take(rows).to_pylist()
+        number = dataset.shards.index(shard)
+        found: list[Remeasured] = []
+        for row, values in zip(rows, table, strict=True):
+            media = tuple(MediaFile(**each) for each in values.pop("media") or ())
+            planned = PlannedSample(
+                dataset=0, shard=number, row=row, media=media, length=0, second=0, piece=-1, **values
+            )
+            sample = self._encoder.preencode_sample(source.sample(planned))
+            if sample.problem is not None and sample.problem.fatal is not None:
+                raise sample.problem.fatal
+            if sample.split is None:
+                found.append({-1: _outcome(sample)})
+            else:
+                found.append({at: _outcome(piece_of(sample, at)) for at in range(len(sample.split.pieces))})
+        return found
+
+
+def _outcome(sample: MeasuredSample) -> SizedRow | tuple[str, str]:
+    measured: AnyMeasured | None = sample.measured
+    if measured is None:
+        problem = sample.problem
+        return (problem.reason, problem.detail) if problem else ("unmeasured", "no length")
+    return SizedRow(segment_lengths=measured.segment_lengths, images=measured.images, patches=measured.patches)

@@ -1,0 +1,325 @@
+"""Which samples of indexes fit a pack, what becomes of the others, and why a sample is dropped.
+
+``packing.oversize`` and ``encoder.limits.when_over`` may cut, split or resize what fits no pack, which takes the sample
+itself: a planner is given a function that measures it again.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from energon_packing.config import to_mapping
+from energon_packing.config.setting import length_free_of
+from energon_packing.errors import ConfigError, PackingError, UserError
+from energon_packing.offline import sizes as array_limits
+from energon_packing.offline.files import differing
+from energon_packing.offline.index import Index, IndexedDataset, IndexedShard, kind_of
+from energon_packing.offline.sizes import AnyLimits, SizedRow, Sizes
+from energon_packing.sample_kind import KINDS, AnyRun, kind_of_config
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Sources:
+    """Data sets in order. A *source* is a row of their shards' files, numbered from 0 through all of them.
+
+    Attributes:
+        kind: of their samples.
+        datasets: of all indexes.
+        indexes: the index of each of them.
+        fingerprint: of the encoder; one for all indexes.
+        starts: ``[shards + 1]`` int64: the first source of each shard of all data sets, and the number of sources.
+        dataset: ``[shards]`` int16, the data set of each shard.
+        shard: ``[shards]`` int32, the number of each shard in its data set.
+    """
+
+    kind: str
+    datasets: tuple[IndexedDataset, ...]
+    indexes: tuple[Index, ...]
+    fingerprint: dict[str, str]
+    starts: np.ndarray
+    dataset: np.ndarray
+    shard: np.ndarray
+
+    @classmethod
+    def open(cls, directories: Sequence[str | Path], encoder: Any) -> Sources:
+        """The data sets of these indexes.
+
+        Args:
+            directories: indexes.
+            encoder: of the plan's configuration.
+
+        Raises:
+            UserError: there is no index or no data set, or a data set is in two of them.
+            ConfigError: an index was measured with another encoder; names the setting.
+        """
+        indexes = [Index.open(each) for each in directories]
+        if not any(index.datasets for index in indexes):
+            raise UserError("There is nothing to plan: the index has no data sets; run 'energon-packing measure'.")
+        kind = kind_of(dataset for index in indexes for dataset in index.datasets)
+        if kind != kind_of_config(encoder).name:
+            raise ConfigError(f"{directories[0]} is an index of {kind}; give the configuration that measured it.")
+        for index in indexes:
+            _check_encoder(index, encoder)
+            _check_same(index, indexes[0])
+        datasets = [(index, dataset) for index in indexes for dataset in index.datasets]
+        seen: set[tuple[str, str]] = set()
+        for _, found in datasets:
+            if (found.root, found.split) in seen:  # parts of a metadataset share its path
+                raise UserError(f"{found.path} ({found.split}) is in two of the indexes; name only one of them.")
+            seen.add((found.root, found.split))
+        shards = [
+            (number, at, shard.samples)
+            for number, (_, found) in enumerate(datasets)
+            for at, shard in enumerate(found.shards)
+        ]
+        return cls(
+            kind=kind,
+            datasets=tuple(found for _, found in datasets),
+            indexes=tuple(index for index, _ in datasets),
+            fingerprint=dict(indexes[0].fingerprint),
+            starts=np.cumsum([0, *(samples for _, _, samples in shards)], dtype=np.int64),
+            dataset=np.array([number for number, _, _ in shards], dtype=np.int16),
+            shard=np.array([at for _, at, _ in shards], dtype=np.int32),
+        )
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def dataset_ends(self) -> np.ndarray:
+        """``[data sets]`` int64: for each, the number of sources up to its end."""
+        return self.starts[np.searchsorted(self.dataset, np.arange(len(self.datasets)), side="right")]
+
+    def place(self, sources: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Data set int16, shard int32 and row int32 of each source, ``[N]``."""
+        number = np.searchsorted(self.starts, sources, side="right") - 1
+        return self.dataset[number], self.shard[number], (sources - self.starts[number]).astype(np.int32)
+
+    def found_at(self, source: int) -> tuple[IndexedDataset, IndexedShard, int]:
+        """Data set, shard and row of one source."""
+        dataset, shard, row = (int(value[0]) for value in self.place(np.array([source])))
+        return self.datasets[dataset], self.datasets[dataset].shards[shard], row
+
+    def tables(self, columns: Sequence[str]) -> Iterator[tuple[int, pa.Table]]:
+        """The rows of each shard, with the number of its first source.
+
+        Raises:
+            UserError: a file of the index is missing or damaged, or has another number of rows than it should.
+        """
+        for start, number, at in zip(self.starts.tolist(), self.dataset.tolist(), self.shard.tolist(), strict=False):
+            dataset, index = self.datasets[number], self.indexes[number]
+            shard = dataset.shards[at]
+            table = index.rows(dataset, shard, columns)
+            if table.num_rows != shard.samples:
+                raise UserError(
+                    f"{index.directory / dataset.name / shard.file} has {table.num_rows} rows, {shard.samples} are "
+                    "expected; run 'energon-packing measure' again"
+                )
+            yield start, table
+
+
+def _check_encoder(index: Index, encoder: Any) -> None:
+    free = length_free_of(encoder)
+    for name, measured, own in differing(index.encoder, to_mapping(encoder), to_mapping(type(encoder)())):
+        if name.partition(".")[0] not in free:
+            raise ConfigError(
+                f"{index.directory} was measured with encoder.{name}={measured!r}, the configuration has {own!r}; give "
+                "the same configuration to 'energon-packing measure' and 'energon-packing plan'."
+            )
+
+
+def _check_same(index: Index, first: Index) -> None:
+    for name, in_first, in_other in differing(first.fingerprint, index.fingerprint):
+        raise UserError(
+            f"{first.directory} and {index.directory} cannot share a plan: {name} is {in_first!r} in one and "
+            f"{in_other!r} in the other; measure both with the same processor and configuration."
+        )
+
+
+Remeasured = Mapping[int, SizedRow | tuple[str, str]]
+"""What becomes of a sample under the limits of a pack: number of each piece of a split one (``KEY#0`` and so on), or -1
+for the whole, -> its sizes, or reason and detail if it is dropped."""
+Remeasure = Callable[[IndexedDataset, IndexedShard, list[int]], Sequence[Remeasured]]
+"""Measures rows of a shard again, under the limits of the run; one result per row."""
+_Kept = tuple[int, int, SizedRow]
+"""Source, number and sizes of a piece that is packed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drop:
+    """A sample, or a piece of one, that is in no pack.
+
+    Attributes:
+        source: its number in `Sources`.
+        key: of the sample; of a piece, ``KEY#PIECE``.
+        reason, detail: as in the ledger of an online run.
+        setting: the setting that dropped it; None if it is dropped under every setting of a plan.
+    """
+
+    source: int
+    key: str
+    reason: str
+    detail: str
+    setting: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Samples:
+    """What can be packed: N samples and pieces, in the order of the sources.
+
+    Attributes:
+        source: ``[N]`` int64, ascending; pieces of one sample share it.
+        piece: ``[N]`` int16, -1 for a whole sample.
+        sizes: of each.
+    """
+
+    source: np.ndarray
+    piece: np.ndarray
+    sizes: Sizes
+
+    def __len__(self) -> int:
+        return int(self.source.size)
+
+
+def fitting_samples(
+    sources: Sources, limits: AnyLimits, config: AnyRun, remeasure: Remeasure | None = None
+) -> tuple[Samples, list[Drop]]:
+    """Reads the sizes of all samples and keeps those that fit a pack.
+
+    Args:
+        limits: of a pack.
+        config: its oversize policy, and names for messages.
+        remeasure: for samples that do not fit and that the configuration cuts, splits or resizes.
+
+    Raises:
+        UserError: a sample does not fit under ``oversize: raise`` (names the first), or has to be measured again and
+            there is no `remeasure`.
+    """
+    sizes, dropped = _read_sizes(sources)
+    kept = np.ones(len(sources), dtype=bool)
+    kept[[drop.source for drop in dropped]] = False
+    over = np.flatnonzero(kept & ~array_limits.holds(limits, sizes))
+    kept[over] = False
+    source = np.flatnonzero(kept)
+    samples = Samples(source=source, piece=np.full(source.size, -1, dtype=np.int16), sizes=sizes.take(source))
+    if over.size == 0:
+        return samples, dropped
+    if kind_of_config(config).changes_samples(config):
+        if remeasure is None:
+            raise UserError(
+                f"{over.size} samples fit no pack, and packing.oversize or encoder.limits.when_over asks to change "
+                "them, which needs the samples themselves; set packing.oversize=drop and when_over=[drop]."
+            )
+        pieces, refused = _measured_again(sources, over, remeasure, limits, config)
+        return _joined(samples, pieces), sorted([*dropped, *refused], key=lambda drop: drop.source)
+    refused = [
+        _refusal(source, row["key"], SizedRow.of(sizes, source), limits, config)
+        for source, row in _rows_of(sources, over, ["key"]).items()
+    ]
+    return samples, sorted([*dropped, *refused], key=lambda drop: drop.source)
+
+
+def _read_sizes(sources: Sources) -> tuple[Sizes, list[Drop]]:
+    """Sizes of all sources, and those that are dropped at any row length."""
+    count = len(sources)
+    columns: dict[str, np.ndarray] = {
+        "length": np.zeros(count, np.int32),
+        "second": np.zeros(count, np.int32),
+        "images": np.zeros(count, np.int32),
+        "patches": np.zeros(count, np.int64),
+    }
+    columns |= {name: np.zeros(count, np.int32) for name in KINDS.find(sources.kind).more_columns}
+    bad: list[int] = []
+    for start, table in sources.tables([*columns, "reason"]):
+        for name, column in columns.items():
+            column[start : start + table.num_rows] = table.column(name).to_numpy()
+        reasons = table.column("reason")
+        if reasons.null_count < table.num_rows:
+            bad.extend((np.flatnonzero(reasons.is_valid().to_numpy()) + start).tolist())
+    rows = _rows_of(sources, np.array(bad, dtype=np.int64), ["key", "reason", "detail"])
+    drops = [Drop(source=source, **row | {"detail": row["detail"] or ""}) for source, row in rows.items()]
+    return Sizes(**columns), drops
+
+
+def _rows_of(sources: Sources, wanted: np.ndarray, columns: list[str]) -> dict[int, dict[str, str]]:
+    """Some columns of some sources, by source; reads only the shards that hold them."""
+    found: dict[int, dict[str, str]] = {}
+    number = np.searchsorted(sources.starts, wanted, side="right") - 1
+    for at in np.unique(number).tolist():
+        here = wanted[number == at]
+        dataset = int(sources.dataset[at])
+        shard = sources.datasets[dataset].shards[int(sources.shard[at])]
+        table = sources.indexes[dataset].rows(sources.datasets[dataset], shard, columns)
+        found.update(zip(here.tolist(), table.take(here - sources.starts[at]).to_pylist(), strict=True))
+    return found
+
+
+def _refusal(source: int, key: str, size: SizedRow, limits: AnyLimits, config: AnyRun) -> Drop:
+    """Why a sample fits no pack, in the words of the online loader.
+
+    Raises:
+        UserError: under ``oversize: raise``.
+    """
+    reason, setting = "oversize", "packing.seq_length"
+    if limits.too_long(size):
+        detail = kind_of_config(config).too_long(size, limits, config)
+    elif (detail := limits.exceeded(size)) is None:
+        raise PackingError(f"a sample that fits a pack was refused: {size}")
+    else:
+        reason, setting = "over_limit", detail.rpartition(" ")[2].partition("=")[0]
+    if config.packing.oversize == "raise":
+        raise UserError(f"Sample {key} has {detail}. Raise the limit, or drop such samples with packing.oversize=drop.")
+    return Drop(source=source, key=key, reason=reason, detail=detail, setting=setting)
+
+
+def _measured_again(
+    sources: Sources, over: np.ndarray, remeasure: Remeasure, limits: AnyLimits, config: AnyRun
+) -> tuple[list[_Kept], list[Drop]]:
+    by_shard: defaultdict[int, list[int]] = defaultdict(list)
+    rows, setting = _rows_of(sources, over, ["key"]), f"packing.oversize={config.packing.oversize}"
+    for source in over.tolist():
+        by_shard[int(np.searchsorted(sources.starts, source, side="right")) - 1].append(source)
+    kept: list[_Kept] = []
+    dropped: list[Drop] = []
+    for at, wanted in by_shard.items():
+        dataset = sources.datasets[int(sources.dataset[at])]
+        shard = dataset.shards[int(sources.shard[at])]
+        found = remeasure(dataset, shard, [source - int(sources.starts[at]) for source in wanted])
+        if len(found) != len(wanted):
+            raise PackingError(f"{len(wanted)} samples of {shard.name} were measured again, but {len(found)} came back")
+        for source, result in zip(wanted, found, strict=True):
+            for number, made in result.items():
+                name = rows[source]["key"] + ("" if number < 0 else f"#{number}")
+                if isinstance(made, tuple):
+                    reason, detail = made
+                    dropped.append(Drop(source=source, key=name, reason=reason, detail=detail, setting=setting))
+                elif limits.holds(made):
+                    kept.append((source, number, made))
+                else:
+                    dropped.append(_refusal(source, name, made, limits, config))
+    return kept, dropped
+
+
+def _joined(samples: Samples, pieces: list[_Kept]) -> Samples:
+    """Adds pieces, in the order of the sources."""
+    source = np.concatenate([samples.source, np.array([each for each, _, _ in pieces], np.int64)])
+    piece = np.concatenate([samples.piece, np.array([each for _, each, _ in pieces], np.int16)])
+    own = [((*size.segment_lengths, 0)[:2], size.images, size.patches) for _, _, size in pieces]
+    more = {
+        "length": [first for (first, _), _, _ in own],
+        "second": [second for (_, second), _, _ in own],
+        "images": [images for _, images, _ in own],
+        "patches": [patches for _, _, patches in own],
+    }
+    columns = {
+        name: np.concatenate([before := getattr(samples.sizes, name), np.array(values, before.dtype)])
+        for name, values in more.items()
+    }
+    order = np.lexsort((piece, source))
+    return replace(samples, source=source[order], piece=piece[order], sizes=Sizes(**columns).take(order))

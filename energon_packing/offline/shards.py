@@ -1,0 +1,276 @@
+"""Named arrays and plain values as bytes, in files that come from elsewhere: nothing is believed before it is checked.
+
+The layout is 8 bytes with the length of a JSON header, the header, and the arrays, each at a multiple of 64 bytes. The
+header has ``values`` (of the caller) and ``arrays``: name, dtype, shape and place of each.
+
+A shard of packs: records of any size back to back, a table of their places, and what the shard is.
+
+::
+
+    records, each at a multiple of 64 bytes | table, int64 [records + 1] | checksums, uint32 [records] | facts, JSON
+    | 8 bytes: length of the facts | 32 bytes: SHA-256 of all before them | 8 bytes: MAGIC
+
+A record is read by its number; no other byte of the file is touched. Its checksum is the CRC-32 of its first `CHECKED`
+bytes, where its header and its tokens are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import mmap
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from energon_packing.errors import UserError
+
+MOST_HEADER = 1 << 26
+"""Bytes of a header that is read. That of a pack of a thousand samples with media has less than a hundredth."""
+DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float32", "float64", "bool", "float16")
+_ALIGNMENT = 64
+
+
+class DamagedBytes(ValueError):
+    """Bytes that `to_bytes` did not write. The message says what is wrong with them."""
+
+
+def to_bytes(values: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> list[bytes | memoryview]:
+    """Returns parts of a record, whose bytes follow each other; equal arguments make equal bytes.
+
+    Args:
+        values: anything that JSON can express.
+        arrays: of the types `DTYPES`.
+    """
+    entries: list[tuple[str, str, list[int], int]] = []
+    offset = 0
+    for name, array in arrays.items():
+        if array.dtype.name not in DTYPES:
+            raise TypeError(f"array {name} is {array.dtype}, which has no stored form")
+        offset = _aligned(offset)
+        entries.append((name, array.dtype.name, list(array.shape), offset))
+        offset += array.nbytes
+    header = json.dumps({"values": values, "arrays": entries}, sort_keys=True, separators=(",", ":")).encode()
+    start = _aligned(8 + len(header))
+    parts: list[bytes | memoryview] = [len(header).to_bytes(8, "little"), header, bytes(start - 8 - len(header))]
+    end = 0
+    for (*_, at), array in zip(entries, arrays.values(), strict=True):
+        parts += (bytes(at - end), memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
+        end = at + array.nbytes
+    parts.append(bytes(_aligned(end) - end))
+    return [part for part in parts if len(part)]
+
+
+def from_bytes(buffer: memoryview) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Returns values and arrays of a record; the arrays are views of the buffer.
+
+    Raises:
+        DamagedBytes: the header is none, or an array would lie outside the buffer.
+    """
+    size = len(buffer)
+    length = int.from_bytes(buffer[:8], "little")
+    if size < 8 or length > min(size - 8, MOST_HEADER):
+        raise DamagedBytes(f"its header would have {length} bytes, the record has {size}")
+    try:
+        header = json.loads(bytes(buffer[8 : 8 + length]))
+        values, entries = header["values"], header["arrays"]
+        if not isinstance(values, dict):
+            raise TypeError("values are no mapping")
+        start = _aligned(8 + length)
+        return values, {str(name): _array(buffer, start, dtype, shape, at) for name, dtype, shape, at in entries}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        if isinstance(error, DamagedBytes):
+            raise
+        raise DamagedBytes(f"its header cannot be read ({error})") from error
+
+
+def _array(buffer: memoryview, start: int, dtype: str, shape: list[int], at: int) -> np.ndarray:
+    if dtype not in DTYPES or not all(isinstance(each, int) and each >= 0 for each in (*shape, at)):
+        raise DamagedBytes(f"an array of {dtype!r} {shape!r} at {at!r} cannot be")
+    kind = np.dtype(dtype)
+    count = math.prod(shape)
+    if start + at + count * kind.itemsize > len(buffer):
+        raise DamagedBytes(f"an array of {dtype} {shape} at {at} does not fit into {len(buffer)} bytes")
+    return np.frombuffer(buffer, kind, count, start + at).reshape(shape)
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
+
+
+MAGIC = b"epacks02"
+_TAIL = 8 + 32 + 8
+_MAPPED = 4 << 20
+"""Records of this many bytes are mapped instead of read: their pixels are then copied once, not twice."""
+_CHUNK = 8 << 20
+CHECKED = 1 << 20
+"""Bytes of a record that are compared with its checksum whenever it is read: all but pixels, which `verify` reads. One
+MiB takes a millisecond, a record with pixels would take thirty."""
+
+
+class ShardWriter:
+    """Writes the records of a shard to a file that is not there yet under its name.
+
+    Args:
+        path: of the file, in a directory of its own; see `replacing`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb", buffering=1 << 20)
+        self._digest = hashlib.sha256()
+        self._places = [0]
+        self._sums: list[int] = []
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def add(self, parts: list[bytes | memoryview]) -> None:
+        """Writes one record.
+
+        Raises:
+            OSError: the disk is full or read-only.
+        """
+        checksum, left = 0, CHECKED
+        for part in parts:
+            self._digest.update(part)
+            self._file.write(part)
+            checksum = zlib.crc32(part[:left], checksum)
+            left -= min(left, len(part))
+        self._places.append(self._places[-1] + sum(len(part) for part in parts))
+        self._sums.append(checksum)
+
+    def finish(self, facts: Mapping[str, Any]) -> None:
+        """Writes table and facts; the shard is complete then.
+
+        Raises:
+            OSError: the disk is full or read-only.
+        """
+        said = json.dumps(facts, sort_keys=True).encode()
+        tables = np.asarray(self._places, dtype="<i8").tobytes() + np.asarray(self._sums, dtype="<u4").tobytes()
+        for part in (tables, said, len(said).to_bytes(8, "little")):
+            self._digest.update(part)
+            self._file.write(part)
+        self._file.write(self._digest.digest() + MAGIC)
+
+
+class ShardFile:
+    """A shard, opened to read. May be opened again by several processes; an open one belongs to its process.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        UserError: it is missing, cut off, or no shard.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._descriptor = path, -1
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise UserError(f"{path} cannot be opened ({error.strerror}); run 'energon-packing pack' again") from error
+        try:
+            self.bytes = os.fstat(self._descriptor).st_size
+            tail = os.pread(self._descriptor, _TAIL, max(0, self.bytes - _TAIL))
+            said = int.from_bytes(tail[:8], "little")
+            if len(tail) < _TAIL or tail[-8:] != MAGIC or said > min(self.bytes - _TAIL, MOST_HEADER):
+                raise ValueError("it does not end as a shard does")
+            self.checksum = tail[8:40].hex()
+            self.facts: dict[str, Any] = json.loads(os.pread(self._descriptor, said, self.bytes - _TAIL - said))
+            self.packs = int(self.facts["packs"])
+            self._table_at = self.bytes - _TAIL - said - 8 * (self.packs + 1) - 4 * self.packs
+            if self.packs < 0 or self._table_at < 0:
+                raise ValueError(f"a table of {self.packs} packs does not fit into it")
+            table = os.pread(self._descriptor, 8 * (self.packs + 1), self._table_at)
+            self._places = np.frombuffer(table, dtype="<i8")
+            sums = os.pread(self._descriptor, 4 * self.packs, self._table_at + len(table))
+            self._sums = np.frombuffer(sums, dtype="<u4")
+            if (
+                len(self._sums) != self.packs
+                or self._places[0] != 0
+                or self._places[-1] != self._table_at
+                or (self._places[1:] < self._places[:-1]).any()
+            ):
+                raise ValueError("its table of packs is damaged")
+        except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+            self.close()
+            raise UserError(f"{path} is damaged ({error}); delete it and run 'energon-packing pack' again") from error
+
+    def record(self, number: int) -> memoryview:
+        """The bytes of a record, in memory that may be written to without effect on the file.
+
+        Raises:
+            UserError: the file became shorter meanwhile, or cannot be read.
+            DamagedBytes: it holds other bytes than were written.
+        """
+        record = self._bytes_of(number)
+        if zlib.crc32(record[:CHECKED]) != self._sums[number]:
+            raise DamagedBytes("its bytes are not those that were written")
+        return record
+
+    def _bytes_of(self, number: int) -> memoryview:
+        begin, end = int(self._places[number]), int(self._places[number + 1])
+        try:
+            if end - begin >= _MAPPED:
+                first = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+                mapping = mmap.mmap(self._descriptor, end - first, mmap.MAP_PRIVATE, offset=first)
+                mapping.madvise(mmap.MADV_WILLNEED)
+                return memoryview(mapping)[begin - first :]
+            buffer = memoryview(bytearray(end - begin))
+            read = 0
+            while read < len(buffer):
+                more = os.preadv(self._descriptor, [buffer[read:]], begin + read)
+                if not more:
+                    raise OSError(0, "it ends early")
+                read += more
+        except (OSError, ValueError) as error:  # a file that is shorter than a mapping is a ValueError
+            said = getattr(error, "strerror", None) or error
+            raise UserError(f"{self.path} cannot be read ({said}); put it back as it was") from error
+        return buffer
+
+    def digest(self) -> str:
+        """The checksum of what the file holds now; that of a whole shard is `checksum`.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        return digest_of(self._chunks())
+
+    def _chunks(self) -> Iterator[bytes]:
+        end = self.bytes - 32 - len(MAGIC)
+        for at in range(0, end, _CHUNK):
+            yield os.pread(self._descriptor, min(_CHUNK, end - at), at)
+
+    def close(self) -> None:
+        """Closes the file; records that were read stay."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+    __del__ = close
+
+
+def digest_of(chunks: Iterator[bytes]) -> str:
+    """SHA-256 of bytes in pieces, in hexadecimal digits."""
+    digest = hashlib.sha256()
+    for chunk in chunks:
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        return digest_of(iter(lambda: file.read(_CHUNK), b""))

@@ -1,0 +1,117 @@
+"""What the commands `measure`, `pack` and `verify` have alike: who works, and how several share the shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from energon_packing.executors.choice import ExecutorConfig, ExecutorKind, check_rank
+from energon_packing.offline.files import no_leftovers
+
+Progress = Callable[[str, int, int], None]
+"""Called with the stage, the samples or packs that are done, and all of them that the command has to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkersConfig:
+    """Who works.
+
+    Attributes:
+        executor, workers, address: see `ExecutorConfig`.
+    """
+
+    executor: ExecutorKind = "local"
+    workers: int | None = 1
+    address: str | None = None
+
+    def __post_init__(self) -> None:
+        self.executor_config()  # refuses what cannot be
+
+    def executor_config(self) -> ExecutorConfig:
+        """Returns who works.
+
+        Raises:
+            ConfigError: nobody can be that.
+        """
+        return ExecutorConfig(kind=self.executor, workers=self.workers, address=self.address)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedConfig(WorkersConfig):
+    """Who works, of several such commands on one file system.
+
+    Attributes:
+        rank, world_size: this one does every `world_size`-th shard.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_rank(self.rank, self.world_size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedResults:
+    """What became of all shards.
+
+    Attributes:
+        results: of each task; None where another command has not done it yet.
+        done, reused: shards that were missing when the command began, of its share, and those that were there.
+    """
+
+    results: list[Any]
+    done: int
+    reused: int
+
+    @property
+    def missing(self) -> int:
+        """Shards that other commands have not done yet."""
+        return self.results.count(None)
+
+
+def work_shared(
+    config: WorkersConfig,
+    tasks: Sequence[Any],
+    work: Any,
+    *,
+    there: Callable[[Any], Any] = lambda _: None,
+    size: Callable[[Any], int],
+    progress: Callable[[int, int], None],
+    directories: Sequence[Path] = (),
+) -> SharedResults:
+    """Does the tasks of a command that nobody has done.
+
+    Args:
+        tasks: with their places in this list as ``number``. A task that `work` does to None is being done by another
+            command; it comes again at the end, with ``wait`` set.
+        there: the result of a task that is done already, else None.
+        size: of a task, for `progress`, which is called with what is done and all that there is to do.
+        directories: in which files are left over if the work ends with an error.
+    """
+    rank, world_size = getattr(config, "rank", 0), getattr(config, "world_size", 1)
+    results = [there(task) for task in tasks]
+    reused = len(results) - results.count(None)
+    # Not every world_size-th of what is left: ranks look at different times.
+    mine = left = [task for task in tasks[rank::world_size] if results[task.number] is None]
+    done, total = 0, sum(map(size, mine))
+    progress(done, total)
+    while left:
+        # Closed at once, whatever happens: else its processes would end only when nothing refers to it any more.
+        with (
+            no_leftovers(*directories),
+            closing(config.executor_config().executor(len(left)).results(left, work)) as ended,
+        ):
+            for task, result in ended:
+                results[task.number] = result
+                if result is not None:
+                    done += size(task)
+                    progress(done, total)
+        left = [replace(task, wait=True) for task in left if results[task.number] is None]
+    # Other ranks may have finished meanwhile.
+    results = [there(task) if result is None else result for task, result in zip(tasks, results, strict=True)]
+    return SharedResults(results=results, done=len(mine), reused=reused)

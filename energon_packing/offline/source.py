@@ -1,0 +1,465 @@
+"""The data sets that offline commands read: parts with their shards, the positions of records and media in their tars
+from the index that Energon keeps, and the bytes there.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import os.path
+import re
+import sqlite3
+import tempfile
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from megatron.energon import CrudeSample
+from megatron.energon.cache import FileStore
+
+from energon_packing.convert.layout import INFO_FILE, MEDIA_AUX, META_DIRECTORY
+from energon_packing.errors import UserError
+from energon_packing.offline.index import DEFAULT_KIND
+from energon_packing.read_again import read_again
+from energon_packing.remote_files import (
+    PIECE_BYTES,
+    check_remote,
+    describe,
+    index_file,
+    metadata_text,
+    read_range,
+    remote_address,
+    shown,
+)
+from energon_packing.sample_kind import KINDS, kind_of_subflavors
+from energon_packing.validate.looks.data import DataLooks, look_at_data
+from energon_packing.validate.looks.leaves import REMOTE
+
+MOST_OPEN = 128
+"""Open tars of one process. Opening one costs some microseconds, so a small number does no harm."""
+
+
+_NEAR = 1 << 16
+"""Bytes between two pieces that count as following each other."""
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def inside(root: Path, name: str) -> Path:
+    """The path of a shard that a file of ours names.
+
+    Raises:
+        UserError: the name leaves its directory, as no file of ours does.
+    """
+    if os.path.isabs(name) or ".." in Path(name).parts:
+        raise UserError(f"{name!r} is not a name of a shard in {root}; measure and plan again")
+    return root / name
+
+
+class _RemotePieces:
+    """Reads pieces of files in object stores; ahead where pieces follow each other, as those of records do.
+
+    A store answers in milliseconds, whether it is asked for a record or for a thousand.
+    """
+
+    def __init__(self) -> None:
+        self._address = ""
+        self._start = 0
+        self._ahead = b""
+        self._end = -1  # of the piece before
+
+    def read(self, address: str, offset: int, size: int) -> bytes:
+        """As many of these bytes as there are.
+
+        Raises:
+            OSError: they cannot be read.
+        """
+        follows = address == self._address and 0 <= offset - self._end <= _NEAR
+        start = offset - self._start
+        if address != self._address or start < 0 or start + size > len(self._ahead):
+            self._ahead = read_range(address, offset, max(size, PIECE_BYTES) if follows else size)
+            self._address, self._start, start = address, offset, 0
+        self._end = offset + size
+        return self._ahead[start : start + size]
+
+
+class TarFiles:
+    """Open tars, the least recently used closed first; of tars in object stores, pieces are read
+    (`energon_packing.remote_files`). Not for several threads or across a fork.
+    """
+
+    def __init__(self, most: int = MOST_OPEN) -> None:
+        self._most = most
+        self._open: OrderedDict[Path, int] = OrderedDict()
+        self._process = os.getpid()
+        self._remote = _RemotePieces()
+
+    def read(self, path: Path, offset: int, size: int) -> bytes:
+        """Returns `size` bytes of `path` from byte `offset` on.
+
+        Raises:
+            UserError: the file is missing, unreadable, or ends before that.
+        """
+        address = remote_address(path)
+        try:
+            if address is not None:
+                found = self._remote.read(address, offset, size)
+            else:
+                found = read_again(path, lambda: self._some(path, offset, size), lambda: self._forget(path))
+        except OSError as error:
+            raise UserError(f"{shown(path)} cannot be read: {error.strerror or error}; put the shard back") from error
+        if len(found) != size:
+            raise UserError(f"{shown(path)} ends before byte {offset + size}; the shard changed since it was measured")
+        return found
+
+    def _some(self, path: Path, offset: int, size: int) -> bytes:
+        """As many of these bytes as there are."""
+        found = os.pread(self._descriptor(path), size, offset)
+        while 0 < len(found) < size:  # a signal, or a file system that reads less at a time
+            more = os.pread(self._descriptor(path), size - len(found), offset + len(found))
+            if not more:
+                break
+            found += more
+        return found
+
+    def _forget(self, path: Path) -> None:
+        """Closes a file that failed; the next read opens it again."""
+        descriptor = self._open.pop(path, None)
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def _descriptor(self, path: Path) -> int:
+        if self._process != os.getpid():  # descriptors are shared with the parent, which may close them
+            self._open.clear()
+            self._process = os.getpid()
+        found = self._open.get(path)
+        if found is not None:
+            self._open.move_to_end(path)
+            return found
+        while len(self._open) >= self._most:
+            os.close(self._open.popitem(last=False)[1])
+        found = self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return found
+
+    def close(self) -> None:
+        """Closes all of them."""
+        if self._process == os.getpid():
+            for descriptor in self._open.values():
+                os.close(descriptor)
+        self._open.clear()
+
+
+RECORD_PART = "json"
+"""Part of a sample that holds its record."""
+# As Energon divides a member's name into the sample's key and the part: at the first dot of the last component.
+_KEY_AND_PART = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
+_RECORDS = f"""
+    SELECT s.sample_key, p.content_byte_offset, p.content_byte_size FROM samples s
+    LEFT JOIN sample_parts p
+        ON p.tar_file_id = s.tar_file_id AND p.sample_index = s.sample_index AND p.part_name = '{RECORD_PART}'
+    WHERE s.tar_file_id = ? ORDER BY s.sample_index
+"""
+_POSITION = """
+    SELECT p.tar_file_id, p.content_byte_offset, p.content_byte_size FROM samples s
+    JOIN sample_parts p ON p.tar_file_id = s.tar_file_id AND p.sample_index = s.sample_index
+    WHERE s.sample_key = ? AND p.part_name = ?
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a file lies.
+
+    Attributes:
+        shard: number of its tar in the data set.
+        offset: of its first byte in the tar.
+        size: bytes.
+    """
+
+    shard: int
+    offset: int
+    size: int
+
+
+class ShardIndex:
+    """``.nv-meta`` of a WebDataset, opened to read.
+
+    Args:
+        root: directory of the data set, here or in an object store (`energon_packing.remote_files`).
+
+    Raises:
+        UserError: it has no index that can be read.
+    """
+
+    def __init__(self, root: Path) -> None:
+        meta = root / META_DIRECTORY
+        self.root = root
+        self.uuid = self.uuid_of(root)
+        try:
+            counts = json.loads(metadata_text(root, INFO_FILE))["shard_counts"]
+            place = quote(str(index_file(root)))  # "#", "?" and "%" would end or change the path
+            self._database = sqlite3.connect(f"file:{place}?mode=ro&immutable=1", uri=True)
+            self._database.execute("SELECT 1 FROM sample_parts LIMIT 1")
+        except (OSError, KeyError, ValueError, TypeError, sqlite3.Error) as error:
+            raise UserError(f"{shown(meta)} cannot be read ({error}); run 'energon prepare {shown(root)}'") from error
+        self.shards: tuple[str, ...] = tuple(counts)
+        """Names of the tars, in the order of their numbers."""
+        self.samples: dict[str, int] = {name: int(count) for name, count in counts.items()}
+        """Name of each tar -> number of samples."""
+
+    @staticmethod
+    def uuid_of(root: Path) -> str:
+        """The identifier of a data set's index.
+
+        Raises:
+            UserError: it cannot be read.
+        """
+        file = root / META_DIRECTORY / "index.uuid"
+        try:
+            return metadata_text(root, file.name).strip()
+        except (OSError, ValueError) as error:
+            raise UserError(f"{shown(file)} cannot be read ({error}); run 'energon prepare {shown(root)}'") from error
+
+    def records(self, shard: str) -> Iterator[tuple[str, int | None, int | None]]:
+        """Key of each sample of a tar, in order, with offset and bytes of its record; None if it has no record."""
+        yield from self._database.execute(_RECORDS, (self.shards.index(shard),))
+
+    def position(self, name: str) -> Position | None:
+        """Where the file of a name lies; None if the data set has none."""
+        parts = _KEY_AND_PART.match(name)
+        row = self._database.execute(_POSITION, parts.groups()).fetchone() if parts else None
+        return None if row is None else Position(*row)
+
+    def media_metadata(self, name: str) -> Any:
+        """Energon's metadata of an image or video.
+
+        Raises:
+            KeyError: it has none for this name.
+            RuntimeError: it has none at all.
+        """
+        from megatron.energon.media.metadata import deserialize_media_metadata
+
+        try:
+            row = self._database.execute(
+                "SELECT metadata_type, metadata_json FROM media_metadata WHERE entry_key = ?", (name,)
+            ).fetchone()
+        except sqlite3.Error as error:
+            raise RuntimeError(f"{self.root} has no media metadata") from error
+        if row is None:
+            raise KeyError(name)
+        return deserialize_media_metadata(*row)
+
+    def close(self) -> None:
+        """Closes the database."""
+        self._database.close()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourcePart:
+    """A directory of shards whose records are conversations or clips, and the directory of their media.
+
+    Attributes:
+        path: that the user named; absolute, or an address. `root` and `media_root` may be addresses, too.
+        split: part of it.
+        root: directory of the shards.
+        media_root: directory of the shards with the media; `root` itself for a monolithic data set.
+        shards: names of the part's tars, in order.
+        subflavors: of its samples.
+        weight, repetitions: that a metadataset gives it, see `Leaf`.
+    """
+
+    path: str
+    split: str
+    root: str
+    media_root: str
+    shards: tuple[str, ...]
+    subflavors: Mapping[str, Any] = field(default_factory=dict)
+    weight: float | None = None
+    repetitions: float | None = None
+
+    def sample(self, key: str, record: bytes, store: FileStore[bytes]) -> Any:
+        """Cooks a record as the loader does; a bad one carries its problem."""
+        crude = CrudeSample(
+            {
+                "__key__": key,
+                "__restore_key__": (),
+                "__subflavors__": dict(self.subflavors),
+                "__sources__": (),
+                "json": record,
+            }
+        )
+        return (kind_of_subflavors(self.subflavors) or KINDS.find(DEFAULT_KIND)).cook(crude, store)
+
+
+def source_parts(path: str | Path, split: str, kind: str = DEFAULT_KIND) -> list[SourcePart]:
+    """The parts of a data set that ``convert`` wrote, or of a metadataset of such data sets.
+
+    Args:
+        path: of this machine, or in an object store (`energon_packing.remote_files`).
+        split: part of it.
+
+    Raises:
+        UserError: something is missing or damaged, or the samples are not of that kind.
+    """
+    if (address := remote_address(path)) is None:
+        return _parts(str(path), os.path.abspath(path), split, kind)
+    with _copied(path, address) as (description, here):
+        parts = _parts(description, address, split, kind)
+    return [
+        replace(part, root=_there(part.root, here, address), media_root=_there(part.media_root, here, address))
+        for part in parts
+    ]
+
+
+def kind_of_data(path: str | Path, split: str) -> str:
+    """What the samples of a data set are; conversations if it does not say.
+
+    Raises:
+        UserError: it is missing or damaged.
+    """
+    if (address := remote_address(path)) is None:
+        found = _looks(str(path), split)
+    else:
+        with _copied(path, address) as (description, _):
+            found = _looks(description, split)
+    kinds = (kind_of_subflavors(inspected.subflavors) for _, inspected in found.readable)
+    return next((kind.name for kind in kinds if kind is not None), DEFAULT_KIND)
+
+
+@contextmanager
+def _copied(path: str | Path, address: str) -> Iterator[tuple[str, Path]]:
+    """A copy of the description of a remote data set: what `look_at_data` takes, and the directory in place of the
+    address, which errors name instead.
+
+    Raises:
+        UserError: the storage cannot be read.
+    """
+    check_remote("DATASET", Path(path), "copy the data set with the storage's own tool, and name the local path")
+    with tempfile.TemporaryDirectory() as scratch:
+        here = Path(scratch).resolve() / "data"
+        try:
+            yield str(describe(address, here)), here
+        except UserError as error:
+            raise UserError(str(error).replace(str(here), address)) from error
+
+
+def _there(path: str, here: Path, address: str) -> str:
+    """The address of a directory whose description was copied; a metadataset may also name one of this machine."""
+    root = address.rpartition("/")[0] if address.endswith((".yaml", ".yml")) else address
+    relative = os.path.relpath(path, here)
+    return path if relative.startswith("..") else root if relative == "." else f"{root}/{relative}"
+
+
+def _parts(path: str, named: str, split: str, kind: str) -> list[SourcePart]:
+    """The parts of a data set whose description is on this machine.
+
+    Args:
+        path: of the description.
+        named: what the user named.
+    """
+    found = _looks(path, split)
+    if not found.whole:
+        raise UserError(f"{path} is not on this machine; offline commands read shards by position from a local path")
+    parts = []
+    for leaf, inspected in found.readable:
+        own = kind_of_subflavors(inspected.subflavors)
+        if own is not None and own.name != kind:
+            raise UserError(f"{leaf.path} holds {own.name}, but {kind} are expected here; see docs/offline.md, 'Clips'")
+        if own is None or leaf.joined:
+            raise UserError(
+                f"{leaf.path} does not hold {kind} that 'energon-packing convert' wrote; offline commands read "
+                "no other records"
+            )
+        if leaf.subset:
+            raise UserError(
+                f"{leaf.named_in or path} takes a subset of {leaf.path}, and offline commands read data sets whole; "
+                "make the part a split of its own with 'energon-packing convert --split'"
+            )
+        media = leaf.aux.get(MEDIA_AUX, leaf.path)
+        if REMOTE in media:
+            raise UserError(f"{leaf.path} keeps its media as files in {media}; convert it again, into shards")
+        parts.append(
+            SourcePart(
+                path=named,
+                split=leaf.split,
+                root=os.path.abspath(leaf.path),
+                media_root=os.path.abspath(media),
+                shards=inspected.names,
+                subflavors=inspected.subflavors,
+                weight=leaf.weight,
+                repetitions=leaf.repetitions,
+            )
+        )
+    return parts
+
+
+def _looks(path: str, split: str) -> DataLooks:
+    found = look_at_data(path, split, {"data.path": "DATASET", "data.split": "--split"}, {})
+    wrong = [look for look in found.looks if look.outcome == "error"]
+    if wrong:
+        raise UserError(f"{wrong[0].why}; {wrong[0].fix}")
+    return found
+
+
+class IndexedMedia(FileStore[bytes]):
+    """Looks up media of one sample in the index of their shards; for measuring, so nothing is read from a tar.
+
+    Args:
+        index: of the data set with the media.
+        key: of the sample, which a name that begins with a dot continues.
+    """
+
+    def __init__(self, index: ShardIndex, key: str) -> None:
+        self._index = index
+        self._key = key
+
+    def _full(self, name: str) -> str:
+        return self._key + name if name.startswith(".") else name
+
+    def position(self, name: str) -> Position | None:
+        """Where the file lies; None if it is missing."""
+        return self._index.position(self._full(name))
+
+    def __getitem__(self, key: str) -> tuple[bytes, Any]:
+        raise KeyError(f"{key} is not read while samples are measured")
+
+    def get_path(self) -> str:
+        """The directory of the media."""
+        return str(self._index.root)
+
+    def get_media_metadata(self, key: str) -> Any:
+        """See `ShardIndex.media_metadata`."""
+        return self._index.media_metadata(self._full(key))
+
+
+class PositionedMedia(FileStore[bytes]):
+    """Reads media of one sample at positions that are known.
+
+    Args:
+        files: open tars.
+        positions: name -> tar, offset, bytes.
+        metadata: gives Energon's metadata of a name, for records that lack sizes.
+    """
+
+    def __init__(self, files: TarFiles, positions: Mapping[str, tuple[Path, int, int]], metadata: Any = None) -> None:
+        self._files = files
+        self._positions = positions
+        self._metadata = metadata
+
+    def __getitem__(self, key: str) -> tuple[bytes, Any]:
+        path, offset, size = self._positions[key]
+        return self._files.read(path, offset, size), None
+
+    def get_path(self) -> str:
+        """No single directory holds them."""
+        return ""
+
+    def get_media_metadata(self, key: str) -> Any:
+        """Energon's metadata, for records that lack sizes."""
+        if self._metadata is None:
+            raise RuntimeError("no media metadata")
+        return self._metadata(key)

@@ -1,0 +1,88 @@
+"""What third parties may add to: families, policies, rules, layouts, executors, pack formats.
+
+All six work alike. A module of one folder declares an entry, and the folder is read, so nothing else names it. A
+package outside names its entry in the entry points of its own ``pyproject.toml``, or calls the folder's ``register_*``
+function.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from importlib.metadata import EntryPoint, entry_points
+from types import ModuleType
+
+from energon_packing.errors import ConfigError
+
+
+class Registry[Entry]:
+    """Entries by name: those of a folder, in the order of their modules' names, then others' in order of registration.
+
+    Modules are imported when entries are first asked for; an entry point when its own name is.
+    """
+
+    def __init__(
+        self, what: str, *, folder: str, declared: Callable[[ModuleType], Mapping[str, Entry]], setting: str
+    ) -> None:
+        """Describes a registry; nothing is imported yet.
+
+        Args:
+            what: one entry, as messages call it, such as ``packing policy``.
+            folder: the package whose modules declare entries, such as ``energon_packing.packing.policies``. Also the
+                group of entry points in which others declare theirs.
+            declared: the entries of one module, by name; empty for a module that declares none.
+            setting: where a user writes a name, such as ``packing.policy``.
+        """
+        self.what, self.folder, self.setting = what, folder, setting
+        self.declared = declared
+
+    @cached_property
+    def _outside(self) -> dict[str, EntryPoint]:
+        """Entry points by name; looked for once, since that reads the metadata of every installed package."""
+        return {point.name: point for point in entry_points(group=self.folder)}
+
+    @cached_property
+    def _entries(self) -> dict[str, Entry]:
+        """Those of the folder, to which registered ones are added."""
+        entries: dict[str, Entry] = {}
+        for module in sorted(each.name for each in pkgutil.iter_modules(importlib.import_module(self.folder).__path__)):
+            for name, entry in self.declared(importlib.import_module(f"{self.folder}.{module}")).items():
+                if name in entries:
+                    raise ConfigError(f"Two files of {self.folder} declare the {self.what} {name!r}.")
+                entries[name] = entry
+        return entries
+
+    def names(self) -> list[str]:
+        """Returns all known names."""
+        return list(dict.fromkeys([*self._entries, *self._outside]))
+
+    def add(self, name: str, entry: Entry) -> None:
+        """Registers an entry for this process.
+
+        Raises:
+            ConfigError: the name is taken.
+        """
+        if name in self._entries:
+            raise ConfigError(f"A {self.what} named {name!r} exists already; choose another name.")
+        self._entries[name] = entry
+
+    def find(self, name: str) -> Entry:
+        """Returns the entry of a name.
+
+        Raises:
+            ConfigError: there is none, or the package that declares it cannot be imported.
+        """
+        if name not in self._entries and (point := self._outside.get(name)) is not None:
+            try:
+                self._entries[name] = point.load()
+            except Exception as error:
+                raise ConfigError(f"The {self.what} {name!r} ({point.value}) cannot be imported: {error}") from error
+        if name not in self._entries:
+            near = difflib.get_close_matches(str(name), self.names(), n=1, cutoff=0.4)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            known = ", ".join(self.names())
+            raise ConfigError(f"{self.setting} is {name!r}, an unknown {self.what}; known: {known}.{hint}")
+        return self._entries[name]

@@ -1,0 +1,223 @@
+"""What convert, loaders, offline commands and Bridge ask about the samples of a data set.
+
+A kind answers in one file, and everything that belongs to it may live in one folder (see `energon_packing.kinds`).
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from energon_packing.config import from_mapping, load_values
+from energon_packing.errors import ConfigError
+from energon_packing.registry import Registry
+
+if TYPE_CHECKING:  # conversion and planning need neither torch nor Energon
+    from megatron.energon import CrudeSample
+    from megatron.energon.cache import FileStore
+
+AnyRun = Any
+"""A configuration: `SampleKind.run_class` of some kind."""
+NO_ROW = 2**30
+"""Tokens of the row that samples are measured for: none is too long for it."""
+
+
+class SampleKind(ABC):
+    """One kind of sample. Properties and methods import what they need when they are called.
+
+    Attributes:
+        name: of the kind, a plural.
+        title: the name in a sentence.
+        marks: subflavors by which `convert` marks its data sets.
+        record_format: its layout in `convert`, and its name in `preview`; empty for conversations.
+        extras: module that it may need -> the extra of pyproject.toml that brings it.
+        bridge_module: of its data set for Bridge, whose classes Bridge's YAML may name; empty if it has none.
+        classes: ``encoder``, ``shard_packer`` and ``stored_packs``, as ``module:name``: some need torch.
+        run_class, encoder_config: its configuration, and the class of the ``encoder`` section.
+        more_columns: int32 columns that indexes and plans have besides those of conversations.
+        sizes: what `PlannedSample.sizes` are, in the plural.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    marks: ClassVar[Mapping[str, str]]
+    record_format: ClassVar[str] = ""
+    extras: ClassVar[Mapping[str, str]] = {}
+    bridge_module: ClassVar[str] = ""
+    classes: ClassVar[Mapping[str, str]]
+    run_class: ClassVar[type[Any]]
+    encoder_config: ClassVar[type[Any]]
+    more_columns: ClassVar[tuple[str, ...]] = ()
+    sizes: ClassVar[str]
+
+    def load_run(self, path: str | Path | None, overrides: Iterable[str] = ()) -> Any:
+        """Reads a configuration file.
+
+        Raises:
+            ConfigError: as `energon_packing.config.load_config`.
+        """
+        values, where = load_values(path, overrides)
+        return from_mapping(self.run_class, values, where=where)
+
+    def preview(self, dataset: str, config: str | None, overrides: Iterable[str], packs: int, as_json: bool) -> None:
+        """Prints packs of a data set, plan or packed directory; for kinds with a `record_format`.
+
+        Raises:
+            UserError: the configuration or the data set cannot be used.
+        """
+        raise NotImplementedError
+
+    def _resolved(self, name: str) -> type[Any]:
+        found: type[Any] = pkgutil.resolve_name(self.classes[name])
+        return found
+
+    @property
+    def encoder_class(self) -> type[Any]:
+        """Its task encoder, online and offline."""
+        return self._resolved("encoder")
+
+    @property
+    def shard_packer(self) -> type[Any]:
+        """Writes stored packs: a `energon_packing.offline.formats.shards.ShardPacker`."""
+        return self._resolved("shard_packer")
+
+    @property
+    def stored_packs(self) -> type[Any]:
+        """Reads them: a `energon_packing.offline.packed.StoredPacks`."""
+        return self._resolved("stored_packs")
+
+    @abstractmethod
+    def cook(self, sample: CrudeSample, store: FileStore[bytes]) -> Any:
+        """Cooks a record as the loader does; a bad one carries its problem."""
+
+    @abstractmethod
+    def measuring_encoder(self, run: Any) -> Any:
+        """Returns the task encoder of a run's ``encoder`` section, whose rows hold every sample.
+
+        Raises:
+            ConfigError: a processor or model cannot be used.
+        """
+
+    @abstractmethod
+    def task_encoder(self, run: Any, **models: Any) -> Any:
+        """Returns the task encoder of a run.
+
+        Args:
+            run: its configuration.
+            models: of one's own, where the kind has any.
+
+        Raises:
+            ConfigError: a processor or model cannot be used.
+        """
+
+    @abstractmethod
+    def packing_encoder(self, run: Any) -> Any:
+        """Returns the task encoder that makes packs to be stored; it keeps no ledger."""
+
+    @abstractmethod
+    def build_loader(self, run: Any, **arguments: Any) -> Any:
+        """Returns the loader of a data set; arguments as for `energon_packing.energon.loader.build_loader`."""
+
+    def bridge_dataset(self, container: Any, processor: str | None, **fields: Any) -> Any:
+        """Returns Bridge's data set for a container whose model takes this kind; None for every other model.
+
+        Raises:
+            ConfigError: a processor is given that the model lacks, or none that it needs.
+        """
+        return None
+
+    @abstractmethod
+    def row(self, measured: Any) -> dict[str, Any]:
+        """Returns the sizes of a measured sample by the names of an index's columns; of None, zeros."""
+
+    @abstractmethod
+    def planned_sizes(self, measured: Any) -> tuple[int, ...]:
+        """Returns what must be as it was planned; see `energon_packing.offline.plan.PlannedSample.sizes`."""
+
+    @abstractmethod
+    def media_names(self, measured: Any) -> Iterable[str]:
+        """Returns names of the files that rendering reads."""
+
+    def changes_samples(self, run: Any) -> bool:
+        """Whether a sample that fits no pack may fit after it is cut, split or resized."""
+        return False
+
+    @abstractmethod
+    def limits(self, run: Any) -> Any:
+        """Returns limits of a pack that the configuration alone determines, as the task encoder has them.
+
+        Raises:
+            ConfigError: ``seq_length`` is not a multiple of the alignment.
+            UserError: only the task encoder knows them.
+        """
+
+    @abstractmethod
+    def decided(self, run: Any, limits: Any) -> dict[str, Any]:
+        """Returns the settings besides those of `planned_limits` on which the packs of a plan depend."""
+
+    @abstractmethod
+    def planned_limits(self, decided: Mapping[str, Any], encoder: Any) -> Any:
+        """Returns the limits of packs from `PlanFacts.decided` and a task encoder with the plan's settings."""
+
+    @abstractmethod
+    def too_long(self, size: Any, limits: Any, run: Any) -> str:
+        """Says why a sample is longer than a row, in the words of the online loader."""
+
+    def stored_settings(self, fingerprint: Mapping[str, Any], store: str) -> dict[str, str]:
+        """Returns of the encoder's fingerprint what stored packs depend on: all but what the loader still decides."""
+        free = self.free_when_stored(store)
+        return {name: str(value) for name, value in fingerprint.items() if name not in free}
+
+    @abstractmethod
+    def free_when_stored(self, store: str) -> set[str]:
+        """Returns names of the encoder's fingerprint on which stored packs do not depend."""
+
+
+KINDS: Registry[SampleKind] = Registry(
+    "kind of sample",
+    folder="energon_packing.kinds",
+    declared=lambda module: {module.KIND.name: module.KIND} if hasattr(module, "KIND") else {},
+    setting="the mark of a data set",
+)
+
+
+def register_kind(kind: SampleKind) -> None:
+    """Adds a kind of sample to this process.
+
+    Raises:
+        ConfigError: its name is taken.
+    """
+    KINDS.add(kind.name, kind)
+
+
+def all_kinds() -> list[SampleKind]:
+    """Returns every kind, built-in ones first."""
+    return [KINDS.find(name) for name in KINDS.names()]
+
+
+def kind_of_config(config: Any) -> SampleKind:
+    """Returns the kind of a run's configuration, or of its ``encoder`` section.
+
+    Raises:
+        ConfigError: it is of none.
+    """
+    for kind in all_kinds():
+        if isinstance(config, kind.run_class | kind.encoder_config):
+            return kind
+    raise ConfigError(f"{type(config).__name__} configures no kind of sample; known: {', '.join(KINDS.names())}.")
+
+
+def kind_of_subflavors(subflavors: Mapping[str, Any]) -> SampleKind | None:
+    """Returns the kind that `convert` marked; None if it marked none."""
+    for kind in all_kinds():
+        if kind.marks.items() <= subflavors.items():
+            return kind
+    return None
+
+
+def kind_of_format(record_format: str) -> SampleKind | None:
+    """Returns the kind whose records have this format of `convert`; None for the formats of conversations."""
+    return next((kind for kind in all_kinds() if record_format and kind.record_format == record_format), None)

@@ -1,0 +1,302 @@
+"""Rules about packing modes, CUDA graphs over packed rows, and runs that stay on the packing of Megatron-Bridge.
+
+Bridge's ``validate()`` reads packing modes and graphs by name from any data set object, so its rules apply to every
+run. Nobody else checks before GPUs are taken what forward steps and loader do with rows that Bridge packs. Imports
+neither torch nor Bridge.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from energon_packing.validate.rules.rule import Finding, SourceLine, bridges_rule, rule, unless
+from energon_packing.validate.run_view import PACKING_STEPS, RunView, installed_version
+
+
+def _with_specs(view: RunView) -> bool:
+    return view.has_offline_packing_specs
+
+
+def _graphs(view: RunView) -> bool:
+    return view.cuda_graph_impl != "none"
+
+
+@bridges_rule(
+    id="bridge/one-packing-mode",
+    order=30,
+    checks="offline and in-batch packing are not both on",
+    holds=lambda view: not (view.enable_offline_packing and view.enable_in_batch_packing),
+    bridge_says=("enable_offline_packing and enable_in_batch_packing are mutually exclusive",),
+)
+def _one_packing_mode(view: RunView) -> Finding | None:
+    return Finding(
+        why="enable_offline_packing and enable_in_batch_packing are both on: rows would be packed twice",
+        fix="turn one of them off",
+    )
+
+
+@bridges_rule(
+    id="bridge/specs-with-offline-packing",
+    order=40,
+    checks="offline packing and its specs come together",
+    holds=lambda view: view.enable_offline_packing == view.has_offline_packing_specs,
+    bridge_says=(
+        "offline_packing_specs must be set when enable_offline_packing=True",
+        "enable_offline_packing must be True when offline_packing_specs is set",
+    ),
+)
+def _specs_with_offline(view: RunView) -> Finding | None:
+    if view.enable_offline_packing:
+        return Finding(
+            why="enable_offline_packing is on, but offline_packing_specs is not set",
+            fix=f"set offline_packing_specs=PackedSequenceSpecs(packed_sequence_size={view.dataset_seq_length})",
+        )
+    return Finding(
+        why="offline_packing_specs is set, but enable_offline_packing is off",
+        fix="set enable_offline_packing=True, or remove the specs",
+    )
+
+
+@bridges_rule(
+    id="bridge/fixed-boundaries-need-fixed-width",
+    order=50,
+    checks="pad_cu_seqlens comes with pad_to_max_length",
+    applies=_with_specs,
+    holds=lambda view: not view.pad_cu_seqlens or view.pad_to_max_length,
+    bridge_says=("offline_packing_specs.pad_cu_seqlens=True requires dataset pad_to_max_length=True",),
+)
+def _fixed_boundaries_need_fixed_width(view: RunView) -> Finding | None:
+    return Finding(
+        why="pad_cu_seqlens is on and pad_to_max_length is off: fixed boundary arrays over rows of changing width",
+        fix="set pad_to_max_length to true, or pad_cu_seqlens to false",
+    )
+
+
+@bridges_rule(
+    id="bridge/graphs-need-fixed-width",
+    order=60,
+    checks="training CUDA graphs come with pad_to_max_length",
+    applies=_with_specs,
+    holds=lambda view: (
+        not (view.full_iteration_graph or view.cuda_graph_impl == "transformer_engine") or view.pad_to_max_length
+    ),
+    bridge_says=("Offline packing with CUDA graphs requires dataset pad_to_max_length=True",),
+)
+def _graphs_need_fixed_width(view: RunView) -> Finding | None:
+    return Finding(
+        why=f"cuda_graph_impl={view.cuda_graph_impl!r} replays one row width, but pad_to_max_length is off",
+        fix="set pad_to_max_length to true, or cuda_graph_impl to 'none'",
+    )
+
+
+@bridges_rule(
+    id="bridge/graphs-need-fixed-boundaries",
+    order=70,
+    checks="CUDA graphs over packed attention come with pad_cu_seqlens",
+    applies=_with_specs,
+    holds=lambda view: not view.graphs_capture_attention or view.pad_cu_seqlens,
+    bridge_says=("Packed attention CUDA graphs require offline_packing_specs.pad_cu_seqlens=True",),
+)
+def _graphs_need_fixed_boundaries(view: RunView) -> Finding | None:
+    return Finding(
+        why=f"cuda_graph_impl={view.cuda_graph_impl!r} captures packed attention, whose boundaries change",
+        fix="set offline_packing_specs.pad_cu_seqlens to true, or leave attention out of the capture",
+    )
+
+
+@bridges_rule(
+    id="bridge/local-graphs-of-iterations",
+    order=210,
+    checks="local CUDA graphs hold a whole iteration",
+    applies=_graphs,
+    holds=lambda view: not view.local_layer_graph,
+    bridge_says=('cuda_graph_impl="local" only for',),
+)
+def _local_graphs(view: RunView) -> Finding | None:
+    return Finding(
+        why="cuda_graph_impl is 'local' without full_iteration: Bridge captures less than an iteration with "
+        "Transformer Engine only",
+        fix="set cuda_graph_impl to 'transformer_engine'",
+    )
+
+
+@bridges_rule(
+    id="bridge/no-nan-check-in-graph",
+    order=270,
+    checks="a graph of the whole iteration does not check for NaN",
+    applies=_graphs,
+    holds=lambda view: not (view.full_iteration_graph and view.check_for_nan_in_loss),
+    bridge_says=("check_for_nan_in_loss must be disabled when using full_iteration CUDA graph",),
+)
+def _no_nan_check(view: RunView) -> Finding | None:
+    return Finding(
+        why="check_for_nan_in_loss reads the loss on the host, and the whole iteration is one CUDA graph",
+        fix="set rerun_state_machine.check_for_nan_in_loss to false",
+    )
+
+
+@rule(
+    id="ours/step-packs-in-batch",
+    order=1370,
+    checks="a step to which in-batch packing is deferred performs it",
+    place="megatron.bridge.training.vlm_step and gpt_step",
+    applies=lambda view: view.enable_in_batch_packing and view.defer_in_batch_packing_to_step and view.step is not None,
+    holds=lambda view: view.step_packs,
+    sources=(
+        SourceLine(
+            "megatron/bridge/training/vlm_step.py",
+            "vlm_step requires collate-time in-batch packing; set defer_in_batch_packing_to_step=False",
+        ),
+    ),
+)
+def _step_packs_in_batch(view: RunView) -> Finding | None:
+    return Finding(
+        why=f"defer_in_batch_packing_to_step leaves the packing to {view.step}, which refuses such rows or trains them "
+        "padded",
+        fix=f"set defer_in_batch_packing_to_step to false, or train with {PACKING_STEPS[0]}",
+    )
+
+
+@rule(
+    id="ours/in-batch-row-length",
+    order=1380,
+    checks="rows packed in the batch are no longer than seq_length",
+    place="megatron.bridge.data.packing.in_batch.build_mcore_thd_sequence_batch_from_rows",
+    applies=lambda view: view.as_wide_as_its_samples,
+    severity="note",
+    sources=(
+        SourceLine("megatron/bridge/data/packing/in_batch.py", "exceeds configured sequence_length {sequence_length}."),
+    ),
+)
+def _in_batch_rows_may_be_long(view: RunView) -> Finding | None:
+    size, length = view.micro_batch_size, view.dataset_seq_length
+    return unless(
+        size < 2,  # bridge/in-batch-needs-several speaks
+        why=f"Bridge limits each of the {size} samples to {length} tokens, not the row that they are joined in: it may "
+        f"have up to {size * length}",
+        fix=f"leave memory for {size * length} tokens, or use mode 'packs', whose rows never exceed {length}",
+    )
+
+
+FIRST_TO_TELL_BY_OBJECT = (2, 18)
+"""Release of Transformer Engine from which two boundary tensors always count as padding between sequences."""
+
+
+def _packer_of_bridge(view: RunView) -> str | None:
+    """The part of Bridge that lays out the run's rows; None for our rows and single-sample rows."""
+    if view.enable_in_batch_packing:
+        return f"the packer in {view.step}" if view.defer_in_batch_packing_to_step and view.step else "in-batch packing"
+    if view.dataset_kind == "gpt_sft" and view.enable_offline_packing and (view.pad_seq_to_multiple or 1) > 1:
+        return "offline packing"
+    if view.packs_natively:
+        return "online packing"
+    return None
+
+
+def _cut_over_ranks(view: RunView) -> bool:
+    """Whether the lengths of Bridge's rows are cut for the steps of a ring."""
+    if max(view.context_parallel, view.eval_context_parallel or 1) == 1 or _packer_of_bridge(view) is None:
+        return False
+    kinds = (view.cp_comm_type,) if isinstance(view.cp_comm_type, str) else view.cp_comm_type
+    return not kinds or any("p2p" in kind for kind in kinds)
+
+
+@rule(
+    id="ours/visible-padding",
+    order=1390,
+    checks="rows show their padding before their last sample, where Transformer Engine looks for it",
+    place="transformer_engine.pytorch.attention.dot_product_attention, pad_between_seqs (TransformerEngine#3331)",
+    applies=_cut_over_ranks,
+    severity="warning",
+    sources=(
+        SourceLine(
+            "transformer_engine/pytorch/attention/dot_product_attention/dot_product_attention.py",
+            "not torch.equal(cu_seqlens_q_padded[:-1], cu_seqlens_q[:-1])",
+        ),
+    ),
+)
+def _padding_is_visible(view: RunView) -> Finding | None:
+    installed = installed_version("transformer-engine")
+    numbers = tuple(int(number) for number in re.findall(r"\d+", installed or "")[:2])
+    return unless(
+        numbers >= FIRST_TO_TELL_BY_OBJECT,
+        why=f"Bridge's {_packer_of_bridge(view)} pads samples to a multiple of {view.multiple} and hides that if "
+        "only the last sample is padded, as the only sample of a row may be; Transformer Engine before 2.18 "
+        f"({installed or 'none'} is installed) then silently loses keys over {view.context_parallel} ranks",
+        fix="use dataset.mode 'packs', whose rows show their padding, Transformer Engine 2.18, or "
+        "context_parallel_size 1",
+    )
+
+
+@rule(
+    id="ours/bridges-own-packing",
+    order=1400,
+    checks="Bridge's own online packing is there",
+    place="megatron.bridge.data.builders.energon",
+    applies=lambda view: view.dataset_kind == "energon" and (view.packing_buffer_size or 0) > 0,
+    before=(0, 7),  # from then on bridge/native-* tell what it needs
+    sources=(
+        SourceLine("megatron/bridge/data/builders/energon.py", "packing_buffer_size=self.config.packing_buffer_size,"),
+        SourceLine(
+            "megatron/energon/task_encoder/base.py",
+            "Both select_samples_to_pack and pack_selected_samples methods must be provided in the TaskEncoder",
+        ),
+    ),
+)
+def _own_packing_of_bridge(view: RunView) -> Finding | None:
+    return Finding(
+        why=f"packing_buffer_size is {view.packing_buffer_size}, and the task encoders of Megatron-Bridge "
+        f"{view.bridge_version or '0.6'} have no packing: Energon stops with the first buffer",
+        fix="leave packing_buffer_size out, or use energon_packing.bridge.recipe.use_packed_data",
+    )
+
+
+@rule(
+    id="ours/metadata-beside-packed-file",
+    order=1250,
+    checks="fixed boundaries come with the packed file's metadata",
+    place="megatron.bridge.data.packing.gpt_sft",
+    applies=lambda view: view.pad_cu_seqlens and view.dataset_kind == "gpt_sft",
+    holds=lambda view: view.packed_metadata_missing is None,
+    sources=(
+        SourceLine(
+            "megatron/bridge/data/packing/gpt_sft.py", "a metadata json file is required when pad_cu_seqlens is enabled"
+        ),
+    ),
+)
+def _metadata_beside_packed_file(view: RunView) -> Finding | None:
+    return Finding(
+        why=f"pad_cu_seqlens is on, and there is no metadata file {view.packed_metadata_missing} to take "
+        "the number of boundaries from",
+        fix="set offline_packing_specs.packed_metadata_path to the JSON file written with the packs, or "
+        "pad_cu_seqlens to false",
+    )
+
+
+@rule(
+    id="ours/alignment-used",
+    order=1260,
+    checks="packs prepared offline are aligned to what the layout needs",
+    place="megatron.bridge.data.packing.config.PackedSequenceSpecs",
+    applies=lambda view: view.enable_offline_packing and view.pad_seq_to_multiple is not None,
+    sources=(
+        SourceLine(
+            "megatron/bridge/data/builders/gpt_sft.py",
+            "None if config.offline_packing_specs is None else config.offline_packing_specs.pad_seq_to_mult",
+        ),
+    ),
+)
+def _alignment_used(view: RunView) -> Finding | None:
+    used = view.pad_seq_to_multiple or 1
+    if used % view.multiple == 0:
+        return None
+    wide = max(view.context_parallel, view.eval_context_parallel or 1) > 1
+    width = view.packed_sequence_size or view.dataset_seq_length
+    # Context parallelism slices every sample; sequence parallelism alone slices the row, so the row's width decides.
+    return unless(
+        not wide and view.pad_to_max_length and width % view.multiple == 0,
+        why=f"samples are padded to multiples of {used} (pad_seq_to_mult), and this layout slices them by "
+        f"{view.multiple}: tokens of two samples would share a slice",
+        fix=f"set offline_packing_specs.pad_seq_to_mult to {math.lcm(used, view.multiple)} and prepare the packs again",
+    )

@@ -1,0 +1,484 @@
+"""What `validate` is given: our YAML, a Bridge recipe, a serialised Bridge configuration, or Megatron-LM arguments.
+
+Each source provides the same: a `RunView` for the static rules, what the run reads from disk, measurements of its data
+set, and a verdict of the installed Bridge if one is possible. Only the two Bridge sources import Bridge.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+import functools
+import math
+import re
+import shlex
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from energon_packing.config import ParallelConfig, RunConfig, load_config
+from energon_packing.errors import ConfigError, UserError
+from energon_packing.megatron_lm.arguments import run_config_of
+from energon_packing.validate.container_view import view_of
+from energon_packing.validate.measurement import measure_data
+from energon_packing.validate.recipes import config_file, container_of_file, container_of_recipe
+from energon_packing.validate.run_facts import DataFacts, model_facts, processor_facts
+from energon_packing.validate.run_view import RunView, installed_version, stated
+from energon_packing.validate.verdict import BridgeVerdict, bridge_verdict, container_verdict, without_output
+
+PLACES = {
+    name: name for name in ("data.path", "data.split", "encoder.processor", "encoder.chat_template", "packing.ledger")
+}
+"""The settings that name something to read, as our YAML calls them."""
+
+PLACES_IN_BRIDGE = {
+    "data.path": "dataset.path",
+    "data.split": "dataset.data.split",
+    "encoder.processor": "dataset.processor",
+    "encoder.chat_template": "dataset.encoder.chat_template",
+    "packing.ledger": "dataset.packing.ledger",
+}
+"""The same in a ``ConfigContainer`` with a `PackedEnergonDatasetConfig`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunReads:
+    """What one run names on this machine: its data set, processor, chat template and ledger.
+
+    Attributes:
+        config: of the run; its sections ``data``, ``encoder`` and ``packing`` are read. If None, ``unread`` or
+            ``problem`` states why.
+        places: setting of our YAML -> its name in the run.
+        other_splits: parts of the data set besides ``data.split`` (for evaluation): setting -> part.
+        unread: why the run names nothing to look at.
+        problem: why the names cannot be determined; the run would stop for the same reason.
+    """
+
+    config: RunConfig | None = None
+    places: Mapping[str, str] = field(default_factory=lambda: PLACES)
+    other_splits: Mapping[str, str] = field(default_factory=dict)
+    unread: str = ""
+    problem: str = ""
+
+
+@dataclass(kw_only=True)
+class RunSource(ABC):
+    """One thing that describes a run.
+
+    Attributes:
+        name: as the user gave it.
+        kind: of the source, in words.
+        world_size: GPUs; None takes the smallest number that works.
+        data: measurements of the data set, once `measure` made them.
+    """
+
+    name: str
+    kind: str
+    world_size: int | None = None
+    data: DataFacts | None = field(default=None, repr=False)
+
+    @property
+    def world_size_assumed(self) -> bool:
+        """Whether the number of GPUs was assumed."""
+        return self.world_size is None
+
+    @abstractmethod
+    def view(self) -> RunView:
+        """Returns what the rules read.
+
+        Raises:
+            ConfigError: the source cannot be used.
+        """
+
+    @abstractmethod
+    def reads(self) -> RunReads:
+        """Returns what the run reads from disk."""
+
+    def verdict(self) -> BridgeVerdict:
+        """Returns the verdict of the installed Bridge on the run, or on an equivalent one."""
+        return bridge_verdict(self.view())
+
+    @abstractmethod
+    def measured(self) -> tuple[RunConfig, ParallelConfig]:
+        """Returns what `measure` runs, and the layout that determines its alignment.
+
+        Raises:
+            ConfigError: the run has no data set of ours to measure.
+        """
+
+    def measure(self, samples: int) -> None:
+        """Measures this many samples of the data set, as the run reads them; the view then holds the results.
+
+        Raises:
+            ConfigError: as `measured`.
+            UserError: the data set or the processor cannot be used, or a package that measuring needs is missing.
+        """
+        config, parallel = self.measured()
+        one_a_row = not self.view().enable_offline_packing
+        try:
+            with without_output():
+                self.data = measure_data(config, parallel, samples=samples, one_a_row=one_a_row)
+        except ImportError as error:
+            raise UserError(f"--measure needs Energon, torch and transformers: {error}.") from error
+
+
+@dataclass(kw_only=True)
+class YamlRun(RunSource):
+    """Our YAML."""
+
+    kind: str = "energon_packing YAML"
+    overrides: tuple[str, ...] = ()
+    model_configs: Path | None = None
+
+    @functools.cached_property
+    def config(self) -> RunConfig:
+        """The file's sections, with the overrides."""
+        return load_config(self.name, self.overrides)
+
+    def view(self) -> RunView:
+        """See `RunSource.view`."""
+        model = self.config.training.model
+        known = config_file(model, self.model_configs) if model else None
+        if known is None and self.model_configs is not None:
+            raise ConfigError(
+                f"{self.model_configs} has no {model}/config.json; training.model and --model-configs do not agree."
+                if model
+                else "--model-configs is read for training.model, which is not set."
+            )
+        return view_of_config(self.config, world_size=self.world_size, model_config=known, data=self.data)
+
+    def measured(self) -> tuple[RunConfig, ParallelConfig]:
+        """See `RunSource.measured`."""
+        return self.config, self.config.parallel
+
+    def reads(self) -> RunReads:
+        """See `RunSource.reads`."""
+        return RunReads(config=self.config)
+
+
+def view_of_config(
+    config: RunConfig, *, world_size: int | None = None, model_config: Path | None = None, data: DataFacts | None = None
+) -> RunView:
+    """Returns the view of our YAML: a run that trains on a `PackedEnergonDatasetConfig` made from it.
+
+    Args:
+        config: the configuration.
+        world_size: GPUs; None takes the smallest number that holds one replica.
+        model_config: the model's ``config.json``, if there is one.
+        data: measurements of the data set.
+    """
+    packed, length = not config.training.enable_in_batch_packing, config.packing.seq_length
+    view = RunView(
+        **{"model_seq_length": length}
+        | stated(config, "ours")
+        | {
+            # Our data set declares its rows as packed ones, so that every pipeline stage gets their boundaries.
+            "enable_offline_packing": packed,
+            "has_offline_packing_specs": packed,
+            "packed_sequence_size": length if packed else None,
+            "window": config.packing.window if packed else None,
+            "megatron_core_version": installed_version("megatron-core"),
+            "bridge_version": installed_version("megatron-bridge"),
+            "processor_tokens": processor_facts(config.encoder.processor),
+            "data": data,
+        }
+        | ({} if model_config is None else model_facts(model_config))
+    )
+    forced = view.model_forces_sequence_parallel and view.tensor_parallel > 1
+    return view.changed(
+        world_size=world_size or view.smallest_world_size, sequence_parallel=view.sequence_parallel or forced
+    )
+
+
+@dataclass(kw_only=True)
+class ContainerRun(RunSource):
+    """A Bridge ``ConfigContainer``: from a recipe function, or from the YAML that Bridge writes beside a checkpoint."""
+
+    overrides: tuple[str, ...] = ()
+    step: str | None = None
+    container: Any = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if self.overrides:
+            from megatron.bridge.training.utils.omegaconf_utils import OverridesError, process_config_with_overrides
+
+            try:
+                with without_output():
+                    process_config_with_overrides(self.container, cli_overrides=list(self.overrides))
+            except OverridesError as error:
+                raise ConfigError(f"--set: {' '.join(str(error).split())}.") from error
+
+    def view(self) -> RunView:
+        """See `RunSource.view`."""
+        view = view_of(self.container, world_size=self.world_size or 1, step=self.step, data=self.data)
+        if self.world_size is not None:
+            return view
+        size, experts = view.smallest_world_size, view.expert_parallel or 1
+        if experts > 1:  # experts form a group too
+            inside = view.expert_tensor_parallel or view.tensor_parallel
+            size = math.lcm(size, inside * view.pipeline_parallel * experts)
+        return view.changed(world_size=size)
+
+    def measured(self) -> tuple[RunConfig, ParallelConfig]:
+        """See `RunSource.measured`."""
+        dataset, view = self.container.dataset, self.view()
+        if not hasattr(dataset, "run_config"):
+            raise ConfigError(
+                f"--measure reads our data set, but {self.name} has a {type(dataset).__name__}: give "
+                "--tokens-per-sample."
+            )
+        names = ("tensor_parallel", "context_parallel", "sequence_parallel", "eval_context_parallel")
+        parallel = ParallelConfig(**{name: getattr(view, name) for name in names})
+        return dataset.run_config(parallel), parallel
+
+    def reads(self) -> RunReads:
+        """See `RunSource.reads`; a data set that is not ours is ignored."""
+        dataset, validation = self.container.dataset, self.container.validation
+        if not hasattr(dataset, "run_config"):
+            return RunReads(unread=f"the data set is a {type(dataset).__name__}, not ours")
+        try:
+            config = dataset.run_config(ParallelConfig())
+        except ConfigError as error:
+            return RunReads(problem=str(error).rstrip("."))
+        evaluates = dataset.do_validation and validation.eval_iters and validation.eval_interval
+        others = {"dataset.validation_split": dataset.validation_split} if evaluates else {}
+        return RunReads(config=config, places=PLACES_IN_BRIDGE, other_splits=others)
+
+    def verdict(self) -> BridgeVerdict:
+        """Bridge's verdict on the container, and on an equivalent run if its data set is ours."""
+        view = self.view()
+        own = container_verdict(copy.deepcopy(self.container), world_size=view.world_size)
+        # Bridge skips some rules for a provider; its own data set class gets them all.
+        return bridge_verdict(view) if own.accepted and view.dataset_kind == "packed_energon" else own
+
+
+@dataclass(kw_only=True)
+class ArgumentsRun(RunSource):
+    """Megatron-LM arguments.
+
+    Attributes:
+        words: ``["--tensor-model-parallel-size", "2", "--seq-length=4096", ...]``.
+        step: the forward step of the run, which no argument names.
+    """
+
+    kind: str = "Megatron-LM arguments"
+    words: list[str]
+    step: str | None = None
+
+    def view(self) -> RunView:
+        """See `RunSource.view`."""
+        return view_of_arguments(self.words, world_size=self.world_size, step=self.step)
+
+    def measured(self) -> tuple[RunConfig, ParallelConfig]:
+        """Refused, because arguments name no data set of ours."""
+        raise ConfigError("--measure has no data set to read in Megatron-LM arguments; give --tokens-per-sample.")
+
+    def reads(self) -> RunReads:
+        """See `RunSource.reads`; what the run itself refuses of its arguments is the problem."""
+        args = namespace_of(self.words)
+        if not args.packing_config and not args.packing_set:
+            return RunReads(unread="the arguments name no --packing-config")
+        try:
+            config = run_config_of(args)
+        except ConfigError as error:
+            return RunReads(problem=str(error).rstrip("."))
+        splits = {"--packing-valid-split": args.packing_valid_split if args.eval_iters else None}
+        splits["--packing-test-split"] = args.packing_test_split
+        return RunReads(config=config, other_splits={name: split for name, split in splits.items() if split})
+
+    def verdict(self) -> BridgeVerdict:
+        """A verdict that Bridge was not asked, because it does not read these arguments."""
+        return BridgeVerdict(version=None, accepted=None, message="these are arguments of Megatron-LM")
+
+
+def view_of_arguments(words: Sequence[str], *, world_size: int | None = None, step: str | None = None) -> RunView:
+    """Returns the view of a Megatron-LM run whose rows are our packs.
+
+    Only the arguments that a rule needs are read; the others, several hundred, pass. A name that is nearly one of those
+    that are read is refused, because Megatron-LM itself would stop on it.
+
+    Args:
+        words, step: as in `ArgumentsRun`.
+        world_size: GPUs; None takes the smallest number that holds one replica.
+
+    Raises:
+        ConfigError: a value of the wrong kind, a name that is nearly one of those read, or no ``--seq-length``.
+    """
+    given = _parsed(words)
+    # Megatron-LM's defaults that differ from the view's.
+    fields: dict[str, Any] = {"calculate_per_token_loss": False, "overlap_grad_reduce": False}
+    fields |= {entry.name: given[name] for entry, name in _arguments() if name in given}
+    if "model_seq_length" not in fields:
+        raise ConfigError("The arguments do not contain --seq-length, the length of a packed row.")
+    for name in ("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel", "micro_batch_size"):
+        if fields.get(name, 1) < 1:
+            raise ConfigError(f"{name} is {fields[name]}; it must be at least 1.")
+    fields.setdefault("global_batch_size", fields.get("micro_batch_size", 1))
+    view = RunView(
+        **fields,
+        dataset_micro_batch_size=fields.get("micro_batch_size", 1),
+        packed_sequence_size=fields["dataset_seq_length"],
+        enable_offline_packing=True,
+        has_offline_packing_specs=True,
+        # Stages and experts exchange rows of one width.
+        pad_to_max_length=fields.get("pipeline_parallel", 1) > 1 or fields.get("expert_parallel", 1) > 1,
+        do_validation=False,
+        step=step,
+        megatron_core_version=installed_version("megatron-core"),
+    )
+    return view.changed(world_size=world_size or view.smallest_world_size)
+
+
+_READ_BY_THE_RUN: dict[str, tuple[str, Any]] = {
+    "--packing-config": ("str", None),
+    "--packing-set": ("words", []),
+    "--packing-valid-split": ("str", "val"),
+    "--packing-test-split": ("str", None),
+    "--dataloader-type": ("str", "external"),
+    "--dataloader-seq-length": ("int", None),
+    "--num-workers": ("int", 2),
+    "--eval-iters": ("int", 100),
+    "--eval-micro-batch-size": ("int", None),
+    "--moe-z-loss-coeff": ("float", None),
+    "--num-layers-per-virtual-pipeline-stage": ("int", None),
+    "--num-virtual-stages-per-pipeline-rank": ("int", None),
+    "--full-validation": ("bool", False),
+    "--multiple-validation-sets": ("bool", False),
+    "--hybrid-context-parallel": ("bool", False),
+}
+"""Arguments that no rule needs and `run_config_of` does: type, and Megatron-LM's or our default."""
+
+
+def _arguments() -> list[tuple[Any, str]]:
+    """Each field of the view that an argument states, with the argument."""
+    fields = dataclasses.fields(RunView)
+    return [(entry, entry.metadata["argument"]) for entry in fields if entry.metadata.get("argument")]
+
+
+def namespace_of(words: Sequence[str]) -> SimpleNamespace:
+    """Returns what Megatron-LM's parser makes of arguments, as far as `run_config_of` reads it."""
+    values: dict[str, Any] = {name: False if entry.type == "bool" else None for entry, name in _arguments()}
+    values |= {name: default for name, (_, default) in _READ_BY_THE_RUN.items()}
+    sizes = ("tensor-model", "context", "pipeline-model", "expert-model")
+    values |= dict.fromkeys((f"--{kind}-parallel-size" for kind in sizes), 1) | _parsed(words)
+    args = SimpleNamespace(**{name[2:].replace("-", "_"): value for name, value in values.items()})
+    args.virtual_pipeline_model_parallel_size = (
+        args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank
+    )
+    return args
+
+
+def _parsed(words: Sequence[str]) -> dict[str, Any]:
+    """Values by argument, of those that are read here.
+
+    Raises:
+        ConfigError: a value of the wrong kind, or a name that is nearly one of those that the view reads.
+    """
+    types = {name: str(entry.type) for entry, name in _arguments()}
+    known = types | {name: kind for name, (kind, _) in _READ_BY_THE_RUN.items()}
+    values: dict[str, Any] = {}
+    for name, texts in grouped(words):
+        near = difflib.get_close_matches(name, types, n=1, cutoff=0.93)
+        if near and name not in known:
+            raise ConfigError(f"There is no argument {name}; did you mean {near[0]}?")
+        if name in known:
+            try:
+                values[name] = _value(known[name], texts) if known[name] != "words" else [*values.get(name, ()), *texts]
+            except ValueError as error:
+                raise ConfigError(f"{name} has the value {' '.join(texts)!r}, which cannot be read.") from error
+    return values
+
+
+def grouped(words: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Returns each name, with hyphens for underscores, and the words up to the next name; words before the first name
+    (a program) are left out."""
+    groups: list[tuple[str, list[str]]] = []
+    for word in words:
+        if word.startswith("--"):
+            name, separator, value = word.partition("=")
+            groups.append((name.replace("_", "-"), [value] if separator else []))
+        elif groups:
+            groups[-1][1].append(word)
+    return groups
+
+
+def _value(annotation: str, words: list[str]) -> Any:
+    """The value of an argument, of the type of its field.
+
+    Raises:
+        ValueError: the words are not of that type.
+    """
+    if annotation.startswith("bool"):
+        if words:
+            raise ValueError
+        return True
+    if annotation.startswith("tuple[str"):
+        return tuple(part for word in words for part in word.split(",") if part)
+    kind = next(kind for kind in (float, int, str) if kind.__name__ in annotation)
+    values = tuple(kind(word) for word in words)
+    if annotation.startswith("tuple") or ("tuple" in annotation and len(values) > 1):
+        return values
+    (value,) = values
+    return value
+
+
+_RECIPE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*\Z")
+
+
+def run_source(
+    given: tuple[str, ...],
+    *,
+    overrides: tuple[str, ...] = (),
+    world_size: int | None = None,
+    step: str | None = None,
+    model_configs: Path | None = None,
+) -> RunSource:
+    """Recognises what was given.
+
+    Args:
+        given: one name (a YAML file, a file of arguments, ``module:function``), or the arguments themselves.
+        overrides: ``section.key=value`` for our YAML, Hydra overrides for Bridge.
+        world_size: GPUs; None takes the smallest number that holds one replica.
+        step: forward step, for sources that do not hold it.
+        model_configs: folder of ``NAME/config.json`` of models, used instead of the hub if it has the model.
+
+    Raises:
+        ConfigError: it cannot be read.
+        UserError: Bridge is needed and cannot be imported.
+    """
+    if not given:
+        raise ConfigError("Nothing to validate: name a YAML file, a recipe module:function, or arguments after --.")
+    name = given[0]
+    if len(given) > 1 and not name.startswith("--"):
+        raise ConfigError(f"One run at a time: {' '.join(given[:3])}. Megatron-LM arguments begin with --.")
+    path = Path(name)
+    text = path.read_text(encoding="utf-8-sig", errors="replace") if path.is_file() else ""
+    first = next((line.split("#")[0].split()[0] for line in text.splitlines() if line.split("#")[0].split()), "")
+    if name.startswith("--") or (first.startswith("--") and first != "---"):
+        if model_configs is not None:
+            raise ConfigError("--model-configs does not apply to Megatron-LM arguments, which describe the model.")
+        if overrides:
+            raise ConfigError("--set does not apply to Megatron-LM arguments; change the arguments.")
+        if name.startswith("--"):
+            return ArgumentsRun(name="arguments", words=list(given), world_size=world_size, step=step)
+        try:  # written as on a command line, with # comments and continued lines
+            words = shlex.split(path.read_text(encoding="utf-8-sig").replace("\\\n", " "), comments=True)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path} cannot be read as a list of arguments: {error}.") from error
+        return ArgumentsRun(name=name, words=words, world_size=world_size, step=step)
+    if _RECIPE.match(name) and not path.exists():
+        container, kind = container_of_recipe(name, model_configs), "Bridge recipe"
+    elif re.search(r"^_target_:", text, re.MULTILINE):
+        if model_configs is not None:
+            raise ConfigError("--model-configs does not apply to a serialised configuration, which contains its model.")
+        container, kind = container_of_file(path), "serialised Bridge configuration"
+    else:
+        sets = overrides if step is None else (*overrides, f"training.step={step}")
+        return YamlRun(name=name, overrides=sets, world_size=world_size, model_configs=model_configs)
+    return ContainerRun(
+        name=name, kind=kind, overrides=overrides, world_size=world_size, step=step, container=container
+    )

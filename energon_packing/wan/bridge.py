@@ -1,0 +1,142 @@
+"""`PackedWanDatasetConfig`: online packing of clips as the data set of Megatron-Bridge's Wan recipes.
+
+Batches are those that ``wan_step`` reads (`energon_packing.wan.pack.WanPack.to_bridge`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.utils.instantiate_utils import target_allowlist
+
+from energon_packing.bridge.dataset_sections import DataSection, MetricsSection, frozen, twin
+from energon_packing.bridge.provider import PackProvider
+from energon_packing.config import DataConfig, ParallelConfig
+from energon_packing.config.metrics import MetricsConfig
+from energon_packing.errors import ConfigError
+from energon_packing.validate.container_view import finalised
+from energon_packing.wan.config import TextToVideoConfig, TextToVideoPackingConfig, TextToVideoRunConfig
+
+TextToVideoSection: Any = twin(TextToVideoConfig, module=__name__)
+TextToVideoPackingSection: Any = twin(TextToVideoPackingConfig, ("seq_length",), module=__name__)
+
+
+@dataclass(kw_only=True)
+class PackedWanDatasetConfig(PackProvider):
+    """Packs an Energon data set of clips and captions online, one row of patches and one of text per micro-batch.
+
+    Mutable and plain, like `energon_packing.bridge.dataset.PackedEnergonDatasetConfig`. Hydra reaches every setting:
+    ``dataset.encoder.compat=bridge``, ``dataset.packing.window=256``, ``dataset.data.shuffle_buffer=1000``.
+    """
+
+    seq_length: int = 75_600
+    """Latent patches per row, alignment padding included."""
+
+    data: Any = field(default_factory=DataSection)
+    """Reading: split, shuffling, seed. The fields of `energon_packing.config.DataConfig`."""
+    encoder: Any = field(default_factory=TextToVideoSection)
+    """Patches, text tokens, sampling of frames, the two encoders. The fields of `TextToVideoConfig`."""
+    packing: Any = field(default_factory=TextToVideoPackingSection)
+    """Window, policy, limits of a pack, drop budget. The fields of `TextToVideoPackingConfig`."""
+
+    def run_config(self, parallel: ParallelConfig) -> TextToVideoRunConfig:
+        """The same settings as our own configuration.
+
+        Raises:
+            ConfigError: a value that cannot work, for example a ``seq_length`` that the alignment does not divide.
+        """
+        return TextToVideoRunConfig(
+            data=frozen(DataConfig, self.data, where="dataset.data", path=self.path, workers=self.num_workers),
+            encoder=frozen(TextToVideoConfig, self.encoder, where="dataset.encoder"),
+            packing=frozen(TextToVideoPackingConfig, self.packing, where="dataset.packing", seq_length=self.seq_length),
+            parallel=parallel,
+            metrics=frozen(MetricsConfig, self.metrics, where="dataset.metrics"),
+        )
+
+    def check_fields(self) -> None:
+        """See `PackProvider.check_fields`."""
+        if self.micro_batch_size != 1:
+            raise ConfigError(
+                f"dataset.micro_batch_size is {self.micro_batch_size}; a pack of clips is a whole micro-batch, so it "
+                "must be 1. Raise seq_length instead."
+            )
+        if self.trust_remote_code:
+            raise ConfigError(
+                "dataset.trust_remote_code is true, but clips run no code from a model's folder; leave it out."
+            )
+
+    def check_run(self, container: ConfigContainer) -> None:
+        """Checks the run; see `PackProvider.check_run`. Bridge checks nothing of a Wan data set.
+
+        Raises:
+            ConfigError: the model cannot take the rows, or its step would train on them wrongly.
+        """
+        model = container.model
+        if not hasattr(model, "patch_spatial"):
+            raise ConfigError(
+                f"The model is a {type(model).__name__}, but PackedWanDatasetConfig makes rows of clips for Wan; use "
+                "PackedEnergonDatasetConfig for conversations."
+            )
+        patch = (model.patch_temporal, model.patch_spatial, model.patch_spatial)
+        for name, here, words, there in (
+            ("patch", tuple(self.encoder.patch), "patch_temporal and patch_spatial make", patch),
+            ("latent_channels", self.encoder.latent_channels, "in_channels is", model.in_channels),
+            ("text_width", self.encoder.text_width, "text_dim is", model.text_dim),
+        ):
+            if here != there:
+                raise ConfigError(
+                    f"dataset.encoder.{name} is {here}, but model.{words} {there}; set the first to the second."
+                )
+        for name, size in (
+            ("train.micro_batch_size", container.train.micro_batch_size),
+            ("validation.eval_micro_batch_size", container.validation.eval_micro_batch_size),
+        ):
+            if size not in (None, 1):
+                raise ConfigError(f"{name} is {size}; a pack of clips is a whole micro-batch, so it must be 1.")
+        if model.pipeline_model_parallel_size > 1:
+            # WanForwardStep runs FlowMatchingPipeline.step on every stage, which draws them anew; Bridge's
+            # initialize._set_random_seed adds 100 per stage to the seed.
+            raise ConfigError(
+                f"model.pipeline_model_parallel_size is {model.pipeline_model_parallel_size}, but each pipeline stage "
+                "of Bridge's Wan step draws its own noise and time, so the last one compares the prediction with "
+                "noise that the first never added; set it to 1."
+            )
+        self._check_layout(container)
+
+    def _check_layout(self, container: ConfigContainer) -> None:
+        """Refuses rows that the run cannot divide among its ranks."""
+        model = container.model
+        parallel = ParallelConfig(
+            tensor_parallel=model.tensor_model_parallel_size,
+            context_parallel=model.context_parallel_size,
+            sequence_parallel=bool(finalised(model).sequence_parallel),
+            eval_context_parallel=container.dist.eval_context_parallel_size,
+        )
+        multiple = self.run_config(parallel).multiple
+        if multiple % parallel.multiple:
+            raise ConfigError(
+                f"dataset.encoder.compat=bridge aligns clips to {multiple}, as Bridge's own data path does, but tensor "
+                f"parallelism {parallel.tensor_parallel} with sequence parallelism needs rows divisible by "
+                f"{parallel.multiple}; set dataset.encoder.compat to none, or turn sequence parallelism off."
+            )
+
+
+for _class in (PackedWanDatasetConfig, DataSection, TextToVideoSection, TextToVideoPackingSection, MetricsSection):
+    target_allowlist.add_exact(f"{_class.__module__}.{_class.__qualname__}")
+
+
+def dataset_of(container: Any, processor: str | None, **fields: Any) -> PackedWanDatasetConfig:
+    """Returns the data set of a container with a Wan model: its patches, channels and texts are the model's.
+
+    Raises:
+        ConfigError: a processor is given.
+    """
+    if processor is not None:
+        raise ConfigError(f"use_packed_data(..., processor={processor!r}): a Wan model has no processor; leave it out.")
+    model, dataset = container.model, PackedWanDatasetConfig(**fields)
+    dataset.encoder.patch = (model.patch_temporal, model.patch_spatial, model.patch_spatial)
+    dataset.encoder.latent_channels, dataset.encoder.text_width = model.in_channels, model.text_dim
+    dataset.encoder.max_text_tokens = model.text_len
+    return dataset

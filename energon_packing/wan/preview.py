@@ -1,0 +1,115 @@
+"""`energon-packing preview --format text-to-video`: packs of clips as tables: grids, patches, text tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+
+from energon_packing.cli.terminal import answer, cell, counted, dropped_lines, panel, say
+from energon_packing.ledger import without_ledger
+from energon_packing.wan.task_encoder import ClipPack
+
+
+def describe_clips(pack: ClipPack, *, seq_length: int) -> dict[str, Any]:
+    """Describes one pack as plain values.
+
+    Args:
+        pack: what the loader yielded.
+        seq_length: configured row width in patches, for the fill.
+
+    Returns:
+        ``index`` of the pack in its worker; ``patches`` and ``text_tokens``, lengths of the two rows; ``real_patches``
+        of clips, and ``fill``, their share of the row width; shapes of ``latents`` and ``context``; what was
+        ``dropped`` since the pack before; and ``clips`` in row order: ``key``, ``start`` (first patch in the row),
+        ``patches`` and their ``grid``, ``padding`` up to the next clip, the same of its text, and ``weight``, the sum
+        of the loss mask.
+    """
+    batch = pack.batch
+    clips: list[dict[str, Any]] = []
+    start = text_start = 0
+    sizes = (batch.seq_len_q, batch.seq_len_q_padded, batch.seq_len_kv, batch.seq_len_kv_padded)
+    for key, grid, patches, place, tokens, text_place in zip(
+        batch.keys, batch.grid_sizes.tolist(), *(each.tolist() for each in sizes), strict=False
+    ):
+        clips.append(
+            {
+                "key": key,
+                "start": start,
+                "patches": patches,
+                "grid": tuple(grid),
+                "padding": place - patches,
+                "text_start": text_start,
+                "text_tokens": tokens,
+                "text_padding": text_place - tokens,
+                "weight": float(batch.loss_mask[start : start + place].float().sum()),
+            }
+        )
+        start, text_start = start + place, text_start + text_place
+    real = sum(clip["patches"] for clip in clips)
+    return {
+        "index": pack.index,
+        "patches": len(batch.video_latents),
+        "text_tokens": len(batch.context_embeddings),
+        "real_patches": real,
+        "fill": real / seq_length,
+        "latents": tuple(batch.video_latents.shape),
+        "context": tuple(batch.context_embeddings.shape),
+        "clips": tuple(clips),
+        "dropped": tuple(dataclasses.asdict(entry) for entry in pack.dropped),
+    }
+
+
+def preview_clips(dataset: str, config_path: str | None, overrides: Iterable[str], packs: int, as_json: bool) -> None:
+    """Builds real packs of a text-to-video data set, plan or packed directory, and shows each clip.
+
+    Raises:
+        UserError: the configuration or the data set cannot be used.
+    """
+    from energon_packing.offline.open_loader import open_loader
+    from energon_packing.wan.config import load_text_to_video_config
+
+    config = load_text_to_video_config(config_path, overrides)
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=dataset, workers=0))
+    width = config.packing.seq_length
+    loader = open_loader(without_ledger(config))
+    views = [describe_clips(pack, seq_length=width) for pack in itertools.islice(loader, packs)]
+
+    def show(_: Any) -> None:
+        for view in views:
+            Console().print(_panel(view))
+        real, patches = sum(view["real_patches"] for view in views), sum(view["patches"] for view in views)
+        clips = counted(sum(len(view["clips"]) for view in views), "clip")
+        say(
+            f"{counted(len(views), 'pack')}, {clips}, {real:,} patches in rows of {width}: fill "
+            f"{real / max(1, len(views)) / width:.2%}, padding {patches - real:,} patches (multiple {config.multiple})"
+        )
+
+    answer({"dataset": dataset, "seq_length": width, "packs": views}, as_json, show, indent=2)
+
+
+def _panel(view: dict[str, Any]) -> Panel:
+    parts = [
+        (
+            cell(clip["key"] or "(padding)", "bold"),
+            cell(
+                f"start {clip['start']} \u00b7 patches {clip['patches']} \u00b7 grid "
+                f"{'x'.join(map(str, clip['grid']))} \u00b7 pad {clip['padding']} \u00b7 text start "
+                f"{clip['text_start']} \u00b7 text tokens {clip['text_tokens']} \u00b7 text pad "
+                f"{clip['text_padding']} \u00b7 weight {clip['weight']:g}",
+                "cyan",
+            ),
+        )
+        for clip in view["clips"]
+    ]
+    title = (
+        f"pack {view['index']}: {view['real_patches']} patches in a row of {view['patches']}, "
+        f"{view['text_tokens']} text tokens, fill {view['fill']:.2%}"
+    )
+    return panel(
+        title, parts, [f"latents {list(view['latents'])}, context {list(view['context'])}", *dropped_lines(view)]
+    )

@@ -1,0 +1,297 @@
+"""Packed rows in the vision step of Megatron-LM: LLaVA as its samples alone, GLM-4.5V and Ernie as in Bridge's step."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+import bridge_here  # noqa: F401
+import pytest
+import torch
+from support.bridge_cpu import glm_and_ernie, row_parity, training_run
+from support.offline_processors import ernie4_5_vl, glm4v
+
+from energon_packing import thd
+from energon_packing.config import EncoderConfig
+from energon_packing.encoders.encoder import ConversationEncoder
+from energon_packing.encoders.joinable_rows import joinable
+from energon_packing.errors import ConfigError
+
+if importlib.util.find_spec("megatron.training") is None:
+    pytest.skip("megatron.training is not installed", allow_module_level=True)
+
+LIMITS = glm_and_ernie.LIMITS
+FAMILIES = {
+    "glm4v": (glm_and_ernie.glm_provider, lambda: glm4v(LIMITS, LIMITS)),
+    "ernie4_5_vl": (glm_and_ernie.ernie_provider, lambda: ernie4_5_vl(LIMITS, LIMITS, max_frames=4)),
+}
+
+
+def encoder_and_row(family, multiple=8):
+    from whole_sample import image, video
+
+    encoder = ConversationEncoder(EncoderConfig(), processor=FAMILIES[family][1]())
+    media = [(image(90, 60, name="a"), image(31, 33, name="b")), (), (video(8, 2.0, 64, 64, name="c"),)]
+    rows = [glm_and_ernie.row_of(encoder, at, each, f"Answer {at}.") for at, each in enumerate(media)]
+    return encoder, thd.assemble(joinable(rows, encoder.fields), multiple=multiple, extra_fields=encoder.fields)
+
+
+def model_of(family, encoder, monkeypatch):
+    if family == "ernie4_5_vl":
+        glm_and_ernie.known_layers(monkeypatch)
+    provider = FAMILIES[family][0](encoder)
+    provider.moe_router_load_balancing_type = "aux_loss"  # GLM's own is per sequence, which a packed row refuses
+    return training_run.build_model(provider)
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_models_losses_are_those_of_bridges_step_types_of_tokens_included(family, monkeypatch):
+    from energon_packing.megatron_lm import vlm
+    from energon_packing.megatron_lm.batch import get_batch
+
+    encoder, row = encoder_and_row(family)
+    with training_run.process_groups(), torch.no_grad():
+        model = model_of(family, encoder, monkeypatch)
+        theirs = row_parity.forward(model, row.to_bridge(), with_labels=True)
+        batch = get_batch(iter([row]), whole_row=True)
+        ours = vlm._call_by_name(model, batch)
+        ours = ours[0] if isinstance(ours, tuple) else ours
+        assert {name: each.dtype for name, each in batch.model_inputs.items()} == dict.fromkeys(
+            [field.name for field in encoder.token_fields], torch.int64
+        )
+        # The last of them decides about positions (GLM) or experts (Ernie), so its values must matter.
+        last = encoder.token_fields[-1].name
+        silent = replace(batch, model_inputs={**batch.model_inputs, last: torch.zeros_like(row.tokens)})
+        if family == "ernie4_5_vl":
+            without = vlm._call_by_name(model, silent)
+            without = without[0] if isinstance(without, tuple) else without
+            assert float((ours - without).abs().max()) > 1e-3
+    real = ~row.padding_mask
+    torch.testing.assert_close(ours[real], theirs[real], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_the_experts_of_a_vision_model_get_the_padding_of_the_row(monkeypatch):
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    from energon_packing.megatron_lm import vlm
+    from energon_packing.megatron_lm.batch import get_batch
+
+    encoder, row = encoder_and_row("glm4v")
+    seen = []
+    with training_run.process_groups(), torch.no_grad():
+        model = model_of("glm4v", encoder, monkeypatch)
+        for router in (module for module in model.modules() if isinstance(module, TopKRouter)):
+            router.register_forward_pre_hook(lambda _, given: seen.append(given[1]))
+        vlm._call_by_name(model, get_batch(iter([row]), whole_row=True))
+    assert row.padding_mask.any()
+    assert seen
+    assert all(torch.equal(mask.reshape(1, -1), row.padding_mask) for mask in seen)
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("trainer", ["Bridge", "Megatron-LM"])
+def test_a_model_that_does_not_take_what_the_family_needs_is_refused_before_it_runs(
+    family, trainer, tmp_path, monkeypatch
+):
+    from energon_packing.bridge import step
+    from energon_packing.megatron_lm import gpt
+    from energon_packing.megatron_lm.batch import get_batch
+
+    encoder, row = encoder_and_row(family)
+    encoder.processor.save_pretrained(tmp_path)
+    run = SimpleNamespace(encoder=EncoderConfig(processor=str(tmp_path)))
+
+    class Stranger(torch.nn.Module):
+        def forward(self, input_ids, pixel_values=None, labels=None, **others):
+            raise AssertionError("it ran")
+
+    needs = ", ".join(field.name for field in encoder.token_fields)
+    refused = re.escape(f"The family {family} needs {needs}, but Stranger.forward does not take it")
+    if trainer == "Bridge":
+        state = SimpleNamespace(cfg=SimpleNamespace(dataset=SimpleNamespace(run_config=lambda _: run)))
+        with pytest.raises(ConfigError, match=refused):
+            step.forward_step(state, iter([row.to_bridge()]), Stranger())
+        return
+    monkeypatch.setattr(gpt, "run_config_of", lambda _: run)
+    monkeypatch.setattr("megatron.training.get_args", lambda: None)
+    from megatron.core import parallel_state
+
+    with training_run.process_groups():
+        parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+        text = replace(row, visual_inputs=None, visual_counts={}, pixel_forms={})
+        batch = get_batch(iter([text]), whole_row=True)
+        with pytest.raises(ConfigError, match=refused):
+            gpt.inputs_of(Stranger(), batch)
+        parallel_state.destroy_model_parallel()
+
+
+PLACEHOLDER, VOCABULARY, SIDE, PATCH = 60, 64, 28, 14
+TILE = (SIDE // PATCH) ** 2
+
+
+@pytest.fixture(scope="module")
+def model(cpu_world):
+    """A ``LLaVAModel`` of one layer in fp32."""
+    from copy import deepcopy
+
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.models.multimodal import llava_model
+    from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    torch.manual_seed(5)
+    language = TransformerConfig(
+        num_layers=1,
+        hidden_size=32,
+        num_attention_heads=4,
+        use_cpu_initialization=True,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        normalization="RMSNorm",
+    )
+    vision = deepcopy(language)
+    vision.vision_model_type, vision.normalization = "clip", "LayerNorm"
+    original = llava_model.CLIPViTModel
+    llava_model.CLIPViTModel = functools.partial(original, ln_pre_impl=WrappedTorchNorm)
+    made = llava_model.LLaVAModel(
+        language_transformer_config=language,
+        language_transformer_layer_spec=get_gpt_layer_with_transformer_engine_spec(),
+        language_vocab_size=VOCABULARY,
+        language_max_sequence_length=512,
+        vision_transformer_config=vision,
+        vision_transformer_layer_spec=get_vit_layer_with_local_spec(),
+        drop_vision_class_token=True,
+        vision_projection_config=deepcopy(vision),
+        vision_projection_layer_spec=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+        language_position_embedding_type="rope",
+        img_h=SIDE,
+        img_w=SIDE,
+        patch_dim=PATCH,
+    ).eval()
+    llava_model.CLIPViTModel = original
+    yield made
+    parallel_state.destroy_model_parallel()
+
+
+def sample(seed, tiles):
+    """A question with images in between (numbers of tiles), an answer that is trained, and its tokens for the model."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def words(count):
+        return torch.randint(1, 50, (count,), generator=generator).tolist()
+
+    expanded, short = words(4), []
+    short += expanded
+    for count in tiles:
+        expanded += [PLACEHOLDER] * (count * TILE)
+        short += [-200]
+        between = words(2)
+        expanded, short = expanded + between, short + between
+    answer = words(6 + seed)
+    expanded, short = expanded + answer, short + answer
+
+    def shifted(tokens):
+        ids = torch.tensor(tokens)
+        labels = torch.cat([ids[1:], torch.tensor([-100])])
+        labels[: len(tokens) - len(answer) - 1] = -100
+        return ids, labels
+
+    ids, labels = shifted(expanded)
+    row = {"input_ids": ids, "labels": labels, "loss_mask": (labels >= 0).float()}
+    row["position_ids"] = torch.arange(len(ids))
+    pixels = torch.randn(sum(tiles), 3, SIDE, SIDE, generator=generator)
+    if tiles:
+        row["visual_inputs"] = {"pixel_values": pixels}
+    ids, labels = shifted(short)
+    return row, {"ids": ids[None], "labels": labels[None], "pixels": pixels, "tiles": torch.tensor(tiles).int()}
+
+
+SAMPLES = [sample(0, [1]), sample(1, []), sample(2, [2, 1]), sample(3, [1, 1, 3])]
+
+
+def stage_batch(rows, multiple=1, width=None):
+    """The row as `get_batch` gives it to the only rank of a run."""
+    from energon_packing.megatron_lm.batch import StageBatch
+    from energon_packing.thd.boundaries import packed_seq_params
+
+    row = thd.assemble(rows, multiple=multiple, width=width)
+    names = ("tokens", "position_ids", "labels", "loss_mask", "padding_mask", "cu_seqlens", "visual_inputs")
+    return StageBatch(packed_seq_params=packed_seq_params(row), **{name: getattr(row, name) for name in names})
+
+
+@pytest.mark.parametrize(("multiple", "width"), [(1, None), (8, None), (8, 160), (1, 160)])
+def test_the_losses_of_a_packed_row_are_those_of_its_samples_alone_in_the_models_own_form(
+    model, multiple, width, monkeypatch
+):
+    from energon_packing.megatron_lm import vlm
+
+    monkeypatch.setattr(vlm, "image_placeholder", lambda: PLACEHOLDER)
+    with torch.no_grad():
+        losses, mask = vlm._call_llava(model, stage_batch([row for row, _ in SAMPLES], multiple, width))
+        alone = []
+        for _, own in SAMPLES:
+            weights = (own["labels"] >= 0).float()
+            output, kept = model(
+                own["pixels"],
+                own["ids"],
+                torch.arange(own["ids"].size(1))[None],
+                None,
+                labels=own["labels"].clamp_min(0),
+                loss_mask=weights,
+                num_image_tiles=own["tiles"],
+            )
+            alone.append(output[kept > 0])
+    assert mask.sum() == sum(part.numel() for part in alone) > 20
+    torch.testing.assert_close(losses[mask > 0], torch.cat(alone), rtol=1e-5, atol=1e-5)
+
+
+def test_the_model_makes_the_row_again_that_the_placeholders_stood_for(model):
+    from energon_packing.megatron_lm.vlm import llava_inputs
+
+    batch = stage_batch([row for row, _ in SAMPLES], 8, 160)
+    made = llava_inputs(batch, placeholder=PLACEHOLDER, image_token_index=-200, tokens_per_tile=TILE)
+    assert made.tiles.tolist() == [1, 2, 1, 1, 1, 3]
+    assert made.tokens.size(1) == 160 - 9 * TILE + 6
+    _, labels, mask = model._preprocess_data(
+        torch.zeros(TILE, 9, 32),
+        torch.zeros(1, made.tokens.size(1), 32),
+        made.tokens,
+        made.loss_mask,
+        made.labels,
+        False,
+        None,
+        -200,
+        made.tiles,
+    )
+    assert torch.equal(mask, batch.loss_mask)
+    assert torch.equal(labels[mask > 0], batch.labels[mask > 0])
+
+
+def test_a_processor_of_another_vision_model_is_refused():
+    from energon_packing.megatron_lm.vlm import llava_inputs
+
+    batch = stage_batch([SAMPLES[0][0]])
+    with pytest.raises(ConfigError, match="4 placeholders, but the model makes 9 embeddings"):
+        llava_inputs(batch, placeholder=PLACEHOLDER, image_token_index=-200, tokens_per_tile=9)
+
+
+def test_between_pipeline_stages_the_models_length_must_be_the_rows():
+    from energon_packing.megatron_lm.vlm import check_pipeline_width
+
+    batch = stage_batch([SAMPLES[0][0]], 1, 64)
+    check_pipeline_width(SimpleNamespace(_language_is_pipeline_parallel=True, _language_max_sequence_length=64), batch)
+    check_pipeline_width(SimpleNamespace(_language_is_pipeline_parallel=False, _language_max_sequence_length=9), batch)
+    wrong = SimpleNamespace(_language_is_pipeline_parallel=True, _language_max_sequence_length=512)
+    with pytest.raises(ConfigError, match="language_max_sequence_length 512, but the rows have 64"):
+        check_pipeline_width(wrong, batch)

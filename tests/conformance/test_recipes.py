@@ -1,0 +1,361 @@
+"""Every recipe in ``bridge_configs/``, of README and of docs/index.md is valid on Bridge's own, and builds its batch.
+
+There is no hub and no GPU: a processor is the small one of the same family that the demo ships.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import random
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import bridge_here  # noqa: F401
+import pytest
+from click.testing import CliRunner
+from manual.blocks import read_page
+from support.bridge_cpu import tiny_models
+
+from energon_packing import thd
+from energon_packing.cli.main import cli
+from energon_packing.convert import ConvertConfig, convert
+from energon_packing.demo import make_data, processor_path
+from energon_packing.energon.loader import build_loader
+from energon_packing.validate.recipes import SHIPPED
+from energon_packing.validate.rules.registry import judge
+from energon_packing.validate.run_source import run_source
+from energon_packing.validate.verdict import container_verdict
+
+pytestmark = pytest.mark.usefixtures("stand_ins")
+
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "bridge_configs"
+
+
+def gpus(module):
+    """The table of a recipe file, read without importing it (that needs Bridge)."""
+    tree = ast.parse((FOLDER / f"{module}.py").read_text())
+    (table,) = [
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) == "GPUS"
+    ]
+    return ast.literal_eval(table)
+
+
+RECIPES = [(module, name, size) for module in ("qwen25_vl", "qwen3_vl", "qwen3") for name, size in gpus(module).items()]
+
+
+@pytest.fixture(autouse=True)
+def training_machine(tmp_path, monkeypatch):
+    """A folder with the checkpoints that adapters are trained on top of; recipes are importable from the checkout."""
+    for model in SHIPPED.iterdir():
+        (tmp_path / "checkpoints" / model.name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT))
+
+
+def step_of(name):
+    return "gpt_step" if name.startswith("qwen3_8b") else "energon_packing.bridge.step" if "_a" in name else "vlm_step"
+
+
+def validate(*arguments):
+    """Without a look at data: what is shipped names data sets that a reader has yet to make."""
+    result = CliRunner().invoke(cli, ["validate", *arguments, "--no-data", "--json"])
+    return result.exit_code, json.loads(result.stdout)
+
+
+def speaking(answer):
+    return {rule["rule"]: rule["verdict"] for rule in answer["rules"] if rule["verdict"] in ("error", "warning")}
+
+
+WITHOUT_WEIGHTS = {"ours/initial-weights": "warning"}
+
+
+@pytest.mark.parametrize(("module", "name", "size"), RECIPES)
+def test_every_recipe_is_valid_and_bridge_accepts_it(module, name, size):
+    code, answer = validate(f"bridge_configs.{module}:{name}", "--world-size", str(size), "--step", step_of(name))
+    assert speaking(answer) == ({} if name.endswith("peft") else WITHOUT_WEIGHTS)
+    assert answer["bridge"]["message"] is None
+    assert (code, answer["bridge"]["verdict"]) == (0, "accepts")
+    assert answer["resolved"]["packing"] == "online"
+    assert answer["resolved"]["micro_batches_per_step"] >= 1
+    assert answer["resolved"]["context_parallel"] == 1 or module != "qwen25_vl"  # which has no code for it
+
+
+@pytest.mark.parametrize(("module", "name", "size"), {recipe[0]: recipe for recipe in RECIPES}.values())
+def test_every_recipe_takes_the_processor_of_its_family_and_refuses_that_of_the_neighbour(module, name, size):
+    for family in ("qwen2_5_vl", "qwen3_vl"):
+        source = run_source(
+            (f"bridge_configs.{module}:{name}",),
+            overrides=(f"dataset.processor={processor_path(family)}",),
+            world_size=size,
+        )
+        (judged,) = [found for found in judge(source.view()) if found.rule.id == "ours/processor-fits-the-model"]
+        if module == "qwen3":  # a model of text states nothing to compare
+            assert judged.outcome == "not applicable"
+        else:
+            assert judged.outcome == ("ok" if family == {"qwen25_vl": "qwen2_5_vl"}.get(module, module) else "error")
+
+
+@pytest.mark.parametrize(
+    ("setting", "warned"),
+    [
+        ("pretrained_checkpoint=checkpoints/Qwen3-8B", {}),
+        ("load=checkpoints/Qwen3-8B", {}),
+        ("load=checkpoints/not-there-yet", WITHOUT_WEIGHTS),
+    ],
+)
+def test_a_run_that_names_weights_or_continues_is_not_warned_about_random_ones(setting, warned):
+    recipe = ("bridge_configs.qwen3:qwen3_8b_sft", "--world-size", "8", "--step", "gpt_step", "--no-bridge")
+    assert speaking(validate(*recipe, "--set", f"checkpoint.{setting}")[1]) == warned
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("Qwen2.5-VL-3B-Instruct", 3.75e9),
+        ("Qwen2.5-VL-7B-Instruct", 8.29e9),
+        ("Qwen2.5-VL-32B-Instruct", 33.5e9),
+        ("Qwen2.5-VL-72B-Instruct", 73.4e9),
+        ("Qwen3-VL-8B-Instruct", 8.77e9),
+        ("Qwen3-VL-30B-A3B-Instruct", 31.1e9),
+        ("Qwen3-VL-235B-A22B-Instruct", 235.7e9),
+        ("Qwen3-8B", 8.19e9),
+    ],
+)
+def test_a_shipped_configuration_has_the_published_number_of_parameters(name, parameters):
+    """A wrong width or depth would show; built on torch's meta device, in the Hugging Face class."""
+    import torch
+    import transformers
+
+    values = json.loads((SHIPPED / name / "config.json").read_text())
+    config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+    kind = getattr(transformers, config.architectures[0])
+    with torch.device("meta"):
+        model = kind(config)
+    assert sum(weight.numel() for weight in model.parameters()) == pytest.approx(parameters, rel=0.005)
+
+
+BROKEN = [
+    (
+        "bridge_configs.qwen25_vl:qwen25_vl_7b_sft",
+        "16",
+        ["model.context_parallel_size=2"],
+        "ours/family-context-parallel",
+    ),
+    ("bridge_configs.qwen3_vl:qwen3_vl_8b_sft", "8", ["train.micro_batch_size=2"], "bridge/one-pack-a-micro-batch"),
+    ("bridge_configs.qwen3_vl:qwen3_vl_8b_sft", "8", ["model.seq_length=4096"], "bridge/same-seq-length"),
+    ("megatron.bridge.recipes.qwen_vl:qwen3_vl_235b_a22b_sft_config", "32", [], "core/expert-world-size"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "size", "overrides", "rule"), BROKEN)
+def test_a_broken_recipe_is_refused_for_its_rule(recipe, size, overrides, rule):
+    sets = [word for override in overrides for word in ("--set", override)]
+    code, answer = validate(recipe, "--world-size", size, *sets)
+    assert code == 1
+    assert any(found.startswith(rule) for found, verdict in speaking(answer).items() if verdict == "error")
+
+
+def test_the_global_batch_that_keeps_the_tokens_of_an_unpacked_recipe_is_told():
+    name = "megatron.bridge.recipes.qwen_vl:qwen3_vl_8b_sft_config"
+    code, answer = validate(name, "--world-size", "8", "--tokens-per-sample", "512", "--no-bridge")
+    assert code == 0
+    assert answer["resolved"]["packing"] == "in_batch"
+    # 32 samples of 512 tokens are 16,384: four rows of 4,096, one for each of four replicas.
+    assert answer["resolved"]["global_batch_size_in_packs"] == 4
+
+
+@pytest.fixture
+def serialised(tmp_path):
+    """A recipe as Bridge writes it beside a checkpoint."""
+    source = run_source(("bridge_configs.qwen3_vl:qwen3_vl_8b_sft",))
+    source.container.to_yaml(str(tmp_path / "run_config.yaml"))
+    return tmp_path / "run_config.yaml"
+
+
+def test_a_serialised_bridge_configuration_is_judged(serialised):
+    code, answer = validate(str(serialised), "--world-size", "8", "--step", "vlm_step")
+    assert answer["kind"] == "serialised Bridge configuration"
+    assert (code, speaking(answer), answer["bridge"]["verdict"]) == (0, WITHOUT_WEIGHTS, "accepts")
+    code, answer = validate(str(serialised), "--world-size", "8", "--step", "qwen3_vl_step")
+    assert (code, speaking(answer)) == (1, {"ours/step-reads-packs": "error", **WITHOUT_WEIGHTS})
+
+
+def reads_of(*sets):
+    words = [word for change in sets for word in ("--set", change)]
+    recipe = ("bridge_configs.qwen3_vl:qwen3_vl_8b_sft", "--world-size", "8", "--step", "vlm_step", "--no-bridge")
+    result = CliRunner().invoke(cli, ["validate", *recipe, "--json", *words])
+    return result.exit_code, json.loads(result.stdout)["reads"]
+
+
+def test_what_a_recipe_reads_is_looked_at_under_bridges_names_and_an_evaluation_needs_its_part(tmp_path):
+    source = make_data(tmp_path / "made", conversations=24, seed=4, defects=False)
+    for name, split in (("both", {"train": 0.6, "val": 0.4}), ("train", {"train": 1.0})):
+        convert(ConvertConfig(sources=(source,), out=tmp_path / name, split=split, workers=0))
+    here = (f"dataset.processor={processor_path('qwen3_vl')}", f"dataset.path={tmp_path / 'both'}")
+    looks = reads_of(*here)[1]
+    assert {look["outcome"] for look in looks} == {"ok"}
+    places = {look["at"].partition(":")[0] for look in looks}
+    assert places == {
+        "dataset.path",
+        "dataset.data.split",
+        "dataset.validation_split",
+        "dataset.processor",
+        "dataset.encoder.chat_template",
+        "dataset.packing.ledger",
+    }
+    code, looks = reads_of(here[0], f"dataset.path={tmp_path / 'train'}")
+    (wrong,) = [look for look in looks if look["outcome"] == "error"]
+    assert (code, wrong["at"]) == (1, "dataset.validation_split: val")
+    looks = reads_of(here[0], f"dataset.path={tmp_path / 'train'}", "validation.eval_iters=0")[1]
+    assert {look["outcome"] for look in looks} == {"ok"}
+    code, looks = reads_of("dataset.path=nowhere", "dataset.encoder.chat_template=none.jinja")
+    assert code == 1
+    assert [look["at"] for look in looks if look["outcome"] == "error"] == [
+        "dataset.path: nowhere",
+        "dataset.encoder.chat_template: none.jinja",
+    ]
+
+
+def test_a_recipe_as_shipped_names_each_data_set_that_is_not_there_yet(tmp_path):
+    shutil.copytree(FOLDER / "data", tmp_path / "bridge_configs" / "data")
+    code, looks = reads_of()
+    missing = [look["why"].split(" does not exist")[0] for look in looks if look["outcome"] == "error"]
+    assert code == 1
+    assert missing == [str(tmp_path / "data" / name / "dataset.yaml") for name in ("packed", "packed_more")]
+
+
+def test_a_data_set_of_bridges_own_is_not_looked_at():
+    name = "megatron.bridge.recipes.qwen_vl:qwen3_vl_8b_sft_config"
+    result = CliRunner().invoke(cli, ["validate", name, "--world-size", "8", "--no-bridge", "--json"])
+    looks = json.loads(result.stdout)["reads"]
+    assert (result.exit_code, {look["outcome"] for look in looks}) == (0, {"not looked at"})
+    assert "not ours" in looks[0]["why"]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("no.such.module:recipe", "cannot be imported"),
+        ("bridge_configs.qwen3_vl:qwen3_vl_9b_sft", "no function qwen3_vl_9b_sft"),
+        ("math:floor", "stops with TypeError"),
+        ("locale:getlocale", "expected a ConfigContainer"),
+    ],
+)
+def test_a_recipe_that_cannot_be_used_exits_with_2_and_one_sentence(given, words):
+    result = CliRunner().invoke(cli, ["validate", given])
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+FAMILIES = {"qwen25_vl": "qwen2_5_vl", "qwen3_vl": "qwen3_vl", "qwen3": "text"}
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """A working folder for vision models and one for text models, with the data that the files name."""
+    folder = tmp_path_factory.mktemp("runs")
+    draw = random.Random(1)
+    words = ["pack", "row", "token", "image", "loader", "turn", "answer", "window", "batch", "sample"]
+    lines = []
+    for number in range(200):
+        text = " ".join(draw.choices(words, k=draw.randint(5, 400)))
+        turns = f'{{"role": "user", "content": "say {number}"}}, {{"role": "assistant", "content": "{text}"}}'
+        lines.append(f'{{"id": "{number}", "messages": [{turns}]}}')
+    (folder / "text.jsonl").write_text("\n".join(lines) + "\n")
+    sources = {"vision": make_data(folder / "made", conversations=60, defects=False), "text": folder / "text.jsonl"}
+    for kind, source in sources.items():
+        shutil.copytree(FOLDER / "data", folder / kind / "bridge_configs" / "data")
+        for name in ("packed", "packed_more"):
+            out = folder / kind / "data" / name
+            convert(ConvertConfig(sources=(source,), out=out, split={"train": 0.9, "val": 0.1}, workers=0))
+    return folder
+
+
+def first_pack(config):
+    """Of a run configuration, read in this process."""
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, workers=0))
+    return next(iter(build_loader(config)))
+
+
+@pytest.mark.parametrize(("module", "name", "size"), RECIPES, ids=[name for _, name, _ in RECIPES])
+def test_a_recipe_builds_a_sound_batch_at_its_own_alignment(module, name, size, places, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    monkeypatch.chdir(places / ("text" if module == "qwen3" else "vision"))
+    processor = str(processor_path(FAMILIES[module]))
+    container = run_source((f"bridge_configs.{module}:{name}",), world_size=size).container
+    if container.checkpoint.pretrained_checkpoint:
+        Path(container.checkpoint.pretrained_checkpoint).mkdir(parents=True, exist_ok=True)
+    verdict = container_verdict(container, world_size=size)  # what pretrain() calls first: it settles the layout
+    assert verdict.accepted, verdict.message
+    dataset, model = container.dataset, container.model
+    sizes = {"tp": "tensor", "cp": "context", "pp": "pipeline"}
+    groups = SimpleNamespace(
+        **{
+            short: SimpleNamespace(size=lambda long=long: getattr(model, f"{long}_model_parallel_size", None) or 1)
+            for short, long in sizes.items()
+            if short != "cp"
+        },
+        cp=SimpleNamespace(size=lambda: model.context_parallel_size),
+    )
+    parallel = dataset.parallel_config(groups)
+    dataset.processor = processor
+    config = dataset.run_config(parallel)
+    batch = first_pack(config).batch
+
+    assert parallel.multiple == thd.alignment_multiple(
+        model.tensor_model_parallel_size, model.context_parallel_size, model.sequence_parallel
+    )
+    assert thd.check_thd(batch, multiple=parallel.multiple) == []
+    fixed = model.pipeline_model_parallel_size > 1 or model.expert_model_parallel_size > 1
+    assert batch.total_tokens == dataset.seq_length if fixed else batch.total_tokens <= dataset.seq_length
+    assert batch.real_tokens > 0.9 * dataset.seq_length
+    assert batch.num_samples > 1
+    row = batch.to_bridge()
+    assert (row["visual_inputs"] is None) == (module == "qwen3")
+    if model.context_parallel_size > 1:  # and what each rank sees of it
+        parts = [
+            thd.slice_for_context_parallel(batch, model.context_parallel_size, rank)
+            for rank in range(model.context_parallel_size)
+        ]
+        assert {part.tokens.shape[1] for part in parts} == {batch.total_tokens // model.context_parallel_size}
+
+
+PAGES = {"README.md": 4096, "docs/index.md": 8192}  # page -> seq_length
+
+
+def recipe(page):
+    (block,) = [block for block in read_page(ROOT / page).blocks if block.run_by.endswith(Path(__file__).name)]
+    return block.text
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_recipe_has_at_most_fifteen_lines(page):
+    assert len(recipe(page).strip().splitlines()) <= 15
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_recipe_passes_unmodified_validate_on_two_ranks(page, monkeypatch):
+    """Only the hub is replaced: the recipe's model name gives a tiny configuration of the same family."""
+    from megatron.bridge import AutoBridge
+    from megatron.bridge.training.config import runtime_config_update
+
+    tokens = tiny_models.SpecialTokens(vision_start=4079, vision_end=4080, image=4082, video=4083)
+    tiny = tiny_models.hugging_face_config("qwen3_vl", vocab_size=4096, tokens=tokens, seq_length=4096)
+    monkeypatch.setattr(
+        AutoBridge, "from_hf_pretrained", staticmethod(lambda *_, **__: AutoBridge.from_hf_config(tiny))
+    )
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    scope = {}
+    exec(compile(recipe(page), page, "exec"), scope)
+    cfg = scope["cfg"]
+    runtime_config_update(cfg)  # what Bridge's pretrain() calls first; ends with validate()
+    assert cfg.dataset.offline_packing_specs.packed_sequence_size == cfg.model.seq_length == PAGES[page]
+    assert cfg.dataset.run_config(cfg.dataset.parallel_config(None)).packing.seq_length == PAGES[page]

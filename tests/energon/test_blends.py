@@ -1,0 +1,267 @@
+"""Groups and limits of the data sets of a blend."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from pathlib import Path
+
+import pytest
+import yaml
+from made_data import chat, converted
+from megatron.energon import WorkerConfig, get_loader, get_train_dataset
+
+from energon_packing.config import RunConfig
+from energon_packing.convert.layout import dataset_entry
+from energon_packing.energon.loader import build_loader, build_task_encoder
+from energon_packing.energon.sample_task_encoder import MixedTaskEncoder
+from energon_packing.energon.samples import by_group, group_name
+from energon_packing.errors import ConfigError, PackingError
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    """Three data sets of texts; the keys of each begin with its letter."""
+    root = tmp_path_factory.mktemp("groups")
+
+    def record(letter, number):
+        answer = f"{letter} says {number}. " * (1 + (7 * number + ord(letter)) % 23)
+        return chat("Say it", answer, id=f"{letter}-{number}")
+
+    return {letter: converted(root / letter, (record(letter, number) for number in range(60))) for letter in "abc"}
+
+
+@pytest.fixture
+def blend(parts, tmp_path, run_config):
+    """Makes the configuration of a run on the three data sets with these groups and weights."""
+
+    def make(groups, weights=(4, 2, 1), workers=0, **packing) -> RunConfig:
+        entries = []
+        for letter, group, weight in zip("abc", groups, weights, strict=True):
+            entry = {"weight": weight, "path": str(dataset_entry(str(parts[letter])))}
+            entries.append(entry if group is None else entry | {"subflavors": {"group": group}})
+        meta = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {"train": {"blend": entries}}}
+        file = tmp_path / "blend.yaml"
+        file.write_text(yaml.safe_dump(meta))
+        data = {"path": str(file), "repeat": True, "workers": workers}
+        return run_config(data=data, drop_budget=1.0, **({"seq_length": 1024, "window": 48} | packing))
+
+    return make
+
+
+def first(loader, count):
+    return list(itertools.islice(loader, count))
+
+
+def mixtures(packs):
+    """The sets of data sets that packs consist of."""
+    return {"".join(sorted({key[0] for key in pack.keys})) for pack in packs}
+
+
+def test_packs_hold_samples_of_one_group_only_and_rare_groups_fill_theirs_as_well(blend):
+    together = first(build_loader(blend((None, None, None))), 60)
+    assert "abc" in mixtures(together)
+    apart = first(build_loader(blend(("text", "charts", "charts"))), 60)
+    assert mixtures(apart) <= {"a", "b", "c", "bc"}
+    assert {"a", "bc"} <= mixtures(apart)
+    fill = {
+        name: [pack.batch.real_tokens / 1024 for pack in apart if (pack.keys[0][0] == "a") == (name == "a")]
+        for name in ("a", "bc")
+    }
+    assert min(sum(shares) / len(shares) for shares in fill.values()) > 0.97
+    # Shares of the blend stay: a group waits only until it holds as much as the other.
+    tokens = {name: sum(shares) for name, shares in fill.items()}
+    assert 0.35 < tokens["bc"] / tokens["a"] < 1.2
+
+
+def test_data_sets_without_a_group_share_packs_with_each_other(blend):
+    packs = first(build_loader(blend((None, "charts", None))), 60)
+    assert mixtures(packs) <= {"a", "c", "ac", "b"}
+    assert {"ac", "b"} <= mixtures(packs)
+
+
+def test_disjoint_buffers_keep_groups_apart_too(blend):
+    packs = first(build_loader(blend(("x", "y", "x")), packing_buffer_size=40), 30)
+    assert mixtures(packs) <= {"a", "c", "ac", "b"}
+    assert {"ac", "b"} <= mixtures(packs)
+
+
+def test_a_restored_run_with_groups_goes_on_bit_for_bit(blend, continues):
+    config = blend(("text", "charts", "rare"), workers=2, balance_window=3)
+    packs, _ = continues(lambda: build_loader(config), packs=22, at=[7])
+    assert {keys[0][0] for keys, *_ in packs[7:]} == {"a", "b", "c"}
+
+
+def test_a_selection_across_groups_stops_the_run(blend, monkeypatch):
+    config = blend(("text", "charts", None))
+    encoder = build_task_encoder(config)
+    monkeypatch.setattr(encoder, "select_pack", lambda samples, ended: list(range(len(samples)))[:3])
+    with pytest.raises(PackingError, match="of one group of data sets"):
+        first(build_loader(config, task_encoder=encoder), 20)
+
+
+def test_a_group_that_is_no_name_stops_the_run_in_a_sentence(blend):
+    with pytest.raises(ConfigError, match=r"subflavors.group is \['charts'\]; it must be a name"):
+        first(build_loader(blend((None, ["charts"], None))), 3)
+    assert [group_name(each) for each in (None, {}, {"group": "a"}, {"group": 3})] == ["", "", "a", "3"]
+    assert by_group([]) == {}
+
+
+def test_a_plan_of_the_blend_has_the_same_groups(blend, tmp_path):
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    from energon_packing.offline.measure import MeasureConfig, measure
+    from energon_packing.offline.plan import Plan
+    from energon_packing.offline.planner import make_plan
+
+    config = blend(("text", "charts", "text"))
+    index, plan = tmp_path / "index", tmp_path / "plan.parquet"
+    measure(MeasureConfig(paths=(tmp_path / "blend.yaml",), out=index, workers=0), config)
+    make_plan([index], config, plan)
+    packs = Plan.open(plan).packs(0, len(Plan.open(plan)))
+    found = {"".join(sorted({sample.key[0] for sample in pack.samples})) for pack in packs}
+    assert found <= {"a", "c", "ac", "b"}
+    assert {"ac", "b"} <= found
+
+
+TALK = {"human": "And what about that", "gpt": "It is like this"}
+
+
+@pytest.fixture(scope="module")
+def second(tmp_path_factory):
+    """Another data set, with keys of its own."""
+    records = []
+    for number in range(40):
+        rounds = 1 + number % 6
+        turns = [{"from": who, "value": f"{what} {at}. " * 12} for at in range(rounds) for who, what in TALK.items()]
+        records.append({"id": f"second-{number}", "conversations": turns})
+    return converted(tmp_path_factory.mktemp("second"), records)
+
+
+@pytest.fixture
+def blend_limits(dataset, second, tmp_path, run_config):
+    """Makes the configuration of a run on both data sets, the second under ``limits``."""
+
+    def make(limits, **packing):
+        entries = [
+            {"weight": 1, "path": str(dataset_entry(str(dataset)))},
+            {"weight": 1, "path": str(dataset_entry(str(second)))},
+        ]
+        if limits is not None:
+            entries[1]["subflavors"] = {"limits": limits}
+        file = tmp_path / "blend.yaml"
+        meta = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {"train": {"blend": entries}}}
+        file.write_text(yaml.safe_dump(meta))
+        workers = packing.pop("workers", 0)
+        return run_config(
+            data={"path": str(file), "repeat": True, "workers": workers},
+            drop_budget=1.0,
+            **({"seq_length": 1536} | packing),
+        )
+
+    return make
+
+
+def some(config, packs=8):
+    """Lengths by whether the sample is of the second data set, and what was dropped."""
+    found, dropped = {True: {}, False: {}}, []
+    for number, pack in enumerate(build_loader(config)):
+        for key, length in zip(pack.batch.sample_keys, pack.batch.sample_lengths, strict=True):
+            found["second" in key][key] = length
+        dropped += pack.dropped
+        if number == packs - 1:
+            break
+    return found, dropped
+
+
+def test_only_samples_of_that_data_set_are_under_its_limits(blend_limits):
+    plain, _ = some(blend_limits(None))
+    assert plain[True]
+    assert plain[False]
+    assert max(plain[True].values()) > 200
+    found, dropped = some(blend_limits({"max_tokens": 200}))
+    assert max(found[True].values()) <= 200
+    assert max(found[False].values()) > 200
+    refused = [entry for entry in dropped if entry.reason == "too_many_tokens"]
+    assert refused
+    assert all("second" in entry.key for entry in refused)
+    cut, dropped = some(blend_limits({"max_tokens": 200, "when_over": ["truncate"]}))
+    assert max(cut[True].values()) <= 200
+    assert set(cut[True]) - set(found[True])
+
+
+def test_limits_above_a_packs_are_lowered_with_one_warning_a_data_set(blend_limits, second):
+    config = blend_limits({"max_tokens": 100_000, "max_images": 50}, max_images_per_pack=8)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found, _ = some(config)
+    told = [str(warning.message) for warning in told if "lowered" in str(warning.message)]
+    assert len(told) == 1
+    assert str(second) in told[0]
+    assert "max_tokens 100000 to packing.seq_length 1536, max_images 50 to packing.max_images_per_pack 8" in told[0]
+    assert found[True]
+
+
+def single_samples(config, batches=20, **arguments):
+    """As `some`, from the task encoder that does not pack."""
+    task_encoder = MixedTaskEncoder(config.encoder, max_length=4096, drop_budget=1.0, **arguments)
+    dataset = get_train_dataset(
+        config.data.path,
+        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
+        batch_size=2,
+        shuffle_buffer_size=None,
+        max_samples_per_sequence=None,
+        task_encoder=task_encoder,
+    )
+    found, dropped = {True: {}, False: {}}, []
+    for _, batch in zip(range(batches), get_loader(dataset), strict=False):
+        for key, length in zip(batch.keys, batch.lengths.tolist(), strict=True):
+            found["second" in key][key] = length
+        dropped += batch.dropped
+    return found, dropped
+
+
+def test_single_samples_without_packs_are_under_the_limits_of_their_data_set_too(blend_limits):
+    plain, _ = single_samples(blend_limits(None))
+    assert max(plain[True].values()) > 200
+    found, dropped = single_samples(blend_limits({"max_tokens": 200}))
+    assert found[True]
+    assert max(found[True].values()) <= 200
+    assert max(found[False].values()) > 200
+    assert {entry.reason for entry in dropped if "second" in entry.key} == {"too_many_tokens"}
+    assert all("second" in entry.key for entry in dropped)
+    cut, _ = single_samples(blend_limits({"max_tokens": 200, "when_over": ["truncate"]}))
+    assert max(cut[True].values()) <= 200
+    assert set(cut[True]) - set(found[True])
+
+
+def test_the_metadataset_of_the_documentation_works(run_config, dataset, second, tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "limits.md").read_text(encoding="utf-8")
+    section = page.partition("## Limits of one data set of a blend")[2].partition("\n## ")[0]
+    meta = yaml.safe_load(section.split("```yaml\n")[1].split("```")[0])
+    entries = meta["splits"]["train"]["blend"]
+    for entry, path in zip(entries, (second, dataset), strict=True):
+        entry["path"] = dataset_entry(str(path))
+    file = tmp_path / "page.yaml"
+    file.write_text(yaml.safe_dump(meta))
+    config = run_config(data={"path": str(file), "repeat": True}, drop_budget=1.0, seq_length=4096)
+    found, _ = some(config)
+    assert found[True]
+    assert found[False]
+
+
+BAD_LIMITS = [
+    ({"max_imagse": 2}, r"subflavors\.limits of the data set .*unknown key 'max_imagse'; did you mean 'max_images'"),
+    ("few", r"subflavors\.limits of the data set .* is 'few'"),
+]
+
+
+def test_single_samples_stop_at_limits_that_cannot_work(blend_limits):
+    limits, message = BAD_LIMITS[0]
+    with pytest.raises(Exception, match=message):  # Energon wraps what it counts as fatal
+        single_samples(blend_limits(limits))
+
+
+@pytest.mark.parametrize(("limits", "message"), BAD_LIMITS)
+def test_limits_that_cannot_work_stop_the_run_with_the_data_sets_name(blend_limits, limits, message):
+    with pytest.raises(ConfigError, match=message):
+        some(blend_limits(limits, workers=1))

@@ -1,0 +1,231 @@
+"""Workers of a loader: what they start with, and what their end says."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from energon_packing.energon import workers as worker_start
+from energon_packing.energon.loader import build_loader
+from energon_packing.energon.workers import in_sentences
+from energon_packing.errors import ConfigError, UserError
+from energon_packing.offline.evaluation import evaluation_loader
+
+FAULTS = """
+import json, resource, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from energon_packing.energon.workers import keep_freed_memory
+import numpy
+if sys.argv[2] == "keep":
+    assert keep_freed_memory()
+seen = []
+for _ in range(6):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    images = [numpy.ones(12 << 20, dtype=numpy.uint8) for _ in range(3)]
+    del images
+    seen.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(json.dumps(seen))
+"""
+
+needs_glibc = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
+
+
+def faults(how: str) -> list[int]:
+    """Page faults of each of six rounds of three images."""
+    root = str(Path(worker_start.__file__).resolve().parents[2])
+    own = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS, root, how], env=own, capture_output=True, text=True, timeout=240, check=True
+    )
+    return list(json.loads(done.stdout))
+
+
+def loader_of(kind, config):
+    return build_loader(config) if kind == "online" else evaluation_loader(config, 2)
+
+
+@needs_glibc
+def test_images_after_the_first_ones_take_no_new_memory():
+    """Three images of 12 MiB are 9,216 pages of 4 KiB; larger pages would be fewer faults, with and without."""
+    kept, given_back = faults("keep"), faults("give back")
+    assert sum(kept[1:]) * 4 < sum(given_back[1:])
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers", "keep"),
+    [("online", 1, True), ("online", 1, False), ("online", 0, True), ("evaluation", 1, True)],
+)
+def test_loader_processes_keep_memory_where_so_configured_and_the_training_process_never_does(
+    run_config, monkeypatch, tmp_path, kind, workers, keep
+):
+    called = tmp_path / "called"
+    monkeypatch.setattr(worker_start, "keep_freed_memory", lambda: called.open("a").write("once\n"))
+    config = run_config(data={"workers": workers, "keep_memory": keep}, seq_length=1024, drop_budget=1.0)
+    assert next(iter(loader_of(kind, config)))
+    assert (called.read_text().split() if called.exists() else []) == ["once"] * (workers if keep else 0)
+
+
+def test_a_worker_tokenizes_without_threads_unless_the_user_says_otherwise(monkeypatch):
+    loader = SimpleNamespace(worker_init_fn=None, num_workers=1)
+    worker_start.in_workers(loader, keep_memory=False)
+    for before, after in ((None, "false"), ("true", "true")):
+        monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+        if before is not None:
+            monkeypatch.setenv("TOKENIZERS_PARALLELISM", before)
+        loader.worker_init_fn(0)
+        assert os.environ["TOKENIZERS_PARALLELISM"] == after
+
+
+class Ended:
+    """Part of a cycle, as a model is with its hooks; tells which process collects it."""
+
+    def __init__(self, told):
+        self.self, self.told = self, told
+
+    def __del__(self):
+        with self.told.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+
+@pytest.mark.parametrize("kind", ["online"])
+def test_what_only_a_cycle_holds_ends_before_the_workers_start_and_not_in_them(run_config, tmp_path, kind):
+    told = tmp_path / "told"
+    config = run_config(data={"workers": 1}, seq_length=1024, drop_budget=1.0)
+    loader = loader_of(kind, config)
+    gc.disable()
+    try:
+        Ended(told)
+        next(iter(loader))
+        assert told.read_text().split() == [str(os.getpid())]
+    finally:
+        gc.enable()
+
+
+def test_a_workers_own_start_is_kept():
+    started = []
+    loader = SimpleNamespace(worker_init_fn=functools.partial(started.append), num_workers=1)
+    worker_start.in_workers(loader)
+    loader.worker_init_fn(3)
+    assert started == [3]
+
+
+def test_a_c_library_without_the_call_is_left_alone(monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace())
+    assert worker_start.keep_freed_memory() is False
+
+
+def test_an_older_glibc_gets_the_largest_block_that_it_takes(monkeypatch):
+    asked = []
+
+    def mallopt(parameter, value):
+        asked.append((parameter, value))
+        return int(parameter != -3 or value <= 32 << 20)
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=mallopt))
+    assert worker_start.keep_freed_memory() is True
+    assert (-3, 32 << 20) in asked
+
+
+@pytest.fixture
+def no_signal_of_children():
+    """Torch raises in whatever runs when a worker ends, pytest included; without the signal, where a pack is taken."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    yield
+    gc.collect()  # torch's handler forgets the workers of a loader that is gone
+    signal.signal(signal.SIGCHLD, before)
+
+
+def test_a_worker_that_the_kernel_kills_ends_the_run_with_a_sentence(run_config, no_signal_of_children):
+    packs = iter(build_loader(run_config(data={"workers": 1, "repeat": True}, drop_budget=1.0, seq_length=2048)))
+    next(packs)
+    (worker,) = multiprocessing.active_children()
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGKILL)
+    with pytest.raises(
+        UserError, match=rf"worker (\(pid {worker.pid}\) )?was killed.*memory runs out.*last checkpoint"
+    ):
+        for _ in packs:
+            pass
+    del packs
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("signals", "later"), [(True, False), (False, True)])
+def test_a_state_that_a_killed_worker_would_have_to_give_is_refused_within_seconds(run_config, request, later, signals):
+    if not signals:
+        request.getfixturevalue("no_signal_of_children")
+    loader = build_loader(run_config(data={"workers": 2, "repeat": True}, drop_budget=1.0, seq_length=2048))
+    packs = iter(loader)
+    next(packs)
+    save = loader.state_later() if later else loader.save_state
+    pid = loader._loader._iterator._workers[-1].pid
+    os.kill(pid, signal.SIGSTOP)  # it may not answer before its end
+    began = time.monotonic()
+    threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
+    with pytest.raises(UserError, match=rf"worker \(pid {pid}\) was killed.*continue from the last checkpoint"):
+        save()
+    assert time.monotonic() - began < 10
+    with pytest.raises(UserError, match="was killed"):
+        save()
+    del packs
+
+
+def raising(error):
+    yield 1
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [  # torch's and multiprocessing's own words
+        (
+            RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error. It is possible"),
+            "Shared memory is f",
+        ),
+        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "), r"pid 7\) was killed \(Killed\), as"),
+        (RuntimeError("DataLoader worker (pid(s) 7, 8) exited unexpectedly"), r"pid 7, 8\) was killed, as"),
+        (ConnectionResetError(104, "Connection reset by peer"), "worker was killed while it handed over a pack"),
+        (EOFError(), "worker was killed while it handed over a pack"),
+        (FileNotFoundError(2, "No such file or directory"), "worker was killed while it handed over a pack"),
+        (RuntimeError("received 0 items of ancdata"), "too many open files"),
+        (OSError(24, "Too many open files"), "too many open files"),
+        (OSError(28, "No space left on device"), "Shared memory is full"),
+        (
+            FileNotFoundError("Caught FileNotFoundError in DataLoader worker process 1.\nOriginal\n  x\ntext/1.tar\n"),
+            "cannot be read any more: text/1.tar. See whether",
+        ),
+        (RuntimeError("unable to write to file </torch_1_2>: No space left on device (28)"), "Shared memory is full"),
+    ],
+)
+def test_errors_of_torch_say_what_to_do(error, told):
+    packs = in_sentences(raising(error))
+    assert next(packs) == 1
+    with pytest.raises(UserError, match=told) as caught:
+        next(packs)
+    assert caught.value.__cause__ is error
+    assert "\n" not in str(caught.value)
+
+
+def test_other_errors_stay_what_they_are_and_lose_only_a_workers_traceback():
+    other = RuntimeError("another")
+    with pytest.raises(RuntimeError) as caught:
+        list(in_sentences(raising(other)))
+    assert caught.value is other
+    text = "Caught ConfigError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n  x\n"
+    with pytest.raises(ConfigError) as told:
+        list(in_sentences(raising(ConfigError(f"{text}energon_packing.errors.ConfigError: no such prompt.\n"))))
+    assert str(told.value) == "no such prompt."

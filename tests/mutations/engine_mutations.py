@@ -1,0 +1,59 @@
+"""The traps of choosing packs and of working in processes; see `mutation_table`."""
+
+from __future__ import annotations
+
+from mutation_table import Mutation
+
+ENGINE_TRAPS = {
+    103: "packs are over a limit, or make ranks wait, and nobody says so",
+    104: "a task whose worker died is lost, or is not tried again",
+}
+
+BALANCE = "tests/packing/test_balance.py::"
+POLICIES = "tests/packing/test_policies.py::"
+EXECUTORS = "tests/executors/test_executors.py::"
+
+ENGINE_MUTATIONS: tuple[Mutation, ...] = (
+    Mutation(
+        trap=103,
+        name="costs ascend in every block, none descends",
+        test=BALANCE + "test_blocks_rise_and_fall_in_turn",
+        oracle="a hand-worked example",
+        edits=(("packing/balance.py", "(order if block % 2 == 0 else order[::-1])", "order"),),
+    ),
+    Mutation(
+        trap=103,
+        name="the efficiency of a step is that of the slowest step of all",
+        test=BALANCE + "test_step_efficiency_is_mean_over_maximum",
+        oracle="a hand-worked example",
+        edits=(("packing/balance.py", "costs.max(axis=0).sum())", "(costs.max() * costs.shape[1]))"),),
+    ),
+    Mutation(
+        trap=103,
+        name="a policy's packs are compared with no limit",
+        test=POLICIES + "test_a_policy_that_breaks_a_limit_is_stopped",
+        oracle="the definition",
+        edits=(("packing/partition.py", "        if over.any():", "        if False:"),),
+    ),
+    Mutation(
+        trap=104,
+        name="a task is given up when the first worker died at it",
+        test=EXECUTORS + "test_results_in_order_wait_for_a_slow_first_task_with_a_bounded_number_of_others",
+        oracle="the notes that each attempt leaves",
+        edits=(("executors/work.py", "MOST_DEATHS = 2", "MOST_DEATHS = 1"),),
+    ),
+    Mutation(
+        trap=104,
+        name="a task whose worker died is not done again",
+        test=EXECUTORS + "test_results_in_order_wait_for_a_slow_first_task_with_a_bounded_number_of_others",
+        oracle="the notes that each attempt leaves",
+        edits=(("executors/work.py", "        self._again.append(attempt)", "        pass"),),
+    ),
+    Mutation(
+        trap=104,
+        name="a source that has no task yet is taken to have one",
+        test=EXECUTORS + "test_results_in_order_wait_for_a_slow_first_task_with_a_bounded_number_of_others",
+        oracle="the definition",
+        edits=(("executors/work.py", "None if task is NOT_YET else Attempt(task)", "Attempt(task)"),),
+    ),
+)

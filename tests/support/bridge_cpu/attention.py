@@ -1,0 +1,158 @@
+"""Attention on a CPU: a stand-in for Transformer Engine's, one segment at a time.
+
+Exact (fp32, no approximation) and slow. `stand_ins` puts it into Bridge's models; it needs only Megatron-Core.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from torch.nn import functional
+
+from energon_packing.errors import UserError
+from support.bridge_cpu.context_parallel import attend_over_ranks
+
+CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+"""The mask types of language layers; a vision tower has others."""
+_ignore_boundaries = False
+
+
+class SegmentAttention(MegatronModule):
+    """Attention by `torch.nn.functional.scaled_dot_product_attention`, one call per segment.
+
+    Stands in for Transformer Engine's ``DotProductAttention`` with ``qkv_format="thd"``: segment ``i`` starts at
+    ``cu_seqlens_q_padded[i]`` (``cu_seqlens_q[i]`` where there are no padded boundaries) and has the real length
+    ``cu_seqlens_q[i + 1] - cu_seqlens_q[i]``. Tokens between the real end of a segment and its physical end neither
+    attend nor are attended to; their output is zero. Causal for language layers, full for the vision tower.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        **_unused: Any,
+    ) -> None:
+        super().__init__(config=config)
+        if config.context_parallel_size > 1 and pg_collection is None:
+            raise UserError("The CPU stand-in for attention needs the process groups for context parallelism.")
+        # Bridge replaces the group under this name for an evaluation with another context-parallel size.
+        self.cp_group = None if pg_collection is None else pg_collection.cp
+        self.attn_mask_type = attn_mask_type
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.softmax_scale = softmax_scale
+        if config.apply_query_key_layer_scaling:
+            head_width = config.kv_channels
+            self.softmax_scale = (softmax_scale or head_width**-0.5) / max(1, layer_number)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> torch.Tensor:
+        """Attends inside segments.
+
+        Args:
+            query: ``[t, heads, width]`` with ``packed_seq_params``, else ``[s, b, heads, width]``.
+            key: as ``query``, with ``groups`` heads.
+            value: as ``key``.
+            attention_mask: must be None; the boundaries are the mask.
+            attn_mask_type: overrides the layer's own.
+            attention_bias: must be None.
+            packed_seq_params: the boundaries, ``int32 [segments + 1]``.
+
+        Returns:
+            ``[t, heads * width]`` or ``[s, b, heads * width]``.
+        """
+        if attention_bias is not None:
+            raise NotImplementedError("the CPU stand-in for attention does not support a bias")
+        causal = (attn_mask_type or self.attn_mask_type) in CAUSAL
+        spread = self.config.context_parallel_size > 1 and self.cp_group is not None and self.cp_group.size() > 1
+        if packed_seq_params is None:
+            if spread:
+                raise NotImplementedError(
+                    "the CPU stand-in for attention supports context parallelism only for packed rows"
+                )
+            rows = [self._attend(query[:, b], key[:, b], value[:, b], causal) for b in range(query.size(1))]
+            return torch.stack(rows, dim=1).flatten(2)
+        if _ignore_boundaries and causal:
+            return self._attend(query, key, value, causal).flatten(1)
+        if spread:
+            return self._attend_over_ranks(query, key, value, packed_seq_params, causal).flatten(1)
+        pieces: list[torch.Tensor] = []
+        end = 0
+        for start, stop in physical_segments(packed_seq_params):
+            if start > end:
+                pieces.append(query.new_zeros(start - end, *query.shape[1:-1], value.size(-1)))
+            pieces.append(self._attend(query[start:stop], key[start:stop], value[start:stop], causal))
+            end = stop
+        if query.size(0) > end:
+            pieces.append(query.new_zeros(query.size(0) - end, *query.shape[1:-1], value.size(-1)))
+        return torch.cat(pieces).flatten(1)
+
+    def _attend_over_ranks(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSeqParams, causal: bool
+    ) -> torch.Tensor:
+        repeat = query.size(1) // key.size(1)
+        key, value = (tensor.repeat_interleave(repeat, dim=1) for tensor in (key, value))
+        boundaries = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+        return attend_over_ranks(
+            query,
+            key,
+            value,
+            physical_segments(packed),
+            boundaries,
+            self.cp_group,
+            causal=causal,
+            scale=self.softmax_scale,
+            dropout=self.dropout if self.training else 0.0,
+        )
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool) -> torch.Tensor:
+        """Plain attention over one segment: ``[t, heads, width]`` in and out."""
+        repeat = query.size(1) // key.size(1)
+        if repeat > 1:
+            key, value = (tensor.repeat_interleave(repeat, dim=1) for tensor in (key, value))
+        out = functional.scaled_dot_product_attention(
+            query.transpose(0, 1),
+            key.transpose(0, 1),
+            value.transpose(0, 1),
+            is_causal=causal,
+            dropout_p=self.dropout if self.training else 0.0,
+            scale=self.softmax_scale,
+        )
+        return out.transpose(0, 1)
+
+
+def physical_segments(packed: PackedSeqParams) -> list[tuple[int, int]]:
+    """``(start, real end)`` of each segment in the physical row; segments of length zero are left out."""
+    real = packed.cu_seqlens_q
+    physical = real if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+    lengths = (real[1:] - real[:-1]).tolist()
+    return [(start, start + length) for start, length in zip(physical[:-1].tolist(), lengths, strict=True) if length]
+
+
+@contextlib.contextmanager
+def ignore_boundaries() -> Iterator[None]:
+    """The control of every parity test: inside the block, causal attention runs over the whole row."""
+    global _ignore_boundaries
+    before, _ignore_boundaries = _ignore_boundaries, True
+    try:
+        yield
+    finally:
+        _ignore_boundaries = before

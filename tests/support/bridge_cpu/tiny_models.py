@@ -1,0 +1,236 @@
+"""Tiny, randomly initialised Megatron-Bridge models: the real classes, two layers, a few hundred thousand weights.
+
+`provider` writes a tiny Hugging Face configuration and passes it to Bridge's own `AutoBridge`, which makes the model
+provider as for a real checkpoint. Vocabulary size and special token ids are arguments, because they depend on the
+processor that made the data.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from energon_packing.errors import ConfigError
+
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "text")
+"""Families that have a tiny model; ``text`` is a Qwen2 language model, for ``gpt_step``."""
+
+_HIDDEN = 64
+_HEADS = 4
+_GROUPS = 2
+_HEAD_WIDTH = _HIDDEN // _HEADS
+_LAYERS = 2
+_QWEN25_SECTIONS = [2, 3, 3]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpecialTokens:
+    """Ids of the tokens that a vision-language model looks for in its input.
+
+    Attributes:
+        vision_start: ``<|vision_start|>``, before each image, video or video frame.
+        vision_end: ``<|vision_end|>``.
+        image: ``<|image_pad|>``, once per visual token of an image.
+        video: ``<|video_pad|>``, once per visual token of a video.
+    """
+
+    vision_start: int
+    vision_end: int
+    image: int
+    video: int
+
+    def to_config(self) -> dict[str, int]:
+        """The fields of a Hugging Face Qwen-VL configuration."""
+        return {
+            "vision_start_token_id": self.vision_start,
+            "vision_end_token_id": self.vision_end,
+            "image_token_id": self.image,
+            "video_token_id": self.video,
+        }
+
+
+def _text_config(vocab_size: int, seq_length: int) -> dict[str, Any]:
+    return {
+        "hidden_size": _HIDDEN,
+        "intermediate_size": 2 * _HIDDEN,
+        "num_hidden_layers": _LAYERS,
+        "num_attention_heads": _HEADS,
+        "num_key_value_heads": _GROUPS,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": seq_length,
+        "attention_dropout": 0.0,
+        "dtype": "float32",
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+
+
+def _mrope(sections: list[int]) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "mrope_section": sections, "rope_theta": 10000.0}}
+
+
+def _experts(count: int) -> dict[str, Any]:
+    return {
+        "num_experts": count,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": _HIDDEN,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+        "router_aux_loss_coef": 0.1,
+    }
+
+
+def hugging_face_config(
+    family: str,
+    *,
+    vocab_size: int,
+    tokens: SpecialTokens | None = None,
+    seq_length: int = 4096,
+    experts: int = 0,
+    layers: int = _LAYERS,
+) -> Any:
+    """The tiny model as a Hugging Face configuration.
+
+    Patches hold ``3 * 2 * 14**2`` values for ``qwen2_5_vl`` and ``3 * 2 * 16**2`` for ``qwen3_vl``; 2 x 2 patches make
+    one token, as in the released models.
+
+    Args:
+        family: one of `FAMILIES`.
+        vocab_size: rows of the embedding; larger than every token id.
+        tokens: needed by the vision families.
+        seq_length: longest row in tokens.
+        experts: per layer, two of which each token uses; 0 makes a dense model. Not for ``qwen2_5_vl``; ``text``
+            becomes a Qwen3 mixture of experts.
+        layers: transformer layers.
+
+    Raises:
+        ConfigError: for an unknown family, experts for a family without them, and missing or too large token ids.
+    """
+    import transformers
+
+    if family not in FAMILIES:
+        raise ConfigError(f"There is no tiny model for the family {family!r}; known families: {', '.join(FAMILIES)}.")
+    if experts and family == "qwen2_5_vl":
+        raise ConfigError("The family qwen2_5_vl has no mixture of experts; use qwen3_vl or text.")
+    text = _text_config(vocab_size, seq_length) | {"num_hidden_layers": layers} | (_experts(experts) if experts else {})
+    if family == "text" and experts:
+        return transformers.Qwen3MoeConfig(
+            **text, head_dim=_HEAD_WIDTH, architectures=["Qwen3MoeForCausalLM"], tie_word_embeddings=False
+        )
+    if family == "text":
+        return transformers.Qwen2Config(**text, architectures=["Qwen2ForCausalLM"], tie_word_embeddings=False)
+    if tokens is None:
+        raise ConfigError(f"The tiny model of {family} needs the processor's special token ids.")
+    ids = tokens.to_config()
+    if max(ids.values()) >= vocab_size:
+        raise ConfigError(f"vocab_size is {vocab_size}, but the special token ids go up to {max(ids.values())}.")
+    vision = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "out_hidden_size": _HIDDEN,
+        "dtype": "float32",
+    }
+    if family == "qwen2_5_vl":
+        return transformers.Qwen2_5_VLConfig(
+            text_config=text | _mrope(_QWEN25_SECTIONS),
+            vision_config=vision | {"patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]},
+            architectures=["Qwen2_5_VLForConditionalGeneration"],
+            tie_word_embeddings=False,
+            **ids,
+        )
+    kind, name = (transformers.Qwen3VLMoeConfig, "Moe") if experts else (transformers.Qwen3VLConfig, "")
+    return kind(
+        text_config=text | {"head_dim": _HEAD_WIDTH} | _mrope([4, 2, 2]),
+        vision_config=vision | {"patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
+        architectures=[f"Qwen3VL{name}ForConditionalGeneration"],
+        tie_word_embeddings=False,
+        **ids,
+    )
+
+
+def provider(
+    family: str,
+    *,
+    vocab_size: int,
+    tokens: SpecialTokens | None = None,
+    seq_length: int = 4096,
+    experts: int = 0,
+    layers: int = _LAYERS,
+) -> Any:
+    """Bridge's model provider for `hugging_face_config`, set to fp32 and to what a CPU can run."""
+    # Imported here, because `hugging_face_config` also serves machines without Megatron-Core.
+    from support.bridge_cpu import stand_ins
+
+    stand_ins.install()
+    from megatron.bridge import AutoBridge
+
+    config = hugging_face_config(
+        family, vocab_size=vocab_size, tokens=tokens, seq_length=seq_length, experts=experts, layers=layers
+    )
+    with stand_ins.without_warnings():
+        made = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
+    fields: dict[str, Any] = {
+        "seq_length": seq_length,
+        "fp16": False,
+        "bf16": False,
+        "params_dtype": torch.float32,
+        "pipeline_dtype": torch.float32,
+        "autocast_dtype": torch.float32,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        # The fused kernels are CUDA (or inductor) code; the plain ones compute the same.
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "cross_entropy_loss_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": False,
+        # Loss and gradient are sums over tokens divided by the number of trained tokens of the whole step.
+        "calculate_per_token_loss": True,
+        "make_vocab_size_divisible_by": 1,
+    }
+    if family == "qwen2_5_vl":  # Bridge 0.6.2 leaves the sections of the released sizes in place
+        fields["mrope_section"] = _QWEN25_SECTIONS
+    if family == "qwen3_vl":
+        fields["language_max_sequence_length"] = seq_length
+    if experts:  # grouped and fused expert kernels are CUDA code too
+        fields |= {"moe_grouped_gemm": False, "moe_permute_fusion": False, "moe_router_fusion": False}
+        fields |= {"moe_token_dispatcher_type": "alltoall", "moe_shared_expert_overlap": False}
+    for name, value in fields.items():
+        if not hasattr(made, name):
+            raise AttributeError(f"{type(made).__name__} has no field {name!r}")
+        setattr(made, name, value)
+    return made
+
+
+def special_tokens(ids: Mapping[str, int]) -> SpecialTokens | None:
+    """Those of a Qwen-VL processor, from its vocabulary; None for one without images."""
+    names = {"vision_start": "vision_start", "vision_end": "vision_end", "image": "image_pad", "video": "video_pad"}
+    found = {name: ids[f"<|{word}|>"] for name, word in names.items() if f"<|{word}|>" in ids}
+    return SpecialTokens(**found) if len(found) == len(names) else None
+
+
+@functools.cache
+def vocabulary_of(processor: str) -> dict[str, int]:
+    """Token -> number."""
+    from transformers import AutoTokenizer
+
+    vocabulary: dict[str, int] = AutoTokenizer.from_pretrained(processor).get_vocab()
+    return vocabulary
+
+
+def shipped_provider(family: str, *, processor: str | None = None, **sizes: Any) -> Any:
+    """`provider` with the vocabulary of the processor that the demo ships for the family, or of another one."""
+    from energon_packing.demo import processor_path
+
+    ids = vocabulary_of(processor or str(processor_path(family)))
+    return provider(family, vocab_size=-(-len(ids) // 8) * 8, tokens=special_tokens(ids), **sizes)

@@ -1,0 +1,383 @@
+"""Runs training scripts of Megatron-LM on the CPU: the real ``megatron.training.pretrain``, one process a rank.
+
+Run as a program it imports Megatron once and forks the ranks of each case: ``megatron_lm_ranks.py FOLDER``, where the
+folder holds ``cases.json``. A rank executes the script of its case as ``__main__``, as ``torchrun`` would start it, and
+leaves what it saw: losses and gradient norms of the steps, and the batches that its forward steps got.
+
+What is replaced so that Megatron-LM starts without a GPU is in `prepare`; the rest is in
+`support.bridge_cpu.stand_ins`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pickle
+import re
+import shlex
+import signal
+import sys
+import traceback
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from support import ranks
+
+COMMON = shlex.split(
+    """
+    --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 512 --seq-length 512 --disable-bias-linear
+    --position-embedding-type rope --normalization RMSNorm --untie-embeddings-and-output-weights
+    --micro-batch-size 1 --global-batch-size 2 --eval-iters 0 --eval-interval 100 --log-interval 1
+    --lr 1e-2 --lr-decay-style constant --weight-decay 0 --clip-grad 1.0 --attention-dropout 0 --hidden-dropout 0
+    --tokenizer-type NullTokenizer --vocab-size 4224 --make-vocab-size-divisible-by 8 --calculate-per-token-loss
+    --distributed-backend gloo --ckpt-format torch_dist --use-cpu-initialization
+    --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-dropout-fusion --no-bias-gelu-fusion
+    --no-rope-fusion --no-persist-layer-norm
+    """
+)
+"""Arguments of every case: a tiny model in fp32, without fused kernels."""
+
+EXISTING_SCRIPT = """
+from megatron.core.enums import ModelType
+from megatron.training import pretrain
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+
+
+def forward_step(data_iterator, model, return_schedule_plan=False):
+    raise AssertionError("the script's own forward step")
+
+
+def train_valid_test_datasets_provider(samples, vp_stage=None):
+    raise AssertionError("the script's own data")
+
+
+if __name__ == "__main__":
+    train_valid_test_datasets_provider.is_distributed = True
+    args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    pretrain(config, train_valid_test_datasets_provider, ModelType.encoder_or_decoder, forward_step)
+"""
+"""What a user has: a script with a forward step and data of its own."""
+
+
+@dataclass
+class Case:
+    """One run.
+
+    Attributes:
+        name: of its results.
+        script: the training script.
+        arguments: after `COMMON`.
+        world: processes.
+        rows_of: sizes of the layout whose rows are read, where the run itself has another one.
+        replay: name of an earlier case whose rows are used, those of all its replicas in turn, one row of each a step.
+        kill_after: step after which the ranks are killed.
+        gradients: whether the gradients of the first step are kept, see `whole_gradient`.
+        mask: False keeps the padding mask from the model.
+    """
+
+    name: str
+    script: str
+    arguments: list[str]
+    world: int = 1
+    rows_of: dict[str, Any] = field(default_factory=dict)
+    replay: str | None = None
+    kill_after: int | None = None
+    gradients: bool = False
+    mask: bool = True
+
+
+# --- Inside the ranks ------------------------------------------------------------------------------------------------
+
+
+def prepare() -> None:
+    """Imports Megatron-LM and replaces what it asks of a GPU when it starts."""
+    from support.bridge_cpu import stand_ins
+
+    stand_ins.install()
+    with stand_ins.without_warnings():
+        import megatron.training.arguments as arguments
+        import megatron.training.initialize as initialize
+        import megatron.training.training as training
+        from megatron.core import parallel_state
+        from megatron.core.models.multimodal import llava_model
+        from megatron.core.transformer.torch_norm import WrappedTorchNorm
+        from megatron.training import get_args
+
+        import energon_packing.megatron_lm.vlm  # noqa: F401 (before the forks)
+        from support.bridge_cpu.attention import SegmentAttention
+        from support.bridge_cpu.context_parallel import PartitionedIndices
+
+    start = initialize._initialize_distributed
+
+    def with_model_parallel_groups(*arguments: Any, **keywords: Any) -> None:
+        """Without a GPU Megatron-LM leaves these out."""
+        start(*arguments, **keywords)
+        args = get_args()
+        parallel_state.initialize_model_parallel(
+            args.tensor_model_parallel_size,
+            args.pipeline_model_parallel_size,
+            context_parallel_size=args.context_parallel_size,
+            expert_model_parallel_size=args.expert_model_parallel_size,
+            create_gloo_process_groups=args.use_gloo_process_groups,
+        )
+
+    initialize._initialize_distributed = with_model_parallel_groups
+    initialize._compile_dependencies = lambda: None
+    arguments.get_device_arch_version = lambda: 10
+    initialize_megatron = training.initialize_megatron
+    training.initialize_megatron = lambda **keywords: initialize_megatron(allow_no_cuda=True, **keywords)
+    training.set_jit_fusion_options = lambda *_arguments, **_keywords: None
+    llava_model.HAVE_TEX, llava_model.tex = True, PartitionedIndices
+    llava_model.HAVE_TE, llava_model.TEDotProductAttention = True, SegmentAttention
+    llava_model.is_te_min_version = lambda *_arguments: True
+    llava_model.CLIPViTModel = functools.partial(llava_model.CLIPViTModel, ln_pre_impl=WrappedTorchNorm)
+    # Dispatchers of experts copy their counts to the host only where they are on a GPU.
+    exchange = torch.distributed.all_to_all_single
+
+    def with_listed_counts(*tensors: Any, **keywords: Any) -> Any:
+        for name in ("output_split_sizes", "input_split_sizes"):
+            if isinstance(keywords.get(name), torch.Tensor):
+                keywords[name] = keywords[name].tolist()
+        return exchange(*tensors, **keywords)
+
+    torch.distributed.all_to_all_single = with_listed_counts
+    # Weights are the same in every layout, or no loss could be compared.
+    set_up = training.setup_model_and_optimizer
+
+    def with_known_weights(*arguments: Any, **keywords: Any) -> Any:
+        model, optimizer, scheduler = set_up(*arguments, **keywords)
+        if get_args().iteration == 0:
+            for chunk in model:
+                set_weights(chunk)
+        return model, optimizer, scheduler
+
+    training.setup_model_and_optimizer = with_known_weights
+
+
+def places(model: torch.nn.Module) -> Iterator[tuple[str, int, int, torch.nn.Parameter]]:
+    """Name in the whole model, axis that tensor parallelism cuts (-1: none), 2 where it cuts gate and up apart."""
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_model_config
+
+    numbers = {
+        f"{name}.": f"{name.rpartition('.')[0]}.{module.layer_number - 1}."
+        for name, module in model.named_modules()
+        if hasattr(module, "layer_number") and name.rpartition(".")[2].isdigit()
+    }
+    config = get_model_config(model)
+    experts = (config.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
+    first_expert = experts * parallel_state.get_expert_model_parallel_rank()
+    gated = tuple(
+        f"{name}.linear_fc1."
+        for name, module in model.named_modules()
+        if hasattr(module, "linear_fc1") and module.config.gated_linear_unit  # a vision tower's may differ
+    )
+    for name, parameter in model.named_parameters():
+        halves = 2 if name.startswith(gated) else 1
+        for local, whole in numbers.items():
+            if name.startswith(local):
+                name = whole + name[len(local) :]
+                break
+        if expert := re.search(r"local_experts\.(\d+)\.", name):
+            number = int(expert[1]) + first_expert
+            name = name.replace(expert[0], f"local_experts.{number}.")
+        axis = getattr(parameter, "partition_dim", -1) if getattr(parameter, "tensor_model_parallel", False) else -1
+        yield name, axis, halves, parameter
+
+
+def of_tensor_rank(values: torch.Tensor, axis: int, halves: int, size: int, rank: int) -> torch.Tensor:
+    """The part of a whole weight that a tensor-parallel rank holds."""
+    if axis < 0:
+        return values
+    return torch.cat([part.chunk(size, dim=axis)[rank] for part in values.chunk(halves, dim=axis)], axis)
+
+
+def set_weights(model: torch.nn.Module) -> None:
+    """Every weight by its name and its place in the whole model, whatever part of it this rank holds."""
+    from megatron.core import parallel_state
+
+    size, rank = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+    with torch.no_grad():
+        for name, axis, halves, parameter in places(model):
+            if "norm" in name:
+                continue
+            shape = list(parameter.shape)
+            if axis >= 0:
+                shape[axis] *= size
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            values = torch.randn(shape, generator=generator) * 0.05
+            parameter.copy_(of_tensor_rank(values, axis, halves, size, rank))
+
+
+def record(case: Case, rank: int, folder: Path, seen: dict[str, Any]) -> None:
+    """Notes losses, norms, batches and rows, and reads the rows of another run or layout where the case asks for it."""
+    from dataclasses import replace
+
+    import megatron.training.training as training
+    from megatron.core import parallel_state
+
+    from energon_packing.megatron_lm import dataloader, gpt
+    from energon_packing.thd import routers
+
+    train_step, get_batch, run_config_of = training.train_step, gpt.get_batch, dataloader.run_config_of
+
+    def noted_step(*arguments: Any, **keywords: Any) -> Any:
+        result = train_step(*arguments, **keywords)
+        if "lm loss" in result[0]:
+            seen["losses"].append(float(result[0]["lm loss"]))
+        seen["norms"].append(float(result[5]))
+        if case.gradients and not seen["gradients"]:
+            cut = parallel_state.get_tensor_model_parallel_rank()
+            parameter: Any
+            for name, axis, halves, parameter in places(arguments[2][0]):
+                if parameter.requires_grad:
+                    seen["gradients"][name] = {"of": parameter.main_grad.clone(), "cut": [axis, halves, cut]}
+        if len(seen["norms"]) == case.kill_after:
+            leave(case, rank, folder, seen)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    def noted_batch(*arguments: Any, **keywords: Any) -> Any:
+        batch: Any = get_batch(*arguments, **keywords)
+        params = batch.packed_seq_params
+        if not case.mask:
+            batch = replace(batch, padding_mask=None)
+            routers.put_mask(params, None)  # type: ignore[arg-type]
+            return batch
+        seen["batches"].append(
+            {
+                **{name: getattr(batch, name) for name in ("tokens", "position_ids", "labels", "loss_mask")},
+                "padding_mask": batch.padding_mask,
+                "cu_seqlens": params.cu_seqlens_q,
+                "cu_seqlens_padded": params.cu_seqlens_q_padded,
+                "max_seqlen": params.max_seqlen_q,
+                "pad_between_seqs": params.pad_between_seqs,
+                "visual_inputs": None if batch.visual_inputs is None else dict(batch.visual_inputs),
+            }
+        )
+        return batch
+
+    def other_rows(args: Any) -> Any:
+        config = run_config_of(args)
+        sizes = {name: value for name, value in case.rows_of.items() if name != "pad_to_max_length"}
+        packing = config.packing
+        if "pad_to_max_length" in case.rows_of:
+            packing = replace(packing, pad_to_max_length=case.rows_of["pad_to_max_length"])
+        return replace(config, parallel=replace(config.parallel, **sizes), packing=packing)
+
+    rows: list[Any] = []
+    take = dataloader.PackDataloader.__next__
+
+    def kept_row(self: Any) -> Any:
+        rows.append(take(self))
+        if self._replica.is_reader:
+            (folder / f"{case.name}-rows-{self._replica.rank}.pt").write_bytes(
+                pickle.dumps(rows)
+            )  # views of one buffer
+        return rows[-1]
+
+    def replayed_row(self: Any) -> Any:
+        if not rows:
+            files = sorted(folder.glob(f"{case.replay}-rows-*.pt"))
+            replicas = [pickle.loads(file.read_bytes()) for file in files]
+            rows.extend(row for step in zip(*replicas, strict=True) for row in step)
+        return rows.pop(0)
+
+    training.train_step, gpt.get_batch = noted_step, noted_batch
+    dataloader.PackDataloader.__next__ = replayed_row if case.replay else kept_row  # type: ignore[method-assign]
+    if case.rows_of:
+        dataloader.run_config_of = other_rows
+
+
+def be_rank(case: Case, folder: Path, port: int, rank: int) -> None:
+    """In a fork: executes the script and leaves what it saw."""
+    seen: dict[str, Any] = {"losses": [], "norms": [], "batches": [], "gradients": {}}
+    ranks.torchrun(rank, case.world, port)
+    try:
+        torch.set_num_threads(1)
+        record(case, rank, folder, seen)
+        sys.argv = [case.script, *COMMON, *case.arguments]
+        code_of_script = compile(Path(case.script).read_text(), case.script, "exec")
+        exec(code_of_script, {"__name__": "__main__", "__file__": case.script})
+        leave(case, rank, folder, seen)
+    except BaseException:
+        (folder / f"{case.name}-{rank}.error").write_text(traceback.format_exc())
+        raise
+
+
+def leave(case: Case, rank: int, folder: Path, seen: dict[str, Any]) -> None:
+    """Writes what `result_of` reads."""
+    torch.save(_copied(seen), folder / f"{case.name}-{rank}.pt")
+
+
+def _copied(value: Any) -> Any:
+    """Received tensors are views of one buffer, which cannot be saved as such."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {name: _copied(entry) for name, entry in value.items()}
+    return [_copied(entry) for entry in value] if isinstance(value, list) else value
+
+
+# --- Outside ---------------------------------------------------------------------------------------------------------
+
+
+def run_cases(cases: list[Case], folder: Path) -> None:
+    """Runs the cases in order; `result_of` reads what their ranks saw."""
+    (folder / "cases.json").write_text(json.dumps([case.__dict__ for case in cases]))
+    ranks.launch(__file__, folder, folder=folder, timeout=1200, CUDA_DEVICE_MAX_CONNECTIONS="1")
+
+
+def result_of(folder: Path, name: str, rank: int = 0) -> dict[str, Any]:
+    """Losses, norms and batches of a rank.
+
+    Raises:
+        RuntimeError: a rank of the case failed; with its traceback.
+    """
+    errors = sorted(folder.glob(f"{name}-*.error"))
+    if errors:
+        raise RuntimeError("\n".join(error.read_text() for error in errors))
+    found = torch.load(folder / f"{name}-{rank}.pt", weights_only=True)
+    assert isinstance(found, dict)
+    return found
+
+
+def whole_gradient(folder: Path, case: Case) -> dict[str, torch.Tensor]:
+    """The gradient of the first step by the weight's name in the whole model, put together from all ranks."""
+    parts: dict[str, dict[int, torch.Tensor]] = {}
+    cuts: dict[str, list[int]] = {}
+    for rank in range(case.world):
+        for name, each in result_of(folder, case.name, rank)["gradients"].items():
+            cuts[name] = each["cut"]
+            parts.setdefault(name, {})[each["cut"][2]] = each["of"]
+    whole: dict[str, torch.Tensor] = {}
+    for name, held in parts.items():
+        axis, halves, _ = cuts[name]
+        pieces = [held[rank].chunk(halves, dim=axis) for rank in sorted(held)] if axis >= 0 else [[held[0]]]
+        whole[name] = torch.cat([piece[half] for half in range(len(pieces[0])) for piece in pieces], max(axis, 0))
+    return whole
+
+
+def main(name: str) -> None:
+    """Imports what the ranks need, then forks them, case after case."""
+    folder = Path(name)
+    prepare()
+    ranks.ready()
+    for entry in json.loads((folder / "cases.json").read_text()):
+        case = Case(**entry)
+        ranks.fork(case.world, functools.partial(be_rank, case, folder, ranks.free_port()))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

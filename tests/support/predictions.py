@@ -1,0 +1,322 @@
+"""Exactness of the families: their predictions for random media compared with what the real processors make of them.
+
+Each row of the result says how often a plan agrees with each of three:
+
+* *counted*: for every size, the planned tokens or patches, with the processor's own arithmetic
+  (``_get_num_multimodal_tokens``, or for the Qwen families ``get_number_of_image_patches``).
+* *made*: for every size, the planned tiles or patch grid, with the whole image processor on an image without storage
+  (torch's ``meta`` device, so that 20000x20000 pixels cost nothing).
+* *written*: for every video, and for as many small images, the plan with the whole processor on real pixels: the
+  placeholder tokens that it writes into the text, and the rows of its pixel tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import torch
+
+from energon_packing.config import EncoderConfig
+from energon_packing.conversation import Media, MediaKind
+from energon_packing.errors import SampleRejected, UserError
+from energon_packing.families.base import MediaPlan, VisionFamily
+from energon_packing.families.gemma3 import Gemma3
+from energon_packing.families.glm4v import Glm4v
+from energon_packing.families.hugging_face import HuggingFace
+from energon_packing.families.internvl import InternVL
+from energon_packing.families.llava import Llava
+from energon_packing.families.llava_onevision import LlavaOneVision
+from energon_packing.families.pixtral import Pixtral
+from energon_packing.families.qwen_vl import Qwen25VL
+from energon_packing.families.registry import build_family
+from support import offline_processors as offline
+
+LONGEST, SMALL, CROPPED = 20_000, 160, 1200
+"""Longest side in pixels of any size, of an image whose pixels are really made, and of one that may have crops."""
+REFUSALS = (ValueError, TypeError, ZeroDivisionError, RuntimeError)
+"""What the processors raise for a size that they do not accept."""
+
+_QWEN = {"": {}, "wide": {"min_pixels": 28 * 28, "max_pixels": 16_384 * 28 * 28}, "narrow": {"max_pixels": 200_704}}
+_TILES = {"1-12": (1, 12), "1-6": (1, 6), "2-40": (2, 40), "1-1": (1, 1)}
+
+
+@dataclass
+class Tally:
+    """What was found for one family under one set of bounds.
+
+    Attributes:
+        family: name of the family.
+        bounds: the processor's limits, ``""`` for its own.
+        sizes: images for which the plan agrees with the processor's count and with its image processor.
+        written: small images for which the plan agrees with the tokens and pixels of the whole processor.
+        both_refused: images that the processor and we refuse for the same reason.
+        ours_alone: images that only we refuse: the processor would enlarge them beyond ``encoder.max_source_pixels``.
+        videos: videos for which planned frames, tokens and pixels agree with the whole processor.
+        videos_refused: videos that both refuse.
+        mismatches: anything else, in words.
+    """
+
+    family: str
+    bounds: str
+    sizes: int = 0
+    written: int = 0
+    both_refused: int = 0
+    ours_alone: int = 0
+    videos: int = 0
+    videos_refused: int = 0
+    mismatches: list[str] = field(default_factory=list)
+
+
+def run(families: tuple[str, ...] = (), *, sizes: int = 2000, videos: int = 300, seed: int = 0) -> Iterator[Tally]:
+    """Compares every family under every set of bounds; ``sizes`` and ``videos`` are per family.
+
+    Raises:
+        UserError: a name is no family with media.
+    """
+    for name in families:
+        if name not in offline.PROCESSORS:
+            raise UserError(f"there is no family {name!r} with media; known: {', '.join(offline.PROCESSORS)}")
+    for name in families or tuple(offline.PROCESSORS):
+        chosen = variants(name)
+        for number, (bounds, make) in enumerate(chosen.items()):
+            tally, random = Tally(name, bounds), Random(f"{seed} {name} {bounds}")
+            share = [total * (number + 1) // len(chosen) - total * number // len(chosen) for total in (sizes, videos)]
+            family = make()
+            for _ in range(share[0]):
+                _compare_size(family, tally, *random_size(random))
+            side = CROPPED if family.config.pan_and_scan else SMALL
+            for _ in range(share[1]):
+                _compare_written(family, tally, "image", random.randint(1, side), random.randint(1, side))
+            if "video" in family.placeholders:
+                for _ in range(share[1]):
+                    clip = random.randint(1, 60), random.choice([1.0, 7.5, 8.0, 23.976, 25.0, 60.0])
+                    _compare_written(family, tally, "video", random.randint(8, SMALL), random.randint(8, SMALL), clip)
+            yield tally
+
+
+def random_size(random: Random) -> tuple[int, int]:
+    """Returns width and height, 1 to 20000: half of the pairs uniform, half uniform on a logarithmic scale."""
+    if random.random() < 0.5:
+        return random.randint(1, LONGEST), random.randint(1, LONGEST)
+    width, height = (round(math.exp(random.uniform(0, math.log(LONGEST)))) for _ in range(2))
+    return width, height
+
+
+def variants(name: str) -> dict[str, Callable[[], VisionFamily]]:
+    """Returns short names of sets of processor bounds -> functions that build the family under them."""
+
+    def family(**config: Any) -> Callable[[], VisionFamily]:
+        named = name if name in ("llava_onevision_1_5", "qwen3_5_vl", "huggingface") else "auto"
+        return lambda: build_family(offline.processor_of(name), EncoderConfig(family=named, **config))
+
+    if name in ("internvl", "qianfan_vl"):
+        make = offline.internvl if name == "internvl" else offline.qianfan
+        return {
+            f"{bounds} tiles": lambda low=low, high=high: build_family(  # type: ignore[misc]
+                make(min_patches=low, max_patches=high), EncoderConfig()
+            )
+            for bounds, (low, high) in _TILES.items()
+        }
+    if name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision_1_5", "glm4v", "qwen3_5_vl", "ernie4_5_vl"):
+        return {bounds: family(**config) for bounds, config in _QWEN.items()}
+    if name == "gemma3":
+        return {"": family(), "pan and scan": family(pan_and_scan=True)}
+    if name == "pixtral":
+        ministral = functools.partial(offline.pixtral, edge=1540, patch=14, merge=2)
+        return {
+            "": family(),
+            "Ministral 3": lambda: build_family(ministral(), EncoderConfig()),
+            "narrow": family(max_pixels=200_704),
+        }
+    if name == "huggingface":
+        named = EncoderConfig(family=name)
+        return {"GLM-4.6V": family(), "MiniMax-M3": lambda: build_family(offline.minimax_m3_vl(), named)}
+    return {"": family()}
+
+
+def _compare_size(family: VisionFamily, tally: Tally, width: int, height: int) -> None:
+    media = Media(kind="image", name="image", width=width, height=height)
+    plan, rejected = _plan(family, media)
+    where = f"image {width}x{height}"
+    try:
+        counted, planned = _count(family, height, width, plan)
+        tiles = _make_without_storage(family, height, width)
+    except REFUSALS as error:
+        if rejected is None:
+            tally.mismatches.append(f"{where}: the processor refuses it ({error}), planned {plan}")
+        elif not _same_reason(family, error, rejected, height, width):
+            tally.mismatches.append(f"{where}: refused for {rejected.detail!r} and for {error!r}")
+        else:
+            tally.both_refused += 1
+        return
+    if plan is None:
+        if rejected is not None and "max_source_pixels" in rejected.detail:
+            tally.ours_alone += 1
+        else:
+            tally.mismatches.append(f"{where}: refused ({rejected}), the processor counts {counted}")
+    elif counted != planned:
+        tally.mismatches.append(f"{where}: planned {planned}, the processor counts {counted}")
+    elif tiles is not None and tiles != _planned_rows(family, plan):
+        tally.mismatches.append(f"{where}: planned {_planned_rows(family, plan)} rows, the processor makes {tiles}")
+    else:
+        tally.sizes += 1
+
+
+def _plan(family: VisionFamily, media: Media) -> tuple[MediaPlan | None, SampleRejected | None]:
+    try:
+        return family.plans([media])[0], None
+    except SampleRejected as error:
+        return None, error
+
+
+def _count(family: VisionFamily, height: int, width: int, plan: MediaPlan | None) -> tuple[int, int]:
+    """Returns what the processor's arithmetic says, and the planned number, which should equal it."""
+    if isinstance(family, Qwen25VL):
+        patches = family.images.get_number_of_image_patches(height, width, {})
+        return int(patches), plan.patches if plan else -1
+    if isinstance(family, Gemma3) and family.config.pan_and_scan:  # its arithmetic ignores crops
+        return _squares(family, height, width) * family.square_tokens, plan.tokens if plan else -1
+    if isinstance(family, Pixtral):  # it counts the tokens that end the rows, and takes a height of 1 or 3 for colours
+        if height in (1, 3):
+            return (0, 0) if plan else (0, -1)
+        said = family.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
+        return int(said["num_image_tokens"][0]), plan.tokens + len(plan.runs) if plan else -1
+    said = family.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
+    # Those of Gemma 3 and MiniMax-M3 count placeholders alone; all others what they write.
+    around = 0 if isinstance(family, Gemma3 | HuggingFace) or plan is None else _around(family, plan)
+    return int(said["num_image_tokens"][0]) - around, plan.tokens if plan else -1
+
+
+def _around(family: VisionFamily, plan: MediaPlan) -> int:
+    """Returns the tokens that a family writes besides placeholders, such as a start and an end, which count too."""
+    ids = family.tokenizer(family.replacement(plan), add_special_tokens=False)["input_ids"]
+    return sum(token != family.placeholder_ids[plan.kind] for token in ids)
+
+
+def _squares(family: Gemma3, height: int, width: int) -> int:
+    pixels = torch.empty(3, height, width, dtype=torch.uint8, device="meta")
+    made = family.processor.image_processor(images=[pixels], do_pan_and_scan=True, input_data_format="channels_first")
+    return 1 + int(made["num_crops"][0])
+
+
+def _make_without_storage(family: VisionFamily, height: int, width: int) -> int | None:
+    """Returns the rows of pixels (tiles, or patches of a Qwen family) that the image processor makes for a size."""
+    pixels = torch.empty(3, height, width, dtype=torch.uint8, device="meta")
+    images = family.processor.image_processor
+    if isinstance(family, InternVL):
+        made = images(images=[pixels], crop_to_patches=True, input_data_format="channels_first")
+        return len(made["pixel_values"])
+    if isinstance(family, Llava):
+        made = images(images=[[pixels]], input_data_format="channels_first")["pixel_values"]
+        return len(made[0]) if made[0].dim() == 4 else len(made)
+    if isinstance(family, Pixtral):
+        made = images(images=[pixels], patch_size=family.side, input_data_format="channels_first")
+        return _patches(family, made["image_sizes"])
+    made = images(images=[pixels], input_data_format="channels_first")
+    return len(made["pixel_values"])
+
+
+def _patches(family: Pixtral, sizes: Any) -> int:
+    """Returns the patches of images resized to ``(height, width)``; the tensor ``[images, 3, H, W]`` does not tell."""
+    patch = family.processor.patch_size
+    return sum(int(height) // patch * (int(width) // patch) for height, width in sizes)
+
+
+def _planned_rows(family: VisionFamily, plan: MediaPlan) -> int:
+    if isinstance(family, InternVL | Llava | Gemma3):
+        return plan.tiles
+    if isinstance(family, Qwen25VL | Pixtral):
+        return plan.patches
+    merge = getattr(family.processor.image_processor, "merge_size", None)
+    # A plan of the generic family counts tokens; without merged patches the rows are tiles.
+    return plan.tiles if merge is None else plan.tokens * merge**2
+
+
+def _same_reason(family: VisionFamily, error: Exception, rejected: SampleRejected, height: int, width: int) -> bool:
+    """Whether a rejection has the processor's own reason; LLaVA processors raise if no resolution fits a side."""
+    if str(error) in rejected.detail:
+        return True
+    if isinstance(family, Pixtral):  # it divides by a side that it rounded down to 0
+        return min(height, width) * int(family.images.size.longest_edge) <= max(height, width)
+    if isinstance(family, Llava) and hasattr(family.images, "image_grid_pinpoints"):
+        from transformers.image_processing_utils import select_best_resolution
+
+        return select_best_resolution((height, width), family.images.image_grid_pinpoints) is None
+    return False
+
+
+def _compare_written(
+    family: VisionFamily,
+    tally: Tally,
+    kind: MediaKind,
+    width: int,
+    height: int,
+    clip: tuple[int, float] | None = None,
+) -> None:
+    """Compares the plan with the whole processor on real pixels: placeholders in its text, rows of pixels, frames."""
+    frames, fps = clip or (None, None)
+    media = Media(kind=kind, name=kind, width=width, height=height, frames=frames, fps=fps)
+    plan, rejected = _plan(family, media)
+    where = f"{kind} {width}x{height}" + (f", {frames} frames at {fps}" if clip else "")
+    try:
+        ids, rows, indices = _write(family, media, plan)
+    except REFUSALS as error:
+        if rejected is None:
+            tally.mismatches.append(f"{where}: the processor refuses it ({error}), planned {plan}")
+        elif not _same_reason(family, error, rejected, height, width):
+            tally.mismatches.append(f"{where}: refused for {rejected.detail!r} and for {error!r}")
+        elif kind == "image":
+            tally.both_refused += 1
+        else:
+            tally.videos_refused += 1
+        return
+    if plan is None:
+        tally.mismatches.append(f"{where}: refused ({rejected}), the processor writes {ids} tokens")
+        return
+    expected = (plan.tokens, _planned_rows(family, plan), plan.frame_indices)
+    if (ids, rows, indices) != expected:
+        tally.mismatches.append(f"{where}: planned {expected}, the processor makes {(ids, rows, indices)}")
+    elif kind == "image":
+        tally.written += 1
+    else:
+        tally.videos += 1
+
+
+def _write(family: VisionFamily, media: Media, plan: MediaPlan | None) -> tuple[int, int, tuple[int, ...]]:
+    """Returns tokens, rows of pixels, and frames; the Qwen processors sample the whole clip themselves."""
+    shape = (3, media.height, media.width)
+    text = family.placeholders[media.kind]
+    arguments: dict[str, Any] = {}
+    indices = plan.frame_indices if plan is not None else ()
+    if media.kind == "image":
+        arguments["images"] = [torch.zeros(shape, dtype=torch.uint8)]  # type: ignore[arg-type]
+        if isinstance(family, Gemma3):
+            arguments["do_pan_and_scan"] = bool(family.config.pan_and_scan)
+        pixels = "pixel_values"
+    elif isinstance(family, Qwen25VL):
+        arguments["videos"] = [torch.zeros((media.frames, *shape), dtype=torch.uint8)]  # type: ignore[arg-type]
+        metadata = {"total_num_frames": media.frames, "fps": media.fps}
+        if isinstance(family, Glm4v):  # it also reads the duration, which video readers report like this
+            metadata["duration"] = media.frames / media.fps  # type: ignore[operator]
+        arguments |= {"video_metadata": [metadata], "do_sample_frames": True, "fps": family.video_fps}
+        arguments["return_metadata"] = True
+        pixels = "pixel_values_videos"
+    else:
+        clip = torch.zeros((len(indices), *shape), dtype=torch.uint8)  # type: ignore[arg-type]
+        clip = family.spread(clip) if isinstance(family, LlavaOneVision) else clip
+        arguments |= {"videos": [clip], "do_sample_frames": False}
+        pixels = "pixel_values" if isinstance(family, InternVL) else "pixel_values_videos"
+    made = family.processor(text=[text], return_tensors="pt", **arguments)
+    if "video_metadata" in made:
+        indices = tuple(int(index) for index in made["video_metadata"][0].frames_indices)
+    count = int((made["input_ids"] == family.placeholder_ids[media.kind]).sum())
+    if isinstance(family, Pixtral):
+        return count, _patches(family, made["image_sizes"]), indices
+    rows = made[pixels]
+    many = rows.shape[1] if rows.dim() == 5 else len(rows)
+    return count, many, indices

@@ -1,0 +1,118 @@
+"""Programs of tests that import once and fork, one process a rank: their environment, their start, their end."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import energon_packing
+
+
+def ranks_environment(**more: str) -> dict[str, str]:
+    """``os.environ`` with one thread, ``more``, this package and `support`, before a ``PYTHONPATH`` that is there.
+
+    What is there stays: it may name another Megatron-Bridge (``scripts/on_bridge.sh``).
+    """
+    package = str(Path(energon_packing.__file__).resolve().parents[1])
+    path = os.pathsep.join(filter(None, (package, str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
+    return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | more
+
+
+def launch(program: str, *arguments: object, folder: Path, timeout: float = 400, **environment: str) -> None:
+    """Runs a program of ranks to its end; what it prints is in ``folder/output.txt``.
+
+    Raises:
+        RuntimeError: the program failed.
+    """
+    from forking_python import quick_python
+
+    command = [quick_python(), "-W", "ignore", program, *map(str, arguments)]
+    output = folder / "output.txt"
+    with output.open("w") as out:
+        # A session of its own: writers of checkpoints outlive the ranks that are killed.
+        running = subprocess.Popen(
+            command, env=ranks_environment(**environment), stdout=out, stderr=out, start_new_session=True
+        )
+        try:
+            running.wait(timeout)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(running.pid, signal.SIGKILL)
+            running.wait()
+    if running.returncode:
+        raise RuntimeError(f"the program of the ranks ended with {running.returncode}: {output.read_text()[-20_000:]}")
+
+
+def ready() -> None:
+    """Before the first fork, after the imports."""
+    import PIL.Image
+
+    PIL.Image.init()
+    # A rank sets the levels of many of a thousand loggers, and each time the caches of all of them would be cleared.
+    logging.root.manager._clear_cache = lambda: None  # type: ignore[attr-defined]
+    # Else the first collection of garbage in every rank copies all pages of the imports: a third of a run's time.
+    gc.collect()
+    gc.freeze()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
+
+
+def torchrun(rank: int, world: int, port: int) -> None:
+    """Sets the variables that ``torchrun`` sets."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def fork(world: int, be_rank: Callable[[int], None], *, grace: int = 0) -> bool:
+    """Forks ranks and waits for them. Returns whether all of them ended well.
+
+    Where one is killed the others are too; where one fails they get `grace` seconds to say why.
+    """
+    ranks: set[int] = set()
+    for rank in range(world):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                be_rank(rank)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        ranks.add(child)
+
+    def end(*_: object) -> None:
+        for other in ranks:
+            os.kill(other, signal.SIGKILL)
+
+    well = True
+    while ranks:
+        child, status = os.wait()
+        ranks.discard(child)
+        if status and (not grace or os.WIFSIGNALED(status)):
+            end()
+        elif status:
+            signal.signal(signal.SIGALRM, end)
+            signal.alarm(grace)
+        well = well and not status
+    signal.alarm(0)
+    return well

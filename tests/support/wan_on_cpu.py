@@ -1,0 +1,92 @@
+"""Bridge's Wan model and its forward step on a machine without a GPU: what is replaced for the length of a test.
+
+What `support.bridge_cpu.stand_ins` replaces already is needed as well. Bridge's own code is not changed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+WAN = "megatron.bridge.diffusion.models.wan"
+
+
+def boundary_pairs(real: torch.Tensor, physical: torch.Tensor | None) -> list[tuple[int, int]]:
+    """``(start, real end)`` of every segment, empty ones too."""
+    starts = (real if physical is None else physical)[:-1].tolist()
+    return [(start, start + length) for start, length in zip(starts, real.diff().tolist(), strict=True)]
+
+
+def attention_class() -> type:
+    """Attention in which queries and keys have boundaries of their own, as Wan's cross attention has."""
+    from support.bridge_cpu.attention import SegmentAttention
+
+    class TwoSidedAttention(SegmentAttention):
+        def forward(
+            self, query: Any, key: Any, value: Any, *_masks: Any, packed_seq_params: Any = None, **_: Any
+        ) -> Any:
+            """As `SegmentAttention.forward`, segment i of the queries over segment i of the keys; never causal."""
+            row = packed_seq_params
+            out = query.new_zeros(query.size(0), query.size(1), value.size(-1))
+            queries = boundary_pairs(row.cu_seqlens_q, row.cu_seqlens_q_padded)
+            keys = boundary_pairs(row.cu_seqlens_kv, row.cu_seqlens_kv_padded)
+            for (start, stop), (first, last) in zip(queries, keys, strict=True):
+                out[start:stop] = self._attend(query[start:stop], key[first:last], value[first:last], False)
+            return out.flatten(1)
+
+    return TwoSidedAttention
+
+
+def install(monkeypatch: Any) -> None:
+    """Replaces, until the test ends: Wan's layers, and CUDA as a target of moves and draws."""
+    importlib.import_module(f"{WAN}.wan_layer_spec")
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    from support.bridge_cpu.modules import TorchNorm
+
+    spec = f"{WAN}.wan_layer_spec"
+    monkeypatch.setattr(f"{spec}.TEDotProductAttention", attention_class())
+    monkeypatch.setattr(f"{spec}.TENorm", TorchNorm)
+    monkeypatch.setattr(f"{spec}.TEColumnParallelLinear", ColumnParallelLinear)
+    monkeypatch.setattr(f"{spec}.TERowParallelLinear", RowParallelLinear)
+    for owner, name in ((torch.Tensor, "to"), (torch, "rand"), (torch, "normal")):
+        monkeypatch.setattr(owner, name, without_cuda(getattr(owner, name)))
+
+
+def without_cuda(function: Any) -> Any:
+    """``function`` with every CUDA device among its arguments read as the CPU."""
+
+    def on_cpu(value: Any) -> Any:
+        named = isinstance(value, torch.device | str) and str(value).startswith("cuda")
+        return torch.device("cpu") if named else value
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        return function(*map(on_cpu, arguments), **{name: on_cpu(value) for name, value in named.items()})
+
+    return call
+
+
+def tiny_provider(**changes: Any) -> Any:
+    """A `WanModelProvider` of two layers for latents of 4 channels and embeddings of width 32."""
+    from megatron.bridge.diffusion.models.wan.wan_provider import WanModelProvider
+
+    fields: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 48,
+        "ffn_hidden_size": 64,
+        "num_attention_heads": 4,
+        "crossattn_emb_size": 48,
+        "in_channels": 4,
+        "out_channels": 4,
+        "text_dim": 32,
+        "freq_dim": 16,
+        "seq_length": 96,
+        "apply_rope_fusion": False,
+        "bias_activation_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "vocab_size": 512,
+    }
+    return WanModelProvider(**{**fields, **changes})

@@ -28,7 +28,7 @@ _DIRECTORY = Path(__file__).parent / "prompts"
 LARGEST_FILE = 2**20
 """Most bytes of a template; a larger file is something else."""
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
-_TOKENS = re.compile(r"^\s*(tokens|tokens of tools):\s*(\[.*)$", re.MULTILINE)
+_TOKENS = re.compile(r"^\s*(tokens|tokens of tools):(.*)$", re.MULTILINE)
 
 
 def builtin_prompts() -> list[str]:

@@ -95,6 +95,8 @@ def in_sentences[Pack](packs: Iterator[Pack]) -> Iterator[Pack]:
     """
     try:
         yield from packs
+    except GeneratorExit:  # also when the interpreter ends, which has forgotten the names below by then
+        raise
     except (UserError, PackingError) as error:
         raise _without_traceback(error) from None
     except (RuntimeError, OSError, EOFError) as error:

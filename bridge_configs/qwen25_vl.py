@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.bridge.recipes import qwen_vl
 
-from energon_packing.bridge.recipe import use_packed_data
+from energon_packing.bridge.dataset import use_packed_data
 
 DATA = "data/packed"
 CHECKPOINTS = "checkpoints"

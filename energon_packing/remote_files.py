@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from energon_packing.errors import ConfigError, UserError
-from energon_packing.read_again import read_again
+from energon_packing.errors import ConfigError, UserError, read_again
 
 PIECE_BYTES = 8 << 20
 """Read at once."""

@@ -141,7 +141,7 @@ def _media_seeds(folder: Path) -> list[bytes]:
         file = io.BytesIO()
         picture.save(file, form, **options)
         found.append(file.getvalue())
-    # From libx264 on: codecs of which only the needed packets are decoded (`energon_packing.media.packet_runs`).
+    # From libx264 on: codecs of which only the needed packets are decoded (`energon_packing.media.video`).
     for container, codec, given in (
         *(("avi", "mpeg4", {}), ("mp4", "mpeg4", {}), ("mpegts", "mpeg2video", {"bf": "2"})),
         *((box, "libx264", {"preset": "ultrafast", "bf": "2", "g": "3"}) for box in ("mp4", "matroska")),
@@ -202,7 +202,7 @@ def _tensor_seeds(folder: Path) -> list[bytes]:
 
 
 def _read_tensor(data: bytes, folder: Path) -> None:
-    from energon_packing.media.tensor import read_tensor
+    from energon_packing.wan.tensor_files import read_tensor
 
     suffix = {b"npy ": "npy", b"pt  ": "pt"}.get(data[:4], "safetensors")
     read_tensor(data[4:], suffix, ("latent",))

@@ -74,7 +74,7 @@ def _raise(error: str) -> None:
 
 def plant() -> None:
     """Puts the faults into this process, and those that it forks."""
-    from energon_packing import read_again
+    from energon_packing import errors as read_again
     from energon_packing.encoders import encoder
     from energon_packing.encoders.encoder import ConversationEncoder
     from energon_packing.energon import cookers
@@ -401,7 +401,7 @@ def soak(
         mean: seconds between the first pack of a start and its kill.
         others: numbers of workers that a plan goes on with.
     """
-    from energon_packing.ledger_report import merged
+    from energon_packing.ledger import merged
 
     rng = random.Random(f"{seed} {workers} {planned}")
     name = f"{'planned' if planned else 'online'}{workers}"

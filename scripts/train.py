@@ -109,8 +109,8 @@ def configuration(run: str, overrides: tuple[str, ...]) -> Any:
 
 def broken_rules(config: Any, step: str) -> list[str]:
     """Returns what our rules say about the run on its ranks, one sentence per violated rule; prints their warnings."""
-    from energon_packing.validate.container_view import view_of
-    from energon_packing.validate.rules.registry import judge
+    from energon_packing.validate.recipes import view_of
+    from energon_packing.validate.rules.rule import judge
 
     broken = []
     for one in judge(view_of(config, world_size=_world_size(), step=step.partition(":")[0])):

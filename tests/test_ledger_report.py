@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from energon_packing.cli.ledger import ledger as command
 from energon_packing.errors import UserError
-from energon_packing.ledger import ChangedSample, Ledger
-from energon_packing.ledger_report import merged
+from energon_packing.ledger import ChangedSample, Ledger, merged
 
 SAMPLES = 40
 

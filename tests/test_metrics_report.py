@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from energon_packing.energon.metrics import PackSums, RankLine, RunLines, figures
 from energon_packing.line_file import LineFile, LineFollower
-from energon_packing.metrics_report import PackSums, RankLine, RunLines, figures
 
 
 def entry(rank: int, number: int, *, ranks: int = 4, time: float = 0.0, run: str = "a", **more: Any) -> dict[str, Any]:

@@ -11,9 +11,8 @@ from typing import Any
 
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 
-from energon_packing.bridge.dataset_sections import frozen
-from energon_packing.bridge.provider import PackProvider
-from energon_packing.config.metrics import MetricsConfig
+from energon_packing.bridge.provider import PackProvider, frozen
+from energon_packing.config.run import MetricsConfig
 from energon_packing.energon.metrics import MetricsLog
 
 

@@ -2,35 +2,273 @@
 
 Each field here and in its subclasses states what Bridge reads by name from a data set, and when;
 `energon_packing.bridge.dataset` is that for conversations.
+
+What a data set learns from Bridge's calls to it: the run's configuration, and whether it continues an earlier run.
+
+Bridge itself restores a state after it has built the iterators, each rank the file of its number, and starts the data
+over with no more than a line in its log where it finds none: 0.6.2 where the folder of the states is missing, its main
+branch also where that of the iteration is. So the state is read here while the iterators are built, where all ranks can
+refuse together, and where ranks that are new to a plan can take the first rank's.
+
+The sections of our Bridge data sets: mutable twins of our frozen configuration classes.
+
+Bridge and Hydra set attributes of nested dataclasses in place, which a frozen one ignores with a warning. The twins are
+generated, so a field that is added to a frozen class can be overridden in Bridge at once. The twins validate nothing:
+`frozen` hands their values to the classes that do. Imports neither torch nor Bridge.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
+import sys
+import traceback
 import typing
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
 from megatron.bridge.training.config import ConfigContainer
 
-from energon_packing.bridge.callers import container_under_validation, saved_state, step_and_folder
-from energon_packing.bridge.dataset_sections import MetricsSection
-from energon_packing.bridge.pack_iterator import BridgePackIterator, to_bridge
-from energon_packing.config import ParallelConfig, from_mapping
-from energon_packing.config.metrics import MetricsConfig
+from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, ParallelConfig, from_mapping
+from energon_packing.config.run import MetricsConfig
 from energon_packing.energon.loader import LoaderBase
+from energon_packing.energon.metrics import PackMetrics
 from energon_packing.energon.replica import Replica
 from energon_packing.energon.replica_reader import EveryReader, OneReader
+from energon_packing.energon.states import read_state
 from energon_packing.errors import ConfigError
 from energon_packing.ledger import ledger_apart, without_ledger
 from energon_packing.offline.data_paths import has_global_packs
 from energon_packing.offline.open_loader import open_loader, open_packs, packs_of_steps, refuse_short_plan
-from energon_packing.validate.container_view import finalised
+from energon_packing.thd.batch import PackedBatch
+from energon_packing.validate.recipes import finalised
+
+
+def to_bridge(batch: Any) -> dict[str, Any]:
+    """A packed row as the mapping that Bridge's forward step reads."""
+    made: dict[str, Any] = batch.to_bridge()
+    return made
+
+
+class BridgePackIterator:
+    """An endless iterator of Bridge batches with a state that Bridge's checkpoints save.
+
+    ``setup_data_iterators`` wraps it for reruns; ``checkpointing`` calls `save_state` on the first tensor-, context-
+    and pipeline-parallel rank, which is the one that reads, and `restore_state` on every rank. With virtual pipeline
+    stages Bridge itself hands each model chunk the same batches (``make_data_iterator_list``), so a rank has one
+    iterator and one state.
+
+    Args:
+        reader: yields the batches.
+        form: turns each batch into what Bridge's steps read; packed rows by default.
+        metrics: counts each batch, on the rank that writes them for its replica.
+    """
+
+    def __init__(
+        self,
+        reader: OneReader | EveryReader,
+        form: Callable[[Any], dict[str, Any]] = to_bridge,
+        *,
+        metrics: PackMetrics | None = None,
+    ) -> None:
+        self._reader = reader
+        self._form = form
+        self._metrics = metrics
+        self._continues = False
+        if metrics is not None:
+            metrics.until_end_of(self)
+
+    def __iter__(self) -> BridgePackIterator:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        batch: Any = next(self._reader) if self._metrics is None else self._metrics.take(self._reader)
+        if isinstance(batch, PackedBatch) and batch.pixel_forms and torch.cuda.is_available():
+            # Bytes travel to the device, where `to_bridge` makes the processor's numbers of them.
+            batch = batch.with_pixels_on(torch.device("cuda", torch.cuda.current_device()))
+        return self._form(batch)
+
+    def save_state(self) -> Any:
+        """State after the last batch; it holds only builtins and Energon's own state classes."""
+        return self._reader.save_state()
+
+    def restore_together(self, read: Callable[[], Any]) -> None:
+        """Continues at the state that ``read`` returns, if any; see `OneReader.restore_together`."""
+        self._continues = self._reader.restore_together(read) is not None
+
+    @property
+    def restore_state(self) -> Callable[[Any], None]:
+        """Continues after the batch at which a state was saved; call on every rank, before the first batch.
+
+        An iterator that continues already has no such method, and Bridge then reads no file for it: that of this rank
+        may be missing, or of an earlier attempt, where all ranks have one state.
+        """
+        if self._continues:
+            raise AttributeError("this iterator was restored when it was built")
+        return lambda state: self.restore_together(lambda: state)
+
+
+SECTIONS: dict[str, type] = {}
+"""Every generated class by its name in this module, which Bridge's YAML uses in ``_target_``."""
+
+
+def twin(config: type, left_out: tuple[str, ...] = (), *, module: str = __name__) -> Any:
+    """A mutable dataclass with the fields and defaults of ``config``, added to this module under its name.
+
+    It has slots, so that setting a misspelt field raises at once.
+
+    Args:
+        config: one of our frozen dataclasses, nested ones allowed.
+        left_out: fields that are set elsewhere.
+        module: that holds the class under its name; other modules than this one assign it themselves.
+    """
+    name = config.__name__.removesuffix("Config") + "Section"
+    hints = typing.get_type_hints(config)
+    fields: list[tuple[str, Any, Any]] = []
+    for entry in dataclasses.fields(config):
+        if entry.name in left_out:
+            continue
+        hint = hints[entry.name]
+        if dataclasses.is_dataclass(hint):
+            nested = twin(typing.cast("type", hint), module=module)
+            fields.append((entry.name, nested, dataclasses.field(default_factory=nested)))
+        elif entry.default_factory is not dataclasses.MISSING:
+            fields.append((entry.name, hint, dataclasses.field(default_factory=entry.default_factory)))
+        else:
+            fields.append((entry.name, hint, dataclasses.field(default=entry.default)))
+    made = dataclasses.make_dataclass(name, fields, kw_only=True, slots=True, module=module)
+    made.__doc__ = f"The fields of `{config.__module__}.{config.__name__}`" + (
+        f", except {', '.join(left_out)}, which the data set has itself." if left_out else "."
+    )
+    if module == __name__:
+        globals()[name] = SECTIONS[name] = made
+    return made
+
+
+EncoderSection: Any = twin(EncoderConfig, left_out=("processor", "trust_remote_code"))
+PackingSection: Any = twin(PackingConfig, left_out=("seq_length", "pad_to_max_length"))
+# Bridge's iterators never end: there is no ``repeat`` and no end of an epoch.
+DataSection: Any = twin(DataConfig, left_out=("path", "workers", "repeat", "epoch_end"))
+MetricsSection: Any = twin(MetricsConfig)
+
+
+def values_of(section: Any) -> Any:
+    """The plain values of a section, nested ones included."""
+    if dataclasses.is_dataclass(section) and not isinstance(section, type):
+        return {entry.name: values_of(getattr(section, entry.name)) for entry in dataclasses.fields(section)}
+    return section
+
+
+def frozen[T](config: type[T], section: Any, *, where: str, **others: Any) -> T:
+    """The frozen twin of a section, validated.
+
+    Args:
+        config: the class that the section was made from.
+        section: a section, or a mapping of its fields.
+        where: its name in the run's configuration, for messages.
+        others: the fields that the section leaves out.
+
+    Raises:
+        ConfigError: no section, an unknown field, a wrong type, or a value that the class refuses.
+    """
+    values = values_of(section)
+    if not isinstance(values, Mapping):
+        raise ConfigError(
+            f"{where} is {values!r}; it must be a section with its own fields, such as {where}.{_some(config)}."
+        )
+    return from_mapping(config, {**values, **others}, where=where)
+
+
+def _some(config: Any) -> str:
+    return dataclasses.fields(config)[-1].name
+
+
+FILE = "train_dataloader_dprank{:03d}.pt"
+"""As Bridge's checkpoints name the state of a rank."""
+MISSING_STATE = "missing_state"
+"""Of ``data.accept_changed``: a run that continues may begin its data anew."""
+_FRAMES = 60
+"""Calls between Bridge's ``setup`` and a data set, at most."""
+
+
+def container_under_validation() -> ConfigContainer | None:
+    """The ``ConfigContainer`` whose ``validate()`` is calling ``finalize()``; None for a direct call.
+
+    ``finalize()`` takes no argument, and a data set never learns of the model: the caller's frame is the only place
+    where both are visible before any GPU is taken. It is used to enforce rules; the layout is read later, see
+    `PackProvider.follow`. A test checks this against the installed Bridge.
+    """
+    containers = (known.get("self") for known in _callers(9))
+    return next((found for found in containers if isinstance(found, ConfigContainer)), None)
+
+
+def _callers(most: int) -> list[Mapping[str, Any]]:
+    """Returns the variables of the functions that are being called, the innermost first."""
+    return [frame.f_locals for frame, _ in itertools.islice(traceback.walk_stack(sys._getframe(2)), most)]
+
+
+def step_and_folder() -> tuple[int, str | None] | None:
+    """The step from which Bridge's ``setup`` is about to continue, and the folder of the loader's states that its
+    checkpoint names; None if no ``setup`` is calling.
+
+    A data set is told neither, so both are read from the callers' variables ``train_state`` and ``checkpoint_manager``,
+    which a test looks up in the sources of Bridge.
+    """
+    step: int | None = None
+    for known in _callers(_FRAMES):
+        found = getattr(known.get("train_state"), "step", None)
+        step = found if isinstance(found, int) else step
+        context = getattr(known.get("checkpoint_manager"), "checkpointing_context", None)
+        if isinstance(context, dict) and step is not None:
+            return step, context.get("dataloader_state_dir")
+    return None if step is None else (step, None)
+
+
+def saved_state(dataset: Any, resumed: tuple[int, str | None] | None, *, rank: int, accepted: tuple[str, ...]) -> Any:
+    """Reads the state of the training loader, of the one iteration that the run continues from.
+
+    Args:
+        dataset: its ``dataloader_load`` names the folder of the states, if it is set.
+        resumed: what `step_and_folder` returned.
+        rank: whose file is read: the data-parallel rank, or the first of a plan.
+        accepted: ``data.accept_changed``.
+
+    Returns:
+        The state; None if the run begins, or may begin its data anew.
+
+    Raises:
+        ConfigError: the run continues, and there is no state, or it is damaged.
+    """
+    if resumed is None or not resumed[0]:
+        return None
+    step, folder = resumed
+    if (given := getattr(dataset, "dataloader_load", None)) is not None:
+        folder = given
+    anew = (
+        f'set dataset.data.accept_changed=["{MISSING_STATE}"] to begin the data anew (and dataset.dataloader_load="" '
+        "so that Bridge looks for none)."
+    )
+    path = None if not folder else Path(folder) / f"iter_{step:07d}" / FILE.format(rank)
+    if path is not None and path.is_file():
+        return read_state(path, missing=anew)
+    if MISSING_STATE in accepted:
+        warnings.warn(f"The run continues at step {step} and begins its data anew (data.accept_changed).", stacklevel=2)
+        return None
+    lacking = (
+        f"there is no state of the loader at {path}, so the data would start over; continue from a checkpoint that has "
+        "one, name its folder in dataset.dataloader_load, or"
+        if path is not None
+        else "neither its checkpoint nor dataset.dataloader_load names a folder of loader states, so the data would "
+        "start over; name it, or"
+    )
+    raise ConfigError(f"The run continues at step {step}, but {lacking} {anew}")
 
 
 @dataclass(kw_only=True)
@@ -67,7 +305,7 @@ class PackProvider(DatasetProvider):
     """With ``readers="every"``: interval of the comparison, in packs."""
 
     metrics: Any = field(default_factory=MetricsSection)
-    """What the run writes about its packs. The fields of `energon_packing.config.metrics.MetricsConfig`."""
+    """What the run writes about its packs. The fields of `energon_packing.config.run.MetricsConfig`."""
 
     _run = None
     """The ``ConfigContainer`` of the run, see `follow`. Without an annotation, because it is not a setting."""

@@ -33,7 +33,7 @@ from megatron.bridge.training.utils.pg_utils import get_pg_collection
 from megatron.core.utils import get_model_config
 
 from energon_packing.config import ParallelConfig
-from energon_packing.encoders.model_forward import innermost, refuse_untaken
+from energon_packing.encoders.encoder import innermost, refuse_untaken
 from energon_packing.errors import ConfigError
 from energon_packing.thd.routers import experts_read_masks, put_mask
 from energon_packing.validate.run_view import RunView, installed_version

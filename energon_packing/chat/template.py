@@ -8,7 +8,7 @@ missing. The same comparison finds the answers:
 * a template with ``{% generation %}`` marks them itself: the marked spans are taken, as ``apply_chat_template`` does
   with ``return_assistant_tokens_mask``, and assigned to the turns that they belong to; an end-of-turn token that
   directly follows a span joins it;
-* for any other template they are found by comparing renderings (`energon_packing.chat.answers`).
+* for any other template they are found by comparing renderings (`energon_packing.chat.structures`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from energon_packing.chat.answers import StopTokens, find_answers
 from energon_packing.chat.renderer import TemplateRenderer, common_prefix
-from energon_packing.chat.structures import Reading, TemplateReader
+from energon_packing.chat.structures import Reading, StopTokens, TemplateReader, find_answers
 from energon_packing.chat.thinking import (
     OPEN,
     TrainedSpan,

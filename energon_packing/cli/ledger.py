@@ -30,7 +30,7 @@ def ledger(ctx: click.Context, directory: Path, as_json: bool) -> None:
 
     Packs that were made again after a restart count once. A run may be running; its last packs are made ahead of use.
     """
-    from energon_packing.ledger_report import merged
+    from energon_packing.ledger import merged
 
     report = merged(directory)
 

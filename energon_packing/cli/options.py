@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from energon_packing.errors import UserError
-from energon_packing.executors.choice import EXECUTORS
+from energon_packing.executors.work import EXECUTORS
 
 
 class NewFile(click.Path):

@@ -14,8 +14,7 @@ from energon_packing.cli.terminal import answer, say, table
 from energon_packing.errors import UserError
 
 if TYPE_CHECKING:
-    from energon_packing.offline.samples import Remeasure
-    from energon_packing.offline.sizes import AnyLimits
+    from energon_packing.offline.samples import AnyLimits, Remeasure
     from energon_packing.sample_kind import AnyRun
 
 _EXAMPLES = """

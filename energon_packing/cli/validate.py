@@ -15,7 +15,7 @@ from energon_packing.cli.terminal import answer, cell, counted, say, table
 from energon_packing.validate.looks.look import LOOKS, Look
 from energon_packing.validate.looks.run import look_at_run
 from energon_packing.validate.rules.loader import loader_bytes
-from energon_packing.validate.rules.registry import judge
+from energon_packing.validate.rules.rule import judge
 from energon_packing.validate.run_source import run_source
 from energon_packing.validate.run_view import RunView
 from energon_packing.validate.verdict import BridgeVerdict

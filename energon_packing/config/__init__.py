@@ -14,7 +14,6 @@ A file has up to seven sections, each a frozen dataclass in a module of its name
 
 from __future__ import annotations
 
-from energon_packing.config.data import DataConfig, EpochEnd
 from energon_packing.config.encoder import (
     MODALITIES,
     EncoderConfig,
@@ -30,19 +29,24 @@ from energon_packing.config.encoder import (
     TrainOn,
     WhenOver,
 )
-from energon_packing.config.mapping import from_mapping, to_mapping
-from energon_packing.config.metrics import MetricsConfig
-from energon_packing.config.packing import (
+from energon_packing.config.run import (
     MAX_DROPS_WITHOUT_PACK,
     PACK_LIMITS,
+    DataConfig,
+    EpochEnd,
+    MetricsConfig,
     Oversize,
     PackingConfig,
+    ParallelConfig,
+    PlanConfig,
+    RunConfig,
     SplitAt,
     SplitPositions,
+    TrainingConfig,
+    load_config,
+    load_values,
 )
-from energon_packing.config.plan import PlanConfig
-from energon_packing.config.run import RunConfig, load_config, load_values
-from energon_packing.config.training import ParallelConfig, TrainingConfig
+from energon_packing.config.setting import from_mapping, to_mapping
 
 __all__ = [
     "MAX_DROPS_WITHOUT_PACK",

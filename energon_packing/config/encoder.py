@@ -119,7 +119,7 @@ class EncoderConfig:
     weights, each target is multiplied by its turn's, and x is their sum."""
     loss_scale: int | None = setting(None, unit="number", changes="rows", entries=("loss_weighting",), least=1)
     """Factor applied to all weights, so that Bridge's integer token count preserves their sum. None means 1 for
-    ``token`` and `energon_packing.encoders.weighting.FIXED_POINT` for the others."""
+    ``token`` and `energon_packing.encoders.targets.FIXED_POINT` for the others."""
     trust_remote_code: bool = setting(False, changes="nothing")
     """Whether code that comes with the processor may run."""
     position_ids: PositionIds = setting("auto", changes="rows")

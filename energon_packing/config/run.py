@@ -2,20 +2,293 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from energon_packing.config.data import DataConfig
 from energon_packing.config.encoder import EncoderConfig
-from energon_packing.config.mapping import from_mapping
-from energon_packing.config.metrics import MetricsConfig
-from energon_packing.config.packing import PackingConfig
-from energon_packing.config.plan import PlanConfig
-from energon_packing.config.training import ParallelConfig, TrainingConfig
+from energon_packing.config.setting import check_bounds, from_mapping, setting
+from energon_packing.conversation import Pairs
 from energon_packing.errors import ConfigError
 from energon_packing.plain_yaml import load_yaml
+from energon_packing.thd.alignment import alignment_multiple
+
+WeightsBy = Literal["samples", "tokens", "none"]
+LARGEST_EPOCHS = 100_000
+"""Bound on ``epochs``, against a plan of unintended size."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedDatasetConfig:
+    """One data set of a plan."""
+
+    weight: float | None = setting(None, unit="number")
+    """Share of the data set in an epoch relative to the others' weights, in the unit of ``weights_by``. Set it for all
+    data sets or for none. None for all takes the weights of the ``blend`` of a metadataset that was measured; without
+    one, every data set occurs ``epochs`` times."""
+    epochs: float | None = setting(None, unit="epochs", least=0, most=LARGEST_EPOCHS)
+    """How often each sample occurs in one epoch of the plan; with weights, how often at most. 0.5 takes every sample in
+    every second epoch; 0 leaves the data set out. None takes the ``repetitions`` of a ``blend_epochized`` that was
+    measured, else 1."""
+    group: str | None = None
+    """Data sets of one group share packs; those of different groups never do. None takes ``group`` of the data set's
+    subflavors, as online."""
+
+    def __post_init__(self) -> None:
+        if self.weight is not None and not 0 < self.weight < math.inf:
+            raise ConfigError(f"plan.datasets: weight is {self.weight}; it must be a number above 0.")
+        check_bounds("plan.datasets", self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanConfig:
+    """How a plan is made from an index; see docs/offline.md."""
+
+    epochs: int = setting(1, unit="epochs", least=1, most=LARGEST_EPOCHS)
+    """Passes over the blend of all data sets that the plan holds; each has other packs."""
+    weights_by: WeightsBy = "samples"
+    """What the weights of data sets share out: ``samples`` (as the ``blend`` of a metadataset does) or ``tokens``.
+    ``none``: weights of a metadataset do not count, and every data set occurs ``epochs`` times."""
+    datasets: Mapping[str, PlannedDatasetConfig] = field(default_factory=dict)
+    """Settings of single data sets, by their name in the index, their path, that of their shards, or the last part of
+    one of these paths."""
+    max_data_parallel: int = setting(512, unit="ranks", least=1)
+    """The packs of a step cost nearly the same for every data-parallel size that divides this number."""
+    seed: int = setting(0, unit="number", least=0)
+    """Determines packs, blend and order."""
+
+    def __post_init__(self) -> None:
+        check_bounds("plan", self)
+        weighted = [name for name, setting in self.datasets.items() if setting.weight is not None]
+        if weighted and self.weights_by == "none":
+            raise ConfigError(f"plan.datasets: {weighted[0]} has a weight, but plan.weights_by is none; leave one out.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MetricsConfig:
+    """What a training run writes about its packs while it trains; see docs/see.md."""
+
+    directory: str | None = None
+    """Directory of the metrics of a run, one file of JSON lines per data-parallel rank; all ranks should see it. They
+    also go to the trainer's TensorBoard and Weights & Biases writers if it has them. None measures nothing."""
+    interval: int = setting(10, unit="steps", least=1)
+    """A line sums up this many optimiser steps."""
+
+    def __post_init__(self) -> None:
+        if self.directory == "":
+            raise ConfigError("metrics.directory is empty; name one, or leave it out to measure nothing.")
+        check_bounds("metrics", self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig:
+    """Sizes of the parallel groups of the training run."""
+
+    tensor_parallel: int = setting(1, unit="ranks", stated="multiple")
+    """Size of the tensor-parallel group."""
+    context_parallel: int = setting(1, unit="ranks", stated="multiple")
+    """Size of the context-parallel group, which cuts every sample."""
+    pipeline_parallel: int = setting(1, unit="ranks", stated="multiple", least=1)
+    """Number of pipeline stages."""
+    expert_parallel: int = setting(1, unit="ranks", stated="multiple", least=1)
+    """Size of the expert-parallel group."""
+    sequence_parallel: bool = setting(False, stated="multiple")
+    """Whether activations are divided over the tensor-parallel group."""
+    eval_context_parallel: int | None = setting(None, unit="ranks", stated="multiple")
+    """``context_parallel`` of the evaluation; None means that of the training."""
+    cp_comm_type: str | None = setting(None, stated="multiple")
+    """How context-parallel ranks communicate, for example ``p2p`` or ``a2a``; read by ``validate``."""
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None = setting(None, unit="ranks", stated="multiple")
+    """Sizes of the levels of ``a2a+p2p``; read by ``validate``."""
+
+    def __post_init__(self) -> None:
+        check_bounds("parallel", self)
+        _ = self.multiple
+
+    @property
+    def multiple(self) -> int:
+        """Every segment is padded to a multiple of this many tokens."""
+        return alignment_multiple(
+            self.tensor_parallel, self.context_parallel, self.sequence_parallel, self.eval_context_parallel
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingConfig:
+    """Settings of the trainer around the loader; read by ``validate``, not by the loader."""
+
+    micro_batch_size: int = setting(1, unit="rows", least=1)
+    """Rows of a micro-batch; a packed row is one."""
+    global_batch_size: int = setting(1, unit="rows", least=1)
+    """Rows of a step, over all data-parallel ranks."""
+    eval_micro_batch_size: int | None = setting(None, unit="rows", least=1)
+    """``micro_batch_size`` of the evaluation; None means that of the training."""
+    eval_global_batch_size: int | None = setting(None, unit="rows", least=1)
+    """``global_batch_size`` of the evaluation; None means that of the training."""
+    calculate_per_token_loss: bool = True
+    """Whether the loss is divided by all targets of a step, which rows with different numbers of targets need."""
+    average_in_collective: bool = False
+    """Whether gradients are averaged over ranks; Megatron-Core refuses it with ``calculate_per_token_loss``."""
+    model_seq_length: int | None = setting(None, unit="tokens")
+    """The model's ``seq_length``; None means that it equals ``packing.seq_length``."""
+    model: str | None = None
+    """Model family, for example ``qwen2_5_vl`` or ``gpt``."""
+    step: str | None = None
+    """Forward step, for example ``vlm_step`` or ``gpt_step``."""
+    enable_in_batch_packing: bool = False
+    """Bridge's own packing of a micro-batch, instead of this package's."""
+
+    def __post_init__(self) -> None:
+        check_bounds("training", self)
+
+
+Oversize = Literal["drop", "raise", "truncate", "split"]
+
+SplitAt = Literal["turn", "token"]
+
+SplitPositions = Literal["restart", "continue"]
+
+MAX_DROPS_WITHOUT_PACK = 20_000
+"""Default for how many samples may be dropped since the last pack before the run stops."""
+
+PACK_LIMITS = ("max_images_per_pack", "max_patches_per_pack", "max_segments_per_pack", "max_cost_per_pack")
+"""The fields of `PackingConfig` that limit a pack in addition to its tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackingConfig:
+    """How samples share a row."""
+
+    seq_length: int = setting(4096, unit="tokens", least=1)
+    """Tokens of a row, alignment padding included: no pack is ever longer."""
+    window: int = setting(256, unit="samples", changes="packs", least=1)
+    """Measured samples held for selection. A larger window fills packs better but delays samples longer; each sample
+    costs about 3 KB."""
+    policy: str = setting("window", changes="packs")
+    """How a pack is chosen from the window: ``window`` (best by far), ``best_fit``, ``next_fit``, ``first_fit``,
+    ``balanced``, or a name registered with ``register_policy``; see docs/packing.md."""
+    max_images_per_pack: int | None = setting(None, unit="images", changes="packs", least=1)
+    """Images per pack; each tile counts if the family tiles images. None sets no limit. A sample that exceeds a limit
+    by itself is handled according to ``oversize``, with the reason ``over_limit``."""
+    max_patches_per_pack: int | None = setting(None, unit="rows of vision input", changes="packs", least=1)
+    """Rows of vision input per pack; bounds the memory of the vision encoder."""
+    max_segments_per_pack: int | None = setting(None, unit="samples", changes="packs", least=1)
+    """Samples per pack, not counting the masked tail of a fixed-width row."""
+    max_cost_per_pack: float | None = setting(None, unit="tokens without attention", changes="packs", least=1)
+    """Cost per pack, in units of one token without attention: a segment of L tokens costs ``L + L**2 / 24576``, a patch
+    0.098."""
+    balance_window: int = setting(1, unit="packs", changes="packs", least=1)
+    """Number of selected packs that are sorted by cost before they are emitted; 1 keeps the order of selection."""
+    oversize: Oversize = setting("drop", changes="rows")
+    """What happens to a sample that is longer than a row: ``drop`` enters it in the ledger, ``raise`` stops the run,
+    ``truncate`` cuts it after the last turn that fits, ``split`` makes pieces ``KEY#0``, ``KEY#1`` and so on; see
+    docs/packing.md."""
+    split_at: SplitAt = setting("turn", changes="rows")
+    """Where ``oversize: split`` cuts: ``turn`` cuts after the last answer that fits, and inside an exchange only if the
+    exchange is longer than a row; ``token`` fills every piece."""
+    split_positions: SplitPositions = setting("restart", changes="rows")
+    """Positions of a piece: ``restart`` counts each piece from 0; ``continue`` continues from the end of the previous
+    piece."""
+    pairs: Pairs = setting("refuse", newer=True)
+    """What is trained of preference pairs, and of answers with a label (KTO): ``refuse`` stops the run, ``chosen``
+    trains chosen and wanted answers as ordinary conversations, ``drop`` leaves pairs and labelled answers out, ``both``
+    trains all, for a loss that reads ``preference``; see docs/limits.md."""
+    pad_to_max_length: bool = setting(False, changes="packs")
+    """True makes every row ``seq_length`` long, which pipelines, experts and CUDA graphs need."""
+    dummy_image: bool = setting(False, changes="rows")
+    """True adds the family's smallest image, masked and with zero weight, to packs without media. Every micro-step then
+    has media on all ranks, and collectives inside a vision tower cannot hang. Packs reserve room for it."""
+    drop_budget: float = setting(0.1, unit="share, 0 to 1", changes="nothing", least=0.0, most=1.0)
+    """Share of the samples read that may be dropped. The run stops once the share is above this beyond doubt; 1.0 never
+    stops it."""
+    max_drops_without_pack: int = setting(MAX_DROPS_WITHOUT_PACK, unit="samples", changes="nothing", least=1)
+    """Samples that a worker may drop without making a pack in between before the run stops."""
+    ledger: str | None = setting(None, changes="nothing")
+    """Directory of the ledger files, one per worker; None keeps the ledger in the batches only."""
+
+    def __post_init__(self) -> None:
+        check_bounds("packing", self)
+        if self.policy != "window":  # the registry needs numpy
+            from energon_packing.packing.online import check_online_policy
+
+            check_online_policy(self.policy)
+
+
+EpochEnd = Literal["uneven", "drop", "pad"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """Where the conversations come from and how they are read."""
+
+    path: str = setting("", stated="data set", place=True)
+    """An Energon data set: a directory made by ``convert``, a prepared WebDataset, or a metadataset YAML."""
+    split: str = setting("train", stated="split")
+    """Part of the data set to read."""
+    workers: int = setting(2, unit="processes", stated="workers", least=0)
+    """Loader processes of one rank; 0 reads in the training process."""
+    shuffle_buffer: int = setting(100, unit="samples", changes="packs", least=1)
+    """Samples shuffled before encoding; 1 keeps the order of the shards."""
+    shuffle_over_epochs: int = setting(1, unit="epochs", changes="packs", least=0)
+    """Epochs over which shards are shuffled together; 1 and 0 keep every epoch apart."""
+    repeat: bool = setting(True, changes="packs")
+    """False ends after one epoch; exact resume is promised for True only (see docs/resume.md)."""
+    epoch_end: EpochEnd = setting("uneven", changes="packs")
+    """What to do when ranks run out of packs at different steps, which happens with ``repeat: false``; a training step
+    hangs if one rank is missing. ``drop`` stops all ranks when the first runs out. ``pad`` feeds fully masked packs to
+    a rank that has run out until all have. ``uneven`` leaves it to the trainer."""
+    seed: int = setting(0, unit="number", changes="packs")
+    """Seed of the order of shards and samples."""
+    packs_ahead: int = setting(2, unit="packs", changes="nothing", least=0)
+    """Packs that every rank of a replica has ready before its step asks, so that no step waits for reading or for the
+    transfer (docs/bridge.md). They take that much memory more: once per host, plus once per rank in pinned memory where
+    there is a GPU. 0 reads and transfers each pack when it is asked for; so do ``workers: 0`` and any
+    ``epoch_end`` but ``uneven``."""
+    keep_memory: bool = setting(True, changes="nothing")
+    """Loader processes reuse the memory of finished pixels instead of returning it to the kernel after each image, so
+    they stay as large as their largest pack made them. The busier the machine's memory, the more CPU time this saves
+    (docs/correctness.md). Takes effect with glibc only."""
+    accept_changed: tuple[str, ...] = setting((), changes="nothing")
+    """What may differ between a restored loader state and this run, by the names in the message that refuses it, such
+    as ``encoder.max_pixels`` or ``data set``; a section's name stands for all its settings. ``missing_state`` lets a
+    run that continues begin its data anew. ``ranks`` and ``workers`` cannot be accepted.
+    docs/resume.md says what is then still exact."""
+
+    @property
+    def depth(self) -> int:
+        """Packs that are made ahead of use. None without workers, since Energon then reads in the training process and
+        admits one reader at a time; and none where ranks agree on an epoch's end, which they do on the trainer's own
+        process group."""
+        return self.packs_ahead if self.workers and self.epoch_end == "uneven" else 0
+
+    def __post_init__(self) -> None:
+        if self.repeat and self.epoch_end != "uneven":
+            raise ConfigError(
+                f"data.epoch_end is {self.epoch_end!r}, but no epoch ends while data.repeat is true; set it to false."
+            )
+        check_bounds("data", self)
+
+
+def group_name(subflavors: Mapping[str, Any] | None) -> str:
+    """Returns the group of a data set, which never shares a pack with another group; empty if it names none.
+
+    It is ``group`` in the ``subflavors`` of a data set in a blend::
+
+        blend:
+          - {weight: 3, path: chats, subflavors: {group: text}}
+          - {weight: 1, path: charts, subflavors: {group: charts}}
+
+    Energon's development branch has the same word as a key of the entry.
+
+    Raises:
+        ConfigError: the group is no name.
+    """
+    group = (subflavors or {}).get("group", "")
+    if not isinstance(group, str | int | None) or isinstance(group, bool):
+        raise ConfigError(f"subflavors.group is {group!r}; it must be a name.")
+    return "" if group is None else str(group)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,7 @@ from energon_packing.convert.fields import ROLE_OF, says_nothing
 from energon_packing.convert.layouts.layout import LAYOUTS
 from energon_packing.convert.layouts.layout import Layout as RecordLayout
 from energon_packing.errors import ConfigError, SampleRejected
-from energon_packing.executors.choice import ExecutorConfig, ExecutorKind
+from energon_packing.executors.work import ExecutorConfig, ExecutorKind
 from energon_packing.media import DEFAULT_MAX_PIXELS
 from energon_packing.remote_files import absolute, check_remote
 from energon_packing.stored_record import LARGEST_NUMBER, SMALLEST_NUMBER
@@ -170,7 +170,7 @@ class ConvertConfig:
         media_shard_bytes: bytes after which the next media tar begins (polylithic).
         workers: processes that parse, check and write; 0 and 1 do everything in the calling process, and None takes as
             many as there are processors (here, at most 8). The output does not depend on it.
-        executor, address: whose processes, see `energon_packing.executors.choice.ExecutorConfig`.
+        executor, address: whose processes, see `energon_packing.executors.work.ExecutorConfig`.
         check_media: ``full`` decodes every image and every frame of every video once; ``header`` reads headers, and
             decodes the first frame of a video.
         max_pixels: largest image or frame, width times height.

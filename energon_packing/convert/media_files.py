@@ -1,24 +1,42 @@
-"""Media files of a conversion: resolved inside their root, checked once each, named by their content."""
+"""Media files of a conversion: resolved inside their root, checked once each, named by their content.
+
+Checks of media files, each file once: results are remembered across processes and across an interruption.
+
+Images and videos whose bytes are in the record, beside it or in an object store: Parquet cells, ``data:`` addresses,
+members of tars, objects. They are written to the working directory of the conversion and are files from there on. The
+directory takes as much room as the distinct ones of them, until the data set is published.
+"""
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
+import json
 import os
 import re
+import socket
 import stat
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
+from urllib.parse import unquote_to_bytes
 
 import orjson
 
 from energon_packing.conversation import Media, MediaKind
+from energon_packing.convert.chunks import MemberBytes
 from energon_packing.convert.config import ConvertConfig
+from energon_packing.convert.layout import open_scratch
 from energon_packing.convert.layouts.layout import FileKind
-from energon_packing.errors import SampleRejected
+from energon_packing.convert.record_media import EmbeddedBytes
+from energon_packing.errors import SampleRejected, UserError, fault_of
+from energon_packing.remote_files import local_copy, status, within
 
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://|data:)")
 _EXTENSION_OF_IMAGE = {
@@ -248,3 +266,262 @@ def _pillow_pixel_limit(max_pixels: int) -> Iterator[None]:
             yield
     finally:
         Image.MAX_IMAGE_PIXELS = before
+
+
+_SUFFIX = re.compile(r"\.[A-Za-z0-9]{1,5}")
+_LONG_AGO = 1  # seconds; nothing else writes these files, so their time stamps need not say when
+
+
+FETCHED = "fetched"
+"""Name of the directory of copies from object stores, in the working directory of the conversion."""
+_MOST_RECENT = 20_000  # outcomes that a process keeps; each takes about a kilobyte
+
+
+class RecordFiles:
+    """The images and videos of records as files of this machine: their own places, or copies that all workers share of
+    embedded bytes, members of tars, and objects of stores."""
+
+    def __init__(self, scratch: Path, *, max_bytes: int) -> None:
+        """
+        Args:
+            scratch: working directory of the conversion, which gets directories for the copies.
+            max_bytes: largest file.
+        """
+        self._directory = scratch.resolve() / "embedded"
+        self._directory.mkdir(exist_ok=True)
+        self._max_bytes = max_bytes
+        fetched = partial(_fetched, directory=scratch.resolve() / FETCHED, max_bytes=max_bytes)
+        self._fetched = lru_cache(maxsize=_MOST_RECENT)(fetched)
+
+    def place(self, reference: str | EmbeddedBytes, root: Path | str, members: Mapping[str, MemberBytes]) -> str:
+        """The file of one image or video of a record.
+
+        Args:
+            reference: a path, a ``data:`` address, or bytes.
+            root: of paths: a directory, or the address of one.
+            members: files beside the record in its tar, by each name that it may use; a record with any has no root.
+
+        Raises:
+            SampleRejected: ``corrupt_media`` for an address that cannot be decoded, ``media_too_large``, and the
+                reasons of `resolve_media`.
+            UserError: a store does not answer; the file may be in order.
+            OSError: there is no room for a copy.
+        """
+        if isinstance(reference, EmbeddedBytes):
+            return self._store(reference.content, reference.name)
+        if reference.startswith("data:"):
+            return self._store(*_decoded(reference, self._max_bytes))
+        if reference in members:
+            member = members[reference]
+            self._check(member.size)
+            return self._store(member.read(), member.name)
+        if members:
+            names = ", ".join(sorted({member.name for member in members.values()})[:20])
+            raise SampleRejected("missing_media", f"{reference!r} is not in the sample; it has: {names}")
+        if isinstance(root, Path):
+            return resolve_media(reference, root)
+        return self._fetched(reference, root)
+
+    def _check(self, size: int) -> None:
+        if size > self._max_bytes:
+            raise SampleRejected("media_too_large", f"{size} bytes in the record; the limit is {self._max_bytes}")
+
+    def _store(self, content: bytes, name: str) -> str:
+        self._check(len(content))
+        suffix = os.path.splitext(name)[1]
+        suffix = suffix.lower() if _SUFFIX.fullmatch(suffix) else ""
+        path = self._directory / (hashlib.sha256(content).hexdigest() + suffix)
+        if not path.exists():
+            part = self._directory / f".{socket.gethostname()}-{os.getpid()}"
+            part.write_bytes(content)
+            os.utime(part, (_LONG_AGO, _LONG_AGO))
+            os.rename(part, path)
+        return str(path)
+
+
+def _fetched(reference: str, root: str, directory: Path, max_bytes: int) -> str:
+    """The copy of a file of an object store; raises as `RecordFiles.place` does.
+
+    Args:
+        reference: the path in the record, relative to the root, or an address below it.
+        root: address of a directory.
+        directory: of copies. One of an interrupted conversion has the time of its original.
+        max_bytes: largest file; a larger one is not copied.
+    """
+    if is_address(reference) and not reference.startswith(f"{root.rstrip('/')}/"):
+        raise SampleRejected("remote_media", f"{reference[:80]!r} is not in {root}; store it there")
+    check_path(reference)
+    try:
+        if (address := within(root, reference)) is None:
+            raise SampleRejected("media_outside_root", f"{reference!r} leads out of the media root {root}")
+        if (file := status(address)) is None:
+            raise SampleRejected("missing_media", f"{reference!r} does not exist in {root}")
+        if file.size > max_bytes:
+            detail = f"{reference!r}: {file.size} bytes, more than the limit of {max_bytes}"
+            raise SampleRejected("media_too_large", detail)
+        return str(local_copy(address, directory))
+    except OSError as error:
+        fault, why = fault_of(error), f"{reference!r} of {root} cannot be read: {error.strerror or error}"
+        if fault == "disk":
+            raise
+        if fault == "file":
+            raise SampleRejected("missing_media", why) from error
+        raise UserError(f"{why}; start again with --resume when the store answers") from error
+
+
+def _decoded(address: str, max_bytes: int) -> tuple[bytes, str]:
+    """Content and a name of a ``data:`` address (RFC 2397)."""
+    head, comma, data = address[len("data:") :].partition(",")
+    if not comma:
+        raise SampleRejected("corrupt_media", "a data: address has no comma, so it holds no data")
+    kind, *options = head.split(";")
+    name = "x." + kind.rpartition("/")[2].lower()
+    if "base64" not in (option.strip().lower() for option in options):
+        try:
+            return unquote_to_bytes(data), name
+        except UnicodeEncodeError as error:
+            raise SampleRejected("corrupt_media", "a data: address holds half of a character") from error
+    if len(data) // 4 * 3 > max_bytes + 3:
+        raise SampleRejected("media_too_large", f"a data: address of {len(data)} characters; the limit is {max_bytes}")
+    try:
+        # Blanks and line breaks are allowed; anything else that is not base64 is damage.
+        return base64.b64decode("".join(data.split()), validate=True), name
+    except (binascii.Error, ValueError) as error:
+        raise SampleRejected("corrupt_media", f"a data: address is not base64: {error}") from error
+
+
+class Stamp(NamedTuple):
+    """When a file was checked, and what the file system said about it at that time.
+
+    Attributes:
+        size: bytes.
+        changed: time of the last change of the content, nanoseconds.
+        checked: time at which the check began, nanoseconds.
+    """
+
+    size: int
+    changed: int
+    checked: int
+
+    def same_file(self, status: os.stat_result) -> bool:
+        """Whether the file still looks as it did."""
+        return (status.st_size, status.st_mtime_ns) == (self.size, self.changed)
+
+    @property
+    def settled(self) -> bool:
+        """Whether a later change would show in the time stamp; one within a clock tick of the check would not."""
+        return self.changed < self.checked - 2_000_000_000
+
+
+Checked = tuple[StoredMedia | SampleRejected, Stamp]
+"""The result of a check, and when it was made."""
+
+
+class MediaChecker:
+    """Checks files for one process, and shares the results with the others, and with a run that resumes, in a journal.
+
+    Each process appends its results to the journal, and looks those of the others up in an index of its own.
+    """
+
+    def __init__(self, config: ConvertConfig, journal: Path, index: Path) -> None:
+        """
+        Args:
+            config: limits, and the kinds of files.
+            journal: file of results, to which several processes append.
+            index: file to make, of what the journal holds.
+        """
+        self._config = config
+        self._kinds = (config.own_layout and config.own_layout.files) or MEDIA_KINDS
+        self._recent: dict[str, Checked] = {}
+        self._journal = journal.open("ab", buffering=0)
+        self._others = journal.open("rb")
+        self._read_to = 0
+        self._index = open_scratch(index)
+        self._index.execute("CREATE TABLE checks (place TEXT PRIMARY KEY, entry TEXT) WITHOUT ROWID")
+
+    def check(self, path: str, kind: str) -> tuple[StoredMedia, Stamp]:
+        """The result for one file.
+
+        Raises:
+            SampleRejected: ``missing_media`` (unreadable), ``media_too_large``, and what its kind refuses.
+        """
+        key = f"{kind} {path}"
+        if (checked := self._recent.get(key)) is None:
+            if (checked := self._earlier(key)) is None:
+                status, now = _status(key), time.time_ns()
+                checked = self._check(path, kind), Stamp(status.st_size, status.st_mtime_ns, now)
+                self._note(key, *checked)
+            if len(self._recent) >= _MOST_RECENT:
+                self._recent.clear()
+            self._recent[key] = checked
+        if isinstance(outcome := checked[0], SampleRejected):
+            # A new one each time: a raised exception collects traceback frames.
+            raise SampleRejected(outcome.reason, outcome.detail)
+        return checked
+
+    def _earlier(self, key: str) -> Checked | None:
+        """The result that the journal has, if the file has not changed since."""
+        self._index.executemany("INSERT OR REPLACE INTO checks VALUES (?, ?)", self._news())
+        row = self._index.execute("SELECT entry FROM checks WHERE place = ?", (key,)).fetchone()
+        checked = None if row is None else self._read(key, row[0])
+        return checked if checked is not None and checked[1].same_file(_status(key)) else None
+
+    def _news(self) -> Iterator[tuple[str, str]]:
+        """Place and entry of each line that the journal has got; those that a killed process left unfinished are not
+        JSON."""
+        self._others.seek(self._read_to)
+        while (line := self._others.readline()).endswith(b"\n"):
+            self._read_to += len(line)
+            with suppress(ValueError, TypeError, KeyError):
+                yield json.loads(line)["place"], line.decode()
+
+    def _check(self, path: str, kind: str) -> StoredMedia | SampleRejected:
+        most, of = self._config.max_media_bytes, self._kinds[kind]
+        try:
+            with open_regular(path) as stream:
+                size = os.fstat(stream.fileno()).st_size
+                if size == 0:
+                    return SampleRejected(of.corrupt, "the file is empty")
+                if size > most:
+                    return SampleRejected("media_too_large", f"{size} bytes, more than the limit of {most}")
+                return of.check(stream, path, size, kind, self._config)
+        except SampleRejected as error:
+            return SampleRejected(error.reason, error.detail)
+        except UserError:
+            raise
+        except OSError as error:
+            return SampleRejected("missing_media", f"cannot be read: {error.strerror or error}")
+        except Exception as error:  # a file may do anything to its decoder, and costs itself only
+            why = f"{Path(path).name} cannot be checked: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            return SampleRejected(of.corrupt, why)
+
+    def _note(self, key: str, outcome: StoredMedia | SampleRejected, stamp: Stamp) -> None:
+        entry: dict[str, Any] = {"place": key, "stamp": tuple(stamp)}
+        if isinstance(outcome, SampleRejected):
+            entry["rejected"] = [outcome.reason, outcome.detail]
+        else:  # `dataclasses.asdict`, without its copies
+            entry["file"] = {name: getattr(outcome, name) for name in outcome.__slots__}
+        # One write each, so that the lines of several processes do not mix. The line break before it ends a line that a
+        # killed process has left unfinished.
+        self._journal.write(f"\n{json.dumps(entry)}\n".encode())
+
+    def _read(self, key: str, entry: str) -> Checked | None:
+        try:
+            found = json.loads(entry)
+            made = self._kinds[key.partition(" ")[0]].made
+            outcome = made(**found["file"]) if "file" in found else SampleRejected(*found["rejected"])
+            return outcome, Stamp(*found["stamp"])
+        except (ValueError, KeyError, TypeError):
+            return None
+
+    def close(self) -> None:
+        """Closes the journal."""
+        for held in (self._journal, self._others, self._index):
+            held.close()
+
+
+def _status(key: str) -> os.stat_result:
+    try:
+        return os.stat(key.partition(" ")[2])
+    except OSError:
+        return os.stat_result((0,) * 10)

@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from energon_packing.convert.media_checks import Stamp
-from energon_packing.convert.media_files import open_regular
+from energon_packing.convert.media_files import Stamp, open_regular
 from energon_packing.errors import UserError
 
 BLOCK = tarfile.BLOCKSIZE

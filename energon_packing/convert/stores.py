@@ -19,8 +19,7 @@ from energon_packing.convert.layout import (
     write_metadataset,
 )
 from energon_packing.convert.layouts.layout import SUBFLAVORS
-from energon_packing.convert.media_checks import Stamp
-from energon_packing.convert.media_files import StoredMedia
+from energon_packing.convert.media_files import Stamp, StoredMedia
 from energon_packing.convert.shards import ShardPiece, StoredFile
 from energon_packing.errors import UserError
 

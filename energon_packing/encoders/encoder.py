@@ -2,6 +2,12 @@
 
 Both halves use the same tokenizer, chat template and family. The predicted and the rendered length of a sample can
 therefore differ only if an image or video does not match its metadata; such a sample is rejected.
+
+Encoders by modality: `ConversationEncoder` restricted to the media that a model or a data set may have.
+
+Use a restriction if an image or video would be a mistake: for a language model whose data contain an image by accident,
+or a vision tower that was never trained on video. Samples that an encoder does not accept are dropped as
+``other_modality``, in the ledger.
 """
 
 from __future__ import annotations
@@ -11,7 +17,8 @@ import copy
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,16 +30,22 @@ from energon_packing.config import MODALITIES, EncoderConfig, LimitsConfig, Moda
 from energon_packing.config.setting import entries_of, marked, marked_and_set
 from energon_packing.conversation import Conversation
 from energon_packing.encoders.decoding import HasMedia, MediaToDecode, decodable, visual_inputs
-from energon_packing.encoders.fitting import Bounds, beginning, fit
+from energon_packing.encoders.fitting import Bounds, Resizer, Settings, beginning, fit
 from energon_packing.encoders.joinable_rows import PADDED_MEDIA, SHARED_PLACEHOLDER
 from energon_packing.encoders.measured import Measured, MeasuredPair
-from energon_packing.encoders.placeholders import Expanded, Placeholders, check_reserved, own_template
-from energon_packing.encoders.resizing import Resizer, Settings
 from energon_packing.encoders.sample_encoder import SampleEncoder
 from energon_packing.encoders.splitting import Fits, MeasuredSplit, SampleText, split
-from energon_packing.encoders.targets import enough_targets, extra_values, spread, trained_tokens
-from energon_packing.encoders.tokenized import SpecialTexts, TextTokenizer, TokenizedText, any_of
-from energon_packing.encoders.weighting import target_weight
+from energon_packing.encoders.targets import enough_targets, extra_values, spread, target_weight, trained_tokens
+from energon_packing.encoders.tokenized import (
+    Expanded,
+    Placeholders,
+    SpecialTexts,
+    TextTokenizer,
+    TokenizedText,
+    any_of,
+    check_reserved,
+    own_template,
+)
 from energon_packing.errors import ConfigError, PackingError, SampleRejected
 from energon_packing.families.base import PROCESSOR_SETTINGS, MediaPlan, VisionFamily
 from energon_packing.families.registry import build_family, generation_stops, load_processor
@@ -428,3 +441,70 @@ def _value(value: Any) -> str:
     if isinstance(value, tuple):
         return ", ".join(map(str, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+class _OfModality(ConversationEncoder):
+    modality: Modality = "mixed"
+
+    def __init__(self, config: EncoderConfig, *, processor: Any = None) -> None:
+        if config.modality not in ("mixed", self.modality):
+            raise ConfigError(
+                f"encoder.modality is {config.modality!r}, but {type(self).__name__} takes {self.modality!r}; "
+                "leave it out, or use the encoder of that modality."
+            )
+        super().__init__(config, processor=processor, modality=self.modality)
+
+
+class TextEncoder(_OfModality):
+    """Conversations without media."""
+
+    modality = "text"
+
+
+class TextImageEncoder(_OfModality):
+    """Conversations with any number of images, including none."""
+
+    modality = "text_image"
+
+
+class TextVideoEncoder(_OfModality):
+    """Conversations with any number of videos, including none."""
+
+    modality = "text_video"
+
+
+class MixedEncoder(_OfModality):
+    """Conversations with images and videos in any order and number, including none."""
+
+
+def innermost(model: Any) -> Any:
+    """The model without its wrappers (data parallel, mixed precision)."""
+    while isinstance(getattr(model, "module", None), torch.nn.Module):
+        model = model.module
+    return model
+
+
+def takes(model: Any, name: str) -> bool:
+    """Whether the model's forward has an argument of that name."""
+    return name in inspect.signature(innermost(model).forward).parameters
+
+
+def refuse_untaken(model: Any, names: Iterable[str], encoder: Callable[[], EncoderConfig]) -> None:
+    """Refuses a model that would not see what the family's processor made for it.
+
+    Args:
+        model: wrapped or not.
+        names: of the family's fields per token, and of media.
+        encoder: returns the run's configuration, for the message.
+
+    Raises:
+        ConfigError: the model's forward does not take one of them.
+    """
+    untaken = [name for name in names if not takes(model, name)]
+    if untaken:
+        config = encoder()
+        raise ConfigError(
+            f"The family {build_family(load_processor(config), config).name} needs {', '.join(untaken)}, but "
+            f"{type(innermost(model)).__name__}.forward does not take it; use the processor that belongs to the model "
+            "(encoder.processor)."
+        )

@@ -4,7 +4,7 @@ Nothing here raises for bad data. A sample that cannot be cooked carries a `Prob
 writes to the ledger. Energon would only print an exception raised in its map and count it against a tolerance.
 
 Energon also ends a run where a tar breaks off, a block of it is damaged or a read fails. A read that fails is tried
-again (`energon_packing.read_again`), and what an open tar remembers of it is let go. `guard_shards` puts a sample in
+again (`energon_packing.errors`), and what an open tar remembers of it is let go. `guard_shards` puts a sample in
 the place of each one that cannot be read: its record says where and why, so that it is in the ledger and the drop
 budget counts it.
 """
@@ -27,8 +27,7 @@ from megatron.energon.source_info import SourceInfo
 from energon_packing.conversation import Conversation, Media
 from energon_packing.energon.internals import FilteredSample, ITarReader
 from energon_packing.energon.samples import ConversationSample, Problem, forget_members
-from energon_packing.errors import SampleRejected, UserError
-from energon_packing.read_again import read_again
+from energon_packing.errors import SampleRejected, UserError, read_again
 from energon_packing.stored_record import check_depth
 
 REASON = "unreadable_shard"

@@ -27,10 +27,9 @@ from energon_packing.drops import FrequentDrops, over_budget, unwished
 from energon_packing.energon.cookers import guard_shards
 from energon_packing.energon.data_identity import data_identity, known_pairs
 from energon_packing.energon.epoch_end import Agree, EpochReport, agreement, even_packs
-from energon_packing.energon.fingerprint import check_fingerprint, settings_of, tell_of_accepted
 from energon_packing.energon.metrics import PackingMonitor
 from energon_packing.energon.samples import Pack
-from energon_packing.energon.states import copied, save_shallowly
+from energon_packing.energon.states import check_fingerprint, copied, save_shallowly, settings_of, tell_of_accepted
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.energon.workers import answered, in_sentences, in_workers
 from energon_packing.errors import ConfigError, PackingError, UserError

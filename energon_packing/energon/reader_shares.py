@@ -46,8 +46,7 @@ from energon_packing.energon.internals import (
     ShardInfosITarReader,
     WebdatasetSampleLoaderDataset,
 )
-from energon_packing.errors import UserError
-from energon_packing.read_again import read_again
+from energon_packing.errors import UserError, read_again
 
 LEAST = 8
 """Samples per reader, below which each reader reads the whole data set if it repeats."""

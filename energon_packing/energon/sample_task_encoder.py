@@ -2,7 +2,7 @@
 
 `MicroBatchTaskEncoder` measures, limits, renders and accounts for samples as `PackingTaskEncoder` does, but does not
 choose them: the next ``micro_batch_size`` samples of the stream form one micro-batch. They travel as one `PackedBatch`
-without padding, so readers, states and ledgers are the same as for packs. `energon_packing.bridge.in_batch` turns them
+without padding, so readers, states and ledgers are the same as for packs. `energon_packing.bridge.dataset` turns them
 into the form that Megatron-Bridge's collators produce.
 
 The others pad one row per conversation to the longest row of its micro-batch, for validation data, for a first look at
@@ -26,9 +26,14 @@ from torch.nn.functional import pad
 from energon_packing import thd
 from energon_packing.config import PACK_LIMITS, EncoderConfig, PackingConfig, ParallelConfig
 from energon_packing.drops import DroppedSample
-from energon_packing.encoders.encoder import ConversationEncoder
+from energon_packing.encoders.encoder import (
+    ConversationEncoder,
+    MixedEncoder,
+    TextEncoder,
+    TextImageEncoder,
+    TextVideoEncoder,
+)
 from energon_packing.encoders.joinable_rows import joinable
-from energon_packing.encoders.modality import MixedEncoder, TextEncoder, TextImageEncoder, TextVideoEncoder
 from energon_packing.encoders.sample_encoder import AnyMeasured
 from energon_packing.energon.dataset_limits import DatasetLimits
 from energon_packing.energon.internals import FatalSampleError, SavableDataset

@@ -13,14 +13,13 @@ from megatron.energon import Sample, edataclass
 from megatron.energon.cache import FileStore
 from typing_extensions import TypeVar
 
-from energon_packing.config.data import group_name
+from energon_packing.config.run import group_name
 from energon_packing.conversation import Conversation
 from energon_packing.drops import DroppedSample
 from energon_packing.encoders.sample_encoder import AnyMeasured
 from energon_packing.encoders.splitting import MeasuredSplit
-from energon_packing.errors import PackingError, SampleRejected, UserError
+from energon_packing.errors import PackingError, SampleRejected, UserError, read_again
 from energon_packing.ledger import ChangedSample, Ledger
-from energon_packing.read_again import read_again
 from energon_packing.thd import PackedBatch
 
 Batch = TypeVar("Batch", default=PackedBatch)

@@ -29,7 +29,6 @@ from energon_packing.encoders.splitting import MeasuredSplit
 from energon_packing.energon.cookers import RECORD_COOKER
 from energon_packing.energon.dataset_limits import DatasetLimits, lower_limits
 from energon_packing.energon.dummy_image import DummyImage, aligned_filler, mask_fillers
-from energon_packing.energon.fingerprint import settings_of
 from energon_packing.energon.internals import (
     BatchDataset,
     MapDataset,
@@ -47,14 +46,15 @@ from energon_packing.energon.samples import (
     by_group,
     read_media,
 )
+from energon_packing.energon.states import settings_of
 from energon_packing.energon.window import DisjointPackingDataset, SplitPieces, WindowPackingDataset
 from energon_packing.errors import ConfigError, PackingError, SampleRejected
 from energon_packing.ledger import ChangedSample, Ledger
 from energon_packing.packing.balance import pack_cost, serpentine_order
+from energon_packing.packing.constraints import PackLimits, Size
 from energon_packing.packing.online import next_pack
-from energon_packing.packing.pack_limits import PackLimits, Size
 from energon_packing.packing.whole_list import pack_lengths
-from energon_packing.thd.visible_padding import visible_order
+from energon_packing.thd.assembly import visible_order
 
 FUNCTIONS = (
     "cook_crude_sample",

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 from megatron.energon import WorkerConfig
 
-from energon_packing.energon.fingerprint import check_fingerprint
 from energon_packing.energon.internals import (
     BaseWrapperDataset,
     FatalSampleError,
@@ -45,6 +44,7 @@ from energon_packing.energon.samples import (
     end_of_epoch,
     shuffled_ahead,
 )
+from energon_packing.energon.states import check_fingerprint
 from energon_packing.errors import ConfigError, PackingError, SampleRejected, UserError
 from energon_packing.ledger import Ledger
 

@@ -14,7 +14,7 @@ from energon_packing.errors import ConfigError
 from energon_packing.families.base import IMAGE_SIZES, MediaPlan, VisionFamily, ask, require
 from energon_packing.families.geometry import MOST_TILES, VIDEO_FRAMES, check_tiles, chosen_frames, uniform_frames
 from energon_packing.families.pixel_forms import form_of, resized
-from energon_packing.media.shared_room import empty_result
+from energon_packing.media.decoding_process import empty_result
 from energon_packing.thd.pixels import PixelForm
 
 DEFAULT_VIDEO_FRAMES = 8

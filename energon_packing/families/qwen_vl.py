@@ -21,7 +21,7 @@ from energon_packing.families.geometry import (
     set_pixel_limits,
 )
 from energon_packing.families.pixel_forms import form_of, resized
-from energon_packing.media.shared_room import empty_result
+from energon_packing.media.decoding_process import empty_result
 from energon_packing.thd.pixels import PixelForm
 
 DEFAULT_VIDEO_FPS = 2.0

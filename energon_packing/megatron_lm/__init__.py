@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from energon_packing.megatron_lm.arguments import add_energon_packing_args as add_energon_packing_args
     from energon_packing.megatron_lm.arguments import parse_and_validate_args as parse_and_validate_args
     from energon_packing.megatron_lm.arguments import run_config_of as run_config_of
-    from energon_packing.megatron_lm.batch import StageBatch as StageBatch
-    from energon_packing.megatron_lm.batch import get_batch as get_batch
     from energon_packing.megatron_lm.dataloader import PackDataloader as PackDataloader
+    from energon_packing.megatron_lm.dataloader import StageBatch as StageBatch
+    from energon_packing.megatron_lm.dataloader import get_batch as get_batch
     from energon_packing.megatron_lm.dataloader import (
         train_valid_test_datasets_provider as train_valid_test_datasets_provider,
     )

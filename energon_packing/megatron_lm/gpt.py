@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from energon_packing.encoders.model_forward import innermost, refuse_untaken, takes
+from energon_packing.encoders.encoder import innermost, refuse_untaken, takes
 from energon_packing.errors import ConfigError, PackingError
 from energon_packing.megatron_lm.arguments import (
     NO_SCHEDULE_PLAN,
@@ -19,8 +19,7 @@ from energon_packing.megatron_lm.arguments import (
     parse_and_validate_args,
     run_config_of,
 )
-from energon_packing.megatron_lm.batch import StageBatch, get_batch
-from energon_packing.megatron_lm.dataloader import train_valid_test_datasets_provider
+from energon_packing.megatron_lm.dataloader import StageBatch, get_batch, train_valid_test_datasets_provider
 from energon_packing.thd.routers import experts_read_masks
 
 __all__ = [

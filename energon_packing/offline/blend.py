@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from energon_packing.config.data import group_name
-from energon_packing.config.plan import PlanConfig, PlannedDatasetConfig
+from energon_packing.config.run import PlanConfig, PlannedDatasetConfig, group_name
 from energon_packing.convert.layout import TEXT_DIRECTORY
 from energon_packing.errors import ConfigError
 from energon_packing.offline.index import IndexedDataset

@@ -19,7 +19,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from energon_packing.errors import UserError
-from energon_packing.file_lock import lock
+from energon_packing.line_file import lock
 
 MOST_BYTES = 1 << 30
 """Of a JSON file that is read."""

@@ -12,9 +12,9 @@ import torch.utils.data
 from energon_packing.config import RunConfig, to_mapping
 from energon_packing.config.setting import changing
 from energon_packing.energon.epoch_end import Agree, EpochReport
-from energon_packing.energon.fingerprint import check_fingerprint, tell_of_accepted
 from energon_packing.energon.loader import LoaderBase
 from energon_packing.energon.samples import Pack
+from energon_packing.energon.states import check_fingerprint, tell_of_accepted
 from energon_packing.energon.workers import in_workers
 from energon_packing.errors import ConfigError, PackingError, UserError
 from energon_packing.ledger import LedgerLock

@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from energon_packing.config import RunConfig
-from energon_packing.energon.fingerprint import READERS, check_fingerprint
 from energon_packing.energon.loader import STATE_FORMAT, build_dataset, build_task_encoder
 from energon_packing.energon.reader_shares import dealt_identity
-from energon_packing.energon.states import read_state
+from energon_packing.energon.states import READERS, check_fingerprint, read_state
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline.planner import ALL, Left
 

@@ -26,8 +26,7 @@ from energon_packing.ledger import Ledger
 from energon_packing.offline.index import Index, IndexedDataset, IndexedShard, MediaFile, shard_status
 from energon_packing.offline.order import order_again
 from energon_packing.offline.plan import Plan, PlanFacts, PlannedSample
-from energon_packing.offline.samples import Remeasured
-from energon_packing.offline.sizes import SizedRow
+from energon_packing.offline.samples import Remeasured, SizedRow
 from energon_packing.offline.source import PositionedMedia, ShardIndex, SourcePart, TarFiles, inside
 from energon_packing.remote_files import shown
 from energon_packing.sample_kind import KINDS

@@ -23,18 +23,25 @@ from energon_packing.config.setting import marked
 from energon_packing.drops import WISHED, over_budget
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline import plan as plan_file
-from energon_packing.offline import sizes as array_limits
 from energon_packing.offline.blend import Blend
 from energon_packing.offline.files import said
 from energon_packing.offline.index import MEDIA, IndexedDataset, pair_counts, schema_of
 from energon_packing.offline.order import balanced_order, incomplete_group
 from energon_packing.offline.plan import PlanFacts, write_plan, written_drops
-from energon_packing.offline.samples import Drop, Remeasure, Samples, Sources, fitting_samples
-from energon_packing.offline.sizes import AnyLimits, Sizes
+from energon_packing.offline.samples import (
+    AnyLimits,
+    Drop,
+    Remeasure,
+    Samples,
+    Sizes,
+    Sources,
+    costs,
+    fitting_samples,
+)
 from energon_packing.packing.balance import step_efficiency
 from energon_packing.packing.constraints import Constraints
-from energon_packing.packing.limited import pack_limited
 from energon_packing.packing.partition import PackGroups, check_groups
+from energon_packing.packing.policies.best_fit import pack_limited
 from energon_packing.packing.statistics import lower_bound
 from energon_packing.packing.whole_list import pack_lengths_flat
 from energon_packing.remote_files import check_local
@@ -69,12 +76,12 @@ def bound_of(sizes: Sizes, limits: AnyLimits) -> int:
 
 def _constraints(sizes: Sizes, limits: AnyLimits) -> tuple[np.ndarray, Constraints]:
     """Alignment units of each sample, and its costs under the other limits."""
-    constraints = Constraints(costs=array_limits.costs(limits, sizes), limits=limits.limited)
+    constraints = Constraints(costs=costs(limits, sizes), limits=limits.limited)
     return limits.length_units(sizes), constraints
 
 
 def show_padding(order: np.ndarray, offsets: np.ndarray, sizes: Sizes, multiple: int) -> np.ndarray:
-    """`energon_packing.thd.visible_padding.visible_order` for all packs, in both rows where samples have two.
+    """`energon_packing.thd.assembly.visible_order` for all packs, in both rows where samples have two.
 
     Args:
         order: ``[N]``, rows of `sizes`, one pack after another.

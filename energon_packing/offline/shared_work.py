@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from energon_packing.executors.choice import ExecutorConfig, ExecutorKind, check_rank
+from energon_packing.executors.work import ExecutorConfig, ExecutorKind, check_rank
 from energon_packing.offline.files import no_leftovers
 
 Progress = Callable[[str, int, int], None]

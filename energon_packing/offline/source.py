@@ -23,9 +23,8 @@ from megatron.energon import CrudeSample
 from megatron.energon.cache import FileStore
 
 from energon_packing.convert.layout import INFO_FILE, MEDIA_AUX, META_DIRECTORY
-from energon_packing.errors import UserError
+from energon_packing.errors import UserError, read_again
 from energon_packing.offline.index import DEFAULT_KIND
-from energon_packing.read_again import read_again
 from energon_packing.remote_files import (
     PIECE_BYTES,
     check_remote,
@@ -37,8 +36,7 @@ from energon_packing.remote_files import (
     shown,
 )
 from energon_packing.sample_kind import KINDS, kind_of_subflavors
-from energon_packing.validate.looks.data import DataLooks, look_at_data
-from energon_packing.validate.looks.leaves import REMOTE
+from energon_packing.validate.looks.data import REMOTE, DataLooks, look_at_data
 
 MOST_OPEN = 128
 """Open tars of one process. Opening one costs some microseconds, so a small number does no harm."""

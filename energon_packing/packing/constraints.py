@@ -1,15 +1,22 @@
-"""Constraints: what a pack may hold besides tokens (images or tiles, patches, segments, attention cost, bytes)."""
+"""Constraints: what a pack may hold besides tokens (images or tiles, patches, segments, attention cost, bytes).
+
+What a pack may hold, for samples whose length, images and patches are known before any pixel is decoded.
+
+Tokens are counted in units of the alignment multiple: a sample of 13 tokens at a multiple of 8 takes 2 units. This is
+exact, and makes the integers in the ``window`` policy's subset sum that much shorter.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from energon_packing.errors import ConfigError
+from energon_packing.packing.balance import LINEAR, PATCH
 
 # Sums of floats depend on their order, so a pack may exceed a fractional limit by at most this share.
 FLOAT_TOLERANCE = 1e-9
@@ -74,3 +81,131 @@ def _column(name: str, values: Sequence[int | float] | np.ndarray, count: int) -
     if not np.isfinite(column).all() or column.min() < 0:
         raise ConfigError(f"constraint {name!r} needs finite non-negative costs")
     return column
+
+
+class Sized(Protocol):
+    """A sample that has been measured; `energon_packing.encoders.measured.Measured` is one."""
+
+    @property
+    def length(self) -> int:
+        """Tokens."""
+
+    @property
+    def images(self) -> int:
+        """Images, tiles counted one by one."""
+
+    @property
+    def patches(self) -> int:
+        """Rows of vision input."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Size:
+    """A sample described by its numbers only."""
+
+    length: int
+    images: int = 0
+    patches: int = 0
+
+
+def _segments(sample: Any) -> tuple[Any, Any]:
+    """Tokens of the segment, or of both of a preference pair, each aligned separately; 0 for one that is not there."""
+    first, *second = getattr(sample, "segment_lengths", (sample.length,))
+    return first, second[0] if second else 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackLimits:
+    """The limits of one pack.
+
+    The methods that give numbers take a sample, or `energon_packing.offline.samples.Sizes` of many and then give
+    arrays.
+
+    Attributes:
+        tokens: tokens of the row, alignment padding included; a multiple of `multiple`.
+        multiple: every segment is padded to a multiple of this many tokens.
+        images: images of all samples; each tile counts if the family tiles images; None for no limit.
+        patches: rows of vision input of all media.
+        segments: samples, not counting a masked tail (of a fixed-width row, or after a sample that is alone).
+        cost: cost of all segments from `pack_cost`, in tokens without attention: ``L + L**2 / LINEAR + ...``.
+        lone_room: reserve room for a masked segment of one multiple after a sample that is alone in a row and whose
+            last segment is the only padded one (`energon_packing.thd.assembly`); beside others it needs none.
+    """
+
+    tokens: int
+    multiple: int = 1
+    images: int | None = None
+    patches: int | None = None
+    segments: int | None = None
+    cost: float | None = None
+    lone_room: bool = False
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1 or self.multiple < 1 or self.tokens % self.multiple:
+            raise ConfigError(f"a pack of {self.tokens} tokens is not a positive multiple of {self.multiple}")
+        for name, limit in self.limited.items():
+            if limit < 1:
+                raise ConfigError(f"a limit of {limit} {name} per pack allows no samples; it must be at least 1")
+
+    @property
+    def units(self) -> int:
+        """Capacity of a pack in alignment units."""
+        return self.tokens // self.multiple
+
+    @property
+    def limited(self) -> dict[str, int]:
+        """Limits other than tokens, by name; cost in the unit of `pack_cost`."""
+        found = {
+            "images": self.images,
+            "patches": self.patches,
+            "segments": self.segments,
+            "cost": None if self.cost is None else int(self.cost * LINEAR),
+        }
+        return {name: limit for name, limit in found.items() if limit is not None}
+
+    def aligned(self, sample: Any) -> int:
+        """Tokens that a sample occupies."""
+        return self.length_units(sample) * self.multiple
+
+    def length_units(self, sample: Any) -> int:
+        """Alignment units that a sample occupies."""
+        first, second = _segments(sample)
+        units: int = -(-first // self.multiple) - (-second // self.multiple)
+        return units
+
+    def masked_units(self, sample: Any) -> int:
+        """Alignment units, 0 or 1, of the masked segment after a sample that is alone in its row: where only its last
+        segment is padded, as `energon_packing.thd.assembly.hides_padding` says.
+        """
+        first, second = _segments(sample)
+        padded, is_pair = first % self.multiple != 0, second > 0
+        hidden: int = (is_pair & (second % self.multiple != 0) & (padded == 0)) | (padded & (is_pair == 0))
+        return hidden * self.lone_room
+
+    def costs(self, samples: Sequence[Any]) -> dict[str, list[Any]]:
+        """One cost per sample for each limited name."""
+        measures: dict[str, Callable[[Any], Any]] = {
+            "images": lambda sample: sample.images,
+            "patches": lambda sample: sample.patches,
+            "segments": lambda sample: 1 + (_segments(sample)[1] > 0),
+            "cost": lambda sample: sum(LINEAR * each + each**2 for each in _segments(sample)) + PATCH * sample.patches,
+        }
+        return {name: [measures[name](sample) for sample in samples] for name in self.limited}
+
+    def too_long(self, sample: Any) -> bool:
+        """Whether a sample, including the masked segment that it may need, is longer than a row."""
+        return self.length_units(sample) + self.masked_units(sample) > self.units
+
+    def holds(self, sample: Sized) -> bool:
+        """Whether the sample fits a pack by itself."""
+        return not self.too_long(sample) and self.exceeded(sample) is None
+
+    def exceeded(self, sample: Sized) -> str | None:
+        """The first limit other than tokens that a sample exceeds by itself, as part of a sentence; None if it fits."""
+        for name, (cost,) in self.costs([sample]).items():
+            limit = self.limited[name]
+            if cost > limit:
+                if name == "cost":
+                    return f"a cost of {cost / LINEAR:.0f} tokens; a pack holds packing.max_cost_per_pack={self.cost}"
+                return f"{cost} {name}; a pack holds packing.max_{name}_per_pack={limit}"
+        return None

@@ -17,7 +17,7 @@ from energon_packing.energon.loader import build_task_encoder
 from energon_packing.energon.samples import MeasuredSample
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import SampleRejected, UserError
-from energon_packing.ledger_report import standing_lines
+from energon_packing.ledger import standing_lines
 from energon_packing.line_file import read_lines
 from energon_packing.offline.source import (
     IndexedMedia,

@@ -15,11 +15,10 @@ from energon_packing.config import RunConfig
 from energon_packing.drops import unwished
 from energon_packing.errors import ConfigError
 from energon_packing.kinds.conversations import row_limits
-from energon_packing.offline import sizes as array_limits
 from energon_packing.offline.index import MODALITIES
-from energon_packing.offline.sizes import Sizes
+from energon_packing.offline.samples import Sizes, costs, holds, length_units
 from energon_packing.packing.balance import simulate_steps
-from energon_packing.packing.pack_limits import PackLimits
+from energon_packing.packing.constraints import PackLimits
 from energon_packing.packing.whole_list import pack_lengths_flat
 from energon_packing.report.stats_samples import StatsSamples
 
@@ -236,7 +235,7 @@ def packings(
     for seq_length in seq_lengths:
         for multiple in multiples:
             limits = _limits(run, seq_length, multiple)
-            fits = array_limits.holds(limits, sizes)
+            fits = holds(limits, sizes)
             for window in (*windows, None):
                 yield _packed(samples, sizes, fits, limits, window, run, seed)
 
@@ -247,7 +246,7 @@ def planned_packing(samples: StatsSamples, run: RunConfig) -> dict[str, Any]:
     assert samples.planned is not None
     row, multiple, packs = (samples.planned[name] for name in ("seq_length", "multiple", "packs"))
     sizes = _sizes(samples)
-    aligned = int(array_limits.length_units(PackLimits(tokens=row, multiple=multiple), sizes).sum()) * multiple
+    aligned = int(length_units(PackLimits(tokens=row, multiple=multiple), sizes).sum()) * multiple
     cost = np.bincount(samples.pack, sizes.cost.astype(np.float64), packs)
     return {
         "seq_length": row,
@@ -396,13 +395,13 @@ def _packed(
     count = kept.size if whole else min(most, max(round(kept.size * scale), 1))
     drawn = random.permutation(kept) if whole else random.choice(kept, count, replace=kept.size < count)
     part = sizes.take(drawn)
-    units = array_limits.length_units(limits, part)
-    costs = array_limits.costs(limits, part)
+    units = length_units(limits, part)
+    pack_costs = costs(limits, part)
     groups = pack_lengths_flat(
         units,
         limits.units,
         "best_fit" if window is None else "window",
-        constraints={name: (cost, limits.limited[name]) for name, cost in costs.items()},
+        constraints={name: (cost, limits.limited[name]) for name, cost in pack_costs.items()},
         window=window or SIMULATED,
     )
     offsets = groups.offsets

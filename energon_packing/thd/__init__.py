@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from energon_packing.thd.alignment import alignment_multiple as alignment_multiple
     from energon_packing.thd.assembly import assemble as assemble
     from energon_packing.thd.batch import PackedBatch as PackedBatch
-    from energon_packing.thd.boundaries import packed_seq_params as packed_seq_params
-    from energon_packing.thd.boundaries import pad_cu_seqlens as pad_cu_seqlens
+    from energon_packing.thd.batch import packed_seq_params as packed_seq_params
+    from energon_packing.thd.batch import pad_cu_seqlens as pad_cu_seqlens
     from energon_packing.thd.checks import INVARIANTS as INVARIANTS
     from energon_packing.thd.checks import check_media as check_media
     from energon_packing.thd.checks import check_thd as check_thd

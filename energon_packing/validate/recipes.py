@@ -1,20 +1,29 @@
 """Bridge configurations: from a recipe function, or from the YAML beside a checkpoint; no network, weights or GPU.
 
 Models of a recipe come from a folder, and the GPU appears to be an H100.
+
+A Bridge ``ConfigContainer`` as a `RunView`, read by attribute names as Bridge itself reads them.
+
+So it imports neither torch nor Bridge, and reads settings that a later Bridge adds if they exist.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import json
 import sys
 import types
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.sample_kind import all_kinds
+from energon_packing.validate.run_facts import PLACEHOLDERS, DataFacts, TokenFacts, model_geometry, processor_facts
+from energon_packing.validate.run_view import DatasetKind, RunView, installed_version, stated
 from energon_packing.validate.verdict import prepare_bridge, without_output
 
 SHIPPED = Path(__file__).resolve().parents[2] / "bridge_configs" / "hf"
@@ -162,3 +171,162 @@ def _read(file: Path) -> Any:
         return transformers.AutoConfig.for_model(kind, **values)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{file} is not a model configuration: {type(error).__name__}: {error}.") from error
+
+
+# By class name, most derived first: a view must not import Bridge.
+_KIND_OF_CLASS: tuple[tuple[str, DatasetKind], ...] = (
+    ("PackedEnergonDatasetConfig", "packed_energon"),
+    ("EnergonDatasetConfig", "energon"),
+    ("DirectHFSFTDatasetConfig", "hf_sft"),
+    ("MockVLMSFTDatasetConfig", "mock_vlm"),
+    ("GPTSFTDatasetConfig", "gpt_sft"),
+    ("GPTDatasetConfig", "gpt_pretraining"),
+)
+
+
+def view_of(container: Any, *, world_size: int, step: str | None = None, data: DataFacts | None = None) -> RunView:
+    """Returns the view of a Bridge ``ConfigContainer``.
+
+    Args:
+        container: the configuration, before or after ``validate()``.
+        world_size: GPUs.
+        step: name of the forward step, which a container does not hold.
+        data: measurements of the data set.
+    """
+    model, dataset = container.model, container.dataset
+    final = finalised(model)
+    parts = ("dataset", "train", "validation", "ddp", "dist", "rerun_state_machine", "comm_overlap")
+    source = SimpleNamespace(model=model, final=final, **{name: getattr(container, name, None) for name in parts})
+    specs = getattr(dataset, "offline_packing_specs", None)
+    keywords = getattr(dataset, "dataset_kwargs", None) or {}
+    names = {cls.__name__ for cls in type(dataset).__mro__}
+    kind = next((kind for name, kind in _KIND_OF_CLASS if name in names), "provider")
+    ids = {kind: getattr(model, f"{kind}_token_id", None) for kind in PLACEHOLDERS}
+    coefficients = getattr(final, "moe_aux_loss_coeff", 0.0)
+    # In the other modes of our data set the window holds a micro-batch.
+    packing = getattr(dataset, "packing", None) if getattr(dataset, "mode", "packs") == "packs" else None
+    fields = stated(source, "bridge")
+    return RunView(
+        # Defaults of Bridge that are not the view's.
+        **{"calculate_per_token_loss": False, "dataset_seq_length": model.seq_length}
+        | fields
+        | {
+            "dataset_kind": kind,
+            "world_size": world_size,
+            "step": step,
+            "data": data,
+            "megatron_core_version": installed_version("megatron-core"),
+            "bridge_version": installed_version("megatron-bridge"),
+            "model": type(model).__name__.removesuffix("ModelProvider").removesuffix("Provider"),
+            "has_offline_packing_specs": specs is not None,
+            "packed_metadata_missing": _missing_metadata(specs),
+            "pad_to_max_length": getattr(dataset, "pad_to_max_length", False) is True
+            or keywords.get("pad_to_max_length", False) is True,
+            "pad_seq_to_multiple": fields.get("pad_seq_to_multiple") if kind == "gpt_sft" else None,
+            "cuda_graph_modules": _names(getattr(model, "cuda_graph_modules", None))
+            + _names(getattr(model, "cuda_graph_scope", None)),
+            "inference_graph_scopes": _names(getattr(model, "inference_cuda_graph_scope", None)),
+            "expert_dispatcher": getattr(final, "moe_flex_dispatcher_backend", None)
+            if getattr(final, "moe_token_dispatcher_type", None) == "flex"
+            else None,
+            "balance_coefficients": tuple(coefficients) if isinstance(coefficients, list) else (coefficients,),
+            "vision_frozen": all(
+                getattr(model, name, False) for name in ("freeze_vision_model", "freeze_vision_projection")
+            ),
+            "head_dim": getattr(model, "kv_channels", None) or _quotient(model, "hidden_size", "num_attention_heads"),
+            "model_tokens": TokenFacts(
+                size=getattr(model, "vocab_size", None),
+                placeholders={kind: number for kind, number in ids.items() if isinstance(number, int)},
+                geometry=model_geometry(getattr(model, "vision_config", None), model),
+            ),
+            "task_encoder": type(dataset.task_encoder).__name__ if hasattr(dataset, "task_encoder") else None,
+            "processor_tokens": processor_facts(getattr(dataset, "processor", None)),
+            "window": getattr(packing, "window", None),
+            "failure_tolerance": _failure_tolerance(dataset, keywords),
+            "overlap_moe_expert_parallel_comm": any(
+                getattr(part, "overlap_moe_expert_parallel_comm", False) for part in (model, source.comm_overlap)
+            ),
+            "fp8_recipe": _fp8_recipe(container),
+            "has_weights": _has_weights(container),
+        }
+    )
+
+
+def finalised(model: Any) -> Any:
+    """A copy of a model provider after its own ``finalize()``; the given one is unchanged.
+
+    ``validate()`` finalises the model after the data set, and providers change settings there. Qwen3-VL's provider with
+    experts turns sequence parallelism on at TP > 1, every GPT's turns it off at TP 1, and those of Qwen3-VL and
+    Qwen3.5-VL compute the loss per token at CP > 1.
+    """
+    if not hasattr(model, "finalize"):
+        return model
+    try:
+        changed = copy.deepcopy(model)
+    except (TypeError, RuntimeError):  # holds process groups: its run is set up, so it is final already
+        return model
+    # What it raises, Bridge's own validate() raises next; a provider changes its settings before it raises.
+    with contextlib.suppress(Exception), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        changed.finalize()
+    return changed
+
+
+def _quotient(model: Any, whole: str, parts: str) -> int | None:
+    size, number = getattr(model, whole, None), getattr(model, parts, None)
+    return size // number if size and number else None
+
+
+def _has_weights(container: Any) -> bool:
+    """Whether weights are read: a checkpoint to begin with, one to continue from, or the model's own hooks.
+
+    Recipes name a directory to continue from before it is there.
+    """
+    checkpoint = getattr(container, "checkpoint", None)
+    load = getattr(checkpoint, "load", None)
+    continues = bool(load) and ("://" in str(load) or Path(str(load)).is_dir())
+    return bool(getattr(checkpoint, "pretrained_checkpoint", None) or continues) or bool(
+        getattr(container.model, "_pre_wrap_hooks", None)  # such as AutoBridge's, which read a Hugging Face directory
+    )
+
+
+def _fp8_recipe(container: Any) -> str | None:
+    """The fp8 recipe's name in Megatron-Core; Bridge also takes precisions by name (``bf16_with_mxfp8_mixed``)."""
+    precision = getattr(container, "mixed_precision", None)
+    if isinstance(precision, str):
+        return next((name for name in ("mxfp8", "fp8") if name in precision), None)
+    for settings in (precision, container.model):
+        if getattr(settings, "fp8", None):
+            return str(getattr(settings, "fp8_recipe", "delayed"))
+    return None
+
+
+def _missing_metadata(specs: Any) -> str | None:
+    """The metadata file of packs that exist already; packs that Bridge prepares itself bring their own."""
+    packs = getattr(specs, "packed_train_data_path", None)
+    if not getattr(specs, "pad_cu_seqlens", False) or packs is None:
+        return None
+    metadata = getattr(specs, "packed_metadata_path", None)
+    if metadata is None:
+        return f"beside {packs}"
+    return None if Path(str(metadata)).is_file() else str(metadata)
+
+
+def _failure_tolerance(dataset: Any, keywords: Any) -> int | None:
+    """A value by name from a data set, or from its task encoder if it holds one; there Energon takes None as 0."""
+    for value in (getattr(dataset, "failure_tolerance", None), keywords.get("failure_tolerance")):
+        if isinstance(value, int):
+            return value
+    unset = object()
+    value = getattr(getattr(dataset, "task_encoder", None), "__default_failure_tolerance__", unset)
+    return None if value is unset else int(value or 0)
+
+
+def _names(members: Any) -> tuple[str, ...]:
+    """Names of CUDA graph modules, given as strings or enumeration members, alone, comma-separated or in a list."""
+    if members is None:
+        return ()
+    if isinstance(members, list | tuple | set):
+        return tuple(name for member in members for name in _names(member))
+    name = members if isinstance(members, str) else str(getattr(members, "name", members))
+    return tuple(part.strip() for part in name.split(",") if part.strip())

@@ -23,9 +23,8 @@ from typing import Any
 from energon_packing.config import ParallelConfig, RunConfig, load_config
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.megatron_lm.arguments import run_config_of
-from energon_packing.validate.container_view import view_of
-from energon_packing.validate.measurement import measure_data
-from energon_packing.validate.recipes import config_file, container_of_file, container_of_recipe
+from energon_packing.validate.looks.samples import measure_data
+from energon_packing.validate.recipes import config_file, container_of_file, container_of_recipe, view_of
 from energon_packing.validate.run_facts import DataFacts, model_facts, processor_facts
 from energon_packing.validate.run_view import RunView, installed_version, stated
 from energon_packing.validate.verdict import BridgeVerdict, bridge_verdict, container_verdict, without_output

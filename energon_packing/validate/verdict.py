@@ -10,9 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
 import io
 import logging
 import os
+import sys
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,9 +26,94 @@ from types import SimpleNamespace
 from typing import Any
 
 from energon_packing.validate.rules.native import TASK_ENCODER
-from energon_packing.validate.rules.registry import rule_that_bridge_named
-from energon_packing.validate.rules.rule import Rule
+from energon_packing.validate.rules.rule import Rule, rule_that_bridge_named
 from energon_packing.validate.run_view import RunView, installed_version
+
+
+class _Absent(type):
+    """The metaclass of placeholder classes: each of their attributes is a placeholder class too (``te.ops.Linear``)."""
+
+    def __getattr__(cls, attribute: str) -> type:
+        if attribute.startswith("_"):
+            raise AttributeError(attribute)
+        return _absent(attribute)
+
+
+def _absent(name: str) -> type:
+    import torch  # late: the rules alone are judged without it
+
+    return _Absent(name, (torch.nn.Module,), {})
+
+
+class _Placeholder(types.ModuleType):
+    """A module whose attributes are empty classes, which is enough for ``import transformer_engine.pytorch as te``."""
+
+    __version__ = "0.0.0"  # what Megatron-Core reports where TE is absent
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__spec__ = importlib.machinery.ModuleSpec(name, loader=None, is_package=True)
+        self.__path__ = []
+
+    def __getattr__(self, attribute: str) -> type:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        return _absent(attribute)
+
+
+class _PlaceholdersFor(importlib.abc.MetaPathFinder):
+    """Lets one module import Transformer Engine placeholders; for every other module TE stays absent."""
+
+    def __init__(self, module: str) -> None:
+        self.module = module
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        """The usual spec of the one module, with a loader that lends it the placeholders; None for other modules."""
+        if fullname != self.module:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: types.ModuleType) -> None:
+            """Runs the module while the placeholders can be imported, and removes them afterwards."""
+            names = ("transformer_engine", "transformer_engine.pytorch")
+            placeholders = [_Placeholder(name) for name in names]
+            placeholders[0].pytorch = placeholders[1]  # type: ignore[attr-defined]
+            sys.modules.update(zip(names, placeholders, strict=True))
+            try:
+                execute(module)
+            finally:
+                for name in names:
+                    del sys.modules[name]
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def placeholders_needed() -> bool:
+    """Whether Bridge runs here only with help: without a CUDA device or without Transformer Engine."""
+    import torch
+
+    return not torch.cuda.is_available() or importlib.util.find_spec("transformer_engine") is None
+
+
+def import_bridge(*, placeholders: bool) -> None:
+    """Imports Bridge's training modules. One of them, which all others import, imports TE without a guard.
+
+    Args:
+        placeholders: whether Transformer Engine is absent, so that this one module needs placeholders.
+    """
+    finder = _PlaceholdersFor("megatron.bridge.peft.lora_layers")
+    if placeholders:
+        sys.meta_path.insert(0, finder)
+    try:
+        for name in ("models.qwen_vl", "training.setup", "training.train", "training.eval", "training.vlm_step"):
+            importlib.import_module(f"megatron.bridge.{name}")
+    finally:
+        if finder in sys.meta_path:
+            sys.meta_path.remove(finder)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,9 +161,7 @@ def container_verdict(container: Any, *, world_size: int) -> BridgeVerdict:
 
     from megatron.bridge.training.config import runtime_config_update
 
-    from energon_packing.validate import bridge_import
-
-    if bridge_import.needed():
+    if placeholders_needed():
         for name in ("moe_permute_fusion", "moe_router_fusion"):
             if hasattr(container.model, name):
                 setattr(container.model, name, False)
@@ -95,10 +184,8 @@ def _judged(check: Callable[[], None], size: int) -> BridgeVerdict:
 
 def prepare_bridge() -> None:
     """Makes Bridge importable on this machine: a no-op with CUDA and Transformer Engine."""
-    from energon_packing.validate import bridge_import
-
-    if bridge_import.needed():
-        bridge_import.import_bridge(placeholders=True)
+    if placeholders_needed():
+        import_bridge(placeholders=True)
 
 
 def equivalent_container(view: RunView) -> Any:

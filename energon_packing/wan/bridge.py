@@ -11,12 +11,11 @@ from typing import Any
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.utils.instantiate_utils import target_allowlist
 
-from energon_packing.bridge.dataset_sections import DataSection, MetricsSection, frozen, twin
-from energon_packing.bridge.provider import PackProvider
+from energon_packing.bridge.provider import DataSection, MetricsSection, PackProvider, frozen, twin
 from energon_packing.config import DataConfig, ParallelConfig
-from energon_packing.config.metrics import MetricsConfig
+from energon_packing.config.run import MetricsConfig
 from energon_packing.errors import ConfigError
-from energon_packing.validate.container_view import finalised
+from energon_packing.validate.recipes import finalised
 from energon_packing.wan.config import TextToVideoConfig, TextToVideoPackingConfig, TextToVideoRunConfig
 
 TextToVideoSection: Any = twin(TextToVideoConfig, module=__name__)

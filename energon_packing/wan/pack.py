@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional
 
 from energon_packing.errors import ConfigError, PackingError
-from energon_packing.thd.visible_padding import hides_padding
+from energon_packing.thd.assembly import hides_padding
 from energon_packing.wan.config import BRIDGE_TEXT_LENGTH, Compat
 
 BRIDGE_LARGEST_LATENT = 1e3
@@ -219,7 +219,7 @@ def pack_wan(
         compat: ``"bridge"`` pads every text to `BRIDGE_TEXT_LENGTH` and calls all of it real.
 
     If only the last video has padding, a filler of ``multiple`` patches and text tokens follows it, so that no kernel
-    takes the row for unpadded (`energon_packing.thd.visible_padding`). With ``compat="bridge"`` there is no filler.
+    takes the row for unpadded (`energon_packing.thd.assembly`). With ``compat="bridge"`` there is no filler.
 
     Raises:
         ConfigError: a multiple below 1, an unknown ``compat``.

@@ -24,8 +24,8 @@ from energon_packing.offline.index import MediaFile
 from energon_packing.offline.packed import StoredPacks
 from energon_packing.offline.plan import PlannedPack
 from energon_packing.offline.shards import DamagedBytes, from_bytes, to_bytes
+from energon_packing.wan.config import clip_cost
 from energon_packing.wan.encoder import MeasuredClip
-from energon_packing.wan.limits import clip_cost
 from energon_packing.wan.pack import WanSample
 from energon_packing.wan.record import TextToVideo
 from energon_packing.wan.task_encoder import MeasuredClipSample, RenderedClipSample

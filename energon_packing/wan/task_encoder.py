@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.energon import (
@@ -24,16 +24,17 @@ from megatron.energon import (
 )
 from megatron.energon.cache import FileStore
 
+from energon_packing.config import PackingConfig, RunConfig
 from energon_packing.energon.cookers import refuse_unreadable
 from energon_packing.energon.dataset_limits import refuse_dataset_limits
-from energon_packing.energon.fingerprint import settings_of
+from energon_packing.energon.loader import PackLoader, build_loader, data_fingerprint
 from energon_packing.energon.samples import MeasuredSample, Pack, Problem, RenderedSample, read_media
+from energon_packing.energon.states import settings_of
 from energon_packing.energon.task_encoder import WindowTaskEncoder
 from energon_packing.errors import PackingError, SampleRejected
 from energon_packing.stored_record import check_depth
-from energon_packing.wan.config import SUBFLAVORS, TextToVideoPackingConfig, TextToVideoRunConfig
+from energon_packing.wan.config import SUBFLAVORS, ClipLimits, TextToVideoPackingConfig, TextToVideoRunConfig, clip_cost
 from energon_packing.wan.encoder import MeasuredClip, TextToVideoEncoder
-from energon_packing.wan.limits import ClipLimits, clip_cost
 from energon_packing.wan.models import CaptionEncoder, LatentEncoder
 from energon_packing.wan.pack import WanPack, WanSample, clip_order, pack_wan
 from energon_packing.wan.record import TextToVideo
@@ -231,3 +232,53 @@ class TextToVideoTaskEncoder(WindowTaskEncoder):
     def plan_cost(self, plan: Sequence[MeasuredClip]) -> float:
         """See `clip_cost`."""
         return sum(clip_cost(clip.length) for clip in plan)
+
+
+def build_text_to_video_loader(
+    config: TextToVideoRunConfig,
+    *,
+    latent_encoder: LatentEncoder | None = None,
+    caption_encoder: CaptionEncoder | None = None,
+    task_encoder: TextToVideoTaskEncoder | None = None,
+    **arguments: Any,
+) -> PackLoader:
+    """A loader of packs of clips for one data-parallel rank; its packs are `ClipPack`.
+
+    Args:
+        config: of the run.
+        latent_encoder, caption_encoder: models of your own; None takes those of ``config.encoder``.
+        task_encoder: None builds one from the configuration and the two models.
+        arguments: as for `energon_packing.energon.loader.build_loader`.
+
+    Raises:
+        UserError: there is no data set at ``data.path``, or it lacks the split.
+        ConfigError: a model or a size cannot be used.
+    """
+    if task_encoder is None:
+        task_encoder = build_text_to_video_task_encoder(
+            config, latent_encoder=latent_encoder, caption_encoder=caption_encoder
+        )
+    return build_loader(_shared_settings(config), task_encoder=cast("Any", task_encoder), **arguments)
+
+
+def build_text_to_video_task_encoder(config: TextToVideoRunConfig, **models: Any) -> TextToVideoTaskEncoder:
+    """The task encoder of a configuration.
+
+    Args:
+        config: of the run.
+        models: ``latent_encoder`` and ``caption_encoder``, as for `build_text_to_video_loader`.
+
+    Raises:
+        ConfigError: a model cannot be used.
+    """
+    data = functools.partial(data_fingerprint, _shared_settings(config))
+    return TextToVideoTaskEncoder(config, fingerprint=data, **models)
+
+
+def _shared_settings(config: TextToVideoRunConfig) -> RunConfig:
+    """What a loader reads of a configuration of any kind."""
+    packing = config.packing
+    return RunConfig(
+        data=config.data,
+        packing=PackingConfig(seq_length=packing.seq_length, drop_budget=packing.drop_budget, ledger=packing.ledger),
+    )

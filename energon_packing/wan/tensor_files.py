@@ -1,17 +1,246 @@
-"""Files of stored latents and text embeddings, checked at conversion as hostile input."""
+"""Files of stored latents and text embeddings, checked at conversion as hostile input.
+
+Tensors in files: ``.npy``, ``.safetensors`` and ``.pt``, read without running anything in them.
+
+Sizes come from the header and are compared with the file's length before anything is allocated. A ``.pt`` file is a
+pickle inside a zip: torch's ``weights_only`` unpickler reads it, which builds tensors and plain containers and refuses
+every other class. Files in the old format, which are bare pickles, are not opened at all.
+"""
 
 from __future__ import annotations
 
+import ast
 import hashlib
-from collections.abc import Mapping
+import io
+import json
+import math
+import pickle
+import re
+import struct
+import warnings
+import zipfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from energon_packing.convert.config import ConvertConfig
 from energon_packing.errors import SampleRejected
-from energon_packing.media.tensor import SUFFIXES, TensorInfo, read_tensor, tensor_info
 from energon_packing.wan.record import AXES, StoredTensor, TensorRole
+
+if TYPE_CHECKING:
+    import torch
+
+
+SUFFIXES = ("npy", "safetensors", "pt", "pth")
+MAX_HEADER = 1 << 20
+"""Most bytes of a header. A safetensors header has 100 bytes per tensor, that of a .npy file 128 in all."""
+_NPY_DTYPES = {"f2": "float16", "f4": "float32", "f8": "float64"}
+_SAFETENSORS_DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
+_SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+class TensorInfo(NamedTuple):
+    """Where a tensor lies in its file.
+
+    Attributes:
+        tensor: its name inside the file; empty if the file is the tensor.
+        shape: as stored.
+        dtype: torch's name of it, such as ``float16``.
+        start: byte at which its values begin; -1 for ``.pt``, for which only torch knows it.
+        order: byte order, ``">"`` or ``"<"``.
+        fortran: whether the first axis varies fastest.
+    """
+
+    tensor: str
+    shape: tuple[int, ...]
+    dtype: str
+    start: int
+    order: str = "<"
+    fortran: bool = False
+
+
+def tensor_info(stream: BinaryIO, suffix: str, names: Sequence[str] = ()) -> TensorInfo:
+    """What the header of a file says.
+
+    Args:
+        stream: the file, seekable.
+        suffix: one of `SUFFIXES`.
+        names: candidates in a file with several tensors; the first that it holds is taken. One tensor needs none.
+
+    Raises:
+        SampleRejected: ``unknown_tensor_format``, ``corrupt_tensor`` (not a file of that format, or cut off),
+            ``unsafe_pickle``, ``no_such_tensor``, ``wrong_dtype`` (no floating-point numbers), ``wrong_shape`` (empty).
+    """
+    size = stream.seek(0, io.SEEK_END)
+    stream.seek(0)
+    if suffix == "npy":
+        return _npy_info(stream, size)
+    if suffix == "safetensors":
+        return _safetensors_info(stream, size, names)
+    if suffix in ("pt", "pth"):
+        found, tensor = _load_pt(stream, size, names)
+        return TensorInfo(found, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), -1)
+    raise SampleRejected("unknown_tensor_format", f".{suffix} is not one of {', '.join(SUFFIXES)}")
+
+
+def read_tensor(data: bytes, suffix: str, names: Sequence[str] = ()) -> torch.Tensor:
+    """The tensor of a file, in its own shape and dtype, on the CPU; it shares no memory with ``data``.
+
+    Args:
+        data: the file's bytes.
+        suffix, names: as for `tensor_info`.
+
+    Raises:
+        SampleRejected: as `tensor_info`.
+    """
+    import numpy as np
+    import torch
+
+    if suffix in ("pt", "pth"):
+        return _load_pt(io.BytesIO(data), len(data), names)[1].clone(memory_format=torch.contiguous_format)
+    info = tensor_info(io.BytesIO(data), suffix, names)
+    count = math.prod(info.shape)
+    if info.dtype == "bfloat16":
+        flat = torch.frombuffer(bytearray(data), dtype=torch.bfloat16, offset=info.start, count=count).clone()
+        return flat.reshape(info.shape)
+    kind = np.dtype(f"{info.order}f{_SIZES[info.dtype]}")
+    values = np.frombuffer(data, dtype=kind, offset=info.start, count=count)
+    values = values.reshape(info.shape, order="F" if info.fortran else "C")
+    return torch.from_numpy(np.array(values, dtype=kind.newbyteorder("="), order="C"))
+
+
+def _corrupt(detail: str) -> SampleRejected:
+    return SampleRejected("corrupt_tensor", detail)
+
+
+def _check_length(info: TensorInfo, end: int) -> TensorInfo:
+    if math.prod(info.shape) == 0:
+        raise SampleRejected("wrong_shape", f"the tensor of shape {list(info.shape)} is empty")
+    wanted = math.prod(info.shape) * _SIZES[info.dtype]
+    if end - info.start != wanted:
+        raise _corrupt(
+            f"{info.dtype} of shape {list(info.shape)} needs {wanted} bytes, but the file holds {end - info.start}"
+        )
+    return info
+
+
+def _npy_info(stream: BinaryIO, size: int) -> TensorInfo:
+    head = stream.read(8)
+    if len(head) < 8 or head[:6] != b"\x93NUMPY" or head[6] not in (1, 2, 3):
+        raise _corrupt("not a .npy file")
+    width = 2 if head[6] == 1 else 4
+    length_bytes = stream.read(width)
+    length = int.from_bytes(length_bytes, "little")
+    if len(length_bytes) < width or length > min(MAX_HEADER, size):
+        raise _corrupt(f"its header claims {length} bytes, more than the file or the limit allows")
+    try:
+        header = ast.literal_eval(stream.read(length).decode("utf-8").strip())
+        descr, fortran, shape = header["descr"], header["fortran_order"], header["shape"]
+    except (ValueError, SyntaxError, TypeError, KeyError, RecursionError, MemoryError) as error:
+        raise _corrupt("its header cannot be read") from error
+    if not isinstance(descr, str) or descr[1:] not in _NPY_DTYPES or descr[:1] not in ("<", ">"):
+        raise SampleRejected(
+            "wrong_dtype", f"it holds {str(descr)[:40]!r}, expected floating-point numbers (bfloat16: use safetensors)"
+        )
+    return _check_length(
+        TensorInfo("", _sides(shape), _NPY_DTYPES[descr[1:]], stream.tell(), descr[0], bool(fortran)), size
+    )
+
+
+def _sides(shape: Any) -> tuple[int, ...]:
+    sides = shape if isinstance(shape, list | tuple) else (None,)
+    if len(sides) > 8 or any(isinstance(side, bool) or not isinstance(side, int) or side < 0 for side in sides):
+        raise _corrupt("its header has no valid shape")
+    return tuple(sides)
+
+
+def _safetensors_info(stream: BinaryIO, size: int, names: Sequence[str]) -> TensorInfo:
+    head = stream.read(8)
+    length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
+    if length > min(MAX_HEADER, size - 8):
+        raise _corrupt("not a safetensors file, or one with too many tensors")
+    try:
+        header = json.loads(stream.read(length).decode("utf-8"))
+        header.pop("__metadata__", None)
+        found = _choose(list(header), names)
+        entry = header[found]
+        begin, end = entry["data_offsets"]
+        dtype, shape = entry["dtype"], _sides(entry["shape"])
+        if not (type(begin) is type(end) is int and 0 <= begin <= end <= size - 8 - length):
+            raise ValueError("offsets outside of the file")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise _corrupt(f"its header cannot be read: {str(error)[:80]}") from error
+    if not isinstance(dtype, str) or dtype not in _SAFETENSORS_DTYPES:
+        raise SampleRejected("wrong_dtype", f"it holds {str(dtype)[:40]!r}, expected floating-point numbers")
+    return _check_length(TensorInfo(found, shape, _SAFETENSORS_DTYPES[dtype], 8 + length + begin), end=8 + length + end)
+
+
+def _choose(held: list[str], names: Sequence[str]) -> str:
+    if len(held) == 1:
+        return held[0]
+    for name in names:
+        if name in held:
+            return name
+    shown = ", ".join(repr(name[:40]) for name in held[:8]) or "nothing"
+    raise SampleRejected("no_such_tensor", f"the file holds {shown}; expected one tensor, or {' or '.join(names)}")
+
+
+def _check_parts(archive: zipfile.ZipFile, size: int) -> None:
+    """Refuses what torch's reader does not notice: it reads no checksum, and reads beyond the end of a stream for ever.
+
+    Raises:
+        SampleRejected: ``corrupt_tensor``.
+    """
+    entries = archive.infolist()
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        raise _corrupt("a .pt file with compressed entries, which torch never writes")
+    if any(entry.compress_size != entry.file_size for entry in entries) or sum(e.file_size for e in entries) > size:
+        raise _corrupt("the parts of its zip are said to be larger than the file")
+    try:
+        damaged = archive.testzip()
+    except (zipfile.BadZipFile, ValueError, OSError, EOFError, NotImplementedError, RuntimeError) as error:
+        raise _corrupt(f"a part of its zip cannot be read: {str(error)[:80]}") from error
+    if damaged is not None:
+        raise _corrupt(f"the checksum of its part {damaged[:80]!r} differs")
+
+
+def _load_pt(stream: BinaryIO, size: int, names: Sequence[str]) -> tuple[str, torch.Tensor]:
+    import torch
+
+    try:
+        with zipfile.ZipFile(stream) as archive:
+            _check_parts(archive, size)
+    except (zipfile.BadZipFile, ValueError, OSError, EOFError, NotImplementedError) as error:
+        raise SampleRejected(
+            "unsafe_pickle", "not torch's zip form; save it again with torch.save, or as .npy or .safetensors"
+        ) from error
+    stream.seek(0)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loaded = torch.load(stream, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))
+        what = f"it names {named[1][:80]}" if named else "it does more than build tensors"
+        raise SampleRejected("unsafe_pickle", f"torch's weights_only reader refuses it: {what}") from error
+    except Exception as error:  # torch reports a damaged file in many ways
+        raise _corrupt(f"torch cannot read it: {type(error).__name__}") from error
+    found = ""
+    if isinstance(loaded, dict):
+        found = _choose([name for name in loaded if isinstance(name, str)], names)
+        loaded = loaded[found]
+    if not isinstance(loaded, torch.Tensor) or loaded.layout != torch.strided or loaded.device.type != "cpu":
+        raise SampleRejected("no_such_tensor", f"it holds a {type(loaded).__name__}, expected a dense tensor")
+    if str(loaded.dtype).removeprefix("torch.") not in _SIZES:
+        raise SampleRejected("wrong_dtype", f"it holds {loaded.dtype}, expected floating-point numbers")
+    if loaded.numel() == 0:
+        raise SampleRejected("wrong_shape", f"the tensor of shape {list(loaded.shape)} is empty")
+    # A view can repeat one value to any size; the file must hold every byte that is allocated later.
+    if loaded.numel() * loaded.element_size() > size:
+        raise _corrupt(f"a tensor of shape {list(loaded.shape)} does not fit in a file of {size} bytes")
+    return found, loaded.detach()
+
 
 NAMES: Mapping[TensorRole, tuple[str, ...]] = {
     "latents": ("latents", "latent", "video_latents"),

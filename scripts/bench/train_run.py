@@ -78,7 +78,7 @@ class MicroBatches:
 
 def micro_batches(job: TrainJob) -> MicroBatches:
     """Makes all micro-batches of a job; nothing of the loader remains in memory."""
-    from energon_packing.bridge.in_batch import MicroBatchForm
+    from energon_packing.bridge.dataset import MicroBatchForm
     from energon_packing.energon.loader import build_loader, build_task_encoder
     from energon_packing.energon.sample_task_encoder import MicroBatchTaskEncoder
     from energon_packing.energon.task_encoder import PackingTaskEncoder

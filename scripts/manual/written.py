@@ -65,7 +65,7 @@ def commands() -> str:
 
 def rules() -> str:
     """docs/validate.md, with the table of all rules between the lines that mark it."""
-    from energon_packing.validate.rules.registry import RULES
+    from energon_packing.validate.rules.rule import RULES
 
     rows = ["| rule | severity | what holds | a provider | versions | place |", "| --- | --- | --- | --- | --- | --- |"]
     for rule in RULES:
@@ -130,7 +130,7 @@ def names() -> str:
 def _registered() -> Iterator[str]:
     """What a file of a folder declares for a setting to name, each with the first sentence of its file."""
     from energon_packing.convert.layouts.layout import LAYOUTS
-    from energon_packing.executors.choice import EXECUTORS
+    from energon_packing.executors.work import EXECUTORS
     from energon_packing.families.registry import FAMILIES
     from energon_packing.offline.pack import PACK_FORMATS
     from energon_packing.packing.policies import POLICIES
@@ -235,7 +235,7 @@ def _choices(hint: Any) -> tuple[str, ...]:
 
 def _effect(name: str) -> str:
     """What a changed setting means for a saved loader state, in a few words."""
-    from energon_packing.energon.fingerprint import BY_CONTENT, FREE
+    from energon_packing.energon.states import BY_CONTENT, FREE
 
     section, top = name.partition(".")[0], ".".join(name.split(".")[:2])
     if section == "plan":

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from energon_packing.cli.main import cli
 from energon_packing.validate import verdict
-from energon_packing.validate.rules.registry import RULES
+from energon_packing.validate.rules.rule import RULES
 from energon_packing.validate.run_view import installed_version
 
 GOOD = """

@@ -20,7 +20,7 @@ from typing import Any
 
 from energon_packing.thd.alignment import alignment_multiple
 from energon_packing.validate import verdict
-from energon_packing.validate.rules.registry import RULES, violations
+from energon_packing.validate.rules.rule import RULES, violations
 from energon_packing.validate.run_facts import TokenFacts
 from energon_packing.validate.run_view import RunView, installed_version, smallest_world_size
 from energon_packing.validate.verdict import bridge_verdict

@@ -116,7 +116,7 @@ def test_what_the_page_says_about_in_batch_packing_passes_validate(tiny_hub, mon
     from megatron.bridge.recipes.qwen_vl import qwen3_vl_8b_sft_config
     from megatron.bridge.training.config import runtime_config_update
 
-    from energon_packing.bridge.recipe import use_packed_data
+    from energon_packing.bridge.dataset import use_packed_data
 
     monkeypatch.setenv("WORLD_SIZE", "8")
     cfg = use_packed_data(qwen3_vl_8b_sft_config(), "data/packed", seq_length=8192, global_batch_size=16)

@@ -25,8 +25,8 @@ from energon_packing.config import ParallelConfig, RunConfig, TrainingConfig
 from energon_packing.demo import processor_path
 from energon_packing.errors import ConfigError
 from energon_packing.thd.alignment import alignment_multiple
-from energon_packing.validate.container_view import view_of
-from energon_packing.validate.rules.registry import judge, rule_that_bridge_named, violations
+from energon_packing.validate.recipes import view_of
+from energon_packing.validate.rules.rule import judge, rule_that_bridge_named, violations
 from energon_packing.validate.run_source import ContainerRun, view_of_config
 from energon_packing.validate.verdict import believed_world_size, without_output
 
@@ -289,7 +289,7 @@ def test_bridges_yaml_instantiates_no_other_name_of_this_package(container, tmp_
     file = tmp_path / "run_config.yaml"
     container.to_yaml(str(file))
     text = file.read_text()
-    ours_in_it = "energon_packing.bridge.dataset_sections.LimitsSection"
+    ours_in_it = "energon_packing.bridge.provider.LimitsSection"
     assert text.count(ours_in_it) == 1
     file.write_text(text.replace(ours_in_it, "energon_packing.convert.convert"))
     with pytest.raises(InstantiationException, match="not in the allowlist"):
@@ -361,7 +361,7 @@ def test_a_callback_before_data_are_opened_can_name_the_run():
 
 
 def test_a_recipe_with_packed_data_knows_its_run_before_anything_is_validated():
-    from energon_packing.bridge.recipe import use_packed_data
+    from energon_packing.bridge.dataset import use_packed_data
 
     cfg = run_of("qwen3_vl", experts=4)
     use_packed_data(cfg, "data", processor=cfg.dataset.processor)

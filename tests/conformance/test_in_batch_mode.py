@@ -26,8 +26,8 @@ from energon_packing.cli.main import cli
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data, processor_path
 from energon_packing.errors import ConfigError
-from energon_packing.validate.container_view import view_of
-from energon_packing.validate.rules.registry import judge
+from energon_packing.validate.recipes import view_of
+from energon_packing.validate.rules.rule import judge
 from energon_packing.validate.run_view import COLLATED, PACKING_STEPS, RunView
 
 pytestmark = pytest.mark.usefixtures("stand_ins")
@@ -137,7 +137,7 @@ EXTRA = {"advantages": 0.0}
 def test_the_batch_equals_what_bridges_packer_makes_of_our_samples_and_our_pack_of_them(family, multiple, dataset):
     from megatron.bridge.data.collators.sequence import prepare_sequence_batch
 
-    from energon_packing.bridge.in_batch import form_of
+    from energon_packing.bridge.dataset import form_of
 
     made = dataset(family, mode="in_batch", micro_batch_size=4)
     made._run_layout = (False, None)
@@ -198,7 +198,7 @@ def test_the_iterator_hands_out_the_samples_of_the_loader_in_order_in_every_mode
 
 def test_a_later_pipeline_stage_gets_the_same_rows_without_pixels(dataset):
     """One rank of a replica reads; what it sends on has no pixels, and Bridge needs the grids all the same."""
-    from energon_packing.bridge.in_batch import form_of
+    from energon_packing.bridge.dataset import form_of
     from energon_packing.energon.pack_bytes import pack_from_bytes, pack_to_bytes
 
     made = dataset("qwen3_vl", mode="in_batch", micro_batch_size=4)
@@ -277,7 +277,7 @@ def test_a_state_continues_with_the_next_micro_batch(dataset):
 
 def test_a_sample_that_cannot_be_rendered_leaves_a_masked_row(dataset):
     """A pipeline needs as many rows as it was told of."""
-    from energon_packing.bridge.in_batch import form_of
+    from energon_packing.bridge.dataset import form_of
 
     made = dataset("text", mode="padded", micro_batch_size=3)
     (rows,) = samples_of(made, 1)
@@ -357,7 +357,7 @@ def test_types_of_tokens_stay_whole_numbers_beside_a_filler_row_as_the_processor
     from support.offline_processors import glm4v
     from whole_sample import image
 
-    from energon_packing.bridge.in_batch import MicroBatchForm
+    from energon_packing.bridge.dataset import MicroBatchForm
     from energon_packing.config import EncoderConfig
     from energon_packing.encoders.encoder import ConversationEncoder
 
@@ -390,7 +390,7 @@ def packer_of(source: BridgeSource):
 def test_a_micro_batch_is_packed_by_each_version_with_the_mask_of_our_own_rows(
     source, multiple, make_samples, monkeypatch
 ):
-    from energon_packing.bridge import in_batch
+    from energon_packing.bridge import dataset as in_batch
 
     monkeypatch.setattr(in_batch, "build_mcore_thd_sequence_batch_from_rows", packer_of(source))
     samples = make_samples("text", 3)
@@ -411,8 +411,7 @@ GROUPS = SimpleNamespace(tp=ONE, cp=ONE, pp=ONE)
 
 def batch_of(mode: Any, *, deferred: bool = False) -> tuple[dict[str, Any], Any]:
     """What our data set hands to a step in the mode, and the configuration that the step reads."""
-    from energon_packing.bridge.dataset import PackedEnergonDatasetConfig
-    from energon_packing.bridge.in_batch import form_of
+    from energon_packing.bridge.dataset import PackedEnergonDatasetConfig, form_of
 
     dataset = PackedEnergonDatasetConfig(
         seq_length=64, mode=mode, micro_batch_size=len(LENGTHS), defer_in_batch_packing_to_step=deferred
@@ -476,7 +475,7 @@ def test_every_step_that_packs_is_a_module_of_bridge() -> None:
 
 
 def test_a_batch_without_a_form_says_what_is_wrong_with_it() -> None:
-    from energon_packing.bridge.in_batch import MicroBatchForm
+    from energon_packing.bridge.dataset import MicroBatchForm
     from energon_packing.errors import PackingError
 
     form = MicroBatchForm(packed=True, samples=2, seq_length=64)
@@ -510,7 +509,7 @@ def dataset_of(**fields: Any) -> Any:
 
 
 def rows_as_bridge_gets_them(made: Any, multiple: int = 1) -> dict[str, Any]:
-    from energon_packing.bridge.in_batch import form_of
+    from energon_packing.bridge.dataset import form_of
 
     return form_of(made, multiple)(three_samples())
 
@@ -620,8 +619,7 @@ def test_bridge_fixes_the_width_for_pipelines_and_experts_where_the_rule_says_so
 def test_the_data_sets_with_a_width_that_bridge_fixes_are_those_that_have_the_setting() -> None:
     from megatron.bridge.training import config as bridge
 
-    from energon_packing.bridge.dataset import PackedEnergonDatasetConfig
-    from energon_packing.bridge.in_batch import PAD_TO_MULTIPLE_OF
+    from energon_packing.bridge.dataset import PAD_TO_MULTIPLE_OF, PackedEnergonDatasetConfig
 
     classes: dict[str, Any] = {
         "packed_energon": PackedEnergonDatasetConfig,

@@ -51,7 +51,7 @@ def model_of(family, encoder, monkeypatch):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_models_losses_are_those_of_bridges_step_types_of_tokens_included(family, monkeypatch):
     from energon_packing.megatron_lm import vlm
-    from energon_packing.megatron_lm.batch import get_batch
+    from energon_packing.megatron_lm.dataloader import get_batch
 
     encoder, row = encoder_and_row(family)
     with training_run.process_groups(), torch.no_grad():
@@ -79,7 +79,7 @@ def test_the_experts_of_a_vision_model_get_the_padding_of_the_row(monkeypatch):
     from megatron.core.transformer.moe.router import TopKRouter
 
     from energon_packing.megatron_lm import vlm
-    from energon_packing.megatron_lm.batch import get_batch
+    from energon_packing.megatron_lm.dataloader import get_batch
 
     encoder, row = encoder_and_row("glm4v")
     seen = []
@@ -101,7 +101,7 @@ def test_a_model_that_does_not_take_what_the_family_needs_is_refused_before_it_r
 ):
     from energon_packing.bridge import step
     from energon_packing.megatron_lm import gpt
-    from energon_packing.megatron_lm.batch import get_batch
+    from energon_packing.megatron_lm.dataloader import get_batch
 
     encoder, row = encoder_and_row(family)
     encoder.processor.save_pretrained(tmp_path)
@@ -222,8 +222,8 @@ SAMPLES = [sample(0, [1]), sample(1, []), sample(2, [2, 1]), sample(3, [1, 1, 3]
 
 def stage_batch(rows, multiple=1, width=None):
     """The row as `get_batch` gives it to the only rank of a run."""
-    from energon_packing.megatron_lm.batch import StageBatch
-    from energon_packing.thd.boundaries import packed_seq_params
+    from energon_packing.megatron_lm.dataloader import StageBatch
+    from energon_packing.thd.batch import packed_seq_params
 
     row = thd.assemble(rows, multiple=multiple, width=width)
     names = ("tokens", "position_ids", "labels", "loss_mask", "padding_mask", "cu_seqlens", "visual_inputs")

@@ -25,7 +25,7 @@ from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data, processor_path
 from energon_packing.energon.loader import build_loader
 from energon_packing.validate.recipes import SHIPPED
-from energon_packing.validate.rules.registry import judge
+from energon_packing.validate.rules.rule import judge
 from energon_packing.validate.run_source import run_source
 from energon_packing.validate.verdict import container_verdict
 

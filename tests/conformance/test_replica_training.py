@@ -16,8 +16,8 @@ from support.bridge_cpu import stand_ins
 
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data
+from energon_packing.energon.metrics import RankLine, figures
 from energon_packing.line_file import read_lines
-from energon_packing.metrics_report import RankLine, figures
 
 if not stand_ins.needed():
     pytest.skip("a CUDA device and Transformer Engine are present: nothing is replaced", allow_module_level=True)

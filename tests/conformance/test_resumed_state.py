@@ -14,12 +14,12 @@ from support import bridge_ranks
 from support.bridge_cpu import stand_ins
 
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, ParallelConfig, PlanConfig, RunConfig
-from energon_packing.config.plan import PlannedDatasetConfig
+from energon_packing.config.run import PlannedDatasetConfig
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data, processor_path
 from energon_packing.energon.states import read_state
 from energon_packing.errors import ConfigError, UserError
-from energon_packing.ledger_report import merged
+from energon_packing.ledger import merged
 from energon_packing.offline.measure import MeasureConfig, measure
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.planner import make_plan

@@ -23,10 +23,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from energon_packing.validate import verdict
-from energon_packing.validate.container_view import view_of
 from energon_packing.validate.family_table import FAMILY_TABLE, FamilyLine, line_of, markdown_rows
-from energon_packing.validate.rules.registry import RULES, judge, rule_that_bridge_named, violations
-from energon_packing.validate.rules.rule import Rule
+from energon_packing.validate.recipes import view_of
+from energon_packing.validate.rules.rule import RULES, Rule, judge, rule_that_bridge_named, violations
 from energon_packing.validate.run_view import RunView, installed_version, smallest_world_size
 from energon_packing.validate.verdict import BridgeVerdict, bridge_verdict, equivalent_container
 

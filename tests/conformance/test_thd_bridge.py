@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from energon_packing import thd
 from energon_packing.errors import PackingError
-from energon_packing.thd.visible_padding import hides_padding
+from energon_packing.thd.assembly import hides_padding
 
 mcore_utils = pytest.importorskip("megatron.core.utils")
 

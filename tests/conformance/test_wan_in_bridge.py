@@ -72,7 +72,7 @@ def recipe(clips):
     def make(**model):
         from megatron.bridge.diffusion.recipes.wan.wan import wan_1_3b_pretrain_config
 
-        from energon_packing.bridge.recipe import use_packed_data
+        from energon_packing.bridge.dataset import use_packed_data
 
         cfg = wan_1_3b_pretrain_config()
         cfg.model = wan_on_cpu.tiny_provider(**model)
@@ -279,7 +279,7 @@ def test_rows_of_bridges_form_are_refused_where_sequence_parallelism_could_not_d
 def test_a_model_of_another_kind_and_a_processor_are_refused(recipe):
     from support.bridge_cpu import tiny_models
 
-    from energon_packing.bridge.recipe import use_packed_data
+    from energon_packing.bridge.dataset import use_packed_data
 
     cfg = recipe()
     with pytest.raises(ConfigError, match="a Wan model has no processor"):

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from energon_packing.convert import ConversionReport, ConvertConfig, convert, media_checks
+from energon_packing.convert import ConversionReport, ConvertConfig, convert
+from energon_packing.convert import media_files as media_checks
 from energon_packing.convert.chunks import RawRecord, SourceFile
 from energon_packing.convert.sources import find_chunks, read_chunk
 

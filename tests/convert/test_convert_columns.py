@@ -16,7 +16,7 @@ from energon_packing.cli.main import cli
 from energon_packing.convert.fields import near_name
 from energon_packing.convert.records import parse_record
 from energon_packing.errors import SampleRejected, UserError
-from energon_packing.wan.convert import parse_text_to_video
+from energon_packing.wan.layouts.text_to_video import parse_text_to_video
 
 PAIR = {"messages": [{"role": "user", "content": "Hi?"}], "chosen": "Yes.", "rejected": "No."}
 

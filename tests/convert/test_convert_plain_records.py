@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from energon_packing.convert.json_text import STRICT, parse_json, parse_quickly
-from energon_packing.convert.record_text import encode_record, plain_record
-from energon_packing.convert.records import parse_record
+from energon_packing.convert.records import encode_record, parse_record, plain_record
 from energon_packing.errors import SampleRejected
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"n": 1.5}}}

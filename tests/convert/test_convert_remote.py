@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from source_files import rejects, sharegpt, write_image, write_json, write_lines
 
-from energon_packing import read_again, remote_files
+from energon_packing import errors as read_again
+from energon_packing import remote_files
 from energon_packing.convert import ConversionReport, ConvertConfig, convert
 from energon_packing.convert.workspace import MARK
 from energon_packing.demo.generate import make_data

@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 from source_files import count_checks, rejects, sharegpt, write_image, write_json, write_lines
 
-from energon_packing.convert import ConversionReport, ConvertConfig, chunks, convert, media_checks, shards, stores
+from energon_packing.convert import ConversionReport, ConvertConfig, chunks, convert, shards, stores
 from energon_packing.convert import layout as layout_files
+from energon_packing.convert import media_files as media_checks
 from energon_packing.demo.generate import make_data
 from energon_packing.errors import UserError
 

@@ -15,7 +15,7 @@ from PIL import Image
 from energon_packing.config import EncoderConfig, LimitsConfig
 from energon_packing.conversation import Conversation, Media, MediaPart, Turn
 from energon_packing.encoders.encoder import ConversationEncoder
-from energon_packing.encoders.resizing import PIXELS
+from energon_packing.encoders.fitting import PIXELS
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.thd import finished_row
 

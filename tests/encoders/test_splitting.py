@@ -18,7 +18,7 @@ from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.encoders.measured import Measured
 from energon_packing.encoders.splitting import MeasuredSplit
 from energon_packing.errors import SampleRejected
-from energon_packing.packing.pack_limits import PackLimits, Size
+from energon_packing.packing.constraints import PackLimits, Size
 
 MANY = settings(max_examples=int(os.environ.get("ENERGON_PACKING_EXAMPLES", "30")), deadline=None)
 FAMILIES = ("text", "qwen2_5_vl", "qwen3_vl")

@@ -14,7 +14,7 @@ from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Conversation, Turn
 from energon_packing.demo import processor_path
 from energon_packing.encoders.encoder import ConversationEncoder
-from energon_packing.encoders.weighting import FIXED_POINT
+from energon_packing.encoders.targets import FIXED_POINT
 
 VOCABULARY = 4096
 SHARE = {"token": lambda x: 1.0, "sample": lambda x: 1 / x, "square": lambda x: 1 / math.sqrt(x)}

@@ -24,7 +24,7 @@ from megatron.energon.cache.file_store import WebdatasetFileStore
 from megatron.energon.flavors.webdataset.prepare import WebdatasetPreparator
 from test_drops import config_of
 
-from energon_packing import read_again as module
+from energon_packing import errors as module
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, RunConfig
 from energon_packing.convert.layout import SUBFLAVORS, write_metadataset
 from energon_packing.demo import processor_path
@@ -32,10 +32,9 @@ from energon_packing.encoders import decoding
 from energon_packing.energon.cookers import REASON
 from energon_packing.energon.loader import build_dataset, build_loader, build_task_encoder
 from energon_packing.energon.task_encoder import PackingTaskEncoder
-from energon_packing.errors import UserError
+from energon_packing.errors import PAUSES, UserError, read_again
 from energon_packing.ledger import DropBudgetExceeded
 from energon_packing.media import decoding_process
-from energon_packing.read_again import PAUSES, read_again
 
 RECORDS = 40
 

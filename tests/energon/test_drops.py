@@ -39,8 +39,7 @@ from energon_packing.energon import task_encoder as task_encoder_module
 from energon_packing.energon.loader import build_dataset, build_loader
 from energon_packing.energon.sample_task_encoder import TextTaskEncoder
 from energon_packing.errors import UserError
-from energon_packing.ledger import DropBudgetExceeded, Ledger, NothingToPack
-from energon_packing.ledger_report import merged
+from energon_packing.ledger import DropBudgetExceeded, Ledger, NothingToPack, merged
 from energon_packing.report import settings as report_settings
 from energon_packing.wan.config import TextToVideoRunConfig
 

@@ -22,8 +22,8 @@ from energon_packing.config import (
 )
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data, processor_path
-from energon_packing.energon.fingerprint import BY_CONTENT, FREE, READERS, check_fingerprint
 from energon_packing.energon.loader import build_loader
+from energon_packing.energon.states import BY_CONTENT, FREE, READERS, check_fingerprint
 from energon_packing.errors import ConfigError
 
 full = pytest.mark.full

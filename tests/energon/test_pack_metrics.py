@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from energon_packing import metrics_report, thd
+from energon_packing import thd
 from energon_packing.config import MetricsConfig
 from energon_packing.drops import DroppedSample
 from energon_packing.energon import metrics as metrics_module
+from energon_packing.energon import metrics as metrics_report
 from energon_packing.energon.metrics import MetricsLog, PackMetrics, watched
 from energon_packing.energon.samples import Pack
 

@@ -11,7 +11,7 @@ from energon_packing import thd
 from energon_packing.config import EncoderConfig, PackingConfig
 from energon_packing.convert.layout import dataset_entry
 from energon_packing.demo import processor_path
-from energon_packing.encoders.modality import MixedEncoder, TextEncoder, TextImageEncoder
+from energon_packing.encoders.encoder import MixedEncoder, TextEncoder, TextImageEncoder
 from energon_packing.energon.loader import build_dataset, build_loader
 from energon_packing.energon.sample_task_encoder import (
     UNREAD,

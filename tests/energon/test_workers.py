@@ -22,7 +22,7 @@ from energon_packing.energon import workers as worker_start
 from energon_packing.energon.loader import build_loader
 from energon_packing.energon.workers import in_sentences
 from energon_packing.errors import ConfigError, UserError
-from energon_packing.offline.evaluation import evaluation_loader
+from energon_packing.offline.open_loader import evaluation_loader
 
 FAULTS = """
 import json, resource, sys

@@ -20,9 +20,8 @@ from support.ranks import ranks_environment
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo.generate import make_data
 from energon_packing.errors import ConfigError, SampleRejected, UserError
-from energon_packing.executors.choice import ExecutorConfig
 from energon_packing.executors.local import LocalProcesses
-from energon_packing.executors.work import CallingProcess, in_order
+from energon_packing.executors.work import CallingProcess, ExecutorConfig, in_order
 
 NEEDS_RAY = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install 'energon-packing[ray]'"
@@ -193,7 +192,7 @@ def test_workers_end_with_a_calling_process_that_is_killed(tmp_path):
 
 THREADED = """
 import sys, torch
-from energon_packing.executors.choice import ExecutorConfig
+from energon_packing.executors.work import ExecutorConfig
 
 class Sums:
     def begin(self): pass

@@ -12,7 +12,7 @@ from whole_sample import encoder, image, video
 from energon_packing.config import EncoderConfig, LimitsConfig
 from energon_packing.conversation import Conversation, MediaPart, Turn
 from energon_packing.encoders.encoder import ConversationEncoder
-from energon_packing.encoders.resizing import Resizer, frames_of, tokens_of
+from energon_packing.encoders.fitting import Resizer, frames_of, tokens_of
 from energon_packing.errors import SampleRejected
 
 PAGE = Path(__file__).parents[2] / "docs/families.md"

@@ -10,7 +10,7 @@ from transformers import AutoProcessor
 from whole_sample import encoder, image
 
 from energon_packing.config import EncoderConfig
-from energon_packing.encoders.resizing import Resizer, tokens_of
+from energon_packing.encoders.fitting import Resizer, tokens_of
 from energon_packing.errors import ConfigError
 from energon_packing.families import geometry as tile_bound
 from energon_packing.families.geometry import MOST_TILES

@@ -13,7 +13,7 @@ from energon_packing.cli.main import cli
 from energon_packing.config import load_config
 from energon_packing.demo import processor_path
 from energon_packing.offline.open_loader import open_loader
-from energon_packing.validate.rules.registry import judge
+from energon_packing.validate.rules.rule import judge
 from energon_packing.validate.run_facts import TokenFacts
 from energon_packing.validate.run_view import RunView
 from energon_packing.wan.config import load_text_to_video_config

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from energon_packing.errors import SampleRejected
-from energon_packing.media.tensor import read_tensor, tensor_info
+from energon_packing.wan.tensor_files import read_tensor, tensor_info
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats(allow_nan=False) | st.text(max_size=5),

@@ -14,9 +14,8 @@ from support.media_files import clip_of
 
 from energon_packing.errors import SampleRejected
 from energon_packing.media import video
-from energon_packing.media.packet_runs import Run, packet_runs
 from energon_packing.media.probe import open_video
-from energon_packing.media.video import decode_frames
+from energon_packing.media.video import Run, decode_frames, packet_runs
 
 LIMIT = 10**7
 

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from energon_packing.drops import CRASH
 from energon_packing.errors import SampleRejected
-from energon_packing.media import shared_room
-from energon_packing.media.decoding_process import DecodingProcess
-from energon_packing.media.shared_room import Results, SharedRoom, empty_result
+from energon_packing.media import decoding_process as shared_room
+from energon_packing.media.decoding_process import DecodingProcess, Results, SharedRoom, empty_result
 
 SIZES = (1, 100, 5000, 70_000, 400_000)
 ROOM = 1 << 20

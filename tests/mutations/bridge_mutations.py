@@ -32,7 +32,7 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         name="the layout is read from the model as it was given",
         test=LAYOUT + "test_rows_are_aligned_to_what_the_provider_has_after_its_own_finalize",
         oracle=PROVIDER,
-        edits=(("validate/container_view.py", "        changed.finalize()\n", "        pass\n"),),
+        edits=(("validate/recipes.py", "        changed.finalize()\n", "        pass\n"),),
         needs_bridge=True,
     ),
     Mutation(
@@ -275,7 +275,7 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         test="tests/offline/test_pack_command.py::"
         "test_convert_measure_plan_and_pack_go_on_without_locks_and_say_so_before_they_work",
         oracle="what `flock` and `lockf` return on such file systems",
-        edits=(("file_lock.py", "if error.errno not in _NO_LOCKS:", "if error.errno:"),),
+        edits=(("line_file.py", "if error.errno not in _NO_LOCKS:", "if error.errno:"),),
     ),
     Mutation(
         trap=101,

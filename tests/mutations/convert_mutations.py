@@ -145,7 +145,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         name="a record is taken for plain text although its messages have more fields",
         test=PLAIN + "test_records_that_lead_to_a_warning_or_a_rejection_take_the_general_road",
         oracle="the general road of a record",
-        edits=(("convert/record_text.py", "if set(map(len, messages)) != {2} or ", "if "),),
+        edits=(("convert/records.py", "if set(map(len, messages)) != {2} or ", "if "),),
     ),
     Mutation(
         trap=51,
@@ -159,7 +159,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         name="records of all workers are looked for in the file of the first",
         test=ORDER,
         oracle="the bytes that one process writes",
-        edits=(("convert/audit.py", "ChunkAudit(spool=self._number", "ChunkAudit(spool=0"),),
+        edits=(("convert/pipeline.py", "ChunkAudit(spool=self._number", "ChunkAudit(spool=0"),),
     ),
     Mutation(
         trap=40,

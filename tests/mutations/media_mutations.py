@@ -127,7 +127,7 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the assembled rows",
         edits=(
             (
-                "packing/pack_limits.py",
+                "packing/constraints.py",
                 "units: int = -(-first // self.multiple) - (-second // self.multiple)",
                 "units: int = max(1, first // self.multiple) + second // self.multiple",
             ),
@@ -247,7 +247,7 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         oracle="PyAV, which decodes the whole clip",
         edits=(
             (
-                "media/packet_runs.py",
+                "media/video.py",
                 "key=times.__getitem__) if not packets[number].is_discard]",
                 "key=times.__getitem__)]",
             ),
@@ -259,7 +259,7 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         test="tests/media/test_hostile_tensor_headers.py::"
         "test_a_changed_byte_of_a_torch_file_is_rejected_or_changes_no_value",
         oracle="the tensor before its file was changed",
-        edits=(("media/tensor.py", "    if damaged is not None:\n", "    if False:\n"),),
+        edits=(("wan/tensor_files.py", "    if damaged is not None:\n", "    if False:\n"),),
     ),
     Mutation(
         trap=74,

@@ -28,7 +28,7 @@ MEGATRON_LM_MUTATIONS: tuple[Mutation, ...] = (
         name="Megatron-LM's vision step normalises Ernie's bytes, which the model normalises again",
         test=FAMILIES + "test_a_models_losses_are_those_of_bridges_step_types_of_tokens_included[ernie4_5_vl]",
         oracle="Bridge's `vlm_step` on the same row",
-        edits=(("megatron_lm/batch.py", "part.media_of_model()", "part.finished().visual_inputs"),),
+        edits=(("megatron_lm/dataloader.py", "part.media_of_model()", "part.finished().visual_inputs"),),
         needs_bridge=True,
     ),
     Mutation(
@@ -44,7 +44,7 @@ MEGATRON_LM_MUTATIONS: tuple[Mutation, ...] = (
         name="Megatron-LM's experts get no padding mask from a whole row",
         test=FAMILIES + "test_the_experts_of_a_vision_model_get_the_padding_of_the_row",
         oracle="the padding mask of the row",
-        edits=(("megatron_lm/batch.py", "        put_mask(params, of_layers)", "        pass"),),
+        edits=(("megatron_lm/dataloader.py", "        put_mask(params, of_layers)", "        pass"),),
         needs_bridge=True,
     ),
     Mutation(
@@ -53,7 +53,7 @@ MEGATRON_LM_MUTATIONS: tuple[Mutation, ...] = (
         test=IN_BATCH
         + "test_types_of_tokens_stay_whole_numbers_beside_a_filler_row_as_the_processor_makes_them[False]",
         oracle="Hugging Face's processor",
-        edits=(("bridge/in_batch.py", "field.filled(1) for field", "field.filled(1).float() for field"),),
+        edits=(("bridge/dataset.py", "field.filled(1) for field", "field.filled(1).float() for field"),),
         needs_bridge=True,
     ),
     Mutation(

@@ -163,7 +163,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         oracle="Transformer Engine's definition",
         edits=(
             (
-                "thd/boundaries.py",
+                "thd/batch.py",
                 '"pad_between_seqs": batch.pad_between_seqs',
                 '"pad_between_seqs": padded is not None and bool((padded[:-1] != batch.cu_seqlens[:-1]).any())',
             ),
@@ -217,7 +217,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         oracle="`PackedSeqParams.__post_init__` of Megatron-Core",
         edits=(
             (
-                "thd/boundaries.py",
+                "thd/batch.py",
                 'values["total_tokens"] = batch.total_tokens',
                 'values["total_tokens"] = batch.real_tokens',
             ),
@@ -333,7 +333,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         name="samples are weighed by the square of their share",
         test=GLOO + "test_the_packed_gradient_is_the_weighted_gradient_of_the_unpacked_data",
         oracle="each sample alone, in one process",
-        edits=(("encoders/weighting.py", "math.sqrt(targets)", "targets**2"),),
+        edits=(("encoders/targets.py", "math.sqrt(targets)", "targets**2"),),
         needs_bridge=True,
     ),
     Mutation(
@@ -425,7 +425,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         name="a pack keeps the order in which it was chosen",
         test=LOADED + "test_every_row_of_the_loader_shows_its_padding_and_none_exceeds_the_row",
         oracle="Transformer Engine's comparison",
-        edits=(("thd/visible_padding.py", "        order[-2:] = reversed(order[-2:])\n", "        pass\n"),),
+        edits=(("thd/assembly.py", "        order[-2:] = reversed(order[-2:])\n", "        pass\n"),),
         needs_bridge=True,
     ),
     Mutation(
@@ -435,7 +435,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         oracle="the row's length",
         edits=(
             (
-                "packing/pack_limits.py",
+                "packing/constraints.py",
                 "return hidden * self.lone_room",
                 "return 0",
             ),

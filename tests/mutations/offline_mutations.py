@@ -37,7 +37,7 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         name="a blend inside a blend has the weight of its file alone",
         test=BLENDS + "test_nested_blends_have_the_shares_that_energon_gives_them",
         oracle="Energon's own data sets of the metadataset",
-        edits=(("validate/looks/leaves.py", "weight=above * value / total)", "weight=value / total)"),),
+        edits=(("validate/looks/data.py", "weight=above * value / total)", "weight=value / total)"),),
     ),
     Mutation(
         trap=66,
@@ -148,7 +148,7 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         name="a clip that is alone in a planned pack has no room for the text of the masked clip after it",
         test=CLIPS + "test_every_number_of_clips_is_that_of_clip_limits",
         oracle="the limits of the online loader",
-        edits=(("offline/sizes.py", "fits &= cost + alone <= limits", "fits &= cost <= limits"),),
+        edits=(("offline/samples.py", "fits &= cost + alone <= limits", "fits &= cost <= limits"),),
     ),
     Mutation(
         trap=62,
@@ -164,7 +164,7 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the limits of the online loader",
         edits=(
             (
-                "packing/pack_limits.py",
+                "packing/constraints.py",
                 "units: int = -(-first // self.multiple) - (-second // self.multiple)",
                 "units: int = first // self.multiple + second // self.multiple",
             ),
@@ -227,7 +227,7 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the evaluation of one rank",
         edits=(
             (
-                "offline/evaluation.py",
+                "offline/open_loader.py",
                 "build_dataset(dataclasses.replace(run, data=own),",
                 "build_dataset(dataclasses.replace(run, data=dataclasses.replace(own, seed=rank)),",
             ),
@@ -256,14 +256,14 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         test=EVALUATIONS
         + "test_an_evaluation_with_room_for_the_whole_split_has_each_sample_once_and_then_only_padding[a]",
         oracle="the records in the tars",
-        edits=(("offline/evaluation.py", "        if not held:\n", "        if ended or not held:\n"),),
+        edits=(("offline/open_loader.py", "        if not held:\n", "        if ended or not held:\n"),),
     ),
     Mutation(
         trap=92,
         name="what an evaluation drops is in no ledger",
         test=EVALUATIONS + "test_the_ledger_of_an_evaluation_names_each_dropped_sample_once_over_all_ranks",
         oracle="the samples that are too long",
-        edits=(("offline/evaluation.py", "        yield [*dropped, *(", "        yield [*("),),
+        edits=(("offline/open_loader.py", "        yield [*dropped, *(", "        yield [*("),),
     ),
     Mutation(
         trap=92,
@@ -274,7 +274,7 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the samples that are too long",
         edits=(
             (
-                "offline/evaluation.py",
+                "offline/open_loader.py",
                 "                account_for(sample, ledger)\n                dropped",
                 "                dropped",
             ),

@@ -48,7 +48,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the stream of packs",
         edits=(
             (
-                "config/data.py",
+                "config/run.py",
                 'unit="epochs", changes="packs"',
                 'unit="epochs", changes="nothing"',
             ),
@@ -113,7 +113,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         name="a run of Bridge that continues without a state begins its data anew",
         test=RESUMED + "test_a_run_that_continues_is_refused_where_no_state_would_be_restored",
         oracle="the definition",
-        edits=(("bridge/callers.py", "if resumed is None or not resumed[0]:", "if True:"),),
+        edits=(("bridge/provider.py", "if resumed is None or not resumed[0]:", "if True:"),),
         needs_bridge=True,
     ),
     Mutation(

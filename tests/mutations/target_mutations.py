@@ -65,7 +65,7 @@ TARGET_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the expansion of Hugging Face's processor",
         edits=(
             (
-                "encoders/placeholders.py",
+                "encoders/tokenized.py",
                 "        spans += [TrainedSpan(start, end, 0.0) for start, end in media]\n",
                 "",
             ),
@@ -89,7 +89,7 @@ TARGET_MUTATIONS: tuple[Mutation, ...] = (
         name="what the template writes around a medium is trained where it counts the media",
         test=CHOSEN + "test_what_a_template_writes_around_a_medium_is_not_trained_even_where_it_counts_the_media",
         oracle="the template's text without its media",
-        edits=(("encoders/placeholders.py", 're.sub(r"\\d+", r"\\\\d+", re.escape(side))', "re.escape(side)"),),
+        edits=(("encoders/tokenized.py", 're.sub(r"\\d+", r"\\\\d+", re.escape(side))', "re.escape(side)"),),
     ),
     Mutation(
         trap=71,

@@ -85,7 +85,9 @@ TEMPLATE_MUTATIONS: tuple[Mutation, ...] = (
         name="a last answer that no token ends goes on to the end of the text",
         test=TRAPS + "test_what_is_trained_is[no header that nobody asked for, where the next header ends a turn]",
         oracle=WORDS,
-        edits=(("chat/answers.py", "        return stops.opening(frame) or closing, ", "        return len(frame), "),),
+        edits=(
+            ("chat/structures.py", "        return stops.opening(frame) or closing, ", "        return len(frame), "),
+        ),
     ),
     Mutation(
         trap=44,
@@ -99,7 +101,9 @@ TEMPLATE_MUTATIONS: tuple[Mutation, ...] = (
         name="an answer begins where the conversation alone ends",
         test=TRAPS + "test_what_is_trained_is[answers of qwen3, which takes back earlier thinking]",
         oracle="Qwen3's published template",
-        edits=(("chat/answers.py", "asked = render(messages[:turn], True)", "asked = render(messages[:turn], False)"),),
+        edits=(
+            ("chat/structures.py", "asked = render(messages[:turn], True)", "asked = render(messages[:turn], False)"),
+        ),
     ),
     Mutation(
         trap=45,
@@ -108,7 +112,7 @@ TEMPLATE_MUTATIONS: tuple[Mutation, ...] = (
         oracle=WORDS,
         edits=(
             (
-                "chat/answers.py",
+                "chat/structures.py",
                 "    header = min(stops.whole(prompt, header), stops.whole(frame, header))\n",
                 "",
             ),
@@ -121,7 +125,7 @@ TEMPLATE_MUTATIONS: tuple[Mutation, ...] = (
         oracle="where GLM-4.5 stops",
         edits=(
             (
-                "chat/answers.py",
+                "chat/structures.py",
                 "    return closing + (opening or 0), ",
                 "    return closing, ",
             ),

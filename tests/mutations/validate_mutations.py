@@ -28,7 +28,7 @@ VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the definition",
         edits=(
             (
-                "validate/looks/leaves.py",
+                "validate/looks/data.py",
                 "        yield missing_split(file, reference.split, splits)\n        return\n",
                 "        return\n",
             ),
@@ -42,7 +42,7 @@ VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
         oracle="`traverse_metadataset` of Energon",
         edits=(
             (
-                "validate/looks/leaves.py",
+                "validate/looks/data.py",
                 'subflavors={**(values.get("subflavors") or {}), **parent.subflavors},\n        subset',
                 'subflavors={**parent.subflavors, **(values.get("subflavors") or {})},\n        subset',
             ),
@@ -95,7 +95,7 @@ VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
         name="a look reaches for the network",
         test=READS + "test_a_name_of_the_hub_is_loaded_from_its_cache_without_the_network",
         oracle="a socket that refuses",
-        edits=(("validate/looks/hub.py", '"HF_HUB_OFFLINE", True)', '"HF_HUB_OFFLINE", False)'),),
+        edits=(("validate/run_facts.py", '"HF_HUB_OFFLINE", True)', '"HF_HUB_OFFLINE", False)'),),
     ),
     Mutation(
         trap=85,

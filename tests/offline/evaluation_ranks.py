@@ -24,7 +24,7 @@ from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, Run
 from energon_packing.demo import processor_path
 from energon_packing.energon.replica import Replica
 from energon_packing.errors import PackingError, UserError
-from energon_packing.offline import evaluation
+from energon_packing.offline import open_loader as evaluation
 from energon_packing.offline.open_loader import open_loader, open_together
 
 

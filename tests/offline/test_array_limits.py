@@ -6,11 +6,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from energon_packing.offline import sizes as array_limits
-from energon_packing.offline.sizes import SizedRow, Sizes
+from energon_packing.offline import samples as array_limits
+from energon_packing.offline.samples import SizedRow, Sizes
 from energon_packing.packing.balance import pack_cost
-from energon_packing.packing.pack_limits import PackLimits
-from energon_packing.thd.visible_padding import hides_padding
+from energon_packing.packing.constraints import PackLimits
+from energon_packing.thd.assembly import hides_padding
 
 numbers = st.integers(1, 200)
 samples = st.lists(

@@ -21,7 +21,7 @@ from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline.measure import MeasureConfig, measure
 from energon_packing.offline.plan import Plan
 from energon_packing.offline.planner import make_plan
-from energon_packing.validate.looks.leaves import leaves_of
+from energon_packing.validate.looks.data import leaves_of
 
 SAMPLES = {"a": 60, "b": 30, "c": 12}
 

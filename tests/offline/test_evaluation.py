@@ -23,8 +23,7 @@ from energon_packing.convert.layout import dataset_entry
 from energon_packing.demo import processor_path
 from energon_packing.energon.pack_bytes import field_digests
 from energon_packing.errors import UserError
-from energon_packing.ledger import DropBudgetExceeded
-from energon_packing.ledger_report import merged
+from energon_packing.ledger import DropBudgetExceeded, merged
 from energon_packing.offline.measure import MeasureConfig, measure
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.pack import PackConfig, pack

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from energon_packing.cli.main import cli
 from energon_packing.config import LimitsConfig, ParallelConfig, PlanConfig
-from energon_packing.config.plan import PlannedDatasetConfig
+from energon_packing.config.run import PlannedDatasetConfig
 from energon_packing.energon.loader import build_loader, build_task_encoder
 from energon_packing.energon.pack_bytes import field_digests
 from energon_packing.errors import ConfigError, UserError

@@ -24,10 +24,9 @@ from energon_packing.offline import plan as plan_file
 from energon_packing.offline.index import IndexedDataset, IndexedShard
 from energon_packing.offline.plan import Plan, PlannedPack, drops_path
 from energon_packing.offline.planner import make_plan
-from energon_packing.offline.samples import Remeasured
-from energon_packing.offline.sizes import SizedRow
-from energon_packing.packing.pack_limits import PackLimits
-from energon_packing.thd.visible_padding import hides_padding, visible_order
+from energon_packing.offline.samples import Remeasured, SizedRow
+from energon_packing.packing.constraints import PackLimits
+from energon_packing.thd.assembly import hides_padding, visible_order
 
 PACKING = {"seq_length": 1024, "max_images_per_pack": 12, "max_segments_per_pack": 24, "drop_budget": 1.0}
 PARALLEL = {"context_parallel": 2}

@@ -10,8 +10,8 @@ from energon_packing.config import PackingConfig
 from energon_packing.errors import ConfigError
 from energon_packing.packing import pack_lengths, register_policy
 from energon_packing.packing.balance import pack_cost
+from energon_packing.packing.constraints import PackLimits
 from energon_packing.packing.online import next_pack
-from energon_packing.packing.pack_limits import PackLimits
 
 
 @dataclass

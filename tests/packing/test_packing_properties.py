@@ -22,9 +22,9 @@ from energon_packing.packing import (
     pack_stream,
     policy_names,
 )
+from energon_packing.packing.constraints import PackLimits
 from energon_packing.packing.online import next_pack
-from energon_packing.packing.pack_limits import PackLimits
-from energon_packing.packing.subset_sum import fill_exactly, fill_two
+from energon_packing.packing.policies.window import fill_exactly, fill_two
 
 MANY = settings(max_examples=int(os.environ.get("ENERGON_PACKING_EXAMPLES", "100")), deadline=None)
 

@@ -15,7 +15,7 @@ from energon_packing.cli.main import cli
 from energon_packing.config import RunConfig, from_mapping, load_config, to_mapping
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import processor_path
-from energon_packing.energon.fingerprint import settings_of
+from energon_packing.energon.states import settings_of
 from energon_packing.errors import ConfigError
 from energon_packing.report.settings import json_schema, settings, shown
 

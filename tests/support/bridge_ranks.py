@@ -53,7 +53,7 @@ DEFAULTS: dict[str, Any] = {
 def record_packs(folder: Path, name: str) -> tuple[list[dict[str, Any]], Callable[[], None]]:
     """Notes each batch that the data set hands out on this rank; the function keeps those of a reader for a replay."""
 
-    from energon_packing.bridge import pack_iterator
+    from energon_packing.bridge import provider as pack_iterator
 
     seen: list[dict[str, Any]] = []
     kept: list[Any] = []
@@ -168,7 +168,8 @@ def replayed(folder: Path, name: str, micro_batches: int) -> Any:
 
 def train(run: dict[str, Any], folder: Path, data: str, rank: int, report: dict[str, Any]) -> None:
     """One rank of one run; fills ``report``."""
-    from energon_packing.bridge import PackedEnergonDatasetConfig, pack_iterator
+    from energon_packing.bridge import PackedEnergonDatasetConfig
+    from energon_packing.bridge import provider as pack_iterator
     from energon_packing.bridge.metrics import PackingMetrics
     from energon_packing.bridge.step import forward_step
     from energon_packing.demo import processor_path

@@ -169,7 +169,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
 
     from energon_packing import thd
     from energon_packing.config import EncoderConfig
-    from energon_packing.encoders.weighting import target_weight
+    from energon_packing.encoders.targets import target_weight
 
     cp_size = case["cp"]
     parallel_state.initialize_model_parallel(context_parallel_size=cp_size, create_gloo_process_groups=False)

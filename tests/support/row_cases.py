@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from energon_packing import thd
-from energon_packing.thd.visible_padding import hides_padding, visible_order
+from energon_packing.thd.assembly import hides_padding, visible_order
 from support.p2p_cut import RELEASES, attention_over_ranks, infers_padding, masked_attention
 
 MULTIPLES = tuple(range(2, 33))

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from energon_packing import thd
-from energon_packing.thd.visible_padding import hides_padding
+from energon_packing.thd.assembly import hides_padding
 
 LENGTHS = st.lists(st.integers(1, 70), min_size=1, max_size=12)
 MULTIPLES = st.sampled_from([1, 2, 3, 4, 8, 12, 16, 64])

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from energon_packing import thd
 from energon_packing.errors import PackingError
-from energon_packing.thd.visible_padding import visible_order
+from energon_packing.thd.assembly import visible_order
 
 PACKS = int(os.environ.get("ENERGON_PACKING_PACKS", "200"))
 SOURCES = [Path(each) for each in os.environ.get("ENERGON_PACKING_TRANSFORMER_ENGINE_SOURCE", "").split(":") if each]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.energon import traverse_metadataset
 
-from energon_packing.validate.looks.leaves import leaves_of
+from energon_packing.validate.looks.data import leaves_of
 
 SPLITS = ("train", "val")
 HEAD = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from energon_packing.cli.validate import packing_of, resolved_summary
-from energon_packing.validate.rules.registry import RULES, judge, violations
+from energon_packing.validate.rules.rule import RULES, judge, violations
 from energon_packing.validate.run_facts import DataFacts
 from energon_packing.validate.run_view import RunView, installed_version
 

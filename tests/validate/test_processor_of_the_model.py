@@ -17,7 +17,7 @@ from energon_packing.config import EncoderConfig, RunConfig, TrainingConfig
 from energon_packing.demo import processor_path
 from energon_packing.validate import run_source
 from energon_packing.validate.family_table import FAMILY_TABLE, PROCESSOR_CLASSES
-from energon_packing.validate.rules.registry import judge
+from energon_packing.validate.rules.rule import judge
 from energon_packing.validate.run_facts import processor_facts
 from energon_packing.validate.run_source import view_of_config
 

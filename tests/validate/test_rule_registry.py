@@ -12,9 +12,8 @@ import pytest
 
 from energon_packing.errors import ConfigError, PackingError
 from energon_packing.validate import rules
-from energon_packing.validate.rules import registry
-from energon_packing.validate.rules.registry import RULES, judge
-from energon_packing.validate.rules.rule import LAST
+from energon_packing.validate.rules import rule as registry
+from energon_packing.validate.rules.rule import LAST, RULES, judge
 from energon_packing.validate.run_view import RunView
 
 ROOT = Path(__file__).resolve().parents[2]

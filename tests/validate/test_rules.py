@@ -11,7 +11,7 @@ import pytest
 
 from energon_packing.config import ParallelConfig, RunConfig, TrainingConfig
 from energon_packing.validate.rules import packing
-from energon_packing.validate.rules.registry import RULES, judge, rule_that_bridge_named, violations
+from energon_packing.validate.rules.rule import RULES, judge, rule_that_bridge_named, violations
 from energon_packing.validate.run_facts import DataFacts, TokenFacts
 from energon_packing.validate.run_source import view_of_config
 from energon_packing.validate.run_view import RunView
@@ -527,7 +527,7 @@ def test_the_static_rules_need_neither_torch_nor_bridge() -> None:
     program = (
         "import sys\n"
         "from energon_packing.validate.run_source import view_of_config\n"
-        "from energon_packing.validate.rules.registry import judge\n"
+        "from energon_packing.validate.rules.rule import judge\n"
         "import energon_packing.cli.validate\n"
         "from energon_packing.config import RunConfig\n"
         "judge(view_of_config(RunConfig()))\n"

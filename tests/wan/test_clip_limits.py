@@ -6,10 +6,10 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from energon_packing.offline import sizes as array_limits
+from energon_packing.offline import samples as array_limits
 from energon_packing.offline.planner import show_padding
-from energon_packing.offline.sizes import SizedRow, Sizes
-from energon_packing.wan.limits import ClipLimits
+from energon_packing.offline.samples import SizedRow, Sizes
+from energon_packing.wan.config import ClipLimits
 from energon_packing.wan.pack import clip_order
 
 

@@ -10,8 +10,8 @@ from support.bridge_wan import bridge_wan
 
 from energon_packing.energon.pack_bytes import field_digests, pack_from_bytes, pack_to_bytes
 from energon_packing.errors import SampleRejected
-from energon_packing.wan.clip import plan_clip, resize_frames
 from energon_packing.wan.config import TextToVideoConfig
+from energon_packing.wan.encoder import plan_clip, resize_frames
 from energon_packing.wan.models import T5CaptionEncoder, WanLatentEncoder
 from energon_packing.wan.pack import WanPack, WanSample, pack_wan
 

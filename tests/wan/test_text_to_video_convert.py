@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 
 from energon_packing.cli.convert import convert as command
 from energon_packing.errors import SampleRejected
-from energon_packing.media.tensor import read_tensor, tensor_info
 from energon_packing.wan.record import TextToVideo
+from energon_packing.wan.tensor_files import read_tensor, tensor_info
 
 
 class Planted:

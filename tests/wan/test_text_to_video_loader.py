@@ -23,9 +23,8 @@ from energon_packing.wan.config import (
     TextToVideoPackingConfig,
     TextToVideoRunConfig,
 )
-from energon_packing.wan.loader import build_text_to_video_loader
 from energon_packing.wan.models import T5CaptionEncoder, WanLatentEncoder
-from energon_packing.wan.task_encoder import TextToVideoTaskEncoder
+from energon_packing.wan.task_encoder import TextToVideoTaskEncoder, build_text_to_video_loader
 
 wan = pytest.fixture(scope="module")(bridge_wan)
 ROWS, SEQ_LENGTH, TEXT = 36, 96, 64

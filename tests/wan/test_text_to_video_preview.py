@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from energon_packing.cli.main import cli
 from energon_packing.wan.config import load_text_to_video_config
-from energon_packing.wan.loader import build_text_to_video_loader
+from energon_packing.wan.task_encoder import build_text_to_video_loader
 
 
 @pytest.fixture

@@ -54,7 +54,7 @@ class Layout:
             Raises `SampleRejected` with any reason of `energon_packing.convert.records.parse_record`.
         fields: of a layout that is a conversation, the names of the role and of the content of a message.
         parse: of a layout that is no conversation, reads a record whole; such a layout is never detected. Returns what
-            `energon_packing.convert.audit.Parsed` describes.
+            `energon_packing.convert.pipeline.Parsed` describes.
         files: kinds of files that such records name; empty for images and videos.
         subflavors: the mark of its samples, by which cookers select them.
     """

@@ -65,10 +65,10 @@ def _no_multi_token_prediction(view: RunView) -> Finding | None:
     id="ours/weights-need-token-loss",
     order=1180,
     checks="weighted losses are divided by the weights of the whole step",
-    place="energon_packing.encoders.weighting",
+    place="energon_packing.encoders.targets",
     applies=lambda view: view.dataset_kind == "packed_energon" and view.loss_weighting not in (None, "token"),
     holds=lambda view: view.calculate_per_token_loss,
-    sources=(SourceLine("energon_packing/encoders/weighting.py", "divided by the sum of the weights."),),
+    sources=(SourceLine("energon_packing/encoders/targets.py", "divided by the sum of the weights."),),
 )
 def _weights_need_token_loss(view: RunView) -> Finding | None:
     return Finding(

@@ -13,7 +13,7 @@ from energon_packing.validate.run_view import RunView
 
 _dataset = "megatron.bridge.data.builders.energon.EnergonDatasetConfig.validate"
 
-_OURS = "take energon_packing.bridge.recipe.use_packed_data"
+_OURS = "take energon_packing.bridge.dataset.use_packed_data"
 
 TASK_ENCODER = "QwenVLEnergonTaskEncoderConfig"
 """The only task encoder of Bridge 0.7 with the hooks for online packing."""

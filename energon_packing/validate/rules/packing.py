@@ -248,7 +248,7 @@ def _own_packing_of_bridge(view: RunView) -> Finding | None:
     return Finding(
         why=f"packing_buffer_size is {view.packing_buffer_size}, and the task encoders of Megatron-Bridge "
         f"{view.bridge_version or '0.6'} have no packing: Energon stops with the first buffer",
-        fix="leave packing_buffer_size out, or use energon_packing.bridge.recipe.use_packed_data",
+        fix="leave packing_buffer_size out, or use energon_packing.bridge.dataset.use_packed_data",
     )
 
 

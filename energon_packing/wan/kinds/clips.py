@@ -9,8 +9,13 @@ from typing import TYPE_CHECKING, Any
 from energon_packing.config import PACK_LIMITS
 from energon_packing.config.setting import length_free_of
 from energon_packing.sample_kind import NO_ROW, SampleKind
-from energon_packing.wan.config import SUBFLAVORS, TextToVideoConfig, TextToVideoPackingConfig, TextToVideoRunConfig
-from energon_packing.wan.limits import ClipLimits
+from energon_packing.wan.config import (
+    SUBFLAVORS,
+    ClipLimits,
+    TextToVideoConfig,
+    TextToVideoPackingConfig,
+    TextToVideoRunConfig,
+)
 
 if TYPE_CHECKING:  # planning needs neither torch nor Energon
     from megatron.energon import CrudeSample
@@ -63,7 +68,7 @@ class Clips(SampleKind):
 
     def task_encoder(self, run: TextToVideoRunConfig, **models: Any) -> TextToVideoTaskEncoder:
         """See `SampleKind.task_encoder`."""
-        from energon_packing.wan.loader import build_text_to_video_task_encoder
+        from energon_packing.wan.task_encoder import build_text_to_video_task_encoder
 
         return build_text_to_video_task_encoder(run, **models)
 
@@ -73,7 +78,7 @@ class Clips(SampleKind):
 
     def build_loader(self, run: TextToVideoRunConfig, **arguments: Any) -> PackLoader:
         """See `SampleKind.build_loader`."""
-        from energon_packing.wan.loader import build_text_to_video_loader
+        from energon_packing.wan.task_encoder import build_text_to_video_loader
 
         return build_text_to_video_loader(run, **arguments)
 

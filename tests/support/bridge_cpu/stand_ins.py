@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from energon_packing.errors import UserError
-from energon_packing.validate.bridge_import import import_bridge
+from energon_packing.validate.verdict import import_bridge
 from support.bridge_cpu.context_parallel import PartitionedIndices
 
 

@@ -13,10 +13,11 @@ import pytest
 from energon_packing.errors import ConfigError, PackingError
 from energon_packing.validate import rules
 from energon_packing.validate.rules import rule as registry
-from energon_packing.validate.rules.rule import LAST, RULES, judge
+from energon_packing.validate.rules.rule import LAST, all_rules, judge
 from energon_packing.validate.run_view import RunView
 
 ROOT = Path(__file__).resolve().parents[2]
+RULES = all_rules()
 BRIDGES = [rule for rule in RULES if rule.origin == "bridge"]
 
 

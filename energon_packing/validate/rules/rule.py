@@ -165,9 +165,6 @@ def register_rule(rule: Rule) -> None:
     all_rules.cache_clear()
 
 
-RULES = all_rules()
-"""Those of this package, and those that installed packages declare."""
-
 Outcome = Literal["ok", "error", "warning", "note", "not applicable"]
 
 

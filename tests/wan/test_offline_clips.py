@@ -174,27 +174,6 @@ def test_every_way_gives_the_packs_of_the_plan_digest_by_digest(planned, whole, 
     assert (report.findings, report.remade) == ((), len(whole))
 
 
-@pytest.mark.full
-def test_the_other_layout_gives_the_same_clips_and_several_processes_the_same_files(
-    run, index, planned, whole, other_layout, tmp_path
-):
-    there = on(run, other_layout)
-    found = measure(MeasureConfig(paths=(other_layout,), out=tmp_path / "index", workers=2), there).index
-    rows, others = (
-        {row["key"]: (row["length"], row["text_tokens"]) for row in rows_of(each)}
-        for each in (found, Index.open(index))
-    )
-    assert rows == others
-    make_plan([tmp_path / "index"], there, tmp_path / "plan.parquet")
-    check_same(clips_of(whole), clips_of(list(open_loader(on(there, tmp_path / "plan.parquet")))))
-    alone = Path(packed(planned, tmp_path, "pixels").data.path)
-    several = tmp_path / "several"
-    pack(PackConfig(plan=Path(planned.data.path), out=several, workers=2, shard_packs=5, store="pixels"))
-    assert [(file.name, file.read_bytes()) for file in sorted(several.glob("*.bin"))] == [
-        (file.name, file.read_bytes()) for file in sorted(alone.glob("*.bin"))
-    ]
-
-
 def rows_of(index):
     return [row for each in index.datasets for shard in each.shards for row in index.rows(each, shard).to_pylist()]
 

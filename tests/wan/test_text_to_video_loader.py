@@ -18,11 +18,7 @@ from energon_packing.convert.layout import dataset_entry
 from energon_packing.energon.loader import build_dataset
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline.open_loader import open_loader
-from energon_packing.wan.config import (
-    TextToVideoConfig,
-    TextToVideoPackingConfig,
-    TextToVideoRunConfig,
-)
+from energon_packing.wan.config import TextToVideoConfig, TextToVideoPackingConfig, TextToVideoRunConfig
 from energon_packing.wan.models import T5CaptionEncoder, WanLatentEncoder
 from energon_packing.wan.task_encoder import TextToVideoTaskEncoder, build_text_to_video_loader
 
@@ -142,9 +138,8 @@ def test_packs_of_the_loader_equal_bridges_wan_data_path_on_the_same_samples(run
         assert pack.batch.seq_len_kv.unique().tolist() == [512]
 
 
-@pytest.mark.parametrize(("workers", "balance_window"), [(0, 1), (1, 2)])
-def test_a_state_saved_after_any_step_continues_bit_identically(run, load, workers, balance_window):
-    config = run(data={"workers": workers, "repeat": True}, balance_window=balance_window)
+def test_a_state_saved_after_any_step_continues_bit_identically(run, load):
+    config = run(data={"workers": 1, "repeat": True}, balance_window=2)
     loader = load(config)
     reference, states = [], []
     for pack in loader:

@@ -4,8 +4,6 @@
 python scripts/pictures.py            # needs Chromium (Debian: apt-get install chromium)
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

@@ -13,8 +13,6 @@ sample comes more often than the data were read. One JSON line per run; exit cod
 a form of a minute.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -3,8 +3,6 @@
 Batches are those that ``wan_step`` reads (`energon_packing.wan.pack.WanPack.to_bridge`).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

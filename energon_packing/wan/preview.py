@@ -1,7 +1,5 @@
 """`energon-packing preview --format text-to-video`: packs of clips as tables: grids, patches, text tokens."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Iterable

@@ -5,8 +5,6 @@
 3. ``postencode_sample`` renders the clips of one pack, ``pack_selected_samples`` lays them side by side.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Work in a fork of the calling process, which has imported what it needs: what the soak and the resume matrix kill."""
 
-from __future__ import annotations
-
 import os
 import sys
 import traceback

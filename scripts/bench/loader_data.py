@@ -4,8 +4,6 @@ Both paths get the same conversations with the same bytes of media. A conversion
 the planted defects, so the loaders meet them: a JPEG that ends too early, and a conversation longer than a row.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

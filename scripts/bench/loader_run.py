@@ -5,8 +5,6 @@ come before that; starting the worker and filling the buffers come after. CPU se
 decoding child and of the consuming process, without the thread that watches the memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """The demo as a stranger runs it: exit codes, the table, and figures that add up."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess

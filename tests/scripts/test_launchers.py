@@ -1,7 +1,5 @@
 """The launchers in scripts/launch: the commands that they print, what they refuse, and a real run of two processes."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shlex

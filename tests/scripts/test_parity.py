@@ -1,7 +1,5 @@
 """`scripts/parity.py` on real packs: equal where they are right, and every mistake made on purpose is found."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """``scripts/soak.py``: its smallest form passes, and what it must find is found."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections import Counter

@@ -1,7 +1,5 @@
 """Tiny Wan models on disk, and text-to-video data of every kind, made once a session."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from fractions import Fraction

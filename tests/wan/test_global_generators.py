@@ -1,7 +1,5 @@
 """No call of a loader changes a global random generator: ranks of a replica would go on with different numbers."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

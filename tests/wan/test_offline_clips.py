@@ -1,7 +1,5 @@
 """Clips measured, planned and packed: sizes, clips and drops are those of the online loader, bit for bit."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shlex

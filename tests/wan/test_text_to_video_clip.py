@@ -1,7 +1,5 @@
 """Measured patches against the VAE, diffusers' pipeline and Bridge's own functions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import assume, given, settings

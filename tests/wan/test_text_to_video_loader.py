@@ -1,7 +1,5 @@
 """Packs of clips in the Energon loader: every key once, sizes as measured, resume, and equality with Bridge's path."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections import Counter

@@ -8,8 +8,6 @@ A record is one JSON object; each column may have any one of its names::
     {"prompt": "a red ball rolls", "latents": "0001.safetensors", "context": "0001.text.npy", "metadata": {"fps": 16}}
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -160,7 +160,6 @@ class TextToVideoEncoder:
     """Measures and renders text-to-video samples.
 
     Args:
-        config: patch size, limits, sampling; where the two models are.
         latent_encoder: for records with a video; None makes one from ``config.vae``, if that is set.
         caption_encoder: for records without stored embeddings; None makes one from ``config.text_encoder``.
 

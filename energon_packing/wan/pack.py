@@ -28,17 +28,13 @@ BRIDGE_LARGEST_LATENT = 1e3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WanSample:
-    """One video and its text.
-
-    Attributes:
-        latent: ``[channels, frames, height, width]``, the encoded video.
-        text: ``[tokens, width]``, embeddings of the text, without padding.
-        metadata: anything, passed on.
-    """
+    """One video and its text."""
 
     key: str
     latent: torch.Tensor
+    """``[channels, frames, height, width]``, the encoded video."""
     text: torch.Tensor
+    """``[tokens, width]``, embeddings of the text, without padding."""
     metadata: Any = None
 
 
@@ -50,12 +46,8 @@ class WanPack:
         video_latents: ``[Q, 1, channels * pF * pH * pW]``, patches in the order frame, row, column; padding is 0.
         context_embeddings: ``[K, 1, width]``.
         loss_mask: ``[Q, 1]`` bfloat16, 1 at patches, 0 at padding.
-        seq_len_q: int32 ``[n]``, patches of each video.
-        seq_len_q_padded: int32 ``[n]``, the place of each video in the row.
-        seq_len_kv: int32 ``[n]``, text tokens of each video.
-        seq_len_kv_padded: int32 ``[n]``.
+        seq_len_q, seq_len_kv: int32 ``[n]``, patches and text tokens of each video; ``_padded`` is their place.
         grid_sizes: int32 ``[n, 3]``, patches along time, height and width.
-        video_metadata, keys: one entry per video.
         fillers: clips of zeros after the videos, counted in every field but these two. There is one if a video that is
             alone has the only padding, which a kernel would take for none (see `pack_wan`).
     """
@@ -164,7 +156,7 @@ def _hidden(patches: Sequence[int], text_tokens: Sequence[int], multiple: int) -
     return hides_padding(text_tokens, multiple)
 
 
-def patch_grid(shape: Sequence[int], patch: tuple[int, int, int]) -> tuple[int, int, int]:
+def patch_grid(shape: Sequence[int], patch: tuple[int, ...]) -> tuple[int, int, int]:
     """Returns patches along frames, height and width of a latent of ``shape`` ``(frames, height, width)``.
 
     Raises:
@@ -176,7 +168,7 @@ def patch_grid(shape: Sequence[int], patch: tuple[int, int, int]) -> tuple[int, 
     return frames, height, width
 
 
-def to_patches(latent: torch.Tensor, patch: tuple[int, int, int]) -> torch.Tensor:
+def to_patches(latent: torch.Tensor, patch: tuple[int, ...]) -> torch.Tensor:
     """Returns ``[patches, pF * pH * pW * channels]``, channels fastest, of ``[channels, frames, height, width]``."""
     grid = patch_grid(latent.shape[1:], patch)
     sides = [side for pair in zip(grid, patch, strict=True) for side in pair]
@@ -187,7 +179,7 @@ def pack_wan(
     samples: Sequence[WanSample],
     *,
     multiple: int = 1,
-    patch: tuple[int, int, int] = (1, 2, 2),
+    patch: tuple[int, ...] = (1, 2, 2),
     capacity: int | None = None,
     compat: Compat = "none",
 ) -> WanPack:
@@ -255,7 +247,7 @@ def _join(parts: Sequence[torch.Tensor], places: Sequence[int]) -> torch.Tensor:
     return row
 
 
-def _checked_grid(sample: WanSample, compat: Compat, patch: tuple[int, int, int]) -> tuple[int, int, int]:
+def _checked_grid(sample: WanSample, compat: Compat, patch: tuple[int, ...]) -> tuple[int, int, int]:
     """`patch_grid` of a sample that can be packed."""
     latent, text, wrong = sample.latent, sample.text, ""
     for name, tensor, axes in (("text", text, 2), ("latent", latent, 4)):

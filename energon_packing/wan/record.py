@@ -26,22 +26,17 @@ _CLIP_FIELDS = ("name", "width", "height", "frames", "fps", "duration")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
-    """A tensor that a record names.
-
-    Attributes:
-        name: the entry's name in its store; relative, without ``..``; its extension determines how it is read.
-        tensor: its name inside a file of several tensors; empty if the file is the tensor.
-        shape: latents ``(channels, frames, height, width)``, text ``(rows, width)``; an axis of 1 before them is left
-            out.
-        dtype: one of `FLOATING`.
-        rows: of a text, those before trailing rows of zeros, which are padding; None means all.
-    """
+    """A tensor that a record names."""
 
     name: str
+    """The entry's name in its store; relative, without ``..``; its extension determines how it is read."""
     tensor: str
+    """Its name inside a file of several tensors; empty if the file is the tensor."""
     shape: tuple[int, ...]
+    """Latents ``(channels, frames, height, width)``, text ``(rows, width)``; an axis of 1 before them is left out."""
     dtype: str
     rows: int | None = None
+    """Of a text, those before trailing rows of zeros, which are padding; None means all."""
 
     def to_record(self) -> dict[str, Any]:
         """Returns the JSON form."""

@@ -196,12 +196,6 @@ class PackedClips(StoredPacks[StoredClips]):
         return self._assembled([each for each in rendered if each is not None])
 
     def _rendered(self, sample: StoredClip, number: int) -> RenderedClipSample:
-        """The clip with its tensors.
-
-        Raises:
-            SampleRejected: see `TextToVideoEncoder.render`.
-            UserError: its files are not where they were, or are others.
-        """
         measured = MeasuredClipSample(
             __key__=sample.key,
             __restore_key__=(),

@@ -86,7 +86,6 @@ class TextToVideoTaskEncoder(WindowTaskEncoder):
     """Measures, selects, renders and assembles clips; every name here is part of Energon's contract.
 
     Args:
-        config: of the run.
         latent_encoder, caption_encoder: models of your own, see `TextToVideoEncoder`.
         cookers: for data sets that ``convert`` did not write; a cooker returns a `TextToVideoSample`.
         fingerprint: further names and values that a saved state must match, or a function that gives them when a loader
@@ -245,14 +244,7 @@ def build_text_to_video_loader(
 
 
 def build_text_to_video_task_encoder(config: TextToVideoRunConfig, **models: Any) -> TextToVideoTaskEncoder:
-    """Returns the task encoder of a configuration.
-
-    Args:
-        models: ``latent_encoder`` and ``caption_encoder``, as for `build_text_to_video_loader`.
-
-    Raises:
-        ConfigError: a model cannot be used.
-    """
+    """Returns the task encoder of a configuration; models and errors are those of `build_text_to_video_loader`."""
     data = functools.partial(data_fingerprint, _shared_settings(config))
     return TextToVideoTaskEncoder(config, fingerprint=data, **models)
 

@@ -1,6 +1,4 @@
-"""Text-to-video data, which is no conversation.
-
-One record of text-to-video data -> a caption and the files that it names. Opens no file.
+"""One record of text-to-video data -> a caption and the files that it names. Opens no file.
 
 A record is one JSON object; each column may have any one of its names::
 

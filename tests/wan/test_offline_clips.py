@@ -204,17 +204,6 @@ def test_a_run_continues_at_its_position_with_other_ranks_and_from_what_is_store
 
 
 @pytest.mark.full
-def test_a_plan_for_context_parallelism_serves_a_run_without(planned, whole, tmp_path):
-    narrower = dataclasses.replace(packed(planned, tmp_path, "pixels"), parallel=ParallelConfig())
-    found = list(open_loader(narrower))
-    check_same(clips_of(whole), clips_of(found))
-    assert [each.batch.fillers for each in found] == [0] * len(found)
-    wider = dataclasses.replace(planned, parallel=ParallelConfig(context_parallel=4))
-    with pytest.raises(ConfigError, match="aligns samples to 4"):
-        open_loader(wider)
-
-
-@pytest.mark.full
 def test_a_clip_that_cannot_be_rendered_is_dropped_alike_from_everything_that_is_stored(planned, tmp_path):
     tight = dataclasses.replace(planned, encoder=dataclasses.replace(planned.encoder, max_source_pixels=2000))
     expected = list(open_loader(tight))

@@ -71,9 +71,9 @@ def same(first, second):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_every_clip_is_emitted_once_as_measured_and_aligned_within_both_limits(run, models, rows, workers, tmp_path):
+def test_every_clip_is_emitted_once_as_measured_and_aligned_within_both_limits(run, models, rows, workers):
     parallel = {"context_parallel": 2, "tensor_parallel": 2, "sequence_parallel": True}
-    config = run(data={"workers": workers}, parallel=parallel, ledger=str(tmp_path / "ledger"))
+    config = run(data={"workers": workers}, parallel=parallel)
     assert config.multiple == 4
     measured = {}
     encoder = TextToVideoTaskEncoder(config, **models)
@@ -99,11 +99,6 @@ def test_every_clip_is_emitted_once_as_measured_and_aligned_within_both_limits(r
     emitted = Counter(key for pack in packs for key in pack.keys)
     assert emitted == Counter(json.loads(line)["id"] for line in rows.read_text().splitlines())
     assert [f"s{entry['number']}" for pack in packs for entry in pack.batch.video_metadata] == [*emitted]
-    written = Counter()
-    for file in (tmp_path / "ledger").glob("*.jsonl"):
-        for line in file.read_text().splitlines():
-            written.update(json.loads(line).get("keys", []))
-    assert written == emitted
 
 
 def test_packs_of_the_loader_equal_bridges_wan_data_path_on_the_same_samples(run, models, wan):

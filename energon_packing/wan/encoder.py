@@ -184,7 +184,9 @@ class TextToVideoEncoder:
             ("text_width", caption_encoder, caption_encoder and caption_encoder.width),
         ):
             if model is not None and own != getattr(config, setting):
-                raise ConfigError(f"encoder.{setting} is {getattr(config, setting)}, but {model.name} has {own}.")
+                raise ConfigError(
+                    f"encoder.{setting} is {getattr(config, setting)}, but {model.name} has {own}; set it to that."
+                )
         self.latent_encoder, self.caption_encoder = latent_encoder, caption_encoder
         self._decoding = DecodingProcess(self._frames, config.decode_seconds)
         self.dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16

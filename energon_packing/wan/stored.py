@@ -161,7 +161,7 @@ class ClipPacker(ShardPacker):
     """Packs shards of clips."""
 
     def stored(self, planned: PlannedPack, media: MediaCopy | None) -> StoredClips:
-        measured = [self.planned.measured(each) for each in planned.samples]
+        measured: list[Any] = [self.planned.measured(each) for each in planned.samples]
         rendered = self.rendered(measured) if self.facts.store == "pixels" else [None] * len(measured)
         return StoredClips(
             samples=tuple(

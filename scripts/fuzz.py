@@ -6,8 +6,6 @@ its documented way; any other exception, a crash, and more than `--seconds` for 
 written to tests/fuzz_corpus/TARGET, which a test reads from then on. Exit code 1 if something was found.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import hashlib

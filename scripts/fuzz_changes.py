@@ -3,8 +3,6 @@
 Every function takes a file, all files of its target, and a source of random numbers, and returns another file.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import random

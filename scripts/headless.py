@@ -1,6 +1,6 @@
 """Chromium without a window, driven over a pipe: opens a page, presses keys, evaluates, takes pictures.
 
-Used by `pictures.py` and by the tests of pages. Chromium comes with the system (Debian: ``apt-get install chromium``).
+Used by the tests of pages. Chromium comes with the system (Debian: ``apt-get install chromium``).
 """
 
 from __future__ import annotations

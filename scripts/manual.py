@@ -4,11 +4,9 @@
 python scripts/manual.py blocks                 # runs every shell and Python block of README and docs, as pasted
 python scripts/manual.py blocks docs/see.md     # those of a page
 python scripts/manual.py links                  # follows every internal link and anchor
-python scripts/manual.py write                  # writes the pages that are made from code: commands, settings, picture
+python scripts/manual.py write                  # writes the pages that are made from code: commands, settings, rules
 python scripts/manual.py build --out site       # builds the site; needs pip install 'energon-packing[docs]', no network
 """
-
-from __future__ import annotations
 
 import json
 import sys

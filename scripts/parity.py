@@ -1,7 +1,5 @@
 """Does a model compute the same for a pack of your data as for its samples alone? See the examples of ``--help``."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

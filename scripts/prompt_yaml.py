@@ -5,8 +5,6 @@
     python scripts/prompt_yaml.py my.yaml > my.jinja
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -13,9 +13,8 @@ sample comes more often than the data were read. One JSON line per run; exit cod
 a form of a minute.
 """
 
-from __future__ import annotations
-
 import argparse
+import builtins
 import itertools
 import json
 import os
@@ -25,6 +24,7 @@ import socket
 import sys
 import tempfile
 import time
+import traceback
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,9 +34,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
-
-from bench.forked_work import fork  # noqa: E402
+sys.path.insert(0, str(ROOT))
 
 STAGES = ("cook", "measure", "read", "decode", "render")
 ERRORS = ("OSError", "ValueError", "KeyError", "MemoryError", "RecursionError", "SampleRejected")
@@ -67,9 +65,7 @@ def _raise(error: str) -> None:
 
     if error == "SampleRejected":
         raise SampleRejected("planted", "a planted fault")
-    raise {"OSError": OSError, "ValueError": ValueError, "KeyError": KeyError}.get(
-        error, {"MemoryError": MemoryError, "RecursionError": RecursionError}.get(error, RuntimeError)
-    )("a planted fault")
+    raise getattr(builtins, error)("a planted fault")
 
 
 def plant() -> None:
@@ -198,6 +194,29 @@ def be_rank(soak: Soak, rank: int, port: int) -> None:
         if "gloo" not in str(error) and "Connection" not in str(error):
             raise
         os._exit(LOST_PEER)
+
+
+def fork(work: Callable[[], None], log: Path) -> int:
+    """Runs `work` in a process of its own, whose output is appended to `log`; returns its id.
+
+    Its exit code is 0, or 1 if `work` raised.
+    """
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        with log.open("a") as stream:
+            os.dup2(stream.fileno(), 1)
+            os.dup2(stream.fileno(), 2)
+        work()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def run_ranks(soak: Soak, kills: int, mean: float, rng: random.Random, workers: Sequence[int]) -> int:

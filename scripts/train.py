@@ -8,8 +8,6 @@ to Megatron-Bridge's `pretrain` or `finetune` with the forward step for packed r
 and exit code 2, a violated rule with exit code 1, both before any GPU is used.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

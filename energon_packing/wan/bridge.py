@@ -3,8 +3,6 @@
 Batches are those that ``wan_step`` reads (`energon_packing.wan.pack.WanPack.to_bridge`).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,22 +24,22 @@ TextToVideoPackingSection: Any = twin(TextToVideoPackingConfig, ("seq_length",),
 class PackedWanDatasetConfig(PackProvider):
     """Packs an Energon data set of clips and captions online, one row of patches and one of text per micro-batch.
 
-    Mutable and plain, like `energon_packing.bridge.dataset.PackedEnergonDatasetConfig`. Hydra reaches every setting:
-    ``dataset.encoder.compat=bridge``, ``dataset.packing.window=256``, ``dataset.data.shuffle_buffer=1000``.
+    Mutable and plain, as `PackProvider` says. Hydra reaches every setting: ``dataset.encoder.compat=bridge``,
+    ``dataset.packing.window=256``, ``dataset.data.shuffle_buffer=1000``.
     """
 
     seq_length: int = 75_600
     """Latent patches per row, alignment padding included."""
 
     data: Any = field(default_factory=DataSection)
-    """Reading: split, shuffling, seed. The fields of `energon_packing.config.DataConfig`."""
+    """The fields of `energon_packing.config.DataConfig`."""
     encoder: Any = field(default_factory=TextToVideoSection)
-    """Patches, text tokens, sampling of frames, the two encoders. The fields of `TextToVideoConfig`."""
+    """The fields of `TextToVideoConfig`."""
     packing: Any = field(default_factory=TextToVideoPackingSection)
-    """Window, policy, limits of a pack, drop budget. The fields of `TextToVideoPackingConfig`."""
+    """The fields of `TextToVideoPackingConfig`."""
 
     def run_config(self, parallel: ParallelConfig) -> TextToVideoRunConfig:
-        """The same settings as our own configuration.
+        """Returns the same settings as our own configuration.
 
         Raises:
             ConfigError: a value that cannot work, for example a ``seq_length`` that the alignment does not divide.
@@ -55,7 +53,6 @@ class PackedWanDatasetConfig(PackProvider):
         )
 
     def check_fields(self) -> None:
-        """See `PackProvider.check_fields`."""
         if self.micro_batch_size != 1:
             raise ConfigError(
                 f"dataset.micro_batch_size is {self.micro_batch_size}; a pack of clips is a whole micro-batch, so it "
@@ -67,7 +64,7 @@ class PackedWanDatasetConfig(PackProvider):
             )
 
     def check_run(self, container: ConfigContainer) -> None:
-        """Checks the run; see `PackProvider.check_run`. Bridge checks nothing of a Wan data set.
+        """Checks the run, of which Bridge checks nothing for a Wan data set.
 
         Raises:
             ConfigError: the model cannot take the rows, or its step would train on them wrongly.
@@ -102,11 +99,6 @@ class PackedWanDatasetConfig(PackProvider):
                 "of Bridge's Wan step draws its own noise and time, so the last one compares the prediction with "
                 "noise that the first never added; set it to 1."
             )
-        self._check_layout(container)
-
-    def _check_layout(self, container: ConfigContainer) -> None:
-        """Refuses rows that the run cannot divide among its ranks."""
-        model = container.model
         parallel = ParallelConfig(
             tensor_parallel=model.tensor_model_parallel_size,
             context_parallel=model.context_parallel_size,

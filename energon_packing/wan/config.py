@@ -9,9 +9,8 @@ A YAML file has up to six sections; an unknown key is an error that names the ne
     metrics:  {directory: run/metrics}
     plan:     {epochs: 2}
 
-What a pack of clips may hold: latent patches in its row, and text tokens in the row of keys beside it.
-
-Both rows are padded to the alignment multiple, clip by clip.
+A pack of clips holds latent patches in its row, and text tokens in the row of keys beside it. Both rows are padded to
+the alignment multiple, clip by clip.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from energon_packing.config import MAX_DROPS_WITHOUT_PACK, DataConfig, ParallelC
 from energon_packing.config.run import MetricsConfig, PlanConfig
 from energon_packing.config.setting import check_bounds, setting
 from energon_packing.errors import ConfigError
-from energon_packing.packing.balance import pack_cost
 from energon_packing.packing.constraints import PackLimits
 from energon_packing.thd.alignment import alignment_multiple
 
@@ -165,7 +163,7 @@ def load_text_to_video_config(path: str | Path | None, overrides: Iterable[str] 
 
     Args:
         path: YAML file; None starts from the defaults.
-        overrides: ``section.key=value`` strings, applied in order; values are YAML.
+        overrides: ``section.key=value``, in order.
 
     Raises:
         ConfigError: the file is missing, is not YAML, or holds an unknown key or an impossible value.
@@ -204,17 +202,17 @@ class ClipLimits(PackLimits):
         return text | super().limited
 
     def text_place(self, clip: Any) -> int:
-        """Text tokens that a clip occupies in the row of keys."""
+        """Returns the text tokens that a clip occupies in the row of keys."""
         return -(-clip.text_tokens // self.multiple) * self.multiple
 
     def costs(self, clips: Sequence[Any]) -> dict[str, list[Any]]:
-        """One cost per clip for each limited name."""
+        """Returns one cost per clip for each limited name."""
         if self.text_tokens is None:
             return super().costs(clips)
         return {"text_tokens": [self.text_place(clip) for clip in clips]} | replace(self, text_tokens=None).costs(clips)
 
     def masked_units(self, clip: Any) -> int:
-        """Alignment units of the masked clip that follows a clip which is alone in its row."""
+        """Returns alignment units of the masked clip that follows a clip which is alone in its row."""
         padded: int = (clip.length % self.multiple != 0) | (clip.text_tokens % self.multiple != 0)
         return padded * self.lone_room
 
@@ -226,13 +224,8 @@ class ClipLimits(PackLimits):
         return f"{clip.length} patches{grid}{masked}; a row holds packing.seq_length={self.tokens}"
 
     def exceeded(self, clip: Any) -> str | None:
-        """The first limit besides patches that a clip exceeds alone, as part of a sentence; None if it fits."""
+        """Says which limit besides patches a clip exceeds alone; None if it fits."""
         text = self.text_place(clip) + self.masked_units(clip) * self.multiple
         if self.text_tokens is not None and text > self.text_tokens:
             return f"{text} text tokens; a pack holds packing.max_text_tokens_per_pack={self.text_tokens}"
         return super().exceeded(clip)
-
-
-def clip_cost(patches: int) -> int:
-    """Cost of one clip, in the unit of `pack_cost`; its text is short in comparison and not counted."""
-    return pack_cost([patches])

@@ -1,19 +1,15 @@
 """The text-to-video encoder: *measure* counts patches and text tokens without pixels, *render* makes the tensors.
 
-The plan for encoding a clip, from its header alone: which frames, at which size, how many latents.
-
 A causal video VAE of the Wan kind turns the first frame into one latent frame, and each further ``temporal_stride``
 frames into another: ``n`` frames become ``1 + (n - 1) / stride``, so the number of frames is cut to one that fits.
-Sides of a frame are cut to multiples of ``spatial_stride * patch``.
+Sides of a frame are cut to multiples of ``spatial_stride * patch``. All of it follows from a clip's header.
 """
-
-from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -39,7 +35,6 @@ class ClipPlan:
         frame_indices: int64 ``[n]``, ascending, counted from the first frame shown; numbers repeat if the clip has
             fewer frames per second than requested.
         height, width: of the frames after resizing and cropping, pixels.
-        latent_shape: latent frames, height, width.
     """
 
     frame_indices: np.ndarray
@@ -58,7 +53,7 @@ def plan_clip(
     temporal_stride: int,
     spatial_stride: int,
 ) -> ClipPlan:
-    """The plan of a clip of ``frames`` frames of ``width`` x ``height`` pixels as displayed.
+    """Returns the plan of a clip of ``frames`` frames of ``width`` x ``height`` pixels as displayed.
 
     Raises:
         SampleRejected: ``too_short`` or ``too_small`` if the clip does not fill a single patch.
@@ -94,7 +89,7 @@ def plan_clip(
 
 
 def resized(width: int, height: int, *, max_pixels: int, multiples: tuple[int, int]) -> tuple[int, int]:
-    """Height and width of a resized frame: at most ``max_pixels``, never enlarged, multiples of ``multiples``.
+    """Returns height and width of a resized frame: at most ``max_pixels``, never enlarged, multiples of ``multiples``.
 
     Raises:
         SampleRejected: ``too_small`` if a side would be 0.
@@ -134,8 +129,6 @@ class MeasuredClip:
     """A sample between selection and rendering.
 
     Attributes:
-        key: of the sample.
-        sample: what the record holds.
         latent_shape: channels, frames, height, width of the latents.
         grid: patches along frames, height and width.
         text_tokens: real text tokens of the sample's keys (with ``compat=bridge`` the 512 that Bridge calls real).
@@ -152,28 +145,21 @@ class MeasuredClip:
     text_rows: int
     token_ids: np.ndarray | None
     changes: tuple[tuple[str, str], ...] = ()
+    images: ClassVar[int] = 0
+    """No vision encoder reads a clip."""
+    patches: ClassVar[int] = 0
+    """Rows of vision input besides those of the row itself."""
 
     @property
     def length(self) -> int:
         """Patches of the clip."""
-        return self.grid[0] * self.grid[1] * self.grid[2]
-
-    @property
-    def images(self) -> int:
-        """Zero: no vision encoder reads a clip."""
-        return 0
-
-    @property
-    def patches(self) -> int:
-        """Rows of vision input besides those of the row itself."""
-        return 0
+        return math.prod(self.grid)
 
 
 class TextToVideoEncoder:
     """Measures and renders text-to-video samples.
 
     Args:
-        config: patch size, limits, sampling; where the two models are.
         latent_encoder: for records with a video; None makes one from ``config.vae``, if that is set.
         caption_encoder: for records without stored embeddings; None makes one from ``config.text_encoder``.
 
@@ -193,29 +179,25 @@ class TextToVideoEncoder:
             latent_encoder = WanLatentEncoder(config.vae, device=config.device)
         if caption_encoder is None and config.text_encoder:
             caption_encoder = T5CaptionEncoder(config.text_encoder, device=config.device)
-        if latent_encoder is not None and latent_encoder.channels != config.latent_channels:
-            raise ConfigError(
-                f"encoder.latent_channels is {config.latent_channels}, but {latent_encoder.name} makes latents of "
-                f"{latent_encoder.channels} channels."
-            )
-        if caption_encoder is not None and caption_encoder.width != config.text_width:
-            raise ConfigError(
-                f"encoder.text_width is {config.text_width}, but {caption_encoder.name} makes embeddings of width "
-                f"{caption_encoder.width}."
-            )
+        for setting, model, own in (
+            ("latent_channels", latent_encoder, latent_encoder and latent_encoder.channels),
+            ("text_width", caption_encoder, caption_encoder and caption_encoder.width),
+        ):
+            if model is not None and own != getattr(config, setting):
+                raise ConfigError(
+                    f"encoder.{setting} is {getattr(config, setting)}, but {model.name} has {own}; set it to that."
+                )
         self.latent_encoder, self.caption_encoder = latent_encoder, caption_encoder
         self._decoding = DecodingProcess(self._frames, config.decode_seconds)
-        self._dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
+        self.dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
 
     def fingerprint(self) -> dict[str, Any]:
-        """What the rows depend on, by name; a loader state saved with another fingerprint is refused."""
-        return settings_of("encoder", self.config) | {
-            "latent encoder": None if self.latent_encoder is None else self.latent_encoder.name,
-            "caption encoder": None if self.caption_encoder is None else self.caption_encoder.name,
-        }
+        """Returns what the rows depend on, by name; a loader state saved with another fingerprint is refused."""
+        models = {"latent encoder": self.latent_encoder, "caption encoder": self.caption_encoder}
+        return settings_of("encoder", self.config) | {name: model and model.name for name, model in models.items()}
 
     def measure(self, sample: TextToVideo) -> MeasuredClip:
-        """Patches and text tokens of a sample, without reading its video or tensors.
+        """Counts patches and text tokens of a sample, without reading its video or tensors.
 
         Raises:
             SampleRejected: ``wrong_shape`` for latents or embeddings of another width, or latents that do not divide
@@ -237,10 +219,9 @@ class TextToVideoEncoder:
         )
 
     def render(self, measured: MeasuredClip, read: Callable[[str], bytes]) -> WanSample:
-        """Latents ``[channels, frames, height, width]`` and embeddings ``[text_rows, width]`` of one sample.
+        """Returns latents ``[channels, frames, height, width]`` and embeddings ``[text_rows, width]`` of one sample.
 
         Args:
-            measured: what `measure` returned.
             read: returns the bytes of a clip or tensor by its name.
 
         Raises:
@@ -250,15 +231,9 @@ class TextToVideoEncoder:
             ConfigError: a model returned something other than it promised.
         """
         sample = measured.sample
-        if sample.latents is not None:
-            latent = self._stored(sample.latents, read)
-        else:
-            assert sample.video is not None
-            latent = self._encoded(sample.video, measured.latent_shape, read)
-        if sample.context is not None:
-            text = self._stored(sample.context, read)[: measured.text_rows]
-        else:
-            text = self._embedded(measured)
+        latent = self._encoded(measured, read) if sample.latents is None else self._stored(sample.latents, read)
+        text = self._embedded(measured) if sample.context is None else self._stored(sample.context, read)
+        text = text[: measured.text_rows]
         for what, tensor in (("latents", latent), ("text embeddings", text)):
             if not torch.isfinite(tensor).all():
                 raise SampleRejected("not_finite", f"its {what} hold NaN or infinite values")
@@ -268,8 +243,8 @@ class TextToVideoEncoder:
             )
         return WanSample(
             key=measured.key,
-            latent=latent.to(self._dtype),
-            text=text.to(self._dtype),
+            latent=latent.to(self.dtype),
+            text=text.to(self.dtype),
             metadata=dict(sample.metadata),
         )
 
@@ -278,15 +253,15 @@ class TextToVideoEncoder:
         if sample.latents is None:
             assert sample.video is not None
             return (channels, *self._plan(sample.video).latent_shape)
-        found, frames, height, width = sample.latents.shape
+        stored, frames, height, width = sample.latents.shape
         sides, patch = [frames, height, width], list(self.config.patch)
-        if found != channels:
+        if stored != channels:
             raise SampleRejected(
-                "wrong_shape", f"latents of {found} channels, but encoder.latent_channels is {channels}"
+                "wrong_shape", f"latents of {stored} channels, but encoder.latent_channels is {channels}"
             )
         if any(side % size for side, size in zip(sides, patch, strict=True)):
             raise SampleRejected("wrong_shape", f"latents of {sides} do not divide into patches of {patch}")
-        return found, frames, height, width
+        return stored, frames, height, width
 
     def _plan(self, video: Media) -> ClipPlan:
         if self.latent_encoder is None:
@@ -300,14 +275,14 @@ class TextToVideoEncoder:
         )
 
     def _text(self, sample: TextToVideo) -> tuple[int, np.ndarray | None, tuple[tuple[str, str], ...]]:
-        """Number of text embeddings, token ids if embeddings must be made from them, and what was changed."""
+        """Returns the number of text embeddings, token ids to make them from, and what was changed."""
         limit, width = self.config.max_text_tokens, self.config.text_width
         if sample.context is not None:
-            held, found = sample.context.shape
+            held, stored = sample.context.shape
             rows = held if sample.context.rows is None else sample.context.rows
-            if found != width:
+            if stored != width:
                 raise SampleRejected(
-                    "wrong_shape", f"text embeddings of width {found}, but encoder.text_width is {width}"
+                    "wrong_shape", f"text embeddings of width {stored}, but encoder.text_width is {width}"
                 )
             if rows > limit:
                 raise SampleRejected("over_limit", f"{rows} text embeddings, over encoder.max_text_tokens={limit}")
@@ -318,43 +293,40 @@ class TextToVideoEncoder:
                 "embeddings."
             )
         assert sample.caption is not None
-        token_ids, found = self.caption_encoder.tokenize(sample.caption, limit)
+        token_ids, whole = self.caption_encoder.tokenize(sample.caption, limit)
         if not 0 < len(token_ids) <= limit:
             raise ConfigError(f"{self.caption_encoder.name} made {len(token_ids)} tokens with a limit of {limit}.")
-        changes = (("truncated", f"caption of {found} tokens cut to {limit}"),) if found > limit else ()
+        changes = (("truncated", f"caption of {whole} tokens cut to {limit}"),) if whole > limit else ()
         return len(token_ids), np.array(token_ids, dtype=np.int32), changes
 
     def _stored(self, stored: StoredTensor, read: Callable[[str], bytes]) -> torch.Tensor:
-        data = _read(stored.name, read)
-        names = (stored.tensor,) if stored.tensor else ()
-        tensor = read_tensor(data, stored.name.rsplit(".", 1)[-1], names)
-        sides = tuple(tensor.shape)
-        if sides not in (stored.shape, (1, *stored.shape)):
+        suffix, names = stored.name.rsplit(".", 1)[-1], (stored.tensor,) if stored.tensor else ()
+        tensor = read_tensor(_read(stored.name, read), suffix, names)
+        if tuple(tensor.shape) not in (stored.shape, (1, *stored.shape)):
             raise SampleRejected(
-                "media_changed", f"{stored.name!r} has shape {list(sides)}, but {list(stored.shape)} was measured"
+                "media_changed",
+                f"{stored.name!r} has shape {list(tensor.shape)}, but {list(stored.shape)} was measured",
             )
         return tensor.reshape(stored.shape).float()
 
-    def _encoded(
-        self, video: Media, latent_shape: tuple[int, int, int, int], read: Callable[[str], bytes]
-    ) -> torch.Tensor:
+    def _encoded(self, measured: MeasuredClip, read: Callable[[str], bytes]) -> torch.Tensor:
+        video = measured.sample.video
         assert self.latent_encoder is not None
-        plan = self._plan(video)
+        assert video is not None
+        wanted = video, self._plan(video)
         frames = (
-            self._decoding((video, plan), read, (video.name,))
-            if self.config.decode_in_child
-            else self._frames((video, plan), read)
+            self._decoding(wanted, read, (video.name,)) if self.config.decode_in_child else self._frames(wanted, read)
         )
         latent = self.latent_encoder.encode(frames["frames"])
-        if tuple(latent.shape) != latent_shape:
+        if tuple(latent.shape) != measured.latent_shape:
             raise ConfigError(
                 f"{self.latent_encoder.name} made latents of shape {list(latent.shape)}, but its strides imply "
-                f"{list(latent_shape)}."
+                f"{list(measured.latent_shape)}."
             )
         return latent.float()
 
     def _frames(self, wanted: tuple[Media, ClipPlan], read: Callable[[str], bytes]) -> dict[str, torch.Tensor]:
-        """The planned frames of a video in their planned size, as ``frames``."""
+        """Returns the planned frames of a video in their planned size, as ``frames``."""
         video, plan = wanted
         limit = self.config.decode_seconds
         try:
@@ -366,11 +338,11 @@ class TextToVideoEncoder:
             )
         except SampleRejected as error:
             raise SampleRejected(error.reason, f"video {video.name!r}: {error.detail}") from error
-        found = frames.shape[-1], frames.shape[-2]
-        if found != (video.width, video.height):
+        height, width = frames.shape[-2:]
+        if (width, height) != (video.width, video.height):
             raise SampleRejected(
                 "media_changed",
-                f"video {video.name!r} is {found[0]}x{found[1]}, but {video.width}x{video.height} was measured",
+                f"video {video.name!r} is {width}x{height}, but {video.width}x{video.height} was measured",
             )
         return {"frames": resize_frames(frames, plan.height, plan.width)}
 

@@ -4,8 +4,6 @@
 (transformers) are those of Wan. Weights are read on first use, inside the loader process, and from safetensors only.
 """
 
-from __future__ import annotations
-
 import functools
 import html
 from pathlib import Path
@@ -17,33 +15,19 @@ from energon_packing.errors import ConfigError, SampleRejected
 
 
 class LatentEncoder(Protocol):
-    """A video VAE. Anything with these attributes and this method can be given to `TextToVideoEncoder`.
+    """A video VAE. Anything with these attributes and this method can be given to `TextToVideoEncoder`."""
 
-    Attributes:
-        name: goes into the fingerprint of saved loader states.
-        temporal_stride: ``n`` frames become ``1 + (n - 1) / temporal_stride`` latent frames; only such ``n`` come.
-        spatial_stride: pixels of a latent's side; frames come in multiples of it.
-        channels: of the latents.
-    """
-
-    @property
-    def name(self) -> str:
-        """Goes into the fingerprint of saved loader states."""
-
-    @property
-    def temporal_stride(self) -> int:
-        """Frames per latent frame after the first."""
-
-    @property
-    def spatial_stride(self) -> int:
-        """Pixels of a side of one latent."""
-
-    @property
-    def channels(self) -> int:
-        """Of the latents."""
+    name: str
+    """Goes into the fingerprint of saved loader states."""
+    temporal_stride: int
+    """``n`` frames become ``1 + (n - 1) / temporal_stride`` latent frames; only such ``n`` come."""
+    spatial_stride: int
+    """Pixels of a side of one latent; frames come in multiples of it."""
+    channels: int
+    """Of the latents."""
 
     def encode(self, frames: torch.Tensor) -> torch.Tensor:
-        """Latents ``[channels, t, h, w]``, floating point, on the CPU, of frames uint8 ``[T, H, W, 3]`` (RGB).
+        """Returns latents ``[channels, t, h, w]``, floating point, on the CPU, of frames uint8 ``[T, H, W, 3]`` (RGB).
 
         Must return the same latents for the same frames, because a restored loader renders samples again.
         """
@@ -67,32 +51,29 @@ class WanLatentEncoder:
         self._place: dict[str, Any] = {} if (Path(path) / "config.json").is_file() else {"subfolder": "vae"}
         try:
             from diffusers import AutoencoderKLWan
+
+            config = AutoencoderKLWan.load_config(path, **self._place)
         except ImportError as error:
             raise ConfigError(f"encoder.vae needs diffusers ({error}); install it, or store latents.") from error
-        try:
-            config = AutoencoderKLWan.load_config(path, **self._place)
         except (OSError, ValueError) as error:
             raise ConfigError(f"encoder.vae {path!r} contains no VAE: {str(error).splitlines()[0]}") from error
         if config.get("_class_name") != "AutoencoderKLWan":
             raise ConfigError(f"encoder.vae {path!r} is a {config.get('_class_name')}, not an AutoencoderKLWan.")
-        defaults = {"z_dim": 16, "scale_factor_temporal": 4, "scale_factor_spatial": 8} | config
-        self.channels = int(defaults["z_dim"])
-        self.temporal_stride = int(defaults["scale_factor_temporal"])
-        self.spatial_stride = int(defaults["scale_factor_spatial"])
-        self.name = f"AutoencoderKLWan {path}"
+        self._class, self.name = AutoencoderKLWan, f"AutoencoderKLWan {path}"
+        self.channels = int(config.get("z_dim", 16))
+        self.temporal_stride = int(config.get("scale_factor_temporal", 4))
+        self.spatial_stride = int(config.get("scale_factor_spatial", 8))
 
     @functools.cached_property
     def _vae(self) -> Any:
-        from diffusers import AutoencoderKLWan
-
-        # Of no use for a model of this size, and a warning where accelerate is missing.
+        # Little memory is of no use for a model of this size, and a warning where accelerate is missing.
         place = {**self._place, "low_cpu_mem_usage": False}
-        vae = AutoencoderKLWan.from_pretrained(self._path, use_safetensors=True, **place)
+        vae = self._class.from_pretrained(self._path, use_safetensors=True, **place)
         return vae.to(self._device).eval().requires_grad_(False)
 
     @torch.inference_mode()
     def encode(self, frames: torch.Tensor) -> torch.Tensor:
-        """Latents float32 ``[channels, t, h, w]`` of frames uint8 ``[T, H, W, 3]``."""
+        """Returns latents float32 ``[channels, t, h, w]`` of frames uint8 ``[T, H, W, 3]``."""
         vae = self._vae
         pixels = frames.to(self._device).permute(3, 0, 1, 2)[None].to(vae.dtype) / 127.5 - 1.0
         latents = vae.encode(pixels).latent_dist.mode()[0].float()
@@ -105,26 +86,18 @@ class WanLatentEncoder:
 
 
 class CaptionEncoder(Protocol):
-    """A text encoder. Anything with these attributes and methods can be given to `TextToVideoEncoder`.
+    """A text encoder. Anything with these attributes and methods can be given to `TextToVideoEncoder`."""
 
-    Attributes:
-        name: part of the fingerprint of saved loader states.
-        width: of an embedding.
-    """
-
-    @property
-    def name(self) -> str:
-        """Goes into the fingerprint of saved loader states."""
-
-    @property
-    def width(self) -> int:
-        """Of an embedding."""
+    name: str
+    """Part of the fingerprint of saved loader states."""
+    width: int
+    """Of an embedding."""
 
     def tokenize(self, caption: str, limit: int) -> tuple[list[int], int]:
-        """Token ids of a caption, at most ``limit`` of them, and how many there are without the limit."""
+        """Returns token ids of a caption, at most ``limit``, and how many there are without the limit."""
 
     def encode(self, token_ids: list[int]) -> torch.Tensor:
-        """Embeddings ``[len(token_ids), width]``, floating point, on the CPU."""
+        """Returns embeddings ``[len(token_ids), width]``, floating point, on the CPU."""
 
 
 class T5CaptionEncoder:
@@ -145,22 +118,20 @@ class T5CaptionEncoder:
     def __init__(self, path: str, *, device: str = "cpu") -> None:
         self._path, self._device = path, device
         alone = (Path(path) / "config.json").is_file()
-        self._place: dict[str, Any] = {} if alone else {"subfolder": "text_encoder"}
+        self._place, place = ({}, {}) if alone else ({"subfolder": "text_encoder"}, {"subfolder": "tokenizer"})
         try:
             from transformers import AutoConfig, AutoTokenizer
+
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False, **self._place)
+            self._tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, **place)
         except ImportError as error:
             raise ConfigError(f"encoder.text_encoder needs transformers ({error}).") from error
-        try:
-            config = AutoConfig.from_pretrained(path, trust_remote_code=False, **self._place)
-            place = {} if alone else {"subfolder": "tokenizer"}
-            self._tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, **place)
         except (OSError, ValueError) as error:
             raise ConfigError(f"encoder.text_encoder {path!r} cannot be used: {str(error).splitlines()[0]}") from error
         if config.model_type not in ("umt5", "t5"):
             raise ConfigError(f"encoder.text_encoder {path!r} is a {config.model_type}; use umt5 or t5.")
         self._class = "UMT5EncoderModel" if config.model_type == "umt5" else "T5EncoderModel"
-        self.width = int(config.d_model)
-        self.name = f"{self._class} {path}"
+        self.width, self.name = int(config.d_model), f"{self._class} {path}"
 
     @functools.cached_property
     def _model(self) -> Any:
@@ -170,7 +141,7 @@ class T5CaptionEncoder:
         return model.to(self._device).eval().requires_grad_(False)
 
     def tokenize(self, caption: str, limit: int) -> tuple[list[int], int]:
-        """Token ids, the end token included, and how many there are without the limit.
+        """Returns token ids, the end token included, and how many there are without the limit.
 
         Raises:
             SampleRejected: ``bad_text`` for a lone surrogate.
@@ -180,14 +151,14 @@ class T5CaptionEncoder:
             token_ids = self._tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"]
         except (TypeError, UnicodeEncodeError) as error:
             raise SampleRejected("bad_text", f"the caption is not valid Unicode: {error}") from error
-        found = len(token_ids)
-        if found > limit:
+        count = len(token_ids)
+        if count > limit:
             token_ids = self._tokenizer(text, add_special_tokens=True, truncation=True, max_length=limit)["input_ids"]
-        return list(token_ids), found
+        return list(token_ids), count
 
     @torch.inference_mode()
     def encode(self, token_ids: list[int]) -> torch.Tensor:
-        """Embeddings float32 ``[len(token_ids), width]``."""
+        """Returns embeddings float32 ``[len(token_ids), width]``."""
         ids = torch.tensor([token_ids], device=self._device)
         hidden = self._model(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state
         return hidden[0].float().cpu().clone()

@@ -10,8 +10,7 @@ all 512 real, so that attention sees the padding; it aligns to ``2 * CP`` only, 
 `energon_packing.thd.alignment_multiple` computes.
 """
 
-from __future__ import annotations
-
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -29,18 +28,13 @@ BRIDGE_LARGEST_LATENT = 1e3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WanSample:
-    """One video and its text.
-
-    Attributes:
-        key: name, for messages.
-        latent: ``[channels, frames, height, width]``, the encoded video.
-        text: ``[tokens, width]``, embeddings of the text, without padding.
-        metadata: anything, passed on.
-    """
+    """One video and its text."""
 
     key: str
     latent: torch.Tensor
+    """``[channels, frames, height, width]``, the encoded video."""
     text: torch.Tensor
+    """``[tokens, width]``, embeddings of the text, without padding."""
     metadata: Any = None
 
 
@@ -52,13 +46,8 @@ class WanPack:
         video_latents: ``[Q, 1, channels * pF * pH * pW]``, patches in the order frame, row, column; padding is 0.
         context_embeddings: ``[K, 1, width]``.
         loss_mask: ``[Q, 1]`` bfloat16, 1 at patches, 0 at padding.
-        seq_len_q: int32 ``[n]``, patches of each video.
-        seq_len_q_padded: int32 ``[n]``, the place of each video in the row.
-        seq_len_kv: int32 ``[n]``, text tokens of each video.
-        seq_len_kv_padded: int32 ``[n]``.
+        seq_len_q, seq_len_kv: int32 ``[n]``, patches and text tokens of each video; ``_padded`` is their place.
         grid_sizes: int32 ``[n, 3]``, patches along time, height and width.
-        video_metadata: one entry per video.
-        keys: one per video.
         fillers: clips of zeros after the videos, counted in every field but these two. There is one if a video that is
             alone has the only padding, which a kernel would take for none (see `pack_wan`).
     """
@@ -76,7 +65,7 @@ class WanPack:
     fillers: int = 0
 
     def to_bridge(self) -> dict[str, Any]:
-        """The batch that Bridge's ``wan_step`` reads."""
+        """Returns the batch that Bridge's ``wan_step`` reads."""
         names = ("video_latents", "context_embeddings", "loss_mask", *_LENGTH_FIELDS, "grid_sizes")
         metadata = [*self.video_metadata, *({} for _ in range(self.fillers))]
         return {name: getattr(self, name) for name in names} | {"video_metadata": metadata}
@@ -108,46 +97,35 @@ class WanPack:
             return row
         return int(torch.searchsorted(lengths.cumsum(0), row, right=True))
 
-    def positions(self) -> torch.Tensor:
-        """int64 ``[3, Q]``: frame, row and column of each patch in its own video, from 0; padding is at 0, 0, 0."""
-        row = torch.zeros(3, self.total_tokens, dtype=torch.int64)
-        start = 0
-        for grid, place in zip(self.grid_sizes.tolist(), self.seq_len_q_padded.tolist(), strict=True):
-            axes = torch.meshgrid(*(torch.arange(side) for side in grid), indexing="ij")
-            row[:, start : start + grid[0] * grid[1] * grid[2]] = torch.stack([axis.flatten() for axis in axes])
-            start += place
-        return row
-
     def boundaries(self) -> dict[str, torch.Tensor]:
-        """``cu_seqlens_q, cu_seqlens_q_padded, cu_seqlens_kv, cu_seqlens_kv_padded``: int32 ``[n + 1]``."""
+        """Returns ``cu_seq_len_q``, ``cu_seq_len_q_padded`` and the same of ``kv``: int32 ``[n + 1]``."""
         ends = {name: getattr(self, name).cumsum(0) for name in _LENGTH_FIELDS}
         return {f"cu_{name}": functional.pad(each, (1, 0)).to(torch.int32) for name, each in ends.items()}
 
     def packed_seq_params(self) -> dict[str, Any]:
-        """Megatron-Core's ``PackedSeqParams`` of both attentions: ``self_attention`` and ``cross_attention``.
+        """Returns Megatron-Core's ``PackedSeqParams`` of both attentions: ``self_attention`` and ``cross_attention``.
 
         Queries of both are the patches; keys are patches in the first and text tokens in the second.
         """
         from megatron.core.packed_seq_params import PackedSeqParams
 
-        cu, longest = (
-            self.boundaries(),
-            {"q": int(self.seq_len_q_padded.max()), "kv": int(self.seq_len_kv_padded.max())},
-        )
-        known = {spec.name for spec in fields(PackedSeqParams)}
-        aligned = {side: torch.equal(cu[f"cu_seq_len_{side}"], cu[f"cu_seq_len_{side}_padded"]) for side in ("q", "kv")}
-        for side in (side for side, whole in aligned.items() if whole):
-            cu[f"cu_seq_len_{side}_padded"] = cu[f"cu_seq_len_{side}"]  # one tensor: from 2.18 on that means no padding
+        cu, knows_padding = self.boundaries(), any(spec.name == "pad_between_seqs" for spec in fields(PackedSeqParams))
+        sides = {}
+        for side, longest in (("q", self.seq_len_q_padded), ("kv", self.seq_len_kv_padded)):
+            real, physical = cu[f"cu_seq_len_{side}"], cu[f"cu_seq_len_{side}_padded"]
+            padded = not torch.equal(real, physical)
+            # Where nothing is padded, one tensor: to Transformer Engine 2.18 and later that means no padding.
+            sides[side] = (real, physical if padded else real, int(longest.max()), padded)
         return {
             name: PackedSeqParams(
                 qkv_format="thd",
-                cu_seqlens_q=cu["cu_seq_len_q"],
-                cu_seqlens_q_padded=cu["cu_seq_len_q_padded"],
-                cu_seqlens_kv=cu[f"cu_seq_len_{keys}"],
-                cu_seqlens_kv_padded=cu[f"cu_seq_len_{keys}_padded"],
-                max_seqlen_q=longest["q"],
-                max_seqlen_kv=longest[keys],
-                **({"pad_between_seqs": not (aligned["q"] and aligned[keys])} if "pad_between_seqs" in known else {}),
+                cu_seqlens_q=sides["q"][0],
+                cu_seqlens_q_padded=sides["q"][1],
+                max_seqlen_q=sides["q"][2],
+                cu_seqlens_kv=sides[keys][0],
+                cu_seqlens_kv_padded=sides[keys][1],
+                max_seqlen_kv=sides[keys][2],
+                **({"pad_between_seqs": sides["q"][3] or sides[keys][3]} if knows_padding else {}),
             )
             for name, keys in (("self_attention", "q"), ("cross_attention", "kv"))
         }
@@ -157,12 +135,10 @@ _LENGTH_FIELDS = ("seq_len_q", "seq_len_q_padded", "seq_len_kv", "seq_len_kv_pad
 
 
 def clip_order(patches: Sequence[int], text_tokens: Sequence[int], multiple: int) -> list[int]:
-    """Positions of clips in an order in which neither attention hides its padding; the given order if it qualifies.
+    """Returns positions of clips in an order in which neither attention hides its padding; if possible the given one.
 
     Args:
-        patches: of each clip.
-        text_tokens: of each clip.
-        multiple: both are padded to a multiple of this, clip by clip.
+        patches, text_tokens: of each clip; both are padded to a multiple of ``multiple``, clip by clip.
     """
     order = list(range(len(patches)))
     if len(order) > 1 and _hidden(patches, text_tokens, multiple):
@@ -180,31 +156,30 @@ def _hidden(patches: Sequence[int], text_tokens: Sequence[int], multiple: int) -
     return hides_padding(text_tokens, multiple)
 
 
-def patch_grid(shape: Sequence[int], patch: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Patches along frames, height and width of a latent of ``shape`` ``(frames, height, width)``.
+def patch_grid(shape: Sequence[int], patch: tuple[int, ...]) -> tuple[int, int, int]:
+    """Returns patches along frames, height and width of a latent of ``shape`` ``(frames, height, width)``.
 
     Raises:
         PackingError: the latent does not divide into patches.
     """
-    if len(shape) != 3 or any(side < size or side % size for side, size in zip(shape, patch, strict=True)):
-        raise PackingError(f"a latent of {list(shape)} does not divide into patches of {list(patch)}")
     frames, height, width = (side // size for side, size in zip(shape, patch, strict=True))
+    if not frames * height * width or any(side % size for side, size in zip(shape, patch, strict=True)):
+        raise PackingError(f"a latent of {list(shape)} does not divide into patches of {list(patch)}")
     return frames, height, width
 
 
-def to_patches(latent: torch.Tensor, patch: tuple[int, int, int]) -> torch.Tensor:
-    """``[patches, pF * pH * pW * channels]`` of a latent ``[channels, frames, height, width]``, channels fastest."""
-    channels = latent.shape[0]
+def to_patches(latent: torch.Tensor, patch: tuple[int, ...]) -> torch.Tensor:
+    """Returns ``[patches, pF * pH * pW * channels]``, channels fastest, of ``[channels, frames, height, width]``."""
     grid = patch_grid(latent.shape[1:], patch)
     sides = [side for pair in zip(grid, patch, strict=True) for side in pair]
-    return latent.reshape(channels, *sides).permute(1, 3, 5, 2, 4, 6, 0).reshape(grid[0] * grid[1] * grid[2], -1)
+    return latent.reshape(len(latent), *sides).permute(1, 3, 5, 2, 4, 6, 0).reshape(math.prod(grid), -1)
 
 
 def pack_wan(
     samples: Sequence[WanSample],
     *,
     multiple: int = 1,
-    patch: tuple[int, int, int] = (1, 2, 2),
+    patch: tuple[int, ...] = (1, 2, 2),
     capacity: int | None = None,
     compat: Compat = "none",
 ) -> WanPack:
@@ -214,7 +189,6 @@ def pack_wan(
         samples: in the order of the row; `clip_order` tells one that needs no filler.
         multiple: every video and every text is padded to a multiple of this (`thd.alignment_multiple`); with
             ``compat="bridge"`` it is ``2 * CP`` for CP above 1, and 1 otherwise.
-        patch: patch size along frames, height and width.
         capacity: limit on the row's patches, padding included; None sets no limit.
         compat: ``"bridge"`` pads every text to `BRIDGE_TEXT_LENGTH` and calls all of it real.
 
@@ -237,29 +211,27 @@ def pack_wan(
     if compat == "bridge":
         texts = [functional.pad(text, (0, 0, 0, BRIDGE_TEXT_LENGTH - len(text))) for text in texts]
     for name, parts in (("latent", videos), ("text", texts)):
-        kinds = {(part.shape[1], part.dtype) for part in parts}
-        if len(kinds) > 1:
+        if len({(part.shape[1], part.dtype) for part in parts}) > 1:
             raise PackingError(f"samples {samples[0].key} to {samples[-1].key}: {name}s differ in width or dtype")
     masks = [torch.ones(len(video), dtype=torch.bfloat16) for video in videos]
     hidden = _hidden([len(video) for video in videos], [len(text) for text in texts], multiple)
     fillers = int(hidden and compat == "none")
     if fillers:
-        videos.append(videos[0].new_zeros(multiple, videos[0].shape[1]))
-        texts.append(texts[0].new_zeros(multiple, texts[0].shape[1]))
-        masks.append(torch.zeros(multiple, dtype=torch.bfloat16))
+        for parts in (videos, texts, masks):
+            parts.append(parts[0].new_zeros(multiple, *parts[0].shape[1:]))
         grids.append((multiple, 1, 1))
-    lengths = {"q": [len(video) for video in videos], "kv": [len(text) for text in texts]}
-    padded = {kind: [-(-length // multiple) * multiple for length in each] for kind, each in lengths.items()}
-    if capacity is not None and sum(padded["q"]) > capacity:
+    patches, tokens = [len(video) for video in videos], [len(text) for text in texts]
+    rows, keys = ([-(-length // multiple) * multiple for length in each] for each in (patches, tokens))
+    if capacity is not None and sum(rows) > capacity:
         raise PackingError(
-            f"{len(samples)} videos ({samples[0].key} to {samples[-1].key}) occupy {sum(padded['q'])} patches after "
+            f"{len(samples)} videos ({samples[0].key} to {samples[-1].key}) occupy {sum(rows)} patches after "
             f"alignment to {multiple}{' and with a masked clip' if fillers else ''}, more than the row's {capacity}"
         )
-    sizes = zip(_LENGTH_FIELDS, (lengths["q"], padded["q"], lengths["kv"], padded["kv"]), strict=True)
+    sizes = zip(_LENGTH_FIELDS, (patches, rows, tokens, keys), strict=True)
     return WanPack(
-        video_latents=_join(videos, padded["q"])[:, None],
-        context_embeddings=_join(texts, padded["kv"])[:, None],
-        loss_mask=_join(masks, padded["q"])[:, None],
+        video_latents=_join(videos, rows)[:, None],
+        context_embeddings=_join(texts, keys)[:, None],
+        loss_mask=_join(masks, rows)[:, None],
         grid_sizes=torch.tensor(grids, dtype=torch.int32),
         video_metadata=tuple(sample.metadata for sample in samples),
         keys=tuple(sample.key for sample in samples),
@@ -270,14 +242,12 @@ def pack_wan(
 
 def _join(parts: Sequence[torch.Tensor], places: Sequence[int]) -> torch.Tensor:
     row = parts[0].new_zeros((sum(places), *parts[0].shape[1:]))
-    start = 0
-    for part, place in zip(parts, places, strict=True):
-        row[start : start + len(part)] = part
-        start += place
+    for part, place in zip(parts, row.split(list(places)), strict=True):
+        place[: len(part)] = part
     return row
 
 
-def _checked_grid(sample: WanSample, compat: Compat, patch: tuple[int, int, int]) -> tuple[int, int, int]:
+def _checked_grid(sample: WanSample, compat: Compat, patch: tuple[int, ...]) -> tuple[int, int, int]:
     """`patch_grid` of a sample that can be packed."""
     latent, text, wrong = sample.latent, sample.text, ""
     for name, tensor, axes in (("text", text, 2), ("latent", latent, 4)):

@@ -1,7 +1,5 @@
 """`energon-packing preview --format text-to-video`: packs of clips as tables: grids, patches, text tokens."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Iterable
@@ -12,15 +10,12 @@ from rich.panel import Panel
 
 from energon_packing.cli.terminal import answer, cell, counted, dropped_lines, panel, say
 from energon_packing.ledger import without_ledger
+from energon_packing.wan.config import load_text_to_video_config
 from energon_packing.wan.task_encoder import ClipPack
 
 
 def describe_clips(pack: ClipPack, *, seq_length: int) -> dict[str, Any]:
-    """Describes one pack as plain values.
-
-    Args:
-        pack: what the loader yielded.
-        seq_length: configured row width in patches, for the fill.
+    """Describes one pack as plain values; ``seq_length`` is the row's width in patches, for the fill.
 
     Returns:
         ``index`` of the pack in its worker; ``patches`` and ``text_tokens``, lengths of the two rows; ``real_patches``
@@ -50,13 +45,12 @@ def describe_clips(pack: ClipPack, *, seq_length: int) -> dict[str, Any]:
             }
         )
         start, text_start = start + place, text_start + text_place
-    real = sum(clip["patches"] for clip in clips)
     return {
         "index": pack.index,
-        "patches": len(batch.video_latents),
+        "patches": batch.total_tokens,
         "text_tokens": len(batch.context_embeddings),
-        "real_patches": real,
-        "fill": real / seq_length,
+        "real_patches": batch.real_tokens,
+        "fill": batch.real_tokens / seq_length,
         "latents": tuple(batch.video_latents.shape),
         "context": tuple(batch.context_embeddings.shape),
         "clips": tuple(clips),
@@ -71,7 +65,6 @@ def preview_clips(dataset: str, config_path: str | None, overrides: Iterable[str
         UserError: the configuration or the data set cannot be used.
     """
     from energon_packing.offline.open_loader import open_loader
-    from energon_packing.wan.config import load_text_to_video_config
 
     config = load_text_to_video_config(config_path, overrides)
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=dataset, workers=0))
@@ -106,10 +99,9 @@ def _panel(view: dict[str, Any]) -> Panel:
         )
         for clip in view["clips"]
     ]
-    title = (
-        f"pack {view['index']}: {view['real_patches']} patches in a row of {view['patches']}, "
-        f"{view['text_tokens']} text tokens, fill {view['fill']:.2%}"
-    )
     return panel(
-        title, parts, [f"latents {list(view['latents'])}, context {list(view['context'])}", *dropped_lines(view)]
+        f"pack {view['index']}: {view['real_patches']} patches in a row of {view['patches']}, "
+        f"{view['text_tokens']} text tokens, fill {view['fill']:.2%}",
+        parts,
+        [f"latents {list(view['latents'])}, context {list(view['context'])}", *dropped_lines(view)],
     )

@@ -4,8 +4,6 @@ It is stored as JSON in the Energon data set (`TextToVideo.to_record`). Clips an
 Conversion reads their sizes, so that a sample can be measured without its pixels.
 """
 
-from __future__ import annotations
-
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,32 +20,28 @@ FLOATING = ("float16", "bfloat16", "float32", "float64")
 """The dtypes of a stored tensor, by torch's names."""
 AXES: Mapping[TensorRole, int] = {"latents": 4, "context": 2}
 _RECORD = StoredRecord("text-to-video sample")
+_RECORD_FIELDS = {"version", "kind", "caption", "video", "latents", "context", "metadata"}
 _CLIP_FIELDS = ("name", "width", "height", "frames", "fps", "duration")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
-    """A tensor that a record names.
-
-    Attributes:
-        name: the entry's name in its store; relative, without ``..``; its extension determines how it is read.
-        tensor: its name inside a file of several tensors; empty if the file is the tensor.
-        shape: latents ``(channels, frames, height, width)``, text ``(rows, width)``; an axis of 1 before them is left
-            out.
-        dtype: one of `FLOATING`.
-        rows: of a text, those before trailing rows of zeros, which are padding; None means all.
-    """
+    """A tensor that a record names."""
 
     name: str
+    """The entry's name in its store; relative, without ``..``; its extension determines how it is read."""
     tensor: str
+    """Its name inside a file of several tensors; empty if the file is the tensor."""
     shape: tuple[int, ...]
+    """Latents ``(channels, frames, height, width)``, text ``(rows, width)``; an axis of 1 before them is left out."""
     dtype: str
     rows: int | None = None
+    """Of a text, those before trailing rows of zeros, which are padding; None means all."""
 
     def to_record(self) -> dict[str, Any]:
-        """The JSON form."""
-        record = {"name": self.name, "tensor": self.tensor, "shape": list(self.shape), "dtype": self.dtype}
-        return record if self.rows is None else {**record, "rows": self.rows}
+        """Returns the JSON form."""
+        rows = {} if self.rows is None else {"rows": self.rows}
+        return {"name": self.name, "tensor": self.tensor, "shape": list(self.shape), "dtype": self.dtype, **rows}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,35 +78,30 @@ class TextToVideo:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Entries of the store that the record names, in the order video, latents, context."""
+        """Returns the entries of the store that the record names, in the order video, latents, context."""
         return tuple(part.name for part in (self.video, self.latents, self.context) if part is not None)
 
     def to_record(self) -> dict[str, Any]:
-        """The JSON form that is stored in the data set; `from_record` reads it back unchanged."""
-        record: dict[str, Any] = {"version": RECORD_VERSION, "kind": RECORD_KIND}
-        if self.caption is not None:
-            record["caption"] = self.caption
-        if self.video is not None:
-            record["video"] = {name: getattr(self.video, name) for name in _CLIP_FIELDS}
-        for role in AXES:
-            stored: StoredTensor | None = getattr(self, role)
-            if stored is not None:
-                record[role] = stored.to_record()
-        if self.metadata:
-            record["metadata"] = dict(self.metadata)
-        return record
+        """Returns the JSON form that is stored in the data set; `from_record` reads it back unchanged."""
+        parts = {
+            "caption": self.caption,
+            "video": self.video and {name: getattr(self.video, name) for name in _CLIP_FIELDS},
+            "latents": self.latents and self.latents.to_record(),
+            "context": self.context and self.context.to_record(),
+            "metadata": dict(self.metadata) or None,
+        }
+        given = {name: part for name, part in parts.items() if part is not None}
+        return {"version": RECORD_VERSION, "kind": RECORD_KIND, **given}
 
     @classmethod
-    def from_record(cls, key: str, record: Any) -> TextToVideo:
+    def from_record(cls, key: str, record: Any) -> "TextToVideo":
         """Reads what `to_record` wrote.
 
         Raises:
             SampleRejected: ``bad_record`` if the JSON is not of that form, ``media_outside_root`` if a name is absolute
                 or holds ``..``, and the reasons of `TextToVideo` itself.
         """
-        _RECORD.check_keys(
-            record, {"version", "kind", "caption", "video", "latents", "context", "metadata"}, "the record"
-        )
+        _RECORD.check_keys(record, _RECORD_FIELDS, "the record")
         _RECORD.check_version(record, RECORD_VERSION)
         if record.get("kind") != RECORD_KIND:
             raise _RECORD.bad(f"its kind is {reprlib.repr(record.get('kind'))}")
@@ -134,10 +123,8 @@ class TextToVideo:
 def _read_clip(value: Any) -> Media:
     _RECORD.check_keys(value, set(_CLIP_FIELDS), "the video")
     _RECORD.check_name(value.get("name"), "video", "the video")
-    for what in ("width", "height", "frames"):
-        _RECORD.check_number(value.get(what), f"{what} of the video", whole=True)
-    for what in ("fps", "duration"):
-        _RECORD.check_number(value.get(what), f"{what} of the video")
+    for what in _CLIP_FIELDS[1:]:
+        _RECORD.check_number(value.get(what), f"{what} of the video", whole=what not in ("fps", "duration"))
     return Media(kind="video", **value)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -19,18 +19,27 @@ from energon_packing.energon.samples import Pack
 from energon_packing.energon.window import attempt
 from energon_packing.errors import SampleRejected
 from energon_packing.ledger import Ledger
+from energon_packing.offline.files import Count, read_as
 from energon_packing.offline.formats.shards import MediaCopy, ShardPacker
 from energon_packing.offline.index import MediaFile
 from energon_packing.offline.packed import StoredPacks
 from energon_packing.offline.plan import PlannedPack
 from energon_packing.offline.shards import DamagedBytes, from_bytes, to_bytes
-from energon_packing.wan.config import clip_cost
 from energon_packing.wan.encoder import MeasuredClip
 from energon_packing.wan.pack import WanSample
 from energon_packing.wan.record import TextToVideo
 from energon_packing.wan.task_encoder import MeasuredClipSample, RenderedClipSample
 
 _TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_Side = Annotated[int, lambda side: side > 0]
+_MEASURED = {
+    "latent_shape": tuple[_Side, _Side, _Side, _Side],
+    "grid": tuple[_Side, _Side, _Side],
+    "text_tokens": Count,
+    "text_rows": Count,
+    "changes": tuple[tuple[str, str], ...],
+}
+"""What a record holds of `MeasuredClip`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -38,9 +47,7 @@ class StoredClip:
     """A clip of a pack.
 
     Attributes:
-        key: as the online loader knows it.
         dataset: number in `PlanFacts.datasets`.
-        measured: its record and sizes.
         files: that rendering reads; empty if it was rendered.
         clip: its tensors; None if they are rendered when the pack is read.
         dropped: reason and detail if it could not be rendered when the pack was stored.
@@ -56,11 +63,7 @@ class StoredClip:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StoredClips:
-    """A pack of clips.
-
-    Attributes:
-        samples: in the order of the plan.
-    """
+    """A pack of clips, in the order of the plan."""
 
     samples: tuple[StoredClip, ...]
 
@@ -70,12 +73,11 @@ class StoredClips:
         return tuple(at for at, sample in enumerate(self.samples) if sample.dropped is None)
 
     def sizes(self) -> list[tuple[int, ...]]:
-        """Patches and text tokens of the clips of `order`; see `PlannedSample.sizes`."""
-        measured = [self.samples[at].measured for at in self.order]
-        return [(clip.length, clip.text_tokens) for clip in measured]
+        """Returns patches and text tokens of the clips of `order`; see `PlannedSample.sizes`."""
+        return [(each.measured.length, each.measured.text_tokens) for each in self.samples if each.dropped is None]
 
     def broken(self, multiple: int) -> list[str]:
-        """Invariants that do not hold."""
+        """Returns the invariants that do not hold."""
         clips = [each.clip for each in self.samples if each.clip is not None]
         return [
             f"sample {clip.key} holds values that are not finite"
@@ -84,34 +86,29 @@ class StoredClips:
         ]
 
     def to_bytes(self) -> list[bytes | memoryview]:
-        """Parts of a record; `from_bytes` reads it back."""
+        """Returns parts of a record; `from_bytes` reads it back."""
         arrays: dict[str, np.ndarray] = {}
         clips: list[dict[str, Any]] = []
         for at, each in enumerate(self.samples):
-            measured = each.measured
             values = {
                 "key": each.key,
                 "dataset": each.dataset,
-                "record": measured.sample.to_record(),
-                "latent_shape": measured.latent_shape,
-                "grid": measured.grid,
-                "text_tokens": measured.text_tokens,
-                "text_rows": measured.text_rows,
-                "changes": measured.changes,
+                "record": each.measured.sample.to_record(),
+                **{name: getattr(each.measured, name) for name in _MEASURED},
                 "files": [asdict(file) for file in each.files],
                 "dropped": each.dropped,
             }
             if each.clip is not None:
                 values["dtype"] = str(each.clip.latent.dtype).removeprefix("torch.")
                 arrays[f"latent/{at}"], arrays[f"text/{at}"] = _array(each.clip.latent), _array(each.clip.text)
-            elif measured.token_ids is not None:
-                arrays[f"token_ids/{at}"] = measured.token_ids
+            elif each.measured.token_ids is not None:
+                arrays[f"token_ids/{at}"] = each.measured.token_ids
             clips.append(values)
         return to_bytes({"clips": clips}, arrays)
 
     @classmethod
     def from_bytes(cls, buffer: memoryview) -> StoredClips:
-        """A pack from its record; tensors are views of the buffer.
+        """Returns a pack from its record; tensors are views of the buffer.
 
         Raises:
             DamagedBytes: the bytes are no pack of clips.
@@ -126,39 +123,30 @@ class StoredClips:
 
 
 def _clip(at: int, values: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> StoredClip:
-    channels, *sides = (int(side) for side in values["latent_shape"])
-    frames, height, width = sides
-    grid = tuple(int(side) for side in values["grid"])
-    if len(grid) != 3 or min(channels, frames, height, width, *grid) < 1:
-        raise DamagedBytes(f"clip {at} would have latents of {values['latent_shape']} and a grid of {values['grid']}")
+    key, clip = read_as(str, values["key"]), None
     measured = MeasuredClip(
-        key=str(values["key"]),
-        sample=TextToVideo.from_record(str(values["key"]), values["record"]),
-        latent_shape=(channels, frames, height, width),
-        grid=grid,
-        text_tokens=int(values["text_tokens"]),
-        text_rows=int(values["text_rows"]),
+        key=key,
+        sample=TextToVideo.from_record(key, values["record"]),
         token_ids=arrays.get(f"token_ids/{at}"),
-        changes=tuple((str(how), str(detail)) for how, detail in values["changes"]),
+        **{name: read_as(kind, values[name]) for name, kind in _MEASURED.items()},
     )
-    clip, dropped = None, values["dropped"]
     if "dtype" in values:
         latent, text = (_tensor(arrays[f"{name}/{at}"], _TYPES[values["dtype"]]) for name in ("latent", "text"))
         if tuple(latent.shape) != measured.latent_shape or len(text) != measured.text_rows:
             raise DamagedBytes(f"clip {at} has latents {list(latent.shape)} and text {list(text.shape)}")
-        clip = WanSample(key=measured.key, latent=latent, text=text, metadata=dict(measured.sample.metadata))
+        clip = WanSample(key=key, latent=latent, text=text, metadata=dict(measured.sample.metadata))
     return StoredClip(
-        key=measured.key,
-        dataset=int(values["dataset"]),
+        key=key,
+        dataset=read_as(Count, values["dataset"]),
         measured=measured,
-        files=tuple(MediaFile(**each) for each in values["files"]),
+        files=read_as(tuple[MediaFile, ...], values["files"]),
         clip=clip,
-        dropped=None if dropped is None else (str(dropped[0]), str(dropped[1])),
+        dropped=read_as(tuple[str, str] | None, values["dropped"]),
     )
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
-    """The tensor's values; numpy has no bfloat16, so its bits are stored."""
+    """Returns the tensor's values; numpy has no bfloat16, so its bits are stored."""
     whole = tensor.contiguous()
     return (whole.view(torch.int16) if whole.dtype == torch.bfloat16 else whole).numpy()
 
@@ -173,22 +161,21 @@ class ClipPacker(ShardPacker):
     """Packs shards of clips."""
 
     def stored(self, planned: PlannedPack, media: MediaCopy | None) -> StoredClips:
-        measured = [self.planned.measured(each) for each in planned.samples]
+        measured: list[Any] = [self.planned.measured(each) for each in planned.samples]
         rendered = self.rendered(measured) if self.facts.store == "pixels" else [None] * len(measured)
-        samples: list[StoredClip] = []
-        for source, sample, made in zip(planned.samples, measured, rendered, strict=True):
-            assert isinstance(sample.measured, MeasuredClip), "measured samples of a plan have a size"
-            samples.append(
+        return StoredClips(
+            samples=tuple(
                 StoredClip(
                     key=sample.__key__,
                     dataset=source.dataset,
                     measured=sample.measured,
                     files=self.files_of(source, sample, media) if self.facts.store == "tokens" else (),
-                    clip=None if made is None or isinstance(made, DroppedSample) else made.clip,
+                    clip=getattr(made, "clip", None),
                     dropped=(made.reason, made.detail) if isinstance(made, DroppedSample) else None,
                 )
+                for source, sample, made in zip(planned.samples, measured, rendered, strict=True)
             )
-        return StoredClips(samples=tuple(samples))
+        )
 
 
 class PackedClips(StoredPacks[StoredClips]):
@@ -197,49 +184,26 @@ class PackedClips(StoredPacks[StoredClips]):
     record = StoredClips
 
     def _pack(self, number: int, ledger: Ledger) -> Pack | None:
-        stored = self.stored(number)
         rendered = []
-        for sample in stored.samples:
+        for sample in self.stored(number).samples:
             data = self._packed.plan.facts.datasets[sample.dataset].root
             ledger.count_read(data)
             if sample.dropped is not None:
                 ledger.drop(sample.key, *sample.dropped, data=data)
-            elif sample.clip is not None:
-                rendered.append(self._as_stored(sample))
             else:
-                made = attempt(sample.key, functools.partial(self._rendered, sample, number), ledger, data=data)
-                if made is not None:
-                    rendered.append(made)
-        return self._assembled(rendered)
-
-    def _as_stored(self, sample: StoredClip) -> RenderedClipSample:
-        measured = sample.measured
-        return RenderedClipSample(
-            __key__=sample.key,
-            __restore_key__=(),
-            __subflavors__=self._subflavors(sample.dataset),
-            __sources__=(),
-            rows=(),
-            clip=sample.clip,
-            measured=measured,
-            changes=measured.changes,
-            cost=clip_cost(measured.length),
-        )
+                render = functools.partial(self._rendered, sample, number)
+                rendered.append(attempt(sample.key, render, ledger, data=data))
+        return self._assembled([each for each in rendered if each is not None])
 
     def _rendered(self, sample: StoredClip, number: int) -> RenderedClipSample:
-        """The clip with its tensors.
-
-        Raises:
-            SampleRejected: see `TextToVideoEncoder.render`.
-            UserError: its files are not where they were, or are others.
-        """
         measured = MeasuredClipSample(
             __key__=sample.key,
             __restore_key__=(),
             __subflavors__=self._subflavors(sample.dataset),
             __sources__=(),
             measured=sample.measured,
-            store=self._media(sample, number),
+            store=None if sample.clip else self._media(sample, number),
         )
-        rendered: RenderedClipSample = self._encoder.postencode_sample(measured)
-        return rendered
+        if sample.clip is not None:
+            return self._encoder.as_rendered(measured, sample.clip)
+        return self._encoder.postencode_sample(measured)

@@ -5,23 +5,13 @@
 3. ``postencode_sample`` renders the clips of one pack, ``pack_selected_samples`` lays them side by side.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from megatron.energon import (
-    Cooker,
-    CrudeSample,
-    Sample,
-    basic_sample_keys,
-    cooker,
-    edataclass,
-    stateless,
-)
+from megatron.energon import Cooker, CrudeSample, Sample, basic_sample_keys, cooker, edataclass, stateless
 from megatron.energon.cache import FileStore
 
 from energon_packing.config import PackingConfig, RunConfig
@@ -32,8 +22,9 @@ from energon_packing.energon.samples import MeasuredSample, Pack, Problem, Rende
 from energon_packing.energon.states import settings_of
 from energon_packing.energon.task_encoder import WindowTaskEncoder
 from energon_packing.errors import PackingError, SampleRejected
+from energon_packing.packing.balance import pack_cost
 from energon_packing.stored_record import check_depth
-from energon_packing.wan.config import SUBFLAVORS, ClipLimits, TextToVideoPackingConfig, TextToVideoRunConfig, clip_cost
+from energon_packing.wan.config import SUBFLAVORS, ClipLimits, TextToVideoPackingConfig, TextToVideoRunConfig
 from energon_packing.wan.encoder import MeasuredClip, TextToVideoEncoder
 from energon_packing.wan.models import CaptionEncoder, LatentEncoder
 from energon_packing.wan.pack import WanPack, WanSample, clip_order, pack_wan
@@ -81,7 +72,7 @@ def cook_text_to_video(sample: CrudeSample, primary: FileStore, media: FileStore
         check_depth(text, stored)
         record = TextToVideo.from_record(sample["__key__"], stored)
     except SampleRejected as error:
-        return TextToVideoSample(**keys, sample=None, problem=Problem(reason=error.reason, detail=error.detail))
+        return TextToVideoSample(**keys, sample=None, problem=Problem.of(error))
     except Exception as error:  # whatever a record does to its reader, only this sample is lost
         return TextToVideoSample(**keys, sample=None, problem=Problem(reason="bad_record", detail=repr(error)))
     return TextToVideoSample(**keys, sample=record, store=primary if media is None else media)
@@ -95,7 +86,6 @@ class TextToVideoTaskEncoder(WindowTaskEncoder):
     """Measures, selects, renders and assembles clips; every name here is part of Energon's contract.
 
     Args:
-        config: of the run.
         latent_encoder, caption_encoder: models of your own, see `TextToVideoEncoder`.
         cookers: for data sets that ``convert`` did not write; a cooker returns a `TextToVideoSample`.
         fingerprint: further names and values that a saved state must match, or a function that gives them when a loader
@@ -128,7 +118,7 @@ class TextToVideoTaskEncoder(WindowTaskEncoder):
         self.accept_changed = config.data.accept_changed
 
     def fingerprint(self) -> dict[str, Any]:
-        """Names and values that a saved loader state must match."""
+        """Returns names and values that a saved loader state must match."""
         return {
             **self.encoder.fingerprint(),
             **settings_of("packing", self.packing),
@@ -171,13 +161,16 @@ class TextToVideoTaskEncoder(WindowTaskEncoder):
         measured = sample.measured
         if measured is None:
             raise PackingError(f"sample {sample.__key__} was selected although it was never measured")
-        clip = self.encoder.render(measured, functools.partial(read_media, sample.store))
-        return RenderedClipSample.derive_from(
-            sample, rows=(), clip=clip, measured=measured, changes=measured.changes, cost=clip_cost(measured.length)
-        )
+        return self.as_rendered(sample, self.encoder.render(measured, functools.partial(read_media, sample.store)))
+
+    def as_rendered(self, sample: MeasuredClipSample, clip: WanSample) -> RenderedClipSample:
+        """Returns a clip with its tensors, for `pack_selected_samples`."""
+        measured: Any = sample.measured
+        known = {"measured": measured, "changes": measured.changes, "cost": self.plan_cost([measured])}
+        return RenderedClipSample.derive_from(sample, rows=(), clip=clip, **known)
 
     def arrange(self, samples: Sequence[RenderedClipSample]) -> list[int]:
-        """The order of a pack's clips in its row: see `clip_order`."""
+        """Returns the order of a pack's clips in its row: see `clip_order`."""
         measured = [sample.measured for sample in samples if sample.measured is not None]
         return clip_order([clip.length for clip in measured], [clip.text_tokens for clip in measured], self.multiple)
 
@@ -189,29 +182,26 @@ class TextToVideoTaskEncoder(WindowTaskEncoder):
             PackingError: a clip does not have its measured size.
         """
         batch = self._assemble([sample.clip for sample in samples if sample.clip is not None])
-        made_of = batch.num_samples
+        clips = batch.num_samples
         measured = [sample.measured for sample in samples if sample.measured is not None]
         for name, made, planned in (
-            ("patches", batch.seq_len_q[:made_of].tolist(), [clip.length for clip in measured]),
-            ("text tokens", batch.seq_len_kv[:made_of].tolist(), [clip.text_tokens for clip in measured]),
-            ("grids", batch.grid_sizes[:made_of].tolist(), [list(clip.grid) for clip in measured]),
+            ("patches", batch.seq_len_q, [clip.length for clip in measured]),
+            ("text tokens", batch.seq_len_kv, [clip.text_tokens for clip in measured]),
+            ("grids", batch.grid_sizes, [list(clip.grid) for clip in measured]),
         ):
-            if made != planned:
-                raise PackingError(f"clips {', '.join(batch.keys)} have {name} {made}, but {planned} were measured")
-        return ClipPack(
-            **self.pack_fields(samples),
-            batch=batch,
-            occupied=int(batch.seq_len_q_padded[:made_of].sum()),
-        )
+            if (own := made[:clips].tolist()) != planned:
+                raise PackingError(f"clips {', '.join(batch.keys)} have {name} {own}, but {planned} were measured")
+        return ClipPack(**self.pack_fields(samples), batch=batch, occupied=int(batch.seq_len_q_padded[:clips].sum()))
 
     def padding_pack(self) -> ClipPack:
-        """A pack without samples: one masked clip of zeros, with the fewest patches and text tokens without padding."""
+        """Returns a pack of one masked clip of zeros, with the fewest patches and text tokens without padding."""
         config = self.encoder.config
-        dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
         filler = WanSample(
             key="",
-            latent=torch.zeros(config.latent_channels, self.multiple * config.patch[0], *config.patch[1:], dtype=dtype),
-            text=torch.zeros(self.multiple, config.text_width, dtype=dtype),
+            latent=torch.zeros(
+                config.latent_channels, self.multiple * config.patch[0], *config.patch[1:], dtype=self.encoder.dtype
+            ),
+            text=torch.zeros(self.multiple, config.text_width, dtype=self.encoder.dtype),
             metadata={},
         )
         batch = self._assemble([filler])
@@ -219,19 +209,12 @@ class TextToVideoTaskEncoder(WindowTaskEncoder):
         return ClipPack(__key__="", __restore_key__=(), __subflavors__={}, __sources__=(), batch=batch, padding=True)
 
     def _assemble(self, clips: list[WanSample]) -> WanPack:
-        config = self.encoder.config
-        patch = config.patch
-        return pack_wan(
-            clips,
-            multiple=self.multiple,
-            patch=(patch[0], patch[1], patch[2]),
-            capacity=self.packing.seq_length,
-            compat=config.compat,
-        )
+        config, row = self.encoder.config, self.packing.seq_length
+        return pack_wan(clips, multiple=self.multiple, patch=config.patch, capacity=row, compat=config.compat)
 
     def plan_cost(self, plan: Sequence[MeasuredClip]) -> float:
-        """See `clip_cost`."""
-        return sum(clip_cost(clip.length) for clip in plan)
+        """Returns `pack_cost` of the clips, whose texts are short in comparison."""
+        return pack_cost([clip.length for clip in plan])
 
 
 def build_text_to_video_loader(
@@ -242,10 +225,9 @@ def build_text_to_video_loader(
     task_encoder: TextToVideoTaskEncoder | None = None,
     **arguments: Any,
 ) -> PackLoader:
-    """A loader of packs of clips for one data-parallel rank; its packs are `ClipPack`.
+    """Returns a loader of packs of clips for one data-parallel rank; its packs are `ClipPack`.
 
     Args:
-        config: of the run.
         latent_encoder, caption_encoder: models of your own; None takes those of ``config.encoder``.
         task_encoder: None builds one from the configuration and the two models.
         arguments: as for `energon_packing.energon.loader.build_loader`.
@@ -262,23 +244,12 @@ def build_text_to_video_loader(
 
 
 def build_text_to_video_task_encoder(config: TextToVideoRunConfig, **models: Any) -> TextToVideoTaskEncoder:
-    """The task encoder of a configuration.
-
-    Args:
-        config: of the run.
-        models: ``latent_encoder`` and ``caption_encoder``, as for `build_text_to_video_loader`.
-
-    Raises:
-        ConfigError: a model cannot be used.
-    """
+    """Returns the task encoder of a configuration; models and errors are those of `build_text_to_video_loader`."""
     data = functools.partial(data_fingerprint, _shared_settings(config))
     return TextToVideoTaskEncoder(config, fingerprint=data, **models)
 
 
 def _shared_settings(config: TextToVideoRunConfig) -> RunConfig:
-    """What a loader reads of a configuration of any kind."""
-    packing = config.packing
-    return RunConfig(
-        data=config.data,
-        packing=PackingConfig(seq_length=packing.seq_length, drop_budget=packing.drop_budget, ledger=packing.ledger),
-    )
+    """Returns what a loader reads of a configuration of any kind."""
+    own = {name: getattr(config.packing, name) for name in ("seq_length", "drop_budget", "ledger")}
+    return RunConfig(data=config.data, packing=PackingConfig(**own))

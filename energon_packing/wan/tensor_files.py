@@ -1,6 +1,4 @@
-"""Files of stored latents and text embeddings, checked at conversion as hostile input.
-
-Tensors in files: ``.npy``, ``.safetensors`` and ``.pt``, read without running anything in them.
+"""Files of stored latents and text embeddings (``.npy``, ``.safetensors``, ``.pt``), read as hostile input.
 
 Sizes come from the header and are compared with the file's length before anything is allocated. A ``.pt`` file is a
 pickle inside a zip: torch's ``weights_only`` unpickler reads it, which builds tensors and plain containers and refuses
@@ -41,31 +39,24 @@ _SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 class TensorInfo(NamedTuple):
-    """Where a tensor lies in its file.
-
-    Attributes:
-        tensor: its name inside the file; empty if the file is the tensor.
-        shape: as stored.
-        dtype: torch's name of it, such as ``float16``.
-        start: byte at which its values begin; -1 for ``.pt``, for which only torch knows it.
-        order: byte order, ``">"`` or ``"<"``.
-        fortran: whether the first axis varies fastest.
-    """
+    """Where a tensor lies in its file."""
 
     tensor: str
+    """Its name inside the file; empty if the file is the tensor."""
     shape: tuple[int, ...]
     dtype: str
+    """Torch's name of it, such as ``float16``."""
     start: int
+    """Byte at which its values begin; -1 for ``.pt``, for which only torch knows it."""
     order: str = "<"
     fortran: bool = False
+    """Whether the first axis varies fastest."""
 
 
 def tensor_info(stream: BinaryIO, suffix: str, names: Sequence[str] = ()) -> TensorInfo:
-    """What the header of a file says.
+    """Returns what the header of a seekable file says.
 
     Args:
-        stream: the file, seekable.
-        suffix: one of `SUFFIXES`.
         names: candidates in a file with several tensors; the first that it holds is taken. One tensor needs none.
 
     Raises:
@@ -79,17 +70,13 @@ def tensor_info(stream: BinaryIO, suffix: str, names: Sequence[str] = ()) -> Ten
     if suffix == "safetensors":
         return _safetensors_info(stream, size, names)
     if suffix in ("pt", "pth"):
-        found, tensor = _load_pt(stream, size, names)
-        return TensorInfo(found, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), -1)
-    raise SampleRejected("unknown_tensor_format", f".{suffix} is not one of {', '.join(SUFFIXES)}")
+        name, tensor = _load_pt(stream, size, names)
+        return TensorInfo(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), -1)
+    raise SampleRejected("unknown_tensor_format", f"'.{suffix[:20]}' is not one of {', '.join(SUFFIXES)}")
 
 
 def read_tensor(data: bytes, suffix: str, names: Sequence[str] = ()) -> torch.Tensor:
-    """The tensor of a file, in its own shape and dtype, on the CPU; it shares no memory with ``data``.
-
-    Args:
-        data: the file's bytes.
-        suffix, names: as for `tensor_info`.
+    """Returns the tensor of a file, in its own shape and dtype, on the CPU; it shares no memory with ``data``.
 
     Raises:
         SampleRejected: as `tensor_info`.
@@ -102,8 +89,8 @@ def read_tensor(data: bytes, suffix: str, names: Sequence[str] = ()) -> torch.Te
     info = tensor_info(io.BytesIO(data), suffix, names)
     count = math.prod(info.shape)
     if info.dtype == "bfloat16":
-        flat = torch.frombuffer(bytearray(data), dtype=torch.bfloat16, offset=info.start, count=count).clone()
-        return flat.reshape(info.shape)
+        flat = torch.frombuffer(bytearray(data), dtype=torch.bfloat16, offset=info.start, count=count)
+        return flat.clone().reshape(info.shape)
     kind = np.dtype(f"{info.order}f{_SIZES[info.dtype]}")
     values = np.frombuffer(data, dtype=kind, offset=info.start, count=count)
     values = values.reshape(info.shape, order="F" if info.fortran else "C")
@@ -163,23 +150,20 @@ def _safetensors_info(stream: BinaryIO, size: int, names: Sequence[str]) -> Tens
     try:
         header = json.loads(stream.read(length).decode("utf-8"))
         header.pop("__metadata__", None)
-        found = _choose(list(header), names)
-        entry = header[found]
-        begin, end = entry["data_offsets"]
-        dtype, shape = entry["dtype"], _sides(entry["shape"])
+        name = _choose(list(header), names)
+        (begin, end), dtype = header[name]["data_offsets"], header[name]["dtype"]
+        shape = _sides(header[name]["shape"])
         if not (type(begin) is type(end) is int and 0 <= begin <= end <= size - 8 - length):
             raise ValueError("offsets outside of the file")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise _corrupt(f"its header cannot be read: {str(error)[:80]}") from error
     if not isinstance(dtype, str) or dtype not in _SAFETENSORS_DTYPES:
         raise SampleRejected("wrong_dtype", f"it holds {str(dtype)[:40]!r}, expected floating-point numbers")
-    return _check_length(TensorInfo(found, shape, _SAFETENSORS_DTYPES[dtype], 8 + length + begin), end=8 + length + end)
+    return _check_length(TensorInfo(name, shape, _SAFETENSORS_DTYPES[dtype], 8 + length + begin), end=8 + length + end)
 
 
 def _choose(held: list[str], names: Sequence[str]) -> str:
-    if len(held) == 1:
-        return held[0]
-    for name in names:
+    for name in held if len(held) == 1 else names:
         if name in held:
             return name
     shown = ", ".join(repr(name[:40]) for name in held[:8]) or "nothing"
@@ -193,10 +177,11 @@ def _check_parts(archive: zipfile.ZipFile, size: int) -> None:
         SampleRejected: ``corrupt_tensor``.
     """
     entries = archive.infolist()
-    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-        raise _corrupt("a .pt file with compressed entries, which torch never writes")
-    if any(entry.compress_size != entry.file_size for entry in entries) or sum(e.file_size for e in entries) > size:
-        raise _corrupt("the parts of its zip are said to be larger than the file")
+    packed = any(e.compress_type != zipfile.ZIP_STORED or e.compress_size != e.file_size for e in entries)
+    if packed or sum(entry.file_size for entry in entries) > size:
+        raise _corrupt(
+            "the parts of its zip are compressed, which torch never does, or said to be larger than the file"
+        )
     try:
         damaged = archive.testzip()
     except (zipfile.BadZipFile, ValueError, OSError, EOFError, NotImplementedError, RuntimeError) as error:
@@ -221,15 +206,15 @@ def _load_pt(stream: BinaryIO, size: int, names: Sequence[str]) -> tuple[str, to
             warnings.simplefilter("ignore")
             loaded = torch.load(stream, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        named = re.search(r"GLOBAL ([\w.]+)", str(error))
-        what = f"it names {named[1][:80]}" if named else "it does more than build tensors"
+        named = re.search(r"GLOBAL ([\w.]{1,80})", str(error))
+        what = f"it names {named[1]}" if named else "it does more than build tensors"
         raise SampleRejected("unsafe_pickle", f"torch's weights_only reader refuses it: {what}") from error
     except Exception as error:  # torch reports a damaged file in many ways
         raise _corrupt(f"torch cannot read it: {type(error).__name__}") from error
-    found = ""
+    name = ""
     if isinstance(loaded, dict):
-        found = _choose([name for name in loaded if isinstance(name, str)], names)
-        loaded = loaded[found]
+        name = _choose([each for each in loaded if isinstance(each, str)], names)
+        loaded = loaded[name]
     if not isinstance(loaded, torch.Tensor) or loaded.layout != torch.strided or loaded.device.type != "cpu":
         raise SampleRejected("no_such_tensor", f"it holds a {type(loaded).__name__}, expected a dense tensor")
     if str(loaded.dtype).removeprefix("torch.") not in _SIZES:
@@ -239,7 +224,7 @@ def _load_pt(stream: BinaryIO, size: int, names: Sequence[str]) -> tuple[str, to
     # A view can repeat one value to any size; the file must hold every byte that is allocated later.
     if loaded.numel() * loaded.element_size() > size:
         raise _corrupt(f"a tensor of shape {list(loaded.shape)} does not fit in a file of {size} bytes")
-    return found, loaded.detach()
+    return name, loaded.detach()
 
 
 NAMES: Mapping[TensorRole, tuple[str, ...]] = {
@@ -251,15 +236,7 @@ NAMES: Mapping[TensorRole, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorFile:
-    """One distinct tensor file, checked.
-
-    Attributes:
-        kind: what the record uses it for.
-        path: the file, all links resolved.
-        name: its entry in the media store, ``<32 hex digits of its SHA-256>.<extension>``.
-        size: bytes.
-        tensor, shape, dtype, rows: see `StoredTensor`.
-    """
+    """One distinct tensor file, checked; see `energon_packing.convert.media_files.MediaFile` and `StoredTensor`."""
 
     kind: TensorRole
     path: str
@@ -277,7 +254,7 @@ class TensorFile:
         object.__setattr__(self, "shape", tuple(self.shape))  # a journal returns it as a list
 
     def stored(self, name: str) -> StoredTensor:
-        """The tensor as a record names it; ``name`` is its entry in the layout's media store."""
+        """Returns the tensor as a record names it; ``name`` is its entry in the layout's media store."""
         return StoredTensor(name=name, tensor=self.tensor, shape=self.shape, dtype=self.dtype, rows=self.rows)
 
 
@@ -292,12 +269,10 @@ def check_tensor(stream: Any, path: str, size: int, role: TensorRole, config: Co
             (nothing but zeros).
     """
     suffix = Path(path).suffix.lower().lstrip(".")
-    if suffix not in SUFFIXES:
-        raise SampleRejected("unknown_tensor_format", f"'.{suffix[:20]}' is not one of {', '.join(SUFFIXES)}")
-    digest = hashlib.file_digest(stream, "sha256").hexdigest()[:32]
     info = tensor_info(stream, suffix, NAMES[role])
-    shape = _shape(info, role)
-    rows = None
+    shape, rows = _shape(info, role), None
+    stream.seek(0)
+    digest = hashlib.file_digest(stream, "sha256").hexdigest()[:32]
     if role == "context" or config.check_media == "full":
         stream.seek(0)
         rows = _check_values(stream.read(size), suffix, info, role)
@@ -314,10 +289,8 @@ def check_tensor(stream: Any, path: str, size: int, role: TensorRole, config: Co
 
 
 def _shape(info: TensorInfo, role: TensorRole) -> tuple[int, ...]:
-    """The shape, without the batch axis of length 1 that encoders return."""
-    shape = info.shape
-    if len(shape) == AXES[role] + 1 and shape[0] == 1:
-        shape = shape[1:]
+    """Returns the shape, without the batch axis of length 1 that encoders return."""
+    shape = info.shape[1:] if info.shape[:1] == (1,) and len(info.shape) == AXES[role] + 1 else info.shape
     if len(shape) != AXES[role]:
         wanted = "channels, frames, height, width" if role == "latents" else "tokens, width"
         raise SampleRejected("wrong_shape", f"shape {list(info.shape)}, expected ({wanted})")
@@ -325,7 +298,7 @@ def _shape(info: TensorInfo, role: TensorRole) -> tuple[int, ...]:
 
 
 def _check_values(data: bytes, suffix: str, info: TensorInfo, role: TensorRole) -> int:
-    """Number of rows of text embeddings, without trailing rows of zeros; of latents, number of frames."""
+    """Returns the number of rows of text embeddings, without trailing rows of zeros; of latents, of frames."""
     import torch
 
     tensor = read_tensor(data, suffix, (info.tensor, *NAMES[role]))

@@ -4,8 +4,6 @@ The ``window`` policy packs a length list; each simulated data-parallel rank dra
 `energon_packing.packing.balance` for the cost of a pack and for the orders.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

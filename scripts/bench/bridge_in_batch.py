@@ -7,8 +7,6 @@ of encoded files (``.jpgs``), its videos as a pickled list of lists of encoded f
 ``docs/correctness.md`` lists what had to be adapted; every choice is the one that costs Bridge less.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import pickle

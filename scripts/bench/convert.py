@@ -5,8 +5,6 @@ without media (12 turns and 2.7 KB on average), or with ``--short`` two turns of
 one record each. Files are in the page cache for all.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import io

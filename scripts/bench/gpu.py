@@ -19,8 +19,6 @@ The functions take the kernel or the device as an argument, so the code around a
 Each result has ``check`` and ``equal``, or ``skipped`` and why.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

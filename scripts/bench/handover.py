@@ -9,8 +9,6 @@ Processes of one host read packs through `OneReader`, and work on each for a whi
 * ``ahead-N``: the same, N packs ahead of use.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

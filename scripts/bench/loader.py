@@ -4,8 +4,6 @@ Every path runs in a fresh process with one worker over one epoch of the same co
 processor and the same ``seq_length``. Each result is one JSON object; the last one says on which figures we are ahead.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import importlib.util
@@ -49,22 +47,7 @@ FIGURES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderBench:
-    """What is measured.
-
-    Attributes:
-        conversations: how many the demo writes.
-        defects: planted defects, see `prepare_data`.
-        realistic: images at camera sizes and the published pixel limits, instead of the demo's small ones.
-        seq_length: tokens that a row may hold.
-        window: measured samples that ours holds for selection.
-        micro_batches: samples per row of Bridge's path, one run for each; empty runs ours alone.
-        repeat: runs of each path, taken in turn; figures are medians.
-        seed: of the data.
-        processor: directory of a Hugging Face processor of the Qwen2.5-VL family; None takes the demo's.
-        keep_memory: ``data.keep_memory`` of ours.
-        bridge: checkout of a newer Bridge, whose native Energon packing is measured too; None leaves it out.
-        buffer: its packing buffer, in samples.
-    """
+    """What is measured; see `parser`. Without micro-batches of Bridge's path, ours runs alone."""
 
     conversations: int = 500
     defects: int = 0
@@ -291,9 +274,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--bridge", type=Path, help="checkout of a newer Bridge: its native Energon packing as a peer")
     options.add_argument("--buffer", type=int, default=64, help="samples in the packing buffer of that peer")
     options.add_argument("--no-peer", action="store_true", help="measure our loader only")
-    options.add_argument(
-        "--give-back", action="store_true", help="our loader gives freed memory back: keep_memory is false"
-    )
+    options.add_argument("--give-back", action="store_false", dest="keep_memory", help="of ours: freed memory")
     options.add_argument("--repeat", type=int, default=1, help="runs per path; figures are medians")
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--processor", help="directory of a Qwen2.5-VL processor; the demo's by default")
@@ -303,25 +284,14 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints one JSON line per result; 2 on unusable input."""
-    given = parser().parse_args(argv)
-    micro_batches = () if given.no_peer else tuple(given.micro_batch or (4, 8))
+    options = vars(parser().parse_args(argv))
+    given_work, sizes = options.pop("work"), tuple(options.pop("micro_batch") or (4, 8))
+    if options.pop("no_peer"):
+        options["bridge"], sizes = None, ()
     try:
-        bench = LoaderBench(
-            conversations=given.conversations,
-            defects=given.defects,
-            realistic=given.realistic,
-            seq_length=given.seq_length,
-            window=given.window,
-            micro_batches=micro_batches,
-            repeat=given.repeat,
-            seed=given.seed,
-            processor=given.processor,
-            keep_memory=not given.give_back,
-            bridge=None if given.no_peer else given.bridge,
-            buffer=given.buffer,
-        )
+        bench = LoaderBench(**options, micro_batches=sizes)
         with tempfile.TemporaryDirectory(prefix="bench-loader-") as temporary:
-            work = given.work or Path(temporary)
+            work = given_work or Path(temporary)
             work.mkdir(parents=True, exist_ok=True)
             for result in run(bench, work):
                 print(json.dumps(result), flush=True)

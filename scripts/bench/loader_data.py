@@ -4,8 +4,6 @@ Both paths get the same conversations with the same bytes of media. A conversion
 the planted defects, so the loaders meet them: a JPEG that ends too early, and a conversation longer than a row.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
@@ -32,13 +30,7 @@ CAMERA_SIZES = ((640, 480), (1024, 768), (1280, 720), (1600, 1200), (1920, 1080)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchData:
-    """A converted data set.
-
-    Attributes:
-        root: directory of the Energon data set that our loader reads.
-        samples: number of samples in its only split, ``train``.
-        defective: keys of the samples with a planted defect.
-    """
+    """A converted data set, of one split: its directory, and the keys of samples with a planted defect."""
 
     root: Path
     samples: int
@@ -52,17 +44,12 @@ def prepare_data(
     seed: int = 0,
     defects: int = 0,
     camera_images: bool = False,
-    images_only: bool = False,
 ) -> BenchData:
     """Makes and converts the conversations.
 
     Args:
-        work: directory for everything that is made.
-        conversations: how many the demo writes.
-        seed: another seed gives other conversations.
         defects: how many samples get a planted defect; half of them a cut JPEG, half a turn of `OVERLONG` characters.
         camera_images: enlarge every image to a size of `CAMERA_SIZES`.
-        images_only: keep only conversations with images.
 
     Raises:
         PackingError: the conversion rejected a conversation.
@@ -71,8 +58,6 @@ def prepare_data(
     raw, random = work / "raw", Random(f"bench {seed}")
     shutil.rmtree(raw, ignore_errors=True)
     shutil.copytree(made, raw)
-    if images_only:
-        _keep_images(raw)
     if camera_images:
         _enlarge(raw, random)
     cut = _plant(raw, defects, random)
@@ -114,13 +99,6 @@ def _is_defective(conversation: Conversation, cut: set[str]) -> bool:
     return any(len(turn.text) > OVERLONG // 2 for turn in conversation.turns) or any(
         media.name.partition(".")[0] in cut for media in conversation.media
     )
-
-
-def _keep_images(raw: Path) -> None:
-    source = raw / "sharegpt.json"
-    records = [record for record in json.loads(source.read_text(encoding="utf-8")) if record.get("images")]
-    source.write_text(json.dumps(records), encoding="utf-8")
-    (raw / "openai.jsonl").unlink()
 
 
 def _enlarge(raw: Path, random: Random) -> None:

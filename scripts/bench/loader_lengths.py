@@ -1,7 +1,5 @@
 """Tokens of each sample on every path of the loader benchmark: a path that trains on other tokens is no result."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ come before that; starting the worker and filling the buffers come after. CPU se
 decoding child and of the consuming process, without the thread that watches the memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
@@ -34,13 +32,9 @@ class LoaderJob:
     Attributes:
         path: ``ours``, ``bridge`` (in-batch packing) or ``native`` (Energon's packing hooks in a newer Bridge).
         data: directory of the data set in the form of that path.
-        processor: directory of a Hugging Face processor.
-        seq_length: tokens that a row may hold.
-        window: measured samples held for selection (ours).
+        window, keep_memory: of ours.
         micro_batch_size: samples of a row (Bridge).
-        shuffle_buffer: samples shuffled before encoding.
         pixels: smallest and largest area of images and frames; None leaves the processor's own limits.
-        keep_memory: ``data.keep_memory`` (ours).
         buffer: prepared samples from which a row is chosen (native).
         checkout: of the Bridge to run on; None takes the installed one.
     """

@@ -14,8 +14,6 @@ those of the CPU, so that other load disturbs little. The line names the load of
   load the wall says how many cores were left; ``two_of_one_by_cpu`` is the ratio if both processes had a core.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

@@ -5,8 +5,6 @@ log-normal length of median 220 tokens (sigma 1.1), an image one of median 420 (
 of median 90 (sigma 0.4). A patch is a quarter of a visual token.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

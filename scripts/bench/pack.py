@@ -4,8 +4,6 @@ The media are random bytes in place of photographs, since nothing decodes them: 
 typical size each. Both copies end with an fsync, and are made in turn on the same disk; the quickest of each counts.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import io

@@ -1,7 +1,5 @@
 """Benchmark of planning: seconds and memory from an index to a plan, fill compared with the bound, balance of steps."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import resource

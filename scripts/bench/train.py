@@ -5,8 +5,6 @@ forward step, the same conversations, all micro-batches made before the clock st
 the data; each result is one JSON object, and the last one compares them.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json
@@ -35,17 +33,7 @@ by 1e-6 in fp32; if pack boundaries are ignored, by 4e-4, since a model with ran
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainBench:
-    """What is measured.
-
-    Attributes:
-        conversations: how many the demo writes.
-        family: of the tiny model and the processor.
-        seq_length: tokens of a pack, and the longest sample.
-        window: measured samples that packs are chosen from.
-        micro_batches: samples per micro-batch of the other rows, one run of each kind for each size.
-        passes: measured passes over the data; figures are medians. One more comes first.
-        seed: of the data.
-    """
+    """What is measured; see `parser`."""
 
     conversations: int = 60
     family: str = "qwen3_vl"
@@ -183,20 +171,13 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints one JSON line per result; 1 if the rows did not train the same, 2 on unusable input."""
-    given = parser().parse_args(argv)
+    options = vars(parser().parse_args(argv))
+    given_work, sizes = options.pop("work"), options.pop("micro_batch") or TrainBench().micro_batches
     same = True
     try:
-        bench = TrainBench(
-            conversations=given.conversations,
-            family=given.family,
-            seq_length=given.seq_length,
-            window=given.window,
-            micro_batches=tuple(given.micro_batch or TrainBench().micro_batches),
-            passes=given.passes,
-            seed=given.seed,
-        )
+        bench = TrainBench(**options, micro_batches=tuple(sizes))
         with tempfile.TemporaryDirectory(prefix="bench-train-") as temporary:
-            work = given.work or Path(temporary)
+            work = given_work or Path(temporary)
             work.mkdir(parents=True, exist_ok=True)
             for result in run(bench, work):
                 print(json.dumps(result), flush=True)

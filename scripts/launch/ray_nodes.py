@@ -6,8 +6,6 @@ The words ``{rank}``, ``{host}`` and ``{port}`` are replaced by the number of th
 port of the first one. If a node fails, the others are stopped, and the program ends with its exit status.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

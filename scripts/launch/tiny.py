@@ -3,8 +3,6 @@
 torchrun --nproc-per-node 2 scripts/train.py --cpu scripts.launch.tiny:text --data DATA
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

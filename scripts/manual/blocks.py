@@ -7,8 +7,6 @@ A mark is an HTML comment in the page's source:
 ``<!-- not run: REASON -->``               the next block is not run
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

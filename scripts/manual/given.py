@@ -3,8 +3,6 @@
 Each is made once and linked into the directories of all pages that ask for it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Follows the links of pages inside the checkout: to files, and to headings as GitHub and the site name them."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable

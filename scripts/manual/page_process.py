@@ -4,8 +4,6 @@ Python blocks share their names, as in one session; each shell block is one shel
 RESULT gets a JSON list with ``line`` and ``seconds`` of every block, and ``error`` of the one that ended the page.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

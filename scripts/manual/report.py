@@ -1,7 +1,5 @@
 """Counts of pages and blocks: run, run by a test, and not run, with the reasons."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any

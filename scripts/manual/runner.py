@@ -1,7 +1,5 @@
 """Runs the blocks of pages, each page in a directory of its own that holds what its reader has and nothing else."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

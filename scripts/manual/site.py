@@ -1,7 +1,5 @@
 """Builds the site with MkDocs, strictly, and looks for what a browser would load from elsewhere."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

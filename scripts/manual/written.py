@@ -1,7 +1,5 @@
 """Pages that are made from code, each with the function that writes it; tests compare them with what they would be."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import json
@@ -31,14 +29,12 @@ PACKAGES = (
 def written() -> dict[Path, Callable[[], str]]:
     """File -> what it must hold."""
     from energon_packing.report.settings import json_schema
-    from manual.concepts import concepts
 
     return {
         DOCS / "cli.md": commands,
         DOCS / "api.md": names,
         DOCS / "settings.md": settings_page,
         DOCS / "settings.schema.json": lambda: json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n",
-        DOCS / "images" / "concepts.svg": concepts,
         DOCS / "validate.md": rules,
     }
 

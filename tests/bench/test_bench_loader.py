@@ -1,7 +1,5 @@
 """The loader benchmark: that both paths get the same data, and that its figures mean what they say."""
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import itertools
@@ -107,10 +105,10 @@ def held_by_window(data, window):
     return len(held), reachable_bytes([*held, *dataset._window._restore_keys, *dataset._planned._restore_keys])
 
 
-def test_a_larger_window_costs_little_more_for_each_image_sample(tmp_path):
+def test_a_larger_window_costs_little_more_for_each_sample(tmp_path):
     array = np.zeros(1000, dtype=np.int64)
     assert 8000 <= reachable_bytes([array, array, array[:2]]) < 9000
-    data = loader_data.prepare_data(tmp_path, conversations=40, seed=0, images_only=True)
+    data = loader_data.prepare_data(tmp_path, conversations=40, seed=0)
     (few, small), (many, large) = (held_by_window(data, window) for window in (8, 128))
     assert many - few > 100
     assert 1000 < (large - small) / (many - few) <= 16 << 10

@@ -462,7 +462,6 @@ def test_no_pack_of_videos_hides_its_padding_from_either_attention(shapes, multi
     assert pack.keys == tuple(each.key for each in arranged)
     assert (pack.num_samples, pack.real_tokens) == (len(samples), sum(patches))
     assert pack.loss_mask.sum() == sum(patches)
-    assert pack.positions().shape == (3, pack.total_tokens)
     assert len(pack.to_bridge()["video_metadata"]) == len(pack.seq_len_q) == len(samples) + pack.fillers
     for name, params in pack.packed_seq_params().items():
         pairs = [

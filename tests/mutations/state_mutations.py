@@ -187,7 +187,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=93,
         name="torch seeds the workers of a data set from the global generator",
-        test=GENERATORS + "test_no_call_of_a_loader_changes_a_global_generator_on_any_rank[online]",
+        test=GENERATORS + "test_no_call_of_a_loader_changes_a_global_generator_on_any_rank[conversations]",
         oracle="the generators before the call",
         edits=(("energon/loader.py", "self._loader.generator = torch.Generator()", "pass"),),
         needs_bridge=True,
@@ -195,7 +195,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=93,
         name="torch seeds the workers of a plan from the global generator",
-        test=GENERATORS + "test_no_call_of_a_loader_changes_a_global_generator_on_any_rank[planned]",
+        test=GENERATORS + "test_no_call_of_a_loader_changes_a_global_generator_on_any_rank[conversations]",
         oracle="the generators before the call",
         edits=(("offline/loader.py", "generator=torch.Generator(),", ""),),
         needs_bridge=True,

@@ -1,7 +1,5 @@
 """The fuzzer: it finds planted faults, each target accepts its seeds, and no found case of the past is wrong again."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The launchers in scripts/launch: the commands that they print, what they refuse, and a real run of two processes."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shlex
@@ -170,7 +168,7 @@ needs_bridge = pytest.mark.skipif(
 def test_two_processes_train_the_tiny_recipe_from_conversations_on(tmp_path):
     from energon_packing.demo import make_data
 
-    source = make_data(tmp_path / "raw", conversations=40, seed=3, defects=False)
+    source = make_data(tmp_path / "raw", conversations=16, seed=3, defects=False)
     words = ("--gpus", 2, "--cpu", "--source", source, "--data", tmp_path / "data", "scripts.launch.tiny:text")
     done = launch("torchrun", *words, "--", "train.train_iters=2", timeout=280, HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,7 +1,5 @@
 """The script that plays a new user: what it refuses; its commands are those of the page with its log."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """``scripts/on_bridge.sh``: a command on a checkout of Megatron-Bridge in place of the installed one."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

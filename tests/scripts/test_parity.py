@@ -1,7 +1,5 @@
 """`scripts/parity.py` on real packs: equal where they are right, and every mistake made on purpose is found."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -57,10 +55,8 @@ def run(data):
     [
         ("qwen2_5_vl", ()),
         ("qwen3_vl", ("--cp", "2")),
-        ("qwen3_vl", ("--attention", "positions")),
         ("internvl", ()),
         ("llava_onevision", ("--cp", "2")),
-        ("gemma3", ("--cp", "2")),
         ("gemma3", ("--attention", "positions")),
         ("ministral3", ()),
         ("glm4v", ()),
@@ -90,12 +86,8 @@ def test_packs_of_real_data_equal_their_samples_alone(run, family, options):
     ("family", "mistake", "sentence"),
     [
         ("qwen2_5_vl", "boundaries", "logits of segment"),
-        ("qwen2_5_vl", "positions", "logits differ"),
-        ("qwen2_5_vl", "labels", "the gradient differs"),
         ("internvl", "positions", "logits differ"),
         ("llava_onevision", "labels", "the gradient differs"),
-        ("gemma3", "boundaries", "logits of segment"),
-        ("ministral3", "positions", "logits differ"),
         ("qwen3_5_vl", "boundaries", "logits of segment"),
     ],
 )

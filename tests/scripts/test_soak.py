@@ -1,7 +1,5 @@
 """``scripts/soak.py``: its smallest form passes, and what it must find is found."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections import Counter
@@ -45,12 +43,12 @@ def test_a_sample_that_is_lost_doubled_or_judged_wrongly_is_found(change, found)
 @pytest.mark.full
 @pytest.mark.timeout(300)
 def test_two_ranks_that_are_killed_give_what_ranks_give_that_nobody_kills():
-    words = ["--conversations", "100", "--workers", "1", "--kills", "1", "--mean-seconds", "0.5"]
+    words = ["--conversations", "60", "--workers", "1", "--kills", "1", "--mean-seconds", "0.5"]
     done = subprocess.run(
         [quick_python(), "-W", "ignore", str(soak.__file__), *words], capture_output=True, text=True, check=False
     )
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert done.returncode == 0, (rows, done.stderr[-2000:])
     assert [row["soak"] for row in rows] == ["online", "planned"]
-    assert all(row["passed"] and row["samples"] > 300 for row in rows)
+    assert all(row["passed"] and row["samples"] > 150 for row in rows)
     assert sum(row["kills"] for row in rows) > 0

@@ -1,7 +1,5 @@
 """Tiny Wan models on disk, and text-to-video data of every kind, made once a session."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from fractions import Fraction
@@ -124,21 +122,10 @@ def rows(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def dataset(rows, tmp_path_factory):
-    """Directory of the converted rows, text and media apart."""
-    return converted(rows, tmp_path_factory.mktemp("converted") / "polylithic", "polylithic")
-
-
-@pytest.fixture(scope="session")
-def other_layout(rows, tmp_path_factory):
-    """Directory of the converted rows, text and media together."""
-    return converted(rows, tmp_path_factory.mktemp("converted") / "monolithic", "monolithic")
-
-
-def converted(rows, out, layout):
+    """Directory of the converted rows."""
     from energon_packing.convert import ConvertConfig, convert
 
-    report = convert(
-        ConvertConfig(sources=(rows,), out=out, format="text-to-video", layout=layout, split={"train": 1.0}, workers=1)
-    )
+    out = tmp_path_factory.mktemp("converted") / "data"
+    report = convert(ConvertConfig(sources=(rows,), out=out, format="text-to-video", split={"train": 1.0}, workers=1))
     assert report.rejected == {}
     return out

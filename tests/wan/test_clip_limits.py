@@ -1,7 +1,5 @@
 """Limits on arrays are those of `ClipLimits`, clip by clip."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """No call of a loader changes a global random generator: ranks of a replica would go on with different numbers."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest
@@ -52,22 +50,28 @@ def conversations(tmp_path_factory):
     }
 
 
-@pytest.fixture(scope="module", params=["clips", "online", "planned", "packed"])
-def found(request, dataset, pipeline, conversations, tmp_path_factory):
-    """What the four ranks of a replica saw, by case."""
-    fields = conversations.get(request.param) or {
-        **{"path": str(dataset), "validation_split": "train", "seq_length": 96},
-        **{f"encoder.{name}": str(pipeline) for name in ("vae", "text_encoder")},
-        **{"encoder.latent_channels": 4, "encoder.text_width": 32, "encoder.max_pixels": 64 * 48},
-    }
-    data = "conversations" if request.param in conversations else "clips"
+@pytest.fixture(scope="module", params=["clips", "conversations"])
+def found(request, dataset, pipeline, tmp_path_factory):
+    """What the four ranks of a replica saw, by case: each road with workers, one without."""
+    clips = request.param == "clips"
+    ways = (
+        request.getfixturevalue("conversations")
+        if not clips
+        else {
+            "clips": {
+                **{"path": str(dataset), "validation_split": "train", "seq_length": 96},
+                **{f"encoder.{name}": str(pipeline) for name in ("vae", "text_encoder")},
+                **{"encoder.latent_channels": 4, "encoder.text_width": 32, "encoder.max_pixels": 64 * 48},
+            }
+        }
+    )
     cases = [
         {
-            **{"name": f"{request.param}, {road}, workers={workers}", "road": road, "data": data},
+            **{"name": f"{way}, {road}, workers={workers}", "road": road, "data": request.param},
             **{"workers": workers, "fields": fields},
         }
-        for road in ("bridge", "loop", "megatron_lm")[: 2 if data == "clips" else 3]
-        for workers in (0, 2)
+        for way, fields in ways.items()
+        for road, workers in (("bridge", 0), ("bridge", 2), ("loop", 2), *([] if clips else [("megatron_lm", 2)]))
     ]
     return generator_ranks.run(cases, tmp_path_factory.mktemp("generators"))
 

@@ -1,7 +1,5 @@
 """Clips measured, planned and packed: sizes, clips and drops are those of the online loader, bit for bit."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shlex
@@ -174,27 +172,6 @@ def test_every_way_gives_the_packs_of_the_plan_digest_by_digest(planned, whole, 
     assert (report.findings, report.remade) == ((), len(whole))
 
 
-@pytest.mark.full
-def test_the_other_layout_gives_the_same_clips_and_several_processes_the_same_files(
-    run, index, planned, whole, other_layout, tmp_path
-):
-    there = on(run, other_layout)
-    found = measure(MeasureConfig(paths=(other_layout,), out=tmp_path / "index", workers=2), there).index
-    rows, others = (
-        {row["key"]: (row["length"], row["text_tokens"]) for row in rows_of(each)}
-        for each in (found, Index.open(index))
-    )
-    assert rows == others
-    make_plan([tmp_path / "index"], there, tmp_path / "plan.parquet")
-    check_same(clips_of(whole), clips_of(list(open_loader(on(there, tmp_path / "plan.parquet")))))
-    alone = Path(packed(planned, tmp_path, "pixels").data.path)
-    several = tmp_path / "several"
-    pack(PackConfig(plan=Path(planned.data.path), out=several, workers=2, shard_packs=5, store="pixels"))
-    assert [(file.name, file.read_bytes()) for file in sorted(several.glob("*.bin"))] == [
-        (file.name, file.read_bytes()) for file in sorted(alone.glob("*.bin"))
-    ]
-
-
 def rows_of(index):
     return [row for each in index.datasets for shard in each.shards for row in index.rows(each, shard).to_pylist()]
 
@@ -224,17 +201,6 @@ def test_a_run_continues_at_its_position_with_other_ranks_and_from_what_is_store
         rest = [iter(each) for each in loaders]
         found = [next(rest[at % world_size]) for at in range(6)]
         assert digests(found) == digests(whole[4:10])
-
-
-@pytest.mark.full
-def test_a_plan_for_context_parallelism_serves_a_run_without(planned, whole, tmp_path):
-    narrower = dataclasses.replace(packed(planned, tmp_path, "pixels"), parallel=ParallelConfig())
-    found = list(open_loader(narrower))
-    check_same(clips_of(whole), clips_of(found))
-    assert [each.batch.fillers for each in found] == [0] * len(found)
-    wider = dataclasses.replace(planned, parallel=ParallelConfig(context_parallel=4))
-    with pytest.raises(ConfigError, match="aligns samples to 4"):
-        open_loader(wider)
 
 
 @pytest.mark.full

@@ -1,6 +1,4 @@
-"""Measured patches and positions against the VAE, diffusers' pipeline and Bridge's own functions."""
-
-from __future__ import annotations
+"""Measured patches against the VAE, diffusers' pipeline and Bridge's own functions."""
 
 import pytest
 import torch
@@ -24,7 +22,7 @@ def plan(frames, rate, width, height, **options):
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     frames=st.integers(1, 5000),
     fps=st.floats(0.5, 240),
@@ -56,7 +54,7 @@ def test_frames_stay_inside_the_clip_and_sizes_divide_into_bridges_grid(
     assert len(wan.patchify([latent], (1, 2, 2))[0]) == grid[0] * grid[1] * grid[2]
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(frames=st.integers(1, 24), width=st.integers(16, 70), height=st.integers(16, 70))
 def test_the_vae_makes_latents_of_the_planned_shape(pipeline, frames, width, height):
     encoder = WanLatentEncoder(str(pipeline))
@@ -86,29 +84,6 @@ def test_resizing_covers_and_cuts_the_middle_without_distortion():
     assert tuple(made.shape) == (1, 32, 64, 3)
     assert made[0, :, :28].max() < 30
     assert made[0, :, 36:].min() > 225
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    grids=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=4),
-    multiple=st.sampled_from([1, 4, 8]),
-)
-def test_positions_select_the_angles_of_bridges_rotary_embedding(wan, grids, multiple):
-    from megatron.bridge.diffusion.models.wan.rope_utils import Wan3DRopeEmbeddings
-
-    assume(sum(f * h * w for f, h, w in grids) < 200)
-    samples = [
-        WanSample(key=str(number), latent=torch.zeros(4, f, 2 * h, 2 * w), text=torch.zeros(2, 8))
-        for number, (f, h, w) in enumerate(grids)
-    ]
-    pack = pack_wan(samples, multiple=multiple)
-    rope = Wan3DRopeEmbeddings(dim_head=24, max_position_len=16)
-    rope.freqs = rope.freqs.cpu()
-    theirs = rope(2, 24, pack.boundaries()["cu_seq_len_q_padded"], pack.grid_sizes, "cpu")[:, 0, 0, ::2]
-    time, row, column = pack.positions()
-    tables = rope.freqs.split([12 - 2 * 4, 4, 4], dim=1)
-    ours = torch.cat([tables[0][time], tables[1][row], tables[2][column]], dim=1)
-    assert torch.equal(ours, theirs)
 
 
 def test_embeddings_equal_those_of_diffusers_pipeline_without_its_padding(pipeline):

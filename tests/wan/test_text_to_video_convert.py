@@ -1,7 +1,5 @@
 """Text-to-video rows: what becomes a sample, what is refused, and that no file runs anything."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Packs of clips in the Energon loader: every key once, sizes as measured, resume, and equality with Bridge's path."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections import Counter
@@ -18,11 +16,7 @@ from energon_packing.convert.layout import dataset_entry
 from energon_packing.energon.loader import build_dataset
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline.open_loader import open_loader
-from energon_packing.wan.config import (
-    TextToVideoConfig,
-    TextToVideoPackingConfig,
-    TextToVideoRunConfig,
-)
+from energon_packing.wan.config import TextToVideoConfig, TextToVideoPackingConfig, TextToVideoRunConfig
 from energon_packing.wan.models import T5CaptionEncoder, WanLatentEncoder
 from energon_packing.wan.task_encoder import TextToVideoTaskEncoder, build_text_to_video_loader
 
@@ -77,9 +71,9 @@ def same(first, second):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_every_clip_is_emitted_once_as_measured_and_aligned_within_both_limits(run, models, rows, workers, tmp_path):
+def test_every_clip_is_emitted_once_as_measured_and_aligned_within_both_limits(run, models, rows, workers):
     parallel = {"context_parallel": 2, "tensor_parallel": 2, "sequence_parallel": True}
-    config = run(data={"workers": workers}, parallel=parallel, ledger=str(tmp_path / "ledger"))
+    config = run(data={"workers": workers}, parallel=parallel)
     assert config.multiple == 4
     measured = {}
     encoder = TextToVideoTaskEncoder(config, **models)
@@ -105,11 +99,6 @@ def test_every_clip_is_emitted_once_as_measured_and_aligned_within_both_limits(r
     emitted = Counter(key for pack in packs for key in pack.keys)
     assert emitted == Counter(json.loads(line)["id"] for line in rows.read_text().splitlines())
     assert [f"s{entry['number']}" for pack in packs for entry in pack.batch.video_metadata] == [*emitted]
-    written = Counter()
-    for file in (tmp_path / "ledger").glob("*.jsonl"):
-        for line in file.read_text().splitlines():
-            written.update(json.loads(line).get("keys", []))
-    assert written == emitted
 
 
 def test_packs_of_the_loader_equal_bridges_wan_data_path_on_the_same_samples(run, models, wan):
@@ -142,9 +131,8 @@ def test_packs_of_the_loader_equal_bridges_wan_data_path_on_the_same_samples(run
         assert pack.batch.seq_len_kv.unique().tolist() == [512]
 
 
-@pytest.mark.parametrize(("workers", "balance_window"), [(0, 1), (1, 2)])
-def test_a_state_saved_after_any_step_continues_bit_identically(run, load, workers, balance_window):
-    config = run(data={"workers": workers, "repeat": True}, balance_window=balance_window)
+def test_a_state_saved_after_any_step_continues_bit_identically(run, load):
+    config = run(data={"workers": 1, "repeat": True}, balance_window=2)
     loader = load(config)
     reference, states = [], []
     for pack in loader:

@@ -1,7 +1,5 @@
 """`preview --format text-to-video` shows the packs that the loader gives, and no others."""
 
-from __future__ import annotations
-
 import itertools
 import json
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:  # planning needs neither torch nor Energon
     from megatron.energon import CrudeSample
     from megatron.energon.cache import FileStore
 
-    from energon_packing.energon.loader import PackLoader
     from energon_packing.wan.encoder import MeasuredClip
     from energon_packing.wan.task_encoder import TextToVideoTaskEncoder
 
@@ -29,7 +28,7 @@ _SIZES = ("length", "second", "targets", "images", "patches", "turns", "stills",
 
 
 class Clips(SampleKind):
-    """Clips or their latents, with captions or their embeddings."""
+    """Clips or their latents, with captions or their embeddings; see `SampleKind` for each method."""
 
     name = "clips"
     title = "clips for text-to-video"
@@ -40,6 +39,11 @@ class Clips(SampleKind):
     bridge_module = "energon_packing.wan.bridge"
     classes = {  # noqa: RUF012
         "encoder": "energon_packing.wan.task_encoder:TextToVideoTaskEncoder",
+        "cooker": "energon_packing.wan.task_encoder:cook_text_to_video",
+        "task_encoder": "energon_packing.wan.task_encoder:build_text_to_video_task_encoder",
+        "loader": "energon_packing.wan.task_encoder:build_text_to_video_loader",
+        "preview": "energon_packing.wan.preview:preview_clips",
+        "bridge_dataset": "energon_packing.wan.bridge:dataset_of",
         "shard_packer": "energon_packing.wan.stored:ClipPacker",
         "stored_packs": "energon_packing.wan.stored:PackedClips",
     }
@@ -47,89 +51,62 @@ class Clips(SampleKind):
     sizes = "patches and text tokens"
 
     def preview(self, dataset: str, config: str | None, overrides: Iterable[str], packs: int, as_json: bool) -> None:
-        """See `SampleKind.preview`."""
-        from energon_packing.wan.preview import preview_clips
-
-        preview_clips(dataset, config, overrides, packs, as_json)
+        self._resolved("preview")(dataset, config, overrides, packs, as_json)
 
     def cook(self, sample: CrudeSample, store: FileStore[bytes]) -> Any:
-        """See `SampleKind.cook`."""
-        from energon_packing.wan.task_encoder import cook_text_to_video
-
-        return cook_text_to_video(sample, primary=store)
+        return self._resolved("cooker")(sample, primary=store)
 
     def measuring_encoder(self, run: TextToVideoRunConfig) -> TextToVideoTaskEncoder:
-        """See `SampleKind.measuring_encoder`."""
         own = TextToVideoRunConfig(
             encoder=dataclasses.replace(run.encoder, device="cpu"),
             packing=TextToVideoPackingConfig(seq_length=NO_ROW),
         )
         return self.encoder_class(own)
 
-    def task_encoder(self, run: TextToVideoRunConfig, **models: Any) -> TextToVideoTaskEncoder:
-        """See `SampleKind.task_encoder`."""
-        from energon_packing.wan.task_encoder import build_text_to_video_task_encoder
-
-        return build_text_to_video_task_encoder(run, **models)
+    def task_encoder(self, run: TextToVideoRunConfig, **models: Any) -> Any:
+        return self._resolved("task_encoder")(run, **models)
 
     def packing_encoder(self, run: TextToVideoRunConfig) -> TextToVideoTaskEncoder:
-        """See `SampleKind.packing_encoder`."""
         return self.encoder_class(dataclasses.replace(run, packing=dataclasses.replace(run.packing, ledger=None)))
 
-    def build_loader(self, run: TextToVideoRunConfig, **arguments: Any) -> PackLoader:
-        """See `SampleKind.build_loader`."""
-        from energon_packing.wan.task_encoder import build_text_to_video_loader
-
-        return build_text_to_video_loader(run, **arguments)
+    def build_loader(self, run: TextToVideoRunConfig, **arguments: Any) -> Any:
+        return self._resolved("loader")(run, **arguments)
 
     def bridge_dataset(self, container: Any, processor: str | None, **fields: Any) -> Any:
-        """See `SampleKind.bridge_dataset`."""
         if type(container.model).__name__ != "WanModelProvider":
             return None
-        from energon_packing.wan.bridge import dataset_of
-
-        return dataset_of(container, processor, **fields)
+        return self._resolved("bridge_dataset")(container, processor, **fields)
 
     def row(self, measured: MeasuredClip | None) -> dict[str, Any]:
-        """See `SampleKind.row`."""
         sizes = dict.fromkeys((*_SIZES, "text_tokens"), 0)
         if measured is None:
             return sizes
-        video = measured.sample.video
+        video: Any = measured.sample.video  # all sizes are known, see `TextToVideo`
         return {
             **sizes,
             "length": measured.length,
             "targets": measured.length,
             "text_tokens": measured.text_tokens,
             "videos": 1,
-            "frames": 0 if video is None else video.frames or 0,
-            "pixels": 0 if video is None else (video.width or 0) * (video.height or 0) * (video.frames or 0),
+            "frames": video.frames if video else 0,
+            "pixels": video.width * video.height * video.frames if video else 0,
         }
 
     def planned_sizes(self, measured: MeasuredClip) -> tuple[int, ...]:
-        """See `SampleKind.planned_sizes`."""
         return measured.length, measured.text_tokens
 
     def media_names(self, measured: MeasuredClip) -> tuple[str, ...]:
-        """See `SampleKind.media_names`."""
         return measured.sample.names
 
     def limits(self, run: TextToVideoRunConfig) -> ClipLimits:
-        """See `SampleKind.limits`."""
         return ClipLimits.of(run)
 
     def decided(self, run: TextToVideoRunConfig, limits: Any) -> dict[str, Any]:
-        """See `SampleKind.decided`."""
-        packing = run.packing
-        return {
-            "reserved": 0,
-            **{name: getattr(packing, name, None) for name in PACK_LIMITS},
-            "max_text_tokens_per_pack": packing.max_text_tokens_per_pack,
-        }
+        names = (*PACK_LIMITS, "max_text_tokens_per_pack")
+        return {"reserved": 0, **{name: getattr(run.packing, name, None) for name in names}}
 
     def planned_limits(self, decided: Mapping[str, Any], encoder: TextToVideoTaskEncoder) -> ClipLimits:
-        """See `SampleKind.planned_limits`."""
-        limits: ClipLimits = dataclasses.replace(
+        return dataclasses.replace(
             encoder.limits,
             tokens=decided["seq_length"],
             multiple=int(decided["multiple"]),
@@ -137,14 +114,12 @@ class Clips(SampleKind):
             segments=decided["max_segments_per_pack"],
             cost=decided["max_cost_per_pack"],
         )
-        return limits
 
     def too_long(self, size: Any, limits: ClipLimits, run: TextToVideoRunConfig) -> str:
-        """See `SampleKind.too_long`."""
         return limits.overlong(size)
 
     def free_when_stored(self, store: str) -> set[str]:
-        """See `SampleKind.free_when_stored`; where tensors are stored, so is their dtype."""
+        # Where tensors are stored, so is their dtype.
         return {f"encoder.{n}" for n in length_free_of(TextToVideoConfig) if store == "tokens" or n != "dtype"}
 
 

@@ -1,6 +1,4 @@
-"""Text-to-video data, which is no conversation.
-
-One record of text-to-video data -> a caption and the files that it names. Opens no file.
+"""One record of text-to-video data -> a caption and the files that it names. Opens no file.
 
 A record is one JSON object; each column may have any one of its names::
 
@@ -8,24 +6,21 @@ A record is one JSON object; each column may have any one of its names::
     {"prompt": "a red ball rolls", "latents": "0001.safetensors", "context": "0001.text.npy", "metadata": {"fps": 16}}
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from energon_packing.conversation import Media
 from energon_packing.convert.fields import unread
 from energon_packing.convert.layouts.layout import FileKind, Layout
 from energon_packing.convert.media_files import MEDIA_KINDS, MediaFile
-from energon_packing.convert.record_media import refuse_own_view
+from energon_packing.convert.record_media import filled_column, refuse_own_view
 from energon_packing.errors import SampleRejected
 from energon_packing.wan.config import SUBFLAVORS
-from energon_packing.wan.record import StoredTensor, TextToVideo
+from energon_packing.wan.record import TextToVideo
 from energon_packing.wan.tensor_files import NAMES, TensorFile, check_tensor
 
-Column = Literal["caption", "video", "latents", "context"]
-COLUMNS: Mapping[Column, tuple[str, ...]] = {
+FileRole = Literal["video", "latents", "context"]
+COLUMNS: Mapping[Literal["caption"] | FileRole, tuple[str, ...]] = {
     "caption": ("caption", "prompt", "text"),
     "video": ("video", "video_path", "videos"),
     "latents": NAMES["latents"],
@@ -39,21 +34,18 @@ _READ_COLUMNS = frozenset(("id", "metadata", *(name for names in COLUMNS.values(
 class VideoReference:
     """A file as the record names it."""
 
-    kind: Literal["video", "latents", "context"]
+    kind: FileRole
     path: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParsedVideoRecord:
-    """A parsed record.
+    """A parsed record, as `energon_packing.convert.records.ParsedRecord`; a clip has no answers that anybody judges.
 
     Attributes:
         caption: None if there are only embeddings.
         media: the files, in the order video, latents, context.
-        metadata: the object that the record holds under this name.
-        warnings: names of oddities that were accepted.
         ignored: columns that hold something but that nothing reads, sorted.
-        layout, judged: for the report; a clip has no answers that anybody judges.
     """
 
     caption: str | None
@@ -70,29 +62,12 @@ class ParsedVideoRecord:
         return tuple(reference.kind for reference in self.media)
 
     def record(self, key: str, names: Sequence[str], files: Sequence[MediaFile | TensorFile]) -> dict[str, Any]:
-        """The JSON form of the sample.
-
-        Args:
-            key: of the sample.
-            names: the entry of each file in the store.
-            files: one for each entry of ``media``.
-        """
-        video: Media | None = None
-        tensors: dict[str, StoredTensor] = {}
-        for name, file in zip(names, files, strict=True):
-            if isinstance(file, TensorFile):
-                tensors[file.kind] = file.stored(name)
-            else:
-                video = file.media(name)
-        sample = TextToVideo(
-            key=key,
-            caption=self.caption,
-            video=video,
-            latents=tensors.get("latents"),
-            context=tensors.get("context"),
-            metadata=self.metadata,
-        )
-        return sample.to_record()
+        """Returns the JSON form of the sample, whose files have these entries in the store."""
+        parts: dict[str, Any] = {
+            file.kind: file.stored(name) if isinstance(file, TensorFile) else file.media(name)
+            for name, file in zip(names, files, strict=True)
+        }
+        return TextToVideo(key=key, caption=self.caption, metadata=self.metadata, **parts).to_record()
 
 
 def parse_text_to_video(value: Any) -> ParsedVideoRecord:
@@ -117,29 +92,23 @@ def parse_text_to_video(value: Any) -> ParsedVideoRecord:
     metadata = value.get("metadata")
     if metadata is not None and not isinstance(metadata, dict):
         raise SampleRejected("non_string_value", f"'metadata' is a {type(metadata).__name__}, expected an object")
-    warnings = []
-    if found["video"] and found["latents"]:
-        found["video"] = None
-        warnings.append("video_not_stored")
-    if found["video"]:
+    both = bool(found["video"] and found["latents"])
+    kinds: tuple[FileRole, ...] = ("latents", "context") if both else ("video", "latents", "context")
+    if found["video"] and not both:
         refuse_own_view(value, "video", "unsupported_column", "the record")
-    kinds: tuple[Literal["video", "latents", "context"], ...] = ("video", "latents", "context")
     return ParsedVideoRecord(
         caption=caption,
         media=tuple(VideoReference(kind=kind, path=path) for kind in kinds if (path := found[kind])),
         metadata=metadata or {},
-        warnings=tuple(warnings),
+        warnings=("video_not_stored",) * both,
         ignored=tuple(sorted(unread(value, _READ_COLUMNS))),
     )
 
 
-def _column(value: Mapping[str, Any], column: Column) -> str | None:
-    filled = [name for name in COLUMNS[column] if value.get(name) not in (None, "", [])]
-    if len(filled) > 1:
-        raise SampleRejected("conflicting_columns", f"the record has both {filled[0]!r} and {filled[1]!r}")
-    if not filled:
+def _column(value: Mapping[str, Any], column: Literal["caption"] | FileRole) -> str | None:
+    if (name := filled_column(value, COLUMNS[column])) is None:
         return None
-    entry = value[filled[0]]
+    entry = value[name]
     if column != "caption":
         if isinstance(entry, list) and len(entry) == 1:
             entry = entry[0]
@@ -147,7 +116,7 @@ def _column(value: Mapping[str, Any], column: Column) -> str | None:
             entry = entry.get("path")
     if not isinstance(entry, str):
         what = f"a {type(entry).__name__}" if not isinstance(entry, list) else f"a list of {len(entry)}"
-        raise SampleRejected("non_string_value", f"{filled[0]!r} holds {what}, expected text")
+        raise SampleRejected("non_string_value", f"{name!r} holds {what}, expected text")
     return entry
 
 

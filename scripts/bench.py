@@ -5,8 +5,11 @@ Every result is one JSON line on standard output; on a terminal, a table of all 
 ``scripts/bench.py NAME --help`` lists the options of one benchmark.
 
 ``packing`` prints a Markdown table instead (``--json`` prints the lines). By default it reads the lists in
-``../shared/data/lengths``; if there are none, it draws lists of the same distributions from a seed.
+``../shared/data/lengths``; if there are none, it draws lists of the same distributions from a seed. It installs other
+projects' packers from PyPI into an environment of their own, ``~/.cache/energon-packing/bench``.
 """
+
+from __future__ import annotations
 
 import importlib
 import io
@@ -63,6 +66,15 @@ def print_tables(rows: Sequence[dict[str, Any]]) -> None:
         console.print(table)
 
 
+def _defaults(name: str) -> list[str]:
+    """Returns options to put before the given ones, so that the given ones win."""
+    if name != "packing":
+        return []
+    lists = Path(__file__).resolve().parents[2] / "shared" / "data" / "lengths"
+    options = ["--peers-env", str(Path.home() / ".cache" / "energon-packing" / "bench")]
+    return [*options, "--lists", str(lists)] if lists.is_dir() else options
+
+
 def main(arguments: Sequence[str]) -> int:
     """Runs one benchmark; returns its exit code, 2 if it cannot run."""
     if not arguments or arguments[0] in ("-h", "--help") or arguments[0] not in NAMES:
@@ -70,10 +82,8 @@ def main(arguments: Sequence[str]) -> int:
         return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
     module = importlib.import_module(f"bench.{arguments[0]}")
     results = Results(sys.stdout)
-    lists = ROOT.parent / "shared" / "data" / "lengths"
-    defaults = ["--lists", str(lists)] if arguments[0] == "packing" and lists.is_dir() else []
     with redirect_stdout(results):
-        code = module.main([*defaults, *arguments[1:]])  # what is given wins
+        code = module.main(_defaults(arguments[0]) + list(arguments[1:]))
     if sys.stderr.isatty():
         print_tables(results.rows())
     return int(code)

@@ -1,7 +1,10 @@
 """Benchmark of packing policies: fill compared with the lower bound, and time, list by list.
 
-The lists are files, or made from a seed (`bench.length_lists`). A result is a mapping; `table` puts them side by side.
+The lists are files, or made from a seed (`bench.length_lists`). Packers of other packages take part if they are
+installed (`bench.peers`). A result is a mapping; `table` puts them side by side.
 """
+
+from __future__ import annotations
 
 import argparse
 import json
@@ -9,11 +12,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from bench.length_lists import load_lists
+from bench import peers as bench_peers
+from bench.length_lists import LengthList, load_lists
 from energon_packing.errors import UserError
 from energon_packing.packing.constraints import Constraints
 from energon_packing.packing.policies import policy_names
@@ -38,6 +43,10 @@ def run(
     image_limit: int | None = None,
     multiple: int = 1,
     repeat: int = 1,
+    with_peers: bool = True,
+    peers_python: Path | None = None,
+    missing: Mapping[str, str] = MappingProxyType({}),
+    peer_seconds: float = bench_peers.LIMIT_SECONDS,
     seed: int = 0,
 ) -> Iterator[dict[str, Any]]:
     """Packs each list by each policy.
@@ -48,17 +57,22 @@ def run(
         chosen: policies to take; all by default.
         windows: sizes for the policy ``window``.
         samples: at most this many of each list.
-        image_limit: images per pack, as a second constraint.
+        image_limit: images per pack, as a second constraint (peers, which have none, are then left out).
         multiple: lengths are rounded up to a multiple of it, as alignment for context and sequence parallelism does;
             the bound is that of the rounded lengths.
         repeat: time is the best of this many runs.
+        with_peers: also run packers of other projects.
+        peers_python: interpreter that has their packages; None is this one.
+        missing: peers that could not be installed there, and why.
+        peer_seconds: time limit for each of them.
 
     Yields:
-        A dict for each list and policy: ``list, policy, window, samples, packs, bound, fill_of_bound`` (percent of the
-        fill that the lower bound allows), ``seconds, us_per_sample`` and the figures of `PackStatistics`.
+        A dict for each list and packer: ``list, policy, window, samples, packs, bound, fill_of_bound`` (percent of the
+        fill that the lower bound allows), ``seconds, us_per_sample`` and, for ours, the figures of `PackStatistics`. A
+        peer that fails has ``error`` in place of figures.
     """
-    for whole in load_lists(source, names, samples, seed):
-        given = whole.aligned(multiple).fitting(samples, image_limit)
+    for found in load_lists(source, names, samples, seed):
+        given = found.aligned(multiple).fitting(samples, image_limit)
         constraints = {} if image_limit is None else {"images": (given.images, image_limit)}
         bound = lower_bound(given.lengths, given.capacity, Constraints.from_pairs(constraints, given.lengths.size))
         for policy in chosen or policy_names():
@@ -68,19 +82,23 @@ def run(
                     return pack_lengths(given.lengths, given.capacity, policy, constraints=constraints, window=window)  # noqa: B023
 
                 groups, seconds = _timed(pack, repeat)
-                count = given.lengths.size
-                yield {
-                    "list": given.name,
-                    "policy": policy,
-                    "samples": count,
-                    "packs": len(groups),
-                    "bound": bound,
-                    "fill_of_bound": round(100 * bound / len(groups), 3) if len(groups) else None,
-                    "seconds": round(seconds, 4),
-                    "us_per_sample": round(seconds / count * 1e6, 3) if count else None,
-                    "window": window if policy in ("window", "internvl") else None,
-                    **PackStatistics.of(groups, given.lengths, given.capacity).to_json(),
-                }
+                row = _row(given, policy, len(groups), bound, seconds)
+                row["window"] = window if policy in ("window", "internvl") else None
+                yield row | PackStatistics.of(groups, given.lengths, given.capacity).to_json()
+        if with_peers and image_limit is None:
+            for name in bench_peers.PEERS:
+                if name in missing:
+                    yield {"list": given.name, "policy": name, "error": f"not installed: {missing[name]}"}
+                    continue
+                found_there = bench_peers.run_peer(name, given, python=peers_python, limit=peer_seconds)
+                if "error" in found_there:
+                    yield {"list": given.name, "policy": name, **found_there}
+                    continue
+                part = given.fitting(found_there["samples"])
+                bound_there = (
+                    bound if part.lengths.size == given.lengths.size else lower_bound(part.lengths, part.capacity)
+                )
+                yield _row(part, name, found_there["packs"], bound_there, found_there["seconds"])
 
 
 def _timed[Result](function: Callable[[], Result], repeat: int) -> tuple[Result, float]:
@@ -90,6 +108,20 @@ def _timed[Result](function: Callable[[], Result], repeat: int) -> tuple[Result,
         result = function()
         best = min(best, time.perf_counter() - start)
     return result, best
+
+
+def _row(given: LengthList, policy: str, packs: int, bound: int, seconds: float) -> dict[str, Any]:
+    count = given.lengths.size
+    return {
+        "list": given.name,
+        "policy": policy,
+        "samples": count,
+        "packs": packs,
+        "bound": bound,
+        "fill_of_bound": round(100 * bound / packs, 3) if packs else None,
+        "seconds": round(seconds, 4),
+        "us_per_sample": round(seconds / count * 1e6, 3) if count else None,
+    }
 
 
 def run_two_limits(
@@ -104,67 +136,111 @@ def run_two_limits(
                 chosen=["window", "best_fit", "first_fit", "internvl"],
                 samples=min(samples, TWO_LIMITS_SAMPLES),
                 image_limit=limit,
+                with_peers=False,
                 seed=seed,
             ):
                 yield row | {"image_limit": limit}
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns a Markdown table: a line per policy, a column per list with the fill in percent of the bound's.
+    """Returns a Markdown table: a line per packer, a column per list with the fill in percent of the bound's.
 
     Lists with a second limit have their own columns. The last column is microseconds per sample on the first list.
     """
     columns: dict[str, None] = {}
     lines: dict[str, dict[str, str]] = {}
+    notes: list[str] = []
     first = next((row["list"] for row in rows), "")
+    shortened: dict[str, list[str]] = {}
+    sizes: dict[str, int] = {}
+    for row in rows:
+        if "fill_of_bound" in row:
+            sizes[row["list"]] = max(sizes.get(row["list"], 0), row["samples"])
     for row in rows:
         limit = row.get("image_limit")
         column = row["list"] if limit is None else f"{row['list']}, {limit} images"
         columns[column] = None
-        held = f", {row['window']} held" if row["window"] else ""
-        cells = lines.setdefault(f"`{row['policy']}`{held}", {})
+        held = f", {row['window']} held" if row.get("window") else ""
+        name = f"`{row['policy']}`{held}"
+        cells = lines.setdefault(name, {})
+        if "error" in row:
+            cells[column] = "-"
+            notes.append(f"{row['policy']} on {row['list']}: {row['error']}")
+            continue
         cells[column] = f"{row['fill_of_bound']:.2f}"
+        if row["policy"] in bench_peers.PEERS and row["samples"] < sizes[row["list"]]:
+            shortened.setdefault(row["policy"], []).append(f"{row['samples']} of {row['list']}")
         if row["list"] == first and limit is None:
             cells["us"] = f"{row['us_per_sample']:.2g}"
-    head = ["policy", *columns, f"us on {first}"]
+    head = ["packer", *columns, f"us on {first}"]
     text = [f"| {' | '.join(head)} |", f"| {' | '.join(['---'] * len(head))} |"]
     for name, cells in lines.items():
         text.append(f"| {' | '.join([name, *(cells.get(column, '') for column in (*columns, 'us'))])} |")
-    return "\n".join(text)
+    notes += [f"{policy} got only the first {', '.join(parts)}" for policy, parts in shortened.items()]
+    return "\n".join([*text, *([""] if notes else []), *notes])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints a table, or one JSON line per result; 2 on unusable input."""
     parser = argparse.ArgumentParser(prog="bench packing", description=__doc__)
-    parser.add_argument("--lists", type=Path, dest="source", help="directory of NAME.npz; made from a seed by default")
+    parser.add_argument("--lists", type=Path, help="directory of NAME.npz; made from a seed by default")
     parser.add_argument("--list", action="append", dest="names", help="one list of --lists; may be repeated")
     parser.add_argument("--policy", action="append", dest="chosen", help="packing policy; may be repeated")
     parser.add_argument(
-        "--window", action="append", type=int, dest="windows", help="samples held by the window policy; may be repeated"
+        "--window",
+        action="append",
+        type=int,
+        dest="windows",
+        help="samples held by the window policy; may be repeated",
     )
     parser.add_argument("--samples", type=int, default=100_000)
     parser.add_argument("--image-limit", type=int, help="images per pack, as a second constraint, on every list")
     parser.add_argument("--multiple", type=int, default=1, help="lengths are rounded up to this multiple")
     parser.add_argument("--repeat", type=int, default=1, help="runs; the time is that of the fastest")
+    parser.add_argument("--no-peers", action="store_true", help="leave out other projects' packers")
+    parser.add_argument(
+        "--peers-env", type=Path, help="environment to install other projects' packers into and run them from"
+    )
+    parser.add_argument("--peer-seconds", type=float, default=bench_peers.LIMIT_SECONDS, help="time limit per peer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="one JSON line per result instead of a table")
-    options = vars(parser.parse_args(argv))
-    as_json, options["windows"] = options.pop("json"), options["windows"] or DEFAULT_WINDOWS
+    given = parser.parse_args(argv)
     rows: list[dict[str, Any]] = []
     try:
-        results = [run(**options)]
-        if options["image_limit"] is None and options["chosen"] is None and options["multiple"] == 1:
-            results.append(run_two_limits(**{name: options[name] for name in ("source", "names", "samples", "seed")}))
-        for row in (row for result in results for row in result):
-            rows.append(row)
-            if as_json:
-                print(json.dumps(row), flush=True)
-            else:
-                print(f"{row['list']} {row['policy']}", file=sys.stderr)
+        python: Path | None = None
+        missing: dict[str, str] = {}
+        if given.peers_env is not None and not given.no_peers:
+            python, missing = bench_peers.make_environment(given.peers_env)
+        results = [
+            run(
+                given.lists,
+                names=given.names,
+                chosen=given.chosen,
+                windows=given.windows or DEFAULT_WINDOWS,
+                samples=given.samples,
+                image_limit=given.image_limit,
+                multiple=given.multiple,
+                repeat=given.repeat,
+                with_peers=not given.no_peers,
+                peers_python=python,
+                missing=missing,
+                peer_seconds=given.peer_seconds,
+                seed=given.seed,
+            )
+        ]
+        if given.image_limit is None and given.chosen is None and given.multiple == 1:
+            results.append(run_two_limits(given.lists, names=given.names, samples=given.samples, seed=given.seed))
+        for result in results:
+            for row in result:
+                rows.append(row)
+                if given.json:
+                    print(json.dumps(row), flush=True)
+                else:
+                    print(f"{row['list']} {row['policy']}", file=sys.stderr)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if not as_json:
+    if not given.json:
         print(table(rows))
     return 0
 

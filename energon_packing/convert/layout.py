@@ -15,16 +15,10 @@ Monolithic (one WebDataset)::
 
 Both also hold `conversion.json`, `rejects.jsonl` and `warnings.jsonl`.
 
-SQLite files that are written once, from beginning to end: without a journal, since a partial one is thrown away.
-
-``.nv-meta`` of a WebDataset, as Energon makes it, from what is known about the shards.
-
-Energon's own preparation opens every tar again, takes the memory of its imports (500 MB), and writes rows in the order
-in which its processes finish, with the time and a random identifier. Here the same tables are written in one pass, in
-the order of the samples; the tests compare them with Energon's.
+Energon's own preparation of ``.nv-meta`` opens every tar again, takes the memory of its imports (500 MB), and writes
+rows in the order in which its processes finish, with the time and a random identifier. Here the same tables are written
+in one pass, in the order of the samples; the tests compare them with Energon's.
 """
-
-from __future__ import annotations
 
 import importlib.metadata
 import json
@@ -104,13 +98,10 @@ def write_metadataset(
 
 
 def media_names(layout: Layout, names: list[str]) -> list[str]:
-    """The names that a record stores for its media.
+    """The names that a record stores for its media, one per mention (``<digest>.<extension>``).
 
-    Args:
-        layout: polylithic records use the names of the media store as they are. Monolithic records use
-            ``.<i>.<extension>``, to which Energon's `PrimaryFileStore` adds the sample's key; `i` counts the distinct
-            files of the record.
-        names: one per mention, ``<digest>.<extension>``.
+    Polylithic records use the names of the media store as they are. Monolithic records use ``.<i>.<extension>``, to
+    which Energon's `PrimaryFileStore` adds the sample's key; `i` counts the distinct files of the record.
     """
     if layout == "polylithic":
         return names
@@ -119,7 +110,7 @@ def media_names(layout: Layout, names: list[str]) -> list[str]:
 
 
 def open_scratch(path: Path) -> sqlite3.Connection:
-    """Opens a new database without any protection against an interruption, in one transaction to its end."""
+    """Opens a new database, written once, in one transaction without a journal: a partial one is thrown away."""
     # Nobody else opens it, so that it needs no locks, which network file systems may lack.
     database = sqlite3.connect(f"file:{quote(str(path))}?nolock=1", uri=True, isolation_level=None)
     for pragma in ("journal_mode = OFF", "synchronous = OFF", "locking_mode = EXCLUSIVE", "cache_size = -16384"):
@@ -189,13 +180,9 @@ def energon_version() -> str:
 
 
 class IndexWriter:
-    """Writes ``.nv-meta`` of one WebDataset while its shards are written."""
+    """Writes ``.nv-meta`` of the WebDataset in a directory while its shards are written."""
 
     def __init__(self, directory: Path) -> None:
-        """
-        Args:
-            directory: of the WebDataset; exists.
-        """
         self._meta = directory / META_DIRECTORY
         self._meta.mkdir()
         self._database = open_scratch(self._meta / "index.sqlite")
@@ -228,6 +215,7 @@ class IndexWriter:
         *,
         identity: bytes,
         subflavors: Mapping[str, str] = SUBFLAVORS,
+        with_records: bool = False,
     ) -> None:
         """Completes the index, and writes the splits and the description of the data set.
 
@@ -236,6 +224,7 @@ class IndexWriter:
             splits: names of the splits.
             identity: 16 bytes or more that depend on the content; `index.uuid` is made from them.
             subflavors: the mark of the samples.
+            with_records: whether the samples hold records.
         """
         self._flush()
         self._database.execute(
@@ -252,11 +241,9 @@ class IndexWriter:
         self._write_yaml("split.yaml", {"split_parts": parts, "exclude": []})
         content = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset", "subflavors": dict(subflavors)}
         self._write_yaml("dataset.yaml", content)
-
-    def describe_records(self) -> None:
-        """Writes a second description, of the records as text: Energon's tools take no crude samples."""
-        sample_type = {"__module__": "megatron.energon", "__class__": "TextSample"}
-        self._write_yaml(LINT_FILE, {"sample_type": sample_type, "field_map": {"text": "json"}})
+        if with_records:  # a second description, of these as text: Energon's tools take no crude samples
+            sample_type = {"__module__": "megatron.energon", "__class__": "TextSample"}
+            self._write_yaml(LINT_FILE, {"sample_type": sample_type, "field_map": {"text": "json"}})
 
     def _write_yaml(self, name: str, content: object) -> None:
         (self._meta / name).write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
@@ -267,10 +254,8 @@ class IndexWriter:
 
 
 def shard_ranges(names: list[str]) -> list[str]:
-    """Shard names with consecutive numbers as Energon abbreviates them: ``train-{000000..000012}.tar``.
-
-    A range never spans numbers with different counts of digits.
-    """
+    """Shard names with consecutive numbers as Energon abbreviates them: ``train-{000000..000012}.tar``; a range never
+    spans numbers with different counts of digits."""
     ranges = []
     for _, group in groupby(names, key=len):
         first, *others = (name.removesuffix(".tar").rsplit("-", 1) for name in group)

@@ -1,7 +1,5 @@
 """The report of a conversion: `conversion.json`, next to `rejects.jsonl` and `warnings.jsonl`."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -31,7 +29,6 @@ class ConversionReport:
     Attributes:
         out: directory of the data set.
         entry: what `megatron.energon.get_train_dataset` takes.
-        layout: ``polylithic`` or ``monolithic``.
         read: records found, broken ones included.
         written: samples of the data set.
         rejected: reason -> number of records.
@@ -45,8 +42,7 @@ class ConversionReport:
         unwanted: samples whose label says that the answer is unwanted (``--kto-label``).
         images, videos, tensors: number of media that samples name, including repetitions.
         media_files: distinct media, by content.
-        media_bytes: bytes of media in the data set.
-        record_bytes: bytes of the JSON records in the data set.
+        media_bytes, record_bytes: bytes of media and of JSON records in the data set, without tar headers.
         shards: number of tar files.
         seconds: wall time; not in the JSON form, which is the same in every run.
         dry_run: True if nothing was written; the numbers are those that a conversion would have.
@@ -136,21 +132,17 @@ def read_report(directory: Path) -> dict[str, Any] | None:
 
 
 def counted_pairs(places: Iterable[Path]) -> PairCounts:
-    """What conversions counted in the data sets at these places, all splits together; nothing where nobody counted.
-
-    Args:
-        places: data sets, or their parts, which lie a level below the report.
-    """
+    """What conversions counted in the data sets at these places, or parts of data sets, which lie a level below the
+    report; all splits together, nothing where nobody counted."""
     reports: dict[Path, dict[str, Any]] = {}
     for place in places:
         if report := read_report(place):
             reports[place] = report
         elif place.name in (TEXT_DIRECTORY, MEDIA_DIRECTORY):
             reports[place.parent] = read_report(place.parent) or {}
-    samples, pairs, unwanted = (
-        sum(int(report.get(name) or 0) for report in reports.values()) for name in ("written", "pairs", "unwanted")
-    )
-    return PairCounts(samples=samples, pairs=pairs, unwanted=unwanted)
+    counted = {"samples": "written", "pairs": "pairs", "unwanted": "unwanted"}
+    sums = {ours: sum(int(report.get(name) or 0) for report in reports.values()) for ours, name in counted.items()}
+    return PairCounts(**sums)
 
 
 def fingerprint_difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:

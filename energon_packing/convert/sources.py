@@ -5,8 +5,6 @@ never held in memory as a whole: a 2 GB array takes as much memory as its larges
 to the disk first. JSON is read here; tables and tars have files of their own.
 """
 
-from __future__ import annotations
-
 import errno
 import gzip
 import hashlib
@@ -14,13 +12,12 @@ import io
 import json
 import os
 import sys
-import tempfile
 import zlib
 from collections.abc import Callable, Generator, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -33,7 +30,6 @@ from energon_packing.convert.chunks import (
     RawRecord,
     SourceFile,
     broken,
-    content_digest,
     one_line,
     suffix_of,
 )
@@ -41,6 +37,7 @@ from energon_packing.convert.json_text import DigestingReader, iterate_array, pa
 from energon_packing.convert.tables import find_rows, read_rows
 from energon_packing.convert.tars import find_samples, read_samples
 from energon_packing.errors import SampleRejected, UserError
+from energon_packing.remote_files import file_digest
 
 _LINES = ("lines", "text")
 _BOM = b"\xef\xbb\xbf"
@@ -59,40 +56,35 @@ def find_chunks(
     *,
     max_record_bytes: int,
     chunk_bytes: Callable[[], int],
-    digests: dict[str, str] | None = None,
-    scratch: Path | None = None,
+    digests: dict[str, str],
+    scratch: Path,
 ) -> Iterator[Chunk]:
     """Divides a file into chunks; where they begin and end has no influence on their records.
 
     Args:
-        source: the file.
         max_record_bytes: longest line, and longest element of an array in characters.
         chunk_bytes: how large the next chunk should be; it ends with a record.
         digests: receives the SHA-256 of the file by its place.
-        scratch: directory for the copy of a compressed file, which chunks refer to (`unpacked`); None keeps it as long
-            as this iterator lives.
+        scratch: directory for the copy of a compressed file, which chunks refer to (`unpacked`).
 
     Raises:
         UserError: the file cannot be opened, or the package that unpacks or reads it is not installed.
         OSError: there is no room for the unpacked copy.
     """
     suffix, compression = suffix_of(source.path)
-    digests = {} if digests is None else digests
     try:
         if compression is None:
             digests[source.place] = yield from _found(source, suffix, max_record_bytes, chunk_bytes)
             return
-        with tempfile.TemporaryDirectory() if scratch is None else nullcontext(str(scratch)) as directory:
-            copy = replace(source, path=unpacked(Path(directory), source), size=0)
-            damage = _unpack(source, compression, copy.path)
-            size = copy.path.stat().st_size
-            if size or damage is None:
-                for chunk in _found(copy, suffix, max_record_bytes, chunk_bytes, damage):
-                    position = source.size * chunk.end // max(size, 1)
-                    yield replace(chunk, source=source, path=copy.path, position=position)
-            if damage is not None and (suffix != TAR_SUFFIX or not size):
-                yield Chunk(source=source, form="lines", start=0, end=0, first=0, error=damage)
-            digests[source.place] = content_digest(source.path)
+        copy = replace(source, path=unpacked(scratch, source), size=0)
+        damage = _unpack(source, compression, copy.path)
+        size = copy.path.stat().st_size
+        if size or damage is None:
+            for chunk in _found(copy, suffix, max_record_bytes, chunk_bytes, damage):
+                yield replace(chunk, source=source, path=copy.path, position=source.size * chunk.end // max(size, 1))
+        if damage is not None and (suffix != TAR_SUFFIX or not size):
+            yield Chunk(source=source, form="lines", start=0, end=0, first=0, error=damage)
+        digests[source.place] = file_digest(source.path)
     except OSError as problem:
         if problem.errno in (errno.ENOSPC, errno.EDQUOT):
             raise  # the unpacked copy
@@ -105,11 +97,7 @@ def unpacked(scratch: Path, source: SourceFile) -> Path:
 
 
 def _unpack(source: SourceFile, compression: str, target: Path) -> SampleRejected | None:
-    """Unpacks a file as far as it goes; returns why the rest cannot be unpacked.
-
-    Raises:
-        UserError: the package that unpacks is not installed.
-    """
+    """Unpacks a file as far as it goes; returns why the rest cannot be unpacked."""
     target.parent.mkdir(exist_ok=True)
     with source.path.open("rb") as packed, target.open("wb") as copy:
         stream, damage = _unpacking(packed, compression, source.name)
@@ -120,8 +108,7 @@ def _unpack(source: SourceFile, compression: str, target: Path) -> SampleRejecte
                     return SampleRejected("corrupt_source", f"{source.name}: {detail}")
                 copy.write(block)
         except damage as error:
-            problem = " ".join(str(error).split())[:200]
-            return SampleRejected("corrupt_source", f"{source.name}: cannot be unpacked further: {problem}")
+            return SampleRejected("corrupt_source", f"{source.name}: cannot be unpacked further: {one_line(error)}")
     return None
 
 
@@ -148,12 +135,10 @@ def _found(
     damage: SampleRejected | None = None,
 ) -> Generator[Chunk, None, str]:
     """Yields the chunks of a file that is not compressed; returns its digest."""
-    if suffix in TABLE_SUFFIXES:
-        yield from find_rows(source, chunk_bytes)
-        return content_digest(source.path)
-    if suffix == TAR_SUFFIX:
-        yield from find_samples(source, chunk_bytes, damage)
-        return content_digest(source.path)
+    if suffix in TABLE_SUFFIXES or suffix == TAR_SUFFIX:
+        of_tar = suffix == TAR_SUFFIX
+        yield from find_samples(source, chunk_bytes, damage) if of_tar else find_rows(source, chunk_bytes)
+        return file_digest(source.path)
     with source.path.open("rb") as stream:
         form, start, error = _look(source, stream, suffix, max_record_bytes)
         stream.seek(0)
@@ -201,7 +186,7 @@ def _find_lines(
     while block := reader.read(chunk_bytes()):
         lines = block.count(b"\n")
         # A line of any length is passed over in pieces, never held.
-        while not block.endswith(b"\n") and (block := reader.readline(1 << 18)):
+        while not block.endswith(b"\n") and (block := reader.read(1 << 18, line=True)):
             lines += block.endswith(b"\n")
         yield Chunk(source=source, form=form, start=start, end=reader.position, first=number)
         number += lines
@@ -307,10 +292,8 @@ def read_chunk(chunk: Chunk, *, max_record_bytes: int) -> Iterator[RawRecord]:
 
 
 def _has_whole_line(stream: BinaryIO, limit: int) -> bool:
-    """Whether one of the first two lines is a complete JSON object: JSON Lines in a file with the suffix ``.json``.
-
-    Two lines are checked because the first may be broken; in an indented object neither is complete.
-    """
+    """Whether one of the first two lines is a complete JSON object: JSON Lines in a file with the suffix ``.json``. The
+    first may be broken; in an indented object neither is complete."""
     lines = (line for line in iter(lambda: stream.readline(limit), b"") if line.strip())
     for line in islice(lines, 2):
         with suppress(ValueError, RecursionError):
@@ -328,10 +311,10 @@ def _read_lines(chunk: Chunk, stream: BinaryIO, max_record_bytes: int) -> Iterat
             if line and not line.isspace():
                 yield parsed(source, number, line, f"{source.name}:{number}")
         return
-    number = chunk.first - 1
-    while left > 0 and (line := stream.readline(min(left, max_record_bytes + 1))):
+    for number in count(chunk.first):
+        if left <= 0 or not (line := stream.readline(min(left, max_record_bytes + 1))):
+            return
         left -= len(line)
-        number += 1
         if len(line) > max_record_bytes:
             while left > 0 and line and not line.endswith(b"\n"):
                 line = stream.readline(min(left, 1 << 20))

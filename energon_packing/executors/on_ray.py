@@ -1,7 +1,5 @@
 """Workers of a Ray cluster: actors of one CPU each, which are given one task at a time."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

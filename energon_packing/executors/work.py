@@ -1,7 +1,5 @@
 """What executors have in common: the work that they do, the account of tasks whose worker died, and their order."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing

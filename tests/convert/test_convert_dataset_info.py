@@ -16,7 +16,7 @@ from plain_readers import alpaca, openai
 from source_files import write_image, write_json
 
 from energon_packing.cli.main import cli
-from energon_packing.convert.dataset_info import read_dataset_info
+from energon_packing.convert.config import read_dataset_info
 from energon_packing.errors import ConfigError
 
 ROLE_TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from source_files import read_records, sharegpt, write_json, write_lines
 
 from energon_packing.convert import json_text
-from energon_packing.convert.chunks import RawRecord, content_digest, find_sources
+from energon_packing.convert.chunks import RawRecord, find_sources
 from energon_packing.convert.sources import find_chunks, read_chunk
 from energon_packing.errors import UserError
+from energon_packing.remote_files import file_digest
 
 
 def read(path: Path, limit: int = 1 << 20) -> list[RawRecord]:
@@ -210,7 +211,7 @@ def test_chunks_of_any_size_hold_the_same_records_and_the_digest_of_the_whole_fi
     assert [(r.number, r.where, r.value, str(r.error)) for r in found] == [
         (r.number, r.where, r.value, str(r.error)) for r in whole
     ]
-    assert digests == {str(path): content_digest(path)}
+    assert digests == {str(path): file_digest(path)}
 
 
 def test_a_directory_is_read_in_a_fixed_order_without_hidden_and_foreign_files(tmp_path: Path) -> None:

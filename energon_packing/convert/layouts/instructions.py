@@ -7,8 +7,6 @@
 * ``prompt-completion``: TRL's ``prompt`` and ``completion``, texts or lists of messages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 What is trained of it is `encoder.train_on`; ``all`` with a template that writes the content alone trains the document.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -2,9 +2,9 @@
 
 A column that nothing reads is refused if data sets and trainers in use give it a meaning: LLaMA-Factory
 (``label``/``kto_tag``, ``audios``, ``history``), ms-swift (``label``, ``audios``, ``objects``, ``rejected_images``),
-TRL (``label``, ``chat_template_kwargs``, ``documents``), OpenAI (``functions``), VideoChat (``start``/``end``). Others are
-counted. A label of wanted and unwanted answers (KTO) is read only where the user names it: without a loss that reads
-``preference``, unwanted answers would be learned.
+TRL (``label``, ``chat_template_kwargs``, ``documents``), OpenAI (``functions``), VideoChat (``start``/``end``). Others
+are counted. A label of wanted and unwanted answers (KTO) is read only where the user names it: without a loss that
+reads ``preference``, unwanted answers would be learned.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,7 +25,7 @@ def frame_rate(value: Any) -> float | None:
     if value is None:
         return None
     if isinstance(value, int | float | str) and not isinstance(value, bool):
-        with suppress(ValueError):
+        with suppress(ValueError, OverflowError):
             if SMALLEST_NUMBER <= (rate := float(value)) <= LARGEST_NUMBER:
                 return rate
     raise SampleRejected(

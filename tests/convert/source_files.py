@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -75,8 +76,10 @@ def rejects(out: Path) -> list[dict[str, Any]]:
 
 def read_records(source: SourceFile, *, max_record_bytes: int, chunk_bytes: int = 1 << 18) -> Iterator[RawRecord]:
     """Yields every record of a file in order."""
-    for chunk in find_chunks(source, max_record_bytes=max_record_bytes, chunk_bytes=lambda: chunk_bytes):
-        yield from read_chunk(chunk, max_record_bytes=max_record_bytes)
+    with tempfile.TemporaryDirectory() as scratch:
+        options = {"max_record_bytes": max_record_bytes, "digests": {}, "scratch": Path(scratch)}
+        for chunk in find_chunks(source, chunk_bytes=lambda: chunk_bytes, **options):  # type: ignore[arg-type]
+            yield from read_chunk(chunk, max_record_bytes=max_record_bytes)
 
 
 def count_checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -347,7 +347,7 @@ def test_a_video_with_any_bytes_changed_is_measured_or_rejected(tmp_path_factory
     (path / f"{number}.mp4").write_bytes(content)
     checker = MediaChecker(ConvertConfig(sources=("x",)), path / "journal", path / f"index-{number}")
     with suppress(SampleRejected):
-        assert checker.check(str(path / f"{number}.mp4"), "video")
+        assert checker.check(str(path / f"{number}.mp4"), "video", "clip")
     checker.close()
 
 

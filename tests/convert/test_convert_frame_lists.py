@@ -58,7 +58,7 @@ def test_a_content_part_may_hold_a_list_of_frames_as_qwen_writes_it(rate: dict[s
         ({"videos": [FRAMES], "video_fps": True}, "bad_frames"),
         ({"videos": [FRAMES], "video_fps": "fast"}, "bad_frames"),
         ({"videos": [FRAMES], "video_fps": "nan"}, "bad_frames"),
-        ({"videos": [FRAMES], "video_fps": 1e300}, "bad_frames"),
+        ({"videos": [FRAMES], "video_fps": 10**400}, "bad_frames"),
         ({"videos": [FRAMES], "video_fps": [1, 2]}, "bad_frames"),
         ({"videos": [FRAMES], "video_timestamps": [[0, 1]]}, "bad_frames"),
         ({"videos": [FRAMES], "video_timestamps": [[0, 1, 1]]}, "bad_frames"),

@@ -102,7 +102,7 @@ def test_a_packed_file_holds_the_records_that_were_packed_wherever_chunks_end(tm
             sizes.append(sizes.pop(0))
             return sizes[-1]
 
-        chunks = list(find_chunks(source, max_record_bytes=1 << 20, chunk_bytes=size, scratch=tmp_path))
+        chunks = list(find_chunks(source, max_record_bytes=1 << 20, chunk_bytes=size, digests={}, scratch=tmp_path))
         read: dict[int, list[RawRecord]] = {}
         order = range(len(chunks) - 1, -1, -1) if backwards else range(len(chunks))
         for number in order:
@@ -173,7 +173,9 @@ def test_a_gzip_bomb_ends_at_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyP
     path.write_bytes(gzip.compress(b'{"a": "' + b"0" * (1 << 25) + b'"}\n'))
     assert bad(path)[-1][1] == "corrupt_source"
     (source,) = find_sources((path,))
-    chunks = list(find_chunks(source, max_record_bytes=1 << 16, chunk_bytes=lambda: 1 << 12, scratch=tmp_path))
+    chunks = list(
+        find_chunks(source, max_record_bytes=1 << 16, chunk_bytes=lambda: 1 << 12, digests={}, scratch=tmp_path)
+    )
     assert unpacked(tmp_path, source).stat().st_size < 1 << 25
     assert "unpacks to more than" in (chunks[-1].error.detail if chunks[-1].error else "")
 
@@ -200,7 +202,11 @@ def test_a_damaged_row_group_costs_its_own_rows_in_every_division_into_chunks(tm
     (source,) = find_sources((path,))
     found = []
     for size in (1 << 30, 3000, 1):
-        chunks = list(find_chunks(source, max_record_bytes=1 << 20, chunk_bytes=lambda size=size: size))
+        chunks = list(
+            find_chunks(
+                source, max_record_bytes=1 << 20, chunk_bytes=lambda size=size: size, digests={}, scratch=tmp_path
+            )
+        )
         found.append([record for chunk in chunks for record in read_chunk(chunk, max_record_bytes=1 << 20)])
         assert [record.number for record in found[-1]] == list(range(300))
     said = [[(record.number, record.value, str(record.error)) for record in records] for records in found]
@@ -313,7 +319,11 @@ def test_a_row_in_the_middle_of_many_row_groups_is_found_whatever_groups_are_emp
     assert values(path) == RECORDS
     (source,) = find_sources((path,))
     for size in (1, 700, 1 << 30):
-        chunks = list(find_chunks(source, max_record_bytes=1 << 20, chunk_bytes=lambda size=size: size))
+        chunks = list(
+            find_chunks(
+                source, max_record_bytes=1 << 20, chunk_bytes=lambda size=size: size, digests={}, scratch=tmp_path
+            )
+        )
         for chunk in reversed(chunks):
             found = [record.value for record in read_chunk(chunk, max_record_bytes=1 << 20)]
             assert found == RECORDS[chunk.start : chunk.end]

@@ -178,7 +178,7 @@ def test_a_large_array_is_streamed_and_not_loaded(tmp_path: Path) -> None:
             stream.write(("," if index else "") + json.dumps(sharegpt(str(index), "x" * 2000)))
         stream.write("]")
     (source,) = find_sources((path,))
-    chunks = find_chunks(source, max_record_bytes=1 << 20, chunk_bytes=lambda: 100_000)
+    chunks = find_chunks(source, max_record_bytes=1 << 20, chunk_bytes=lambda: 100_000, digests={}, scratch=tmp_path)
     first = next(chunks)
     assert next(read_chunk(first, max_record_bytes=1 << 20)).value["id"] == "0"
     assert path.stat().st_size > 8_000_000
@@ -205,7 +205,8 @@ def test_chunks_of_any_size_hold_the_same_records_and_the_digest_of_the_whole_fi
     path.write_bytes((text + "\n").encode("utf-8", "surrogateescape"))
     (source,) = find_sources((path,))
     digests: dict[str, str] = {}
-    chunks = find_chunks(source, max_record_bytes=2000, chunk_bytes=lambda: size, digests=digests)
+    options = {"max_record_bytes": 2000, "digests": digests, "scratch": path.parent}
+    chunks = find_chunks(source, chunk_bytes=lambda: size, **options)
     found = [record for chunk in chunks for record in read_chunk(chunk, max_record_bytes=2000)]
     whole = read_records(source, max_record_bytes=2000, chunk_bytes=1 << 20)
     assert [(r.number, r.where, r.value, str(r.error)) for r in found] == [
@@ -245,7 +246,7 @@ def test_the_output_inside_a_source_directory_is_never_a_source(tmp_path: Path) 
     [
         (lambda path: path / "nowhere.json", "does not exist"),
         (lambda path: (path / "empty.json").write_bytes(b"") or path / "empty.json", "is empty"),
-        (lambda path: (path / "dir").mkdir() or path / "dir", "has no .json"),
+        (lambda path: (path / "dir").mkdir() or path / "dir", "has no JSON"),
     ],
 )
 def test_an_unusable_source_is_told_in_one_sentence(tmp_path: Path, make, words: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from source_files import count_checks, rejects, sharegpt, write_image, write_json, write_lines
 
-from energon_packing.convert import ConversionReport, ConvertConfig, chunks, convert, shards, stores
+from energon_packing.convert import ConversionReport, ConvertConfig, chunks, convert, shards
 from energon_packing.convert import layout as layout_files
 from energon_packing.convert import media_files as media_checks
 from energon_packing.demo.generate import make_data
@@ -111,7 +111,7 @@ def test_where_chunks_and_pieces_of_shards_end_shows_in_no_file(
     for chunk in sizes:
         monkeypatch.setattr(chunks, "_SMALLEST_CHUNK", chunk)
         monkeypatch.setattr(chunks, "_LARGEST_CHUNK", chunk)
-        monkeypatch.setattr(stores, "_PIECE_SAMPLES", chunk)
+        monkeypatch.setattr(shards, "_PIECE_SAMPLES", chunk)
         assert converted(many, tmp_path / "out", workers=1, layout=layout)[1] == whole
 
 
@@ -280,12 +280,12 @@ def test_a_line_that_a_killed_worker_left_unfinished_costs_one_check(
     checked = count_checks(monkeypatch)
     for number, place in enumerate(places):
         checker = media_checks.MediaChecker(config, journal, tmp_path / f"index-{number}")
-        checker.check(*place)
+        checker.check(*place, "named")
         checker.close()
         with journal.open("a") as stream:
             stream.write('\n{"place": "image /half')
     assert checked == ["a.png", "b.png"]
     checker = media_checks.MediaChecker(config, journal, tmp_path / "index")
-    assert [checker.check(*place)[0].name[-4:] for place in places] == [".png", ".png"]
+    assert [checker.check(*place, "named")[0].name[-4:] for place in places] == [".png", ".png"]
     checker.close()
     assert checked == ["a.png", "b.png"]

@@ -329,7 +329,7 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         name="an image's own size is counted as an ignored column",
         test=COLUMNS + "test_an_image_that_asks_for_a_size_of_its_own_is_refused[resized_height]",
         oracle="qwen_vl_utils",
-        edits=(("convert/columns.py", "    names: tuple[str, ...] = _SIZES\n", "    names: tuple[str, ...] = ()\n"),),
+        edits=(("convert/columns.py", "    for name in _SIZES + of_video:\n", "    for name in of_video:\n"),),
     ),
     Mutation(
         trap=77,

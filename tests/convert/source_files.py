@@ -15,7 +15,7 @@ from PIL import Image
 
 from energon_packing.convert import ConversionReport, ConvertConfig, convert
 from energon_packing.convert import media_files as media_checks
-from energon_packing.convert.chunks import RawRecord, SourceFile
+from energon_packing.convert.chunks import Chunk, RawRecord, SourceFile
 from energon_packing.convert.sources import find_chunks, read_chunk
 
 
@@ -74,11 +74,15 @@ def rejects(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "rejects.jsonl").read_text().splitlines()]
 
 
+def chunks_of(source: SourceFile, scratch: Path, size: Any, limit: int = 1 << 20) -> Iterator[Chunk]:
+    """Yields the chunks of a file; ``size`` gives the bytes of each."""
+    return find_chunks(source, max_record_bytes=limit, chunk_bytes=size, digests={}, scratch=scratch)
+
+
 def read_records(source: SourceFile, *, max_record_bytes: int, chunk_bytes: int = 1 << 18) -> Iterator[RawRecord]:
     """Yields every record of a file in order."""
     with tempfile.TemporaryDirectory() as scratch:
-        options = {"max_record_bytes": max_record_bytes, "digests": {}, "scratch": Path(scratch)}
-        for chunk in find_chunks(source, chunk_bytes=lambda: chunk_bytes, **options):  # type: ignore[arg-type]
+        for chunk in chunks_of(source, Path(scratch), lambda: chunk_bytes, max_record_bytes):
             yield from read_chunk(chunk, max_record_bytes=max_record_bytes)
 
 

@@ -16,7 +16,9 @@ from PIL import Image
 from energon_packing.convert import ConversionReport, ConvertConfig, convert
 from energon_packing.convert import media_files as media_checks
 from energon_packing.convert.chunks import Chunk, RawRecord, SourceFile
+from energon_packing.convert.records import parse_record
 from energon_packing.convert.sources import find_chunks, read_chunk
+from energon_packing.errors import SampleRejected
 
 
 def sharegpt(key: str | None = None, question: str = "Hi?", answer: str = "Yes.", **columns: Any) -> dict[str, Any]:
@@ -72,6 +74,13 @@ def run(source: Path | tuple[Path, ...], out: Path, **options: Any) -> Conversio
 
 def rejects(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "rejects.jsonl").read_text().splitlines()]
+
+
+def refused(record: Any, layout: str = "auto", **options: Any) -> tuple[str, str]:
+    """Reason and detail of a record that cannot be parsed."""
+    with pytest.raises(SampleRejected) as caught:
+        parse_record(record, layout, **options)
+    return caught.value.reason, caught.value.detail
 
 
 def chunks_of(source: SourceFile, scratch: Path, size: Any, limit: int = 1 << 20) -> Iterator[Chunk]:

@@ -116,6 +116,7 @@ def test_an_array_that_is_not_well_formed_ends_with_one_error(tmp_path: Path, ta
     assert len(bad(path)) == 1
 
 
+@settings(max_examples=60)
 @given(
     st.lists(
         st.recursive(
@@ -197,6 +198,7 @@ BROKEN = [
 ]
 
 
+@settings(max_examples=60)
 @given(st.sampled_from(BROKEN), st.integers(1, 700), st.sampled_from([".json", ".jsonl"]))
 def test_chunks_of_any_size_hold_the_same_records_and_the_digest_of_the_whole_file(
     tmp_path_factory: pytest.TempPathFactory, text: str, size: int, suffix: str

@@ -73,6 +73,7 @@ class RawRecord:
     warnings: tuple[str, ...] = ()
 
 
+LINES = ("lines", "text")
 Form = Literal["lines", "text", "array", "object", "rows", "samples"]
 
 
@@ -94,25 +95,31 @@ class Chunk:
 
     source: SourceFile
     form: Form
-    start: int
-    end: int
-    first: int
+    start: int = 0
+    end: int = 0
+    first: int = 0
     error: SampleRejected | None = None
     position: int = -1
     path: Path | None = None
     samples: tuple[tuple[str, tuple[MemberBytes, ...]], ...] = ()
 
+    def where(self, number: int) -> str:
+        """Where the record of this number is, for a reader."""
+        return f"{self.source.name}:{number}" if self.form in LINES else f"{self.source.name}[{number}]"
 
-def broken(source: SourceFile, number: int, where: str, detail: str, *, reason: str = "bad_json") -> RawRecord:
-    """A record that cannot be read."""
-    error = SampleRejected(reason, f"{where}: {detail}")
-    return RawRecord(source=source, number=number, where=where, value=None, error=error)
+    def record(self, number: int, value: Any, note: str = "", **more: Any) -> RawRecord:
+        """The record of this number; the note follows its place."""
+        return RawRecord(source=self.source, number=number, where=self.where(number) + note, value=value, **more)
+
+    def broken(self, number: int, detail: str, reason: str = "bad_json", note: str = "") -> RawRecord:
+        """The record of this number, which cannot be read."""
+        error = SampleRejected(reason, f"{self.where(number)}{note}: {detail}")
+        return self.record(number, None, note, error=error)
 
 
 def one_line(error: BaseException) -> str:
     """The message of an exception, short and without line breaks."""
-    text = str(error) or type(error).__name__
-    return " ".join(text.split())[:300]
+    return " ".join((str(error) or type(error).__name__).split())[:300]
 
 
 _SMALLEST_CHUNK, _LARGEST_CHUNK = 1 << 12, 1 << 19

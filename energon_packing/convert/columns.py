@@ -229,8 +229,8 @@ def filled_column(record: Mapping[str, Any], names: Collection[str]) -> str | No
 def _look_at_entry(entry: Mapping[str, Any], kind: MediaKind, column: str, media: RecordMedia) -> None:
     is_frames = kind == "video" and isinstance(entry.get("frames", entry.get("video")), list)
     refuse_own_view(entry, kind, "unsupported_field", f"an entry of {column!r}", is_frames=is_frames)
-    read = {"path", "bytes"} if isinstance(entry.get("bytes"), bytes) else {"path"}
-    media.ignore(entry, {"frames", "video", *FRAME_TIMING} if is_frames else read, f"{column}[]")
+    of_file = {"path", "bytes"} if isinstance(entry.get("bytes"), bytes) else {"path"}
+    media.ignore(entry, {"frames", "video", *FRAME_TIMING} if is_frames else of_file, f"{column}[]")
 
 
 def refuse_own_view(
@@ -431,8 +431,9 @@ def parse_extras(record: Mapping[str, Any], columns: Sequence[str], *, pair: boo
     Raises:
         SampleRejected: ``bad_extra`` for an invalid value, ``conflicting_columns`` if a name has two values.
     """
-    given = {} if record.get("extras") is None else record["extras"]
-    values = dict(expect(given, dict, "bad_extra", "the extras column is", "name -> value"))
+    values: dict[str, Any] = {}
+    if record.get("extras") is not None:
+        values |= expect(record["extras"], dict, "bad_extra", "the extras column is", "name -> value")
     for name in columns:
         if (value := _extra_column(record, name, pair)) is None:
             continue

@@ -70,13 +70,12 @@ class ColumnMap:
         """A record under the names that layouts read, and the names of filled columns that were left out; raises
         ``conflicting_columns`` if a name is filled under both its own name and the given one."""
         theirs = {name: column for name, column in self.columns.items() if name in COLUMNS}
-        taken = set(theirs.values())
-        own = {name: value for name, value in record.items() if name not in taken}
+        own = {name: value for name, value in record.items() if name not in theirs.values()}
         left = {name for name in own if self.only and name in COLUMNS and name != "id"}
         for name, value in own.items():
             if name in theirs and name not in left and not says_nothing(value):
-                detail = f"the record has {name!r} and {theirs[name]!r}, which stands for it"
-                raise SampleRejected("conflicting_columns", detail)
+                twice = f"the record has {name!r} and {theirs[name]!r}, which stands for it"
+                raise SampleRejected("conflicting_columns", twice)
         found = {name: value for name, value in own.items() if name not in left}
         found |= {name: record[column] for name, column in theirs.items() if column in record}
         for name in _MESSAGES if self.roles or not self.columns.keys().isdisjoint(FIELDS) else ():
@@ -199,16 +198,16 @@ class ConvertConfig:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
-        sources = (self.sources,) if isinstance(self.sources, str | Path) else self.sources
-        # The dataclass is frozen, so convert paths that were passed as strings here.
-        object.__setattr__(self, "sources", tuple(Path(source) for source in sources))
-        object.__setattr__(self, "out", Path(self.out))
-        object.__setattr__(self, "media_root", None if self.media_root is None else Path(self.media_root))
-        for name, paths in (("SRC", self.sources), ("--out", (self.out,)), ("--media-root", (self.media_root,))):
+        given = (self.sources,) if isinstance(self.sources, str | Path) else self.sources
+        out, root = Path(self.out), None if self.media_root is None else Path(self.media_root)
+        sources = tuple(map(Path, given))
+        for option, paths in (("SRC", sources), ("--out", (out,)), ("--media-root", (root,))):
             for path in filter(None, paths):
-                check_remote(name, path, _INSTEAD)
-        object.__setattr__(self, "split", normalised_split(self.split))
-        object.__setattr__(self, "extra_columns", tuple(self.extra_columns))
+                check_remote(option, path, _INSTEAD)
+        made: dict[str, Any] = {"sources": sources, "out": out, "media_root": root}
+        made |= {"split": normalised_split(self.split), "extra_columns": tuple(self.extra_columns)}
+        for field_name, value in made.items():  # the dataclass is frozen
+            object.__setattr__(self, field_name, value)
         if self.format != "auto":
             LAYOUTS.find(self.format)
         choices = {"layout": Layout, "check_media": MediaCheck, "missing_placeholder": MissingPlaceholder}
@@ -342,8 +341,7 @@ def read_dataset_info(path: Path, name: str) -> NamedDataset:
     """
     try:
         address = remote_address(path)
-        text = path.read_text(encoding="utf-8") if address is None else read(address).decode("utf-8")
-        entries = json.loads(text)
+        entries = json.loads((path.read_bytes() if address is None else read(address)).decode())
     except OSError as error:
         raise UserError(f"--dataset-info {path} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
@@ -418,5 +416,5 @@ def _turns(
         if name not in columns:
             raise ConfigError(f"{where} has ranking, but columns names no {name!r}")
         mapped[name] = columns[name]
-    roles = {ours: tags[tag] for tag, ours in _ROLES.items() if tag in tags}
-    return mapped, {ours: theirs for ours, theirs in roles.items() if ROLE_OF.get(theirs) != ROLE_OF[ours]}
+    roles = ((ours, tags[tag]) for tag, ours in _ROLES.items() if tag in tags)
+    return mapped, {ours: theirs for ours, theirs in roles if ROLE_OF.get(theirs) != ROLE_OF[ours]}

@@ -30,8 +30,8 @@ def wanted_key(record: Any, source_name: str, number: int) -> tuple[str, bool, l
         return name, True, []  # nearly all ids
     usable = isinstance(name, str | int | float) and not isinstance(name, bool)
     if not usable or name == "":
-        unusable = ["unusable_id"] if name is not None and not usable else []
-        return safe_key(f"{source_name.rsplit('.', 1)[0]}-{number}"), False, unusable
+        own = safe_key(f"{source_name.rsplit('.', 1)[0]}-{number}")
+        return own, False, [] if usable or name is None else ["unusable_id"]
     key = safe_key(str(name))
     return key, True, ["sanitised_id"] if key != str(name) else []
 

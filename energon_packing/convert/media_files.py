@@ -107,8 +107,8 @@ class MediaFile:
 
     def media(self, name: str) -> Media:
         """The record's entry for the file, which is stored under a name."""
-        shown = {field: getattr(self, field) for field in ("kind", "width", "height", "frames", "fps", "duration")}
-        return Media(name=name, **shown)
+        shown = ("kind", "width", "height", "frames", "fps", "duration")
+        return Media(name=name, **{field: getattr(self, field) for field in shown})
 
 
 StoredMedia = Any
@@ -450,8 +450,8 @@ class MediaChecker:
         except OSError as error:
             return SampleRejected("missing_media", f"cannot be read: {error.strerror or error}")
         except Exception as error:  # a file may do anything to its decoder, and costs itself only
-            why = f"{Path(path).name} cannot be checked: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            return SampleRejected(of.corrupt, why)
+            why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            return SampleRejected(of.corrupt, f"{Path(path).name} cannot be checked: {why}")
 
     def _note(self, key: str, outcome: StoredMedia | SampleRejected, stamp: Stamp) -> None:
         entry: dict[str, Any] = {"place": key, "stamp": tuple(stamp)}
@@ -465,9 +465,8 @@ class MediaChecker:
 
     def _read(self, key: str, entry: str) -> Checked | None:
         try:
-            found = json.loads(entry)
-            made = self._kinds[key.partition(" ")[0]].made
-            outcome = made(**found["file"]) if "file" in found else SampleRejected(*found["rejected"])
+            found, kind = json.loads(entry), self._kinds[key.partition(" ")[0]]
+            outcome = kind.made(**found["file"]) if "file" in found else SampleRejected(*found["rejected"])
             return outcome, Stamp(*found["stamp"])
         except (ValueError, KeyError, TypeError):
             return None

@@ -27,17 +27,18 @@ import numpy as np
 from energon_packing.convert.chunks import Chunk, ChunkSize, RawRecord, SourceFile, find_sources, source_digest
 from energon_packing.convert.config import ConvertConfig
 from energon_packing.convert.keys import KeyAssigner, SplitAssigner, key_digest, positions_of, wanted_key
-from energon_packing.convert.layout import DATASET_FILE, media_names
-from energon_packing.convert.media_files import MediaChecker, RecordFiles, Stamp, StoredMedia
-from energon_packing.convert.records import encode_record, parse_record, plain_record
-from energon_packing.convert.report import (
+from energon_packing.convert.layout import (
     CONVERSION_VERSION,
+    DATASET_FILE,
     REJECTS_FILE,
     WARNINGS_FILE,
     ConversionReport,
     ignored_entries,
+    media_names,
     read_report,
 )
+from energon_packing.convert.media_files import MediaChecker, RecordFiles, Stamp, StoredMedia
+from energon_packing.convert.records import encode_record, parse_record, plain_record
 from energon_packing.convert.shards import (
     MediaTable,
     PlannedSamples,

@@ -119,10 +119,8 @@ def _speech(message: Any) -> Any:
 
 def _without(beginning: list[Any], answer: list[Any]) -> list[Any]:
     """Removes the beginning from an answer that repeats it, as some data sets do."""
-    head = answer[: len(beginning)]
-    if len(answer) > len(beginning) and [_speech(turn) for turn in head] == [_speech(turn) for turn in beginning]:
-        return answer[len(beginning) :]
-    return answer
+    repeats = [*map(_speech, answer[: len(beginning)])] == [*map(_speech, beginning)]
+    return answer[len(beginning) :] if repeats and len(answer) > len(beginning) else answer
 
 
 _Parts = tuple[list[Any], list[Any], list[Any]]

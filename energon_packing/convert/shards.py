@@ -213,8 +213,7 @@ class Writing:
                 _copy(tar, file)
             for number, (name, size, spool, offset) in enumerate(piece.records):
                 if spool not in streams:
-                    stream = spool_file(self.scratch, spool).open("rb", buffering=_BUFFER)
-                    streams[spool] = stack.enter_context(stream)
+                    streams[spool] = stack.enter_context(spool_file(self.scratch, spool).open("rb", buffering=_BUFFER))
                 if places.get(spool) != offset:
                     streams[spool].seek(offset)
                 places[spool] = offset + size
@@ -313,8 +312,7 @@ class MediaTable:
         """
         digest = file.name.partition(".")[0]
         values = (digest, file.name, file.path, *stamp, *(file.metadata or (None, None)))
-        query = "INSERT OR IGNORE INTO media VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
-        if self._database.execute(query, values).rowcount:
+        if self._database.execute("INSERT OR IGNORE INTO media VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values).rowcount:
             self.files += 1
             return
         name, path = self._database.execute("SELECT name, path FROM media WHERE digest = ?", (digest,)).fetchone()

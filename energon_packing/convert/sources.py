@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from energon_packing.convert.chunks import (
+    LINES,
     TABLE_SUFFIXES,
     TAR_SUFFIX,
     TEXT_SUFFIX,
@@ -29,7 +30,6 @@ from energon_packing.convert.chunks import (
     Form,
     RawRecord,
     SourceFile,
-    broken,
     one_line,
     suffix_of,
 )
@@ -39,7 +39,6 @@ from energon_packing.convert.tars import find_samples, read_samples
 from energon_packing.errors import SampleRejected, UserError
 from energon_packing.remote_files import file_digest
 
-_LINES = ("lines", "text")
 _BOM = b"\xef\xbb\xbf"
 _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 _AT_ONCE = 1 << 22
@@ -83,7 +82,7 @@ def find_chunks(
             for chunk in _found(copy, suffix, max_record_bytes, chunk_bytes, damage):
                 yield replace(chunk, source=source, path=copy.path, position=source.size * chunk.end // max(size, 1))
         if damage is not None and (suffix != TAR_SUFFIX or not size):
-            yield Chunk(source=source, form="lines", start=0, end=0, first=0, error=damage)
+            yield Chunk(source=source, form="lines", error=damage)
         digests[source.place] = file_digest(source.path)
     except OSError as problem:
         if problem.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -145,7 +144,7 @@ def _found(
         reader = DigestingReader(stream)
         reader.read(start)
         if error is not None:
-            yield Chunk(source=source, form=form, start=0, end=0, first=0, error=error)
+            yield Chunk(source=source, form=form, error=error)
         else:
             yield from _FIND[form](source, reader, max_record_bytes, chunk_bytes)
         return reader.hexdigest()
@@ -203,10 +202,8 @@ def _find_elements(
     error: SampleRejected | None = None
     for number, element in enumerate(iterate_array(reader, max_element=max_record_bytes)):
         if element.last:
-            where = f"{source.name}[{number}]"
-            error = SampleRejected(
-                "truncated_array", f"{where}: {element.error}; {_unread(source, before + end, number)}"
-            )
+            detail = f"{element.error}; {_unread(source, before + end, number)}"
+            error = SampleRejected("truncated_array", f"{source.name}[{number}]: {detail}")
             break
         if start is None:
             start, first = element.start, number
@@ -257,7 +254,7 @@ def read_chunk(chunk: Chunk, *, max_record_bytes: int) -> Iterator[RawRecord]:
     """
     source = chunk.source
     if chunk.error is not None:
-        where = source.name if chunk.form in _LINES else f"{source.name}[{chunk.first}]"
+        where = source.name if chunk.form in LINES else chunk.where(chunk.first)
         yield RawRecord(source=source, number=chunk.first, where=where, value=None, error=chunk.error)
         return
     if chunk.form in ("samples", "rows"):
@@ -267,28 +264,23 @@ def read_chunk(chunk: Chunk, *, max_record_bytes: int) -> Iterator[RawRecord]:
     try:
         with (chunk.path or source.path).open("rb") as stream:
             stream.seek(chunk.start)
-            if chunk.form in _LINES:
+            if chunk.form in LINES:
                 yield from _read_lines(chunk, stream, max_record_bytes)
                 return
             text = stream.read(chunk.end - chunk.start)
     except OSError as error:
         raise UserError(f"{source.path} cannot be read: {error.strerror or error}") from error
     if chunk.form == "object":
-        yield _parsed(source, 0, text, f"{source.name}[0]")
+        yield _parsed(chunk, 0, text)
         return
     # The search for chunks has checked the length of each element.
     text = b"[%b]" % text
     if (values := parse_quickly(text)) is not None:
-        for number, value in enumerate(values, chunk.first):
-            yield RawRecord(source=source, number=number, where=f"{source.name}[{number}]", value=value)
+        yield from (chunk.record(number, value) for number, value in enumerate(values, chunk.first))
         return
-    elements = iterate_array(io.BytesIO(text), max_element=sys.maxsize)
-    for number, element in enumerate(elements, chunk.first):
-        where = f"{source.name}[{number}]"
-        if element.error is None:
-            yield RawRecord(source=source, number=number, where=where, value=element.value)
-        else:
-            yield broken(source, number, where, element.error)
+    for number, element in enumerate(iterate_array(io.BytesIO(text), max_element=sys.maxsize), chunk.first):
+        fits = element.error is None
+        yield chunk.record(number, element.value) if fits else chunk.broken(number, str(element.error))
 
 
 def _has_whole_line(stream: BinaryIO, limit: int) -> bool:
@@ -303,13 +295,13 @@ def _has_whole_line(stream: BinaryIO, limit: int) -> bool:
 
 
 def _read_lines(chunk: Chunk, stream: BinaryIO, max_record_bytes: int) -> Iterator[RawRecord]:
-    source, left = chunk.source, chunk.end - chunk.start
+    left = chunk.end - chunk.start
     parsed = _document if chunk.form == "text" else _parsed
     if left <= min(_AT_ONCE, max_record_bytes):
         # Half of the time of reading them one by one.
         for number, line in enumerate(stream.read(left).split(b"\n"), chunk.first):
             if line and not line.isspace():
-                yield parsed(source, number, line, f"{source.name}:{number}")
+                yield parsed(chunk, number, line)
         return
     for number in count(chunk.first):
         if left <= 0 or not (line := stream.readline(min(left, max_record_bytes + 1))):
@@ -319,24 +311,21 @@ def _read_lines(chunk: Chunk, stream: BinaryIO, max_record_bytes: int) -> Iterat
             while left > 0 and line and not line.endswith(b"\n"):
                 line = stream.readline(min(left, 1 << 20))
                 left -= len(line)
-            detail = f"the line is longer than {max_record_bytes} bytes"
-            yield broken(source, number, f"{source.name}:{number}", detail, reason="record_too_large")
+            yield chunk.broken(number, f"the line is longer than {max_record_bytes} bytes", "record_too_large")
         elif not line.isspace():
-            yield parsed(source, number, line.removesuffix(b"\n"), f"{source.name}:{number}")
+            yield parsed(chunk, number, line.removesuffix(b"\n"))
 
 
-def _document(source: SourceFile, number: int, line: bytes, where: str) -> RawRecord:
+def _document(chunk: Chunk, number: int, line: bytes) -> RawRecord:
     """A line of a text file, as a record of the layout ``text``; Hugging Face's reader of text files has the same."""
     try:
-        text = line.removesuffix(b"\r").decode("utf-8")
+        return chunk.record(number, {"text": line.removesuffix(b"\r").decode("utf-8")})
     except UnicodeDecodeError as error:
-        return broken(source, number, where, f"the line is not UTF-8: {error.reason}", reason="bad_text")
-    return RawRecord(source=source, number=number, where=where, value={"text": text})
+        return chunk.broken(number, f"the line is not UTF-8: {error.reason}", "bad_text")
 
 
-def _parsed(source: SourceFile, number: int, text: bytes, where: str) -> RawRecord:
+def _parsed(chunk: Chunk, number: int, text: bytes) -> RawRecord:
     try:
-        value = parse_json(text)
+        return chunk.record(number, parse_json(text))
     except (ValueError, RecursionError) as error:
-        return broken(source, number, where, one_line(error))
-    return RawRecord(source=source, number=number, where=where, value=value)
+        return chunk.broken(number, one_line(error))

@@ -13,7 +13,7 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
-from energon_packing.convert.chunks import Chunk, RawRecord, SourceFile, broken, one_line
+from energon_packing.convert.chunks import Chunk, RawRecord, SourceFile, one_line
 from energon_packing.convert.json_text import parse_json
 from energon_packing.errors import SampleRejected, UserError
 
@@ -114,7 +114,7 @@ def find_rows(source: SourceFile, chunk_bytes: Callable[[], int]) -> Iterator[Ch
         if isinstance(error, FileNotFoundError | PermissionError):
             raise
         detail = f"{source.name}: cannot be read as {_kind(source.path)}: {one_line(error)}"
-        yield Chunk(source=source, form="rows", start=0, end=0, first=0, error=SampleRejected(_CONTENT, detail))
+        yield Chunk(source=source, form="rows", error=SampleRejected(_CONTENT, detail))
         return
     whole = sum(size for _, size in parts) or 1
     for rows, size in parts:
@@ -122,15 +122,13 @@ def find_rows(source: SourceFile, chunk_bytes: Callable[[], int]) -> Iterator[Ch
         while row < rows:
             left = min(rows - row, max(1, chunk_bytes() * rows // max(size, 1)))
             row += left
-            position = total * (seen + size * row // rows) // whole
-            yield Chunk(
-                source=source, form="rows", start=first, end=first + left, first=first, position=min(position, total)
-            )
+            position = min(total * (seen + size * row // rows) // whole, total)
+            yield Chunk(source=source, form="rows", start=first, end=first + left, first=first, position=position)
             first += left
         seen += size
     if first == 0:
         empty = SampleRejected("empty_file", f"{source.name}: the table has no rows")
-        yield Chunk(source=source, form="rows", start=0, end=0, first=0, error=empty)
+        yield Chunk(source=source, form="rows", error=empty)
 
 
 def read_rows(chunk: Chunk, *, max_record_bytes: int) -> Iterator[RawRecord]:
@@ -139,27 +137,25 @@ def read_rows(chunk: Chunk, *, max_record_bytes: int) -> Iterator[RawRecord]:
     try:
         status = source.path.stat()
         for first, batch in _opened(source.path, status.st_size, status.st_mtime_ns).rows(row, chunk.end):
-            yield from _records(source, first, batch, max_record_bytes)
+            yield from _records(chunk, first, batch, max_record_bytes)
             row = first + batch.num_rows
     except (ValueError, OSError, OverflowError) as error:
         # The same rows for every division into chunks: a chunk ends with its part of the file at the latest, and within
         # a part nothing can be read from the first damaged batch on.
         close_table()
         for number in range(row, chunk.end):
-            yield broken(source, number, f"{source.name}[{number}]", one_line(error), reason=_CONTENT)
+            yield chunk.broken(number, one_line(error), _CONTENT)
 
 
-def _records(source: SourceFile, first: int, batch: Any, max_record_bytes: int) -> Iterator[RawRecord]:
-    if batch.nbytes > max_record_bytes:
-        for number in range(batch.num_rows) if batch.num_rows > 1 else ():
-            yield from _records(source, first + number, batch.slice(number, 1), max_record_bytes)
-        if batch.num_rows == 1:
-            detail = f"the row has more than {max_record_bytes} bytes"
-            yield broken(source, first, f"{source.name}[{first}]", detail, reason="record_too_large")
-        return
-    for number, (value, warnings) in enumerate(zip(*_values(batch), strict=True), first):
-        where = f"{source.name}[{number}]"
-        yield RawRecord(source=source, number=number, where=where, value=value, warnings=warnings)
+def _records(chunk: Chunk, first: int, batch: Any, max_record_bytes: int) -> Iterator[RawRecord]:
+    if batch.nbytes <= max_record_bytes:
+        for number, (value, warnings) in enumerate(zip(*_values(batch), strict=True), first):
+            yield chunk.record(number, value, warnings=warnings)
+    elif batch.num_rows == 1:
+        yield chunk.broken(first, f"the row has more than {max_record_bytes} bytes", "record_too_large")
+    else:
+        for number in range(batch.num_rows):
+            yield from _records(chunk, first + number, batch.slice(number, 1), max_record_bytes)
 
 
 def _values(batch: Any) -> tuple[list[Any], list[tuple[str, ...]]]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_packing.conversation import MediaKind
-from energon_packing.convert.chunks import Chunk, MemberBytes, RawRecord, SourceFile, broken, one_line
+from energon_packing.convert.chunks import Chunk, MemberBytes, RawRecord, SourceFile, one_line
 from energon_packing.convert.columns import COLUMNS
 from energon_packing.convert.fields import expect
 from energon_packing.convert.json_text import parse_json
@@ -110,7 +110,7 @@ def find_samples(
             error = damage or SampleRejected("corrupt_source", f"{source.name}: is damaged: {one_line(problem)}")
             sample = None
         if samples and (sample is None or len(samples) >= _MOST_SAMPLES or size >= chunk_bytes()):
-            yield Chunk(source=source, form="samples", start=0, end=position, first=first, samples=tuple(samples))
+            yield Chunk(source=source, form="samples", end=position, first=first, samples=tuple(samples))
             first += len(samples)
             samples, size = [], 0
         if sample is not None:
@@ -120,7 +120,7 @@ def find_samples(
     if error is None and first == 0:
         error = SampleRejected("empty_file", f"{source.name}: the tar has no samples")
     if error is not None:
-        yield Chunk(source=source, form="samples", start=0, end=0, first=first, error=error)
+        yield Chunk(source=source, form="samples", first=first, error=error)
 
 
 def _samples(path: Path) -> Iterator[Sample]:
@@ -149,12 +149,11 @@ def _samples(path: Path) -> Iterator[Sample]:
 def read_samples(chunk: Chunk, *, max_record_bytes: int) -> Iterator[RawRecord]:
     """Yields the record of every sample of a chunk; one that cannot be read has an error."""
     for number, (key, members) in enumerate(chunk.samples, chunk.first):
-        where = f"{chunk.source.name}[{number}] ({key[:100]})"
+        note = f" ({key[:100]})"
         try:
-            value, names = _record(key, members, max_record_bytes), _by_name(key, members)
-            yield RawRecord(source=chunk.source, number=number, where=where, value=value, members=names)
+            yield chunk.record(number, _record(key, members, max_record_bytes), note, members=_by_name(key, members))
         except SampleRejected as error:
-            yield broken(chunk.source, number, where, error.detail, reason=error.reason)
+            yield chunk.broken(number, error.detail, error.reason, note)
 
 
 def _suffix(key: str, member: MemberBytes) -> str:

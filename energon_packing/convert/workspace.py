@@ -18,9 +18,14 @@ from typing import Any
 
 from energon_packing.convert.chunks import SourceFile
 from energon_packing.convert.config import ConvertConfig
-from energon_packing.convert.layout import DATASET_FILE, META_DIRECTORY
+from energon_packing.convert.layout import (
+    CONVERSION_FILE,
+    DATASET_FILE,
+    META_DIRECTORY,
+    fingerprint_difference,
+    read_report,
+)
 from energon_packing.convert.media_files import FETCHED
-from energon_packing.convert.report import CONVERSION_FILE, fingerprint_difference, read_report
 from energon_packing.convert.sources import unpacked
 from energon_packing.errors import UserError, fault_of
 from energon_packing.line_file import lock

@@ -22,8 +22,8 @@ from source_files import count_checks, openai, rejects, run, sharegpt, write_ima
 from energon_packing.cli.main import cli
 from energon_packing.convert import media_files as media_checks
 from energon_packing.convert.config import ConvertConfig
+from energon_packing.convert.layout import read_report
 from energon_packing.convert.media_files import MediaChecker, resolve_media
-from energon_packing.convert.report import read_report
 from energon_packing.errors import ConfigError, SampleRejected, UserError
 
 

@@ -1,5 +1,5 @@
-"""Layouts other than ShareGPT and OpenAI, and entries of LLaMA-Factory's ``dataset_info.json``: each record says what its
-own loader makes of it, or is refused by name."""
+"""Layouts other than ShareGPT and OpenAI, and LLaMA-Factory's ``dataset_info.json``: each record says what its own
+loader makes of it, or is refused by name."""
 
 from __future__ import annotations
 

@@ -21,8 +21,7 @@ def _matches(record: Mapping[str, Any]) -> bool:
 
 
 def _restate(record: Mapping[str, Any], warnings: list[str]) -> Mapping[str, Any]:
-    message = {"role": "assistant", "content": record["text"]}
-    return {**without(record, "text"), "messages": [message]}
+    return {**without(record, "text"), "messages": [{"role": "assistant", "content": record["text"]}]}
 
 
 LAYOUT = Layout(name="text", expects="'text'", matches=_matches, restate=_restate)

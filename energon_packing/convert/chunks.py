@@ -132,6 +132,9 @@ class ChunkSize:
 
     size = _SMALLEST_CHUNK
 
+    def __call__(self) -> int:
+        return self.size
+
     def learn(self, seconds: float) -> None:
         """Takes note of how long a chunk took."""
         wanted = 2 * self.size if seconds < _SHORT else self.size // 2 if seconds > _LONG else self.size

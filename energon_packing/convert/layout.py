@@ -191,7 +191,7 @@ class IndexWriter:
 
     def __init__(self, directory: Path) -> None:
         self._meta = directory / META_DIRECTORY
-        self._meta.mkdir()
+        self._meta.mkdir(parents=True)
         self._database = open_scratch(self._meta / "index.sqlite")
         self._samples: list[SampleRow] = []
         self.parts: list[PartRow] = []

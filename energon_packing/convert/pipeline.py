@@ -229,21 +229,16 @@ class ReadRecords:
     """What the first half has found, chunk by chunk in the order of the records."""
 
     def __init__(self, config: ConvertConfig, media: MediaTable, plan: SamplePlan) -> None:
-        self._config = config
-        self.media = media
-        self.plan = plan
-        self._keys = KeyAssigner()
-        self._written_of_origin: Counter[int] = Counter()
+        self._config, self.media, self.plan = config, media, plan
+        self._keys, self.splits = KeyAssigner(), SplitAssigner(config.split)
+        self._written_of_origin = Counter[int]()
         self._first_reject: dict[int, str] = {}
         self._media_names = sha256()
-        self.splits = SplitAssigner(config.split)
         self.read = self.record_bytes = 0
-        self.rejected: Counter[str] = Counter()
-        self.warnings: Counter[str] = Counter()
-        self.ignored: Counter[str] = Counter()
+        self.rejected, self.warnings = Counter[str](), Counter[str]()
+        self.ignored, self.mentions = Counter[str](), Counter[str]()
         self.layouts: dict[str, Counter[str]] = {}
         self.first_rejects: dict[str, str] = {}
-        self.mentions: Counter[str] = Counter()
 
     def add(self, chunk: Chunk, audit: ChunkAudit, rejects: TextIO, warnings: TextIO) -> None:
         """Adds the records of the next chunk, and writes to the files of rejected records and of warnings.
@@ -393,6 +388,9 @@ def _unwritable(config: ConvertConfig, build: Path, error: OSError | sqlite3.Ope
     return f"--out {config.out} cannot be written ({why}); {what}, and add --resume to reuse the media checks so far"
 
 
+_Results = Callable[..., Generator[tuple[Any, Any], None, None]]
+
+
 def _build(
     config: ConvertConfig,
     sources: list[SourceFile],
@@ -423,7 +421,9 @@ def _build(
         if config.dry_run:  # what would be stored, without shards
             media_bytes, shards = sum(file.stamp.size for file in media.rows()), 0
         else:
-            media_bytes, shards = _write(config, reading, moved, splits, results, build, fingerprint, tell)
+            store = stack.enter_context(closing(SampleStore(config, media, splits, build)))
+            shards = _write(store, reading, moved, splits, results, reading.identity(fingerprint), tell)
+            media_bytes = store.media_bytes
     mentions = reading.mentions
     entry = config.out / DATASET_FILE if config.layout == "polylithic" else config.out
     report = ConversionReport(
@@ -457,28 +457,23 @@ def _build(
 def _read(
     config: ConvertConfig,
     sources: list[SourceFile],
-    results: Callable[..., Generator[tuple[Any, Any], None, None]],
+    results: _Results,
     reading: ReadRecords,
     build: Path,
     journal: Path,
     tell: Progress,
 ) -> dict[str, str]:
     """The first half; returns the digest of each source."""
-    total = sum(source.size for source in sources)
-    scratch = build.parent
+    total, scratch = sum(source.size for source in sources), build.parent
     sources = [copy_of(source, scratch) for source in sources]
     size = ChunkSize()
     digests: dict[str, str] = {}
 
     def chunks() -> Iterator[Chunk]:
         for source in sources:
-            fetch_source(source, build.parent)
+            fetch_source(source, scratch)
             yield from find_chunks(
-                source,
-                max_record_bytes=config.max_record_bytes,
-                chunk_bytes=lambda: size.size,
-                scratch=scratch,
-                digests=digests,
+                source, max_record_bytes=config.max_record_bytes, chunk_bytes=size, scratch=scratch, digests=digests
             )
 
     with (
@@ -503,27 +498,27 @@ def _read(
 
 
 def _write(
-    config: ConvertConfig,
+    store: SampleStore,
     reading: ReadRecords,
     moved: Mapping[int, int],
     splits: Mapping[str, int],
-    results: Callable[..., Generator[tuple[Any, Any], None, None]],
-    build: Path,
-    fingerprint: Mapping[str, Any],
+    results: _Results,
+    identity: bytes,
     tell: Progress,
-) -> tuple[int, int]:
-    """The second half; returns the bytes of media in the data set, without tar headers, and the number of its tars."""
+) -> int:
+    """The second half; returns the number of tars."""
     total, done = sum(splits.values()), 0
-    with ExitStack() as stack:
-        store = SampleStore(config, reading.media, splits, build, stack)
-        tell("write", done, total)
-        # Closed here, whatever happens: they read from files that are closed right after.
-        samples = stack.enter_context(closing(reading.plan.read(moved)))
-        pieces = stack.enter_context(closing(store.pieces(samples)))
-        for (_, piece), _ in stack.enter_context(closing(results(pieces, Writing(build.parent)))):
+    tell("write", done, total)
+    # Closed here, whatever happens: they read from files that are closed right after.
+    with (
+        closing(reading.plan.read(moved)) as samples,
+        closing(store.pieces(samples)) as pieces,
+        closing(results(pieces, Writing(store.build.parent))) as written,
+    ):
+        for (_, piece), _ in written:
             done += len(piece.records)
             tell("write", done, total)
-        tell("index", 0, 1)
-        shards = store.finish([name for name, count in splits.items() if count], reading.identity(fingerprint))
-        tell("index", shards, shards)
-    return store.media_bytes, shards
+    tell("index", 0, 1)
+    shards = store.finish([name for name, count in splits.items() if count], identity)
+    tell("index", shards, shards)
+    return shards

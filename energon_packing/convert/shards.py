@@ -378,34 +378,30 @@ class SampleStore:
     """Stores samples in the layout of a conversion: records with each distinct media file once in another WebDataset,
     in the order of first mention (polylithic), or each sample's record and media together (monolithic)."""
 
-    def __init__(
-        self, config: ConvertConfig, media: MediaTable, counts: Mapping[str, int], build: Path, stack: ExitStack
-    ) -> None:
+    def __init__(self, config: ConvertConfig, media: MediaTable, counts: Mapping[str, int], build: Path) -> None:
         """
         Args:
             counts: samples of each split.
             build: directory of the data set.
-            stack: closes the indexes.
         """
-        self._config, self._media, self._build, self._stack = config, media, build, stack
+        self._config, self._media, self.build = config, media, build
         self._subflavors = SUBFLAVORS if config.own_layout is None else config.own_layout.subflavors
         self._apart = config.layout == "polylithic"
         directory = build / TEXT_DIRECTORY if self._apart else build
-        self._index = self._opened(directory)
+        self._index = IndexWriter(directory)
         self._splits: list[_Tars] = []
         first = 0
         for split, count in counts.items():
             self._splits.append(_Tars(directory, split, first))
             first += -(-count // config.samples_per_shard)
         self._media_tars = _Tars(build / MEDIA_DIRECTORY, "media", 0)
-        self._media_index = self._opened(build / MEDIA_DIRECTORY) if self._apart and media.files else None
+        self._media_index = IndexWriter(build / MEDIA_DIRECTORY) if self._apart and media.files else None
         self.media_bytes = 0
 
-    def _opened(self, directory: Path) -> IndexWriter:
-        directory.mkdir(exist_ok=True)
-        index = IndexWriter(directory)
-        self._stack.callback(index.close)
-        return index
+    def close(self) -> None:
+        """Closes the indexes."""
+        for index in filter(None, (self._index, self._media_index)):
+            index.close()
 
     def pieces(self, plan: Iterable[PlannedSamples]) -> Pieces:
         """Divides all samples into pieces of shards, and adds the rows of the index."""
@@ -467,5 +463,5 @@ class SampleStore:
             self._media_index.finish(self._media_tars.counts, ["media"], identity=media)
         if self._apart:
             media_too = self._media_index is not None
-            write_metadataset(self._build, splits, with_media=media_too, subflavors=self._subflavors)
+            write_metadataset(self.build, splits, with_media=media_too, subflavors=self._subflavors)
         return len(shards) + len(self._media_tars.counts)

@@ -183,17 +183,6 @@ def test_a_record_of_two_layouts_is_refused_with_both_names(record: dict[str, An
     assert {parse_record(record, first).layout, parse_record(record, second).layout} == {first, second}  # type: ignore[arg-type]
 
 
-def test_the_report_names_the_layout_of_each_source(tmp_path: Path) -> None:
-    write_json(tmp_path / "src/a.json", [sharegpt(), openai(), {"instruction": "a", "output": "b"}])
-    write_lines(tmp_path / "src/b.jsonl", [V1, {"text": "x"}])
-    report = run(tmp_path / "src", tmp_path / "out")
-    assert report.layouts == {
-        "a.json": {"alpaca": 1, "openai": 1, "sharegpt": 1},
-        "b.jsonl": {"llamafactory-v1": 1, "text": 1},
-    }
-    assert json.loads((tmp_path / "out/conversion.json").read_text())["layouts"] == report.layouts
-
-
 # -- labels ------------------------------------------------------------------------------------------------------------
 
 

@@ -116,15 +116,6 @@ def test_a_plain_record_is_written_as_on_the_general_road(record: dict[str, Any]
         assert found[0] == by_the_general_road(record)
 
 
-@settings(max_examples=120, deadline=None)
-@given(CALLS_OF_ALL_KINDS, st.sampled_from([None, "", "I ask.", " ", "<image>", 3]))
-def test_a_turn_that_calls_is_written_as_on_the_general_road(calls: Any, content: Any) -> None:
-    answer = {"role": "tool", "content": "4", "tool_call_id": "c1"}
-    record = {"messages": [ASKS, {"role": "assistant", "content": content, "tool_calls": calls}, answer, SAYS]}
-    found = plain_record(record, "auto")
-    assert found is None or found[0] == by_the_general_road(record)
-
-
 @pytest.mark.parametrize(
     "more",
     [{}, {"system": "Be brief."}, {"tools": TOOLS}, {"tools": json.dumps(TOOLS)}, {"system": None, "tools": None}],

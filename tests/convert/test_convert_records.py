@@ -15,7 +15,7 @@ from jinja2 import Environment
 from source_files import openai, refused, rejects, run, sharegpt, write_image, write_json, write_video
 
 from energon_packing.conversation import Conversation, Media, MediaPart
-from energon_packing.convert.fields import LOSS_FIELDS, ROLE_OF, THINKING_FIELDS
+from energon_packing.convert.fields import LOSS_FIELDS, THINKING_FIELDS
 from energon_packing.convert.records import ParsedRecord, parse_record
 from energon_packing.errors import SampleRejected
 
@@ -147,18 +147,6 @@ def test_two_different_system_prompts_are_rejected_and_equal_ones_are_one() -> N
     assert [turn.role for turn in parse_record(record).turns] == ["system", "user", "assistant"]
     record["system"] = "B"
     assert refused(record)[0] == "two_system_prompts"
-
-
-def test_images_and_videos_are_taken_each_from_its_own_column_in_reading_order() -> None:
-    record = sharegpt(question="<video>a<image>b<video><image>", images=["i.png"] * 2, video=["v.mp4", "w.mp4"])
-    assert media(record) == [("video", "v.mp4"), ("image", "i.png"), ("video", "w.mp4"), ("image", "i.png")]
-
-
-@pytest.mark.parametrize("name", sorted(set(ROLE_OF) - {"function_call"}))
-def test_every_role_is_known(name: str) -> None:
-    record = sharegpt()
-    record["conversations"].insert(0, {"from": name, "value": "text"})
-    assert parse_record(record).turns[0].role == ROLE_OF[name]
 
 
 @pytest.mark.parametrize("arguments", [{"a": [1, "é"]}, '{"a": [1, "é"]}'])
@@ -583,36 +571,6 @@ def test_extras_of_a_pair_stand_in_one_column_or_in_two(columns: dict[str, Any])
 def test_what_is_no_value_of_a_trained_token_is_rejected(columns: dict[str, Any], expected: str) -> None:
     record = {"conversations": ASKED, **columns} if "chosen" in columns else sharegpt(**columns)
     assert refused(record, extra_columns=("a",))[0] == expected
-
-
-@pytest.mark.parametrize("layout", ["polylithic", "monolithic"])
-def test_pairs_and_extras_are_stored_and_read_back(tmp_path: Path, layout: str) -> None:
-    write_image(tmp_path / "i.png")
-    pair = {
-        "id": "p",
-        "conversations": [{"from": "human", "value": "<image>Why?"}],
-        "chosen": GPT_YES,
-        "rejected": GPT_NO,
-        "images": ["i.png"],
-        "extras": {"logp": {"chosen": -0.5, "rejected": -2}},
-    }
-    records = [pair, sharegpt("s", reward=0.25), {**pair, "id": "bad", "rejected": GPT_YES}]
-    source = write_json(tmp_path / "a.json", records)
-    report = run(source, tmp_path / "out", layout=layout, extra_columns=("reward",), split={"train": 1.0})
-    assert (report.written, report.rejected) == (2, {"nothing_to_learn": 1})
-    assert [line["key"] for line in rejects(tmp_path / "out")] == ["bad"]
-    samples = read_dataset(report.entry)
-    found = {key: Conversation.from_record(key, sample.record) for key, sample in samples.items()}
-    assert found["p"].is_pair
-    assert [shown(answer.turns)[1:] for answer in found["p"].answers()] == [
-        [("assistant", "Because.")],
-        [("assistant", "No.")],
-    ]
-    assert found["p"].extras == {"logp": {"chosen": -0.5, "rejected": -2}}
-    assert samples["p"].media == [(tmp_path / "i.png").read_bytes()]
-    assert found["s"].extras == {"reward": 0.25}
-    assert not found["s"].is_pair
-    assert json.loads((tmp_path / "out/conversion.json").read_text())["images"] == 1
 
 
 FRAMES = ["f0.jpg", "f1.jpg", "f2.jpg"]

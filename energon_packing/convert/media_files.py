@@ -71,9 +71,8 @@ class MediaFile:
         name: its entry in the media store, ``<32 hex digits of its SHA-256>.<extension>``; equal files share one entry.
         size: bytes.
         width, height, stored_width, stored_height: pixels as displayed, and as stored, before any rotation.
-        frames, fps, duration: of a video, see `energon_packing.media.probe.VideoInfo`; None for images.
-        format, mode: Pillow's or FFmpeg's name of the format, and Pillow's pixel mode; the latter is empty for videos.
-        transparent: see `energon_packing.media.probe.ImageInfo`; False for videos.
+        frames, fps, duration, container: of a video, see `energon_packing.media.probe.VideoInfo`.
+        format, mode, transparent: of an image, see `energon_packing.media.probe.ImageInfo`.
     """
 
     kind: MediaKind
@@ -82,13 +81,14 @@ class MediaFile:
     size: int
     width: int
     height: int
-    frames: int | None
-    fps: float | None
-    duration: float | None
     stored_width: int
     stored_height: int
-    format: str
-    mode: str
+    frames: int | None = None
+    fps: float | None = None
+    duration: float | None = None
+    container: str = ""
+    format: str = ""
+    mode: str = ""
     transparent: bool = False
 
     @property
@@ -169,26 +169,11 @@ def check_media(stream: BinaryIO, path: str, size: int, kind: MediaKind, config:
         if found is None or found.width * found.height > config.max_pixels:
             with _pillow_pixel_limit(config.max_pixels):
                 found = image_info(path, max_pixels=config.max_pixels, decode=decode)
-        extension, form = _EXTENSION_OF_IMAGE[found.format], found.format
+        extension = _EXTENSION_OF_IMAGE[found.format]
     else:
         found = probe_video(path, max_pixels=config.max_pixels, decode=decode)
-        extension, form = _video_extension(Path(path), found.container), found.container
-    return MediaFile(
-        kind=kind,
-        path=path,
-        name=f"{digest}.{extension}",
-        size=size,
-        width=found.width,
-        height=found.height,
-        frames=getattr(found, "frames", None),
-        fps=getattr(found, "fps", None),
-        duration=getattr(found, "duration", None),
-        stored_width=found.stored_width,
-        stored_height=found.stored_height,
-        format=form,
-        mode=getattr(found, "mode", ""),
-        transparent=getattr(found, "transparent", False),
-    )
+        extension = _video_extension(Path(path), found.container)
+    return MediaFile(kind=kind, path=path, name=f"{digest}.{extension}", size=size, **found._asdict())
 
 
 MEDIA_KINDS: Mapping[str, FileKind] = {

@@ -309,8 +309,8 @@ def parse_record(
     # Done before media are compared with placeholders, because an unread column may explain a mismatch.
     media.ignored |= check_columns(value, read, turns, media.references)
     media.check(_hint(media.ignored))
-    answers = [] if pair is None else zip((pair.chosen, pair.rejected), pair.columns[1:], strict=True)
-    taught = [_answer(answer, warnings, media.ignored, column) for answer, column in answers]
+    both = () if pair is None else ((pair.chosen, pair.columns[1]), (pair.rejected, pair.columns[2]))
+    taught = [_answer(answer, warnings, media.ignored, column) for answer, column in both]
     if taught and taught[0] == taught[1]:
         raise SampleRejected("nothing_to_learn", "the chosen and the rejected answer are the same")
     for answered in taught or [turns]:

@@ -95,9 +95,9 @@ def write_metadataset(
     directory: Path, splits: Iterable[str], *, with_media: bool, subflavors: Mapping[str, str] = SUBFLAVORS
 ) -> None:
     """Writes ``dataset.yaml`` of a polylithic data set; its paths are relative, so the directory can be moved."""
-    media = {"aux": {MEDIA_AUX: f"./{MEDIA_DIRECTORY}"}} if with_media else {}
-    references = {
-        split: {"path": f"./{TEXT_DIRECTORY}", "split_part": split, "subflavors": dict(subflavors), **media}
+    references = {  # made anew for each split: YAML would write a shared one as an alias
+        split: {"path": f"./{TEXT_DIRECTORY}", "split_part": split, "subflavors": dict(subflavors)}
+        | ({"aux": {MEDIA_AUX: f"./{MEDIA_DIRECTORY}"}} if with_media else {})
         for split in splits
     }
     content = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": references}

@@ -131,7 +131,7 @@ def test_placeholders_and_media_that_do_not_match_are_rejected_with_both_counts(
         *((calls(f'{{"name": "f", "arguments": {value}}}'), "bad_tool_call") for value in ('"{"', "[1]")),
     ],
 )
-def test_each_bad_record_is_rejected_with_its_own_refused(record: Any, expected: str) -> None:
+def test_each_bad_record_is_rejected_with_its_own_reason(record: Any, expected: str) -> None:
     assert refused(record)[0] == expected
 
 
@@ -147,6 +147,11 @@ def test_two_different_system_prompts_are_rejected_and_equal_ones_are_one() -> N
     assert [turn.role for turn in parse_record(record).turns] == ["system", "user", "assistant"]
     record["system"] = "B"
     assert refused(record)[0] == "two_system_prompts"
+
+
+def test_images_and_videos_are_taken_each_from_its_own_column_in_reading_order() -> None:
+    record = sharegpt(question="<video>a<image>b<video><image>", images=["i.png"] * 2, video=["v.mp4", "w.mp4"])
+    assert media(record) == [("video", "v.mp4"), ("image", "i.png"), ("video", "w.mp4"), ("image", "i.png")]
 
 
 @pytest.mark.parametrize("arguments", [{"a": [1, "é"]}, '{"a": [1, "é"]}'])
@@ -524,7 +529,7 @@ def test_an_answer_may_call_tools_and_go_on() -> None:
         ({"conversations": [1], "chosen": "A", "rejected": "B"}, ("unknown_layout", "keys are")),
     ],
 )
-def test_what_is_no_pair_is_rejected_by_refused(record: dict[str, Any], expected: tuple[str, str]) -> None:
+def test_what_is_no_pair_is_rejected_by_reason(record: dict[str, Any], expected: tuple[str, str]) -> None:
     found, detail = refused(record)
     assert found == expected[0]
     assert expected[1] in detail

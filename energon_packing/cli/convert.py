@@ -19,10 +19,10 @@ from energon_packing.convert.config import (
     MissingPlaceholder,
     parse_names,
     parse_split,
+    read_dataset_info,
 )
-from energon_packing.convert.dataset_info import read_dataset_info
+from energon_packing.convert.layout import CONVERSION_FILE, REJECTS_FILE, UNREAD_REASONS, ConversionReport
 from energon_packing.convert.layouts.layout import LAYOUTS
-from energon_packing.convert.report import CONVERSION_FILE, REJECTS_FILE, UNREAD_REASONS, ConversionReport
 from energon_packing.errors import ConfigError
 from energon_packing.media import DEFAULT_MAX_PIXELS
 from energon_packing.remote_files import remote_address, shown

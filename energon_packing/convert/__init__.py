@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from energon_packing.convert.config import ConvertConfig
-    from energon_packing.convert.layout import dataset_entry
+    from energon_packing.convert.layout import ConversionReport, dataset_entry
     from energon_packing.convert.pipeline import convert
-    from energon_packing.convert.report import ConversionReport
 
 __all__ = ["ConversionReport", "ConvertConfig", "convert", "dataset_entry"]
-_MODULES = {"ConversionReport": "report", "ConvertConfig": "config", "convert": "pipeline", "dataset_entry": "layout"}
+_MODULES = {"ConversionReport": "layout", "ConvertConfig": "config", "convert": "pipeline", "dataset_entry": "layout"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,12 +1,7 @@
-"""Files of records, pieces of them, and single records: what the process that finds them and its workers exchange.
-
-The files that a conversion reads: named ones, and those in directories and patterns.
-"""
-
-from __future__ import annotations
+"""The files that a conversion reads, pieces of them, and single records: what the process that finds them and its
+workers exchange."""
 
 import glob
-import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,18 +9,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from energon_packing.errors import SampleRejected, UserError
-from energon_packing.remote_files import digest, listed, matches, remote_address, shown, status
+from energon_packing.remote_files import digest, file_digest, listed, matches, remote_address, shown, status
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemberBytes:
-    """The place of a file in a tar.
-
-    Attributes:
-        path: of the tar.
-        name: of the member.
-        offset, size: of its content, bytes.
-    """
+    """The place of a file in a tar: path of the tar, name of the member, bytes before its content and of it."""
 
     path: str
     name: str
@@ -68,11 +57,9 @@ class RawRecord:
     """One record as it is in its file.
 
     Attributes:
-        source: the file.
         number: line of a JSON Lines file, from 1; index in an array, from 0.
         where: ``name:line`` or ``name[index]``, for a reader.
-        value: the parsed JSON; None if `error` is set.
-        error: why it could not be parsed.
+        value, error: the parsed JSON, or None and why it could not be parsed.
         members: of a record in a tar, the files beside it, by each name that it may use.
         warnings: names of oddities of the form in which the file holds it.
     """
@@ -86,6 +73,7 @@ class RawRecord:
     warnings: tuple[str, ...] = ()
 
 
+LINES = ("lines", "text")
 Form = Literal["lines", "text", "array", "object", "rows", "samples"]
 
 
@@ -94,7 +82,6 @@ class Chunk:
     """Records of one file that follow each other, to be parsed elsewhere.
 
     Attributes:
-        source: the file.
         form: how the records are written: ``text`` is a document per line, ``rows`` are those of a table, ``samples``
             those of a tar.
         start, end: their bytes in the file, unpacked; the brackets of an array are left out. Of a table, its rows; of a
@@ -108,25 +95,31 @@ class Chunk:
 
     source: SourceFile
     form: Form
-    start: int
-    end: int
-    first: int
+    start: int = 0
+    end: int = 0
+    first: int = 0
     error: SampleRejected | None = None
     position: int = -1
     path: Path | None = None
     samples: tuple[tuple[str, tuple[MemberBytes, ...]], ...] = ()
 
+    def where(self, number: int) -> str:
+        """Where the record of this number is, for a reader."""
+        return f"{self.source.name}:{number}" if self.form in LINES else f"{self.source.name}[{number}]"
 
-def broken(source: SourceFile, number: int, where: str, detail: str, *, reason: str = "bad_json") -> RawRecord:
-    """A record that cannot be read."""
-    error = SampleRejected(reason, f"{where}: {detail}")
-    return RawRecord(source=source, number=number, where=where, value=None, error=error)
+    def record(self, number: int, value: Any, note: str = "", **more: Any) -> RawRecord:
+        """The record of this number; the note follows its place."""
+        return RawRecord(source=self.source, number=number, where=self.where(number) + note, value=value, **more)
+
+    def broken(self, number: int, detail: str, reason: str = "bad_json", note: str = "") -> RawRecord:
+        """The record of this number, which cannot be read."""
+        error = SampleRejected(reason, f"{self.where(number)}{note}: {detail}")
+        return self.record(number, None, note, error=error)
 
 
 def one_line(error: BaseException) -> str:
     """The message of an exception, short and without line breaks."""
-    text = str(error) or type(error).__name__
-    return " ".join(text.split())[:300]
+    return " ".join((str(error) or type(error).__name__).split())[:300]
 
 
 _SMALLEST_CHUNK, _LARGEST_CHUNK = 1 << 12, 1 << 19
@@ -137,18 +130,15 @@ _SHORT, _LONG = 0.05, 0.5
 class ChunkSize:
     """Bytes of the next chunk: few at first, then what takes a worker a moment."""
 
-    def __init__(self) -> None:
-        self._bytes = _SMALLEST_CHUNK
+    size = _SMALLEST_CHUNK
 
     def __call__(self) -> int:
-        return self._bytes
+        return self.size
 
     def learn(self, seconds: float) -> None:
         """Takes note of how long a chunk took."""
-        if seconds < _SHORT:
-            self._bytes = min(2 * self._bytes, _LARGEST_CHUNK)
-        elif seconds > _LONG:
-            self._bytes = max(self._bytes // 2, _SMALLEST_CHUNK)
+        wanted = 2 * self.size if seconds < _SHORT else self.size // 2 if seconds > _LONG else self.size
+        self.size = min(max(wanted, _SMALLEST_CHUNK), _LARGEST_CHUNK)
 
 
 JSON_SUFFIXES = frozenset({".json", ".jsonl", ".ndjson"})
@@ -157,12 +147,12 @@ TEXT_SUFFIX = ".txt"
 TABLE_SUFFIXES = frozenset({".parquet", ".arrow"})
 TAR_SUFFIX = ".tar"
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-_LONG_FORMS = {".tgz": ".tar.gz"}
 _SUFFIXES = tuple(
-    {*TABLE_SUFFIXES, TAR_SUFFIX, *_LONG_FORMS}
+    {*TABLE_SUFFIXES, TAR_SUFFIX, ".tgz"}
     | {suffix + compression for suffix in (*JSON_SUFFIXES, TAR_SUFFIX) for compression in ("", *COMPRESSIONS)}
 )
 _KINDS = "JSON, JSON Lines, Parquet, Arrow or tar"
+_EMPTY = "is empty; it should hold conversations as a JSON array or as JSON Lines"
 _OF_DATASETS = frozenset({"dataset_info.json", "state.json", "dataset_dict.json"})
 """Beside the tables of a saved Hugging Face data set; they hold no records."""
 
@@ -170,8 +160,9 @@ _OF_DATASETS = frozenset({"dataset_info.json", "state.json", "dataset_dict.json"
 def suffix_of(path: Path) -> tuple[str, str | None]:
     """The suffix of a file's content, lower case, and how the file is compressed: None, ``gzip`` or ``zstd``."""
     suffix = path.suffix.lower()
-    path = path.with_suffix(_LONG_FORMS[suffix]) if suffix in _LONG_FORMS else path
-    compression = COMPRESSIONS.get(path.suffix.lower())
+    if suffix == ".tgz":
+        return TAR_SUFFIX, "gzip"
+    compression = COMPRESSIONS.get(suffix)
     return (Path(path.stem).suffix.lower() if compression else suffix), compression
 
 
@@ -210,7 +201,7 @@ def _found_remote(source: Path) -> list[tuple[Path, str, int]]:
     try:
         if (file := status(address)) is not None:
             if file.size == 0:
-                raise UserError(f"{address} is empty; it should hold conversations as a JSON array or as JSON Lines")
+                raise UserError(f"{address} {_EMPTY}")
             return [(source, source.name, file.size)]
         if glob.has_magic(address):
             files = [(each, each.rpartition("/")[2], status(each)) for each in matches(address)]
@@ -255,16 +246,14 @@ def _found(source: Path, is_shut: Callable[[Path], bool]) -> list[tuple[Path, st
             and not is_shut(path)
         ]
         if not found:
-            suffixes = ".json, .jsonl, .ndjson, .parquet, .arrow or .tar"
-            raise UserError(f"{source} has no {suffixes} file; name the file of conversations")
+            raise UserError(f"{source} has no {_KINDS} file; name the file of conversations")
         return found
     if source.is_file():
         if (size := source.stat().st_size) == 0:
-            raise UserError(f"{source} is empty; it should hold conversations as a JSON array or as JSON Lines")
+            raise UserError(f"{source} {_EMPTY}")
         return [(source, source.name, size)]
-    if source.exists():
-        raise UserError(f"{source} is neither a file nor a directory")
-    raise UserError(f"{source} does not exist; name a {_KINDS} file, or a directory of such files")
+    what = "is neither a file nor a directory" if source.exists() else "does not exist"
+    raise UserError(f"{source} {what}; name a {_KINDS} file, or a directory of such files")
 
 
 def _has_records(path: Path) -> bool:
@@ -275,27 +264,15 @@ def _has_records(path: Path) -> bool:
 
 
 def _is_saved_dataset(directory: Path, files: Iterable[Path]) -> bool:
-    """Whether `datasets.Dataset.save_to_disk`, or that of a dictionary of data sets, has written a directory.
-
-    Args:
-        directory: of the data set.
-        files: all of them, and perhaps others.
-    """
+    """Whether `datasets.Dataset.save_to_disk`, or that of a dictionary of data sets, has written a directory that holds
+    these files (others may be among them)."""
     beside = [path.name for path in files if path.parent == directory]
     return "dataset_dict.json" in beside or ("state.json" in beside and any(n.endswith(".arrow") for n in beside))
 
 
 def source_digest(source: SourceFile) -> str:
     """SHA-256 of a file, hexadecimal."""
-    if source.address is not None:
-        try:
-            return digest(source.address)
-        except OSError as error:
-            raise UserError(f"{source.address} cannot be read: {error.strerror or error}") from error
-    return content_digest(source.path)
-
-
-def content_digest(path: Path) -> str:
-    """SHA-256 of a file of this machine, hexadecimal."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    try:
+        return file_digest(source.path) if source.address is None else digest(source.address)
+    except OSError as error:
+        raise UserError(f"{source.place} cannot be read: {error.strerror or error}") from error

@@ -1,10 +1,7 @@
-"""The options of a conversion, checked when they are created.
+"""The options of a conversion, checked when they are created; other names of columns, by option or by LLaMA-Factory's
+``dataset_info.json``."""
 
-Other names for columns, fields of a message and roles: a record under the names that layouts read.
-"""
-
-from __future__ import annotations
-
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,16 +12,20 @@ from energon_packing.conversation import PREFERENCE
 from energon_packing.convert.fields import ROLE_OF, says_nothing
 from energon_packing.convert.layouts.layout import LAYOUTS
 from energon_packing.convert.layouts.layout import Layout as RecordLayout
-from energon_packing.errors import ConfigError, SampleRejected
+from energon_packing.errors import ConfigError, SampleRejected, UserError
 from energon_packing.executors.work import ExecutorConfig, ExecutorKind
 from energon_packing.media import DEFAULT_MAX_PIXELS
-from energon_packing.remote_files import absolute, check_remote
+from energon_packing.remote_files import absolute, check_remote, read, remote_address
 from energon_packing.stored_record import LARGEST_NUMBER, SMALLEST_NUMBER
 
+RECORD_COLUMNS = (
+    *("id", "messages", "conversations", "prompt", "chosen", "rejected", "system", "tools"),
+    *("image", "images", "video", "videos"),
+)
+"""Columns of a record with a meaning of their own."""
 COLUMNS = (
-    *("id", "messages", "conversations", "system", "tools", "chosen", "rejected"),
-    *("image", "images", "video", "videos", "audio", "audios"),
-    *("instruction", "input", "output", "query", "response", "prompt", "completion", "history", "text"),
+    *RECORD_COLUMNS,
+    *("audio", "audios", "instruction", "input", "output", "query", "response", "completion", "history", "text"),
 )
 """Columns that may have another name."""
 FIELDS = ("role", "content")
@@ -66,22 +67,15 @@ class ColumnMap:
         return record if theirs is None or not isinstance(record, dict) else {"id": record.get(theirs)}
 
     def apply(self, record: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
-        """A record under the names that layouts read.
-
-        Returns:
-            The record, and the names of filled columns that were left out.
-
-        Raises:
-            SampleRejected: ``conflicting_columns`` if a name is filled under both its own name and the given one.
-        """
+        """A record under the names that layouts read, and the names of filled columns that were left out; raises
+        ``conflicting_columns`` if a name is filled under both its own name and the given one."""
         theirs = {name: column for name, column in self.columns.items() if name in COLUMNS}
-        taken = set(theirs.values())
-        own = {name: value for name, value in record.items() if name not in taken}
+        own = {name: value for name, value in record.items() if name not in theirs.values()}
         left = {name for name in own if self.only and name in COLUMNS and name != "id"}
         for name, value in own.items():
             if name in theirs and name not in left and not says_nothing(value):
-                detail = f"the record has {name!r} and {theirs[name]!r}, which stands for it"
-                raise SampleRejected("conflicting_columns", detail)
+                twice = f"the record has {name!r} and {theirs[name]!r}, which stands for it"
+                raise SampleRejected("conflicting_columns", twice)
         found = {name: value for name, value in own.items() if name not in left}
         found |= {name: record[column] for name, column in theirs.items() if column in record}
         for name in _MESSAGES if self.roles or not self.columns.keys().isdisjoint(FIELDS) else ():
@@ -112,11 +106,7 @@ _EXAMPLES = {
 
 
 def parse_names(option: str, text: str, *, stray_commas: bool = True) -> dict[str, str]:
-    """Reads ``messages=dialog,images=pics``.
-
-    Raises:
-        ConfigError: the text is not of that form, or names something twice.
-    """
+    """Reads ``messages=dialog,images=pics``; refuses other forms, and what is named twice."""
     names: dict[str, str] = {}
     for entry in text.split(","):
         name, _, theirs = (part.strip() for part in entry.partition("="))
@@ -131,7 +121,7 @@ def parse_names(option: str, text: str, *, stray_commas: bool = True) -> dict[st
 
 
 RecordFormat = str
-"""``auto``, or the name of one of `energon_packing.convert.layouts.layout.LAYOUTS`."""
+"""``auto``, or the name of one of `LAYOUTS`."""
 Layout = Literal["polylithic", "monolithic"]
 MediaCheck = Literal["full", "header"]
 MissingPlaceholder = Literal["reject", "prepend", "append"]
@@ -139,13 +129,6 @@ MissingPlaceholder = Literal["reject", "prepend", "append"]
 DEFAULT_SPLIT = {"train": 0.98, "val": 0.02}
 DEFAULT_FRAME_FPS = 2.0
 """Frames per second of a list of images that states no rate; LLaMA-Factory and qwen-vl-utils assume the same."""
-RECORD_COLUMNS = frozenset(
-    (
-        *("id", "messages", "conversations", "prompt", "chosen", "rejected", "system", "tools"),
-        *("image", "images", "video", "videos"),
-    )
-)
-"""Columns of a record with a meaning of their own."""
 _INSTEAD = "mount the storage, or copy the files with its own tool, and name the local path"
 _ROUNDED = 0.02
 """How much less than 1 the shares of a split may be together."""
@@ -215,16 +198,16 @@ class ConvertConfig:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
-        sources = (self.sources,) if isinstance(self.sources, str | Path) else self.sources
-        # The dataclass is frozen, so convert paths that were passed as strings here.
-        object.__setattr__(self, "sources", tuple(Path(source) for source in sources))
-        object.__setattr__(self, "out", Path(self.out))
-        object.__setattr__(self, "media_root", None if self.media_root is None else Path(self.media_root))
-        for name, paths in (("SRC", self.sources), ("--out", (self.out,)), ("--media-root", (self.media_root,))):
+        given = (self.sources,) if isinstance(self.sources, str | Path) else self.sources
+        out, root = Path(self.out), None if self.media_root is None else Path(self.media_root)
+        sources = tuple(map(Path, given))
+        for option, paths in (("SRC", sources), ("--out", (out,)), ("--media-root", (root,))):
             for path in filter(None, paths):
-                check_remote(name, path, _INSTEAD)
-        object.__setattr__(self, "split", normalised_split(self.split))
-        object.__setattr__(self, "extra_columns", tuple(self.extra_columns))
+                check_remote(option, path, _INSTEAD)
+        made: dict[str, Any] = {"sources": sources, "out": out, "media_root": root}
+        made |= {"split": normalised_split(self.split), "extra_columns": tuple(self.extra_columns)}
+        for field_name, value in made.items():  # the dataclass is frozen
+            object.__setattr__(self, field_name, value)
         if self.format != "auto":
             LAYOUTS.find(self.format)
         choices = {"layout": Layout, "check_media": MediaCheck, "missing_placeholder": MissingPlaceholder}
@@ -266,11 +249,7 @@ class ConvertConfig:
 
     @property
     def executor_config(self) -> ExecutorConfig:
-        """Who works.
-
-        Raises:
-            ConfigError: nobody could.
-        """
+        """Who works; refuses what nobody could do."""
         return ExecutorConfig(kind=self.executor, workers=self.workers, address=self.address)
 
     @property
@@ -306,23 +285,136 @@ def normalised_split(split: Mapping[str, float]) -> dict[str, float]:
             raise ConfigError(f"split share {name}={share} must be a number of 0 or more")
     total = sum(split.values())
     if not 1 - _ROUNDED <= total <= 1 + 1e-9:
-        why = (
-            "shares may not exceed 1 together"
-            if total > 1
-            else "every sample is in one of its parts; name a part for the rest"
-        )
+        rest = "every sample is in one of its parts; name a part for the rest"
+        why = "shares may not exceed 1 together" if total > 1 else rest
         raise ConfigError(f"split adds up to {total:g}, and {why}, as in train=0.98,val=0.02")
     return {name: share / total for name, share in split.items() if share > 0}
 
 
 def parse_split(text: str) -> dict[str, float]:
-    """Reads ``train=0.98,val=0.02``.
-
-    Raises:
-        ConfigError: the text is not of that form, or names a split twice.
-    """
+    """Reads ``train=0.98,val=0.02``; refuses other forms, and a split that is named twice."""
     names = parse_names("split", text, stray_commas=False)
     try:
         return normalised_split({name: float(share) for name, share in names.items()})
     except ValueError as error:
         raise ConfigError(f"split {text!r} cannot be read: {error}; write for example {_EXAMPLES['split']}") from error
+
+
+_DEFAULT_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
+_DEFAULT_TAGS = {
+    "role_tag": "from",
+    "content_tag": "value",
+    "user_tag": "human",
+    "assistant_tag": "gpt",
+    "observation_tag": "observation",
+    "function_tag": "function_call",
+    "system_tag": "system",
+}
+_ROLES = {tag: name for tag, name in _DEFAULT_TAGS.items() if tag not in ("role_tag", "content_tag")}
+_ELSEWHERE = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
+_KNOWN = {"file_name", "formatting", "ranking", "columns", "tags", "subset", "split", "folder", *_ELSEWHERE}
+_SHARED = {name: name for name in ("system", "tools", "images", "videos", "audios")}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NamedDataset:
+    """One entry of LLaMA-Factory's ``dataset_info.json``, as options of a conversion.
+
+    The rules are those of LLaMA-Factory 0.9.5 (``data/parser.py``, ``data/converter.py``): without ``columns`` an entry
+    has the default names; with it, only the columns that it names are read. ``source`` is None if it is elsewhere;
+    media paths are relative to the directory of ``dataset_info.json``.
+    """
+
+    source: Path | None
+    media_root: Path
+    format: RecordFormat
+    column_map: ColumnMap
+    kto_label: str | None
+
+
+def read_dataset_info(path: Path, name: str) -> NamedDataset:
+    """Reads one entry of a ``dataset_info.json``.
+
+    Raises:
+        UserError: the file cannot be read or has no such entry.
+        ConfigError: the entry asks for something that is not supported.
+    """
+    try:
+        address = remote_address(path)
+        entries = json.loads((path.read_bytes() if address is None else read(address)).decode())
+    except OSError as error:
+        raise UserError(f"--dataset-info {path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UserError(f"--dataset-info {path} is not JSON: {error}") from error
+    if not isinstance(entries, dict) or not isinstance(entries.get(name), dict):
+        known = ", ".join(sorted(map(str, entries))[:40]) if isinstance(entries, dict) else "nothing"
+        raise UserError(f"--dataset {name!r} is not in {path}; it has: {known}")
+    entry = entries[name]
+    where = f"{name!r} in {path}"
+    if unknown := sorted(set(entry) - _KNOWN):
+        raise ConfigError(f"{where} has {unknown[0]!r}, which convert does not support; remove it from the entry")
+    tags = _names(entry, "tags", _DEFAULT_TAGS, where)
+    columns = _names(entry, "columns", _DEFAULT_COLUMNS, where)
+    formatting = entry.get("formatting", "alpaca")
+    if formatting == "alpaca":
+        record_format, mapped = _alpaca(columns, ranking=bool(entry.get("ranking")), where=where)
+        roles: dict[str, str] = {}
+    elif formatting in ("sharegpt", "openai"):
+        record_format = "auto"
+        mapped, roles = _turns(columns, tags, ranking=bool(entry.get("ranking")), where=where)
+    else:
+        raise ConfigError(f"{where} has the formatting {formatting!r}; it must be alpaca, sharegpt or openai")
+    mapped.update({ours: columns[theirs] for ours, theirs in _SHARED.items() if theirs in columns})
+    source = entry.get("file_name")
+    return NamedDataset(
+        source=path.parent / source if isinstance(source, str) else None,
+        media_root=path.parent,
+        format=record_format,
+        column_map=ColumnMap(columns=mapped, roles=roles, only=True, layout=f"{formatting} (dataset_info)"),
+        kto_label=columns.get("kto_tag"),
+    )
+
+
+def _names(entry: Mapping[str, Any], field: str, defaults: Mapping[str, str], where: str) -> dict[str, str]:
+    """The names that an entry gives; the defaults if it gives none at all."""
+    given = entry.get(field)
+    if given is None:
+        return dict(defaults)
+    if not isinstance(given, dict) or not all(isinstance(value, str) for value in given.values() if value is not None):
+        raise ConfigError(f"{field} of {where} is not an object of names")
+    known = {*_DEFAULT_COLUMNS, *_SHARED, "history", "chosen", "rejected", "kto_tag"}
+    if unknown := [name for name in given if name not in (_DEFAULT_TAGS if field == "tags" else known)]:
+        raise ConfigError(f"{field} of {where} has {unknown[0]!r}, which LLaMA-Factory does not read; remove it")
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _alpaca(columns: Mapping[str, str], *, ranking: bool, where: str) -> tuple[RecordFormat, dict[str, str]]:
+    if "prompt" not in columns:
+        raise ConfigError(f"columns of {where} has no 'prompt', which holds the question")
+    answers = {"chosen": "chosen", "rejected": "rejected"} if ranking else {"response": "output"}
+    missing = [name for name in answers if name not in columns]
+    if len(missing) == len(answers) and "query" not in columns and "history" not in columns:
+        return "text", {"text": columns["prompt"]}
+    if missing:
+        raise ConfigError(f"columns of {where} has no {missing[0]!r}, which holds the answer")
+    ours = {"prompt": "instruction", "query": "input", "history": "history", **answers}
+    return "alpaca", {ours[name]: column for name, column in columns.items() if name in ours}
+
+
+def _turns(
+    columns: Mapping[str, str], tags: Mapping[str, str], *, ranking: bool, where: str
+) -> tuple[dict[str, str], dict[str, str]]:
+    if "messages" not in columns or "role_tag" not in tags or "content_tag" not in tags:
+        missing = "columns.messages" if "messages" not in columns else "tags.role_tag or tags.content_tag"
+        raise ConfigError(f"{where} has no {missing}, which holds the turns")
+    role, content = tags["role_tag"], tags["content_tag"]
+    if (role, content) == ("from", "value"):
+        mapped = {"conversations": columns["messages"]}
+    else:
+        mapped = {"role": role, "content": content, "messages": columns["messages"]}
+    for name in ("chosen", "rejected") if ranking else ():
+        if name not in columns:
+            raise ConfigError(f"{where} has ranking, but columns names no {name!r}")
+        mapped[name] = columns[name]
+    roles = ((ours, tags[tag]) for tag, ours in _ROLES.items() if tag in tags)
+    return mapped, {ours: theirs for ours, theirs in roles if ROLE_OF.get(theirs) != ROLE_OF[ours]}

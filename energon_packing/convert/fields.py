@@ -1,20 +1,4 @@
-"""Columns and fields that nothing reads: their names are counted, so that no column silently disappears.
-
-Names of roles in data sets, and the four roles that they stand for.
-
-The loss weight of a message, read from the fields that data sets use for it.
-
-* ``weight``: OpenAI's fine-tuning format and ShareGPT exports, 0 or 1;
-* ``loss``: ms-swift, true or false;
-* ``loss_weight``: LLaMA-Factory v1, a number;
-* ``train``: axolotl (``message_field_training``), true or false.
-
-Thinking in a field of a message: which field holds it, and whether the text holds other thinking.
-
-Finds names that look like a misspelling or variant of a column or field that would be read.
-"""
-
-from __future__ import annotations
+"""Fields of records and messages: names of roles, loss weights, thinking, and what is near a name that is read."""
 
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
@@ -26,7 +10,6 @@ from energon_packing.errors import SampleRejected
 from energon_packing.stored_record import LARGEST_NUMBER
 
 LONGEST_NAME = 80
-"""Characters of a name that are kept; a record may hold any."""
 
 
 def says_nothing(value: Any) -> bool:
@@ -42,17 +25,11 @@ def kind_of(value: Any) -> str:
 
 
 def expect(value: Any, kind: type | tuple[type, ...], reason: str, what: str, expected: str) -> Any:
-    """Returns a value of a type.
+    """Returns a value of some types; raises ``reason`` for one of another type.
 
     Args:
-        value: of any type.
-        kind: the types that it may have.
-        reason: of the rejection.
         what: the value, and ``is``, for the message.
         expected: in words.
-
-    Raises:
-        SampleRejected: it has another one.
     """
     if not isinstance(value, kind):
         raise SampleRejected(reason, f"{what} {kind_of(value)}, expected {expected}")
@@ -60,13 +37,7 @@ def expect(value: Any, kind: type | tuple[type, ...], reason: str, what: str, ex
 
 
 def unread(value: Mapping[str, Any], read: Collection[str], place: str = "") -> set[str]:
-    """Names of an object's non-empty fields other than ``read``.
-
-    Args:
-        value: a record, a message, a content part.
-        read: names that have a meaning.
-        place: prefix of each name, such as ``messages[].``; empty for columns of the record.
-    """
+    """Names of an object's non-empty fields other than ``read``, each after ``place``, such as ``messages[].``."""
     return {place + name[:LONGEST_NAME] for name, held in value.items() if name not in read and not says_nothing(held)}
 
 
@@ -87,7 +58,8 @@ ROLE_OF_TEXT: Mapping[str, Role] = {name: role for name, role in ROLE_OF.items()
 
 
 LOSS_FIELDS = ("weight", "loss", "loss_weight", "train")
-_FIELDS = frozenset(LOSS_FIELDS)
+"""OpenAI's fine-tuning and ShareGPT exports (0 or 1), ms-swift (true or false), LLaMA-Factory v1 (a number), axolotl
+(``message_field_training``, true or false)."""
 
 
 def loss_weight(message: Mapping[str, Any], number: int, role: Role) -> float | None:
@@ -96,26 +68,16 @@ def loss_weight(message: Mapping[str, Any], number: int, role: Role) -> float | 
     A boolean states whether the message is trained, a number how strongly; several fields must agree. Only assistant
     turns are trained, so on other turns 0 is accepted without effect and any other weight is rejected.
 
-    Args:
-        message: as in the record.
-        number: number of the turn, for messages.
-        role: role of the turn.
-
     Raises:
         SampleRejected: ``bad_weight`` for anything but booleans and numbers of at least 0, and for fields that
             contradict each other; ``unsupported_weight`` if a turn of another role than the assistant is to be trained.
     """
-    if _FIELDS.isdisjoint(message):
-        return None
-    given = {name: message[name] for name in LOSS_FIELDS if message.get(name) is not None}
-    if not given:
+    if not (given := {name: message[name] for name in LOSS_FIELDS if message.get(name) is not None}):
         return None
     for name, value in given.items():
         if not isinstance(value, bool | int | float) or not 0 <= value <= LARGEST_NUMBER:
-            raise SampleRejected(
-                "bad_weight",
-                f"turn {number} has the {name} {value!r:.80}, expected true, false or a number of 0 or more",
-            )
+            expected = "expected true, false or a number of 0 or more"
+            raise SampleRejected("bad_weight", f"turn {number} has the {name} {value!r:.80}, {expected}")
     said = " and ".join(f"{name} {value!r}" for name, value in given.items())
     numbers = {float(value) for value in given.values() if not isinstance(value, bool)}
     trained = {bool(value) for value in given.values()}
@@ -125,11 +87,8 @@ def loss_weight(message: Mapping[str, Any], number: int, role: Role) -> float | 
     if role == "assistant":
         return weight
     if weight > 0:
-        raise SampleRejected(
-            "unsupported_weight",
-            f"turn {number} ({role}) has {said}, but only turns of the assistant are trained; remove the field, or "
-            "set it to 0",
-        )
+        why = "but only turns of the assistant are trained; remove the field, or set it to 0"
+        raise SampleRejected("unsupported_weight", f"turn {number} ({role}) has {said}, {why}")
     return None
 
 
@@ -140,39 +99,29 @@ THINKING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 def thinking_of(message: Mapping[str, Any], text: str, number: int) -> str | None:
     """The thinking of an assistant's message as the field holds it; None if there is none, or the text holds it too.
 
-    Args:
-        message: as the record holds it.
-        text: of the message's content.
-        number: of the turn, for error messages.
-
     Raises:
         SampleRejected: ``non_string_value`` if a field is not text, ``conflicting_thinking`` if two fields differ, if
             the text holds other thinking, or if a field itself holds tags.
     """
-    given: dict[str, str] = {}
-    for name in THINKING_FIELDS:
-        value = message.get(name)
-        if (
-            value is not None
-            and expect(value, str, "non_string_value", f"turn {number} has {name} that is", "text").strip()
-        ):
-            given[name] = value
-    if not given:
+    held = {name: message[name] for name in THINKING_FIELDS if message.get(name) is not None}
+    for name, value in held.items():
+        expect(value, str, "non_string_value", f"turn {number} has {name} that is", "text")
+    first, *others = [name for name, value in held.items() if value.strip()] or [""]
+    if not first:
         return None
-    first, *others = given
-    thought = given[first]
-    for other in others:
-        if given[other].strip("\n") != thought.strip("\n"):
-            raise SampleRejected("conflicting_thinking", f"turn {number} has {first} and {other}, and they differ")
-    if OPEN in thought or CLOSE in thought:
-        raise SampleRejected("conflicting_thinking", f"turn {number} has {first} with {OPEN} or {CLOSE} in it")
-    if OPEN not in text and CLOSE not in text:
-        return thought
+    thought = held[first]
     inner, closed, rest = text.lstrip().removeprefix(OPEN).partition(CLOSE)
-    same = inner.strip("\n") == thought.strip("\n")
-    if text.lstrip().startswith(OPEN) and closed and same and OPEN not in rest + inner:
-        return None
-    raise SampleRejected("conflicting_thinking", f"turn {number} has {first} and different thinking in its text")
+    tagged = OPEN in text or CLOSE in text
+    repeats = text.lstrip().startswith(OPEN) and closed and inner.strip("\n") == thought.strip("\n")
+    if different := [other for other in others if held[other].strip("\n") != thought.strip("\n")]:
+        wrong = f"and {different[0]}, and they differ"
+    elif OPEN in thought or CLOSE in thought:
+        wrong = f"with {OPEN} or {CLOSE} in it"
+    elif tagged and not (repeats and OPEN not in rest + inner):
+        wrong = "and different thinking in its text"
+    else:
+        return None if tagged else str(thought)
+    raise SampleRejected("conflicting_thinking", f"turn {number} has {first} {wrong}")
 
 
 _COLUMNS = ("messages", "conversations", "system", "tools", "image", "images", "video", "videos", "extras")
@@ -190,11 +139,7 @@ _ALIKE = 0.82
 
 
 def near_name(place: str) -> str | None:
-    """The name that was probably meant, or None.
-
-    Args:
-        place: a column, or a field as ``messages[].name``.
-    """
+    """The name that was probably meant by a column, or by a field as ``messages[].name``; None if there is none."""
     field = "[]." in place
     name = place.rpartition("[].")[2].strip().lower()
     aliases, known = (_OTHER_FIELDS, _KNOWN_FIELDS) if field else (_OTHER_NAMES, _COLUMNS)

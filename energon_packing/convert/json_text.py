@@ -11,8 +11,6 @@ Why not ijson: its fast parser (measured with 3.6) silently turns a lone surroga
 an integer above 64 bits, and has no limit per element. Here each element has the value that `json.loads` returns.
 """
 
-from __future__ import annotations
-
 import codecs
 import hashlib
 import json
@@ -59,11 +57,7 @@ def parse_quickly(text: bytes) -> Any:
 
 
 def parse_part(text: str) -> Any:
-    """What `json.loads` returns for a text that a record holds, in half of its time.
-
-    Raises:
-        ValueError, RecursionError: as `json.loads`.
-    """
+    """What `json.loads` returns, or raises, for a text that a record holds, in half of its time."""
     value = parse_quickly(text.encode("utf-8", "surrogatepass"))
     return json.loads(text) if value is None else value
 
@@ -76,11 +70,9 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Element:
-    """One element of an array.
+    """One element of an array, or why it could not be read.
 
     Attributes:
-        value: the parsed JSON; None if `error` is set.
-        error: why this element could not be read.
         last: True if nothing after this element could be separated, so that reading ended.
         start, end: bytes of the stream before the element and up to its end.
     """
@@ -100,20 +92,13 @@ class DigestingReader:
     """Reads a file and computes the SHA-256 of all of it on the way."""
 
     def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
-        self._digest = hashlib.sha256()
+        self._stream, self._digest = stream, hashlib.sha256()
         self.position = 0
         """Bytes read so far."""
 
-    def read(self, size: int) -> bytes:
-        """Reads up to ``size`` bytes; fewer at the end only."""
-        return self._take(self._stream.read(size))
-
-    def readline(self, size: int) -> bytes:
-        """Reads to the end of the line, at most ``size`` bytes."""
-        return self._take(self._stream.readline(size))
-
-    def _take(self, block: bytes) -> bytes:
+    def read(self, size: int, *, line: bool = False) -> bytes:
+        """Reads up to ``size`` bytes, fewer at the end only; a ``line`` ends them, too."""
+        block = self._stream.readline(size) if line else self._stream.read(size)
         self._digest.update(block)
         self.position += len(block)
         return block
@@ -167,11 +152,9 @@ class _Text:
 
 
 def iterate_array(stream: BinaryIO | DigestingReader, *, max_element: int) -> Iterator[Element]:
-    """Yields the elements of the array that begins at the stream's position (whitespace may precede it).
+    """Yields the elements of the array in UTF-8 that begins at the stream's position (whitespace may precede it).
 
-    Args:
-        stream: UTF-8.
-        max_element: the most characters per element; bounds the memory.
+    ``max_element`` is the most characters per element; it bounds the memory.
     """
     source = _Text(stream)
     if source.peek() != "[":
@@ -185,13 +168,11 @@ def iterate_array(stream: BinaryIO | DigestingReader, *, max_element: int) -> It
             yield replace(element, start=start, end=source.place())
             if element.last:
                 return
-            mark = source.peek()
-            if mark == "]":
+            if (mark := source.peek()) == "]":
                 break
             if mark != ",":
-                yield Element(
-                    error="the array is not closed" if not mark else f"expected ',', found {mark!r}", last=True
-                )
+                error = f"expected ',', found {mark!r}" if mark else "the array is not closed"
+                yield Element(error=error, last=True)
                 return
             source.at += 1
             source.peek()

@@ -1,13 +1,5 @@
-"""Sample keys: unique in the data set, safe as a WebDataset member name, the same in every run.
-
-The key that a record asks for, and the digest that stands for a key. Loads no arrays: every worker needs this.
-
-A set of keys that takes 8 bytes for each, so that ten million of them fit into 80 MB.
-
-Which split a sample belongs to: decided by a hash of its key, so that more data never moves an old sample.
-"""
-
-from __future__ import annotations
+"""Sample keys: unique in the data set, safe as a WebDataset member name, the same in every run; and the split of a
+sample, decided by a hash of its key, so that more data never moves an old sample."""
 
 import hashlib
 import itertools
@@ -27,12 +19,7 @@ MAX_KEY_LENGTH = 72
 
 
 def wanted_key(record: Any, source_name: str, number: int) -> tuple[str, bool, list[str]]:
-    """The key that one record asks for.
-
-    Args:
-        record: the parsed JSON, of any type; its ``id`` is used if it is text or a number.
-        source_name: path of the source file; with `number`, it names a record without ``id``.
-        number: line or index of the record.
+    """The key that one record asks for: its ``id`` if that is text or a number, else its place in the source file.
 
     Returns:
         The key, whether the record itself names it, and the warnings: ``sanitised_id`` (the id had characters that a
@@ -43,8 +30,8 @@ def wanted_key(record: Any, source_name: str, number: int) -> tuple[str, bool, l
         return name, True, []  # nearly all ids
     usable = isinstance(name, str | int | float) and not isinstance(name, bool)
     if not usable or name == "":
-        unusable = ["unusable_id"] if name is not None and not usable else []
-        return safe_key(f"{source_name.rsplit('.', 1)[0]}-{number}"), False, unusable
+        own = safe_key(f"{source_name.rsplit('.', 1)[0]}-{number}")
+        return own, False, [] if usable or name is None else ["unusable_id"]
     key = safe_key(str(name))
     return key, True, ["sanitised_id"] if key != str(name) else []
 
@@ -67,7 +54,7 @@ Hashes = NDArray[np.uint64]
 
 
 class KeySet:
-    """Hashes of 64 bits, in a few sorted arrays whose sizes grow by powers of two.
+    """Hashes of 64 bits, in a few sorted arrays whose sizes grow by powers of two: ten million take 80 MB.
 
     A key that is in the set is always found. A key that is not is taken for one that is with a probability of one in
     four hundred thousand among ten million keys; it then gets a suffix that it did not need, the same in every run.
@@ -111,15 +98,8 @@ class KeyAssigner:
         self._next_suffix: dict[str, int] = {}
 
     def assign_all(self, keys: Sequence[str], hashes: Hashes) -> dict[int, str]:
-        """Takes the keys of records that follow each other.
-
-        Args:
-            keys: that they ask for.
-            hashes: the last 8 bytes of the `key_digest` of each. Shape [n].
-
-        Returns:
-            Index of a record -> the key that it gets in place of one that is taken.
-        """
+        """Takes the keys that records ask for, with the last 8 bytes of the `key_digest` of each (shape [n]); returns
+        index of a record -> the key that it gets in place of one that is taken."""
         taken = self._taken.holds(hashes)
         if not taken.any() and len(np.unique(hashes)) == len(hashes):
             self._taken.add(hashes)
@@ -155,13 +135,10 @@ def positions_of(digests: bytes) -> Positions:
 
 
 class SplitAssigner:
-    """Assigns samples to splits as they come, and keeps what it needs to fill a split that stays empty."""
+    """Assigns samples to splits (name -> share, adding up to 1) as they come, and keeps what it needs to fill a split
+    that stays empty."""
 
     def __init__(self, split: Mapping[str, float]) -> None:
-        """
-        Args:
-            split: name -> share, adding up to 1.
-        """
         self.names = list(split)
         self.counts = [0] * len(self.names)
         """Samples of each split so far."""
@@ -172,11 +149,7 @@ class SplitAssigner:
         self._nearest: dict[tuple[int, int], list[tuple[float, int]]] = {}
 
     def add(self, positions: Positions) -> NDArray[np.int64]:
-        """The splits of the next samples, as indices into `names`.
-
-        Args:
-            positions: see `positions_of`. Shape [n].
-        """
+        """The splits of the next samples, as indices into `names`. Shape [n] -> [n]."""
         assigned = np.searchsorted(self._ends, positions, side="right").astype(np.int64)
         for index, count in enumerate(np.bincount(assigned, minlength=len(self.names)).tolist()):
             self.counts[index] += count
@@ -194,18 +167,15 @@ class SplitAssigner:
     def finish(self) -> dict[int, int]:
         """Fills splits that are empty, because nobody wants an empty validation set from 2 % of a small data set.
 
-        Each gets the sample nearest to its own range from the fullest split, if there are enough samples.
-
-        Returns:
-            Number of a sample -> its new split, for those that move. `counts` follow.
+        Each gets the sample nearest to its own range from the fullest split, if there are enough samples. Returns
+        number of a sample -> its new split, for those that move; `counts` follow.
         """
         moved: dict[int, int] = {}
         for empty in [index for index, count in enumerate(self.counts) if count == 0]:
             fullest = max(range(len(self.names)), key=lambda index: self.counts[index])
             if self.counts[fullest] < 2:
                 break
-            candidates = self._nearest[empty, fullest]
-            moved[next(number for _, number in candidates if number not in moved)] = empty
+            moved[next(number for _, number in self._nearest[empty, fullest] if number not in moved)] = empty
             self.counts[fullest] -= 1
             self.counts[empty] += 1
         return moved

@@ -15,13 +15,9 @@ Monolithic (one WebDataset)::
 
 Both also hold `conversion.json`, `rejects.jsonl` and `warnings.jsonl`.
 
-SQLite files that are written once, from beginning to end: without a journal, since a partial one is thrown away.
-
-``.nv-meta`` of a WebDataset, as Energon makes it, from what is known about the shards.
-
-Energon's own preparation opens every tar again, takes the memory of its imports (500 MB), and writes rows in the order
-in which its processes finish, with the time and a random identifier. Here the same tables are written in one pass, in
-the order of the samples; the tests compare them with Energon's.
+Energon's own preparation of ``.nv-meta`` opens every tar again, takes the memory of its imports (500 MB), and writes
+rows in the order in which its processes finish, with the time and a random identifier. Here the same tables are written
+in one pass, in the order of the samples; the tests compare them with Energon's.
 """
 
 from __future__ import annotations
@@ -30,7 +26,9 @@ import importlib.metadata
 import json
 import sqlite3
 import uuid
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -38,9 +36,12 @@ from urllib.parse import quote
 
 import yaml
 
+from energon_packing.conversation import PairCounts
 from energon_packing.convert.config import Layout
+from energon_packing.convert.fields import near_name
 from energon_packing.convert.layouts.layout import SUBFLAVORS
 from energon_packing.errors import UserError
+from energon_packing.remote_files import read, remote_address
 
 MEDIA_AUX = "media"
 """Name of the auxiliary data set that a cooker of a polylithic data set receives as keyword argument."""
@@ -94,7 +95,7 @@ def write_metadataset(
     directory: Path, splits: Iterable[str], *, with_media: bool, subflavors: Mapping[str, str] = SUBFLAVORS
 ) -> None:
     """Writes ``dataset.yaml`` of a polylithic data set; its paths are relative, so the directory can be moved."""
-    references = {
+    references = {  # made anew for each split: YAML would write a shared one as an alias
         split: {"path": f"./{TEXT_DIRECTORY}", "split_part": split, "subflavors": dict(subflavors)}
         | ({"aux": {MEDIA_AUX: f"./{MEDIA_DIRECTORY}"}} if with_media else {})
         for split in splits
@@ -104,13 +105,10 @@ def write_metadataset(
 
 
 def media_names(layout: Layout, names: list[str]) -> list[str]:
-    """The names that a record stores for its media.
+    """The names that a record stores for its media, one per mention (``<digest>.<extension>``).
 
-    Args:
-        layout: polylithic records use the names of the media store as they are. Monolithic records use
-            ``.<i>.<extension>``, to which Energon's `PrimaryFileStore` adds the sample's key; `i` counts the distinct
-            files of the record.
-        names: one per mention, ``<digest>.<extension>``.
+    Polylithic records use the names of the media store as they are. Monolithic records use ``.<i>.<extension>``, to
+    which Energon's `PrimaryFileStore` adds the sample's key; `i` counts the distinct files of the record.
     """
     if layout == "polylithic":
         return names
@@ -119,7 +117,7 @@ def media_names(layout: Layout, names: list[str]) -> list[str]:
 
 
 def open_scratch(path: Path) -> sqlite3.Connection:
-    """Opens a new database without any protection against an interruption, in one transaction to its end."""
+    """Opens a new database, written once, in one transaction without a journal: a partial one is thrown away."""
     # Nobody else opens it, so that it needs no locks, which network file systems may lack.
     database = sqlite3.connect(f"file:{quote(str(path))}?nolock=1", uri=True, isolation_level=None)
     for pragma in ("journal_mode = OFF", "synchronous = OFF", "locking_mode = EXCLUSIVE", "cache_size = -16384"):
@@ -189,15 +187,11 @@ def energon_version() -> str:
 
 
 class IndexWriter:
-    """Writes ``.nv-meta`` of one WebDataset while its shards are written."""
+    """Writes ``.nv-meta`` of the WebDataset in a directory while its shards are written."""
 
     def __init__(self, directory: Path) -> None:
-        """
-        Args:
-            directory: of the WebDataset; exists.
-        """
         self._meta = directory / META_DIRECTORY
-        self._meta.mkdir()
+        self._meta.mkdir(parents=True)
         self._database = open_scratch(self._meta / "index.sqlite")
         self._samples: list[SampleRow] = []
         self.parts: list[PartRow] = []
@@ -228,6 +222,7 @@ class IndexWriter:
         *,
         identity: bytes,
         subflavors: Mapping[str, str] = SUBFLAVORS,
+        with_records: bool = False,
     ) -> None:
         """Completes the index, and writes the splits and the description of the data set.
 
@@ -236,6 +231,7 @@ class IndexWriter:
             splits: names of the splits.
             identity: 16 bytes or more that depend on the content; `index.uuid` is made from them.
             subflavors: the mark of the samples.
+            with_records: whether the samples hold records.
         """
         self._flush()
         self._database.execute(
@@ -252,11 +248,9 @@ class IndexWriter:
         self._write_yaml("split.yaml", {"split_parts": parts, "exclude": []})
         content = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset", "subflavors": dict(subflavors)}
         self._write_yaml("dataset.yaml", content)
-
-    def describe_records(self) -> None:
-        """Writes a second description, of the records as text: Energon's tools take no crude samples."""
-        sample_type = {"__module__": "megatron.energon", "__class__": "TextSample"}
-        self._write_yaml(LINT_FILE, {"sample_type": sample_type, "field_map": {"text": "json"}})
+        if with_records:  # a second description, of these as text: Energon's tools take no crude samples
+            sample_type = {"__module__": "megatron.energon", "__class__": "TextSample"}
+            self._write_yaml(LINT_FILE, {"sample_type": sample_type, "field_map": {"text": "json"}})
 
     def _write_yaml(self, name: str, content: object) -> None:
         (self._meta / name).write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
@@ -267,13 +261,163 @@ class IndexWriter:
 
 
 def shard_ranges(names: list[str]) -> list[str]:
-    """Shard names with consecutive numbers as Energon abbreviates them: ``train-{000000..000012}.tar``.
-
-    A range never spans numbers with different counts of digits.
-    """
+    """Shard names with consecutive numbers as Energon abbreviates them: ``train-{000000..000012}.tar``; a range never
+    spans numbers with different counts of digits."""
     ranges = []
     for _, group in groupby(names, key=len):
         first, *others = (name.removesuffix(".tar").rsplit("-", 1) for name in group)
         number = f"{{{first[1]}..{others[-1][1]}}}" if others else first[1]
         ranges.append(f"{first[0]}-{number}.tar")
     return ranges
+
+
+CONVERSION_VERSION = 6
+"""Changes whenever the format of a conversion's files changes; part of the fingerprint."""
+
+CONVERSION_FILE = "conversion.json"
+REJECTS_FILE = "rejects.jsonl"
+UNREAD_REASONS = ("truncated_array", "corrupt_source")
+"""Reasons that may stand for more than one record: nothing after the place could be read."""
+WARNINGS_FILE = "warnings.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConversionReport:
+    """The counts of one conversion; ``read == written + sum(rejected.values())``.
+
+    Attributes:
+        out: directory of the data set.
+        entry: what `megatron.energon.get_train_dataset` takes.
+        read: records found, broken ones included.
+        written: samples of the data set.
+        rejected: reason -> number of records.
+        warnings: name -> number of records that were accepted although odd.
+        ignored_columns: name of a column, or of a field as ``messages[].name``, that nothing reads -> ``records``, the
+            number of written samples whose record fills it, and ``did_you_mean`` if the name is near one that is read.
+        layouts: source -> name of a layout -> number of samples whose record has it.
+        first_rejects: reason -> the first record that was rejected for it, and why.
+        splits: name -> number of samples.
+        pairs: samples with a chosen and a rejected answer.
+        unwanted: samples whose label says that the answer is unwanted (``--kto-label``).
+        images, videos, tensors: number of media that samples name, including repetitions.
+        media_files: distinct media, by content.
+        media_bytes, record_bytes: bytes of media and of JSON records in the data set, without tar headers.
+        shards: number of tar files.
+        seconds: wall time; not in the JSON form, which is the same in every run.
+        dry_run: True if nothing was written; the numbers are those that a conversion would have.
+        skipped: True if `resume` found the conversion finished.
+        fingerprint: version, digests of the sources, and the options that decide the content.
+    """
+
+    out: str
+    entry: str
+    layout: str
+    read: int
+    written: int
+    rejected: dict[str, int]
+    warnings: dict[str, int]
+    splits: dict[str, int]
+    images: int
+    videos: int
+    media_files: int
+    media_bytes: int
+    record_bytes: int
+    shards: int
+    seconds: float = 0.0
+    skipped: bool = False
+    dry_run: bool = False
+    pairs: int = 0
+    unwanted: int = 0
+    tensors: int = 0
+    layouts: dict[str, dict[str, int]] = field(default_factory=dict)
+    first_rejects: dict[str, str] = field(default_factory=dict)
+    ignored_columns: dict[str, dict[str, Any]] = field(default_factory=dict)
+    fingerprint: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def pair_counts(self) -> PairCounts:
+        """What a run must be told how to train."""
+        return PairCounts(samples=self.written, pairs=self.pairs, unwanted=self.unwanted)
+
+    @property
+    def reject_share(self) -> float:
+        """Rejected records divided by records read."""
+        return sum(self.rejected.values()) / self.read if self.read else 0.0
+
+    def too_many_rejects(self, most: float) -> bool:
+        """Whether more records were rejected than a share of at most 1, or a number above 1, allows."""
+        return self.reject_share > most if most <= 1 else sum(self.rejected.values()) > most
+
+    def samples_of_layouts(self) -> dict[str, int]:
+        """Returns name of a layout -> number of samples, of all sources together."""
+        return dict(sorted(sum(map(Counter, self.layouts.values()), Counter()).items()))
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON form, as in `conversion.json`."""
+        return {name: value for name, value in asdict(self).items() if name != "seconds"}
+
+    def ignored_lines(self) -> list[str]:
+        """Returns a sentence about each ignored column; those with names near one that is read come first."""
+        return [
+            f"ignored_column {name!r} in {ignored['records']:,} sample{'s' * (ignored['records'] > 1)}: "
+            "nothing reads it" + (f"; did you mean {ignored['did_you_mean']!r}?" if "did_you_mean" in ignored else "")
+            for name, ignored in sorted(self.ignored_columns.items(), key=lambda each: "did_you_mean" not in each[1])
+        ]
+
+    def write(self, directory: Path) -> None:
+        """Writes `conversion.json`."""
+        text = json.dumps(self.to_json(), indent=2, ensure_ascii=False)
+        # A column's name may hold half of a character; in JSON its escape is what Python writes for it, too.
+        (directory / CONVERSION_FILE).write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
+
+
+def ignored_entries(counts: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+    """Returns `ConversionReport.ignored_columns` of counts, by name."""
+    return {
+        name: {"records": counts[name]} | ({"did_you_mean": meant} if (meant := near_name(name)) else {})
+        for name in sorted(counts)
+    }
+
+
+def read_report(directory: Path) -> dict[str, Any] | None:
+    """The content of a finished conversion's `conversion.json`; None if there is none or it is not ours."""
+    try:
+        address = remote_address(directory)
+        local = address is None
+        value = json.loads(
+            (directory / CONVERSION_FILE).read_bytes() if local else read(f"{address}/{CONVERSION_FILE}")
+        )
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) and {"fingerprint", "written", "entry"} <= set(value) else None
+
+
+def counted_pairs(places: Iterable[Path]) -> PairCounts:
+    """What conversions counted in the data sets at these places, or parts of data sets, which lie a level below the
+    report; all splits together, nothing where nobody counted."""
+    reports: dict[Path, dict[str, Any]] = {}
+    for place in places:
+        if report := read_report(place):
+            reports[place] = report
+        elif place.name in (TEXT_DIRECTORY, MEDIA_DIRECTORY):
+            reports[place.parent] = read_report(place.parent) or {}
+
+    def total(name: str) -> int:
+        return sum(int(report.get(name) or 0) for report in reports.values())
+
+    return PairCounts(samples=total("written"), pairs=total("pairs"), unwanted=total("unwanted"))
+
+
+def fingerprint_difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
+    """The first field that differs, as ``name: found, wanted``; None if all are equal."""
+    for group in ("version", "sources", "options"):
+        old, new = found.get(group), wanted[group]
+        if old == new:
+            continue
+        if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
+            return f"{group} was {old!r} and is {new!r} now"
+        name = next(name for name in sorted({*old, *new}) if old.get(name) != new.get(name))
+        if group == "sources":
+            return f"source {name} has changed"
+        return f"{name} was {old.get(name)!r} and is {new.get(name)!r} now"
+    return None

@@ -1,13 +1,9 @@
 """Media files of a conversion: resolved inside their root, checked once each, named by their content.
 
-Checks of media files, each file once: results are remembered across processes and across an interruption.
-
-Images and videos whose bytes are in the record, beside it or in an object store: Parquet cells, ``data:`` addresses,
-members of tars, objects. They are written to the working directory of the conversion and are files from there on. The
+Images and videos whose bytes are in the record, beside it or in an object store (Parquet cells, ``data:`` addresses,
+members of tars, objects) are written to the working directory of the conversion and are files from there on. The
 directory takes as much room as the distinct ones of them, until the data set is published.
 """
-
-from __future__ import annotations
 
 import base64
 import binascii
@@ -31,10 +27,10 @@ import orjson
 
 from energon_packing.conversation import Media, MediaKind
 from energon_packing.convert.chunks import MemberBytes
+from energon_packing.convert.columns import EmbeddedBytes
 from energon_packing.convert.config import ConvertConfig
 from energon_packing.convert.layout import open_scratch
 from energon_packing.convert.layouts.layout import FileKind
-from energon_packing.convert.record_media import EmbeddedBytes
 from energon_packing.errors import SampleRejected, UserError, fault_of
 from energon_packing.remote_files import local_copy, status, within
 
@@ -71,16 +67,12 @@ class MediaFile:
     """One distinct image or video, checked.
 
     Attributes:
-        kind: ``image`` or ``video``.
         path: the file, all links resolved.
         name: its entry in the media store, ``<32 hex digits of its SHA-256>.<extension>``; equal files share one entry.
         size: bytes.
-        width, height: pixels as displayed.
-        frames, fps, duration: of a video, see `energon_packing.media.probe.VideoInfo`; None for images.
-        stored_width, stored_height: pixels as stored, before any rotation.
-        format: Pillow's or FFmpeg's name of the format.
-        mode: Pillow's pixel mode; empty for videos.
-        transparent: see `energon_packing.media.probe.ImageInfo`; False for videos.
+        width, height, stored_width, stored_height: pixels as displayed, and as stored, before any rotation.
+        frames, fps, duration, container: of a video, see `energon_packing.media.probe.VideoInfo`.
+        format, mode, transparent: of an image, see `energon_packing.media.probe.ImageInfo`.
     """
 
     kind: MediaKind
@@ -89,13 +81,14 @@ class MediaFile:
     size: int
     width: int
     height: int
-    frames: int | None
-    fps: float | None
-    duration: float | None
     stored_width: int
     stored_height: int
-    format: str
-    mode: str
+    frames: int | None = None
+    fps: float | None = None
+    duration: float | None = None
+    container: str = ""
+    format: str = ""
+    mode: str = ""
     transparent: bool = False
 
     @property
@@ -106,22 +99,16 @@ class MediaFile:
         sizes are those of the stored pixels, before EXIF or container rotation; the records hold the displayed sizes.
         """
         width, height = self.stored_width, self.stored_height
-        if self.kind == "image":
-            image = {"width": width, "height": height, "format": self.format, "mode": self.mode}
-            return "image", orjson.dumps(image).decode()
-        video = {
-            "video_duration": self.duration,
-            "video_num_frames": self.frames,
-            "video_fps": self.fps,
-            "video_width": width,
-            "video_height": height,
-        }
-        return "av", orjson.dumps(video).decode()
+        said: dict[str, Any] = {"width": width, "height": height, "format": self.format, "mode": self.mode}
+        if self.kind == "video":
+            said = {"video_duration": self.duration, "video_num_frames": self.frames, "video_fps": self.fps}
+            said |= {"video_width": width, "video_height": height}
+        return "image" if self.kind == "image" else "av", orjson.dumps(said).decode()
 
     def media(self, name: str) -> Media:
         """The record's entry for the file, which is stored under a name."""
-        shown = {field: getattr(self, field) for field in ("kind", "width", "height", "frames", "fps", "duration")}
-        return Media(name=name, **shown)
+        shown = ("kind", "width", "height", "frames", "fps", "duration")
+        return Media(name=name, **{field: getattr(self, field) for field in shown})
 
 
 StoredMedia = Any
@@ -130,11 +117,7 @@ StoredMedia = Any
 
 
 def resolve_media(reference: str, root: Path) -> str:
-    """The file that a record names, with all links resolved, inside its root.
-
-    Args:
-        reference: the path in the record, relative to the root, or absolute inside it.
-        root: must be resolved already.
+    """The file that a record names, with all links resolved, inside its root, which must be resolved already.
 
     Raises:
         SampleRejected: ``remote_media``, ``media_outside_root``, ``missing_media``.
@@ -161,11 +144,7 @@ def is_address(reference: str) -> bool:
 
 
 def check_path(reference: str) -> None:
-    """Refuses what the system cannot be asked for; JSON can hold half of a character.
-
-    Raises:
-        SampleRejected: ``missing_media``.
-    """
+    """Refuses, as ``missing_media``, what the system cannot be asked for; JSON can hold half of a character."""
     with suppress(UnicodeEncodeError):
         if os.fsencode(reference) and "\0" not in reference:
             return
@@ -184,32 +163,17 @@ def check_media(stream: BinaryIO, path: str, size: int, kind: MediaKind, config:
     head = stream.peek() if kind == "image" else b""  # type: ignore[attr-defined]
     digest = _digest(stream)
     decode = config.check_media == "full"
-    found: Any
+    found: Any = None
     if kind == "image":
         found = None if decode else jpeg_info(head)
         if found is None or found.width * found.height > config.max_pixels:
             with _pillow_pixel_limit(config.max_pixels):
                 found = image_info(path, max_pixels=config.max_pixels, decode=decode)
-        extension, form = _EXTENSION_OF_IMAGE[found.format], found.format
+        extension = _EXTENSION_OF_IMAGE[found.format]
     else:
         found = probe_video(path, max_pixels=config.max_pixels, decode=decode)
-        extension, form = _video_extension(Path(path), found.container), found.container
-    return MediaFile(
-        kind=kind,
-        path=path,
-        name=f"{digest}.{extension}",
-        size=size,
-        width=found.width,
-        height=found.height,
-        frames=getattr(found, "frames", None),
-        fps=getattr(found, "fps", None),
-        duration=getattr(found, "duration", None),
-        stored_width=found.stored_width,
-        stored_height=found.stored_height,
-        format=form,
-        mode=getattr(found, "mode", ""),
-        transparent=getattr(found, "transparent", False),
-    )
+        extension = _video_extension(Path(path), found.container)
+    return MediaFile(kind=kind, path=path, name=f"{digest}.{extension}", size=size, **found._asdict())
 
 
 MEDIA_KINDS: Mapping[str, FileKind] = {
@@ -245,11 +209,8 @@ def open_regular(path: str) -> Any:
 
 def _video_extension(path: Path, container: str) -> str:
     suffix = path.suffix.lower().lstrip(".")
-    if suffix in _CONTAINER_SUFFIXES:
-        return suffix
-    return next(
-        (_EXTENSION_OF_CONTAINER[name] for name in container.split(",") if name in _EXTENSION_OF_CONTAINER), "mp4"
-    )
+    of_container = filter(None, map(_EXTENSION_OF_CONTAINER.get, container.split(",")))
+    return suffix if suffix in _CONTAINER_SUFFIXES else next(of_container, "mp4")
 
 
 @contextmanager
@@ -269,9 +230,6 @@ def _pillow_pixel_limit(max_pixels: int) -> Iterator[None]:
 
 
 _SUFFIX = re.compile(r"\.[A-Za-z0-9]{1,5}")
-_LONG_AGO = 1  # seconds; nothing else writes these files, so their time stamps need not say when
-
-
 FETCHED = "fetched"
 """Name of the directory of copies from object stores, in the working directory of the conversion."""
 _MOST_RECENT = 20_000  # outcomes that a process keeps; each takes about a kilobyte
@@ -279,14 +237,9 @@ _MOST_RECENT = 20_000  # outcomes that a process keeps; each takes about a kilob
 
 class RecordFiles:
     """The images and videos of records as files of this machine: their own places, or copies that all workers share of
-    embedded bytes, members of tars, and objects of stores."""
+    embedded bytes, members of tars, and objects of stores, in directories of the conversion's working directory."""
 
     def __init__(self, scratch: Path, *, max_bytes: int) -> None:
-        """
-        Args:
-            scratch: working directory of the conversion, which gets directories for the copies.
-            max_bytes: largest file.
-        """
         self._directory = scratch.resolve() / "embedded"
         self._directory.mkdir(exist_ok=True)
         self._max_bytes = max_bytes
@@ -334,20 +287,14 @@ class RecordFiles:
         if not path.exists():
             part = self._directory / f".{socket.gethostname()}-{os.getpid()}"
             part.write_bytes(content)
-            os.utime(part, (_LONG_AGO, _LONG_AGO))
+            os.utime(part, (1, 1))  # seconds: nothing else writes these files, so their time stamps need not say when
             os.rename(part, path)
         return str(path)
 
 
 def _fetched(reference: str, root: str, directory: Path, max_bytes: int) -> str:
-    """The copy of a file of an object store; raises as `RecordFiles.place` does.
-
-    Args:
-        reference: the path in the record, relative to the root, or an address below it.
-        root: address of a directory.
-        directory: of copies. One of an interrupted conversion has the time of its original.
-        max_bytes: largest file; a larger one is not copied.
-    """
+    """The copy, in a directory, of a file of an object store below the address ``root``; raises as `RecordFiles.place`
+    does. A copy of an interrupted conversion has the time of its original."""
     if is_address(reference) and not reference.startswith(f"{root.rstrip('/')}/"):
         raise SampleRejected("remote_media", f"{reference[:80]!r} is not in {root}; store it there")
     check_path(reference)
@@ -357,8 +304,9 @@ def _fetched(reference: str, root: str, directory: Path, max_bytes: int) -> str:
         if (file := status(address)) is None:
             raise SampleRejected("missing_media", f"{reference!r} does not exist in {root}")
         if file.size > max_bytes:
-            detail = f"{reference!r}: {file.size} bytes, more than the limit of {max_bytes}"
-            raise SampleRejected("media_too_large", detail)
+            raise SampleRejected(
+                "media_too_large", f"{reference!r}: {file.size} bytes, more than the limit of {max_bytes}"
+            )
         return str(local_copy(address, directory))
     except OSError as error:
         fault, why = fault_of(error), f"{reference!r} of {root} cannot be read: {error.strerror or error}"
@@ -391,13 +339,8 @@ def _decoded(address: str, max_bytes: int) -> tuple[bytes, str]:
 
 
 class Stamp(NamedTuple):
-    """When a file was checked, and what the file system said about it at that time.
-
-    Attributes:
-        size: bytes.
-        changed: time of the last change of the content, nanoseconds.
-        checked: time at which the check began, nanoseconds.
-    """
+    """When a file was checked, and what the file system said about it at that time: bytes, time of the last change of
+    the content, time at which the check began; nanoseconds."""
 
     size: int
     changed: int
@@ -439,8 +382,8 @@ class MediaChecker:
         self._index = open_scratch(index)
         self._index.execute("CREATE TABLE checks (place TEXT PRIMARY KEY, entry TEXT) WITHOUT ROWID")
 
-    def check(self, path: str, kind: str) -> tuple[StoredMedia, Stamp]:
-        """The result for one file.
+    def check(self, path: str, kind: str, named: object) -> tuple[StoredMedia, Stamp]:
+        """The result for one file, which a record has ``named`` so.
 
         Raises:
             SampleRejected: ``missing_media`` (unreadable), ``media_too_large``, and what its kind refuses.
@@ -456,7 +399,7 @@ class MediaChecker:
             self._recent[key] = checked
         if isinstance(outcome := checked[0], SampleRejected):
             # A new one each time: a raised exception collects traceback frames.
-            raise SampleRejected(outcome.reason, outcome.detail)
+            raise SampleRejected(outcome.reason, f"{kind} {named!r}: {outcome.detail}")
         return checked
 
     def _earlier(self, key: str) -> Checked | None:
@@ -492,8 +435,8 @@ class MediaChecker:
         except OSError as error:
             return SampleRejected("missing_media", f"cannot be read: {error.strerror or error}")
         except Exception as error:  # a file may do anything to its decoder, and costs itself only
-            why = f"{Path(path).name} cannot be checked: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            return SampleRejected(of.corrupt, why)
+            why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            return SampleRejected(of.corrupt, f"{Path(path).name} cannot be checked: {why}")
 
     def _note(self, key: str, outcome: StoredMedia | SampleRejected, stamp: Stamp) -> None:
         entry: dict[str, Any] = {"place": key, "stamp": tuple(stamp)}
@@ -507,9 +450,8 @@ class MediaChecker:
 
     def _read(self, key: str, entry: str) -> Checked | None:
         try:
-            found = json.loads(entry)
-            made = self._kinds[key.partition(" ")[0]].made
-            outcome = made(**found["file"]) if "file" in found else SampleRejected(*found["rejected"])
+            found, kind = json.loads(entry), self._kinds[key.partition(" ")[0]]
+            outcome = kind.made(**found["file"]) if "file" in found else SampleRejected(*found["rejected"])
             return outcome, Stamp(*found["stamp"])
         except (ValueError, KeyError, TypeError):
             return None

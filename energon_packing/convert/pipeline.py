@@ -6,8 +6,6 @@ every byte of the data set is known. In the second half workers write pieces of 
 What is kept per record is on disk, except for 8 bytes that stand for its key.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -29,20 +27,28 @@ import numpy as np
 from energon_packing.convert.chunks import Chunk, ChunkSize, RawRecord, SourceFile, find_sources, source_digest
 from energon_packing.convert.config import ConvertConfig
 from energon_packing.convert.keys import KeyAssigner, SplitAssigner, key_digest, positions_of, wanted_key
-from energon_packing.convert.layout import DATASET_FILE, media_names
-from energon_packing.convert.media_files import MediaChecker, RecordFiles, Stamp, StoredMedia
-from energon_packing.convert.records import encode_record, parse_record, plain_record
-from energon_packing.convert.report import (
+from energon_packing.convert.layout import (
     CONVERSION_VERSION,
+    DATASET_FILE,
     REJECTS_FILE,
     WARNINGS_FILE,
     ConversionReport,
     ignored_entries,
+    media_names,
     read_report,
 )
-from energon_packing.convert.shards import StoredFile, Writing, spool_file
+from energon_packing.convert.media_files import MediaChecker, RecordFiles, Stamp, StoredMedia
+from energon_packing.convert.records import encode_record, parse_record, plain_record
+from energon_packing.convert.shards import (
+    MediaTable,
+    PlannedSamples,
+    SamplePlan,
+    SampleStore,
+    StoredFile,
+    Writing,
+    spool_file,
+)
 from energon_packing.convert.sources import find_chunks, read_chunk
-from energon_packing.convert.stores import MediaTable, PlannedSamples, SamplePlan, SampleStore, StoredShards
 from energon_packing.convert.tables import close_table
 from energon_packing.convert.workspace import (
     check_out,
@@ -70,18 +76,15 @@ class ChunkAudit:
         seconds: what the audit took.
         spool, offset: where the JSON of the good records begins: number of the worker's file, bytes.
         keys: that the records ask for, the rejected ones included.
-        numbers: of the records, see `RawRecord.number`.
         digests: `key_digest` of each key, one after the other.
         unnamed: indices of the records that have no usable id.
         sizes: bytes of the JSON of each good record, in their order in the file.
         rejects: in order: index of a record in the chunk, where it is, reason, detail.
         warnings: index of a good record -> its warnings.
         ignored: name of a column that nothing reads -> good records that fill it, in the order of first sight.
-        layouts: name of a layout -> good records that have it.
         mentions: kind of media -> how often the good records name one; ``pair`` and ``unwanted`` -> how many of them
             are that, see `ParsedRecord.judged`.
         named: good records with media: number among the good ones -> names in the media store, one per mention.
-        files: the distinct files that those records name, by name.
     """
 
     seconds: float = 0.0
@@ -101,21 +104,13 @@ class ChunkAudit:
     files: dict[str, tuple[StoredMedia, Stamp]] = field(default_factory=dict)
 
 
-Parsed = Any
-"""A `energon_packing.convert.records.ParsedRecord`, or what stands for one of another kind of sample: it has its
-``layout``, ``warnings``, ``ignored``, ``judged``, ``kinds``, ``media`` and ``record``."""
-
-
 class Auditing:
-    """A `energon_packing.executors.work.Work`: audits chunks of records."""
+    """A `energon_packing.executors.work.Work`: audits chunks of records.
+
+    ``scratch`` is the working directory, which all workers see, ``journal`` that of checked media.
+    """
 
     def __init__(self, config: ConvertConfig, scratch: Path, journal: Path) -> None:
-        """
-        Args:
-            config: options of the conversion.
-            scratch: its working directory, which all workers see.
-            journal: of checked media.
-        """
         self._config, self._scratch, self._journal = config, scratch, journal
         self._spool: BinaryIO | None = None
 
@@ -126,13 +121,21 @@ class Auditing:
                 self._spool = spool_file(self._scratch, number).open("xb")
                 break
         self._number = number
-        own = self._config.own_layout
-        self._parse = None if own is None else own.parse
-        self._may_be_plain = (own is None or own.fields is not None) and not (
-            self._config.extra_columns or self._config.column_map or self._config.kto_label
+        config, own = self._config, self._config.own_layout
+        self._parse: Callable[[Any], Any] = (own and own.parse) or partial(
+            parse_record,
+            layout=config.format,
+            extra_columns=config.extra_columns,
+            frame_fps=config.frame_fps,
+            column_map=config.column_map,
+            kto_label=config.kto_label,
+            missing_placeholder=config.missing_placeholder,
         )
-        self._files = RecordFiles(self._scratch, max_bytes=self._config.max_media_bytes)
-        self._checker = MediaChecker(self._config, self._journal, self._scratch / f"checks-{number}")
+        self._may_be_plain = (own is None or own.fields is not None) and not (
+            config.extra_columns or config.column_map or config.kto_label
+        )
+        self._files = RecordFiles(self._scratch, max_bytes=config.max_media_bytes)
+        self._checker = MediaChecker(config, self._journal, self._scratch / f"checks-{number}")
 
     def close(self) -> None:
         """Closes the files of the worker that the calling process was."""
@@ -146,11 +149,8 @@ class Auditing:
         return f"reading {task.source.name} from record {task.first} on"
 
     def do(self, task: Chunk) -> ChunkAudit:
-        """Parses and checks the records of a chunk and the media that they name.
-
-        Raises:
-            UserError: the source cannot be read.
-        """
+        """Parses and checks the records of a chunk and the media that they name; raises `UserError` for a source that
+        cannot be read."""
         began = time.monotonic()
         assert self._spool is not None, "the worker has not begun"
         audit = ChunkAudit(spool=self._number, offset=self._spool.tell())
@@ -168,7 +168,9 @@ class Auditing:
             try:
                 contents.append(self._stored(raw, root, audit, warnings))
             except SampleRejected as error:
-                audit.rejects.append((index, raw.where, error.reason, _short(error.detail)))
+                detail = error.detail  # which may quote input of any length
+                detail = detail if len(detail) <= 600 else detail[:597] + "..."
+                audit.rejects.append((index, raw.where, error.reason, detail))
                 continue
             audit.sizes.append(len(contents[-1]))
             if warnings:
@@ -189,22 +191,12 @@ class Auditing:
         if self._may_be_plain and (plain := plain_record(raw.value, config.format)) is not None:
             audit.layouts[plain[1]] += 1
             return plain[0]
-        parsed: Parsed
-        if self._parse is not None:
-            parsed = self._parse(raw.value)
-        else:
-            parsed = parse_record(
-                raw.value,
-                config.format,
-                extra_columns=config.extra_columns,
-                frame_fps=config.frame_fps,
-                column_map=config.column_map,
-                kto_label=config.kto_label,
-                missing_placeholder=config.missing_placeholder,
-            )
+        parsed = self._parse(raw.value)
         warnings += parsed.warnings
         places = [self._files.place(file.path, root, raw.members) for file in parsed.media]
-        checked = [self._checked(*each) for each in zip(parsed.media, places, strict=True)]
+        checked = [
+            self._checker.check(place, file.kind, file.path) for file, place in zip(parsed.media, places, strict=True)
+        ]
         files = [file for file, _ in checked]
         names = [file.name for file in files]
         content = encode_record(parsed.record(audit.keys[-1], media_names(config.layout, names), files))
@@ -218,17 +210,6 @@ class Auditing:
         for file, stamp in checked:
             audit.files.setdefault(file.name, (file, stamp))
         return content
-
-    def _checked(self, media: Any, path: str) -> tuple[StoredMedia, Stamp]:
-        try:
-            return self._checker.check(path, media.kind)
-        except SampleRejected as error:
-            raise SampleRejected(error.reason, f"{media.kind} {media.path!r}: {error.detail}") from error
-
-
-def _short(detail: str) -> str:
-    """Shortens a detail, because it may quote input of any length."""
-    return detail if len(detail) <= 600 else detail[:597] + "..."
 
 
 _MOST_NAMES = 1000
@@ -248,27 +229,21 @@ class ReadRecords:
     """What the first half has found, chunk by chunk in the order of the records."""
 
     def __init__(self, config: ConvertConfig, media: MediaTable, plan: SamplePlan) -> None:
-        self._config = config
-        self.media = media
-        self.plan = plan
-        self._keys = KeyAssigner()
-        self._written_of_origin: Counter[int] = Counter()
+        self._config, self.media, self.plan = config, media, plan
+        self._keys, self.splits = KeyAssigner(), SplitAssigner(config.split)
+        self._written_of_origin = Counter[int]()
         self._first_reject: dict[int, str] = {}
         self._media_names = sha256()
-        self.splits = SplitAssigner(config.split)
         self.read = self.record_bytes = 0
-        self.rejected: Counter[str] = Counter()
-        self.warnings: Counter[str] = Counter()
-        self.ignored: Counter[str] = Counter()
+        self.rejected, self.warnings = Counter[str](), Counter[str]()
+        self.ignored, self.mentions = Counter[str](), Counter[str]()
         self.layouts: dict[str, Counter[str]] = {}
         self.first_rejects: dict[str, str] = {}
-        self.mentions: Counter[str] = Counter()
 
     def add(self, chunk: Chunk, audit: ChunkAudit, rejects: TextIO, warnings: TextIO) -> None:
         """Adds the records of the next chunk, and writes to the files of rejected records and of warnings.
 
-        Raises:
-            UserError: see `MediaTable.add`.
+        Raises as `MediaTable.add` does.
         """
         source, keys = chunk.source, audit.keys
         hashes = np.frombuffer(audit.digests, ">u8")[1::2].astype(np.uint64)
@@ -278,18 +253,16 @@ class ReadRecords:
             keys[index] = key
             positions[index] = positions_of(key_digest(key))[0]
         self.read += len(keys)
-        bad = []
+        bad = [index for index, *_ in audit.rejects]
         for index, where, reason, detail in audit.rejects:
-            bad.append(index)
             self.rejected[reason] += 1
             self._first_reject.setdefault(source.origin, f"{where}: {reason}: {detail}")
             self.first_rejects.setdefault(reason, f"{where}: {detail}")
             entry = {"source": source.name, "record": audit.numbers[index], "key": keys[index]}
             rejects.write(json.dumps({**entry, "reason": reason, "detail": detail}) + "\n")
         for index in set(changed).difference(audit.unnamed, bad):  # another record has its own id already
-            names = audit.warnings.get(index, [])
-            at = 1 if names[:1] == ["sanitised_id"] else 0
-            audit.warnings[index] = [*names[:at], "duplicate_id", *names[at:]]
+            names = audit.warnings.setdefault(index, [])
+            names.insert(1 if names[:1] == ["sanitised_id"] else 0, "duplicate_id")
         for index, names in sorted(audit.warnings.items()):
             self.warnings.update(names)
             entry = {"source": source.name, "record": audit.numbers[index], "key": keys[index], "warnings": names}
@@ -356,11 +329,7 @@ def convert(config: ConvertConfig, progress: Progress | None = None) -> Conversi
     sources = find_sources(config.sources, exclude=written)
     if config.executor_config.cluster:  # whose workers have other current directories
         sources = [each if each.address else replace(each, path=each.path.absolute()) for each in sources]
-    fingerprint = {
-        "version": CONVERSION_VERSION,
-        "sources": {},
-        "options": config.fingerprint_options(),
-    }
+    fingerprint = {"version": CONVERSION_VERSION, "sources": {}, "options": config.fingerprint_options()}
     if config.resume and not config.dry_run and read_report(config.out) is not None:
         known = {**fingerprint, "sources": {source.place: source_digest(source) for source in sources}}
         if (finished := finished_report(config, known)) is not None:
@@ -392,11 +361,7 @@ def _check_media_root(root: Path) -> None:
 
 
 def _convert_to_store(config: ConvertConfig, address: str, tell: Progress) -> ConversionReport:
-    """Makes the data set on this machine, and copies it to an object store.
-
-    Raises:
-        UserError: see `convert` and `store_data_set`.
-    """
+    """Makes the data set on this machine, and copies it to an object store."""
     local = local_place(address)
     report = convert(replace(config, out=local, overwrite=True), tell)
     entry = f"{address}/{DATASET_FILE}" if config.layout == "polylithic" else address
@@ -421,6 +386,9 @@ def _unwritable(config: ConvertConfig, build: Path, error: OSError | sqlite3.Ope
         return f"a dry run keeps its notes in {build.parent}, which cannot be written ({why}); point TMPDIR elsewhere"
     what = "make room" if code in FULL else "make it writable"
     return f"--out {config.out} cannot be written ({why}); {what}, and add --resume to reuse the media checks so far"
+
+
+_Results = Callable[..., Generator[tuple[Any, Any], None, None]]
 
 
 def _build(
@@ -451,10 +419,11 @@ def _build(
         moved = reading.splits.finish()
         splits = dict(zip(reading.splits.names, reading.splits.counts, strict=True))
         if config.dry_run:  # what would be stored, without shards
-            media_bytes = sum(file.stamp.size for file in media.rows())
-            stored = StoredShards(media_bytes=media_bytes, record_bytes=reading.record_bytes, shards=0)
+            media_bytes, shards = sum(file.stamp.size for file in media.rows()), 0
         else:
-            stored = _write(config, reading, moved, splits, results, build, fingerprint, tell)
+            store = stack.enter_context(closing(SampleStore(config, media, splits, build)))
+            shards = _write(store, reading, moved, splits, results, reading.identity(fingerprint), tell)
+            media_bytes = store.media_bytes
     mentions = reading.mentions
     entry = config.out / DATASET_FILE if config.layout == "polylithic" else config.out
     report = ConversionReport(
@@ -475,9 +444,9 @@ def _build(
         videos=mentions["video"],
         tensors=mentions.total() - sum(mentions[name] for name in ("pair", "unwanted", "image", "video")),
         media_files=media.files,
-        media_bytes=stored.media_bytes,
-        record_bytes=stored.record_bytes,
-        shards=stored.shards,
+        media_bytes=media_bytes,
+        record_bytes=reading.record_bytes,
+        shards=shards,
         dry_run=config.dry_run,
         fingerprint=fingerprint,
     )
@@ -488,22 +457,21 @@ def _build(
 def _read(
     config: ConvertConfig,
     sources: list[SourceFile],
-    results: Callable[..., Generator[tuple[Any, Any], None, None]],
+    results: _Results,
     reading: ReadRecords,
     build: Path,
     journal: Path,
     tell: Progress,
 ) -> dict[str, str]:
     """The first half; returns the digest of each source."""
-    total = sum(source.size for source in sources)
-    scratch = build.parent
+    total, scratch = sum(source.size for source in sources), build.parent
     sources = [copy_of(source, scratch) for source in sources]
     size = ChunkSize()
     digests: dict[str, str] = {}
 
     def chunks() -> Iterator[Chunk]:
         for source in sources:
-            fetch_source(source, build.parent)
+            fetch_source(source, scratch)
             yield from find_chunks(
                 source, max_record_bytes=config.max_record_bytes, chunk_bytes=size, scratch=scratch, digests=digests
             )
@@ -530,27 +498,27 @@ def _read(
 
 
 def _write(
-    config: ConvertConfig,
+    store: SampleStore,
     reading: ReadRecords,
     moved: Mapping[int, int],
     splits: Mapping[str, int],
-    results: Callable[..., Generator[tuple[Any, Any], None, None]],
-    build: Path,
-    fingerprint: Mapping[str, Any],
+    results: _Results,
+    identity: bytes,
     tell: Progress,
-) -> StoredShards:
-    """The second half; returns what was stored."""
+) -> int:
+    """The second half; returns the number of tars."""
     total, done = sum(splits.values()), 0
-    with ExitStack() as stack:
-        store = SampleStore(config, reading.media, splits, build, stack)
-        tell("write", done, total)
-        # Closed here, whatever happens: they read from files that are closed right after.
-        samples = stack.enter_context(closing(reading.plan.read(moved)))
-        pieces = stack.enter_context(closing(store.pieces(samples)))
-        for (_, piece), _ in stack.enter_context(closing(results(pieces, Writing(build.parent)))):
+    tell("write", done, total)
+    # Closed here, whatever happens: they read from files that are closed right after.
+    with (
+        closing(reading.plan.read(moved)) as samples,
+        closing(store.pieces(samples)) as pieces,
+        closing(results(pieces, Writing(store.build.parent))) as written,
+    ):
+        for (_, piece), _ in written:
             done += len(piece.records)
             tell("write", done, total)
-        tell("index", 0, 1)
-        stored = store.finish([name for name, count in splits.items() if count], reading.identity(fingerprint))
-        tell("index", stored.shards, stored.shards)
-    return stored
+    tell("index", 0, 1)
+    shards = store.finish([name for name, count in splits.items() if count], identity)
+    tell("index", shards, shards)
+    return shards

@@ -1,28 +1,20 @@
-"""Parses one record of a source into turns and the media that they name. Opens no files.
+"""Parses one record of a source into turns and the media that they name, and writes it as JSON. Opens no files.
 
 A layout (`energon_packing.convert.layouts`) restates the record as one of two forms: ``conversations`` of
-``from``/``value`` (ShareGPT; LLaVA uses the same) or ``messages`` of ``role``/``content`` (OpenAI), each also with the
-preference records of `energon_packing.convert.records`. Media appear in the text as ``<image>`` and ``<video>``,
-filled in order from the columns ``images``/``image`` and ``videos``/``video``, or as parts with their own path.
-
-Preference records: which messages are the shared beginning, and which are the chosen and the rejected answer.
-
-These published layouts are read:
+``from``/``value`` (ShareGPT; LLaVA uses the same) or ``messages`` of ``role``/``content`` (OpenAI). Media appear in the
+text as ``<image>`` and ``<video>``, filled in order from the columns ``images``/``image`` and ``videos``/``video``, or
+as parts with their own path. Both forms may be preference records:
 
 * ``conversations`` or ``messages`` (the beginning), ``chosen`` and ``rejected`` (a text, a message, or a list of them);
 * ``prompt`` (a text or a list of messages), ``chosen`` and ``rejected``;
 * ``chosen`` and ``rejected`` alone, two whole conversations that begin alike;
 * ``messages`` that include the chosen answer, and ``rejected_response`` or ``rejected_messages``.
 
-The JSON text of a stored record, and the records whose text can be written straight from their parsed JSON.
-
-Nearly all records without media have an id, turns of text, perhaps a system prompt and tools, and nothing to warn of.
-The road of all others makes objects of their turns, checks these as every reader of a data set does, and encodes them
-again: several times the work of writing their text down. What is not plain takes that road, mistakes included, so that
+Nearly all records without media have an id, turns of text, perhaps a system prompt and tools: `plain_record` writes
+their text down, which is a fraction of the work of making objects of their turns, checking these as every reader of a
+data set does, and encoding them again. What is not plain takes that road (`parse_record`), mistakes included, so that
 each rejection has one place. The tests compare the two roads.
 """
-
-from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
@@ -35,19 +27,22 @@ from typing import Any
 import orjson
 
 from energon_packing.conversation import PREFERENCE, RECORD_VERSION, ROLES, Conversation, Media, Turn
-from energon_packing.convert.columns import check_columns, extra_columns_read, parse_extras, read_kto_label
+from energon_packing.convert.columns import (
+    READ_COLUMNS,
+    FileReference,
+    MediaReference,
+    RecordMedia,
+    check_columns,
+    extra_columns_read,
+    parse_extras,
+    place_missing,
+    read_kto_label,
+)
 from energon_packing.convert.config import DEFAULT_FRAME_FPS, ColumnMap, MissingPlaceholder, RecordFormat
 from energon_packing.convert.fields import ROLE_OF, THINKING_FIELDS, expect, near_name
 from energon_packing.convert.layouts.conversations import OPENAI, SHAREGPT
 from energon_packing.convert.layouts.layout import LAYOUTS, TURN_COLUMNS, Layout, find_layout, unknown_layout
 from energon_packing.convert.media_files import MediaFile
-from energon_packing.convert.record_media import (
-    READ_COLUMNS,
-    FileReference,
-    MediaReference,
-    RecordMedia,
-    place_missing,
-)
 from energon_packing.convert.turns import parse_function_call_text, parse_tool_calls, parse_tools, read_turns
 from energon_packing.errors import SampleRejected
 from energon_packing.stored_record import LARGEST_NUMBER, SMALLEST_NUMBER, check_depth
@@ -57,12 +52,7 @@ _ALIASES = {"human": "user", "gpt": "assistant"}
 
 @dataclass(frozen=True, slots=True)
 class RawPair:
-    """The unparsed messages of a pair: the beginning and the two answers.
-
-    Attributes:
-        beginning, chosen, rejected: lists of messages.
-        columns: where each of the three is in the record.
-    """
+    """The unparsed messages of a pair: the beginning and the two answers, and the column of each of the three."""
 
     beginning: list[Any]
     chosen: list[Any]
@@ -73,8 +63,7 @@ class RawPair:
 def find_pair(record: Mapping[str, Any]) -> RawPair | None:
     """Splits a preference record into its parts; None for any other record.
 
-    Raises:
-        SampleRejected: ``bad_pair`` if a part is missing or the answers do not follow the same beginning.
+    Raises ``bad_pair`` if a part is missing or the answers do not follow the same beginning.
     """
     answers = {name: record[name] for name in ("chosen", "rejected") if record.get(name) is not None}
     other = [name for name in ("rejected_response", "rejected_messages") if record.get(name) is not None]
@@ -95,14 +84,12 @@ def find_pair(record: Mapping[str, Any]) -> RawPair | None:
             raise _bad(f"the record has {other[0]!r} but no 'messages', which must end with the chosen answer")
         return RawPair(*_replaced(common, record[other[0]], other[0]), columns=(columns[0], columns[0], other[0]))
     if len(answers) == 1:
-        (only,) = answers
-        raise _bad(f"the record has only {only!r}; a pair needs both 'chosen' and 'rejected'")
+        raise _bad(f"the record has only {next(iter(answers))!r}; a pair needs both 'chosen' and 'rejected'")
     chosen, rejected = (_messages(answers[name], name, "assistant") for name in ("chosen", "rejected"))
-    if common is None:
-        common, chosen, rejected = _split(chosen, rejected)
-    else:
-        chosen, rejected = _without(common, chosen), _without(common, rejected)
-    return RawPair(common, chosen, rejected, columns=((*columns, "chosen")[0], "chosen", "rejected"))
+    parts = (
+        _split(chosen, rejected) if common is None else (common, _without(common, chosen), _without(common, rejected))
+    )
+    return RawPair(*parts, columns=((*columns, "chosen")[0], "chosen", "rejected"))
 
 
 def _bad(detail: str) -> SampleRejected:
@@ -132,10 +119,8 @@ def _speech(message: Any) -> Any:
 
 def _without(beginning: list[Any], answer: list[Any]) -> list[Any]:
     """Removes the beginning from an answer that repeats it, as some data sets do."""
-    head = answer[: len(beginning)]
-    if len(answer) > len(beginning) and [_speech(turn) for turn in head] == [_speech(turn) for turn in beginning]:
-        return answer[len(beginning) :]
-    return answer
+    repeats = [*map(_speech, answer[: len(beginning)])] == [*map(_speech, beginning)]
+    return answer[len(beginning) :] if repeats and len(answer) > len(beginning) else answer
 
 
 _Parts = tuple[list[Any], list[Any], list[Any]]
@@ -170,7 +155,7 @@ _READ_COLUMNS = frozenset(("id", "system", "tools", "extras", *READ_COLUMNS))
 
 @dataclass(kw_only=True, slots=True)  # made for every record; a frozen one takes four times as long
 class ParsedRecord:
-    """A parsed record.
+    """
 
     Attributes:
         turns: in order; their `MediaPart` indices count up from 0 over the whole record.
@@ -208,27 +193,27 @@ class ParsedRecord:
         """The files that the record names, in order, including each file in a list of frames."""
         return tuple(file for reference in self.references for file in reference.files)
 
-    def record(self, key: str, names: Sequence[str], files: Sequence[object]) -> dict[str, Any]:
+    def record(self, key: str, names: Sequence[str], files: Sequence[MediaFile]) -> dict[str, Any]:
         """The JSON form of the sample.
 
         Args:
             key: of the sample.
-            names: the entry of each file in the store.
-            files: one for each of ``media``, checked.
+            names: the entry in the store of each of ``media``.
+            files: each of these, checked.
 
         Raises:
             SampleRejected: ``unequal_frames``, and the reasons of `Conversation`.
         """
-        checked = ((name, file) for name, file in zip(names, files, strict=True) if isinstance(file, MediaFile))
-        media = []
+        checked = zip(names, files, strict=True)
+        media: list[Media] = []
         for reference in self.references:
             own = list(islice(checked, len(reference.paths)))
-            if reference.is_frames:
-                media.append(media_of_frames(own, fps=reference.fps, times=reference.times))
-            else:
-                ((name, file),) = own
-                media.append(file.media(name))
-        conversation = Conversation(
+            media.append(
+                media_of_frames(own, fps=reference.fps, times=reference.times)
+                if reference.is_frames
+                else next(file.media(name) for name, file in own)
+            )
+        return Conversation(
             key=key,
             turns=self.turns,
             media=tuple(media),
@@ -236,28 +221,22 @@ class ParsedRecord:
             chosen=self.chosen,
             rejected=self.rejected,
             extras=self.extras,
-        )
-        return conversation.to_record()
+        ).to_record()
 
 
 def media_of_frames(frames: Sequence[tuple[str, MediaFile]], *, fps: float | None, times: tuple[float, ...]) -> Media:
-    """A video made of checked images.
+    """A video made of checked images, each with its name in the store.
 
     Args:
-        frames: name in the store and file of each frame, in order.
+        frames: in order; of one size, or ``unequal_frames`` is raised.
         fps: frames per second.
         times: seconds of each frame, or empty; for two or more frames, they set the rate and override ``fps``.
-
-    Raises:
-        SampleRejected: ``unequal_frames`` if the frames differ in size.
     """
     width, height = frames[0][1].width, frames[0][1].height
     for number, (_, file) in enumerate(frames):
         if (file.width, file.height) != (width, height):
-            raise SampleRejected(
-                "unequal_frames",
-                f"frame {number} of a list is {file.width}x{file.height} pixels, but the first is {width}x{height}",
-            )
+            sizes = f"is {file.width}x{file.height} pixels, but the first is {width}x{height}"
+            raise SampleRejected("unequal_frames", f"frame {number} of a list {sizes}")
     rate = (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else fps or DEFAULT_FRAME_FPS
     rate = min(max(rate, SMALLEST_NUMBER), LARGEST_NUMBER)
     return Media(
@@ -309,8 +288,7 @@ def parse_record(
     warnings: list[str] = []
     if found_layout.restate is not None:
         value = found_layout.restate(value, warnings)
-    pair = find_pair(value)
-    if pair is None:
+    if (pair := find_pair(value)) is None:
         messages, *columns = _find_turns(value, layout)
     else:
         messages, columns = pair.beginning, list(pair.columns)
@@ -321,29 +299,25 @@ def parse_record(
     media = RecordMedia.of(value, frame_fps)
     media.ignored |= left
     turns = _with_system_column(value, read_turns(messages, conversation.fields, media, warnings, columns[0]))
-    read = {*_READ_COLUMNS, *columns, *extra_columns_read(extra_columns, pair=pair is not None)}
-    extras = parse_extras(value, extra_columns, pair=pair is not None)
+    is_pair = pair is not None
+    read = {*_READ_COLUMNS, *columns, *extra_columns_read(extra_columns, pair=is_pair), kto_label or "id"}
+    extras = parse_extras(value, extra_columns, pair=is_pair)
     if kto_label is not None:
-        read.add(kto_label)
-        extras |= read_kto_label(value, kto_label, warnings, pair=pair is not None)
+        extras |= read_kto_label(value, kto_label, warnings, pair=is_pair)
     if missing_placeholder != "reject":
         turns = place_missing(turns, media, missing_placeholder, warnings)
     # Done before media are compared with placeholders, because an unread column may explain a mismatch.
     media.ignored |= check_columns(value, read, turns, media.references)
     media.check(_hint(media.ignored))
-    chosen: list[Turn] = []
-    rejected: list[Turn] = []
-    if pair is not None:
-        chosen = _answer(pair.chosen, warnings, media.ignored, pair.columns[1])
-        rejected = _answer(pair.rejected, warnings, media.ignored, pair.columns[2])
-        if chosen == rejected:
-            raise SampleRejected("nothing_to_learn", "the chosen and the rejected answer are the same")
-    if not turns:
-        raise SampleRejected("empty_conversation", "the record has no turns")
-    for taught in [chosen, rejected] if pair is not None else [turns]:
-        if not any(turn.role == "assistant" and turn.loss_weight != 0.0 for turn in taught):
+    both = () if pair is None else ((pair.chosen, pair.columns[1]), (pair.rejected, pair.columns[2]))
+    taught = [_answer(answer, warnings, media.ignored, column) for answer, column in both]
+    if taught and taught[0] == taught[1]:
+        raise SampleRejected("nothing_to_learn", "the chosen and the rejected answer are the same")
+    for answered in taught or [turns]:
+        if not any(turn.role == "assistant" and turn.loss_weight != 0.0 for turn in answered):
             raise SampleRejected("nothing_to_learn", "no assistant turn to train on")
-        warnings.extend(_oddities([*turns, *taught] if pair is not None else taught))
+        warnings.extend(_oddities([*turns, *answered] if taught else turns))
+    chosen, rejected = taught or ((), ())
     return ParsedRecord(
         turns=tuple(turns),
         references=tuple(media.references),
@@ -365,13 +339,11 @@ def _hint(ignored: set[str]) -> str:
 def _find_turns(value: Mapping[str, Any], layout: RecordFormat) -> tuple[list[Any], str]:
     """The list of turns, and the column that holds it."""
     for column in TURN_COLUMNS:
-        turns = value.get(column)
-        if not isinstance(turns, list):
-            continue
-        if not turns:
-            raise SampleRejected("empty_conversation", f"the record's {column} list is empty")
-        if layout_of_turn(turns[0], layout) is not None:
-            return turns, column
+        if isinstance(turns := value.get(column), list):
+            if not turns:
+                raise SampleRejected("empty_conversation", f"the record's {column} list is empty")
+            if layout_of_turn(turns[0], layout) is not None:
+                return turns, column
     raise _unknown_layout(value, layout)
 
 
@@ -381,12 +353,7 @@ def _unknown_layout(value: Mapping[str, Any], layout: RecordFormat) -> SampleRej
 
 
 def layout_of_turn(message: Any, layout: str) -> Layout | None:
-    """The layout of a conversation, inferred from one message; None if it does not fit.
-
-    Args:
-        message: the first of them.
-        layout: the name of one rejects the other; any other fits both.
-    """
+    """The layout of a conversation, inferred from its first message; None if it is another than the named one."""
     if not isinstance(message, dict):
         return None
     found = SHAREGPT if "from" in message and "role" not in message else OPENAI if "role" in message else None
@@ -409,8 +376,7 @@ def _answer(messages: list[Any], warnings: list[str], ignored: set[str], column:
 
 
 def _with_system_column(value: Mapping[str, Any], turns: list[Turn]) -> list[Turn]:
-    system = value.get("system")
-    if system is None or system == "":
+    if (system := value.get("system")) is None or system == "":
         return turns
     expect(system, str, "non_string_value", "the system column is", "text")
     if turns and turns[0].role == "system":
@@ -437,11 +403,7 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=
 
 
 def encode_record(record: Mapping[str, Any]) -> bytes:
-    """A record, or a part of one, as JSON in UTF-8, as it is stored.
-
-    Raises:
-        SampleRejected: ``bad_text``, or ``too_deep``.
-    """
+    """A record, or a part of one, as JSON in UTF-8, as it is stored; raises ``bad_text`` or ``too_deep``."""
     try:
         text = _ENCODER.encode(record).encode()
     except RecursionError as error:
@@ -462,10 +424,6 @@ _tools_seen: dict[bytes, bytes] = {}
 
 def plain_record(value: Any, layout: str) -> tuple[bytes, str] | None:
     """The stored form of a record that holds text alone, calls of tools included.
-
-    Args:
-        value: the parsed JSON.
-        layout: see `parse_record`.
 
     Returns:
         `ParsedRecord.record` as JSON, and the name of the layout; None for a record that names media, has any other
@@ -505,11 +463,7 @@ def _text_turns(messages: list[Any], role_field: str, content_field: str) -> byt
 @lru_cache(maxsize=4096)
 def _beginnings(names: tuple[str, ...]) -> tuple[bytes, ...] | None:
     """The JSON of each turn up to its text; None if the order of the roles is worth a warning or a rejection, or if a
-    turn holds calls.
-
-    Args:
-        names: of the roles in the record.
-    """
+    turn holds calls."""
     roles = [ROLE_OF.get(name) for name in names]
     if None in roles or "assistant" not in roles or "system" in roles[1:] or "function_call" in names:
         return None

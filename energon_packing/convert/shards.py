@@ -1,25 +1,30 @@
-"""Tar shards: one process says what is in them, any process writes them, and the same input gives the same bytes.
-
-Members of a tar shard, with the bytes that Python's `tarfile` writes for them.
-
-`tarfile` takes 25 microseconds for the header of a member; most of the 512 bytes are the same for all members of a
-shard. So one header of its own making is the template, and name, size and checksum are filled in.
-"""
-
-from __future__ import annotations
+"""Tar shards: one process says what is in them, any process writes them, and the same input gives the same bytes."""
 
 import ctypes
 import hashlib
 import os
+import pickle
 import sys
 import tarfile
 from array import array
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
-from energon_packing.convert.media_files import Stamp, open_regular
+from energon_packing.convert.config import ConvertConfig
+from energon_packing.convert.layout import (
+    MEDIA_DIRECTORY,
+    TEXT_DIRECTORY,
+    IndexWriter,
+    media_names,
+    open_scratch,
+    write_metadataset,
+)
+from energon_packing.convert.layouts.layout import SUBFLAVORS
+from energon_packing.convert.media_files import Stamp, StoredMedia, open_regular
 from energon_packing.errors import UserError
 
 BLOCK = tarfile.BLOCKSIZE
@@ -42,11 +47,9 @@ _PADDING = tuple(b"\0" * (-length % BLOCK) for length in range(BLOCK))
 
 
 def header(name: str, size: int) -> bytes:
-    """The header of a member, byte for byte what `tarfile` writes for it.
+    """The header of a member of ``size`` bytes, byte for byte what `tarfile` writes for it.
 
-    Args:
-        name: of the member.
-        size: bytes of its content.
+    `tarfile` takes 25 microseconds for it, and most of its 512 bytes are the same for all members of a shard.
     """
     encoded = name.encode("utf-8")
     if len(encoded) > _LONGEST_NAME or size > _LARGEST_SIZE or name.startswith("/") or name.endswith("/"):
@@ -79,9 +82,9 @@ class StoredFile:
     Attributes:
         name: of the member; in a media store, it begins with the digest of the content.
         path: of the file.
-        digest: the first 32 hexadecimal digits of its SHA-256; by default those of the name.
         stamp: of the check.
         metadata: type and content in Energon's table of media; None for what Energon has none for.
+        digest: the first 32 hexadecimal digits of its SHA-256; by default those of the name.
     """
 
     name: str
@@ -133,50 +136,14 @@ class ShardPiece:
         self.end += BLOCK + size + -size % BLOCK
         return content
 
-    def next_piece(self) -> ShardPiece:
+    def next_piece(self) -> Self:
         """An empty piece of the same tar that follows this one."""
-        return ShardPiece(name=self.name, start=self.end, first=self.first + len(self.offsets), end=self.end)
+        return type(self)(name=self.name, start=self.end, first=self.first + len(self.offsets), end=self.end)
 
 
 def spool_file(scratch: Path, number: int) -> Path:
     """The file of the worker of a number for the JSON of good records, in the working directory of a conversion."""
     return scratch / f"records-{number}"
-
-
-def write_piece(piece: ShardPiece, directory: Path, scratch: Path) -> None:
-    """Writes a piece of a tar, and of Energon's index of its samples (``.tar.idx``).
-
-    Args:
-        piece: what is in it.
-        directory: of the tar.
-        scratch: where the files that hold its records are, see `spool_file`.
-
-    Raises:
-        UserError: a media file changed or vanished after it was checked.
-    """
-    path = directory / piece.name
-    places: dict[int, int] = {}  # of the streams; asking them is a system call
-    with ExitStack() as stack:
-        streams: dict[int, BinaryIO] = {}
-        tar = stack.enter_context(_opened_at(path, piece.start))
-        _reserve(tar.fileno(), piece.start, piece.end - piece.start)
-        for file in piece.files.get(-1, ()):
-            _copy(tar, file)
-        for number, (name, size, spool, offset) in enumerate(piece.records):
-            if spool not in streams:
-                stream = spool_file(scratch, spool).open("rb", buffering=_BUFFER)
-                streams[spool] = stack.enter_context(stream)
-            if places.get(spool) != offset:
-                streams[spool].seek(offset)
-            places[spool] = offset + size
-            tar.write(b"".join((header(name, size), streams[spool].read(size), padding(size))))
-            for file in piece.files.get(number, ()):
-                _copy(tar, file)
-        if piece.last:
-            tar.write(ending(piece.end))
-    offsets = array("Q", [*piece.offsets, piece.end] if piece.last else piece.offsets)
-    with _opened_at(path.with_suffix(".tar.idx"), piece.first * offsets.itemsize) as index:
-        index.write(offsets.tobytes())
 
 
 def _opened_at(path: Path, place: int) -> BinaryIO:
@@ -197,13 +164,8 @@ def _reserve(descriptor: int, start: int, size: int) -> None:
 
 
 def _copy(tar: BinaryIO, file: StoredFile) -> None:
-    """Copies a checked file and verifies that it has not changed since the check.
-
-    It is hashed once more unless a change would show in its time stamp.
-
-    Raises:
-        UserError: the file changed or vanished after it was checked.
-    """
+    """Copies a checked file, and refuses one that has changed since the check, which may show in its time stamp or else
+    shows in its digest."""
     changed = UserError(f"{file.path} changed while the conversion ran; start it again when nobody writes to it")
     left = file.stamp.size
     tar.write(header(file.name, left))
@@ -218,23 +180,16 @@ def _copy(tar: BinaryIO, file: StoredFile) -> None:
             left -= len(block)
             if digest is not None:
                 digest.update(block)
-        same = (
-            file.stamp.same_file(os.fstat(stream.fileno()))
-            if digest is None
-            else digest.hexdigest()[:32] == file.digest
-        )
-    if left or not same:
+        as_stamped = digest is None and file.stamp.same_file(os.fstat(stream.fileno()))
+    if left or not (as_stamped or (digest is not None and digest.hexdigest()[:32] == file.digest)):
         raise changed
     tar.write(padding(file.stamp.size))
 
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """A `energon_packing.executors.work.Work`: writes pieces of shards, each with its directory.
-
-    Attributes:
-        scratch: where the files that hold the records are.
-    """
+    """A `energon_packing.executors.work.Work`: writes pieces of shards, each with its directory. ``scratch`` is where
+    the files that hold the records are, see `spool_file`."""
 
     scratch: Path
 
@@ -242,9 +197,271 @@ class Writing:
         """Nothing to open."""
 
     def do(self, task: tuple[Path, ShardPiece]) -> None:
-        """Writes one; raises as `write_piece` does."""
-        write_piece(task[1], task[0], self.scratch)
+        """Writes a piece of a tar, and of Energon's index of its samples (``.tar.idx``).
+
+        Raises:
+            UserError: a media file changed or vanished after it was checked.
+        """
+        directory, piece = task
+        path = directory / piece.name
+        places: dict[int, int] = {}  # of the streams; asking them is a system call
+        streams: dict[int, BinaryIO] = {}
+        with ExitStack() as stack:
+            tar = stack.enter_context(_opened_at(path, piece.start))
+            _reserve(tar.fileno(), piece.start, piece.end - piece.start)
+            for file in piece.files.get(-1, ()):
+                _copy(tar, file)
+            for number, (name, size, spool, offset) in enumerate(piece.records):
+                if spool not in streams:
+                    streams[spool] = stack.enter_context(spool_file(self.scratch, spool).open("rb", buffering=_BUFFER))
+                if places.get(spool) != offset:
+                    streams[spool].seek(offset)
+                places[spool] = offset + size
+                tar.write(b"".join((header(name, size), streams[spool].read(size), padding(size))))
+                for file in piece.files.get(number, ()):
+                    _copy(tar, file)
+            if piece.last:
+                tar.write(ending(piece.end))
+        offsets = array("Q", [*piece.offsets, piece.end] if piece.last else piece.offsets)
+        with _opened_at(path.with_suffix(".tar.idx"), piece.first * offsets.itemsize) as index:
+            index.write(offsets.tobytes())
 
     def name(self, task: tuple[Path, ShardPiece]) -> str:
         """Of the shard."""
         return f"writing {task[1].name}"
+
+
+Pieces = Generator[tuple[Path, ShardPiece], None, None]
+"""Pieces of shards to write, and the directory of each."""
+_PIECE_BYTES = 32 << 20
+_PIECE_SAMPLES = 2048
+
+
+@dataclass(kw_only=True, slots=True)
+class PlannedSamples:
+    """Good records of one chunk.
+
+    Attributes:
+        spool, offset: where their JSON begins: number of the spool file, bytes.
+        keys: final.
+        sizes: bytes of the JSON of each.
+        splits: of each, as an index.
+        files: number of a record -> its distinct files; monolithic layout only.
+    """
+
+    spool: int
+    offset: int
+    keys: Sequence[str]
+    sizes: Sequence[int]
+    splits: list[int]
+    files: dict[int, list[StoredFile]] = field(default_factory=dict)
+
+
+class SamplePlan:
+    """A file of `PlannedSamples`, written first and read back once."""
+
+    def __init__(self, path: Path) -> None:
+        self._stream = path.open("w+b")
+
+    def add(self, samples: PlannedSamples) -> None:
+        """Appends samples."""
+        # A pickle that this process wrote a moment ago into its own directory.
+        pickle.dump(samples, self._stream, pickle.HIGHEST_PROTOCOL)
+
+    def read(self, moved: Mapping[int, int]) -> Generator[PlannedSamples, None, None]:
+        """Yields the samples again; ``moved`` is number of a sample -> the split that it has moved to."""
+        end = self._stream.tell()
+        self._stream.seek(0)
+        before = 0
+        while self._stream.tell() < end:
+            samples: PlannedSamples = pickle.load(self._stream)
+            for number, split in moved.items():
+                if before <= number < before + len(samples.keys):
+                    samples.splits[number - before] = split
+            before += len(samples.keys)
+            yield samples
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._stream.close()
+
+
+class MediaTable:
+    """The distinct media of a conversion by name, in a file, not in memory; kept by the process that knows the order of
+    the records. In ``one_store``, each content has one name."""
+
+    def __init__(self, path: Path, *, one_store: bool) -> None:
+        self._one_store = one_store
+        self._database = open_scratch(path)
+        self._database.execute(
+            "CREATE TABLE media (digest TEXT PRIMARY KEY, name TEXT, path TEXT, size INTEGER, changed INTEGER,"
+            " checked INTEGER, kind TEXT, content TEXT)"
+        )
+        self.files = 0
+        """Distinct files so far."""
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._database.close()
+
+    def add(self, file: StoredMedia, stamp: Stamp) -> None:
+        """Adds a file that a record names; one with a content that is there already adds nothing.
+
+        Raises:
+            UserError: the store has the content under another extension, so that Energon could not tell them apart.
+        """
+        digest = file.name.partition(".")[0]
+        values = (digest, file.name, file.path, *stamp, *(file.metadata or (None, None)))
+        if self._database.execute("INSERT OR IGNORE INTO media VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values).rowcount:
+            self.files += 1
+            return
+        name, path = self._database.execute("SELECT name, path FROM media WHERE digest = ?", (digest,)).fetchone()
+        if name != file.name and self._one_store:
+            raise UserError(f"{path} and {file.path} hold the same bytes; give both the same extension")
+
+    def rows(self) -> Generator[StoredFile, None, None]:
+        """Yields the distinct files in the order in which they were added."""
+        query = "SELECT name, path, size, changed, checked, kind, content FROM media ORDER BY rowid"
+        with closing(self._database.execute(query)) as found:
+            for name, path, size, changed, checked, kind, content in found:
+                metadata = None if kind is None else (kind, content)
+                yield StoredFile(name=name, path=path, stamp=Stamp(size, changed, checked), metadata=metadata)
+
+
+class _Tars:
+    """The tars of one prefix: which one is open, and what has been put into them. ``first`` is the number of the first
+    one in the data set."""
+
+    def __init__(self, directory: Path, prefix: str, first: int) -> None:
+        self._directory, self._prefix, self._first = directory, prefix, first
+        self.counts: dict[str, int] = {}
+        """Name of each tar -> number of samples."""
+        self.bytes = 0
+        """Bytes in the open tar, without tar headers."""
+        self._piece: ShardPiece | None = None
+
+    @property
+    def number(self) -> int:
+        """Number of the open tar in the data set."""
+        return self._first + len(self.counts) - 1
+
+    def sample(self) -> tuple[ShardPiece, int]:
+        """Returns the piece for the next sample, which begins here, and the sample's index in its tar."""
+        if self._piece is None:
+            self._piece = ShardPiece(name=f"{self._prefix}-{len(self.counts):06d}.tar")
+            self.counts[self._piece.name] = self.bytes = 0
+        index = self.counts[self._piece.name]
+        self.counts[self._piece.name] += 1
+        self._piece.offsets.append(self._piece.end)
+        return self._piece, index
+
+    def samples_in_tar(self) -> int:
+        """Returns the samples in the open tar; 0 if none is open."""
+        return 0 if self._piece is None else self.counts[self._piece.name]
+
+    def full_piece(self) -> Pieces:
+        """Yields the open piece if it is large."""
+        piece = self._piece
+        if piece is not None and (piece.end - piece.start >= _PIECE_BYTES or len(piece.offsets) >= _PIECE_SAMPLES):
+            self._piece = piece.next_piece()
+            yield self._directory, piece
+
+    def close(self) -> Pieces:
+        """Yields the last piece of the open tar, if there is one."""
+        if self._piece is not None:
+            self._piece.last = True
+            yield self._directory, self._piece
+            self._piece = None
+
+
+class SampleStore:
+    """Stores samples in the layout of a conversion: records with each distinct media file once in another WebDataset,
+    in the order of first mention (polylithic), or each sample's record and media together (monolithic)."""
+
+    def __init__(self, config: ConvertConfig, media: MediaTable, counts: Mapping[str, int], build: Path) -> None:
+        """
+        Args:
+            counts: samples of each split.
+            build: directory of the data set.
+        """
+        self._config, self._media, self.build = config, media, build
+        self._subflavors = SUBFLAVORS if config.own_layout is None else config.own_layout.subflavors
+        self._apart = config.layout == "polylithic"
+        directory = build / TEXT_DIRECTORY if self._apart else build
+        self._index = IndexWriter(directory)
+        self._splits: list[_Tars] = []
+        first = 0
+        for split, count in counts.items():
+            self._splits.append(_Tars(directory, split, first))
+            first += -(-count // config.samples_per_shard)
+        self._media_tars = _Tars(build / MEDIA_DIRECTORY, "media", 0)
+        self._media_index = IndexWriter(build / MEDIA_DIRECTORY) if self._apart and media.files else None
+        self.media_bytes = 0
+
+    def close(self) -> None:
+        """Closes the indexes."""
+        for index in filter(None, (self._index, self._media_index)):
+            index.close()
+
+    def pieces(self, plan: Iterable[PlannedSamples]) -> Pieces:
+        """Divides all samples into pieces of shards, and adds the rows of the index."""
+        for planned in plan:
+            offset = planned.offset
+            for number, (key, size, split) in enumerate(zip(planned.keys, planned.sizes, planned.splits, strict=True)):
+                tars = self._splits[split]
+                named: list[StoredFile] = []
+                if number in planned.files:
+                    files = planned.files[number]
+                    suffixes = media_names("monolithic", [file.name for file in files])
+                    named = [replace(file, name=key + suffix) for file, suffix in zip(files, suffixes, strict=True)]
+                if tars.samples_in_tar() >= self._config.samples_per_shard:
+                    yield from tars.close()
+                yield from self._put(tars, self._index, key, named, (f"{key}.json", size, planned.spool, offset))
+                offset += size
+        for tars in self._splits:
+            yield from tars.close()
+        if (media_index := self._media_index) is None:
+            return
+        tars = self._media_tars
+        for file in self._media.rows():
+            if tars.samples_in_tar() and tars.bytes >= self._config.media_shard_bytes:
+                yield from tars.close()
+            yield from self._put(tars, media_index, file.name.partition(".")[0], [file])
+        yield from tars.close()
+
+    def _put(
+        self,
+        tars: _Tars,
+        index: IndexWriter,
+        key: str,
+        files: Sequence[StoredFile],
+        record: tuple[str, int, int, int] | None = None,
+    ) -> Pieces:
+        """Adds a sample: its record, if it has one, and its files."""
+        piece, number = tars.sample()
+        start = piece.end
+        if record is not None:
+            index.parts.append((tars.number, number, "json", piece.add_record(*record), record[1]))
+        for file in files:
+            size = file.stamp.size
+            index.parts.append((tars.number, number, file.name[len(key) + 1 :], piece.add_file(file), size))
+            if file.metadata is not None:
+                index.media.append((file.name, *file.metadata))
+            tars.bytes += size
+            self.media_bytes += size
+        index.add((tars.number, key, number, start, piece.end - start))
+        yield from tars.full_piece()
+
+    def finish(self, splits: list[str], identity: bytes) -> int:
+        """Completes the indexes, and the metadataset that joins two data sets, after all pieces are there; returns the
+        number of tars."""
+        shards = {name: count for tars in self._splits for name, count in tars.counts.items()}
+        own = sha256(identity + b"text").digest() if self._apart else identity
+        self._index.finish(shards, splits, identity=own, subflavors=self._subflavors, with_records=True)
+        if self._media_index is not None:
+            media = sha256(identity + b"media").digest()
+            self._media_index.finish(self._media_tars.counts, ["media"], identity=media)
+        if self._apart:
+            media_too = self._media_index is not None
+            write_metadataset(self.build, splits, with_media=media_too, subflavors=self._subflavors)
+        return len(shards) + len(self._media_tars.counts)

@@ -5,8 +5,6 @@ never held in memory as a whole: a 2 GB array takes as much memory as its larges
 to the disk first. JSON is read here; tables and tars have files of their own.
 """
 
-from __future__ import annotations
-
 import errno
 import gzip
 import hashlib
@@ -14,17 +12,17 @@ import io
 import json
 import os
 import sys
-import tempfile
 import zlib
 from collections.abc import Callable, Generator, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from energon_packing.convert.chunks import (
+    LINES,
     TABLE_SUFFIXES,
     TAR_SUFFIX,
     TEXT_SUFFIX,
@@ -32,8 +30,6 @@ from energon_packing.convert.chunks import (
     Form,
     RawRecord,
     SourceFile,
-    broken,
-    content_digest,
     one_line,
     suffix_of,
 )
@@ -41,8 +37,8 @@ from energon_packing.convert.json_text import DigestingReader, iterate_array, pa
 from energon_packing.convert.tables import find_rows, read_rows
 from energon_packing.convert.tars import find_samples, read_samples
 from energon_packing.errors import SampleRejected, UserError
+from energon_packing.remote_files import file_digest
 
-_LINES = ("lines", "text")
 _BOM = b"\xef\xbb\xbf"
 _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 _AT_ONCE = 1 << 22
@@ -59,40 +55,35 @@ def find_chunks(
     *,
     max_record_bytes: int,
     chunk_bytes: Callable[[], int],
-    digests: dict[str, str] | None = None,
-    scratch: Path | None = None,
+    digests: dict[str, str],
+    scratch: Path,
 ) -> Iterator[Chunk]:
     """Divides a file into chunks; where they begin and end has no influence on their records.
 
     Args:
-        source: the file.
         max_record_bytes: longest line, and longest element of an array in characters.
         chunk_bytes: how large the next chunk should be; it ends with a record.
         digests: receives the SHA-256 of the file by its place.
-        scratch: directory for the copy of a compressed file, which chunks refer to (`unpacked`); None keeps it as long
-            as this iterator lives.
+        scratch: directory for the copy of a compressed file, which chunks refer to (`unpacked`).
 
     Raises:
         UserError: the file cannot be opened, or the package that unpacks or reads it is not installed.
         OSError: there is no room for the unpacked copy.
     """
     suffix, compression = suffix_of(source.path)
-    digests = {} if digests is None else digests
     try:
         if compression is None:
             digests[source.place] = yield from _found(source, suffix, max_record_bytes, chunk_bytes)
             return
-        with tempfile.TemporaryDirectory() if scratch is None else nullcontext(str(scratch)) as directory:
-            copy = replace(source, path=unpacked(Path(directory), source), size=0)
-            damage = _unpack(source, compression, copy.path)
-            size = copy.path.stat().st_size
-            if size or damage is None:
-                for chunk in _found(copy, suffix, max_record_bytes, chunk_bytes, damage):
-                    position = source.size * chunk.end // max(size, 1)
-                    yield replace(chunk, source=source, path=copy.path, position=position)
-            if damage is not None and (suffix != TAR_SUFFIX or not size):
-                yield Chunk(source=source, form="lines", start=0, end=0, first=0, error=damage)
-            digests[source.place] = content_digest(source.path)
+        copy = replace(source, path=unpacked(scratch, source), size=0)
+        damage = _unpack(source, compression, copy.path)
+        size = copy.path.stat().st_size
+        if size or damage is None:
+            for chunk in _found(copy, suffix, max_record_bytes, chunk_bytes, damage):
+                yield replace(chunk, source=source, path=copy.path, position=source.size * chunk.end // max(size, 1))
+        if damage is not None and (suffix != TAR_SUFFIX or not size):
+            yield Chunk(source=source, form="lines", error=damage)
+        digests[source.place] = file_digest(source.path)
     except OSError as problem:
         if problem.errno in (errno.ENOSPC, errno.EDQUOT):
             raise  # the unpacked copy
@@ -105,11 +96,7 @@ def unpacked(scratch: Path, source: SourceFile) -> Path:
 
 
 def _unpack(source: SourceFile, compression: str, target: Path) -> SampleRejected | None:
-    """Unpacks a file as far as it goes; returns why the rest cannot be unpacked.
-
-    Raises:
-        UserError: the package that unpacks is not installed.
-    """
+    """Unpacks a file as far as it goes; returns why the rest cannot be unpacked."""
     target.parent.mkdir(exist_ok=True)
     with source.path.open("rb") as packed, target.open("wb") as copy:
         stream, damage = _unpacking(packed, compression, source.name)
@@ -120,8 +107,7 @@ def _unpack(source: SourceFile, compression: str, target: Path) -> SampleRejecte
                     return SampleRejected("corrupt_source", f"{source.name}: {detail}")
                 copy.write(block)
         except damage as error:
-            problem = " ".join(str(error).split())[:200]
-            return SampleRejected("corrupt_source", f"{source.name}: cannot be unpacked further: {problem}")
+            return SampleRejected("corrupt_source", f"{source.name}: cannot be unpacked further: {one_line(error)}")
     return None
 
 
@@ -148,19 +134,17 @@ def _found(
     damage: SampleRejected | None = None,
 ) -> Generator[Chunk, None, str]:
     """Yields the chunks of a file that is not compressed; returns its digest."""
-    if suffix in TABLE_SUFFIXES:
-        yield from find_rows(source, chunk_bytes)
-        return content_digest(source.path)
-    if suffix == TAR_SUFFIX:
-        yield from find_samples(source, chunk_bytes, damage)
-        return content_digest(source.path)
+    if suffix in TABLE_SUFFIXES or suffix == TAR_SUFFIX:
+        of_tar = suffix == TAR_SUFFIX
+        yield from find_samples(source, chunk_bytes, damage) if of_tar else find_rows(source, chunk_bytes)
+        return file_digest(source.path)
     with source.path.open("rb") as stream:
         form, start, error = _look(source, stream, suffix, max_record_bytes)
         stream.seek(0)
         reader = DigestingReader(stream)
         reader.read(start)
         if error is not None:
-            yield Chunk(source=source, form=form, start=0, end=0, first=0, error=error)
+            yield Chunk(source=source, form=form, error=error)
         else:
             yield from _FIND[form](source, reader, max_record_bytes, chunk_bytes)
         return reader.hexdigest()
@@ -201,7 +185,7 @@ def _find_lines(
     while block := reader.read(chunk_bytes()):
         lines = block.count(b"\n")
         # A line of any length is passed over in pieces, never held.
-        while not block.endswith(b"\n") and (block := reader.readline(1 << 18)):
+        while not block.endswith(b"\n") and (block := reader.read(1 << 18, line=True)):
             lines += block.endswith(b"\n")
         yield Chunk(source=source, form=form, start=start, end=reader.position, first=number)
         number += lines
@@ -218,10 +202,8 @@ def _find_elements(
     error: SampleRejected | None = None
     for number, element in enumerate(iterate_array(reader, max_element=max_record_bytes)):
         if element.last:
-            where = f"{source.name}[{number}]"
-            error = SampleRejected(
-                "truncated_array", f"{where}: {element.error}; {_unread(source, before + end, number)}"
-            )
+            detail = f"{element.error}; {_unread(source, before + end, number)}"
+            error = SampleRejected("truncated_array", f"{source.name}[{number}]: {detail}")
             break
         if start is None:
             start, first = element.start, number
@@ -272,7 +254,7 @@ def read_chunk(chunk: Chunk, *, max_record_bytes: int) -> Iterator[RawRecord]:
     """
     source = chunk.source
     if chunk.error is not None:
-        where = source.name if chunk.form in _LINES else f"{source.name}[{chunk.first}]"
+        where = source.name if chunk.form in LINES else chunk.where(chunk.first)
         yield RawRecord(source=source, number=chunk.first, where=where, value=None, error=chunk.error)
         return
     if chunk.form in ("samples", "rows"):
@@ -282,35 +264,28 @@ def read_chunk(chunk: Chunk, *, max_record_bytes: int) -> Iterator[RawRecord]:
     try:
         with (chunk.path or source.path).open("rb") as stream:
             stream.seek(chunk.start)
-            if chunk.form in _LINES:
+            if chunk.form in LINES:
                 yield from _read_lines(chunk, stream, max_record_bytes)
                 return
             text = stream.read(chunk.end - chunk.start)
     except OSError as error:
         raise UserError(f"{source.path} cannot be read: {error.strerror or error}") from error
     if chunk.form == "object":
-        yield _parsed(source, 0, text, f"{source.name}[0]")
+        yield _parsed(chunk, 0, text)
         return
     # The search for chunks has checked the length of each element.
     text = b"[%b]" % text
     if (values := parse_quickly(text)) is not None:
-        for number, value in enumerate(values, chunk.first):
-            yield RawRecord(source=source, number=number, where=f"{source.name}[{number}]", value=value)
+        yield from (chunk.record(number, value) for number, value in enumerate(values, chunk.first))
         return
-    elements = iterate_array(io.BytesIO(text), max_element=sys.maxsize)
-    for number, element in enumerate(elements, chunk.first):
-        where = f"{source.name}[{number}]"
-        if element.error is None:
-            yield RawRecord(source=source, number=number, where=where, value=element.value)
-        else:
-            yield broken(source, number, where, element.error)
+    for number, element in enumerate(iterate_array(io.BytesIO(text), max_element=sys.maxsize), chunk.first):
+        fits = element.error is None
+        yield chunk.record(number, element.value) if fits else chunk.broken(number, str(element.error))
 
 
 def _has_whole_line(stream: BinaryIO, limit: int) -> bool:
-    """Whether one of the first two lines is a complete JSON object: JSON Lines in a file with the suffix ``.json``.
-
-    Two lines are checked because the first may be broken; in an indented object neither is complete.
-    """
+    """Whether one of the first two lines is a complete JSON object: JSON Lines in a file with the suffix ``.json``. The
+    first may be broken; in an indented object neither is complete."""
     lines = (line for line in iter(lambda: stream.readline(limit), b"") if line.strip())
     for line in islice(lines, 2):
         with suppress(ValueError, RecursionError):
@@ -320,40 +295,37 @@ def _has_whole_line(stream: BinaryIO, limit: int) -> bool:
 
 
 def _read_lines(chunk: Chunk, stream: BinaryIO, max_record_bytes: int) -> Iterator[RawRecord]:
-    source, left = chunk.source, chunk.end - chunk.start
+    left = chunk.end - chunk.start
     parsed = _document if chunk.form == "text" else _parsed
     if left <= min(_AT_ONCE, max_record_bytes):
         # Half of the time of reading them one by one.
         for number, line in enumerate(stream.read(left).split(b"\n"), chunk.first):
             if line and not line.isspace():
-                yield parsed(source, number, line, f"{source.name}:{number}")
+                yield parsed(chunk, number, line)
         return
-    number = chunk.first - 1
-    while left > 0 and (line := stream.readline(min(left, max_record_bytes + 1))):
+    for number in count(chunk.first):
+        if left <= 0 or not (line := stream.readline(min(left, max_record_bytes + 1))):
+            return
         left -= len(line)
-        number += 1
         if len(line) > max_record_bytes:
             while left > 0 and line and not line.endswith(b"\n"):
                 line = stream.readline(min(left, 1 << 20))
                 left -= len(line)
-            detail = f"the line is longer than {max_record_bytes} bytes"
-            yield broken(source, number, f"{source.name}:{number}", detail, reason="record_too_large")
+            yield chunk.broken(number, f"the line is longer than {max_record_bytes} bytes", "record_too_large")
         elif not line.isspace():
-            yield parsed(source, number, line.removesuffix(b"\n"), f"{source.name}:{number}")
+            yield parsed(chunk, number, line.removesuffix(b"\n"))
 
 
-def _document(source: SourceFile, number: int, line: bytes, where: str) -> RawRecord:
+def _document(chunk: Chunk, number: int, line: bytes) -> RawRecord:
     """A line of a text file, as a record of the layout ``text``; Hugging Face's reader of text files has the same."""
     try:
-        text = line.removesuffix(b"\r").decode("utf-8")
+        return chunk.record(number, {"text": line.removesuffix(b"\r").decode("utf-8")})
     except UnicodeDecodeError as error:
-        return broken(source, number, where, f"the line is not UTF-8: {error.reason}", reason="bad_text")
-    return RawRecord(source=source, number=number, where=where, value={"text": text})
+        return chunk.broken(number, f"the line is not UTF-8: {error.reason}", "bad_text")
 
 
-def _parsed(source: SourceFile, number: int, text: bytes, where: str) -> RawRecord:
+def _parsed(chunk: Chunk, number: int, text: bytes) -> RawRecord:
     try:
-        value = parse_json(text)
+        return chunk.record(number, parse_json(text))
     except (ValueError, RecursionError) as error:
-        return broken(source, number, where, one_line(error))
-    return RawRecord(source=source, number=number, where=where, value=value)
+        return chunk.broken(number, one_line(error))

@@ -5,8 +5,6 @@ does not grow with the file, and a skipped row costs little. A process keeps one
 reads another one or its work ends.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -15,7 +13,7 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
-from energon_packing.convert.chunks import Chunk, RawRecord, SourceFile, broken, one_line
+from energon_packing.convert.chunks import Chunk, RawRecord, SourceFile, one_line
 from energon_packing.convert.json_text import parse_json
 from energon_packing.errors import SampleRejected, UserError
 
@@ -42,15 +40,10 @@ def _kind(path: Path) -> str:
 class _Table:
     """A file of rows in parts, row groups of Parquet or batches of Arrow, read forward in batches.
 
-    Attributes:
-        parts: rows and bytes of each.
+    ``parts`` are the rows and bytes of each. A damaged file raises ValueError or OSError.
     """
 
     def __init__(self, path: Path) -> None:
-        """
-        Raises:
-            ValueError, OSError: the file is damaged, or cannot be read.
-        """
         self._arrow = _pyarrow(path)
         self._source = self._arrow.memory_map(str(path))
         self._file: Any = None  # of Parquet
@@ -81,11 +74,6 @@ class _Table:
             return islice(self._arrow.ipc.open_stream(self._source), part, None)
         return map(file.get_batch, range(part, file.num_record_batches))
 
-    def _advance(self) -> None:
-        if (batch := next(self._batches, None)) is None:
-            raise ValueError("the file ends before its last row")
-        self._batch = batch
-
     def rows(self, start: int, end: int) -> Iterator[tuple[int, Any]]:
         """Yields the rows from ``start`` to ``end`` in batches, each with the number of its first row."""
         row = start
@@ -93,10 +81,12 @@ class _Table:
             part = bisect_right(self._starts, row) - 1  # of several that begin there, empty ones, the last
             if self._batch is None or row < self._at or (self._file is not None and part != self._part):
                 self._batches, self._part, self._at = self._from(part), part, self._starts[part]
-                self._advance()
-            while row >= self._at + self._batch.num_rows:
+                self._batch = next(self._batches, None)
+            while self._batch is not None and row >= self._at + self._batch.num_rows:
                 self._at += self._batch.num_rows
-                self._advance()
+                self._batch = next(self._batches, None)
+            if self._batch is None:
+                raise ValueError("the file ends before its last row")
             first = row - self._at
             count = min(end - row, self._batch.num_rows - first)
             yield row, self._batch.slice(first, count)
@@ -115,12 +105,7 @@ def close_table() -> None:
 
 
 def find_rows(source: SourceFile, chunk_bytes: Callable[[], int]) -> Iterator[Chunk]:
-    """Divides a file into chunks of rows; see `sources.find_chunks`.
-
-    Raises:
-        UserError: the package that reads it is not installed.
-        OSError: the file cannot be opened.
-    """
+    """Divides a file into chunks of rows; see `sources.find_chunks`."""
     total = source.path.stat().st_size
     first = seen = 0
     try:
@@ -129,7 +114,7 @@ def find_rows(source: SourceFile, chunk_bytes: Callable[[], int]) -> Iterator[Ch
         if isinstance(error, FileNotFoundError | PermissionError):
             raise
         detail = f"{source.name}: cannot be read as {_kind(source.path)}: {one_line(error)}"
-        yield Chunk(source=source, form="rows", start=0, end=0, first=0, error=SampleRejected(_CONTENT, detail))
+        yield Chunk(source=source, form="rows", error=SampleRejected(_CONTENT, detail))
         return
     whole = sum(size for _, size in parts) or 1
     for rows, size in parts:
@@ -137,48 +122,40 @@ def find_rows(source: SourceFile, chunk_bytes: Callable[[], int]) -> Iterator[Ch
         while row < rows:
             left = min(rows - row, max(1, chunk_bytes() * rows // max(size, 1)))
             row += left
-            position = total * (seen + size * row // rows) // whole
-            yield Chunk(
-                source=source, form="rows", start=first, end=first + left, first=first, position=min(position, total)
-            )
+            position = min(total * (seen + size * row // rows) // whole, total)
+            yield Chunk(source=source, form="rows", start=first, end=first + left, first=first, position=position)
             first += left
         seen += size
     if first == 0:
         empty = SampleRejected("empty_file", f"{source.name}: the table has no rows")
-        yield Chunk(source=source, form="rows", start=0, end=0, first=0, error=empty)
+        yield Chunk(source=source, form="rows", error=empty)
 
 
 def read_rows(chunk: Chunk, *, max_record_bytes: int) -> Iterator[RawRecord]:
-    """Yields the record of every row of a chunk; rows that damage has made unreadable have an error each.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    """Yields the record of every row of a chunk; rows that damage has made unreadable have an error each."""
     source, row = chunk.source, chunk.start
     try:
         status = source.path.stat()
         for first, batch in _opened(source.path, status.st_size, status.st_mtime_ns).rows(row, chunk.end):
-            yield from _records(source, first, batch, max_record_bytes)
+            yield from _records(chunk, first, batch, max_record_bytes)
             row = first + batch.num_rows
     except (ValueError, OSError, OverflowError) as error:
         # The same rows for every division into chunks: a chunk ends with its part of the file at the latest, and within
         # a part nothing can be read from the first damaged batch on.
         close_table()
         for number in range(row, chunk.end):
-            yield broken(source, number, f"{source.name}[{number}]", one_line(error), reason=_CONTENT)
+            yield chunk.broken(number, one_line(error), _CONTENT)
 
 
-def _records(source: SourceFile, first: int, batch: Any, max_record_bytes: int) -> Iterator[RawRecord]:
-    if batch.nbytes > max_record_bytes:
-        for number in range(batch.num_rows) if batch.num_rows > 1 else ():
-            yield from _records(source, first + number, batch.slice(number, 1), max_record_bytes)
-        if batch.num_rows == 1:
-            detail = f"the row has more than {max_record_bytes} bytes"
-            yield broken(source, first, f"{source.name}[{first}]", detail, reason="record_too_large")
-        return
-    for number, (value, warnings) in enumerate(zip(*_values(batch), strict=True), first):
-        where = f"{source.name}[{number}]"
-        yield RawRecord(source=source, number=number, where=where, value=value, warnings=warnings)
+def _records(chunk: Chunk, first: int, batch: Any, max_record_bytes: int) -> Iterator[RawRecord]:
+    if batch.nbytes <= max_record_bytes:
+        for number, (value, warnings) in enumerate(zip(*_values(batch), strict=True), first):
+            yield chunk.record(number, value, warnings=warnings)
+    elif batch.num_rows == 1:
+        yield chunk.broken(first, f"the row has more than {max_record_bytes} bytes", "record_too_large")
+    else:
+        for number in range(batch.num_rows):
+            yield from _records(chunk, first + number, batch.slice(number, 1), max_record_bytes)
 
 
 def _values(batch: Any) -> tuple[list[Any], list[tuple[str, ...]]]:
@@ -239,11 +216,7 @@ def _present(kind: Any, free: bool, noted: list[str]) -> Callable[[Any], Any] | 
 
     It leaves fields of structs out that are null: Arrow gives a struct the fields of all rows, so that the call
     ``{"x": 1}`` beside ``{"city": "Rome"}`` is ``{"x": 1, "city": null}``. Nulls in lists and in JSON text stay.
-
-    Args:
-        kind: the type.
-        free: whether the value is part of a field in `_FREE`.
-        noted: grows when a null is dropped in such a field.
+    ``noted`` grows when a null is dropped in a field of `_FREE`, of which a ``free`` value is part.
     """
     from pyarrow import types
 

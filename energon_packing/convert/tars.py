@@ -1,16 +1,12 @@
-"""Pickled lists of encoded files, as Bridge's ChatML data sets hold them, read without running anything in them.
+"""Samples of WebDatasets: members of a tar that share a name up to its first dot, of which one is ``.json``.
+
+Prepared Energon data sets are such tars, Bridge's ChatML ones too, whose ``.jpgs`` and ``.videos`` are pickled lists of
+encoded images and of frames. Nothing is unpacked to a path that a member names, and links are never followed.
 
 A pickle is a program. This reader looks through its instructions first and takes only those that make lists, tuples,
 bytes and texts; one that names a class or calls a function is refused, and so is one that asks for room that its own
 size does not explain.
-
-Samples of WebDatasets: members of a tar that share a name up to its first dot, of which one is ``.json``.
-
-Prepared Energon data sets are such tars, Bridge's ChatML ones too, whose ``.jpgs`` and ``.videos`` are pickled lists of
-encoded images and of frames. Nothing is unpacked to a path that a member names, and links are never followed.
 """
-
-from __future__ import annotations
 
 import io
 import pickle
@@ -21,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from energon_packing.conversation import MediaKind
-from energon_packing.convert.chunks import Chunk, MemberBytes, RawRecord, SourceFile, broken, one_line
+from energon_packing.convert.chunks import Chunk, MemberBytes, RawRecord, SourceFile, one_line
+from energon_packing.convert.columns import COLUMNS
 from energon_packing.convert.fields import expect
 from energon_packing.convert.json_text import parse_json
 from energon_packing.convert.layouts.layout import TURN_COLUMNS
-from energon_packing.convert.record_media import COLUMNS
 from energon_packing.errors import SampleRejected
 
 _ALLOWED = frozenset(
@@ -46,12 +42,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_files(content: bytes, where: str) -> list[bytes]:
-    """A pickled list of files.
-
-    Raises:
-        SampleRejected: ``unsafe_pickle`` for one with other instructions, ``corrupt_media`` for one that is damaged or
-            holds anything else.
-    """
+    """A pickled list of files; raises ``unsafe_pickle`` for one with other instructions, and ``corrupt_media`` for one
+    that is damaged or holds anything else."""
     return _files(_list(_read(content, where), where), where)
 
 
@@ -68,10 +60,9 @@ def _read(content: bytes, where: str) -> Any:
     try:
         for count, (instruction, argument, _) in enumerate(pickletools.genops(content), 1):
             if instruction.name not in _ALLOWED:
+                why = "only lists of bytes are read, so store encoded files"
                 raise SampleRejected(
-                    "unsafe_pickle",
-                    f"{where}: the pickle has the instruction {instruction.name}; only lists of bytes are read, so "
-                    "store encoded files",
+                    "unsafe_pickle", f"{where}: the pickle has the instruction {instruction.name}; {why}"
                 )
             if instruction.name in _PUTS and isinstance(argument, int) and argument > count:
                 raise SampleRejected("unsafe_pickle", f"{where}: the pickle numbers its values up to {argument}")
@@ -105,16 +96,8 @@ Sample = tuple[str, tuple[MemberBytes, ...]]
 def find_samples(
     source: SourceFile, chunk_bytes: Callable[[], int], damage: SampleRejected | None = None
 ) -> Iterator[Chunk]:
-    """Divides a tar into chunks of samples; see `sources.find_chunks`.
-
-    Args:
-        source: the tar.
-        chunk_bytes: how large the next chunk should be.
-        damage: why what follows in the tar could not be unpacked.
-
-    Raises:
-        OSError: the file cannot be opened.
-    """
+    """Divides a tar into chunks of samples; see `sources.find_chunks`. ``damage`` is why what follows in the tar could
+    not be unpacked."""
     samples: list[Sample] = []
     first = size = position = 0
     error = damage
@@ -127,7 +110,7 @@ def find_samples(
             error = damage or SampleRejected("corrupt_source", f"{source.name}: is damaged: {one_line(problem)}")
             sample = None
         if samples and (sample is None or len(samples) >= _MOST_SAMPLES or size >= chunk_bytes()):
-            yield Chunk(source=source, form="samples", start=0, end=position, first=first, samples=tuple(samples))
+            yield Chunk(source=source, form="samples", end=position, first=first, samples=tuple(samples))
             first += len(samples)
             samples, size = [], 0
         if sample is not None:
@@ -137,7 +120,7 @@ def find_samples(
     if error is None and first == 0:
         error = SampleRejected("empty_file", f"{source.name}: the tar has no samples")
     if error is not None:
-        yield Chunk(source=source, form="samples", start=0, end=0, first=first, error=error)
+        yield Chunk(source=source, form="samples", first=first, error=error)
 
 
 def _samples(path: Path) -> Iterator[Sample]:
@@ -166,13 +149,11 @@ def _samples(path: Path) -> Iterator[Sample]:
 def read_samples(chunk: Chunk, *, max_record_bytes: int) -> Iterator[RawRecord]:
     """Yields the record of every sample of a chunk; one that cannot be read has an error."""
     for number, (key, members) in enumerate(chunk.samples, chunk.first):
-        where = f"{chunk.source.name}[{number}] ({key[:100]})"
+        note = f" ({key[:100]})"
         try:
-            value = _record(key, members, max_record_bytes)
+            yield chunk.record(number, _record(key, members, max_record_bytes), note, members=_by_name(key, members))
         except SampleRejected as error:
-            yield broken(chunk.source, number, where, error.detail, reason=error.reason)
-            continue
-        yield RawRecord(source=chunk.source, number=number, where=where, value=value, members=_by_name(key, members))
+            yield chunk.broken(number, error.detail, error.reason, note)
 
 
 def _suffix(key: str, member: MemberBytes) -> str:
@@ -182,12 +163,12 @@ def _suffix(key: str, member: MemberBytes) -> str:
 
 def _by_name(key: str, members: tuple[MemberBytes, ...]) -> dict[str, MemberBytes]:
     """Each name that a record may use for a member: whole, without directories, or the suffix alone."""
-    found: dict[str, MemberBytes] = {}
-    for member in members:
-        suffix = member.name[len(key) + 1 :]
-        for name in (suffix, f".{suffix}", member.name.rpartition("/")[2], member.name):
-            found[name] = member
-    return found
+    return {
+        name: member
+        for member in members
+        for suffix in [member.name[len(key) + 1 :]]
+        for name in (suffix, f".{suffix}", member.name.rpartition("/")[2], member.name)
+    }
 
 
 def _record(key: str, members: tuple[MemberBytes, ...], max_record_bytes: int) -> Any:

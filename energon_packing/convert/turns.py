@@ -1,20 +1,22 @@
-"""Messages of a record -> turns. Every field of a message is read, refused by name, or counted as ignored.
-
-Tool definitions and tool calls: from the forms that data sets use to the one that chat templates read.
-
-The content of one message -> text and media in reading order.
-"""
-
-from __future__ import annotations
+"""Messages of a record -> turns. Every field of a message is read, refused by name, or counted as ignored."""
 
 import re
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
+from itertools import groupby
 from typing import Any
 
 from energon_packing.chat.thinking import tagged
 from energon_packing.conversation import MediaKind, MediaPart, Part, Role, Turn, text_turn
-from energon_packing.convert.columns import AUDIO, LABELS, is_preference_label
+from energon_packing.convert.columns import (
+    AUDIO,
+    FRAME_TIMING,
+    LABELS,
+    RecordMedia,
+    is_preference_label,
+    reference_of,
+    refuse_own_view,
+)
 from energon_packing.convert.fields import (
     LOSS_FIELDS,
     ROLE_OF,
@@ -28,7 +30,6 @@ from energon_packing.convert.fields import (
     unread,
 )
 from energon_packing.convert.json_text import parse_part
-from energon_packing.convert.record_media import FRAME_TIMING, RecordMedia, reference_of, refuse_own_view
 from energon_packing.errors import SampleRejected
 
 
@@ -36,13 +37,7 @@ def parse_tools(value: Any) -> tuple[dict[str, Any], ...] | None:
     """The ``tools`` column: a list, one definition, or either as JSON text.
 
     A bare definition (``{"name", "parameters", ...}``) is wrapped as ``{"type": "function", "function": ...}``, the
-    form that chat templates expect.
-
-    Returns:
-        None if there are no tools.
-
-    Raises:
-        SampleRejected: ``bad_tools``.
+    form that chat templates expect. None if there are no tools; raises ``bad_tools``.
     """
     if isinstance(value, str):
         value = _parsed(value, "bad_tools", "the tools column is") if value.strip() else None
@@ -69,12 +64,7 @@ def _parsed(text: str, reason: str, what: str) -> Any:
 def parse_function_call_text(text: str, ignored: set[str]) -> tuple[dict[str, Any], ...]:
     """A ``function_call`` turn: ``{"name", "arguments"}`` as JSON text, with or without an ``id``, or a list of these.
 
-    Args:
-        text: of the turn.
-        ignored: receives the names of all other fields of the calls.
-
-    Raises:
-        SampleRejected: ``bad_tool_call``.
+    ``ignored`` receives the names of all other fields of the calls; raises ``bad_tool_call``.
     """
     value = _parsed(text, "bad_tool_call", "the function call is")
     calls = value if isinstance(value, list) else [value]
@@ -86,12 +76,7 @@ def parse_function_call_text(text: str, ignored: set[str]) -> tuple[dict[str, An
 def parse_tool_calls(value: Any, ignored: set[str]) -> tuple[dict[str, Any], ...]:
     """OpenAI's ``tool_calls`` of an assistant message; ids are kept, since some chat templates require them.
 
-    Args:
-        value: the field of the message.
-        ignored: receives the names of all other fields of the calls, such as ``index``.
-
-    Raises:
-        SampleRejected: ``bad_tool_call``.
+    ``ignored`` receives the names of all other fields of the calls, such as ``index``; raises ``bad_tool_call``.
     """
     calls = []
     for call in expect(() if value is None else value, (list, tuple), "bad_tool_call", "tool_calls is", "a list"):
@@ -105,11 +90,7 @@ def parse_tool_calls(value: Any, ignored: set[str]) -> tuple[dict[str, Any], ...
 
 
 def call_id(value: Any) -> str | None:
-    """The id of a call, or None.
-
-    Raises:
-        SampleRejected: ``bad_tool_call`` if it is not text.
-    """
+    """The id of a call, or None; raises ``bad_tool_call`` if it is not text."""
     return expect("" if value is None else value, str, "bad_tool_call", "the id of a tool call is", "text") or None
 
 
@@ -140,7 +121,7 @@ def read_content(content: Any, number: int, media: RecordMedia, column: str) -> 
     Args:
         content: text, or a list of texts and parts.
         number: of the turn, for messages.
-        media: the record's media; receives the media that the content names and the fields that nothing reads.
+        media: receives the media that the content names and the fields that nothing reads.
         column: where the content is, such as ``messages[].content``.
 
     Raises:
@@ -157,15 +138,11 @@ def read_content(content: Any, number: int, media: RecordMedia, column: str) -> 
 
 def joined(pieces: list[Part]) -> tuple[Part, ...]:
     """Parts without empty texts, adjacent texts as one."""
-    found: list[Part] = []
-    for piece in pieces:
-        if piece == "":
-            continue
-        if isinstance(piece, str) and found and isinstance(found[-1], str):
-            found[-1] += piece
-        else:
-            found.append(piece)
-    return tuple(found)
+    parts: list[Part] = []
+    for are_texts, group in groupby((piece for piece in pieces if piece != ""), lambda piece: isinstance(piece, str)):
+        run = list(group)
+        parts += ["".join(map(str, run))] if are_texts else run
+    return tuple(parts)
 
 
 def split_text(text: str, media: RecordMedia, pieces: list[Part]) -> None:
@@ -351,7 +328,7 @@ def _plain_text(content: Any) -> str:
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else []
-    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    texts = (part.get("text") if isinstance(part, dict) else part for part in parts)
     return "".join(text for text in texts if isinstance(text, str))
 
 

@@ -5,8 +5,6 @@ each object when all of it is there, but it cannot show a directory in one step.
 last, and what makes a data set of the shards is stored after them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -20,9 +18,14 @@ from typing import Any
 
 from energon_packing.convert.chunks import SourceFile
 from energon_packing.convert.config import ConvertConfig
-from energon_packing.convert.layout import DATASET_FILE, META_DIRECTORY
+from energon_packing.convert.layout import (
+    CONVERSION_FILE,
+    DATASET_FILE,
+    META_DIRECTORY,
+    fingerprint_difference,
+    read_report,
+)
 from energon_packing.convert.media_files import FETCHED
-from energon_packing.convert.report import CONVERSION_FILE, fingerprint_difference, read_report
 from energon_packing.convert.sources import unpacked
 from energon_packing.errors import UserError, fault_of
 from energon_packing.line_file import lock
@@ -54,12 +57,8 @@ def partial_directory(out: Path) -> Path:
 
 
 def check_out(config: ConvertConfig) -> None:
-    """Rejects an output that must not be written, before anything is read.
-
-    Raises:
-        UserError: `out` is a file, holds something other than a converted data set, must not be replaced, or contains
-            a source; in a store, also if a source contains it.
-    """
+    """Refuses an output that must not be written, before anything is read: a file, something other than a converted
+    data set, one that must not be replaced or contains a source; in a store, also one that a source contains."""
     out, place = config.out, shown(config.out)
     sources = [*config.sources, *filter(None, [config.media_root])]
     report = read_report(out)
@@ -68,7 +67,9 @@ def check_out(config: ConvertConfig) -> None:
             if out.name in ("", ".."):
                 raise UserError(f"--out {out} has no name of its own; name a directory to create")
             is_file, is_filled = out.exists() and not out.is_dir(), out.is_dir() and any(out.iterdir())
-            inside = [each for each in sources if report and not remote_address(each) and _lies_in(each, out)]
+            below = out.resolve()
+            local = [each for each in sources if report and not remote_address(each)]
+            inside = [each for each in local if each.resolve().is_relative_to(below)]
         else:
             is_file = status(address) is not None
             is_filled = not is_file and status(f"{address}/{MARK}") is None and bool(listed(address))
@@ -77,31 +78,22 @@ def check_out(config: ConvertConfig) -> None:
     except OSError as error:
         raise UserError(f"--out {place} cannot be looked at: {error.strerror or error}") from error
     if inside:
-        raise UserError(f"--out {place} and {shown(inside[0])} lie in each other; choose another place")
-    if is_file:
-        raise UserError(f"--out {place} is a file; name a directory to create")
-    if report is None and is_filled:
-        raise UserError(
-            f"--out {place} is not empty, and convert did not write what it contains; choose another place, or empty "
-            "it yourself"
-        )
-    if report is not None and not (config.overwrite or config.resume):
-        raise UserError(
-            f"--out {place} already contains a converted data set; add --overwrite to replace it, --resume to keep it "
-            "if it is complete, or choose another place"
-        )
-
-
-def _lies_in(path: Path, directory: Path) -> bool:
-    return path.resolve().is_relative_to(directory.resolve())
+        wrong = f"and {shown(inside[0])} lie in each other; choose another place"
+    elif is_file:
+        wrong = "is a file; name a directory to create"
+    elif report is None and is_filled:
+        wrong = "is not empty, and convert did not write what it contains; choose another place, or empty it yourself"
+    elif report is not None and not (config.overwrite or config.resume):
+        wrong = "already contains a converted data set; add --overwrite to replace it, --resume to keep it if it is "
+        wrong += "complete, or choose another place"
+    else:
+        return
+    raise UserError(f"--out {place} {wrong}")
 
 
 def finished_report(config: ConvertConfig, fingerprint: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The report of a finished conversion of the same sources and options, which `resume` skips.
-
-    Raises:
-        UserError: the data set there was made from something else, and `overwrite` is not set.
-    """
+    """The report of a finished conversion of the same sources and options, which `resume` skips; raises `UserError` if
+    the data set there was made from something else, and `overwrite` is not set."""
     found = read_report(config.out)
     if found is None or (difference := fingerprint_difference(found["fingerprint"], fingerprint)) is None:
         return found
@@ -115,10 +107,8 @@ def workspace(config: ConvertConfig, fingerprint: Mapping[str, Any]) -> Iterator
     """A directory to build in, locked against a second conversion to the same place.
 
     The leftovers of an interrupted conversion are deleted. The journal of checked media is kept if `resume` is set and
-    the options are the same, because checking media takes the most time.
-
-    Yields:
-        The directory to build in, empty, and the journal's path.
+    the options are the same, because checking media takes the most time. Yields the directory to build in, empty, and
+    the journal's path.
 
     Raises:
         UserError: another conversion is running there, or the directory cannot be written.
@@ -184,9 +174,6 @@ def publish(build: Path, out: Path) -> None:
 
     Previous content is moved away first. A kill in between leaves it in the workspace, from where `workspace` brings it
     back.
-
-    Raises:
-        UserError: the place cannot be written.
     """
     partial = build.parent
     old = partial / _REPLACED
@@ -209,12 +196,7 @@ def copy_of(source: SourceFile, scratch: Path) -> SourceFile:
 
 
 def fetch_source(source: SourceFile, scratch: Path) -> None:
-    """Makes the copy of a source in an object store.
-
-    Raises:
-        OSError: this machine's disk takes no more.
-        UserError: the store does not give it.
-    """
+    """Makes the copy of a source in an object store; raises OSError if this machine's disk takes no more."""
     if source.address is None:
         return
     try:
@@ -233,11 +215,7 @@ def delete_copies(source: SourceFile, scratch: Path) -> None:
 
 
 def local_place(address: str) -> Path:
-    """Where the data set is made: the same directory of this machine for the same address, and for nobody else.
-
-    Raises:
-        UserError: it is somebody else's, or cannot be made.
-    """
+    """Where the data set is made: the same directory of this machine for the same address, and for nobody else."""
     place = private_directory() / hashlib.sha256(address.encode()).hexdigest()[:16] / "data"
     try:
         place.parent.mkdir(exist_ok=True)
@@ -247,16 +225,12 @@ def local_place(address: str) -> Path:
 
 
 def store_data_set(local: Path, address: str, progress: Callable[[str, int, int], None]) -> None:
-    """Copies a finished data set to a store, in place of what is there. What is there already is not sent again.
-
-    Raises:
-        UserError: the store cannot be written. The data set stays on this machine.
-    """
+    """Copies a finished data set to a store, in place of what is there. What is there already is not sent again."""
     names = [path.relative_to(local).as_posix() for path in local.rglob("*") if path.is_file()]
     names.sort(key=lambda name: (_order(name), name))
     sizes = {name: (local / name).stat().st_size for name in names}
-    done = 0
-    progress("store", done, sum(sizes.values()))
+    done, total = 0, sum(sizes.values())
+    progress("store", done, total)
     try:
         store(local / CONVERSION_FILE, f"{address}/{MARK}")
         before = {name for name, _ in listed(address)} - {MARK}
@@ -267,7 +241,7 @@ def store_data_set(local: Path, address: str, progress: Callable[[str, int, int]
             if name not in before or _order(name) or not _is_there(local / name, target):
                 store(local / name, target)
             done += size
-            progress("store", done, sum(sizes.values()))
+            progress("store", done, total)
         gone = [name for name in sorted(before.difference(names)) if not _order(name)]  # of the data set that was there
         for name in (*gone, MARK):
             remove(f"{address}/{name}")

@@ -23,8 +23,7 @@ from typing import Any
 import yaml
 
 from energon_packing.conversation import PairCounts
-from energon_packing.convert.layout import INFO_FILE, META_DIRECTORY, dataset_entry
-from energon_packing.convert.report import counted_pairs
+from energon_packing.convert.layout import INFO_FILE, META_DIRECTORY, counted_pairs, dataset_entry
 from energon_packing.plain_yaml import MOST_OF_DATA, load_yaml
 
 HEADER_BYTES = 512

@@ -1,7 +1,5 @@
 """Processes of this machine."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc
@@ -112,8 +110,8 @@ def _started(work: Work[Any, Any], others: list[Connection]) -> _Worker:
     forked = multiprocessing.get_context("fork")
     # Ctrl-C is for this process, which ends its workers; theirs is blocked from their first instruction on.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    process = forked.Process(target=_serve, args=(work, theirs, [ours, *others], os.getpid()))
     try:
-        process = forked.Process(target=_serve, args=(work, theirs, [ours, *others], os.getpid()))
         process.start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -156,18 +154,18 @@ def sendable(error: Exception) -> Exception:
     Some exceptions are pickled but cannot be read back, as their ``__init__`` has other parameters; the process that
     receives one would fail with an error of its own.
     """
-    error.add_note("".join(traceback.format_exception(error)))
+    said = "".join(traceback.format_exception(error))
+    error.add_note(said)
     try:
         pickle.loads(pickle.dumps(error))  # our own exception, in our own process
     except Exception:
-        return RuntimeError("".join(traceback.format_exception(error)))
+        return RuntimeError(said)
     return error
 
 
 def _local(workers: int | None, address: str | None, tasks: int | None) -> Executor:
     count = min(8, os.cpu_count() or 1) if workers is None else workers
-    if tasks is not None:
-        count = min(count, tasks) if tasks > 1 else 0
+    count = count if tasks is None else min(count, tasks) if tasks > 1 else 0
     return LocalProcesses(count) if count else CallingProcess()
 
 

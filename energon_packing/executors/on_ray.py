@@ -1,7 +1,5 @@
 """Workers of a Ray cluster: actors of one CPU each, which are given one task at a time."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -31,17 +29,15 @@ class RayWorkers:
     """
 
     def __init__(self, count: int | None, address: str | None) -> None:
-        # Ray would say how it counts its users, and that a later version treats GPUs otherwise.
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        # Its workers are at niceness 15, where a busy machine gives them next to nothing; other executors' are not.
-        os.environ.setdefault("RAY_worker_niceness", "0")
+        # Ray would say how it counts its users, and that a later version treats GPUs otherwise. Its workers are at
+        # niceness 15, where a busy machine gives them next to nothing; other executors' are not.
+        for name in ("RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "RAY_worker_niceness"):
+            os.environ.setdefault(name, "0")
         try:
             import ray
         except ImportError as error:
-            raise UserError(
-                f"--executor ray needs Ray ({error}); install it with: pip install 'energon-packing[ray]'"
-            ) from error
+            fix = "install it with: pip install 'energon-packing[ray]'"
+            raise UserError(f"--executor ray needs Ray ({error}); {fix}") from error
         self._ray: Any = ray
         self._count = count
         self._address = address or os.environ.get("RAY_ADDRESS") or None
@@ -60,29 +56,24 @@ class RayWorkers:
                 self._ray.shutdown()
 
     def _connect(self) -> bool:
-        """Connects to the cluster; False if the calling program has done so.
-
-        Raises:
-            UserError: there is no cluster at the address.
-        """
+        """Connects to the cluster; False if the calling program has done so."""
         if self._ray.is_initialized():
             return False
-        own: dict[str, Any] = {}
-        if self._address is None:
-            own = {"num_cpus": self._count or os.cpu_count() or 1, "num_gpus": 0, "include_dashboard": False}
-            own["object_store_memory"] = _OBJECT_STORE_BYTES
+        cpus, memory = self._count or os.cpu_count() or 1, _OBJECT_STORE_BYTES
+        own = {"num_cpus": cpus, "num_gpus": 0, "include_dashboard": False, "object_store_memory": memory}
+        told: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         try:
-            if self._address is not None:
+            if self._address is None:
+                self._ray.init("local", **own, **told)
+            else:
                 _knock(self._address)
-            self._ray.init(self._address or "local", log_to_driver=False, logging_level=logging.ERROR, **own)
+                self._ray.init(self._address, **told)
         except (OSError, RuntimeError, ValueError) as error:
             why = " ".join(str(error).split())[:200]
-            if self._address is None:
-                raise UserError(f"--executor ray: Ray does not start on this machine ({why})") from error
-            raise UserError(
-                f"--address {self._address}: there is no Ray cluster that this machine can join ({why}); 'ray status' "
-                "shows a running one"
-            ) from error
+            none_there = f"--address {self._address}: there is no Ray cluster that this machine can join ({why}); "
+            none_here = f"--executor ray: Ray does not start on this machine ({why})"
+            sentence = none_there + "'ray status' shows a running one" if self._address else none_here
+            raise UserError(sentence) from error
         return True
 
     def _results[Task, Result](
@@ -98,11 +89,10 @@ class RayWorkers:
         failed_starts = 0
         to_give: Attempt[Task] | None = None
         while True:
-            to_give = to_give or attempts.take()
-            while free and to_give is not None:
+            while (to_give := to_give or attempts.take()) is not None and free:
                 actor = free.pop()
                 waiting[actor.do.remote(to_give.task)] = actor, to_give
-                to_give = attempts.take()
+                to_give = None
             # A busy cluster starts some of them late or never, and the others do not wait for them.
             while to_give is not None and len(actors) < count:
                 actors.append(kind.remote())
@@ -122,9 +112,7 @@ class RayWorkers:
                 how = f"ended: {_sentence(error)}"
                 if attempt is not None:
                     attempts.died(attempt, how)
-                    continue
-                failed_starts += 1
-                if failed_starts >= _MOST_FAILED_STARTS:
+                elif (failed_starts := failed_starts + 1) >= _MOST_FAILED_STARTS:
                     raise _cannot_start(how) from error
                 continue
             free.append(actor)
@@ -135,11 +123,7 @@ class RayWorkers:
 
 
 def _knock(address: str) -> None:
-    """Ray itself tries for minutes to reach an address where nothing listens.
-
-    Raises:
-        OSError: nobody is there.
-    """
+    """Raises OSError if nobody is there: Ray itself tries for minutes to reach an address where nothing listens."""
     host, _, port = address.rpartition("//")[2].rpartition(":")
     if host and port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_SECONDS).close()
@@ -158,10 +142,7 @@ def _sentence(error: Exception) -> str:
 
 
 class _Worker:
-    """One actor."""
-
-    def __init__(self) -> None:
-        self._work: Work[Any, Any] | None = None
+    """One actor, which is told what to do before it does it."""
 
     def begin(self, work: Work[Any, Any]) -> None:
         """Gets ready."""
@@ -170,7 +151,6 @@ class _Worker:
 
     def do(self, task: Any) -> Any:
         """Does a task."""
-        assert self._work is not None, "the actor was not told what to do"
         return self._work.do(task)
 
 

@@ -1,7 +1,5 @@
 """What executors have in common: the work that they do, the account of tasks whose worker died, and their order."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
@@ -15,8 +13,7 @@ MOST_DEATHS = 2
 """A task is given up when this many workers died at it."""
 
 NOT_YET: Final[Any] = object()
-"""In an iterable of tasks: there is none now, but there may be one after the next result. While it is given, a task is
-being done, or its result has not been taken."""
+"""In an iterable of tasks: there is none now, but there may be one after the next result, which is to come."""
 
 type Results[Task, Result] = Generator[tuple[Task, Result], None, None]
 """Tasks with their results."""
@@ -88,12 +85,7 @@ class Attempt[Task]:
 
 
 class Attempts[Task]:
-    """Tasks that are still to be given out: those whose worker died first, then new ones.
-
-    Args:
-        tasks: taken one at a time.
-        name: what a task is called in a sentence.
-    """
+    """Tasks that are still to be given out: those whose worker died first, then new ones, taken one at a time."""
 
     def __init__(self, tasks: Iterable[Task], name: Callable[[Task], str]) -> None:
         self._new = iter(tasks)
@@ -109,30 +101,21 @@ class Attempts[Task]:
         return None
 
     def died(self, attempt: Attempt[Task], how: str) -> None:
-        """Notes that a worker died at a task; ``how`` is such as ``was killed by SIGKILL``.
-
-        Raises:
-            UserError: it is not the first.
-        """
+        """Notes that a worker died at a task (``how``: ``was killed by SIGKILL``), which the second one gives up."""
         attempt.deaths += 1
         if attempt.deaths >= MOST_DEATHS:
-            raise UserError(
-                f"{self._name(attempt.task)} was given up: {attempt.deaths} workers died at it, and the last one {how}"
-                "; if memory is short, use fewer --workers"
-            )
+            died = f"{attempt.deaths} workers died at it, and the last one {how}"
+            fix = "if memory is short, use fewer --workers"
+            raise UserError(f"{self._name(attempt.task)} was given up: {died}; {fix}")
         self._again.append(attempt)
 
 
 def in_order[Task, Result](
     executor: Executor, tasks: Iterable[Task], work: Work[Task, Result], *, ahead: int
 ) -> Results[Task, Result]:
-    """Yields each task with its result, in the order of the tasks.
+    """Yields each task with its result as `Executor.results` does, in the order of the tasks.
 
-    Args:
-        executor: does them; errors are those of `Executor.results`.
-        tasks: taken one at a time.
-        ahead: no more tasks than these are taken before the result of the first of them, so that results which wait
-            for it stay few.
+    No more tasks than ``ahead`` are taken before the result of the first of them, so that few results wait for it.
     """
     given: deque[Task] = deque()  # in order, until they are yielded
     done: dict[int, Result] = {}  # by the identity of the task
@@ -162,11 +145,7 @@ EXECUTORS: Registry[ExecutorEntry] = Registry(
 
 
 def check_rank(rank: int, world_size: int) -> None:
-    """Refuses a rank among several commands that share their work.
-
-    Raises:
-        ConfigError: there is none of this number.
-    """
+    """Refuses a rank that is none of the commands that share their work."""
     if not 0 <= rank < world_size:
         raise ConfigError(f"--rank {rank} does not exist with --world-size {world_size}.")
 
@@ -176,8 +155,8 @@ class ExecutorConfig:
     """Who does the tasks of a command.
 
     Attributes:
-        kind: name of an executor: ``local`` (processes of this machine), ``ray`` (workers of a Ray cluster), or one
-            that another package declares.
+        kind: ``local`` (processes of this machine), ``ray`` (workers of a Ray cluster), or one that another package
+            declares.
         workers: how many; None for one per CPU of the machine or cluster. 0 works in the calling process.
         address: of a running cluster, see `energon_packing.executors.on_ray.RayWorkers`.
     """
@@ -203,9 +182,5 @@ class ExecutorConfig:
         return EXECUTORS.find(self.kind).cluster
 
     def executor(self, tasks: int | None = None) -> Executor:
-        """The executor for this many tasks; None if nobody has counted them.
-
-        Raises:
-            UserError: it is not installed.
-        """
+        """The executor for this many tasks; None if nobody has counted them."""
         return EXECUTORS.find(self.kind).make(self.workers, self.address, tasks)

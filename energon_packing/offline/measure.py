@@ -20,7 +20,7 @@ import pyarrow as pa
 from energon_packing.config import RunConfig, to_mapping
 from energon_packing.config.setting import length_free_of, marked, marked_and_set
 from energon_packing.conversation import PairCounts
-from energon_packing.convert.report import counted_pairs
+from energon_packing.convert.layout import counted_pairs
 from energon_packing.encoders.tokenized import use_one_thread
 from energon_packing.energon.samples import MeasuredSample
 from energon_packing.errors import ConfigError, PackingError, UserError

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 from energon_packing.config import RunConfig
 from energon_packing.conversation import Conversation
 from energon_packing.convert.keys import safe_key
-from energon_packing.convert.report import REJECTS_FILE
+from energon_packing.convert.layout import REJECTS_FILE
 from energon_packing.drops import deciding_setting
 from energon_packing.energon.loader import build_task_encoder
 from energon_packing.energon.samples import MeasuredSample

@@ -12,8 +12,7 @@ import numpy as np
 
 from energon_packing.config import RunConfig
 from energon_packing.conversation import PairCounts
-from energon_packing.convert.layout import TEXT_DIRECTORY
-from energon_packing.convert.report import counted_pairs
+from energon_packing.convert.layout import TEXT_DIRECTORY, counted_pairs
 from energon_packing.drops import DroppedSample, FrequentDrops
 from energon_packing.errors import UserError
 from energon_packing.offline.index import Index, dropped_row, frequent_drops, kind_of, modality_of, pair_counts

@@ -16,7 +16,7 @@ from plain_readers import KnownFile
 from real_files import DEMO, REAL
 
 from energon_packing.convert import ConversionReport, ConvertConfig, convert
-from energon_packing.convert.dataset_info import read_dataset_info
+from energon_packing.convert.config import read_dataset_info
 from energon_packing.errors import UserError
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "convert.md"

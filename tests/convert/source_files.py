@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from PIL import Image
 
 from energon_packing.convert import ConversionReport, ConvertConfig, convert
 from energon_packing.convert import media_files as media_checks
-from energon_packing.convert.chunks import RawRecord, SourceFile
+from energon_packing.convert.chunks import Chunk, RawRecord, SourceFile
+from energon_packing.convert.records import parse_record
 from energon_packing.convert.sources import find_chunks, read_chunk
+from energon_packing.errors import SampleRejected
 
 
 def sharegpt(key: str | None = None, question: str = "Hi?", answer: str = "Yes.", **columns: Any) -> dict[str, Any]:
@@ -73,10 +76,23 @@ def rejects(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "rejects.jsonl").read_text().splitlines()]
 
 
+def refused(record: Any, layout: str = "auto", **options: Any) -> tuple[str, str]:
+    """Reason and detail of a record that cannot be parsed."""
+    with pytest.raises(SampleRejected) as caught:
+        parse_record(record, layout, **options)
+    return caught.value.reason, caught.value.detail
+
+
+def chunks_of(source: SourceFile, scratch: Path, size: Any, limit: int = 1 << 20) -> Iterator[Chunk]:
+    """Yields the chunks of a file; ``size`` gives the bytes of each."""
+    return find_chunks(source, max_record_bytes=limit, chunk_bytes=size, digests={}, scratch=scratch)
+
+
 def read_records(source: SourceFile, *, max_record_bytes: int, chunk_bytes: int = 1 << 18) -> Iterator[RawRecord]:
     """Yields every record of a file in order."""
-    for chunk in find_chunks(source, max_record_bytes=max_record_bytes, chunk_bytes=lambda: chunk_bytes):
-        yield from read_chunk(chunk, max_record_bytes=max_record_bytes)
+    with tempfile.TemporaryDirectory() as scratch:
+        for chunk in chunks_of(source, Path(scratch), lambda: chunk_bytes, max_record_bytes):
+            yield from read_chunk(chunk, max_record_bytes=max_record_bytes)
 
 
 def count_checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:

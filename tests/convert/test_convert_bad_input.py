@@ -22,8 +22,8 @@ from source_files import count_checks, openai, rejects, run, sharegpt, write_ima
 from energon_packing.cli.main import cli
 from energon_packing.convert import media_files as media_checks
 from energon_packing.convert.config import ConvertConfig
+from energon_packing.convert.layout import read_report
 from energon_packing.convert.media_files import MediaChecker, resolve_media
-from energon_packing.convert.report import read_report
 from energon_packing.errors import ConfigError, SampleRejected, UserError
 
 
@@ -332,7 +332,7 @@ def test_records_with_transparent_images_are_counted(tmp_path, check):
     assert report.warnings == {"transparent_image": len(warned)}
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     edits=st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 8), st.binary(max_size=8)), min_size=1, max_size=6)
 )
@@ -347,7 +347,7 @@ def test_a_video_with_any_bytes_changed_is_measured_or_rejected(tmp_path_factory
     (path / f"{number}.mp4").write_bytes(content)
     checker = MediaChecker(ConvertConfig(sources=("x",)), path / "journal", path / f"index-{number}")
     with suppress(SampleRejected):
-        assert checker.check(str(path / f"{number}.mp4"), "video")
+        assert checker.check(str(path / f"{number}.mp4"), "video", "clip")
     checker.close()
 
 

@@ -47,10 +47,8 @@ def test_a_good_conversion_prints_a_table_and_exits_with_0(source: Path, tmp_pat
 
 
 def test_json_is_the_report_and_nothing_else(source: Path, tmp_path: Path) -> None:
-    script = [sys.executable, "-m", "energon_packing.cli.main", "convert", str(source), "--out", str(tmp_path / "out")]
-    done = subprocess.run([*script, "--json"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0
-    assert done.stderr == ""
+    done = call(source, "--out", tmp_path / "out", "--json")
+    assert (done.exit_code, done.stderr) == (0, "")
     report = json.loads(done.stdout)
     assert report == json.loads((tmp_path / "out/conversion.json").read_text())
     assert (report["read"], report["written"], report["rejected"]) == (10, 7, {"missing_media": 3})
@@ -113,7 +111,7 @@ def test_a_source_that_breaks_off_exits_with_1_unless_it_is_allowed(tmp_path: Pa
 
 def test_every_planted_defect_of_the_demo_data_is_found_and_nothing_else(tmp_path: Path) -> None:
     generate = pytest.importorskip("energon_packing.demo.generate")
-    folder = generate.make_data(tmp_path / "demo", conversations=60)
+    folder = generate.make_data(tmp_path / "demo", conversations=30)
     result = call(folder, "--out", tmp_path / "out")
     assert result.exit_code == 0
     expected = json.loads((tmp_path / "demo/expected_defects.json").read_text())
@@ -130,7 +128,7 @@ def test_every_planted_defect_of_the_demo_data_is_found_and_nothing_else(tmp_pat
     assert found == wanted
     assert len(broken) == 1
     report = json.loads((tmp_path / "out/conversion.json").read_text())
-    assert report["read"] == 60 + len(expected)
+    assert report["read"] == 30 + len(expected)
     assert report["written"] == report["read"] - len(wanted)
     assert report["warnings"]["duplicate_id"] == 1
 
@@ -172,7 +170,7 @@ def test_the_command_prints_why_records_would_be_rejected(source: Path, tmp_path
     assert report["dry_run"]
 
 
-@pytest.mark.parametrize(("limit", "code"), [("0.3", 0), ("0.29", 1), ("3", 0), ("2", 1), ("1", 0), ("0", 1)])
+@pytest.mark.parametrize(("limit", "code"), [("0.3", 0), ("0.29", 1), ("3", 0), ("2", 1)])
 def test_more_rejects_than_a_share_or_a_number_exit_with_1(source: Path, tmp_path: Path, limit: str, code: int) -> None:
     for options in ((), ("--dry-run",)):
         result = call(source, "--out", tmp_path / f"out{len(options)}", "--max-rejects", limit, *options)
@@ -212,18 +210,14 @@ main()
 """
 
 
-def base_install(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", INSTALLED, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
 def test_the_base_install_converts_to_what_energon_reads(tmp_path: Path) -> None:
     image = write_image(tmp_path / "src/a.png").read_bytes()
     video = write_video(tmp_path / "src/a.mp4").read_bytes()
     record = sharegpt("k", "<image><video>?", images=["a.png"], videos=["a.mp4"])
     source = write_json(tmp_path / "src/a.json", [record, {"id": "t", "instruction": "a", "output": "b"}])
     arguments = ["convert", str(source), "--out", str(tmp_path / "out"), "--workers", "1", "--split", "train=1"]
-    done = base_install(*arguments)
+    command = [sys.executable, "-c", INSTALLED, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     read = read_dataset(str(tmp_path / "out/dataset.yaml"))
     assert read["k"].media == [image, video]
@@ -238,12 +232,11 @@ def test_the_base_install_converts_to_what_energon_reads(tmp_path: Path) -> None
             assert here["shard_counts"] == there["shard_counts"]
 
 
-def test_a_source_that_needs_an_extra_says_which(tmp_path: Path) -> None:
+def test_a_source_that_needs_an_extra_says_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, extra in (("a.parquet", "pyarrow"), ("a.jsonl.zst", "zstandard")):
         (tmp_path / name).write_bytes(b"PAR1")
-        arguments = ["convert", str(tmp_path / name), "--out", str(tmp_path / "out"), "--workers", "1"]
-        done = base_install(*arguments)
-        assert done.returncode == 2
+        monkeypatch.setitem(sys.modules, extra, None)
+        done = call(tmp_path / name, "--out", tmp_path / "out")
+        assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
         assert extra in done.stderr
         assert "energon-packing[convert]" in done.stderr
-        assert done.stderr.count("\n") == 1

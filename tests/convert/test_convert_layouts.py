@@ -1,4 +1,5 @@
-"""Layouts other than ShareGPT and OpenAI: each record says what its own loader makes of it, or is refused by name."""
+"""Layouts other than ShareGPT and OpenAI, and LLaMA-Factory's ``dataset_info.json``: each record says what its own
+loader makes of it, or is refused by name."""
 
 from __future__ import annotations
 
@@ -9,33 +10,29 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from heard import said_by
-from hypothesis import given
+from heard import Heard, said_by, stored
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_readers import alpaca, v1
-from source_files import openai, run, sharegpt, write_image, write_json, write_lines
+from plain_readers import openai as openai_record
+from source_files import openai, refused, run, sharegpt, write_image, write_json, write_lines
 
 from energon_packing.cli.main import cli
 from energon_packing.conversation import PREFERENCE, Conversation, MediaPart
-from energon_packing.convert.config import ColumnMap, ConvertConfig, RecordFormat, parse_names
+from energon_packing.convert.config import ColumnMap, ConvertConfig, parse_names, read_dataset_info
 from energon_packing.convert.layouts.layout import LAYOUTS, Layout, all_layouts, register_layout
 from energon_packing.convert.records import parse_record
-from energon_packing.errors import ConfigError, SampleRejected, UserError
+from energon_packing.errors import ConfigError, UserError
 
 TEXT = st.text(alphabet=st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12).filter(
     lambda text: text.strip() != "" and "<" not in text
 )
 
 
-def refused(record: Any, layout: RecordFormat = "auto", **options: Any) -> tuple[str, str]:
-    with pytest.raises(SampleRejected) as caught:
-        parse_record(record, layout, **options)
-    return caught.value.reason, caught.value.detail
-
-
 # -- question and answer -----------------------------------------------------------------------------------------------
 
 
+@settings(max_examples=40)
 @given(
     record=st.fixed_dictionaries(
         {"instruction": TEXT, "output": TEXT},
@@ -186,17 +183,6 @@ def test_a_record_of_two_layouts_is_refused_with_both_names(record: dict[str, An
     assert {parse_record(record, first).layout, parse_record(record, second).layout} == {first, second}  # type: ignore[arg-type]
 
 
-def test_the_report_names_the_layout_of_each_source(tmp_path: Path) -> None:
-    write_json(tmp_path / "src/a.json", [sharegpt(), openai(), {"instruction": "a", "output": "b"}])
-    write_lines(tmp_path / "src/b.jsonl", [V1, {"text": "x"}])
-    report = run(tmp_path / "src", tmp_path / "out")
-    assert report.layouts == {
-        "a.json": {"alpaca": 1, "openai": 1, "sharegpt": 1},
-        "b.jsonl": {"llamafactory-v1": 1, "text": 1},
-    }
-    assert json.loads((tmp_path / "out/conversion.json").read_text())["layouts"] == report.layouts
-
-
 # -- labels ------------------------------------------------------------------------------------------------------------
 
 
@@ -318,3 +304,165 @@ def test_a_layout_that_another_package_registers_is_found_and_may_be_named(monke
         assert refused(openai(), "stranger")[0] == "unknown_layout"
     finally:
         all_layouts.cache_clear()
+
+
+ROLE_TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+INFO: dict[str, Any] = {
+    "plain": {"file_name": "plain.json"},
+    "renamed": {
+        "file_name": "renamed.json",
+        "columns": {"prompt": "question", "response": "answer", "system": "role_play", "history": "before"},
+    },
+    "documents": {"file_name": "documents.json", "columns": {"prompt": "body"}},
+    "ranked": {
+        "file_name": "ranked.json",
+        "ranking": True,
+        "columns": {"prompt": "question", "chosen": "good", "rejected": "poor"},
+    },
+    "calls": {
+        "file_name": "calls.json",
+        "formatting": "sharegpt",
+        "columns": {"messages": "conversations", "tools": "tools"},
+    },
+    "spoken": {
+        "file_name": "spoken.json",
+        "formatting": "sharegpt",
+        "columns": {"messages": "dialog", "images": "pics"},
+        "tags": {"role_tag": "who", "content_tag": "what", "user_tag": "person", "assistant_tag": "bot"},
+    },
+    "pairs": {
+        "file_name": "pairs.json",
+        "formatting": "sharegpt",
+        "ranking": True,
+        "columns": {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"},
+    },
+    "liked": {
+        "file_name": "liked.json",
+        "formatting": "sharegpt",
+        "columns": {"messages": "messages", "kto_tag": "label"},
+        "tags": ROLE_TAGS,
+    },
+    "elsewhere": {"hf_hub_url": "owner/name", "formatting": "sharegpt"},
+    "sampled": {"file_name": "plain.json", "num_samples": 10},
+    "odd": {"file_name": "plain.json", "formatting": "chatml"},
+    "misspelt": {"file_name": "plain.json", "columns": {"promt": "instruction"}},
+    "half": {"file_name": "plain.json", "ranking": True, "columns": {"prompt": "q", "chosen": "c"}},
+}
+CALL_TEXT = json.dumps({"name": "f", "arguments": {"x": 1}})
+DATA: dict[str, list[dict[str, Any]]] = {
+    "plain": [
+        {"instruction": "a", "input": "b", "output": "c", "system": "not read without a name"},
+        {"instruction": "a", "input": "", "output": "c"},
+    ],
+    "renamed": [{"question": "q", "answer": "r", "role_play": "s", "before": [["a", "b"]], "input": "not read"}],
+    "documents": [{"body": " once\n"}],
+    "ranked": [{"question": "q", "good": "yes", "poor": "no", "output": "not read"}],
+    "calls": [
+        {
+            "conversations": [
+                {"from": "human", "value": "q"},
+                {"from": "function_call", "value": CALL_TEXT},
+                {"from": "observation", "value": "7"},
+                {"from": "gpt", "value": "seven"},
+            ],
+            "tools": json.dumps([{"name": "f", "parameters": {}}]),
+        }
+    ],
+    "spoken": [{"dialog": [{"who": "person", "what": "<image>q"}, {"who": "bot", "what": "r"}], "pics": ["a.png"]}],
+    "pairs": [
+        {
+            "conversations": [{"from": "human", "value": "q"}],
+            "chosen": {"from": "gpt", "value": "yes"},
+            "rejected": {"from": "gpt", "value": "no"},
+        }
+    ],
+    "liked": [
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "r"}], "label": liked}
+        for liked in (True, False)
+    ],
+}
+
+
+@pytest.fixture
+def info(tmp_path: Path) -> Path:
+    write_image(tmp_path / "a.png")
+    for name, records in DATA.items():
+        write_json(tmp_path / f"{name}.json", records)
+    path = tmp_path / "dataset_info.json"
+    path.write_text(json.dumps(INFO))
+    return path
+
+
+def by_the_entry(record: dict[str, Any], entry: dict[str, Any]) -> Heard:
+    """A record under the names of its entry, by the rules of LLaMA-Factory's converters."""
+    columns = entry.get("columns") or {"prompt": "instruction", "query": "input", "response": "output"}
+    extras = {"preference": 1.0 if record[columns["kto_tag"]] else -1.0} if "kto_tag" in columns else {}
+    if entry.get("formatting", "alpaca") == "alpaca":
+        names = {"prompt": "instruction", "query": "input", "response": "output"}
+        named = {names.get(name, name): record[column] for name, column in columns.items() if column in record}
+        if "output" not in named and "chosen" not in named:
+            return Heard([("assistant", named["instruction"])])
+        return alpaca(named)
+    tags = {"role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt"}
+    tags |= entry.get("tags", {})
+    roles = {tags["user_tag"]: "user", tags["assistant_tag"]: "assistant"}
+
+    def read(messages: list[dict[str, str]]) -> Any:
+        turns = [(message[tags["role_tag"]], message[tags["content_tag"]]) for message in messages]
+        return openai_record(
+            {"messages": [{"role": roles.get(role, role), "content": text} for role, text in turns]}
+        ).said
+
+    answers = {name: read([record[name]]) for name in ("chosen", "rejected") if entry.get("ranking")}
+    return Heard(read(record[columns["messages"]]), **answers, tools=record.get("tools"), extras=extras)
+
+
+@pytest.mark.parametrize("name", list(DATA))
+def test_the_command_stores_what_llama_factory_makes_of_every_kind_of_entry(
+    info: Path, tmp_path: Path, name: str
+) -> None:
+    options = ["--dataset-info", str(info), "--dataset", name, "--out", str(tmp_path / "out"), "--workers", "1"]
+    if (label := INFO[name].get("columns", {}).get("kto_tag")) is not None:
+        options += ["--kto-label", label]
+    result = CliRunner().invoke(cli, ["convert", *options, "--split", "train=1", "--json"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    formatting = INFO[name].get("formatting", "alpaca")
+    assert report["layouts"] == {f"{name}.json": {f"{formatting} (dataset_info)": len(DATA[name])}}
+    unread = {"plain": ["system"], "renamed": ["input"], "ranked": ["output"]}
+    assert list(report["ignored_columns"]) == unread.get(name, [])
+    found = stored(tmp_path / "out")
+    assert all(heard.media for heard in found) == (name == "spoken")
+    for heard, record in zip(found, DATA[name], strict=True):
+        heard.media = []
+        assert heard == by_the_entry(record, INFO[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("sampled", "num_samples"), ("odd", "chatml"), ("misspelt", "promt"), ("half", "rejected")],
+)
+def test_an_entry_that_asks_for_something_else_is_refused_by_name(info: Path, name: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read_dataset_info(info, name)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--dataset", "plain"], "belong together"),
+        (["--dataset-info", "{info}"], "belong together"),
+        (["--dataset-info", "{info}", "--dataset", "none"], "it has: calls"),
+        (["--dataset-info", "{info.parent}/plain.json", "--dataset", "none"], "it has: nothing"),
+        (["--dataset-info", "{info}.no", "--dataset", "plain"], "cannot be read"),
+        (["--dataset-info", "{info}", "--dataset", "elsewhere"], "download it"),
+        (["--dataset-info", "{info}", "--dataset", "plain", "--columns", "text=x"], "leave out"),
+        ([], "SRC"),
+    ],
+)
+def test_a_mistake_with_entries_is_one_sentence(info: Path, tmp_path: Path, options: list[str], words: str) -> None:
+    filled = [option.format(info=info) for option in options]
+    result = CliRunner().invoke(cli, ["convert", *filled, "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert not (tmp_path / "out").exists()

@@ -108,21 +108,12 @@ def by_the_general_road(record: dict[str, Any]) -> bytes | None:
         return None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(records())
 def test_a_plain_record_is_written_as_on_the_general_road(record: dict[str, Any]) -> None:
     found = plain_record(record, "auto")
     if found is not None:
         assert found[0] == by_the_general_road(record)
-
-
-@settings(max_examples=300, deadline=None)
-@given(CALLS_OF_ALL_KINDS, st.sampled_from([None, "", "I ask.", " ", "<image>", 3]))
-def test_a_turn_that_calls_is_written_as_on_the_general_road(calls: Any, content: Any) -> None:
-    answer = {"role": "tool", "content": "4", "tool_call_id": "c1"}
-    record = {"messages": [ASKS, {"role": "assistant", "content": content, "tool_calls": calls}, answer, SAYS]}
-    found = plain_record(record, "auto")
-    assert found is None or found[0] == by_the_general_road(record)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +217,7 @@ def _outcome(parse: Any, text: bytes) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(BYTES)
 def test_a_text_is_parsed_as_the_standard_library_parses_it(text: bytes) -> None:
     """The same value with the same types, or the same error in the same words."""
@@ -234,6 +225,5 @@ def test_a_text_is_parsed_as_the_standard_library_parses_it(text: bytes) -> None
 
 
 def test_long_integers_are_left_to_the_standard_library() -> None:
-    assert parse_quickly(b"[999999999999999999]") == [10**18 - 1]
-    assert parse_quickly(b"[18446744073709551616]") is None
-    assert parse_json(b"[18446744073709551616]") == [2**64]
+    texts = (b"[999999999999999999]", b"[18446744073709551616]")
+    assert [*map(parse_quickly, texts), parse_json(texts[1])] == [[10**18 - 1], None, [2**64]]

@@ -1,26 +1,34 @@
-"""From one record to turns and media: both layouts, every field of a message, and every reason to reject."""
+"""From one record to turns, media, pairs and extra values: every published shape, and every reason to reject."""
 
 from __future__ import annotations
 
 import json
+import tarfile
+from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from energon_reading import read_dataset
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2 import Environment
-from source_files import openai, sharegpt
+from source_files import openai, refused, rejects, run, sharegpt, write_image, write_json, write_video
 
-from energon_packing.conversation import Conversation, MediaPart
-from energon_packing.convert.fields import LOSS_FIELDS, ROLE_OF, THINKING_FIELDS
+from energon_packing.conversation import Conversation, Media, MediaPart
+from energon_packing.convert.fields import LOSS_FIELDS, THINKING_FIELDS
 from energon_packing.convert.records import ParsedRecord, parse_record
 from energon_packing.errors import SampleRejected
 
 
-def reason(record: Any, layout: Any = "auto") -> tuple[str, str]:
-    with pytest.raises(SampleRejected) as caught:
-        parse_record(record, layout)
-    return caught.value.reason, caught.value.detail
+def calls(value: str) -> dict[str, Any]:
+    return {
+        "conversations": [
+            {"from": "human", "value": "Hi"},
+            {"from": "function_call", "value": value},
+            {"from": "observation", "value": "[1]"},
+            {"from": "gpt", "value": "Done."},
+        ]
+    }
 
 
 def media(record: dict[str, Any]) -> list[tuple[str, str]]:
@@ -34,6 +42,7 @@ def test_both_layouts_of_one_conversation_give_the_same_turns() -> None:
     assert a.turns[0].parts == (MediaPart(index=0), "What?")
 
 
+@settings(max_examples=40)
 @given(
     st.lists(st.one_of(st.text(), st.sampled_from(["<image>", "<video>", "<Image>", "<image", "\n", " "])), max_size=12)
 )
@@ -89,7 +98,7 @@ def test_bare_parts_take_the_column_in_order() -> None:
     ],
 )
 def test_placeholders_and_media_that_do_not_match_are_rejected_with_both_counts(record: Any, words: str) -> None:
-    found, detail = reason(record)
+    found, detail = refused(record)
     assert found == "placeholder_mismatch"
     assert words in detail
 
@@ -118,15 +127,17 @@ def test_placeholders_and_media_that_do_not_match_are_rejected_with_both_counts(
         ({"conversations": [{"from": "human", "value": "Hi"}, "x"]}, "non_string_value"),
         ({"conversations": [{"from": ["human"], "value": "Hi"}]}, "unknown_role"),
         (openai(question=[{"type": "audio", "audio": "a.wav"}]), "unknown_part"),
+        *((calls(text), "bad_tool_call") for text in ("f(1)", "{", "[]", "3", '{"arguments": {}}', '{"name": "f"}')),
+        *((calls(f'{{"name": "f", "arguments": {value}}}'), "bad_tool_call") for value in ('"{"', "[1]")),
     ],
 )
 def test_each_bad_record_is_rejected_with_its_own_reason(record: Any, expected: str) -> None:
-    assert reason(record)[0] == expected
+    assert refused(record)[0] == expected
 
 
 def test_a_forced_layout_refuses_the_other_one() -> None:
-    assert reason(openai(), "sharegpt")[0] == "unknown_layout"
-    assert reason(sharegpt(), "openai")[0] == "unknown_layout"
+    assert refused(openai(), "sharegpt")[0] == "unknown_layout"
+    assert refused(sharegpt(), "openai")[0] == "unknown_layout"
     assert parse_record(openai(), "openai") == parse_record(sharegpt(), "sharegpt")
 
 
@@ -135,30 +146,12 @@ def test_two_different_system_prompts_are_rejected_and_equal_ones_are_one() -> N
     record["conversations"].insert(0, {"from": "system", "value": "A"})
     assert [turn.role for turn in parse_record(record).turns] == ["system", "user", "assistant"]
     record["system"] = "B"
-    assert reason(record)[0] == "two_system_prompts"
+    assert refused(record)[0] == "two_system_prompts"
 
 
 def test_images_and_videos_are_taken_each_from_its_own_column_in_reading_order() -> None:
     record = sharegpt(question="<video>a<image>b<video><image>", images=["i.png"] * 2, video=["v.mp4", "w.mp4"])
     assert media(record) == [("video", "v.mp4"), ("image", "i.png"), ("video", "w.mp4"), ("image", "i.png")]
-
-
-@pytest.mark.parametrize("name", sorted(set(ROLE_OF) - {"function_call"}))
-def test_every_role_is_known(name: str) -> None:
-    record = sharegpt()
-    record["conversations"].insert(0, {"from": name, "value": "text"})
-    assert parse_record(record).turns[0].role == ROLE_OF[name]
-
-
-def calls(value: str) -> dict[str, Any]:
-    return {
-        "conversations": [
-            {"from": "human", "value": "Hi"},
-            {"from": "function_call", "value": value},
-            {"from": "observation", "value": "[1]"},
-            {"from": "gpt", "value": "Done."},
-        ]
-    }
 
 
 @pytest.mark.parametrize("arguments", [{"a": [1, "é"]}, '{"a": [1, "é"]}'])
@@ -173,23 +166,6 @@ def test_calls_of_both_layouts_become_an_assistant_turn_with_parsed_arguments(ar
         assert (turns[1].parts, turns[1].tool_calls) == ((), expected)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        "f(1)",
-        "{",
-        "[]",
-        "3",
-        '{"arguments": {}}',
-        '{"name": "f"}',
-        '{"name": "f", "arguments": "{"}',
-        '{"name": "f", "arguments": [1]}',
-    ],
-)
-def test_a_function_call_that_cannot_be_read_is_rejected(value: str) -> None:
-    assert reason(calls(value))[0] == "bad_tool_call"
-
-
 @pytest.mark.parametrize("as_text", [True, False])
 @pytest.mark.parametrize("wrapped", [True, False])
 def test_tools_come_out_in_the_form_of_chat_templates(as_text: bool, wrapped: bool) -> None:
@@ -200,6 +176,7 @@ def test_tools_come_out_in_the_form_of_chat_templates(as_text: bool, wrapped: bo
     assert [parse_record(sharegpt(tools=none)).tools for none in (None, "", "[]", [])] == [None] * 4
 
 
+@settings(max_examples=40)
 @given(
     st.sampled_from(["human", "gpt", "system", "observation", "function_call", "nobody"]),
     st.one_of(st.text(), st.sampled_from(["", " \n", "<image>", "a<video>", '{"name": "f", "arguments": {}}'])),
@@ -250,8 +227,8 @@ def test_an_explicit_system_turn_without_text_is_kept_to_the_letter(layout: Any,
     turn = stored(with_system(layout(), text)).to_messages()[0]
     assert turn == {"role": "system", "content": text}
     assert [turn.role for turn in parse_record(with_system(layout(system=""), text)).turns].count("system") == 1
-    assert reason(with_system(layout(system="Be brief."), text))[0] == "two_system_prompts"
-    assert reason(with_system(layout(), None))[0] == "non_string_value"
+    assert refused(with_system(layout(system="Be brief."), text))[0] == "two_system_prompts"
+    assert refused(with_system(layout(), None))[0] == "non_string_value"
 
 
 def test_an_empty_system_turn_keeps_the_default_prompt_of_a_template_out() -> None:
@@ -291,7 +268,7 @@ def test_every_field_for_the_loss_weighs_its_answer(field: str, value: Any, weig
     assert stored(two_answers(**{field: value})).turns == parsed.turns
     only = openai()
     only["messages"][1][field] = value
-    assert weight or reason(only)[0] == "nothing_to_learn"
+    assert weight or refused(only)[0] == "nothing_to_learn"
 
 
 @pytest.mark.parametrize(
@@ -318,14 +295,14 @@ def test_fields_that_agree_are_one_weight(fields: dict[str, Any], weight: float)
     ],
 )
 def test_fields_that_contradict_each_other_are_refused_with_both_names(fields: dict[str, Any]) -> None:
-    why, detail = reason(two_answers(**fields))
+    why, detail = refused(two_answers(**fields))
     assert (why, all(name in detail for name in fields)) == ("bad_weight", True)
 
 
 @pytest.mark.parametrize("field", LOSS_FIELDS)
 @pytest.mark.parametrize("value", ["0", "true", -1, -0.5, float("inf"), float("nan"), 2**31, [1], {}])
 def test_a_weight_that_is_none_is_refused_by_the_name_of_its_field(field: str, value: Any) -> None:
-    why, detail = reason(two_answers(**{field: value}))
+    why, detail = refused(two_answers(**{field: value}))
     assert (why, field in detail) == ("bad_weight", True)
 
 
@@ -337,12 +314,13 @@ def test_a_question_that_asks_to_be_trained_is_refused_and_one_that_asks_not_to_
         return record
 
     for value in (True, 1, 0.5):
-        why, detail = reason(question(value))
+        why, detail = refused(question(value))
         assert (why, field in detail, "turn 2 (user)" in detail) == ("unsupported_weight", True, True)
     for value in (False, 0, 0.0):  # as LLaMA-Factory v1 and SlimOrca write it
         assert weights(parse_record(question(value))) == [None] * 4
 
 
+@settings(max_examples=40)
 @given(st.lists(st.sampled_from([True, False, None, 0, 1, 0.5]), min_size=1, max_size=5))
 def test_the_answers_that_train_are_those_that_their_fields_say(values: list[Any]) -> None:
     turns = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yes."}]
@@ -387,6 +365,7 @@ def test_thinking_of_a_field_is_stored_as_it_is_beside_an_answer_that_keeps_its_
 _TEXT = st.text(st.sampled_from("a<>/\n {é")).filter(lambda text: bool(text.strip()))
 
 
+@settings(max_examples=40)
 @given(thought=_TEXT, answer=_TEXT)
 def test_qwen3_shows_the_thinking_that_we_store_as_it_shows_the_field(thought: str, answer: str) -> None:
     record = thinking(answer, reasoning_content=thought)
@@ -407,7 +386,7 @@ def test_thinking_stands_before_parts_and_its_placeholders_count() -> None:
     record["messages"][0]["content"] = "<image>?"
     turns = parse_record({**record, "images": ["a", "b"]}).turns
     assert turns[1].parts == ("<think>\nSee ", MediaPart(index=1), ".\n</think>\n\nFour.")
-    assert reason({**record, "images": ["a"]})[0] == "placeholder_mismatch"
+    assert refused({**record, "images": ["a"]})[0] == "placeholder_mismatch"
 
 
 @pytest.mark.parametrize(
@@ -441,7 +420,7 @@ OTHERS = ["<think>Aha.</think>Four.", "Four.</think>", "<think>Hm.</think>Four.<
     ],
 )
 def test_thinking_that_contradicts_the_answer_or_is_none_is_refused(record: dict[str, Any], expected: str) -> None:
-    assert reason(record)[0] == expected
+    assert refused(record)[0] == expected
 
 
 def test_answers_of_a_pair_that_differ_in_their_thinking_alone_are_two() -> None:
@@ -453,3 +432,284 @@ def test_answers_of_a_pair_that_differ_in_their_thinking_alone_are_two() -> None
     more = [{"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes."}]
     whole = parse_record({"chosen": [user, one, *more], "rejected": [user, other, *more]})
     assert [len(turns) for turns in (whole.turns, whole.chosen, whole.rejected)] == [1, 3, 3]
+
+
+ASKED = [{"from": "human", "value": "Why?"}]
+ASKED_OPENAI = [{"role": "user", "content": "Why?"}]
+YES, NO = {"role": "assistant", "content": "Because."}, {"role": "assistant", "content": "No."}
+GPT_YES, GPT_NO = {"from": "gpt", "value": "Because."}, {"from": "gpt", "value": "No."}
+SHAPES: dict[str, dict[str, Any]] = {
+    "LLaMA-Factory": {"conversations": ASKED, "chosen": GPT_YES, "rejected": GPT_NO},
+    "answers as text": {"conversations": ASKED, "chosen": "Because.", "rejected": "No."},
+    "answers as lists": {"conversations": ASKED, "chosen": [GPT_YES], "rejected": [GPT_NO]},
+    "OpenAI": {"messages": ASKED_OPENAI, "chosen": YES, "rejected": NO},
+    "two ways of naming": {"conversations": ASKED, "chosen": YES, "rejected": GPT_NO},
+    "TRL, text": {"prompt": "Why?", "chosen": "Because.", "rejected": "No."},
+    "TRL, messages": {"prompt": ASKED_OPENAI, "chosen": [YES], "rejected": [NO]},
+    "TRL, implicit prompt": {"chosen": [*ASKED_OPENAI, YES], "rejected": [*ASKED_OPENAI, NO]},
+    "prompt repeated": {"prompt": "Why?", "chosen": [*ASKED_OPENAI, YES], "rejected": [*ASKED_OPENAI, NO]},
+    "ms-swift": {"messages": [*ASKED_OPENAI, YES], "rejected_response": "No."},
+    "ms-swift, list": {"messages": [*ASKED_OPENAI, YES], "rejected_response": [NO]},
+    "ms-swift, messages": {"messages": [*ASKED_OPENAI, YES], "rejected_messages": [*ASKED_OPENAI, NO]},
+}
+
+
+def shown(turns: Any) -> list[tuple[str, str]]:
+    return [(turn.role, turn.text) for turn in turns]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_published_shape_of_a_pair_gives_the_same_pair(shape: str) -> None:
+    parsed = parse_record(SHAPES[shape])
+    assert shown(parsed.turns) == [("user", "Why?")]
+    assert shown(parsed.chosen) == [("assistant", "Because.")]
+    assert shown(parsed.rejected) == [("assistant", "No.")]
+    assert parsed.warnings == ()
+
+
+def test_a_pair_keeps_earlier_answers_system_prompt_and_media_in_its_beginning() -> None:
+    earlier = [{"from": "human", "value": "<image>Hi"}, {"from": "gpt", "value": "Hello"}, *ASKED]
+    record = {"system": "Be kind.", "conversations": earlier, "chosen": "A", "rejected": "B", "images": ["i.png"]}
+    parsed = parse_record(record)
+    assert shown(parsed.turns)[0] == ("system", "Be kind.")
+    assert parsed.turns[1].parts == (MediaPart(index=0), "Hi")
+    assert [file.path for file in parsed.media] == ["i.png"]
+    whole = [{"role": "user", "content": [{"type": "image", "image": "i.png"}, {"type": "text", "text": "Hi"}]}]
+    implicit = parse_record({"chosen": [*whole, YES], "rejected": [*whole, NO]})
+    assert [file.path for file in implicit.media] == ["i.png"]
+    assert shown(implicit.chosen) == [("assistant", "Because.")]
+
+
+def test_an_answer_may_call_tools_and_go_on() -> None:
+    call = {"type": "function", "id": "c1", "function": {"name": "f", "arguments": "{}"}}
+    chosen = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "1", "tool_call_id": "c1"},
+        YES,
+    ]
+    parsed = parse_record({"messages": ASKED_OPENAI, "chosen": chosen, "rejected": NO})
+    assert [turn.role for turn in parsed.chosen] == ["assistant", "tool", "assistant"]
+    assert parsed.warnings == ()
+    swift = parse_record({"messages": [*ASKED_OPENAI, *chosen], "rejected_response": [NO]})
+    assert (swift.turns, swift.chosen, swift.rejected) == (parsed.turns, parsed.chosen, parsed.rejected)
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"conversations": ASKED, "chosen": "A"}, ("bad_pair", "only 'chosen'")),
+        ({"conversations": ASKED, "rejected": "A"}, ("bad_pair", "only 'rejected'")),
+        ({"conversations": ASKED, "chosen": "A", "rejected": 3}, ("bad_pair", "'rejected' is neither text")),
+        ({"conversations": ASKED, "chosen": "A", "rejected": []}, ("bad_pair", "'rejected' is neither text")),
+        ({"conversations": ASKED, "chosen": "A", "rejected": "A"}, ("nothing_to_learn", "are the same")),
+        ({"conversations": ASKED, "chosen": "A", "rejected": " "}, ("empty_turn", "is empty")),
+        ({"conversations": ASKED, "chosen": ASKED, "rejected": "A"}, ("bad_pair", "begins with a user turn")),
+        ({"conversations": [], "chosen": "A", "rejected": "B"}, ("bad_pair", "neither text")),
+        ({"chosen": "A", "rejected": "B"}, ("bad_pair", "share no beginning")),
+        ({"chosen": [YES], "rejected": [NO]}, ("bad_pair", "share no beginning")),
+        ({"conversations": ASKED, "chosen": "<image>", "rejected": "B"}, ("bad_pair", "contains media")),
+        (
+            {"conversations": ASKED, "messages": ASKED_OPENAI, "chosen": "A", "rejected": "B"},
+            ("bad_pair", "both 'messages' and 'conversations'"),
+        ),
+        (
+            {"messages": [*ASKED_OPENAI, YES], "rejected_response": "B", "chosen": "A"},
+            ("bad_pair", "both 'rejected_response' and 'chosen'"),
+        ),
+        ({"rejected_response": "B"}, ("bad_pair", "but no 'messages'")),
+        (
+            {"messages": [*ASKED_OPENAI, YES], "rejected_response": "B", "rejected_images": ["a.png"]},
+            ("bad_pair", "its own media"),
+        ),
+        (
+            {"conversations": ASKED, "chosen": {**GPT_YES, "weight": 0}, "rejected": "B"},
+            ("nothing_to_learn", "no assistant turn"),
+        ),
+        ({"conversations": ASKED, "chosen": [1], "rejected": "B"}, ("non_string_value", "turn 0 is a number")),
+        ({"conversations": [1], "chosen": "A", "rejected": "B"}, ("unknown_layout", "keys are")),
+    ],
+)
+def test_what_is_no_pair_is_rejected_by_reason(record: dict[str, Any], expected: tuple[str, str]) -> None:
+    found, detail = refused(record)
+    assert found == expected[0]
+    assert expected[1] in detail
+
+
+def test_extras_come_from_their_column_and_from_named_ones() -> None:
+    record = sharegpt(extras={"advantages": [0.5, -1]}, reward=2, ignored=3)
+    assert parse_record(record, extra_columns=("reward", "absent")).extras == {"advantages": (0.5, -1), "reward": 2}
+    assert parse_record(sharegpt()).extras == {}
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"extras": {"logp": {"chosen": [1.0, 2.0], "rejected": -1}}},
+        {"logp": {"chosen": [1.0, 2.0], "rejected": -1}},
+        {"chosen_logp": [1.0, 2.0], "rejected_logp": -1},
+        {"logp_chosen": [1.0, 2.0], "logp_rejected": -1},
+    ],
+)
+def test_extras_of_a_pair_stand_in_one_column_or_in_two(columns: dict[str, Any]) -> None:
+    parsed = parse_record({**SHAPES["LLaMA-Factory"], **columns}, extra_columns=("logp",))
+    assert parsed.extras == {"logp": {"chosen": (1.0, 2.0), "rejected": -1}}
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        ({"extras": [1]}, "bad_extra"),
+        ({"extras": {"a": "high"}}, "bad_extra"),
+        ({"extras": {"a": True}}, "bad_extra"),
+        ({"extras": {"a": [1, None]}}, "bad_extra"),
+        ({"extras": {"a": float("inf")}}, "bad_extra"),
+        ({"extras": {"a": 10**400}}, "bad_extra"),
+        ({"extras": {"a": {"chosen": 1, "rejected": 2}}}, "bad_extra"),
+        ({"extras": {"preference": 1}}, "bad_extra"),
+        ({"extras": {"a": 1}, "a": 2}, "conflicting_columns"),
+        ({"chosen": "A", "rejected": "B", "extras": {"a": [1]}}, "bad_extra"),
+        ({"chosen": "A", "rejected": "B", "extras": {"a": {"chosen": 1}}}, "bad_extra"),
+        ({"chosen": "A", "rejected": "B", "chosen_a": 1}, "bad_extra"),
+        ({"chosen": "A", "rejected": "B", "chosen_a": 1, "rejected_a": 1, "a": 1}, "conflicting_columns"),
+    ],
+)
+def test_what_is_no_value_of_a_trained_token_is_rejected(columns: dict[str, Any], expected: str) -> None:
+    record = {"conversations": ASKED, **columns} if "chosen" in columns else sharegpt(**columns)
+    assert refused(record, extra_columns=("a",))[0] == expected
+
+
+FRAMES = ["f0.jpg", "f1.jpg", "f2.jpg"]
+
+
+@pytest.fixture
+def frames(tmp_path: Path) -> Path:
+    for number in range(3):
+        write_image(tmp_path / f"f{number}.jpg", seed=number)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("columns", "fps", "times"),
+    [
+        ({"videos": [FRAMES]}, 2.0, ()),
+        ({"video": [FRAMES], "video_fps": 5}, 5.0, ()),
+        ({"videos": [FRAMES], "video_fps": [0.5]}, 0.5, ()),
+        ({"videos": [{"frames": FRAMES}]}, 2.0, ()),
+        ({"videos": {"frames": FRAMES, "fps": "4"}, "video_fps": 9}, 4.0, ()),
+        ({"videos": [FRAMES], "video_timestamps": [[0, 1, 4.5]]}, 2.0, (0.0, 1.0, 4.5)),
+        ({"videos": [{"frames": FRAMES, "timestamps": [1, 2, 3]}]}, 2.0, (1.0, 2.0, 3.0)),
+    ],
+)
+def test_a_column_may_hold_lists_of_frames_with_their_time(columns: Any, fps: float, times: Any) -> None:
+    parsed = parse_record(sharegpt(question="<video>?", **columns))
+    (reference,) = parsed.references
+    assert (reference.kind, reference.is_frames) == ("video", True)
+    assert (reference.fps, reference.times) == (fps, times)
+    assert [(file.kind, file.path) for file in parsed.media] == [("image", name) for name in FRAMES]
+
+
+@pytest.mark.parametrize("rate", [{"fps": 4}, {"sample_fps": "4"}, {"sample_fps": 4.0, "fps": 9}])
+def test_a_content_part_may_hold_a_list_of_frames_as_qwen_writes_it(rate: dict[str, Any]) -> None:
+    (reference,) = parse_record(openai(question=[{"type": "video", "video": FRAMES, **rate}])).references
+    assert (reference.paths, reference.fps) == (tuple(FRAMES), 4.0)
+
+
+@pytest.mark.parametrize(
+    ("columns", "reason"),
+    [
+        ({"videos": [[]]}, "bad_frames"),
+        ({"videos": [FRAMES], "video_fps": 0}, "bad_frames"),
+        ({"videos": [FRAMES], "video_fps": True}, "bad_frames"),
+        ({"videos": [FRAMES], "video_fps": "fast"}, "bad_frames"),
+        ({"videos": [FRAMES], "video_fps": "nan"}, "bad_frames"),
+        ({"videos": [FRAMES], "video_fps": 10**400}, "bad_frames"),
+        ({"videos": [FRAMES], "video_fps": [1, 2]}, "bad_frames"),
+        ({"videos": [FRAMES], "video_timestamps": [[0, 1]]}, "bad_frames"),
+        ({"videos": [FRAMES], "video_timestamps": [[0, 1, 1]]}, "bad_frames"),
+        ({"videos": [FRAMES], "video_timestamps": [[-1, 1, 2]]}, "bad_frames"),
+        ({"videos": [FRAMES], "video_timestamps": [[0, 1, "2"]]}, "bad_frames"),
+        ({"videos": [FRAMES], "video_timestamps": [[0, 1, 10**400]]}, "bad_frames"),
+        ({"videos": [FRAMES], "video_timestamps": 3}, "bad_frames"),
+        ({"videos": [["f0.jpg", 3]]}, "non_string_value"),
+        ({"videos": FRAMES}, "placeholder_mismatch"),
+        ({"images": [FRAMES]}, "non_string_value"),
+    ],
+)
+def test_what_is_no_list_of_frames_is_rejected(columns: Any, reason: str) -> None:
+    assert refused(sharegpt(question="<video>?", **columns))[0] == reason
+
+
+@pytest.mark.parametrize("layout", ["polylithic", "monolithic"])
+def test_lists_of_frames_are_stored_beside_files_and_read_back(frames: Path, layout: str) -> None:
+    write_video(frames / "clip.mp4", frames=7)
+    write_image(frames / "i.png", 20, 10)
+    record = sharegpt(
+        "mixed",
+        "<video><image><video>and<video>",
+        videos=[FRAMES, "clip.mp4", {"frames": ["f2.jpg", "f0.jpg", "f0.jpg", "f1.jpg"], "timestamps": [0, 1, 2, 4.5]}],
+        images=["i.png"],
+    )
+    report = run(write_json(frames / "a.json", [record]), frames / "out", layout=layout, split={"train": 1.0})
+    assert (report.written, report.images, report.videos, report.media_files) == (1, 1, 3, 5)
+    (sample,) = read_dataset(report.entry).values()
+    media = Conversation.from_record("mixed", sample.record).media
+    assert [medium.kind for medium in media] == ["video", "image", "video", "video"]
+    first, _, clip, last = media
+    assert (first.frames, first.fps, first.duration, first.width, first.height) == (3, 2.0, 1.5, 40, 30)
+    assert (clip.frames, clip.frame_names) == (7, ())
+    assert (last.frames, last.frame_times) == (4, (0.0, 1.0, 2.0, 4.5))
+    assert last.fps == pytest.approx(3 / 4.5)
+    assert first.frame_names == (last.frame_names[1], last.frame_names[3], last.frame_names[0])
+    stored: dict[str, bytes] = {}
+    for shard in (frames / "out").rglob("*.tar"):
+        with tarfile.open(shard) as tar:
+            stored |= {member.name: tar.extractfile(member).read() for member in tar.getmembers()}  # type: ignore[union-attr]
+    prefix = "mixed" if layout == "monolithic" else ""
+    assert [stored[prefix + name] for name in first.frame_names] == [(frames / name).read_bytes() for name in FRAMES]
+
+
+def test_the_default_rate_is_an_option_and_part_of_the_fingerprint(frames: Path) -> None:
+    source = write_json(frames / "a.json", [sharegpt("a", "<video>", videos=[FRAMES])])
+    report = run(source, frames / "out", frame_fps=8.0, split={"train": 1.0})
+    (sample,) = read_dataset(report.entry).values()
+    assert sample.record["media"][0]["fps"] == 8.0
+    assert report.fingerprint["options"]["frame_fps"] == 8.0
+
+
+def test_bad_frames_reject_their_record_alone(frames: Path) -> None:
+    write_image(frames / "other.jpg", 31, 30)
+    (frames / "cut.jpg").write_bytes((frames / "f0.jpg").read_bytes()[:200])
+    write_video(frames / "clip.mp4")
+    lists = {
+        "good": FRAMES,
+        "unequal": ["f0.jpg", "other.jpg"],
+        "missing": ["f0.jpg", "nowhere.jpg"],
+        "outside": ["f0.jpg", "../secret.jpg"],
+        "cut": ["f0.jpg", "cut.jpg"],
+        "video": ["f0.jpg", "clip.mp4"],
+        "remote": ["https://example.org/f.jpg"],
+    }
+    records = [sharegpt(key, "<video>", videos=[paths]) for key, paths in lists.items()]
+    run(write_json(frames / "a.json", records), frames / "out", max_rejects=1.0)
+    assert {line["key"]: line["reason"] for line in rejects(frames / "out")} == {
+        "unequal": "unequal_frames",
+        "missing": "missing_media",
+        "outside": "media_outside_root",
+        "cut": "corrupt_media",
+        "video": "corrupt_media",
+        "remote": "remote_media",
+    }
+
+
+def test_a_frame_name_that_leaves_the_data_set_is_refused_when_cooking() -> None:
+    from energon_packing.energon.cookers import complete
+
+    media = Media(kind="video", name="0.jpg", width=8, height=8, frames=2, fps=2.0, frame_names=("0.jpg", "../x.jpg"))
+    record = {"version": 1, "turns": [{"role": "user", "parts": [{"media": 0}]}], "media": [media.to_record()]}
+    with pytest.raises(SampleRejected, match="media_outside_root"):
+        Conversation.from_record("k", record)
+    safe = {**media.to_record(), "frame_names": ["0.jpg", "1.jpg"]}
+    conversation = Conversation.from_record("k", {**record, "media": [safe]})
+    object.__setattr__(conversation, "media", (media,))  # as a cooker of somebody else's might make it
+    with pytest.raises(SampleRejected, match="media_outside_root"):
+        complete(conversation, None)  # type: ignore[arg-type]

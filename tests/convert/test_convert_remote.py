@@ -33,7 +33,7 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     profile = {"storage_provider": {"type": "file", "options": {"base_path": str(root)}}}
     config = root.parent / f"{root.name}.json"
     config.write_text(json.dumps({"profiles": {"bucket": profile}}))
-    make_data(root / "demo", conversations=30)
+    make_data(root / "demo", conversations=20)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MSC_CONFIG", str(config))
         patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("tmp")))

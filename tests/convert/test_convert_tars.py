@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import zstandard
 from energon_reading import read_dataset
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from source_files import openai, read_records, rejects, run, sharegpt, write_image
 
@@ -161,26 +161,22 @@ def pack(path: Path, suffix: str) -> Path:
     return packed
 
 
-@pytest.mark.parametrize(("suffix", "workers"), [(".tar.gz", 1), (".tgz", 3), (".tar.zst", 1)])
+@pytest.mark.parametrize(("suffix", "workers"), [(".tgz", 2), (".tar.zst", 1)])
 def test_a_compressed_tar_gives_the_data_set_of_the_tar(
     tmp_path: Path, images: list[bytes], suffix: str, workers: int
 ) -> None:
     members: dict[str, Any] = {}
-    for number in range(60):
+    for number in range(30):
         members[f"d/k{number:03d}.json"] = openai(question="<image>?")
         members[f"d/k{number:03d}.jpg"] = images[number % 3]
     plain = write_tar(tmp_path / "a.tar", members)
     run(plain, tmp_path / "plain", split={"train": 1.0})
     packed = pack(plain, suffix)
-    written = set[str]()
-    for source in (packed, packed.parent):  # named, and found in its directory
-        report = run(source, tmp_path / "out", split={"train": 1.0}, workers=workers, overwrite=True)
-        assert (report.written, report.media_files, report.rejected) == (60, 3, {})
-        written |= {path.name for path in tmp_path.iterdir()}
-        for path in sorted((tmp_path / "plain").rglob("*.tar")):
-            assert path.read_bytes() == (tmp_path / "out" / path.relative_to(tmp_path / "plain")).read_bytes()
-        assert report.fingerprint["sources"] == {str(packed): hashlib.sha256(packed.read_bytes()).hexdigest()}
-    assert "out.partial" not in written
+    report = run(packed.parent if workers > 1 else packed, tmp_path / "out", split={"train": 1.0}, workers=workers)
+    assert (report.written, report.media_files, report.rejected) == (30, 3, {})
+    for path in sorted((tmp_path / "plain").rglob("*.tar")):
+        assert path.read_bytes() == (tmp_path / "out" / path.relative_to(tmp_path / "plain")).read_bytes()
+    assert report.fingerprint["sources"] == {str(packed): hashlib.sha256(packed.read_bytes()).hexdigest()}
 
 
 def test_the_unpacked_copy_of_a_tar_goes_when_the_next_source_begins(tmp_path: Path, images: list[bytes]) -> None:
@@ -226,6 +222,7 @@ def test_a_pickle_that_asks_for_room_it_does_not_need_is_refused_before_it_gets_
         read_files(put, ".jpgs")
 
 
+@settings(max_examples=40)
 @given(st.binary(max_size=60))
 def test_arbitrary_bytes_are_refused_or_read_and_never_raise_anything_else(content: bytes) -> None:
     reasons = set()
@@ -237,6 +234,7 @@ def test_arbitrary_bytes_are_refused_or_read_and_never_raise_anything_else(conte
     assert reasons <= {"unsafe_pickle", "corrupt_media"}
 
 
+@settings(max_examples=40)
 @given(st.lists(st.binary(max_size=300)), st.integers(3, pickle.HIGHEST_PROTOCOL), st.booleans())
 def test_lists_of_bytes_come_back_as_they_were(files: list[bytes], protocol: int, as_tuple: bool) -> None:
     assert read_files(pickle.dumps(tuple(files) if as_tuple else files, protocol), "") == files

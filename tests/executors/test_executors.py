@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from forking_python import quick_python
 from squares import Squares
 from support.ranks import ranks_environment
 
@@ -60,26 +61,29 @@ def executor_of(request):
     return make
 
 
+def ended(process: int) -> bool:
+    """Waits until a process is gone."""
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{process}/cmdline").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not Path(f"/proc/{process}/cmdline").exists()
+
+
 def attempts(notes: Path) -> dict[int, int]:
     return {int(note.name): len(note.read_text()) for note in notes.iterdir()}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_task_is_done_once_by_several_workers_in_the_order_of_completion(executor_of, kind, tmp_path):
-    tasks = [(number, "slowest" if number == 0 else "") for number in range(20)]
+def test_each_task_is_done_once_in_the_order_of_completion_but_for_those_whose_worker_died(executor_of, kind, tmp_path):
+    dying = (5,) if kind == "ray" else (1, 5, 6, 9)
+    tasks = [(number, "dies once" if number in dying else "" if number else "slowest") for number in range(10)]
     found = list(executor_of(kind).results(tasks, Squares(tmp_path)))
-    assert sorted((task[0], value) for task, (value, _) in found) == [(n, n * n) for n in range(20)]
-    assert len({process for _, (_, process) in found} | {os.getpid()}) == 3
+    assert sorted((task[0], value) for task, (value, _) in found) == [(n, n * n) for n in range(10)]
+    assert attempts(tmp_path) == {n: 2 if n in dying else 1 for n in range(10)}
     assert found[0][0] != tasks[0]
-    assert set(attempts(tmp_path).values()) == {1}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_worker_that_dies_costs_its_task_once(executor_of, kind, tmp_path):
-    tasks = [(number, "dies once" if number in (0, 5, 6, 19) else "slow") for number in range(20)]
-    found = dict(executor_of(kind).results(tasks, Squares(tmp_path)))
-    assert {task[0]: value for task, (value, _) in found.items()} == {n: n * n for n in range(20)}
-    assert attempts(tmp_path) == {n: 2 if n in (0, 5, 6, 19) else 1 for n in range(20)}
+    workers = {process for _, (_, process) in found}
+    assert len(workers) > 1
+    assert os.getpid() not in workers
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -111,10 +115,7 @@ def test_tasks_are_taken_when_workers_are_free_and_a_closed_iterator_ends_them(e
     threading.Event().wait(0.3)  # time in which workers could run ahead
     assert len(taken) <= 6
     results.close()
-    deadline = time.monotonic() + 20
-    while Path(f"/proc/{process}/cmdline").exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not Path(f"/proc/{process}/cmdline").exists()
+    assert ended(process)
 
 
 def test_results_in_order_wait_for_a_slow_first_task_with_a_bounded_number_of_others(tmp_path):
@@ -136,8 +137,8 @@ def test_results_in_order_wait_for_a_slow_first_task_with_a_bounded_number_of_ot
 
 @pytest.mark.full
 @NEEDS_RAY
-def test_ray_converts_what_one_process_and_two_convert_although_its_workers_are_killed(cluster, tmp_path):
-    source, out = make_data(tmp_path / "demo", conversations=40), tmp_path / "out"
+def test_ray_converts_what_one_process_converts_although_its_workers_are_killed(cluster, tmp_path):
+    source, out = make_data(tmp_path / "demo", conversations=20), tmp_path / "out"
     killed = []
 
     def kill(stage: str, done: int, total: int) -> None:
@@ -155,7 +156,6 @@ def test_ray_converts_what_one_process_and_two_convert_although_its_workers_are_
     report, alone = converted(workers=0)
     assert report.rejected
     assert report.media_files > 10
-    assert converted(workers=2)[1] == alone
     assert converted(executor="ray", workers=2)[1] == alone
     assert killed == ["read"]
 
@@ -179,15 +179,12 @@ def test_workers_end_with_a_calling_process_that_is_killed(tmp_path):
         "    print(process, flush=True)\n"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
-    running = subprocess.Popen(command, env=ranks_environment(PYTHONPATH=THIS), stdout=subprocess.PIPE, text=True)
-    worker = Path(f"/proc/{int(running.stdout.readline())}")
-    assert worker.exists()
-    running.kill()
-    running.wait()
-    deadline = time.monotonic() + 20
-    while worker.exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not worker.exists()
+    environment = ranks_environment(PYTHONPATH=THIS)
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as running:
+        worker = int(running.stdout.readline())
+        assert Path(f"/proc/{worker}").exists()
+        running.kill()
+    assert ended(worker)
 
 
 THREADED = """
@@ -206,10 +203,7 @@ print(sorted(value for _, value in ExecutorConfig(kind="local", workers=2).execu
 
 
 def test_workers_compute_although_the_calling_process_has_threads_of_openmp():
-    environment = ranks_environment() | {"OMP_NUM_THREADS": "2"}
-    done = subprocess.run(
-        [sys.executable, "-c", THREADED], env=environment, capture_output=True, text=True, timeout=100, check=False
-    )
+    done = subprocess.run([quick_python(), "-c", THREADED], capture_output=True, text=True, timeout=100, check=False)
     assert done.stdout == f"{[2.0**23] * 4}\n", done.stderr
 
 

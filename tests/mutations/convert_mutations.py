@@ -125,7 +125,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         name="the part of a video that a record asks for becomes the whole",
         test=COLUMNS + "test_a_part_of_a_video_is_refused_where_the_whole_would_be_shown",
         oracle="the record",
-        edits=(("convert/record_media.py", '"start", "end", ', ""),),
+        edits=(("convert/columns.py", '"start", "end", ', ""),),
     ),
     Mutation(
         trap=38,

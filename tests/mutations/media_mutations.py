@@ -166,7 +166,7 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the record",
         edits=(
             (
-                "convert/record_media.py",
+                "convert/columns.py",
                 "        self.references.append(reference)\n",
                 "        self.references[:] = [*dict.fromkeys([*self.references, reference])]\n",
             ),
@@ -177,14 +177,14 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         name="placeholders without a medium pass",
         test=HOSTILE + "test_each_bad_record_is_one_short_line_and_its_neighbours_are_kept",
         oracle="the record",
-        edits=(("convert/record_media.py", "if count == len(column):", "if count >= len(column):"),),
+        edits=(("convert/columns.py", "if count == len(column):", "if count >= len(column):"),),
     ),
     Mutation(
         trap=38,
         name="media without a placeholder are left out",
         test=HOSTILE + "test_each_bad_record_is_one_short_line_and_its_neighbours_are_kept",
         oracle="the record",
-        edits=(("convert/record_media.py", "if count == len(column):", "if count <= len(column):"),),
+        edits=(("convert/columns.py", "if count == len(column):", "if count <= len(column):"),),
     ),
     Mutation(
         trap=38,
@@ -329,9 +329,7 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         name="an image's own size is counted as an ignored column",
         test=COLUMNS + "test_an_image_that_asks_for_a_size_of_its_own_is_refused[resized_height]",
         oracle="qwen_vl_utils",
-        edits=(
-            ("convert/record_media.py", "    names: tuple[str, ...] = _SIZES\n", "    names: tuple[str, ...] = ()\n"),
-        ),
+        edits=(("convert/columns.py", "    for name in _SIZES + of_video:\n", "    for name in of_video:\n"),),
     ),
     Mutation(
         trap=77,

@@ -3,8 +3,6 @@
 These are what `energon_packing.convert.records` reads, so their records stay as they are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -7,8 +7,6 @@
 * ``prompt-completion``: TRL's ``prompt`` and ``completion``, texts or lists of messages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,17 +42,14 @@ def _restate_alpaca(record: Mapping[str, Any], warnings: list[str]) -> Mapping[s
     rest = without(record, "instruction", "input", "output", "history")
     if filled(record, "chosen", "rejected"):
         # An output beside them is counted as ignored, because nothing says what it would be.
-        kept = {"output": record["output"]} if filled(record, "output") else {}
-        return {**rest, **kept, "messages": messages}
-    answer = {"role": "assistant", "content": _text(record, "output")}
-    return {**rest, "messages": [*messages, answer]}
+        return without(record, "instruction", "input", "history") | {"messages": messages}
+    return {**rest, "messages": [*messages, {"role": "assistant", "content": _text(record, "output")}]}
 
 
 def _restate_query(record: Mapping[str, Any], warnings: list[str]) -> Mapping[str, Any]:
     question = {"role": "user", "content": _text(record, "query")}
     answer = {"role": "assistant", "content": _text(record, "response")}
-    rest = without(record, "query", "response", "history")
-    return {**rest, "messages": [*_history(record), question, answer]}
+    return without(record, "query", "response", "history") | {"messages": [*_history(record), question, answer]}
 
 
 def _restate_prompt(record: Mapping[str, Any], warnings: list[str]) -> Mapping[str, Any]:

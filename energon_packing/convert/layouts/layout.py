@@ -3,8 +3,6 @@
 A layout is a module of this folder that declares a `LAYOUT`, or several as `LAYOUTS`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -54,7 +52,8 @@ class Layout:
             Raises `SampleRejected` with any reason of `energon_packing.convert.records.parse_record`.
         fields: of a layout that is a conversation, the names of the role and of the content of a message.
         parse: of a layout that is no conversation, reads a record whole; such a layout is never detected. Returns what
-            `energon_packing.convert.pipeline.Parsed` describes.
+            has the ``layout``, ``warnings``, ``ignored``, ``judged``, ``kinds``, ``media`` and ``record`` of
+            `energon_packing.convert.records.ParsedRecord`.
         files: kinds of files that such records name; empty for images and videos.
         subflavors: the mark of its samples, by which cookers select them.
     """

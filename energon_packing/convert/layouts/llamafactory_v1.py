@@ -5,8 +5,6 @@ A part is ``{"type", "value"}``; its types are ``text``, ``reasoning``, ``tool_c
 thoughts, wherever they stand.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

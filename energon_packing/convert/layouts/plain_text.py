@@ -3,8 +3,6 @@
 What is trained of it is `encoder.train_on`; ``all`` with a template that writes the content alone trains the document.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,8 +21,7 @@ def _matches(record: Mapping[str, Any]) -> bool:
 
 
 def _restate(record: Mapping[str, Any], warnings: list[str]) -> Mapping[str, Any]:
-    message = {"role": "assistant", "content": record["text"]}
-    return {**without(record, "text"), "messages": [message]}
+    return {**without(record, "text"), "messages": [{"role": "assistant", "content": record["text"]}]}
 
 
 LAYOUT = Layout(name="text", expects="'text'", matches=_matches, restate=_restate)

@@ -4,8 +4,6 @@ Everything around the tags stays in the text, boxes too: ``<box>(12,30),(480,720
 image for Qwen-VL, and in pixels for later models, so no number of it is changed.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any

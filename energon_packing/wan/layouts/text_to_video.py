@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from energon_packing.convert.columns import filled_column, refuse_own_view
 from energon_packing.convert.fields import unread
 from energon_packing.convert.layouts.layout import FileKind, Layout
 from energon_packing.convert.media_files import MEDIA_KINDS, MediaFile
-from energon_packing.convert.record_media import filled_column, refuse_own_view
 from energon_packing.errors import SampleRejected
 from energon_packing.wan.config import SUBFLAVORS
 from energon_packing.wan.record import TextToVideo

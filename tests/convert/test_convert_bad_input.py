@@ -332,7 +332,7 @@ def test_records_with_transparent_images_are_counted(tmp_path, check):
     assert report.warnings == {"transparent_image": len(warned)}
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     edits=st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 8), st.binary(max_size=8)), min_size=1, max_size=6)
 )

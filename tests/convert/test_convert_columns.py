@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from source_files import openai, refused, rejects, run, sharegpt, write_image, write_json, write_lines
 
@@ -212,7 +212,6 @@ _NAMES = st.sampled_from(
 _VALUES = st.sampled_from([True, False, 1, 0.5, "x", ["x"], {"x": 1}, None, "", []])
 
 
-@settings(max_examples=40)
 @given(st.dictionaries(_NAMES, _VALUES, max_size=4))
 def test_every_filled_column_is_read_refused_or_named(columns: dict[str, Any]) -> None:
     read = {"id", "system", "tools", "extras", "image", "images", "video", "videos", "video_fps", "video_timestamps"}
@@ -224,7 +223,6 @@ def test_every_filled_column_is_read_refused_or_named(columns: dict[str, Any]) -
     assert set(parsed.ignored) == filled - read
 
 
-@settings(max_examples=40)
 @given(st.dictionaries(st.text(min_size=1, max_size=6) | st.sampled_from(["Content", "name", "imges"]), _VALUES))
 def test_every_filled_field_is_read_refused_or_named(fields: dict[str, Any]) -> None:
     record = openai()

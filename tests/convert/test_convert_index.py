@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from megatron.energon.flavors.webdataset.prepare import WebdatasetPreparator
 from megatron.energon.media.extractor import MediaFilterConfig
@@ -37,7 +37,6 @@ def by_tarfile(members: list[tuple[str, bytes]]) -> bytes:
     return stream.getvalue()
 
 
-@settings(max_examples=40)
 @given(st.lists(st.tuples(NAMES, st.integers(0, 30_000)), max_size=8), st.integers(0, 8**11 - 1))
 def test_a_tar_has_the_bytes_that_tarfile_writes(members: list[tuple[str, int]], large: int) -> None:
     contents = [(name, b"x" * size) for name, size in members]

@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from energon_packing.convert.config import normalised_split, parse_split
@@ -37,7 +37,6 @@ def test_dots_and_slashes_and_duplicates_are_told_apart() -> None:
     assert [wanted_key({"id": name}, "", 0)[2] for name in ids] == [*[["sanitised_id"]] * 2, *[[]] * 4]
 
 
-@settings(max_examples=40)
 @given(st.text() | st.integers())
 def test_keys_are_safe(name: str | int) -> None:
     key = wanted_key({"id": name}, "dir/chats.json", 3)[0]
@@ -93,7 +92,6 @@ def assigned_one_by_one(keys: list[str]) -> list[str]:
     return found
 
 
-@settings(max_examples=40)
 @given(st.lists(st.sampled_from(["a", "b", "a-2", "a-3", "a-2-2", "c", *map(str, range(20))]), max_size=60), st.data())
 def test_keys_do_not_depend_on_how_many_are_assigned_at_once(keys: list[str], data: st.DataObject) -> None:
     assigner = KeyAssigner()
@@ -108,7 +106,6 @@ def test_keys_do_not_depend_on_how_many_are_assigned_at_once(keys: list[str], da
     assert found == assigned_one_by_one(keys)
 
 
-@settings(max_examples=40)
 @given(st.lists(st.lists(st.integers(0, 2**64 - 1), max_size=50), max_size=20), st.integers(0, 2**64 - 1))
 def test_a_key_set_holds_what_was_added_and_nothing_else(batches: list[list[int]], other: int) -> None:
     keys, known = KeySet(), set()
@@ -137,7 +134,6 @@ def splits_of_all(positions: list[float], split: dict[str, float]) -> list[str]:
     return [names[index] for index in assigned]
 
 
-@settings(max_examples=40)
 @given(st.lists(st.floats(0, 1, exclude_max=True), max_size=40), st.integers(1, 40))
 def test_splits_do_not_depend_on_how_many_samples_come_at_once(positions: list[float], batch: int) -> None:
     split = normalised_split({"train": 0.9, "val": 0.05, "test": 0.03, "probe": 0.001})

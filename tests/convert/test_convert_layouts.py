@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from heard import Heard, said_by, stored
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from plain_readers import alpaca, v1
 from plain_readers import openai as openai_record
@@ -32,7 +32,6 @@ TEXT = st.text(alphabet=st.characters(exclude_categories=["Cs"]), min_size=1, ma
 # -- question and answer -----------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40)
 @given(
     record=st.fixed_dictionaries(
         {"instruction": TEXT, "output": TEXT},

@@ -108,7 +108,7 @@ def by_the_general_road(record: dict[str, Any]) -> bytes | None:
         return None
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(records())
 def test_a_plain_record_is_written_as_on_the_general_road(record: dict[str, Any]) -> None:
     found = plain_record(record, "auto")
@@ -217,7 +217,7 @@ def _outcome(parse: Any, text: bytes) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(BYTES)
 def test_a_text_is_parsed_as_the_standard_library_parses_it(text: bytes) -> None:
     """The same value with the same types, or the same error in the same words."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from energon_reading import read_dataset
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jinja2 import Environment
 from source_files import openai, refused, rejects, run, sharegpt, write_image, write_json, write_video
@@ -42,7 +42,6 @@ def test_both_layouts_of_one_conversation_give_the_same_turns() -> None:
     assert a.turns[0].parts == (MediaPart(index=0), "What?")
 
 
-@settings(max_examples=40)
 @given(
     st.lists(st.one_of(st.text(), st.sampled_from(["<image>", "<video>", "<Image>", "<image", "\n", " "])), max_size=12)
 )
@@ -176,7 +175,6 @@ def test_tools_come_out_in_the_form_of_chat_templates(as_text: bool, wrapped: bo
     assert [parse_record(sharegpt(tools=none)).tools for none in (None, "", "[]", [])] == [None] * 4
 
 
-@settings(max_examples=40)
 @given(
     st.sampled_from(["human", "gpt", "system", "observation", "function_call", "nobody"]),
     st.one_of(st.text(), st.sampled_from(["", " \n", "<image>", "a<video>", '{"name": "f", "arguments": {}}'])),
@@ -320,7 +318,6 @@ def test_a_question_that_asks_to_be_trained_is_refused_and_one_that_asks_not_to_
         assert weights(parse_record(question(value))) == [None] * 4
 
 
-@settings(max_examples=40)
 @given(st.lists(st.sampled_from([True, False, None, 0, 1, 0.5]), min_size=1, max_size=5))
 def test_the_answers_that_train_are_those_that_their_fields_say(values: list[Any]) -> None:
     turns = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yes."}]
@@ -365,7 +362,6 @@ def test_thinking_of_a_field_is_stored_as_it_is_beside_an_answer_that_keeps_its_
 _TEXT = st.text(st.sampled_from("a<>/\n {é")).filter(lambda text: bool(text.strip()))
 
 
-@settings(max_examples=40)
 @given(thought=_TEXT, answer=_TEXT)
 def test_qwen3_shows_the_thinking_that_we_store_as_it_shows_the_field(thought: str, answer: str) -> None:
     record = thinking(answer, reasoning_content=thought)

@@ -78,7 +78,7 @@ def test_a_line_beyond_the_limit_is_skipped_without_being_held(tmp_path: Path) -
 
 
 @given(data=st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_what_is_lost_behind_a_broken_element_is_said_in_bytes_and_about_in_records(tmp_path_factory, data):
     count = data.draw(st.integers(3, 400))
     at = data.draw(st.integers(1, count - 1))
@@ -116,7 +116,6 @@ def test_an_array_that_is_not_well_formed_ends_with_one_error(tmp_path: Path, ta
     assert len(bad(path)) == 1
 
 
-@settings(max_examples=60)
 @given(
     st.lists(
         st.recursive(
@@ -198,7 +197,6 @@ BROKEN = [
 ]
 
 
-@settings(max_examples=60)
 @given(st.sampled_from(BROKEN), st.integers(1, 700), st.sampled_from([".json", ".jsonl"]))
 def test_chunks_of_any_size_hold_the_same_records_and_the_digest_of_the_whole_file(
     tmp_path_factory: pytest.TempPathFactory, text: str, size: int, suffix: str

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import zstandard
 from energon_reading import read_dataset
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from source_files import openai, read_records, rejects, run, sharegpt, write_image
 
@@ -222,7 +222,6 @@ def test_a_pickle_that_asks_for_room_it_does_not_need_is_refused_before_it_gets_
         read_files(put, ".jpgs")
 
 
-@settings(max_examples=40)
 @given(st.binary(max_size=60))
 def test_arbitrary_bytes_are_refused_or_read_and_never_raise_anything_else(content: bytes) -> None:
     reasons = set()
@@ -234,7 +233,6 @@ def test_arbitrary_bytes_are_refused_or_read_and_never_raise_anything_else(conte
     assert reasons <= {"unsafe_pickle", "corrupt_media"}
 
 
-@settings(max_examples=40)
 @given(st.lists(st.binary(max_size=300)), st.integers(3, pickle.HIGHEST_PROTOCOL), st.booleans())
 def test_lists_of_bytes_come_back_as_they_were(files: list[bytes], protocol: int, as_tuple: bool) -> None:
     assert read_files(pickle.dumps(tuple(files) if as_tuple else files, protocol), "") == files

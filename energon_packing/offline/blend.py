@@ -5,8 +5,6 @@ an endless row of seeded permutations of its samples, and each epoch takes the n
 occurs half a time in an epoch is complete after two, and no sample occurs twice before all have occurred.
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 import os.path
@@ -152,7 +150,7 @@ class Blend:
     @classmethod
     def of(
         cls, datasets: Sequence[IndexedDataset], source_ends: np.ndarray, samples: Samples, config: PlanConfig
-    ) -> Blend:
+    ) -> "Blend":
         """The blend of these data sets.
 
         Args:

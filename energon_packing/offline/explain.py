@@ -2,8 +2,6 @@
 differs between two plans: which samples entered, left, or moved to another pack.
 """
 
-from __future__ import annotations
-
 import bisect
 from dataclasses import dataclass
 from typing import Any

@@ -2,8 +2,6 @@
 anybody may have written.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import fcntl

@@ -8,8 +8,6 @@
 Nothing in it depends on ``seq_length``, alignment, policy or blend, so plans that differ in these share an index.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 from collections import Counter
@@ -205,7 +203,7 @@ class Index:
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, directory: str | Path) -> Index:
+    def open(cls, directory: str | Path) -> "Index":
         """Reads ``index.json``.
 
         Raises:

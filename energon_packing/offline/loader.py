@@ -1,7 +1,5 @@
 """The loader of a plan or a packed directory: global packs from any position, for any number of ranks and workers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any

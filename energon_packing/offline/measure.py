@@ -3,8 +3,6 @@
 Every sample of a shard becomes one row of the index, without a pixel.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

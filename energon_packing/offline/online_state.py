@@ -6,8 +6,6 @@ and the samples in its shuffle buffer and its packing window. What is neither th
 or dropped and entered in the ledger.
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_right
 from collections import Counter
@@ -125,7 +123,7 @@ def left_in_epoch(states: Sequence[Any], config: RunConfig) -> Left:
     return Left(samples=left, epoch=epochs - 1, ranks=ranks, workers=count, packs=packs.pop())
 
 
-def _size(worker: _Worker) -> tuple[int, int]:
+def _size(worker: "_Worker") -> tuple[int, int]:
     said = worker.fingerprint
     if not all(isinstance(said.get(name), int) for name in READERS):
         raise UserError("the states do not say for how many ranks and workers they are")
@@ -153,7 +151,7 @@ class _Worker:
     fingerprint: Mapping[str, Any]
 
     @classmethod
-    def of(cls, state: Any, rank: int) -> _Worker:
+    def of(cls, state: Any, rank: int) -> "_Worker":
         """Takes a state apart.
 
         Raises:

@@ -13,8 +13,6 @@ Energon's stream divides a split among its readers and goes on where the last ev
 differs with ranks, workers and restarts.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib

@@ -15,8 +15,6 @@ What an epoch has too many for whole groups is a group shared with the next epoc
 of the plan it is left as it is.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 BLOCK = 48

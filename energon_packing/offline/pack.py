@@ -4,8 +4,6 @@ A shard is a range of the plan, which is a function of the plan and of what is s
 stored says a `PackFormat`.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -15,8 +15,6 @@ The packs of a packed directory, read at their positions.
 Opens a packed directory as a loader.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -114,7 +112,7 @@ class PackedFacts:
         write_json(directory / PACKED_FILE, {"format": FORMAT, **asdict(self)})
 
     @classmethod
-    def read(cls, directory: Path) -> PackedFacts:
+    def read(cls, directory: Path) -> "PackedFacts":
         """Reads the manifest.
 
         Raises:
@@ -147,7 +145,7 @@ class Packed:
     plan: Plan
 
     @classmethod
-    def open(cls, directory: str | Path) -> Packed:
+    def open(cls, directory: str | Path) -> "Packed":
         """Reads manifest and metadata of the plan; no shard is opened.
 
         Raises:

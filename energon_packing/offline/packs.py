@@ -3,8 +3,6 @@
 Those of a plan are made from the source data sets, any pack by its position, on any rank, in any process.
 """
 
-from __future__ import annotations
-
 import bisect
 import copy
 import functools

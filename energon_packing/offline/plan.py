@@ -15,8 +15,6 @@ run, with the place of the sample::
      "dataset": "charts", "shard": "shard_0.tar", "row": 17}
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -169,7 +167,7 @@ class PlanFacts:
         return {"format": FORMAT, **asdict(self)}
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> PlanFacts:
+    def from_json(cls, values: Mapping[str, Any]) -> "PlanFacts":
         """Facts from `to_json`.
 
         Raises:
@@ -218,7 +216,7 @@ class Plan:
         self._group = functools.lru_cache(maxsize=CACHED)(self._group_of)
 
     @classmethod
-    def open(cls, path: str | Path) -> Plan:
+    def open(cls, path: str | Path) -> "Plan":
         """Reads the metadata only.
 
         Raises:

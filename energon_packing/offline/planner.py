@@ -4,8 +4,6 @@ Every epoch of the blend is packed, its packs are put in order, and the rows fol
 an online run's epoch. Figures for readers end it: histogram, fill, balance of steps, steps per epoch.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter

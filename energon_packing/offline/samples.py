@@ -4,8 +4,6 @@
 itself: a planner is given a function that measures it again.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -64,7 +62,7 @@ class Sizes:
         length, second = self.length.astype(np.int64), self.second.astype(np.int64)
         return LINEAR * (length + second) + length**2 + second**2 + PATCH * self.patches
 
-    def take(self, indices: np.ndarray | slice) -> Sizes:
+    def take(self, indices: np.ndarray | slice) -> "Sizes":
         """The sizes of some of the samples."""
         return Sizes(
             length=self.length[indices],
@@ -90,7 +88,7 @@ class SizedRow:
         return sum(self.segment_lengths)
 
     @classmethod
-    def of(cls, sizes: Sizes, index: int) -> SizedRow:
+    def of(cls, sizes: Sizes, index: int) -> "SizedRow":
         """The sample number `index`."""
         length, second = int(sizes.length[index]), int(sizes.second[index])
         return cls(
@@ -145,7 +143,7 @@ class Sources:
     shard: np.ndarray
 
     @classmethod
-    def open(cls, directories: Sequence[str | Path], encoder: Any) -> Sources:
+    def open(cls, directories: Sequence[str | Path], encoder: Any) -> "Sources":
         """The data sets of these indexes.
 
         Args:

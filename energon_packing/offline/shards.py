@@ -14,8 +14,6 @@ A record is read by its number; no other byte of the file is touched. Its checks
 bytes, where its header and its tokens are.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -126,7 +124,7 @@ class ShardWriter:
         self._places = [0]
         self._sums: list[int] = []
 
-    def __enter__(self) -> ShardWriter:
+    def __enter__(self) -> "ShardWriter":
         return self
 
     def __exit__(self, *_: object) -> None:

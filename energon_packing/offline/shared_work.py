@@ -1,7 +1,5 @@
 """What the commands `measure`, `pack` and `verify` have alike: who works, and how several share the shards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace

@@ -2,8 +2,6 @@
 from the index that Energon keeps, and the bytes there.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -14,8 +14,6 @@ used only if the field that is read back from it equals the field bit for bit; o
 Stores packs of conversations: as finished rows, or as samples whose media are rendered when they are read.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
@@ -282,7 +280,7 @@ class StoredPack:
         return to_bytes(said, arrays)
 
     @classmethod
-    def from_bytes(cls, buffer: memoryview) -> StoredPack:
+    def from_bytes(cls, buffer: memoryview) -> "StoredPack":
         """A pack from its record.
 
         Raises:

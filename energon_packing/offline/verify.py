@@ -3,8 +3,6 @@
 The first difference between two packs that should be equal, by sample and field.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Iterator

@@ -8,8 +8,6 @@ because the order has no jump between blocks.
 Costs are in token units of one transformer: a segment of L tokens costs ``LINEAR * L + L**2``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal

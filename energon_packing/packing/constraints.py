@@ -6,8 +6,6 @@ Tokens are counted in units of the alignment multiple: a sample of 13 tokens at 
 exact, and makes the integers in the ``window`` policy's subset sum that much shorter.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +33,7 @@ class Constraints:
     limits: Mapping[str, int | float] = field(default_factory=dict)
 
     @classmethod
-    def from_pairs(cls, pairs: Mapping[str, tuple[Any, int | float]] | None, count: int) -> Constraints:
+    def from_pairs(cls, pairs: Mapping[str, tuple[Any, int | float]] | None, count: int) -> "Constraints":
         """Constraints from name -> (cost of each sample, limit per pack), the form that `pack_lengths` takes.
 
         Raises:
@@ -54,7 +52,7 @@ class Constraints:
     def __bool__(self) -> bool:
         return bool(self.limits)
 
-    def take(self, indices: np.ndarray) -> Constraints:
+    def take(self, indices: np.ndarray) -> "Constraints":
         """The same limits over the samples at `indices`."""
         return Constraints(costs={name: cost[indices] for name, cost in self.costs.items()}, limits=self.limits)
 

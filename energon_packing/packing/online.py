@@ -15,8 +15,6 @@ Measured fill with 256 samples held, for texts of an eighth / a half of the capa
 to 150 times as long as ``window``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 

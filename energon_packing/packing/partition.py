@@ -1,7 +1,5 @@
 """Packs of a whole list, and the check on every selection: a partition of its input, within every limit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import overload
@@ -29,7 +27,7 @@ class PackGroups(Sequence[np.ndarray]):
         self.offsets = offsets
 
     @classmethod
-    def of(cls, pack: np.ndarray) -> PackGroups:
+    def of(cls, pack: np.ndarray) -> "PackGroups":
         """Groups from the pack number of each sample, ``[N]``; every number from 0 to P - 1 must be used.
 
         Every group is ascending; packs are ordered by their smallest index, regardless of their numbers.

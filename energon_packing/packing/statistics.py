@@ -1,7 +1,5 @@
 """How good a packing is: fill, padding by cause, delay, samples held, spread of cost; and what no packer can beat."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -55,7 +53,7 @@ class PackStatistics:
         capacity: int,
         *,
         real_lengths: Sequence[int] | np.ndarray | None = None,
-    ) -> PackStatistics:
+    ) -> "PackStatistics":
         """Measures `groups`, in order of emission, over samples in stream order.
 
         Args:

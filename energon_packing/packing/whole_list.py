@@ -1,7 +1,5 @@
 """`pack_lengths`: packs a whole list of samples with any policy and checks the result."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Converted data sets in both layouts, with samples that are too long, too short or not measurable among them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -4,8 +4,6 @@ Each rank has a data set of its own. Rank r takes r + 1 times SLOW seconds longe
 run waits PATIENCE seconds. What each rank saw is written to ``FOLDER/RANK.json``.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """Limits on arrays are those of `PackLimits`, sample by sample."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st

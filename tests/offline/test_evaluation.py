@@ -1,7 +1,5 @@
 """An evaluation has the same samples each time, after each restart, on any number of ranks."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import subprocess

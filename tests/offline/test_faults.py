@@ -1,7 +1,5 @@
 """What can go wrong on a machine: a sentence and exit code 2 each, and nothing half written."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Indexes and plans that somebody has changed: a sentence, never a traceback, another sample or another directory."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import itertools

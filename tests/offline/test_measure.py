@@ -1,7 +1,5 @@
 """``measure`` finds what the online loader finds, where Python's ``tarfile`` finds it, once."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

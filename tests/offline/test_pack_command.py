@@ -1,7 +1,5 @@
 """``pack`` and ``verify`` as commands: nothing half written, whoever kills, shares or damages what."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import fcntl

@@ -1,7 +1,5 @@
 """Three ways to the packs of a plan: from the data sets, from packed tokens, from packed pixels. They are the same."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Packs of a plan: the samples of the online loader, in one order for any number of ranks and workers."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

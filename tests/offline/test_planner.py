@@ -1,7 +1,5 @@
 """Plans of drawn indexes: a partition within all limits, deterministic, readable range by range."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Data sets in an object store are measured, planned, packed and trained on as those of this machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """``stats --size``: what it multiplies is what the commands themselves write."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

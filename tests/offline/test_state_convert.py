@@ -1,7 +1,5 @@
 """``state convert``: what an online run gave before its state, and the plan after it, are the epoch exactly once."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Stored packs: read back bit for bit, and refused if their bytes are not what was written."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import subprocess

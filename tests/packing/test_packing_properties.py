@@ -3,8 +3,6 @@
 ENERGON_PACKING_EXAMPLES sets how many random lists each property sees: 100 by default, 10,000 before a release.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from itertools import combinations

@@ -1,7 +1,5 @@
 """The policies by hand-worked examples, their registry and their errors."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

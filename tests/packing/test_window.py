@@ -1,7 +1,5 @@
 """The step function of streams, its storage, and packing an endless stream."""
 
-from __future__ import annotations
-
 import itertools
 import json
 

@@ -6,8 +6,6 @@ tokens becomes ``n - 1`` positions there, as its last token is only a target. We
 0, and a position whose token ends a text learns nothing. What this form cannot hold is refused by name.
 """
 
-from __future__ import annotations
-
 from itertools import batched
 from pathlib import Path
 from typing import Any

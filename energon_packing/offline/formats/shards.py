@@ -3,8 +3,6 @@
 It stores packs as `SampleKind.shard_packer` says, each made as the planned loader makes it.
 """
 
-from __future__ import annotations
-
 import filecmp
 import hashlib
 import json
@@ -63,7 +61,7 @@ class ShardPacker(PackFormat):
         )
 
     @abstractmethod
-    def stored(self, planned: PlannedPack, media: MediaCopy | None) -> Any:
+    def stored(self, planned: PlannedPack, media: "MediaCopy | None") -> Any:
         """Makes one pack; compressed media are copied to `media`, or stay where they are if it is None."""
 
     def forget_open_files(self) -> None:
@@ -206,7 +204,9 @@ class ShardPacker(PackFormat):
             found.append(ledger.take_dropped()[0] if made is None else made)
         return found
 
-    def files_of(self, source: PlannedSample, sample: MeasuredSample, media: MediaCopy | None) -> tuple[MediaFile, ...]:
+    def files_of(
+        self, source: PlannedSample, sample: MeasuredSample, media: "MediaCopy | None"
+    ) -> tuple[MediaFile, ...]:
         assert sample.measured is not None
         names = set(KINDS.find(self.plan.facts.kind).media_names(sample.measured))
         dataset = self.plan.facts.datasets[source.dataset]
@@ -268,7 +268,7 @@ class MediaCopy:
         self._places: dict[tuple[Path, int], int] = {}
         self.bytes = 0
 
-    def __enter__(self) -> MediaCopy:
+    def __enter__(self) -> "MediaCopy":
         return self
 
     def __exit__(self, *_: object) -> None:

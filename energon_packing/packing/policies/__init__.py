@@ -4,8 +4,6 @@ A file declares `POLICY`, and its name is the policy's. A package outside names 
 the group ``energon_packing.packing.policies``, or calls `register_policy`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -29,8 +29,6 @@ something of a limit that is as scarce as tokens, step 4 gets most samples: the 
 ``window``, 1-6 % above the bound.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

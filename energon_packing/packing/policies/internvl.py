@@ -10,8 +10,6 @@ sample, packs that are full of tokens are emitted, then packs at the front with 
 pack as long as more than ``max_buffer_size`` are open. At the end, the open packs are emitted in order.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

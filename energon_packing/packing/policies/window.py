@@ -18,8 +18,6 @@ of length ``n`` is a right shift, and sums that do not fit fall off the end with
 Cost: one shift per sample, about 0.1 microseconds at a room of 2,048 tokens and 1 microsecond at 32,768.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

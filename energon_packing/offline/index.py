@@ -225,24 +225,25 @@ class Index:
         write_json(self.directory / INDEX_FILE, content)
 
     def rows(self, dataset: IndexedDataset, shard: IndexedShard, columns: Sequence[str] | None = None) -> pa.Table:
-        """The rows of a shard.
-
-        Args:
-            columns: of `SCHEMA`; None reads all.
+        """The rows of a shard, with some of the columns of `SCHEMA` or all.
 
         Raises:
-            UserError: the file is missing, damaged, or of another measurement.
+            UserError: the file is missing, damaged, of another measurement, or has another number of rows than it
+                should.
         """
         path = self.directory / dataset.name / shard.file
         found = read_metadata(path)
         if found is None or found.get("identity") != dict(shard.identity):
             raise UserError(f"{path} is missing, damaged or of another shard; run 'energon-packing measure' again")
         try:
-            return pq.read_table(
-                path, columns=None if columns is None else list(columns), page_checksum_verification=True
-            )
+            table = pq.read_table(path, columns=columns and list(columns), page_checksum_verification=True)
         except (OSError, pa.ArrowException) as error:
             raise UserError(f"{path} cannot be read ({error}); run 'energon-packing measure' again") from error
+        if table.num_rows != shard.samples:
+            raise UserError(
+                f"{path} has {table.num_rows} rows, {shard.samples} are expected; run 'energon-packing measure' again"
+            )
+        return table
 
 
 def modality_of(row: Mapping[str, Any]) -> str:

@@ -24,8 +24,9 @@ from energon_packing.ledger import Ledger
 from energon_packing.offline.index import Index, IndexedDataset, IndexedShard, MediaFile, shard_status
 from energon_packing.offline.order import order_again
 from energon_packing.offline.plan import Plan, PlanFacts, PlannedSample
-from energon_packing.offline.samples import Remeasured, SizedRow
+from energon_packing.offline.samples import Remeasured
 from energon_packing.offline.source import PositionedMedia, ShardIndex, SourcePart, TarFiles, inside
+from energon_packing.packing.constraints import Size
 from energon_packing.remote_files import shown
 from energon_packing.sample_kind import KINDS
 
@@ -339,9 +340,9 @@ class SampleRemeasurer:
         return found
 
 
-def _outcome(sample: MeasuredSample) -> SizedRow | tuple[str, str]:
+def _outcome(sample: MeasuredSample) -> Size | tuple[str, str]:
     measured: AnyMeasured | None = sample.measured
     if measured is None:
         problem = sample.problem
         return (problem.reason, problem.detail) if problem else ("unmeasured", "no length")
-    return SizedRow(segment_lengths=measured.segment_lengths, images=measured.images, patches=measured.patches)
+    return Size(segment_lengths=measured.segment_lengths, images=measured.images, patches=measured.patches)

@@ -16,7 +16,7 @@ from energon_packing.drops import unwished
 from energon_packing.errors import ConfigError
 from energon_packing.kinds.conversations import row_limits
 from energon_packing.offline.index import MODALITIES
-from energon_packing.offline.samples import Sizes, costs, holds, length_units
+from energon_packing.offline.samples import Sizes, costs, holds
 from energon_packing.packing.balance import simulate_steps
 from energon_packing.packing.constraints import PackLimits
 from energon_packing.packing.whole_list import pack_lengths_flat
@@ -395,7 +395,7 @@ def _packed(
     count = kept.size if whole else min(most, max(round(kept.size * scale), 1))
     drawn = random.permutation(kept) if whole else random.choice(kept, count, replace=kept.size < count)
     part = sizes.take(drawn)
-    units = length_units(limits, part)
+    units = limits.length_units(part)
     pack_costs = costs(limits, part)
     groups = pack_lengths_flat(
         units,

@@ -22,8 +22,8 @@ from energon_packing.offline import plan as plan_file
 from energon_packing.offline.index import IndexedDataset, IndexedShard
 from energon_packing.offline.plan import Plan, PlannedPack, drops_path
 from energon_packing.offline.planner import make_plan
-from energon_packing.offline.samples import Remeasured, SizedRow
-from energon_packing.packing.constraints import PackLimits
+from energon_packing.offline.samples import Remeasured
+from energon_packing.packing.constraints import PackLimits, Size
 from energon_packing.thd.assembly import hides_padding, visible_order
 
 PACKING = {"seq_length": 1024, "max_images_per_pack": 12, "max_segments_per_pack": 24, "drop_budget": 1.0}
@@ -138,8 +138,8 @@ def key_of(place: tuple[int, int, int]) -> str:
     return f"{'ab'[place[0]]}-{place[1]}-{place[2]}"
 
 
-def sized(length: int, second: int, images: int) -> SizedRow:
-    return SizedRow(segment_lengths=(length, second) if second else (length,), images=images, patches=16 * images)
+def sized(length: int, second: int, images: int) -> Size:
+    return Size(segment_lengths=(length, second) if second else (length,), images=images, patches=16 * images)
 
 
 def check_pack(pack: PlannedPack, flat: dict[tuple[int, int, int], Row], limits: Any) -> None:

@@ -76,10 +76,9 @@ def policy_names() -> list[str]:
 
 
 def register_policy(name: str, policy: Policy | None = None, *, next_pack: NextPack | None = None) -> Any:
-    """Adds a policy under `name`; usable as a function or a decorator.
+    """Adds a policy under `name`, the value of ``packing.policy`` that selects it; usable as a function or a decorator.
 
     Args:
-        name: the value of ``packing.policy`` that selects it.
         policy: packs whole lists.
         next_pack: packs streams; by default `policy` packs the window, and the pack with the oldest sample is used.
 

@@ -15,11 +15,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class WorkersConfig:
-    """Who works.
-
-    Attributes:
-        executor, workers, address: see `ExecutorConfig`.
-    """
+    """Who works; see `ExecutorConfig`."""
 
     executor: ExecutorKind = "local"
     workers: int | None = 1
@@ -29,21 +25,13 @@ class WorkersConfig:
         self.executor_config()  # refuses what cannot be
 
     def executor_config(self) -> ExecutorConfig:
-        """Returns who works.
-
-        Raises:
-            ConfigError: nobody can be that.
-        """
+        """Returns who works; a ConfigError if nobody can be that."""
         return ExecutorConfig(kind=self.executor, workers=self.workers, address=self.address)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharedConfig(WorkersConfig):
-    """Who works, of several such commands on one file system.
-
-    Attributes:
-        rank, world_size: this one does every `world_size`-th shard.
-    """
+    """Who works, of several such commands on one file system; this one does every `world_size`-th shard."""
 
     rank: int = 0
     world_size: int = 1

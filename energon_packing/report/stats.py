@@ -246,7 +246,7 @@ def planned_packing(samples: StatsSamples, run: RunConfig) -> dict[str, Any]:
     assert samples.planned is not None
     row, multiple, packs = (samples.planned[name] for name in ("seq_length", "multiple", "packs"))
     sizes = _sizes(samples)
-    aligned = int(length_units(PackLimits(tokens=row, multiple=multiple), sizes).sum()) * multiple
+    aligned = int(PackLimits(tokens=row, multiple=multiple).length_units(sizes).sum()) * multiple
     cost = np.bincount(samples.pack, sizes.cost.astype(np.float64), packs)
     return {
         "seq_length": row,

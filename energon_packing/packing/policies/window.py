@@ -230,7 +230,9 @@ def _finish(
         return added
     largest = [0.0] * len(lengths)
     for position in candidates:
-        largest[position] = max((costs[limit][position] / rest[limit] for limit in limits if rest[limit]), default=0.0)
+        largest[position] = max(
+            (costs[limit][position] / rest[limit] for limit in limits if rest[limit] > 0), default=0.0
+        )
     units, unit_room = _units(largest, 1.0, candidates)
     return fill_two(lengths, room, units, unit_room, candidates, weights=weights, stop_at_full_room=stop)
 

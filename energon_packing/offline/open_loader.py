@@ -1,16 +1,12 @@
-"""`open_loader`: the loader of whatever ``data.path`` names, a data set, a plan, or a packed directory.
+"""`open_loader` opens whatever ``data.path`` names (a data set, a plan, a packed directory); `open_together` does so on
+all ranks of a run, or on none.
 
-`open_together` opens it on all ranks of a run, or on none.
-
-The packs of an evaluation on a data set: the same ones at each evaluation, after each restart, on any ranks.
-
-One reader measures the split as if it were the only one, up to the packs that one evaluation reads, and keeps for each
-pack where its samples are; a run's first rank tells the others. Measuring decodes nothing. From then
-on an evaluation is read like a plan: rank r renders the packs r, r + D, r + 2 D and so on, and the next evaluation
-begins at the first pack again.
-
-Energon's stream divides a split among its readers and goes on where the last evaluation ended, so what it evaluates
-differs with ranks, workers and restarts.
+The packs of an evaluation on a data set are the same ones at each evaluation, after each restart, on any ranks. One
+reader measures the split as if it were the only one, up to the packs that one evaluation reads, and keeps for each pack
+where its samples are; a run's first rank tells the others. Measuring decodes nothing. From then on an evaluation is
+read like a plan: rank r renders the packs r, r + D, r + 2 D and so on, and the next evaluation begins at the first pack
+again. Energon's stream divides a split among its readers and goes on where the last evaluation ended, so what it
+evaluates differs with ranks, workers and restarts.
 """
 
 import dataclasses
@@ -49,10 +45,9 @@ def open_loader(config: AnyRun, *, evaluation: int | None = None, **arguments: A
     Args:
         config: of the run, of any kind of sample.
         evaluation: packs of one evaluation, over all ranks: the loader then gives the same ones at each evaluation,
-            whatever the ranks, and packs without samples where there are fewer; see
-            `energon_packing.offline.loader.PlannedLoader`. None is a training's.
-        arguments: of `SampleKind.build_loader`; of a plan, those of `loader_of`; of an evaluation on a data set,
-            those of `energon_packing.offline.open_loader.evaluation_loader`.
+            whatever the ranks, and packs without samples where there are fewer. None is a training's.
+        arguments: of `SampleKind.build_loader`; of a plan, those of `loader_of`; of an evaluation on a data set, those
+            of `evaluation_loader`.
 
     Raises:
         UserError: nothing is there, or it cannot be read.
@@ -61,10 +56,9 @@ def open_loader(config: AnyRun, *, evaluation: int | None = None, **arguments: A
     if evaluation is not None:
         data = replace(config.data, repeat=True, epoch_end="uneven")  # its own number of packs ends an evaluation
         config = replace(config, data=data)
-        if has_global_packs(data.path):
-            arguments["evaluation"] = evaluation
-        else:
+        if not has_global_packs(data.path):
             return evaluation_loader(config, evaluation, **arguments)
+        arguments["evaluation"] = evaluation
     if is_plan(config.data.path):
         from energon_packing.offline.loader import planned_loader
 
@@ -93,8 +87,6 @@ def open_together(
     data, plan, tokenizer, ranks and workers, and on all ranks the versions of the software.
 
     Args:
-        config: of the run.
-        replica: of this rank.
         opened: opens a loader, as `open_loader`.
         reads: whether this rank reads.
         split, arguments: as for `open_loader`.
@@ -164,12 +156,7 @@ def refuse_short_plan(path: str, state: Any, packs: int) -> None:
 
 
 class EndlessPacks:
-    """A loader's batches without end, with the loader's state.
-
-    Args:
-        loader: of this rank.
-        metrics: is told of each pack.
-    """
+    """A loader's batches without end, with the loader's state; `metrics` is told of each pack."""
 
     def __init__(self, loader: LoaderBase, metrics: PackMetrics | None = None) -> None:
         self._loader, self._metrics = loader, metrics
@@ -203,8 +190,6 @@ def open_packs(
     """Opens a rank's loader, as a collective call of all ranks.
 
     Args:
-        config: of the run.
-        replica: of this rank.
         every: each rank of a replica reads for itself, in place of one for all.
         what: see `open_together`.
 
@@ -238,7 +223,6 @@ class EvaluationPacks(PositionedPacks):
         encoder: the task encoder of that data set.
         most: packs of an evaluation; fewer are made where the data end before.
         places: of the packs, as another rank has measured them; if the list is empty, what is measured is added.
-        rank: names the ledger's files.
 
     Attributes:
         identity: the same if the packs are of the same places.
@@ -261,10 +245,10 @@ class EvaluationPacks(PositionedPacks):
             repeat = True
             dataset = build(repeat)
         self._places = places
-        if not self._places:
+        if not places:
             with _active(dataset.worker_config):
-                self._places += _places_of_packs(dataset, encoder, most)
-            if not self._places:
+                places += _places_of_packs(dataset, encoder, most)
+            if not places:
                 raise UserError(
                     "No sample of the evaluation's split can be packed. Fix the data or the limits, or name another "
                     "split."
@@ -296,14 +280,13 @@ def _places_of_packs(dataset: Any, encoder: Any, most: int) -> Iterator[list[Any
     """For each pack, the restore keys of its samples, and of those before them that no pack has; what is dropped after
     the last pack makes one without samples.
 
-    Raises:
-        DropBudgetExceeded: as in training; a blend that comes again has no other end if nothing of it can be packed.
+    The budget of drops holds as in training; a blend that comes again has no other end if nothing of it can be packed.
     """
     packing = encoder.packing
     ledger = Ledger(None, budget=packing.drop_budget, name="", most_pending=packing.max_drops_without_pack)
     ledger.tells = False  # an evaluation does
     source = iter(dataset.dataset)
-    held: list[tuple[MeasuredSample, Any]] = []
+    held: list[MeasuredSample] = []
     dropped: list[Any] = []
     made, ended = 0, False
     while made < most:
@@ -317,11 +300,11 @@ def _places_of_packs(dataset: Any, encoder: Any, most: int) -> Iterator[list[Any
                 account_for(sample, ledger)
                 dropped.append(sample.__restore_key__)
             else:
-                held.append((sample, sample.__restore_key__))
+                held.append(sample)
         if not held:
             break
-        chosen = set(encoder.select_pack([sample for sample, _ in held], ended))
-        yield [*dropped, *(held[at][1] for at in sorted(chosen))]
+        chosen = set(encoder.select_pack(held, ended))
+        yield [*dropped, *(held[at].__restore_key__ for at in sorted(chosen))]
         ledger.take_dropped()
         made, dropped = made + 1, []
         held = [each for at, each in enumerate(held) if at not in chosen]
@@ -362,7 +345,6 @@ def evaluation_loader(
     A metadataset without weights is gone through once; one whose ``blend`` has weights has no end, and its mix.
 
     Args:
-        config: of the run.
         packs: of one evaluation, over all ranks.
         rank, world_size, split, workers, prefetch, task_encoder, data_parallel_group, agree: as for
             `energon_packing.energon.loader.build_loader`.

@@ -39,16 +39,7 @@ PIXEL_BYTES = 3072
 
 
 def shard_firsts(plan: Plan, *, store: Store, media: Media, most_packs: int) -> tuple[int, ...]:
-    """The first pack of each shard.
-
-    Args:
-        plan: of the packs.
-        store, media: what is stored.
-        most_packs: packs of a shard at most.
-
-    Raises:
-        UserError: the plan is damaged.
-    """
+    """The first pack of each shard, of at most so many packs and about `SHARD_BYTES` of what is stored."""
     sizes = np.zeros(len(plan), dtype=np.int64)
     for table in plan.tables(["pack", "length", "second", "media"]):
         packs = table.column("pack").to_numpy()
@@ -65,14 +56,12 @@ def shard_firsts(plan: Plan, *, store: Store, media: Media, most_packs: int) -> 
             each = each + ends[last] - ends[last - counts]
         np.add.at(sizes, packs, each)
     ends = np.concatenate([[0], np.cumsum(sizes)])
-    firsts = [0]
-    while True:
-        first = firsts[-1]
-        stop = int(np.searchsorted(ends, ends[first] + SHARD_BYTES, side="right")) - 1
-        stop = min(max(stop, first + 1), first + most_packs)
-        if stop >= len(plan):
-            return tuple(firsts)
+    firsts, stop = [], 0
+    while stop < len(plan) or not firsts:
         firsts.append(stop)
+        full = int(np.searchsorted(ends, ends[stop] + SHARD_BYTES, side="right")) - 1
+        stop = min(max(full, stop + 1), stop + most_packs)
+    return tuple(firsts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +69,6 @@ class PackConfig(SharedConfig):
     """What to pack, and where to.
 
     Attributes:
-        plan: the plan.
         out: the directory; made, or continued.
         format: a name in `PACK_FORMATS`.
         store: ``tokens``, or ``pixels`` with rendered media.
@@ -125,12 +113,7 @@ class PackReport:
 
 @dataclass(frozen=True, slots=True)
 class PackTask:
-    """One shard to pack.
-
-    Attributes:
-        number: of the shard.
-        wait: whether to wait for another command that is packing it.
-    """
+    """One shard to pack; `wait` for another command that is packing it."""
 
     number: int
     wait: bool = False
@@ -233,19 +216,13 @@ PACK_FORMATS: Registry[Callable[[Plan, Any, PackConfig], PackFormat]] = Registry
 
 
 def register_pack_format(name: str, made: Callable[[Plan, Any, PackConfig], PackFormat]) -> None:
-    """Adds a form of stored packs to this process.
-
-    Raises:
-        ConfigError: the name is taken.
-    """
+    """Adds a form of stored packs to this process; a ConfigError if the name is taken."""
     PACK_FORMATS.add(name, made)
 
 
 def run_of_plan(plan: Plan) -> Any:
-    """Returns the configuration that a plan was made with.
-
-    Raises:
-        UserError: this version does not know one of its settings.
+    """Returns the configuration that a plan was made with; a UserError if this version does not know one of its
+    settings.
     """
     try:
         return from_mapping(KINDS.find(plan.facts.kind).run_class, plan.facts.config, where=str(plan.path))

@@ -155,7 +155,7 @@ def _paired(old: _Rows, new: _Rows) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _examples(plan: Plan, rows: _Rows, which: np.ndarray, others: np.ndarray | None, *, now: bool) -> list[Any]:
-    """The first few of some rows; `others` are packs of the same samples in the other plan, the earlier one if `now`."""
+    """The first few of some rows; `others` are their packs in the other plan, the earlier one if `now`."""
     examples = []
     for place in np.argsort(which, kind="stable")[:SHOWN].tolist():
         at, pack = int(which[place]), int(rows.pack[which[place]])

@@ -74,7 +74,7 @@ def changed(data: st.DataObject, value: Any) -> Any:
     return value
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_changed_index_is_planned_or_refused_in_a_sentence(made: Path, data: st.DataObject) -> None:
     file = made / "index" / INDEX_FILE
@@ -103,7 +103,7 @@ def look_at(path: Path, before: Plan) -> None:
     shard_firsts(plan, store="tokens", media="copy", most_packs=4)
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_changed_plan_is_read_or_refused_in_a_sentence(made: Path, data: st.DataObject) -> None:
     table = pq.read_table(made / "plan.parquet")

@@ -77,7 +77,7 @@ sizes = st.tuples(
     epochs=st.integers(1, 3),
     seed=st.integers(0, 3),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_every_sample_is_packed_once_an_epoch_within_all_limits_or_dropped_with_a_reason(
     tmp_path_factory: pytest.TempPathFactory,
     drawn: list[list[tuple[int, int, int, bool]]],

@@ -1,6 +1,6 @@
 """What holds for every list of lengths, whatever the policy.
 
-ENERGON_PACKING_EXAMPLES sets how many random lists each property sees: 100 by default, 10,000 before a release.
+ENERGON_PACKING_EXAMPLES sets how many random lists each property sees: 50 by default, 10,000 before a release.
 """
 
 import math
@@ -24,7 +24,7 @@ from energon_packing.packing.constraints import PackLimits
 from energon_packing.packing.online import next_pack
 from energon_packing.packing.policies.window import fill_exactly, fill_two
 
-MANY = settings(max_examples=int(os.environ.get("ENERGON_PACKING_EXAMPLES", "100")), deadline=None)
+MANY = settings(max_examples=int(os.environ.get("ENERGON_PACKING_EXAMPLES", "50")), deadline=None)
 
 
 @st.composite

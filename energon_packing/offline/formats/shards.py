@@ -273,7 +273,7 @@ class MediaCopy:
         return place
 
 
-def FORMAT(plan: Plan, run: Any, config: PackConfig) -> PackFormat:  # what the registry looks for
+def shard_packer(plan: Plan, run: Any, config: PackConfig) -> PackFormat:
     """The packer of the plan's kind of sample."""
     return cast(PackFormat, KINDS.find(plan.facts.kind).shard_packer(plan, run, config))
 

@@ -38,10 +38,8 @@ class Share:
 
 
 def shares_of(datasets: Sequence[IndexedDataset], config: PlanConfig) -> list[Share]:
-    """The share of each data set.
-
-    Raises:
-        ConfigError: a name that no data set has, or that two have; weights for only some of the data sets.
+    """The share of each data set. Raises ConfigError: a name that no data set has, or that two have; weights for only
+    some of the data sets.
     """
     settings = _named_settings(datasets, config)
     epochs = [_epochs(dataset, setting, config) for dataset, setting in zip(datasets, settings, strict=True)]

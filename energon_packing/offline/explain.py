@@ -121,10 +121,8 @@ class _Rows:
 def _rows(plan: Plan, shards: dict[tuple[str, str, str], int]) -> _Rows:
     """The rows of a plan; `shards` numbers the shards of both plans and grows."""
     names = ("dataset", "shard", "row", "piece", "pack", "length", "second")
-    parts = list(plan.tables(list(names)))
-    columns = {
-        name: np.concatenate([part.column(name).to_numpy() for part in parts]).astype(np.int64) for name in names
-    }
+    rows = pa.concat_tables(plan.tables(list(names)))
+    columns = {name: rows.column(name).to_numpy().astype(np.int64) for name in names}
     number = np.zeros(columns["row"].size, dtype=np.int64)
     for at, dataset in enumerate(plan.facts.datasets):
         known = [shards.setdefault((dataset.path, dataset.split, each.name), len(shards)) for each in dataset.shards]
@@ -170,5 +168,8 @@ def _settings(before: Plan, after: Plan) -> dict[str, dict[str, Any]]:
         {**plan.facts.decided, **{f"encoder: {name}": value for name, value in plan.facts.fingerprint.items()}}
         for plan in (before, after)
     )
-    names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
-    return {name: {"before": old.get(name), "after": new.get(name)} for name in names}
+    return {
+        name: {"before": old.get(name), "after": new.get(name)}
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name) != new.get(name)
+    }

@@ -168,10 +168,8 @@ def schema_of(schema: pa.Schema, kind: str) -> pa.Schema:
 
 
 def kind_of(datasets: Iterable[IndexedDataset]) -> str:
-    """Returns the kind of the samples of these data sets, a name in `KINDS`.
-
-    Raises:
-        UserError: they are of several kinds.
+    """Returns the kind of the samples of these data sets, a name in `KINDS`. Raises UserError: they are of several
+    kinds.
     """
     paths: dict[str, str] = {}
     for each in datasets:
@@ -196,11 +194,7 @@ class Index:
 
     @classmethod
     def open(cls, directory: str | Path) -> "Index":
-        """Reads ``index.json``.
-
-        Raises:
-            UserError: there is no index, or not one that this version reads.
-        """
+        """Reads ``index.json``. Raises UserError: there is no index, or not one that this version reads."""
         check_local("the index", directory)
         file = Path(directory) / INDEX_FILE
         index: Index = read_json(file, cls, version=FORMAT, what="an index", remedy="measure")
@@ -212,11 +206,8 @@ class Index:
         write_json(self.directory / INDEX_FILE, {"format": FORMAT, **content})
 
     def rows(self, dataset: IndexedDataset, shard: IndexedShard, columns: Sequence[str] | None = None) -> pa.Table:
-        """The rows of a shard, with some of the columns of `SCHEMA` or all.
-
-        Raises:
-            UserError: the file is missing, damaged, of another measurement, or has another number of rows than it
-                should.
+        """The rows of a shard, with some of the columns of `SCHEMA` or all. Raises UserError: the file is missing,
+        damaged, of another measurement, or has another number of rows than it should.
         """
         path = self.directory / dataset.name / shard.file
         found = read_metadata(path)
@@ -261,10 +252,8 @@ def dropped_row(row: Mapping[str, Any], data: str) -> DroppedSample:
 
 
 def shard_status(path: Path) -> tuple[int, int]:
-    """Bytes of a shard, here or in an object store, and the time of its last change in nanoseconds.
-
-    Raises:
-        OSError: it cannot be looked at.
+    """Bytes of a shard, here or in an object store, and the time of its last change in nanoseconds. Raises OSError: it
+    cannot be looked at.
     """
     if (address := remote_address(path)) is None:
         here = path.stat()

@@ -112,8 +112,7 @@ class PlannedLoader(LoaderBase):
     def save_state(self) -> dict[str, Any]:
         """Returns the state after the last yielded pack; it is the same on every rank."""
         # Where ranks do not divide the packs, the last step ends beyond the pass for those that had a pack in it.
-        position = self._position if self._end is None else min(self._position, self._end)
-        return planned_state(position, self._fingerprint)
+        return planned_state(min(self._position, self._end or self._position), self._fingerprint)
 
     def state_later(self) -> Callable[[], Any]:
         """Returns a function that gives the state after the last yielded pack, also when more were read since."""
@@ -121,10 +120,8 @@ class PlannedLoader(LoaderBase):
         return lambda: state
 
     def restore_state(self, state: Any) -> None:
-        """Continues at the position of a saved state, which may come from any rank of a run of any size.
-
-        Raises:
-            ConfigError: it is not the state of a plan, or of another plan.
+        """Continues at the position of a saved state, which may come from any rank of a run of any size. Raises
+        ConfigError: it is not the state of a plan, or of another plan.
         """
         if not isinstance(state, Mapping) or state.get("format") != STATE_FORMAT:
             raise ConfigError(
@@ -265,10 +262,8 @@ def check_kind(plan: Plan, config: AnyRun) -> None:
 
 
 def check_plan(plan: Plan, config: AnyRun, encoder: Any, split: str | None) -> None:
-    """Compares a run with the plan that it is to read.
-
-    Raises:
-        ConfigError: a setting on which the packs depend differs, and both values are named; or the run does not pack.
+    """Compares a run with the plan that it is to read. Raises ConfigError: a setting on which the packs depend differs,
+    and both values are named; or the run does not pack.
     """
     check_kind(plan, config)
     if type(encoder) is not KINDS.find(plan.facts.kind).encoder_class:

@@ -168,11 +168,8 @@ class ShardMeasurer:
         return {"format": FORMAT, "fingerprint": self._digest, "identity": identity, "subflavors": plain}
 
     def measure(self, part: SourcePart, shard: str, directory: Path) -> IndexedShard:
-        """Measures all samples of a shard and writes their rows to `directory`.
-
-        Raises:
-            UserError: the shard cannot be read, the rows cannot be written (nothing is left behind), or a sample shows
-                that the configuration cannot work.
+        """Measures all samples of a shard and writes their rows to `directory`. Raises UserError: the shard cannot be
+        read, the rows cannot be written (nothing is left behind), or a sample shows that the configuration cannot work.
         """
         identity = self._identity(part, shard)
         before = self.pair_counts
@@ -216,10 +213,7 @@ class ShardMeasurer:
 
     def rows(self, part: SourcePart, shard: str, wanted: Container[int] | None = None) -> Iterator[dict[str, Any]]:
         """Measures samples of a shard, in order, or those whose numbers in it are `wanted`; each row has the columns of
-        its kind.
-
-        Raises:
-            UserError: as `measure`.
+        its kind. Raises UserError as `measure`.
         """
         tar = Path(part.root) / shard
         records = (
@@ -367,8 +361,7 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
         if names.count(name) > 1:
             raise UserError(f"{part.root} is named twice with split {part.split!r}; name each data set once")
     if isinstance(run, RunConfig):
-        known = counted_pairs(Path(part.root) for part in parts)
-        known.check(", ".join(map(shown, config.paths)), run.packing.pairs)
+        counted_pairs(Path(part.root) for part in parts).check(", ".join(map(shown, config.paths)), run.packing.pairs)
     out = config.out.absolute()  # workers may have another current directory
     directories = [out / name for name in names]
     measurer.directories = tuple(directories)
@@ -423,13 +416,8 @@ def _saved(out: Path, measurer: ShardMeasurer, datasets: Sequence[IndexedDataset
     """Writes the index with the data sets of this command in it, beside those that are there."""
     with locked(out):
         before = _index(out, measurer) or Index()  # another command may have added a data set meanwhile, or made it
-        kept = {each.name: each for each in (*before.datasets, *datasets)}
-        index = Index(
-            directory=out,
-            datasets=tuple(kept.values()),
-            encoder=to_mapping(encoder),
-            fingerprint=measurer.fingerprint,
-        )
+        kept = tuple({each.name: each for each in (*before.datasets, *datasets)}.values())
+        index = Index(directory=out, datasets=kept, encoder=to_mapping(encoder), fingerprint=measurer.fingerprint)
         index.save()
     return index
 

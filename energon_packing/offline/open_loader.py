@@ -15,8 +15,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, cast
 
 from megatron.energon import WorkerConfig
 
@@ -37,6 +36,7 @@ from energon_packing.offline.packs import PositionedPacks
 from energon_packing.offline.plan import Plan
 from energon_packing.sample_kind import AnyRun, kind_of_config
 from energon_packing.thd.batch import PackedBatch
+from energon_packing.validate.run_view import installed_version
 
 
 def open_loader(config: AnyRun, *, evaluation: int | None = None, **arguments: Any) -> LoaderBase:
@@ -67,8 +67,7 @@ def open_loader(config: AnyRun, *, evaluation: int | None = None, **arguments: A
         from energon_packing.offline.packed import packed_loader
 
         return packed_loader(config, **arguments)
-    loader: LoaderBase = kind_of_config(config).build_loader(config, **arguments)
-    return loader
+    return cast(LoaderBase, kind_of_config(config).build_loader(config, **arguments))
 
 
 def open_together(
@@ -114,7 +113,7 @@ def open_together(
             "data-parallel ranks": replica.world_size,
             "data.packs_ahead": config.data.depth,
             "energon-packing": __version__,
-            **{name: _version(name) for name in ("megatron-energon", "transformers")},
+            **{name: installed_version(name) for name in ("megatron-energon", "transformers")},
         }
         if not reads:
             return None, (facts, {})
@@ -122,13 +121,6 @@ def open_together(
         return loader, (facts, loader.alike())
 
     return replica.agree(act)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:  # a checkout on the path
-        return None
 
 
 def refuse_short_plan(path: str, state: Any, packs: int) -> None:

@@ -185,10 +185,8 @@ class PackFormat(ABC):
 
     @abstractmethod
     def found(self, number: int) -> Any:
-        """Returns what is known of a shard that is there already; None if it is not.
-
-        Raises:
-            UserError: it is damaged, or of another plan.
+        """Returns what is known of a shard that is there already; None if it is not. Raises UserError: it is damaged,
+        or of another plan.
         """
 
     @abstractmethod
@@ -200,10 +198,8 @@ class PackFormat(ABC):
         """
 
     def complete(self, entries: Sequence[Any]) -> None:  # noqa: B027  # nothing to do for most forms
-        """Ends the directory, whose shards are all there.
-
-        Raises:
-            UserError: it may not be ended, or cannot be written.
+        """Ends the directory, whose shards are all there. Raises UserError: it may not be ended, or cannot be
+        written.
         """
 
 
@@ -231,11 +227,9 @@ def run_of_plan(plan: Plan) -> Any:
 
 
 def pack(config: PackConfig, progress: Progress = lambda *_: None) -> PackReport:
-    """Packs the shards that are missing, and completes the directory once all are there.
-
-    Raises:
-        UserError: the plan or its data sets cannot be used, the directory is another plan's or cannot be written, or
-            more samples cannot be decoded than ``packing.drop_budget`` allows.
+    """Packs the shards that are missing, and completes the directory once all are there. Raises UserError: the plan or
+    its data sets cannot be used, the directory is another plan's or cannot be written, or more samples cannot be
+    decoded than ``packing.drop_budget`` allows.
     """
     plan = Plan.open(config.plan.absolute())
     config = replace(config, plan=plan.path, out=config.out.absolute())

@@ -123,18 +123,15 @@ class Packed:
 
     @classmethod
     def open(cls, directory: str | Path) -> "Packed":
-        """Reads manifest and metadata of the plan; no shard is opened.
-
-        Raises:
-            UserError: something is missing or damaged, or shards are still to be packed.
+        """Reads manifest and metadata of the plan; no shard is opened. Raises UserError: something is missing or
+        damaged, or shards are still to be packed.
         """
         path = Path(directory)
         facts = PackedFacts.read(path)
         if not facts.shards:
             raise UserError(f"{path} is not complete; run 'energon-packing pack' again with the same arguments")
         plan = Plan.open(path / PLAN_FILE)
-        known = plan.facts.id, len(plan), len(plan.facts.datasets)
-        if known != (facts.plan, facts.packs, len(facts.media_uuids)):
+        if (plan.facts.id, len(plan), len(plan.facts.datasets)) != (facts.plan, facts.packs, len(facts.media_uuids)):
             raise UserError(f"{plan.path} is not the plan that {path} was packed from; pack again")
         return cls(directory=path, facts=facts, plan=plan)
 
@@ -191,10 +188,8 @@ class StoredPacks[Record](PositionedPacks):
         self._compared: set[int] = set()
 
     def stored(self, number: int) -> Record:
-        """The pack with this number, as it is stored.
-
-        Raises:
-            UserError: its shard is missing, damaged, or of another packing.
+        """The pack with this number, as it is stored. Raises UserError: its shard is missing, damaged, or of another
+        packing.
         """
         at = self._shard_of(number)
         shard = self._shard(at)
@@ -248,10 +243,8 @@ def packed_loader(config: AnyRun, **arguments: Any) -> PlannedLoader:
 
 
 def check_stored(packed: Packed, encoder: Any) -> None:
-    """Compares what was stored with what the run would make.
-
-    Raises:
-        ConfigError: a setting of the encoder differs that a plan leaves open, but stored packs do not.
+    """Compares what was stored with what the run would make. Raises ConfigError: a setting of the encoder differs that
+    a plan leaves open, but stored packs do not.
     """
     stored = stored_fingerprint(KINDS.find(packed.plan.facts.kind), encoder, packed.facts.store)
     for name, before, own in differing(packed.facts.encoder, stored):

@@ -9,7 +9,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch.utils.data
@@ -105,8 +105,7 @@ class PositionedPacks(torch.utils.data.Dataset[Pack], ABC):
         """The pack of samples in the order of the plan, arranged and assembled as online; None if there are none."""
         if not rendered:
             return None
-        pack: Pack = self._encoder.pack_selected_samples([rendered[at] for at in self._encoder.arrange(rendered)])
-        return pack
+        return cast(Pack, self._encoder.pack_selected_samples([rendered[at] for at in self._encoder.arrange(rendered)]))
 
     def number(self, position: int) -> int | None:
         """The pack at a position; None if there is none."""
@@ -161,10 +160,8 @@ class PlannedSource:
         self._media_index: ShardIndex | None = None
 
     def sample(self, planned: PlannedSample) -> Any:
-        """The cooked sample, whose media are read when it is rendered.
-
-        Raises:
-            UserError: its shard is missing or is another than the one that was measured.
+        """The cooked sample, whose media are read when it is rendered. Raises UserError: its shard is missing or is
+        another than the one that was measured.
         """
         shard = self._dataset.shards[planned.shard]
         path = inside(self._root, shard.name)
@@ -241,10 +238,8 @@ class PlannedPacks(PositionedPacks):
         return self._assembled(rendered)
 
     def measured(self, planned: PlannedSample) -> MeasuredSample:
-        """Measures a sample of the plan again, and compares it with the plan.
-
-        Raises:
-            UserError: its record or its length is another than the plan's.
+        """Measures a sample of the plan again, and compares it with the plan. Raises UserError: its record or its
+        length is another than the plan's.
         """
         self._opened()
         sample = self._measurer.preencode_sample(self._sources[planned.dataset].sample(planned))
@@ -274,10 +269,8 @@ class SampleRemeasurer:
         self._sources: dict[tuple[str, str], PlannedSource] = {}
 
     def __call__(self, dataset: IndexedDataset, shard: IndexedShard, rows: list[int]) -> list[Remeasured]:
-        """One result per row.
-
-        Raises:
-            UserError: the shard is not the one that was measured, or a sample shows that the configuration cannot work.
+        """One result per row. Raises UserError: the shard is not the one that was measured, or a sample shows that the
+        configuration cannot work.
         """
         source = self._sources.setdefault((dataset.root, dataset.split), PlannedSource(dataset, self._files))
         index = next(each for each in self._indexes if dataset in each.datasets)

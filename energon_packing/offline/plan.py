@@ -165,8 +165,7 @@ class PlanFacts:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "PlanFacts":
         facts = read_as(cls, values)
-        limits = [facts.decided[name] for name in facts.decided if name.startswith("max_")]
-        read_as(tuple[Amount | None, ...], limits)
+        read_as(tuple[Amount | None, ...], [facts.decided[name] for name in facts.decided if name.startswith("max_")])
         read_as(tuple[Count, ...], [facts.decided[name] for name in ("seq_length", "multiple", "reserved")])
         read_as(Mapping, facts.config["packing"])
         if len({kind_of([each]) for each in facts.datasets}) > 1:
@@ -190,11 +189,7 @@ class Plan:
 
     @classmethod
     def open(cls, path: str | Path) -> "Plan":
-        """Reads the metadata only.
-
-        Raises:
-            UserError: the file is missing, damaged, no plan, or of another version.
-        """
+        """Reads the metadata only. Raises UserError: the file is missing, damaged, no plan, or of another version."""
         check_local("the plan", path)
         file = Path(path)
         if not file.is_file():
@@ -215,9 +210,7 @@ class Plan:
 
     def rows(self, start: int, stop: int) -> pa.Table:
         """The rows of the packs ``[start, stop)``, of `SCHEMA`; reads the row groups that hold them and no others.
-
-        Raises:
-            UserError: the range leaves the plan, or the file is damaged.
+        Raises UserError: the range leaves the plan, or the file is damaged.
         """
         if not 0 <= start <= stop <= len(self):
             raise UserError(f"packs {start} to {stop} are not in {self.path}, which has {len(self)}")

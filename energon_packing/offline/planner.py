@@ -64,8 +64,7 @@ def packs_of(sizes: Sizes, limits: AnyLimits, policy: str, *, window: int, seed:
 
 def _constraints(sizes: Sizes, limits: AnyLimits) -> tuple[np.ndarray, Constraints]:
     """Alignment units of each sample, and its costs under the other limits."""
-    constraints = Constraints(costs=costs(limits, sizes), limits=limits.limited)
-    return limits.length_units(sizes), constraints
+    return limits.length_units(sizes), Constraints(costs=costs(limits, sizes), limits=limits.limited)
 
 
 def show_padding(order: np.ndarray, offsets: np.ndarray, sizes: Sizes, multiple: int) -> np.ndarray:
@@ -152,9 +151,8 @@ def ordered_packs(
         costs.append(pack_costs[chosen])
         ends.append(start + chosen.size)
     offsets = np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
-    shown = show_padding(np.concatenate(order), offsets, samples.sizes, limits.multiple)
     return OrderedPacks(
-        order=shown,
+        order=show_padding(np.concatenate(order), offsets, samples.sizes, limits.multiple),
         offsets=offsets,
         epoch_ends=tuple(ends),
         costs=np.concatenate(costs),

@@ -4,7 +4,7 @@
 itself: a planner is given a function that measures it again.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -170,11 +170,7 @@ class Sources:
         return self.datasets[dataset], self.datasets[dataset].shards[shard], row
 
     def table(self, number: int, columns: Sequence[str]) -> pa.Table:
-        """The rows of a shard, by its number among those of all data sets.
-
-        Raises:
-            UserError: as `Index.rows`.
-        """
+        """The rows of a shard, by its number among those of all data sets. Raises UserError as `Index.rows`."""
         dataset = int(self.dataset[number])
         shard = self.datasets[dataset].shards[int(self.shard[number])]
         return self.indexes[dataset].rows(self.datasets[dataset], shard, columns)
@@ -323,13 +319,12 @@ def _refusal(source: int, key: str, size: Size, limits: AnyLimits, config: AnyRu
 def _measured_again(
     sources: Sources, over: np.ndarray, remeasure: Remeasure, limits: AnyLimits, config: AnyRun
 ) -> tuple[list[_Kept], list[Drop]]:
-    by_shard: defaultdict[int, list[int]] = defaultdict(list)
     rows, setting = _rows_of(sources, over, ["key"]), f"packing.oversize={config.packing.oversize}"
-    for source in over.tolist():
-        by_shard[int(np.searchsorted(sources.starts, source, side="right")) - 1].append(source)
+    shard_of = np.searchsorted(sources.starts, over, side="right") - 1
     kept: list[_Kept] = []
     dropped: list[Drop] = []
-    for at, wanted in by_shard.items():
+    for at in np.unique(shard_of).tolist():
+        wanted = over[shard_of == at].tolist()
         dataset = sources.datasets[int(sources.dataset[at])]
         shard = dataset.shards[int(sources.shard[at])]
         results = remeasure(dataset, shard, [source - int(sources.starts[at]) for source in wanted])

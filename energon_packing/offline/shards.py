@@ -62,10 +62,8 @@ def to_bytes(values: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> lis
 
 
 def from_bytes(buffer: memoryview) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Returns values and arrays of a record; the arrays are views of the buffer.
-
-    Raises:
-        DamagedBytes: the header is none, or an array would lie outside the buffer.
+    """Returns values and arrays of a record; the arrays are views of the buffer. Raises DamagedBytes: the header is
+    none, or an array would lie outside the buffer.
     """
     size = len(buffer)
     length = int.from_bytes(buffer[:8], "little")
@@ -145,10 +143,8 @@ class ShardWriter:
 
 
 class ShardFile:
-    """A shard, opened to read. May be opened again by several processes; an open one belongs to its process.
-
-    Raises:
-        UserError: it is missing, cut off, or no shard.
+    """A shard, opened to read. May be opened again by several processes; an open one belongs to its process. Raises
+    UserError: it is missing, cut off, or no shard.
     """
 
     def __init__(self, path: Path) -> None:

@@ -65,11 +65,7 @@ class _RemotePieces:
         self._end = -1  # of the piece before
 
     def read(self, address: str, offset: int, size: int) -> bytes:
-        """As many of these bytes as there are.
-
-        Raises:
-            OSError: they cannot be read.
-        """
+        """As many of these bytes as there are. Raises OSError: they cannot be read."""
         follows = address == self._address and 0 <= offset - self._end <= _NEAR
         start = offset - self._start
         if address != self._address or start < 0 or start + size > len(self._ahead):
@@ -84,17 +80,14 @@ class TarFiles:
     (`energon_packing.remote_files`). Not for several threads or across a fork.
     """
 
-    def __init__(self, most: int = MOST_OPEN) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._open: OrderedDict[Path, int] = OrderedDict()
         self._process = os.getpid()
         self._remote = _RemotePieces()
 
     def read(self, path: Path, offset: int, size: int) -> bytes:
-        """Returns `size` bytes of `path` from byte `offset` on.
-
-        Raises:
-            UserError: the file is missing, unreadable, or ends before that.
+        """Returns `size` bytes of `path` from byte `offset` on. Raises UserError: the file is missing, unreadable, or
+        ends before that.
         """
         address = remote_address(path)
         try:
@@ -126,18 +119,11 @@ class TarFiles:
             self._open.clear()
             self._process = os.getpid()
         if path not in self._open:
-            while len(self._open) >= self._most:
+            while len(self._open) >= MOST_OPEN:
                 os.close(self._open.popitem(last=False)[1])
             self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._open.move_to_end(path)
         return self._open[path]
-
-    def close(self) -> None:
-        """Closes all of them."""
-        if self._process == os.getpid():
-            for descriptor in self._open.values():
-                os.close(descriptor)
-        self._open.clear()
 
 
 RECORD_PART = "json"
@@ -166,10 +152,8 @@ class Position(NamedTuple):
 
 
 class ShardIndex:
-    """``.nv-meta`` of the WebDataset at `root`, here or in an object store, opened to read.
-
-    Raises:
-        UserError: it has no index that can be read.
+    """``.nv-meta`` of the WebDataset at `root`, here or in an object store, opened to read. Raises UserError: it has no
+    index that can be read.
     """
 
     def __init__(self, root: Path) -> None:
@@ -226,10 +210,6 @@ class ShardIndex:
             raise KeyError(name)
         return deserialize_media_metadata(*row)
 
-    def close(self) -> None:
-        """Closes the database."""
-        self._database.close()
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourcePart:
@@ -255,16 +235,13 @@ class SourcePart:
     def sample(self, key: str, record: bytes, store: FileStore[bytes]) -> Any:
         """Cooks a record as the loader does; a bad one carries its problem."""
         known = {"__key__": key, "__restore_key__": (), "__subflavors__": dict(self.subflavors), "__sources__": ()}
-        crude = CrudeSample({**known, "json": record})
-        return (kind_of_subflavors(self.subflavors) or KINDS.find(DEFAULT_KIND)).cook(crude, store)
+        kind = kind_of_subflavors(self.subflavors) or KINDS.find(DEFAULT_KIND)
+        return kind.cook(CrudeSample({**known, "json": record}), store)
 
 
 def source_parts(path: str | Path, split: str, kind: str = DEFAULT_KIND) -> list[SourcePart]:
     """The parts of a data set that ``convert`` wrote, or of a metadataset of such data sets, here or in an object
-    store.
-
-    Raises:
-        UserError: something is missing or damaged, or the samples are not of that kind.
+    store. Raises UserError: something is missing or damaged, or the samples are not of that kind.
     """
     if (address := remote_address(path)) is None:
         return _parts(str(path), os.path.abspath(path), split, kind)

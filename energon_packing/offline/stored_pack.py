@@ -50,10 +50,8 @@ _TYPES = {
 
 
 def encode_row(batch: PackedBatch) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Returns plain values and arrays of a whole row on the host.
-
-    Raises:
-        TypeError: a tensor is of a type that has no stored form, such as bfloat16; pixels are stored as bytes.
+    """Returns plain values and arrays of a whole row on the host. Raises TypeError: a tensor is of a type that has no
+    stored form, such as bfloat16; pixels are stored as bytes.
     """
     values: dict[str, Any] = {name: getattr(batch, name) for name in _PLAIN}
     values["visual_counts"] = dict(batch.visual_counts)
@@ -91,10 +89,8 @@ def encode_row(batch: PackedBatch) -> tuple[dict[str, Any], dict[str, np.ndarray
 
 
 def decode_row(values: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> PackedBatch:
-    """Returns the row; visual inputs are views of the arrays, all else is new memory.
-
-    Raises:
-        DamagedBytes: values or arrays do not belong together.
+    """Returns the row; visual inputs are views of the arrays, all else is new memory. Raises DamagedBytes: values or
+    arrays do not belong together.
     """
     with _damaged("it is no packed row"):
         return _decoded(values, arrays)
@@ -378,8 +374,8 @@ class PackedPacks(StoredPacks[StoredPack]):
         if not isinstance(encoder.encoder, ConversationEncoder):
             raise ConfigError(f"{packed.directory} holds conversations; {type(encoder.encoder).__name__} renders none")
         self._conversations = encoder.encoder
-        stored = int(packed.plan.facts.decided["multiple"]), packed.facts.padded_rows
-        self._as_stored = stored == (encoder.multiple, encoder.packing.pad_to_max_length)
+        same_width = packed.facts.padded_rows == encoder.packing.pad_to_max_length
+        self._as_stored = same_width and int(packed.plan.facts.decided["multiple"]) == encoder.multiple
 
     def _pack(self, number: int, ledger: Ledger) -> Pack | None:
         stored = self.stored(number)
@@ -417,7 +413,6 @@ class PackedPacks(StoredPacks[StoredPack]):
         """The pack of a row that stays as it is."""
         samples = [stored.samples[at] for at in stored.order]
         multiple = self._encoder.multiple
-        lengths = np.asarray(batch.sample_lengths)
         return Pack(
             __key__=samples[0].key,
             __restore_key__=(),
@@ -431,7 +426,7 @@ class PackedPacks(StoredPacks[StoredPack]):
                 for how, detail in sample.changes
             ),
             cost=sum(sample.cost for sample in samples),
-            occupied=int((-(-lengths // multiple) * multiple).sum()),
+            occupied=sum(-(-length // multiple) * multiple for length in batch.sample_lengths),
         )
 
     def _rows(self, stored: StoredPack, batch: PackedBatch) -> list[tuple[StoredSample, RenderedSample]]:
@@ -458,10 +453,8 @@ class PackedPacks(StoredPacks[StoredPack]):
         were.
         """
         read = functools.partial(read_media, self._media(sample, number))
-        rows = tuple(
-            {**row, **self._conversations.visual_fields(media, read)}
-            for row, media in zip(text.rows, sample.media, strict=True)
-        )
+        pairs = zip(text.rows, sample.media, strict=True)
+        rows = tuple({**row, **self._conversations.visual_fields(media, read)} for row, media in pairs)
         return dataclasses.replace(text, rows=rows)
 
     def _with_pixels(self, batch: PackedBatch) -> PackedBatch:

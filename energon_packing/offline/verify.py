@@ -132,10 +132,8 @@ class VerifyReport:
 
 
 def verify(config: VerifyConfig, progress: Progress = lambda *_: None) -> VerifyReport:
-    """Reads every shard whole, and makes a share of the packs anew.
-
-    Raises:
-        UserError: the directory is no packed one, or not complete; or its data sets are needed and cannot be used.
+    """Reads every shard whole, and makes a share of the packs anew. Raises UserError: the directory is no packed one,
+    or not complete; or its data sets are needed and cannot be used.
     """
     packed = Packed.open(config.directory.absolute())
     entries = packed.facts.shards
@@ -188,10 +186,8 @@ class ShardVerifier:
             self._stored = self._kind.stored_packs(self._packed, self._encoder)
 
     def do(self, task: ShardEntry) -> tuple[Finding | None, int]:
-        """The first thing that is wrong with a shard, None if nothing is; and how many packs were made anew.
-
-        Raises:
-            UserError: a pack is to be made anew, and its data sets are missing or changed.
+        """The first thing that is wrong with a shard, None if nothing is; and how many packs were made anew. Raises
+        UserError: a pack is to be made anew, and its data sets are missing or changed.
         """
         before = self._remade
         pack, what = next(self._wrong(task), (None, ""))

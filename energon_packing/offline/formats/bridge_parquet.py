@@ -84,9 +84,8 @@ class BridgeParquet(PackFormat):
         return {"plan": self.plan.facts.id, "first": first, "stop": end}
 
     def _row(self, planned: PlannedPack) -> dict[str, list[int]]:
-        for sample in planned.samples:
-            if sample.media:
-                raise UserError(f"sample {sample.name} has media, and --format bridge-parquet holds text only.")
+        if shown := [sample.name for sample in planned.samples if sample.media]:
+            raise UserError(f"sample {shown[0]} has media, and --format bridge-parquet holds text only.")
         row: dict[str, list[int]] = {name: [] for name in SCHEMA.names}
         for part in unpack(self.planned[planned.number].batch):
             ids, weights = part["input_ids"], part["loss_mask"]

@@ -92,9 +92,7 @@ def register_policy(name: str, policy: Policy | None = None, *, next_pack: NextP
 
 
 def get_policy(name: str) -> Policy:
-    """Returns the policy under `name`, for whole lists.
-
-    Raises:
-        ConfigError: unknown; lists the known names and the nearest one.
+    """Returns the policy under `name`, for whole lists. Raises ConfigError: unknown; lists the known names and the
+    nearest one.
     """
     return POLICIES.find(name).whole_list

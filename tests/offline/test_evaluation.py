@@ -26,8 +26,6 @@ from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.pack import PackConfig, pack
 from energon_packing.offline.planner import make_plan
 
-pytest.importorskip("pyarrow", reason="pyarrow is not installed")
-
 SAMPLES, LONG = {"a": 60, "b": 24}, 3
 """Records of each data set; of them, those that fit no pack."""
 BAD = 12

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -27,9 +29,6 @@ from energon_packing.offline.pack import shard_firsts
 from energon_packing.offline.plan import Plan, drops_path
 from energon_packing.offline.planner import make_plan
 from energon_packing.offline.shards import CHECKED, MAGIC, ShardFile
-
-pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
-pq = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
 
 RUN = from_mapping(RunConfig, {"packing": {"seq_length": 64}, "plan": {"max_data_parallel": 2}}, where="the test")
 ODD: list[Any] = [None, -1, 0, 7, 1 << 63, 1 << 70, 1.5, True, *("", "x", "../x", "/x", "\ud800", "\0"), [], [1], {}]

@@ -35,7 +35,6 @@ from energon_packing.offline.stored_pack import StoredPack
 from energon_packing.offline.verify import VerifyConfig, verify
 from energon_packing.validate.looks.data import look_at_data
 
-pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 KILLED_RUNS = int(os.environ.get("ENERGON_PACKING_KILLED_RUNS", "1"))
 
 

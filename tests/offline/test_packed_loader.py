@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from support.offline_processors import glm4v
 from test_planned_loader import digests, planned
 
-from energon_packing.config import EncoderConfig, LimitsConfig, ParallelConfig
+from energon_packing.config import DataConfig, EncoderConfig, LimitsConfig, PackingConfig, ParallelConfig, RunConfig
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import processor_path
 from energon_packing.energon.pack_bytes import tensors_of
@@ -20,8 +21,6 @@ from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.pack import PackConfig, pack
 from energon_packing.offline.plan import Plan
 from energon_packing.offline.verify import VerifyConfig, first_difference, verify
-
-pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 
 WAYS = {"tokens": {}, "copied": {"media": "copy"}, "pixels": {"store": "pixels"}}
 SMALL = {"shortest_edge": 4 * 28 * 28, "longest_edge": 64 * 28 * 28}
@@ -137,21 +136,18 @@ def test_pixels_are_what_the_run_asks_for_whatever_is_stored(way, pixels, plan_o
 
 
 def test_preference_pairs_with_images_and_extra_fields_are_stored_with_them(tmp_path):
-    from PIL import Image
-
     Image.new("RGB", (60, 80), (200, 30, 90)).save(tmp_path / "image.png")
-    records = []
-    for at in range(12):
-        record = {"id": f"k{at}", "conversations": [{"from": "human", "value": "<image>Q?"}], "images": ["image.png"]}
-        record |= {
+    records = [
+        {
+            **{"id": f"k{at}", "conversations": [{"from": "human", "value": "<image>Q?"}], "images": ["image.png"]},
             "chosen": {"from": "gpt", "value": "Because " * (at + 1)},
             "rejected": {"from": "gpt", "value": "No"},
+            "extras": {"reward": {"chosen": 0.5 + at, "rejected": -at}},
         }
-        records.append(record | {"extras": {"reward": {"chosen": 0.5 + at, "rejected": -at}}})
+        for at in range(12)
+    ]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     convert(ConvertConfig(sources=(tmp_path / "a.jsonl",), out=tmp_path / "data", split={"train": 1.0}, workers=0))
-    from energon_packing.config import DataConfig, PackingConfig, RunConfig
-
     run = RunConfig(
         data=DataConfig(path=str(tmp_path / "data"), workers=0, repeat=False),
         encoder=EncoderConfig(processor=str(processor_path("qwen2_5_vl")), extra_fields=("reward", "preference")),
@@ -180,12 +176,11 @@ def test_a_state_of_the_plan_continues_on_its_packs_and_back_with_any_ranks(plan
         for _ in itertools.islice(before, 2):
             pass
         state = before.save_state()
-        merged = []
-        for rank in range(ranks):
-            loader = open_loader(continued, rank=rank, world_size=ranks)
+        loaders = [open_loader(continued, rank=rank, world_size=ranks) for rank in range(ranks)]
+        for loader in loaders:
             loader.restore_state(state)
-            merged.append(digests(itertools.islice(loader, 24 // ranks)))
-            assert loader.save_state() == state | {"position": 32}
+        merged = [digests(itertools.islice(loader, 24 // ranks)) for loader in loaders]
+        assert all(loader.save_state() == state | {"position": 32} for loader in loaders)
         assert [each for step in zip(*merged, strict=True) for each in step] == whole[8:]
 
 

@@ -12,8 +12,6 @@ from energon_packing.convert import ConvertConfig, convert
 from energon_packing.offline.measure import MeasureConfig, measure
 from energon_packing.offline.pack import PackConfig, pack
 
-pytest.importorskip("pyarrow", reason="pyarrow is not installed")
-
 TIMES = 50
 
 

@@ -18,8 +18,6 @@ from energon_packing.offline.measure import MeasureConfig, measure
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.plan import Plan, read_drops
 
-pytest.importorskip("pyarrow", reason="pyarrow is not installed")
-
 
 @pytest.fixture(scope="module")
 def index(dataset, run_of, tmp_path_factory):

@@ -39,8 +39,7 @@ class Share:
 
 def shares_of(datasets: Sequence[IndexedDataset], config: PlanConfig) -> list[Share]:
     """The share of each data set. Raises ConfigError: a name that no data set has, or that two have; weights for only
-    some of the data sets.
-    """
+    some of the data sets."""
     settings = _named_settings(datasets, config)
     epochs = [_epochs(dataset, setting, config) for dataset, setting in zip(datasets, settings, strict=True)]
     used = [number for number, each in enumerate(epochs) if each > 0]
@@ -75,8 +74,7 @@ def _weights_of_the_blend(
     datasets: Sequence[IndexedDataset], used: Sequence[int], config: PlanConfig
 ) -> list[float | None]:
     """The weights that a metadataset gives these data sets; None for all if none does, or it shall not count. A
-    ConfigError if it has data sets beside it.
-    """
+    ConfigError if it has data sets beside it."""
     blended = [number for number in used if datasets[number].weight is not None]
     if not blended or config.weights_by == "none":
         return [None] * len(datasets)
@@ -150,8 +148,7 @@ class Blend:
         cls, datasets: Sequence[IndexedDataset], source_ends: np.ndarray, samples: Samples, config: PlanConfig
     ) -> "Blend":
         """The blend of these data sets; `source_ends` are the numbers of sources up to the end of each. Raises as
-        `shares_of`.
-        """
+        `shares_of`."""
         shares = shares_of(datasets, config)
         ends = np.searchsorted(samples.source, source_ends, side="left").tolist()
         tokens, firsts = samples.sizes.tokens, np.diff(samples.source, prepend=-1) != 0  # pieces of a sample count once

@@ -242,8 +242,7 @@ _PLAIN: dict[Any, Callable[[Any], Any]] = {
 
 def unwritable(path: Path, error: OSError, again: str) -> UserError:
     """Returns the sentence about a part of an index or a packed directory that cannot be written; the command `again`
-    goes on with what is missing.
-    """
+    goes on with what is missing."""
     return UserError(
         f"{path} cannot be written ({said(error)}); make room or choose another --out, then run 'energon-packing "
         f"{again}' again: it continues with the shards that are missing"

@@ -169,8 +169,7 @@ def schema_of(schema: pa.Schema, kind: str) -> pa.Schema:
 
 def kind_of(datasets: Iterable[IndexedDataset]) -> str:
     """Returns the kind of the samples of these data sets, a name in `KINDS`. Raises UserError: they are of several
-    kinds.
-    """
+    kinds."""
     paths: dict[str, str] = {}
     for each in datasets:
         kind = kind_of_subflavors(each.subflavors)
@@ -184,8 +183,7 @@ def kind_of(datasets: Iterable[IndexedDataset]) -> str:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Index:
     """A measured index on disk; `encoder` is the section of the configuration, and `fingerprint` what lengths and
-    targets depend on, by name.
-    """
+    targets depend on, by name."""
 
     directory: Path = Path()
     datasets: tuple[IndexedDataset, ...] = ()
@@ -207,8 +205,7 @@ class Index:
 
     def rows(self, dataset: IndexedDataset, shard: IndexedShard, columns: Sequence[str] | None = None) -> pa.Table:
         """The rows of a shard, with some of the columns of `SCHEMA` or all. Raises UserError: the file is missing,
-        damaged, of another measurement, or has another number of rows than it should.
-        """
+        damaged, of another measurement, or has another number of rows than it should."""
         path = self.directory / dataset.name / shard.file
         found = read_metadata(path)
         if found is None or found.get("identity") != dict(shard.identity):
@@ -253,8 +250,7 @@ def dropped_row(row: Mapping[str, Any], data: str) -> DroppedSample:
 
 def shard_status(path: Path) -> tuple[int, int]:
     """Bytes of a shard, here or in an object store, and the time of its last change in nanoseconds. Raises OSError: it
-    cannot be looked at.
-    """
+    cannot be looked at."""
     if (address := remote_address(path)) is None:
         here = path.stat()
         return here.st_size, here.st_mtime_ns

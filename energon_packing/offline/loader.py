@@ -121,8 +121,7 @@ class PlannedLoader(LoaderBase):
 
     def restore_state(self, state: Any) -> None:
         """Continues at the position of a saved state, which may come from any rank of a run of any size. Raises
-        ConfigError: it is not the state of a plan, or of another plan.
-        """
+        ConfigError: it is not the state of a plan, or of another plan."""
         if not isinstance(state, Mapping) or state.get("format") != STATE_FORMAT:
             raise ConfigError(
                 "The saved loader state is not that of a plan: data.path was another data set then; name it again, or "
@@ -162,8 +161,7 @@ def planned_state(position: int, fingerprint: Mapping[str, Any]) -> dict[str, An
 
 def too_short(plan: Plan, packs: int | None = None) -> str | None:
     """Why a run cannot read `packs` packs of a plan, counted from its beginning over all ranks; None if it can. More
-    than the plan has if `packs` is None.
-    """
+    than the plan has if `packs` is None."""
     facts = plan.facts
     if facts.unfinished is None or (packs is not None and packs <= facts.packs):
         return None
@@ -263,8 +261,7 @@ def check_kind(plan: Plan, config: AnyRun) -> None:
 
 def check_plan(plan: Plan, config: AnyRun, encoder: Any, split: str | None) -> None:
     """Compares a run with the plan that it is to read. Raises ConfigError: a setting on which the packs depend differs,
-    and both values are named; or the run does not pack.
-    """
+    and both values are named; or the run does not pack."""
     check_kind(plan, config)
     if type(encoder) is not KINDS.find(plan.facts.kind).encoder_class:
         raise ConfigError(f"{plan.path} is a plan, which holds packs; {type(encoder).__name__} does not read them.")

@@ -213,8 +213,7 @@ class ShardMeasurer:
 
     def rows(self, part: SourcePart, shard: str, wanted: Container[int] | None = None) -> Iterator[dict[str, Any]]:
         """Measures samples of a shard, in order, or those whose numbers in it are `wanted`; each row has the columns of
-        its kind. Raises UserError as `measure`.
-        """
+        its kind. Raises UserError as `measure`."""
         tar = Path(part.root) / shard
         records = (
             record

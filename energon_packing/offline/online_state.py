@@ -223,8 +223,7 @@ class _Part:
 
     def _owed(self) -> Counter[tuple[int, int, int]]:
         """What the worker has to give until the end of the epoch that it reads; see `_Worker.held`. A UserError if the
-        state does not add up, as one of another rank.
-        """
+        state does not add up, as one of another rank."""
         offsets = [int(offset) for offset in self.loader.workers_slice_offsets[self.number]]
         own, source = self._numbers(), self.worker.source
         unread: list[int] = []

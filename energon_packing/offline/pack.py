@@ -186,8 +186,7 @@ class PackFormat(ABC):
     @abstractmethod
     def found(self, number: int) -> Any:
         """Returns what is known of a shard that is there already; None if it is not. Raises UserError: it is damaged,
-        or of another plan.
-        """
+        or of another plan."""
 
     @abstractmethod
     def do(self, task: PackTask) -> Any:
@@ -199,8 +198,7 @@ class PackFormat(ABC):
 
     def complete(self, entries: Sequence[Any]) -> None:  # noqa: B027  # nothing to do for most forms
         """Ends the directory, whose shards are all there. Raises UserError: it may not be ended, or cannot be
-        written.
-        """
+        written."""
 
 
 PACK_FORMATS: Registry[Callable[[Plan, Any, PackConfig], PackFormat]] = Registry(
@@ -218,8 +216,7 @@ def register_pack_format(name: str, made: Callable[[Plan, Any, PackConfig], Pack
 
 def run_of_plan(plan: Plan) -> Any:
     """Returns the configuration that a plan was made with; a UserError if this version does not know one of its
-    settings.
-    """
+    settings."""
     try:
         return from_mapping(KINDS.find(plan.facts.kind).run_class, plan.facts.config, where=str(plan.path))
     except ConfigError as error:

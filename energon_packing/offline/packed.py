@@ -124,8 +124,7 @@ class Packed:
     @classmethod
     def open(cls, directory: str | Path) -> "Packed":
         """Reads manifest and metadata of the plan; no shard is opened. Raises UserError: something is missing or
-        damaged, or shards are still to be packed.
-        """
+        damaged, or shards are still to be packed."""
         path = Path(directory)
         facts = PackedFacts.read(path)
         if not facts.shards:
@@ -189,8 +188,7 @@ class StoredPacks[Record](PositionedPacks):
 
     def stored(self, number: int) -> Record:
         """The pack with this number, as it is stored. Raises UserError: its shard is missing, damaged, or of another
-        packing.
-        """
+        packing."""
         at = self._shard_of(number)
         shard = self._shard(at)
         try:
@@ -231,8 +229,7 @@ class StoredPacks[Record](PositionedPacks):
 
 def packed_loader(config: AnyRun, **arguments: Any) -> PlannedLoader:
     """Builds the loader of the packed directory at ``data.path``, whose packs and states are those of the plan that was
-    packed; arguments as for `energon_packing.offline.loader.loader_of`.
-    """
+    packed; arguments as for `energon_packing.offline.loader.loader_of`."""
     packed = Packed.open(config.data.path)
 
     def packs_of(encoder: Any, rank: int) -> PositionedPacks:
@@ -244,8 +241,7 @@ def packed_loader(config: AnyRun, **arguments: Any) -> PlannedLoader:
 
 def check_stored(packed: Packed, encoder: Any) -> None:
     """Compares what was stored with what the run would make. Raises ConfigError: a setting of the encoder differs that
-    a plan leaves open, but stored packs do not.
-    """
+    a plan leaves open, but stored packs do not."""
     stored = stored_fingerprint(KINDS.find(packed.plan.facts.kind), encoder, packed.facts.store)
     for name, before, own in differing(packed.facts.encoder, stored):
         raise ConfigError(

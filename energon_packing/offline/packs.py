@@ -98,8 +98,7 @@ class PositionedPacks(torch.utils.data.Dataset[Pack], ABC):
     @abstractmethod
     def _pack(self, number: int, ledger: Ledger) -> Pack | None:
         """Makes pack `number` below ``len(self)``, None if it has no sample; enters every sample that is read or
-        dropped in the ledger.
-        """
+        dropped in the ledger."""
 
     def _assembled(self, rendered: Sequence[Any]) -> Pack | None:
         """The pack of samples in the order of the plan, arranged and assembled as online; None if there are none."""
@@ -161,8 +160,7 @@ class PlannedSource:
 
     def sample(self, planned: PlannedSample) -> Any:
         """The cooked sample, whose media are read when it is rendered. Raises UserError: its shard is missing or is
-        another than the one that was measured.
-        """
+        another than the one that was measured."""
         shard = self._dataset.shards[planned.shard]
         path = inside(self._root, shard.name)
         if planned.shard not in self._compared:
@@ -239,8 +237,7 @@ class PlannedPacks(PositionedPacks):
 
     def measured(self, planned: PlannedSample) -> MeasuredSample:
         """Measures a sample of the plan again, and compares it with the plan. Raises UserError: its record or its
-        length is another than the plan's.
-        """
+        length is another than the plan's."""
         self._opened()
         sample = self._measurer.preencode_sample(self._sources[planned.dataset].sample(planned))
         if planned.piece >= 0 and sample.split is not None and planned.piece < len(sample.split.pieces):
@@ -259,8 +256,7 @@ class PlannedPacks(PositionedPacks):
 
 class SampleRemeasurer:
     """A `energon_packing.offline.samples.Remeasure`: reads the samples of the indexes in `directories` at their
-    positions and measures them as the run will.
-    """
+    positions and measures them as the run will."""
 
     def __init__(self, encoder: PackingTaskEncoder, directories: Sequence[str | Path]) -> None:
         self._encoder = encoder
@@ -270,8 +266,7 @@ class SampleRemeasurer:
 
     def __call__(self, dataset: IndexedDataset, shard: IndexedShard, rows: list[int]) -> list[Remeasured]:
         """One result per row. Raises UserError: the shard is not the one that was measured, or a sample shows that the
-        configuration cannot work.
-        """
+        configuration cannot work."""
         source = self._sources.setdefault((dataset.root, dataset.split), PlannedSource(dataset, self._files))
         index = next(each for each in self._indexes if dataset in each.datasets)
         table = index.rows(dataset, shard, ("key", "offset", "size", "media")).take(rows).to_pylist()

@@ -178,8 +178,7 @@ class PlanFacts:
 
 class Plan:
     """An open plan. May be used by several processes after a fork: the file is opened by the process that reads
-    first.
-    """
+    first."""
 
     def __init__(self, path: Path, facts: PlanFacts) -> None:
         self.path = path
@@ -210,8 +209,7 @@ class Plan:
 
     def rows(self, start: int, stop: int) -> pa.Table:
         """The rows of the packs ``[start, stop)``, of `SCHEMA`; reads the row groups that hold them and no others.
-        Raises UserError: the range leaves the plan, or the file is damaged.
-        """
+        Raises UserError: the range leaves the plan, or the file is damaged."""
         if not 0 <= start <= stop <= len(self):
             raise UserError(f"packs {start} to {stop} are not in {self.path}, which has {len(self)}")
         if start == stop:

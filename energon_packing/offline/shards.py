@@ -63,8 +63,7 @@ def to_bytes(values: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> lis
 
 def from_bytes(buffer: memoryview) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Returns values and arrays of a record; the arrays are views of the buffer. Raises DamagedBytes: the header is
-    none, or an array would lie outside the buffer.
-    """
+    none, or an array would lie outside the buffer."""
     size = len(buffer)
     length = int.from_bytes(buffer[:8], "little")
     if size < 8 or length > min(size - 8, MOST_HEADER):
@@ -144,8 +143,7 @@ class ShardWriter:
 
 class ShardFile:
     """A shard, opened to read. May be opened again by several processes; an open one belongs to its process. Raises
-    UserError: it is missing, cut off, or no shard.
-    """
+    UserError: it is missing, cut off, or no shard."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._descriptor = path, -1

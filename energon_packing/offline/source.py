@@ -45,8 +45,7 @@ _NEAR = 1 << 16
 @functools.lru_cache(maxsize=1 << 14)
 def inside(root: Path, name: str) -> Path:
     """The path of a shard that a file of ours names; a UserError if the name leaves its directory, as no file of ours
-    does.
-    """
+    does."""
     if os.path.isabs(name) or ".." in Path(name).parts:
         raise UserError(f"{name!r} is not a name of a shard in {root}; measure and plan again")
     return root / name
@@ -77,8 +76,7 @@ class _RemotePieces:
 
 class TarFiles:
     """Open tars, the least recently used closed first; of tars in object stores, pieces are read
-    (`energon_packing.remote_files`). Not for several threads or across a fork.
-    """
+    (`energon_packing.remote_files`). Not for several threads or across a fork."""
 
     def __init__(self) -> None:
         self._open: OrderedDict[Path, int] = OrderedDict()
@@ -87,8 +85,7 @@ class TarFiles:
 
     def read(self, path: Path, offset: int, size: int) -> bytes:
         """Returns `size` bytes of `path` from byte `offset` on. Raises UserError: the file is missing, unreadable, or
-        ends before that.
-        """
+        ends before that."""
         address = remote_address(path)
         try:
             if address is not None:
@@ -153,8 +150,7 @@ class Position(NamedTuple):
 
 class ShardIndex:
     """``.nv-meta`` of the WebDataset at `root`, here or in an object store, opened to read. Raises UserError: it has no
-    index that can be read.
-    """
+    index that can be read."""
 
     def __init__(self, root: Path) -> None:
         meta = root / META_DIRECTORY
@@ -241,8 +237,7 @@ class SourcePart:
 
 def source_parts(path: str | Path, split: str, kind: str = DEFAULT_KIND) -> list[SourcePart]:
     """The parts of a data set that ``convert`` wrote, or of a metadataset of such data sets, here or in an object
-    store. Raises UserError: something is missing or damaged, or the samples are not of that kind.
-    """
+    store. Raises UserError: something is missing or damaged, or the samples are not of that kind."""
     if (address := remote_address(path)) is None:
         return _parts(str(path), os.path.abspath(path), split, kind)
     with _copied(path, address) as (description, here):
@@ -267,8 +262,7 @@ def kind_of_data(path: str | Path, split: str) -> str:
 @contextmanager
 def _copied(path: str | Path, address: str) -> Iterator[tuple[str, Path]]:
     """A copy of the description of a remote data set: what `look_at_data` takes, and the directory in place of the
-    address, which errors name instead.
-    """
+    address, which errors name instead."""
     check_remote("DATASET", Path(path), "copy the data set with the storage's own tool, and name the local path")
     with tempfile.TemporaryDirectory() as scratch:
         here = Path(scratch).resolve() / "data"

@@ -51,8 +51,7 @@ _TYPES = {
 
 def encode_row(batch: PackedBatch) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Returns plain values and arrays of a whole row on the host. Raises TypeError: a tensor is of a type that has no
-    stored form, such as bfloat16; pixels are stored as bytes.
-    """
+    stored form, such as bfloat16; pixels are stored as bytes."""
     values: dict[str, Any] = {name: getattr(batch, name) for name in _PLAIN}
     values["visual_counts"] = dict(batch.visual_counts)
     values["pixel_forms"] = {name: dataclasses.asdict(form) for name, form in batch.pixel_forms.items()}
@@ -90,8 +89,7 @@ def encode_row(batch: PackedBatch) -> tuple[dict[str, Any], dict[str, np.ndarray
 
 def decode_row(values: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> PackedBatch:
     """Returns the row; visual inputs are views of the arrays, all else is new memory. Raises DamagedBytes: values or
-    arrays do not belong together.
-    """
+    arrays do not belong together."""
     with _damaged("it is no packed row"):
         return _decoded(values, arrays)
 
@@ -364,8 +362,7 @@ def _segments(sample: MeasuredSample) -> tuple[Measured, ...]:
 
 class PackedPacks(StoredPacks[StoredPack]):
     """The packs of a packed directory of conversations: as they are stored, if they suit the run and have no media to
-    be rendered; otherwise assembled again, of samples whose tokens are stored.
-    """
+    be rendered; otherwise assembled again, of samples whose tokens are stored."""
 
     record = StoredPack
 
@@ -450,8 +447,7 @@ class PackedPacks(StoredPacks[StoredPack]):
 
     def _rendered(self, sample: StoredSample, text: RenderedSample, number: int) -> RenderedSample:
         """The sample with its media; raises as `ConversationEncoder.render`, and a UserError if they are not where they
-        were.
-        """
+        were."""
         read = functools.partial(read_media, self._media(sample, number))
         pairs = zip(text.rows, sample.media, strict=True)
         rows = tuple({**row, **self._conversations.visual_fields(media, read)} for row, media in pairs)

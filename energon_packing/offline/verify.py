@@ -29,8 +29,7 @@ _OF_PACK = ("keys", "changed", "cost", "occupied", "dropped", "padding")
 
 def first_difference(expected: Pack, found: Pack) -> str | None:
     """Compares two packs, pixels as the processor's numbers; returns field, sample and values of the first
-    difference.
-    """
+    difference."""
     left, right = (
         batch.finished() if isinstance(batch, PackedBatch) else batch for batch in (expected.batch, found.batch)
     )
@@ -133,8 +132,7 @@ class VerifyReport:
 
 def verify(config: VerifyConfig, progress: Progress = lambda *_: None) -> VerifyReport:
     """Reads every shard whole, and makes a share of the packs anew. Raises UserError: the directory is no packed one,
-    or not complete; or its data sets are needed and cannot be used.
-    """
+    or not complete; or its data sets are needed and cannot be used."""
     packed = Packed.open(config.directory.absolute())
     entries = packed.facts.shards
     shared = work_shared(
@@ -187,8 +185,7 @@ class ShardVerifier:
 
     def do(self, task: ShardEntry) -> tuple[Finding | None, int]:
         """The first thing that is wrong with a shard, None if nothing is; and how many packs were made anew. Raises
-        UserError: a pack is to be made anew, and its data sets are missing or changed.
-        """
+        UserError: a pack is to be made anew, and its data sets are missing or changed."""
         before = self._remade
         pack, what = next(self._wrong(task), (None, ""))
         return Finding(shard=task.number, pack=pack, what=what) if what else None, self._remade - before

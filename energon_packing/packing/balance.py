@@ -31,8 +31,7 @@ def pack_cost(
     lengths: Sequence[int] | np.ndarray, *, patches: int = 0, linear: int = LINEAR, patch: int = PATCH
 ) -> int:
     """Cost of one pack: `linear` for each token of its segments, the square of each length, and `patch` for each of the
-    vision patches of its media, before merging.
-    """
+    vision patches of its media, before merging."""
     return sum(linear * int(length) + int(length) ** 2 for length in lengths) + patch * patches
 
 

@@ -168,8 +168,7 @@ class PackLimits:
 
     def masked_units(self, sample: Any) -> int:
         """Alignment units, 0 or 1, of the masked segment after a sample that is alone in its row: where only its last
-        segment is padded, as `energon_packing.thd.assembly.hides_padding` says.
-        """
+        segment is padded, as `energon_packing.thd.assembly.hides_padding` says."""
         first, second = _segments(sample)
         padded, is_pair = first % self.multiple != 0, second > 0
         hidden: int = (is_pair & (second % self.multiple != 0) & (padded == 0)) | (padded & (is_pair == 0))

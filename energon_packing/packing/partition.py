@@ -117,8 +117,7 @@ def check_groups(
 
 def flatten(groups: Sequence[np.ndarray | Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     """All indices ``[N]`` int64, one group after another, and where each group starts ``[P]`` int64. Raises
-    PackingError: a group is empty; names the groups.
-    """
+    PackingError: a group is empty; names the groups."""
     if isinstance(groups, PackGroups):
         sizes = np.diff(groups.offsets)
     else:

@@ -156,8 +156,7 @@ class ShardPacker(PackFormat):
 
     def complete(self, entries: Sequence[ShardEntry]) -> None:
         """Writes the drops and the manifest with all shards. Raises UserError: more samples could not be decoded than
-        the plan allows, or the disk is full.
-        """
+        the plan allows, or the disk is full."""
         self.facts = replace(self.facts, shards=tuple(entries))
         drops = sum((Counter(entry.drops) for entry in entries), Counter[str]())
         samples = sum(entry.samples for entry in entries) + drops.total()

@@ -93,6 +93,5 @@ def register_policy(name: str, policy: Policy | None = None, *, next_pack: NextP
 
 def get_policy(name: str) -> Policy:
     """Returns the policy under `name`, for whole lists. Raises ConfigError: unknown; lists the known names and the
-    nearest one.
-    """
+    nearest one."""
     return POLICIES.find(name).whole_list

@@ -146,8 +146,7 @@ class _Packs:
 
 def _place(packs: _Packs, shares: np.ndarray) -> np.ndarray:
     """Steps 1 and 2; `shares` are ``[N, limits]`` of a whole pack. Returns the samples that are left for the gaps;
-    others without a pack have found no room.
-    """
+    others without a pack have found no room."""
     demand = shares.sum(axis=0)
     scarce = demand >= SCARCE * demand.max()
     usual = np.median(packs.columns, axis=0)

@@ -24,12 +24,9 @@ from energon_packing.offline.samples import Samples
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """Of one data set.
-
-    Attributes:
-        weight: relative to those of the others; None for all or for none.
-        epochs: how often an epoch has each of its samples; with weights, how often at most.
-        group: that it shares packs with; None takes that of its subflavors.
+    """Of one data set: its weight relative to those of the others (None for all or for none); how often an epoch has
+    each of its samples, with weights how often at most; and the group that it shares packs with, None for that of its
+    subflavors.
     """
 
     weight: float | None

@@ -107,14 +107,10 @@ def locked(directory: Path, byte: int = 0, *, wait: bool = True) -> Iterator[boo
 def write_table(
     path: Path, schema: pa.Schema, tables: Iterable[pa.Table], metadata: Mapping[str, Any], *, rows: int | None = None
 ) -> None:
-    """Writes tables of one schema to `path`, one or more row groups each.
+    """Writes tables of one schema, one or more row groups each, of at most `rows` rows; None leaves that to pyarrow,
+    which then makes one per table. `metadata` is for `read_metadata`: anything that JSON can express.
 
-    Args:
-        metadata: for `read_metadata`; anything that JSON can express.
-        rows: rows of a row group at most; None leaves it to pyarrow, which then makes one per table.
-
-    Raises:
-        OSError: the disk is full or read-only; nothing is left behind.
+    Raises OSError: the disk is full or read-only; nothing is left behind.
     """
     described = schema.with_metadata({METADATA: json.dumps(metadata, sort_keys=True).encode()})
     with (
@@ -133,15 +129,10 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_json(file: Path, kind: Any, *, version: int, what: str, remedy: str) -> Any:
-    """Returns what `write_json` wrote, as `read_as` reads it.
+    """Returns what `write_json` wrote, as `read_as` reads it. Its ``format`` must be `version`; messages say `what` the
+    file or its directory is, such as ``an index``, and that the command `remedy` makes another one.
 
-    Args:
-        version: its ``format``.
-        what: the file or its directory is, such as ``an index``.
-        remedy: such as ``measure``, which makes another one.
-
-    Raises:
-        UserError: it is missing, damaged, or of another version.
+    Raises UserError: it is missing, damaged, or of another version.
     """
     try:
         if file.stat().st_size > MOST_BYTES:

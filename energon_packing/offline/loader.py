@@ -1,5 +1,6 @@
 """The loader of a plan or a packed directory: global packs from any position, for any number of ranks and workers."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -185,10 +186,8 @@ def plan_fingerprint(plan: Plan, encoder: Any) -> dict[str, Any]:
 
 def _positions(first: int, step: int, stop: int | None, period: int | None) -> Iterator[int]:
     """Returns every `step`-th position up to `stop`, which begin at 0 again after `period`."""
-    position = first
-    while stop is None or position < stop:
-        yield position if period is None else position % period
-        position += step
+    every = itertools.count(first, step) if stop is None else range(first, stop, step)
+    return (position if period is None else position % period for position in every)
 
 
 def planned_loader(config: AnyRun, **arguments: Any) -> PlannedLoader:

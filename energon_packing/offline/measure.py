@@ -305,12 +305,8 @@ def _made_again(run: AnyRun, fingerprint: Mapping[str, str], directories: Sequen
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureConfig(SharedConfig):
-    """What to measure, and where to.
-
-    Attributes:
-        paths: data sets, as ``data.path`` takes them.
-        out: directory of the index; made or brought up to date.
-    """
+    """What to measure (data sets, as ``data.path`` takes them), and the directory of the index; made or brought up to
+    date."""
 
     paths: tuple[Path, ...]
     out: Path
@@ -325,13 +321,8 @@ class MeasureConfig(SharedConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasureReport:
-    """What `measure` did.
-
-    Attributes:
-        index: as it is now; None if shards of other ranks are still missing.
-        measured, reused: shards that this command measured, and those that were up to date.
-        missing: shards that other ranks have not measured yet.
-    """
+    """What `measure` did: shards that this command measured, those that were up to date, and those that other ranks
+    have not measured yet. While some are missing, there is no index."""
 
     index: Index | None
     measured: int

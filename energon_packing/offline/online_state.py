@@ -42,11 +42,8 @@ _RANK = re.compile(r"train_dataloader_dprank(\d+)\.pt")
 def read_states(paths: Sequence[Path]) -> list[Any]:
     """The states of all ranks in their order, from a checkpoint of Bridge or from files that ``torch.save`` wrote.
 
-    Args:
-        paths: a file per rank in their order, or one folder such as ``CHECKPOINT/energon/iter_0000100``.
-
-    Raises:
-        UserError: a file is missing or is no state.
+    `paths` are a file per rank, or one folder such as ``CHECKPOINT/energon/iter_0000100``. Raises UserError: a file is
+    missing or is no state.
     """
     files = list(paths)
     if len(files) == 1 and files[0].is_dir():

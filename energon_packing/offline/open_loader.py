@@ -9,7 +9,6 @@ again. Energon's stream divides a split among its readers and goes on where the 
 evaluates differs with ranks, workers and restarts.
 """
 
-import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Iterator
@@ -31,7 +30,8 @@ from energon_packing.energon.window import render_or_drop
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.ledger import Ledger, LedgerLock
 from energon_packing.offline.data_paths import has_global_packs, is_packed, is_plan
-from energon_packing.offline.loader import PlannedLoader
+from energon_packing.offline.loader import PlannedLoader, planned_loader, too_short
+from energon_packing.offline.packed import Packed, packed_loader
 from energon_packing.offline.packs import PositionedPacks
 from energon_packing.offline.plan import Plan
 from energon_packing.sample_kind import AnyRun, kind_of_config
@@ -60,12 +60,8 @@ def open_loader(config: AnyRun, *, evaluation: int | None = None, **arguments: A
             return evaluation_loader(config, evaluation, **arguments)
         arguments["evaluation"] = evaluation
     if is_plan(config.data.path):
-        from energon_packing.offline.loader import planned_loader
-
         return planned_loader(config, **arguments)
     if is_packed(config.data.path):
-        from energon_packing.offline.packed import packed_loader
-
         return packed_loader(config, **arguments)
     return cast(LoaderBase, kind_of_config(config).build_loader(config, **arguments))
 
@@ -139,9 +135,6 @@ def refuse_short_plan(path: str, state: Any, packs: int) -> None:
     position = source.get("position") if isinstance(source, dict) else None
     if not isinstance(position, int):
         return
-    from energon_packing.offline.loader import too_short
-    from energon_packing.offline.packed import Packed
-
     plan = Plan.open(path) if is_plan(path) else Packed.open(path).plan
     if (why := too_short(plan, position + packs)) is not None:
         raise UserError(why)
@@ -349,15 +342,15 @@ def evaluation_loader(
         ConfigError: the processor or a size cannot be used.
     """
     workers = config.data.workers if workers is None else workers
-    data = dataclasses.replace(config.data, split=split or config.data.split, workers=0)
-    config = dataclasses.replace(config, data=data)
+    data = replace(config.data, split=split or config.data.split, workers=0)
+    config = replace(config, data=data)
     encoder = kind_of_config(config).task_encoder(config, **models) if task_encoder is None else task_encoder
 
     def build(repeat: bool) -> Any:
-        own = dataclasses.replace(data, repeat=repeat, epoch_end="uneven", shuffle_over_epochs=1)
+        own = replace(data, repeat=repeat, epoch_end="uneven", shuffle_over_epochs=1)
         # Of clips, too, the data set reads only `data`.
         run = config if isinstance(config, RunConfig) else RunConfig(packing=PackingConfig())
-        return build_dataset(dataclasses.replace(run, data=own), task_encoder=encoder)
+        return build_dataset(replace(run, data=own), task_encoder=encoder)
 
     made = EvaluationPacks(build, encoder, most=packs, places=[] if places is None else places, rank=rank)
     return PlannedLoader(

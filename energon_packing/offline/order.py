@@ -60,10 +60,8 @@ def balanced_order(costs: np.ndarray, *, group: int, start: int, near: float | N
 
 
 def incomplete_group(costs: np.ndarray, start: int, group: int) -> float | None:
-    """Mean cost of the packs that the next epoch has to complete to a group; None if there are none.
-
-    `costs` are ``[P]`` of an epoch's packs in their order, `start` packs are before it.
-    """
+    """Mean cost of the packs that the next epoch has to complete to a group; None if there are none. `costs` are
+    ``[P]`` of an epoch's packs in their order, `start` packs are before it."""
     left = (start + costs.size) % group
     return float(costs[-min(left, costs.size) :].mean()) if left and costs.size else None
 

@@ -98,10 +98,8 @@ class PackReport:
 
     Attributes:
         facts: the manifest, without shards if some of other ranks are still missing; None for a format that has none.
-        packs: of the plan.
-        packed, reused: shards that were missing before, and those that were there. Commands that run at once each count
-            what was missing when they began.
-        missing: shards that other ranks have not packed yet.
+        packed, reused, missing: shards, as in `MeasureReport`. Commands that run at once each count what was missing
+            when they began.
     """
 
     facts: PackedFacts | None

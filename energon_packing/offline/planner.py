@@ -194,14 +194,11 @@ ALL = 1 << 30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Left:
-    """What an online run has still to give in its running epoch.
+    """What an online run has still to give in its running epoch, number `epoch` from 0; each rank has given `packs`.
 
-    Attributes:
-        samples: ``(shard, row, first, stop)`` -> how often: pieces ``[first, stop)`` of a sample; ``[0, ALL)`` is the
-            whole. More than once if some worker has begun an epoch that the worker of this sample has not.
-        epoch: number of that epoch, from 0.
-        ranks, workers: of the run; no workers is one process.
-        packs: that each rank has given.
+    `samples` are ``(shard, row, first, stop)`` -> how often: pieces ``[first, stop)`` of a sample; ``[0, ALL)`` is the
+    whole. More than once if some worker has begun an epoch that the worker of this sample has not. No workers is one
+    process.
     """
 
     samples: Mapping[tuple[str, int, int, int], int]

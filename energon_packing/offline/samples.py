@@ -227,10 +227,7 @@ class Drop:
 class Samples:
     """What can be packed: N samples and pieces, in the order of the sources.
 
-    Attributes:
-        source: ``[N]`` int64, ascending; pieces of one sample share it.
-        piece: ``[N]`` int16, -1 for a whole sample.
-        sizes: of each.
+    `source` ``[N]`` int64 is ascending; pieces of one sample share it. `piece` ``[N]`` int16 is -1 for a whole sample.
     """
 
     source: np.ndarray

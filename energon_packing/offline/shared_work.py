@@ -43,12 +43,8 @@ class SharedConfig(WorkersConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedResults:
-    """What became of all shards.
-
-    Attributes:
-        results: of each task; None where another command has not done it yet.
-        done, reused: shards that were missing when the command began, of its share, and those that were there.
-    """
+    """What became of all shards: the result of each task, None where another command has not done it yet; and how many
+    of its share were missing when the command began, and were there."""
 
     results: list[Any]
     done: int

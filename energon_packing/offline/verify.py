@@ -84,10 +84,8 @@ def _of_tensors(name: str, ours: torch.Tensor, theirs: torch.Tensor, batch: Any)
 class VerifyConfig(WorkersConfig):
     """What to verify.
 
-    Attributes:
-        directory: the packed directory.
-        share: of the packs that are made anew from the data sets and compared; at least one is, unless it is 0.
-        seed: chooses them.
+    `share` of the packs, chosen by `seed`, are made anew from the data sets and compared; at least one is, unless it is
+    0.
     """
 
     directory: Path
@@ -115,13 +113,8 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifyReport:
-    """What `verify` found.
-
-    Attributes:
-        findings: the first of each shard that is not as it should be, in order.
-        shards, packs, samples: that were read.
-        remade: packs that were made anew and compared.
-    """
+    """What `verify` found: the first finding of each shard that is not as it should be, in order; what was read; and
+    how many packs were made anew and compared."""
 
     findings: tuple[Finding, ...]
     shards: int

@@ -20,12 +20,8 @@ FLOAT_TOLERANCE = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class Constraints:
-    """A vector of costs per sample, with one limit per pack for each cost.
-
-    Attributes:
-        costs: name -> ``[N]``, int64 or float64, finite and non-negative.
-        limits: name -> the largest allowed sum of one pack's costs; the same names.
-    """
+    """A vector of costs per sample, name -> ``[N]`` int64 or float64, finite and non-negative; and by the same names
+    the largest allowed sum of one pack's costs."""
 
     costs: Mapping[str, np.ndarray] = field(default_factory=dict)
     limits: Mapping[str, int | float] = field(default_factory=dict)

@@ -1,14 +1,10 @@
 """Packing online: the next pack of a sliding window, by any policy that can pack a stream.
 
-``window`` is made for this. The other policies pack lists: for each pack, they pack the whole window, and the pack with
-the oldest sample is used.
-
-* ``next_fit`` and ``first_fit`` return the same packs as on a whole list, as long as no pack outgrows the window.
-* ``best_fit`` and ``balanced`` fill worse than on a whole list, because a pack that later samples would have filled is
-  taken as it is.
-* ``internvl`` keeps packs open from one sample to the next, which a window of samples cannot represent, so it packs
-  whole lists only.
-* Policies that users register receive the window's samples in stream order, or supply their own function for streams.
+``window`` is made for this. The others pack the whole window for each pack, and the pack with the oldest sample is
+used: ``next_fit`` and ``first_fit`` return the same packs as on a whole list, as long as no pack outgrows the window;
+``best_fit`` and ``balanced`` fill worse, because a pack that later samples would have filled is taken as it is;
+``internvl`` packs whole lists only, as it keeps packs open from one sample to the next. Policies that users register
+receive the window's samples in stream order, or supply their own function for streams.
 
 Measured fill with 256 samples held, for texts of an eighth / a half of the capacity: ``window`` 1.00 / 0.996,
 ``first_fit`` 0.995 / 0.980, ``best_fit`` 0.987 / 0.994, ``balanced`` 0.96, ``next_fit`` 0.89 / 0.78. The others take 5

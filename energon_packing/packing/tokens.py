@@ -34,9 +34,7 @@ class PackedRows(tuple[Any, ...]):
     """The rows of `concatenate_and_pack`: unpacks as ``input_ids, labels, attention_mask``; more by attribute.
 
     Attributes:
-        input_ids: ``[R, max_length]`` int64, padded at the end.
-        labels: ``[R, max_length]`` int64.
-        attention_mask: ``[R, max_length]`` int64; 0 on padding.
+        input_ids, labels, attention_mask: ``[R, max_length]`` int64, padded at the end; the mask is 0 on padding.
         position_ids: ``[R, max_length]`` int64; restart at 0 in each segment and in the padding.
         cu_seqlens: for each row, int32 ``[segments + 1]``, from 0 to `max_length`; padding is a last segment of its
             own.
@@ -56,11 +54,7 @@ class PackedRows(tuple[Any, ...]):
 
 
 class Boundaries(list[list[tuple[int, int]]]):
-    """For each row, the ``(start, end)`` of each sequence in it; other results of `PackedRows` are attributes.
-
-    Attributes:
-        position_ids, cu_seqlens, segments, dropped: as in `PackedRows`.
-    """
+    """For each row, the ``(start, end)`` of each sequence in it; attributes as in `PackedRows`."""
 
     position_ids: torch.Tensor
     cu_seqlens: list[torch.Tensor]

@@ -228,8 +228,8 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "offline/open_loader.py",
-                "build_dataset(dataclasses.replace(run, data=own),",
-                "build_dataset(dataclasses.replace(run, data=dataclasses.replace(own, seed=rank)),",
+                "build_dataset(replace(run, data=own),",
+                "build_dataset(replace(run, data=replace(own, seed=rank)),",
             ),
         ),
     ),

@@ -48,13 +48,10 @@ class NextPack(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackingPolicy:
-    """A registered policy.
+    """A registered policy: packs a list, and a stream if it can at all.
 
-    Attributes:
-        whole_list: packs a list.
-        next_pack: packs a stream; None if the policy packs the whole window each time and the pack with the oldest
-            sample is used (`energon_packing.packing.online`).
-        streams: whether it can pack a stream at all.
+    Without `next_pack`, it packs the whole window each time and the pack with the oldest sample is used
+    (`energon_packing.packing.online`).
     """
 
     whole_list: Policy
@@ -92,6 +89,5 @@ def register_policy(name: str, policy: Policy | None = None, *, next_pack: NextP
 
 
 def get_policy(name: str) -> Policy:
-    """Returns the policy under `name`, for whole lists. Raises ConfigError: unknown; lists the known names and the
-    nearest one."""
+    """Returns the policy under `name`, for whole lists; a ConfigError lists the known names and the nearest one."""
     return POLICIES.find(name).whole_list

@@ -100,10 +100,8 @@ def pack_limited(units: np.ndarray, capacity: int, constraints: Constraints, *, 
 class _Packs:
     """Partly filled packs; the arrays change.
 
-    Attributes:
-        columns: ``[N, limits]``, what each sample costs; tokens first.
-        free: ``[packs, limits]``, what each pack has left.
-        pack: ``[N]`` of each sample, -1 if it has none.
+    `columns` ``[N, limits]`` are what each sample costs, tokens first; `free` ``[packs, limits]`` what each pack has
+    left; `pack` ``[N]`` that of each sample, -1 if it has none.
     """
 
     columns: np.ndarray

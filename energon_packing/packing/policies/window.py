@@ -141,17 +141,14 @@ def fill_limited(
 ) -> list[int]:
     """Returns positions of one pack under several limits, in no particular order.
 
-    Position 0 is among them and must fit alone. Pure and deterministic.
-
-    There are three steps, each used only if the previous one is not enough:
+    Position 0 is among them and must fit alone. Each step is used only if the previous one is not enough:
 
     1. Fit tokens alone, oldest first. This suffices if tokens run out first and the fit happens to obey the limits.
     2. Greedily fit large samples until a set share of the pack is left. The next sample is large in its dominant share
-       and leaves the pack's free shares in proportion to the window's demand, so that tokens and images run out
-       together.
+    and leaves the pack's free shares in proportion to the window's demand, so that tokens and images run out together.
     3. Fill the rest with an exact two-dimensional subset sum over tokens and the scarcest limit. If the pack breaks a
-       third limit, repeat it with each sample's largest share of any limit as the second cost. Sums of maxima are never
-       below maxima of sums, so this pack obeys all limits.
+    third limit, repeat it with each sample's largest share of any limit as the second cost. Sums of maxima are never
+    below maxima of sums, so this pack obeys all limits.
     """
     names = list(limits)
     columns = [np.asarray(lengths, dtype=np.float64), *(np.asarray(costs[name], dtype=np.float64) for name in names)]
@@ -362,11 +359,7 @@ class WindowPacker[Key]:
         return next((f"{costs.get(name)} {name}, limit {self.limits[name]}" for name in over), None)
 
     def add(self, key: Key, length: int, costs: Mapping[str, Number] | None = None) -> None:
-        """Holds one more sample.
-
-        Raises:
-            PackingError: the window is full, or the sample fits no pack alone.
-        """
+        """Holds one more sample; a PackingError if the window is full, or the sample fits no pack alone."""
         costs = costs or {}
         if self.full:
             raise PackingError(f"the window already holds {self.window} samples; take a pack first")
@@ -397,11 +390,8 @@ class WindowPacker[Key]:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Replaces the samples held with those that `state` returned.
-
-        Raises:
-            PackingError: the state was made under other limits, or a sample in it does not fit.
-        """
+        """Replaces the samples held with those that `state` returned; a PackingError if they were held under other
+        limits."""
         if set(state["costs"]) != set(self.limits):
             raise PackingError(f"the state has the costs {sorted(state['costs'])}, the packer {sorted(self.limits)}")
         self._take(range(len(self)))

@@ -207,28 +207,22 @@ class Plan:
     def __reduce__(self) -> tuple[Any, ...]:
         return Plan, (self.path, self.facts)  # a copy opens the file for itself
 
-    def rows(self, start: int, stop: int) -> pa.Table:
-        """The rows of the packs ``[start, stop)``, of `SCHEMA`; reads the row groups that hold them and no others.
-        Raises UserError: the range leaves the plan, or the file is damaged."""
+    def packs(self, start: int, stop: int) -> list[PlannedPack]:
+        """The packs ``[start, stop)``; reads the row groups that hold them and no others.
+
+        Raises:
+            UserError: the range leaves the plan, or the file is damaged.
+        """
         if not 0 <= start <= stop <= len(self):
             raise UserError(f"packs {start} to {stop} are not in {self.path}, which has {len(self)}")
-        if start == stop:
-            return self.facts.schema.empty_table()
-        firsts = np.asarray(self.facts.row_groups)
-        low, high = np.searchsorted(firsts, [start, stop - 1], side="right") - 1
-        parts = []
-        for number in range(int(low), int(high) + 1):
-            table, packs = self._group(number)
-            begin, end = np.searchsorted(packs, [start, stop])
-            parts.append(table.slice(int(begin), int(end - begin)))
-        return parts[0] if len(parts) == 1 else pa.concat_tables(parts)
-
-    def packs(self, start: int, stop: int) -> list[PlannedPack]:
-        """The packs ``[start, stop)``; raises as `rows`."""
+        low, high = np.searchsorted(np.asarray(self.facts.row_groups), [start, stop - 1], side="right") - 1
         samples: dict[int, list[PlannedSample]] = {}
-        for row in self.rows(start, stop).to_pylist():
-            media = tuple(MediaFile(**each) for each in row["media"] or ())
-            samples.setdefault(row.pop("pack"), []).append(PlannedSample(**row | {"media": media}))
+        for number in range(int(low), int(high) + 1) if start < stop else ():
+            table, packs = self._group(number)
+            begin, end = np.searchsorted(packs, [start, stop]).tolist()
+            for row in table.slice(begin, end - begin).to_pylist():
+                media = tuple(MediaFile(**each) for each in row["media"] or ())
+                samples.setdefault(row.pop("pack"), []).append(PlannedSample(**row | {"media": media}))
         return [PlannedPack(number=number, samples=tuple(some)) for number, some in samples.items()]
 
     def tables(self, columns: list[str]) -> Iterable[pa.Table]:
@@ -300,10 +294,11 @@ def written_drops(plan: Path, identifier: str, drops: Sequence[Drop], sources: S
         with aside.open("w", encoding="utf-8") as file:
             file.write(json.dumps({"plan": identifier}) + "\n")
             for drop in drops:
-                dataset, shard, row = sources.found_at(drop.source)
+                number, at, row = (int(value[0]) for value in sources.place(np.array([drop.source])))
+                dataset = sources.datasets[number]
                 entry: dict[str, Any] = {"dropped": drop.key, "reason": drop.reason, "detail": drop.detail}
                 entry |= {"setting": drop.setting} if drop.setting else {}
-                entry |= {"dataset": dataset.name, "shard": shard.name, "row": row}
+                entry |= {"dataset": dataset.name, "shard": dataset.shards[at].name, "row": row}
                 file.write(json.dumps(entry, ensure_ascii=False) + "\n")
         yield
 

@@ -374,7 +374,7 @@ def _check_measured(directories: Sequence[str | Path], sources: Sources, samples
         if name == "pairs":  # an older index did not count them
             known, seen = pair_counts(sources.datasets), int(np.count_nonzero(samples.sizes.second))
             replace(known, pairs=max(known.pairs, seen)).check(where, own)
-        measured = sources.fingerprint.get(f"packing.{name}", getattr(type(config.packing)(), name))
+        measured = sources.indexes[0].fingerprint.get(f"packing.{name}", getattr(type(config.packing)(), name))
         if measured != own:
             raise ConfigError(
                 f"{where} was measured with packing.{name}={measured!r}, the configuration has {own!r}; measure again "
@@ -423,7 +423,7 @@ def _facts(
         listed = [[*sample, times] for sample, times in sorted(left.samples.items())]
         decided["rest"] = hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:16]
     known: dict[str, Any] = {
-        "fingerprint": sources.fingerprint,
+        "fingerprint": dict(sources.indexes[0].fingerprint),
         "decided": decided,
         "packs": packs.costs.size,
         "samples": int(packs.order.size),

@@ -99,19 +99,15 @@ class Sources:
     """Data sets in order. A *source* is a row of their shards' files, numbered from 0 through all of them.
 
     Attributes:
-        kind: of their samples.
         datasets: of all indexes.
-        indexes: the index of each of them.
-        fingerprint: of the encoder; one for all indexes.
+        indexes: the index of each of them; the fingerprints are equal.
         starts: ``[shards + 1]`` int64: the first source of each shard of all data sets, and the number of sources.
         dataset: ``[shards]`` int16, the data set of each shard.
         shard: ``[shards]`` int32, the number of each shard in its data set.
     """
 
-    kind: str
     datasets: tuple[IndexedDataset, ...]
     indexes: tuple[Index, ...]
-    fingerprint: dict[str, str]
     starts: np.ndarray
     dataset: np.ndarray
     shard: np.ndarray
@@ -143,10 +139,8 @@ class Sources:
             for at, shard in enumerate(dataset.shards)
         ]
         return cls(
-            kind=kind,
             datasets=tuple(datasets),
             indexes=tuple(index for index in indexes for _ in index.datasets),
-            fingerprint=dict(indexes[0].fingerprint),
             starts=np.cumsum([0, *(samples for _, _, samples in shards)], dtype=np.int64),
             dataset=np.array([number for number, _, _ in shards], dtype=np.int16),
             shard=np.array([at for _, at, _ in shards], dtype=np.int32),
@@ -163,11 +157,6 @@ class Sources:
         """Data set int16, shard int32 and row int32 of each source, ``[N]``."""
         number = np.searchsorted(self.starts, sources, side="right") - 1
         return self.dataset[number], self.shard[number], (sources - self.starts[number]).astype(np.int32)
-
-    def found_at(self, source: int) -> tuple[IndexedDataset, IndexedShard, int]:
-        """Data set, shard and row of one source."""
-        dataset, shard, row = (int(value[0]) for value in self.place(np.array([source])))
-        return self.datasets[dataset], self.datasets[dataset].shards[shard], row
 
     def table(self, number: int, columns: Sequence[str]) -> pa.Table:
         """The rows of a shard, by its number among those of all data sets. Raises UserError as `Index.rows`."""
@@ -276,7 +265,7 @@ def fitting_samples(
 
 def _read_sizes(sources: Sources) -> tuple[Sizes, list[Drop]]:
     """Sizes of all sources, and those that are dropped at any row length."""
-    names = ("length", "second", "images", "patches", *KINDS.find(sources.kind).more_columns)
+    names = ("length", "second", "images", "patches", *KINDS.find(kind_of(sources.datasets)).more_columns)
     columns = {name: np.zeros(len(sources), np.int64 if name == "patches" else np.int32) for name in names}
     bad: list[int] = []
     for start, table in sources.tables([*columns, "reason"]):

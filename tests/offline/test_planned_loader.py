@@ -214,7 +214,7 @@ def test_what_a_row_makes_of_long_samples_is_planned_as_it_is_packed_online(
 
 
 def test_the_command_plan_measures_long_samples_again_by_itself(dataset, run_of, tmp_path):
-    run = planned(run_of(dataset, oversize="split"), dataset, tmp_path)
+    run = planned(run_of(dataset, oversize="split", dummy_image=True), dataset, tmp_path)
     file, out = tmp_path / "run.json", tmp_path / "by_command.parquet"
     file.write_text(json.dumps(Plan.open(run.data.path).facts.config))
     done = CliRunner().invoke(cli, ["plan", str(tmp_path / "index"), "--config", str(file), "--out", str(out)])

@@ -14,6 +14,7 @@ from energon_packing.convert import ConvertConfig, convert
 from energon_packing.energon.loader import build_loader
 from energon_packing.energon.replica import Replica
 from energon_packing.energon.replica_reader import OneReader
+from energon_packing.offline.index import Index
 from energon_packing.offline.measure import MeasureConfig, measure
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.plan import Plan, read_drops
@@ -29,15 +30,9 @@ def index(dataset, run_of, tmp_path_factory):
 @pytest.fixture(scope="module")
 def keys(index):
     """Keys of all samples of an epoch, those that are dropped included."""
-    from energon_packing.offline.index import Index
-
-    found = Index.open(index)
-    return {
-        key
-        for part in found.datasets
-        for shard in part.shards
-        for key in found.rows(part, shard, ["key"]).column("key").to_pylist()
-    }
+    opened = Index.open(index)
+    shards = [(part, shard) for part in opened.datasets for shard in part.shards]
+    return {key for places in shards for key in opened.rows(*places, ["key"]).column("key").to_pylist()}
 
 
 def saved_after(run, packs, ranks, folder):

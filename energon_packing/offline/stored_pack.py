@@ -2,7 +2,7 @@
 
 * *finished*: the row is that of the planned pack, with pixels as bytes or without any media;
 * *parts*: media are still to be rendered, so the row holds the samples side by side without media, unaligned, and each
-sample says what to render and where it is.
+  sample says what to render and where it is.
 
 A row is stored without loss and without what follows from other fields: 32,768 tokens take 950 kB as tensors, and 140
 kB here. Each field has one or more short forms. A short form is used only if the field that is read back from it equals

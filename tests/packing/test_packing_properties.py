@@ -141,34 +141,22 @@ def test_balanced_gives_the_most_expensive_sample_left_to_the_cheapest_pack_that
     assert [group.tolist() for group in pack_lengths(lengths, capacity, "balanced")] == expected
 
 
-def _minimum_packs(lengths: list[int], capacity: int) -> int:
-    """Brute force over all assignments, largest first, with the symmetry of empty packs removed."""
-    ordered = sorted(lengths, reverse=True)
-    best = len(ordered)
-
-    def place(at: int, left: list[int]) -> None:
-        nonlocal best
-        if len(left) >= best:
-            return
-        if at == len(ordered):
-            best = len(left)
-            return
-        for pack in range(len(left)):
-            if left[pack] >= ordered[at]:
-                left[pack] -= ordered[at]
-                place(at + 1, left)
-                left[pack] += ordered[at]
-        place(at + 1, [*left, capacity - ordered[at]])
-
-    place(0, [])
-    return best
+def _fit(lengths: list[int], left: list[int]) -> bool:
+    """Whether all samples find room, tried in every way; packs with equal room are one choice."""
+    if not lengths:
+        return True
+    first, *others = lengths
+    choices = {room: at for at, room in enumerate(left) if room >= first}
+    return any(_fit(others, [*left[:at], room - first, *left[at + 1 :]]) for room, at in choices.items())
 
 
 @given(st.integers(1, 20).flatmap(lambda c: st.tuples(st.just(c), st.lists(st.integers(1, c), min_size=1, max_size=8))))
 @MANY
 def test_the_lower_bound_is_never_above_the_optimum(problem: tuple[int, list[int]]) -> None:
     capacity, lengths = problem
-    assert lower_bound(lengths, capacity) <= _minimum_packs(lengths, capacity)
+    ordered = sorted(lengths, reverse=True)
+    fewest = next(count for count in range(len(lengths) + 1) if _fit(ordered, [capacity] * count))
+    assert lower_bound(lengths, capacity) <= fewest
 
 
 @given(st.lists(st.integers(1, 40), max_size=10), st.integers(0, 90))

@@ -65,7 +65,7 @@ class Sizes:
 
     def take(self, indices: np.ndarray | slice) -> "Sizes":
         """The sizes of some of the samples."""
-        columns = {each.name: getattr(self, each.name) for each in fields(self)}
+        columns: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
         return Sizes(**{name: column if column is None else column[indices] for name, column in columns.items()})
 
     def at(self, index: int) -> Size:

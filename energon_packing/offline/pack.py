@@ -56,7 +56,8 @@ def shard_firsts(plan: Plan, *, store: Store, media: Media, most_packs: int) -> 
             each = each + ends[last] - ends[last - counts]
         np.add.at(sizes, packs, each)
     ends = np.concatenate([[0], np.cumsum(sizes)])
-    firsts, stop = [], 0
+    firsts: list[int] = []
+    stop = 0
     while stop < len(plan) or not firsts:
         firsts.append(stop)
         full = int(np.searchsorted(ends, ends[stop] + SHARD_BYTES, side="right")) - 1

@@ -246,7 +246,7 @@ def planned_packing(samples: StatsSamples, run: RunConfig) -> dict[str, Any]:
     assert samples.planned is not None
     row, multiple, packs = (samples.planned[name] for name in ("seq_length", "multiple", "packs"))
     sizes = _sizes(samples)
-    aligned = int(PackLimits(tokens=row, multiple=multiple).length_units(sizes).sum()) * multiple
+    aligned = int(np.sum(PackLimits(tokens=row, multiple=multiple).length_units(sizes))) * multiple
     cost = np.bincount(samples.pack, sizes.cost.astype(np.float64), packs)
     return {
         "seq_length": row,
@@ -395,7 +395,7 @@ def _packed(
     count = kept.size if whole else min(most, max(round(kept.size * scale), 1))
     drawn = random.permutation(kept) if whole else random.choice(kept, count, replace=kept.size < count)
     part = sizes.take(drawn)
-    units = limits.length_units(part)
+    units: Any = limits.length_units(part)
     pack_costs = costs(limits, part)
     groups = pack_lengths_flat(
         units,

@@ -112,7 +112,7 @@ def fill_two(
         grown = levels.copy()
         full = False
         for level in range(min(top, unit_room - cost) + 1):
-            if moved := levels[level] >> length:
+            if levels[level] and (moved := levels[level] >> length):
                 grown[level + cost] |= moved
                 full = full or bool(moved & 1)
         top = min(unit_room, top + cost)

@@ -65,8 +65,9 @@ class Sizes:
 
     def take(self, indices: np.ndarray | slice) -> "Sizes":
         """The sizes of some of the samples."""
-        columns: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
-        return Sizes(**{name: column if column is None else column[indices] for name, column in columns.items()})
+        columns = ((each.name, getattr(self, each.name)) for each in fields(self))
+        taken: dict[str, Any] = {name: None if column is None else column[indices] for name, column in columns}
+        return Sizes(**taken)
 
     def at(self, index: int) -> Size:
         """The sizes of one sample."""

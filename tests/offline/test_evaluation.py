@@ -108,7 +108,7 @@ def packable(*names: str) -> set[str]:
     return {key for name in names for key in (f"{name}{at}" for at in range(LONG, SAMPLES[name]))}
 
 
-@pytest.mark.parametrize("way", ["a", "plan.parquet", "packed", "both.yaml", "mix.yaml"])
+@pytest.mark.parametrize("way", ["a", "plan.parquet", "packed", "mix.yaml"])
 def test_each_evaluation_has_the_same_packs_on_any_ranks_and_workers_and_after_a_restart(root: Path, way: str) -> None:
     run = run_on(root / way)
     first, second = evaluations(run, 8, times=2)

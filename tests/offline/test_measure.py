@@ -102,7 +102,6 @@ def test_processes_write_the_same_files_and_a_second_run_measures_nothing(index,
     assert (report.measured, report.reused) == (0, 6)
 
 
-@pytest.mark.both_layouts
 def test_only_what_is_new_or_changed_is_measured(dataset, run_of, tmp_path, sources):
     run, out = run_of(dataset), tmp_path / "index"
     measure(MeasureConfig(paths=(dataset,), out=out, workers=0), run)

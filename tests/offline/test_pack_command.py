@@ -170,7 +170,6 @@ def test_another_plan_or_other_settings_are_refused_by_name_and_nothing_changes(
     assert contents(whole) == before
 
 
-@pytest.mark.both_layouts
 def test_a_source_that_is_missing_or_changed_is_refused_by_name_and_no_half_shard_is_left(dataset, run_of, tmp_path):
     data = tmp_path / "data"
     shutil.copytree(dataset, data)

@@ -75,7 +75,6 @@ def packed_runs(plan_of):
     return {way: packed(plan_of, Path(plan_of.data.path).parent, way, shard_packs=4) for way in WAYS}
 
 
-@pytest.mark.both_layouts
 def test_every_pack_of_an_epoch_is_the_planned_one_whatever_it_is_read_from(plan_of, packed_runs):
     expected = read(plan_of)
     assert sum(bool(each.batch.visual_inputs) for each in expected) > 3

@@ -69,7 +69,7 @@ def planned(plan, epoch=0):
 
 @pytest.mark.parametrize(
     ("ranks", "workers", "packs", "data"),
-    [(1, 0, 3, {}), (3, 1, 1, {"shuffle_buffer": 7})],
+    [(3, 1, 1, {"shuffle_buffer": 7})],
 )
 def test_before_and_after_are_the_epoch_exactly_once(
     dataset, run_of, index, keys, tmp_path, ranks, workers, packs, data

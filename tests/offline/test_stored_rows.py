@@ -90,6 +90,7 @@ def test_a_row_is_read_back_bit_for_bit_and_as_part_of_a_pack(batch):
 
 
 @given(batch=rows(), data=st.data())
+@settings(max_examples=60, deadline=None)
 def test_any_damage_is_refused_or_changes_values_only(batch, data):
     """Never another error, never memory that the record does not have."""
     samples = tuple(StoredSample(key=key, dataset=0) for key in batch.sample_keys)

@@ -492,7 +492,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
         most = limits.tokens - self.multiple * (limits.lone_room and self.multiple > 1)
 
         def fits(tokens: int, images: int, patches: int) -> bool:
-            return tokens <= most and limits.holds(Size(length=tokens, images=images, patches=patches))
+            return tokens <= most and limits.holds(Size(segment_lengths=(tokens,), images=images, patches=patches))
 
         return encoder.split(
             conversation, measured, fits, at=self.packing.split_at, positions=self.packing.split_positions

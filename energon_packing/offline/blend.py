@@ -5,13 +5,13 @@ an endless row of seeded permutations of its samples, and each epoch takes the n
 occurs half a time in an epoch is complete after two, and no sample occurs twice before all have occurred.
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 import os.path
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -24,12 +24,9 @@ from energon_packing.offline.samples import Samples
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """Of one data set.
-
-    Attributes:
-        weight: relative to those of the others; None for all or for none.
-        epochs: how often an epoch has each of its samples; with weights, how often at most.
-        group: that it shares packs with; None takes that of its subflavors.
+    """Of one data set: its weight relative to those of the others (None for all or for none); how often an epoch has
+    each of its samples, with weights how often at most; and the group that it shares packs with, None for that of its
+    subflavors.
     """
 
     weight: float | None
@@ -38,11 +35,8 @@ class Share:
 
 
 def shares_of(datasets: Sequence[IndexedDataset], config: PlanConfig) -> list[Share]:
-    """The share of each data set.
-
-    Raises:
-        ConfigError: a name that no data set has, or that two have; weights for only some of the data sets.
-    """
+    """The share of each data set. Raises ConfigError: a name that no data set has, or that two have; weights for only
+    some of the data sets."""
     settings = _named_settings(datasets, config)
     epochs = [_epochs(dataset, setting, config) for dataset, setting in zip(datasets, settings, strict=True)]
     used = [number for number, each in enumerate(epochs) if each > 0]
@@ -76,11 +70,8 @@ def _epochs(dataset: IndexedDataset, setting: PlannedDatasetConfig, config: Plan
 def _weights_of_the_blend(
     datasets: Sequence[IndexedDataset], used: Sequence[int], config: PlanConfig
 ) -> list[float | None]:
-    """The weights that a metadataset gives these data sets; None for all if none does, or it shall not count.
-
-    Raises:
-        ConfigError: it has data sets beside it.
-    """
+    """The weights that a metadataset gives these data sets; None for all if none does, or it shall not count. A
+    ConfigError if it has data sets beside it."""
     blended = [number for number in used if datasets[number].weight is not None]
     if not blended or config.weights_by == "none":
         return [None] * len(datasets)
@@ -97,20 +88,20 @@ def _weights_of_the_blend(
 
 def _named_settings(datasets: Sequence[IndexedDataset], config: PlanConfig) -> list[PlannedDatasetConfig]:
     """The entry of each data set under ``plan.datasets``, by any of its names."""
-    names: dict[str, list[int]] = {}
-    short: dict[str, list[int]] = {}
+    names: defaultdict[str, list[int]] = defaultdict(list)
+    short: defaultdict[str, list[int]] = defaultdict(list)
     for number, dataset in enumerate(datasets):
         whole = {dataset.name, dataset.path, dataset.root}
         for name in whole:
-            names.setdefault(name, []).append(number)
+            names[name].append(number)
         above = [os.path.dirname(dataset.root)] if os.path.basename(dataset.root) == TEXT_DIRECTORY else []
         for name in {*above, *(os.path.basename(path) for path in (dataset.path, dataset.root, *above))} - whole:
-            short.setdefault(name, []).append(number)
+            short[name].append(number)
     settings = [PlannedDatasetConfig()] * len(datasets)
     named: dict[int, str] = {}
     for name, setting in config.datasets.items():
-        full = os.path.abspath(name)
-        numbers = next((found[each] for found in (names, short) for each in (name, full) if each in found), [])
+        spelled = (name, os.path.abspath(name))
+        numbers = next((known[each] for known in (names, short) for each in spelled if each in known), [])
         if not numbers:
             near = difflib.get_close_matches(name, [*names, *short], n=1)
             known = ", ".join(dataset.name for dataset in datasets)
@@ -152,23 +143,18 @@ class Blend:
     @classmethod
     def of(
         cls, datasets: Sequence[IndexedDataset], source_ends: np.ndarray, samples: Samples, config: PlanConfig
-    ) -> Blend:
-        """The blend of these data sets.
-
-        Args:
-            source_ends: ``[data sets]``, the number of sources up to the end of each data set.
-
-        Raises:
-            ConfigError: as `shares_of`.
-        """
+    ) -> "Blend":
+        """The blend of these data sets; `source_ends` are the numbers of sources up to the end of each. Raises as
+        `shares_of`."""
         shares = shares_of(datasets, config)
         ends = np.searchsorted(samples.source, source_ends, side="left").tolist()
-        amount = _tokens if config.weights_by == "tokens" else _samples
-        amounts = [amount(samples, start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
-        groups: dict[str, list[int]] = {}
+        tokens, firsts = samples.sizes.tokens, np.diff(samples.source, prepend=-1) != 0  # pieces of a sample count once
+        amount = tokens if config.weights_by == "tokens" else firsts
+        amounts = [float(amount[start:end].sum()) for start, end in pairwise([0, *ends])]
+        groups: defaultdict[str, list[int]] = defaultdict(list)
         for number, share in enumerate(shares):
             group = group_name(datasets[number].subflavors) if share.group is None else share.group
-            groups.setdefault(group, []).append(number)
+            groups[group].append(number)
         return cls(
             ends=tuple(ends),
             repeats=_repeats(shares, amounts),
@@ -186,23 +172,20 @@ class Blend:
             if not number:
                 return np.random.default_rng([self.config.seed, 4]).permutation(self.rest)
             number -= 1
-        parts = [self._of_dataset(dataset, number) for dataset in self.groups[group]]
-        rows = np.concatenate(parts)
+        rows = np.concatenate([self._of_dataset(dataset, number) for dataset in self.groups[group]])
         place = sorted(self.groups).index(group)
         return np.random.default_rng([self.config.seed, number, place, 1]).permutation(rows)
 
     def _of_dataset(self, dataset: int, epoch: int) -> np.ndarray:
-        start, end = (self.ends[dataset - 1] if dataset else 0), self.ends[dataset]
-        if start == end:
-            return np.zeros(0, dtype=np.int64)
-        repeats = self.repeats[dataset]
+        start, end = (0, *self.ends)[dataset : dataset + 2]
+        repeats = self.repeats[dataset] if start < end else 0.0
         first, last = (_position(number * repeats) for number in (epoch, epoch + 1))
-        parts = []
+        parts = [np.zeros(0, dtype=np.int64)]
         for turn in range(math.floor(first), math.ceil(last)):
             low, high = max(first - turn, 0.0), min(last - turn, 1.0)
             whole = low == 0.0 and high == 1.0
             parts.append(np.arange(start, end) if whole else self._stretch(dataset, turn, start, end, low, high))
-        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+        return np.concatenate(parts)
 
     def _stretch(self, dataset: int, turn: int, start: int, end: int, low: float, high: float) -> np.ndarray:
         """Rows in the part ``[low, high)`` of one permutation of a data set."""
@@ -220,15 +203,6 @@ class Blend:
         counts = rows[chosen + 1] - rows[chosen]
         inside = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
         return start + np.repeat(rows[chosen], counts) + inside
-
-
-def _tokens(samples: Samples, start: int, end: int) -> float:
-    return float(samples.sizes.take(slice(start, end)).tokens.sum())
-
-
-def _samples(samples: Samples, start: int, end: int) -> float:
-    """Number of samples in rows ``[start, end)``; pieces of one count once."""
-    return float(np.count_nonzero(np.diff(samples.source[start:end], prepend=-1)))
 
 
 def _repeats(shares: Sequence[Share], amounts: Sequence[float]) -> tuple[float, ...]:

@@ -1,7 +1,5 @@
 """What ``data.path`` names: a data set, a plan, or a packed directory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 PLAN_SUFFIX = ".parquet"

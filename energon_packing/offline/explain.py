@@ -1,8 +1,4 @@
-"""What a plan says about one sample (where it is and beside what, or why it was dropped and by which setting), and what
-differs between two plans: which samples entered, left, or moved to another pack.
-"""
-
-from __future__ import annotations
+"""What a plan says about one sample, and what differs between two plans."""
 
 import bisect
 from dataclasses import dataclass
@@ -17,14 +13,11 @@ from energon_packing.offline.plan import Plan, PlannedPack, read_drops
 
 
 def explanation(plan: Plan, key: str) -> dict[str, Any]:
-    """Everything that a plan and its drops say about a key.
-
-    Args:
-        key: of a source sample, or ``KEY#PIECE``.
+    """Everything that a plan and its drops say about a key, of a source sample or ``KEY#PIECE``.
 
     Returns:
         ``key``; ``packed``: for each occurrence its pack, epoch, place in the pack, tokens, source, the other samples
-        of the pack and the tokens of the whole pack; ``dropped``: entries of the plan's drops.
+            of the pack and the tokens of the whole pack; ``dropped``: entries of the plan's drops.
 
     Raises:
         UserError: nothing is known about the key.
@@ -36,8 +29,7 @@ def explanation(plan: Plan, key: str) -> dict[str, Any]:
     for table in plan.tables(["pack", "key"]):
         hits = table.filter(pc.is_in(table.column("key"), value_set=keys))
         for pack in sorted(set(hits.column("pack").to_pylist())):
-            (found,) = plan.packs(pack, pack + 1)
-            packed.extend(_occurrences(plan, found, key))
+            packed.extend(_occurrences(plan, plan.packs(pack, pack + 1)[0], key))
     # A key may hold "#" itself; what follows the last one is a piece's number only if it is a number.
     dropped = [
         drop
@@ -54,33 +46,26 @@ def explanation(plan: Plan, key: str) -> dict[str, Any]:
 
 
 def _occurrences(plan: Plan, pack: PlannedPack, key: str) -> list[dict[str, Any]]:
-    found = []
-    tokens = sum(sum(sample.segment_lengths) for sample in pack.samples)
-    for place, sample in enumerate(pack.samples):
-        if key not in (sample.key, sample.name):
-            continue
-        dataset = plan.facts.datasets[sample.dataset]
-        found.append(
-            {
-                "sample": sample.name,
-                "pack": pack.number,
-                "epoch": bisect.bisect_right(plan.facts.epoch_ends, pack.number),
-                "place": place,
-                "tokens": list(sample.segment_lengths),
-                "dataset": dataset.name,
-                "shard": dataset.shards[sample.shard].name,
-                "row": sample.row,
-                "media": len(sample.media),
-                "pack_tokens": tokens,
-                "seq_length": plan.facts.decided["seq_length"],
-                "beside": [
-                    {"sample": other.name, "tokens": sum(other.segment_lengths)}
-                    for number, other in enumerate(pack.samples)
-                    if number != place
-                ],
-            }
-        )
-    return found
+    datasets = plan.facts.datasets
+    all_ = [{"sample": sample.name, "tokens": sum(sample.segment_lengths)} for sample in pack.samples]
+    return [
+        {
+            "sample": sample.name,
+            "pack": pack.number,
+            "epoch": bisect.bisect_right(plan.facts.epoch_ends, pack.number),
+            "place": place,
+            "tokens": list(sample.segment_lengths),
+            "dataset": datasets[sample.dataset].name,
+            "shard": datasets[sample.dataset].shards[sample.shard].name,
+            "row": sample.row,
+            "media": len(sample.media),
+            "pack_tokens": sum(each["tokens"] for each in all_),
+            "seq_length": plan.facts.decided["seq_length"],
+            "beside": [*all_[:place], *all_[place + 1 :]],
+        }
+        for place, sample in enumerate(pack.samples)
+        if key in (sample.key, sample.name)
+    ]
 
 
 SHOWN = 10
@@ -136,10 +121,8 @@ class _Rows:
 def _rows(plan: Plan, shards: dict[tuple[str, str, str], int]) -> _Rows:
     """The rows of a plan; `shards` numbers the shards of both plans and grows."""
     names = ("dataset", "shard", "row", "piece", "pack", "length", "second")
-    parts = list(plan.tables(list(names)))
-    columns = {
-        name: np.concatenate([part.column(name).to_numpy() for part in parts]).astype(np.int64) for name in names
-    }
+    rows = pa.concat_tables(plan.tables(list(names)))
+    columns = {name: rows.column(name).to_numpy().astype(np.int64) for name in names}
     number = np.zeros(columns["row"].size, dtype=np.int64)
     for at, dataset in enumerate(plan.facts.datasets):
         known = [shards.setdefault((dataset.path, dataset.split, each.name), len(shards)) for each in dataset.shards]
@@ -169,26 +152,15 @@ def _paired(old: _Rows, new: _Rows) -> tuple[np.ndarray, np.ndarray]:
     return keys[: len(old.place)], keys[len(old.place) :]
 
 
-def _named(plan: Plan, rows: _Rows, at: int) -> tuple[str, int]:
-    """Name and pack of one row."""
-    pack = int(rows.pack[at])
-    (found,) = plan.packs(pack, pack + 1)
-    return found.samples[at - int(np.searchsorted(rows.pack, pack))].name, pack
-
-
 def _examples(plan: Plan, rows: _Rows, which: np.ndarray, others: np.ndarray | None, *, now: bool) -> list[Any]:
-    """The first few of some rows.
-
-    Args:
-        others: packs of the same samples in the other plan, if they are there.
-        now: whether `plan` is the later one.
-    """
-    found = []
+    """The first few of some rows; `others` are their packs in the other plan, the earlier one if `now`."""
+    examples = []
     for place in np.argsort(which, kind="stable")[:SHOWN].tolist():
-        name, pack = _named(plan, rows, int(which[place]))
+        at, pack = int(which[place]), int(rows.pack[which[place]])
+        name = plan.packs(pack, pack + 1)[0].samples[at - int(np.searchsorted(rows.pack, pack))].name
         other = None if others is None else int(others[place])
-        found.append({"sample": name, "before": other if now else pack, "after": pack if now else other})
-    return found
+        examples.append({"sample": name, "before": other if now else pack, "after": pack if now else other})
+    return examples
 
 
 def _settings(before: Plan, after: Plan) -> dict[str, dict[str, Any]]:
@@ -196,5 +168,8 @@ def _settings(before: Plan, after: Plan) -> dict[str, dict[str, Any]]:
         {**plan.facts.decided, **{f"encoder: {name}": value for name, value in plan.facts.fingerprint.items()}}
         for plan in (before, after)
     )
-    names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
-    return {name: {"before": old.get(name), "after": new.get(name)} for name in names}
+    return {
+        name: {"before": old.get(name), "after": new.get(name)}
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name) != new.get(name)
+    }

@@ -2,8 +2,6 @@
 anybody may have written.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import fcntl
@@ -45,9 +43,15 @@ def remove_leftovers(directory: Path) -> None:
     Containers may share the name of their host and not its processes, so a file that is locked stays too.
     """
     for file in directory.glob(f".*.{HOST}.*"):
-        process = file.name.rpartition(".")[2]
-        if process.isdigit() and not _lives(int(process)) and not _locked(file):
-            file.unlink(missing_ok=True)
+        try:  # one that ended and that nobody waited for is there for good in a container without an init
+            lives = b") Z " not in Path(f"/proc/{file.suffix[1:]}/stat").read_bytes()
+        except OSError:
+            lives = False
+        with contextlib.suppress(OSError):  # it is locked, or nobody can say
+            if file.suffix[1:].isdigit() and not lives:
+                with file.open("r+b") as opened:  # NFS locks only what may be written
+                    fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                file.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -60,29 +64,6 @@ def no_leftovers(*directories: Path) -> Iterator[None]:
             with contextlib.suppress(OSError):  # what is raised already says more
                 remove_leftovers(directory)
         raise
-
-
-def _locked(file: Path) -> bool:
-    """Whether a process, here or in another container or machine, is writing a file; True where nobody can say."""
-    try:
-        with file.open("r+b") as opened:  # NFS locks only what may be written
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    return False
-
-
-def _lives(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # of another user
-        return True
-    with contextlib.suppress(OSError):
-        # One that ended and that nobody waited for: in a container without an init it is there for good.
-        return b") Z " not in Path(f"/proc/{process}/stat").read_bytes()
-    return True
 
 
 def said(error: OSError) -> str:
@@ -112,7 +93,7 @@ def locked(directory: Path, byte: int = 0, *, wait: bool = True) -> Iterator[boo
     """Locks a directory among all commands that write to it, or a part of it that another `byte` stands for.
 
     The lock is a byte of one file, so nothing is left over when a process dies, and it holds on network file systems
-    too. A process that waits for nothing gives whether it has the lock.
+    too. Without `wait` it gives whether this process has the lock.
     """
     with (directory / ".lock").open("r+b" if (directory / ".lock").exists() else "w+b") as file:
         try:
@@ -126,14 +107,10 @@ def locked(directory: Path, byte: int = 0, *, wait: bool = True) -> Iterator[boo
 def write_table(
     path: Path, schema: pa.Schema, tables: Iterable[pa.Table], metadata: Mapping[str, Any], *, rows: int | None = None
 ) -> None:
-    """Writes tables of one schema to `path`, one or more row groups each.
+    """Writes tables of one schema, one or more row groups each, of at most `rows` rows; None leaves that to pyarrow,
+    which then makes one per table. `metadata` is for `read_metadata`: anything that JSON can express.
 
-    Args:
-        metadata: for `read_metadata`; anything that JSON can express.
-        rows: rows of a row group at most; None leaves it to pyarrow, which then makes one per table.
-
-    Raises:
-        OSError: the disk is full or read-only; nothing is left behind.
+    Raises OSError: the disk is full or read-only; nothing is left behind.
     """
     described = schema.with_metadata({METADATA: json.dumps(metadata, sort_keys=True).encode()})
     with (
@@ -146,40 +123,31 @@ def write_table(
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes a JSON file, whole or not at all.
-
-    Raises:
-        OSError: the disk is full or read-only.
-    """
+    """Writes a JSON file, whole or not at all."""
     with replacing(path) as aside:
         aside.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def read_json(file: Path, kind: Any, *, version: int, what: str, remedy: str) -> Any:
-    """Returns what `write_json` wrote, as `read_as` reads it.
+    """Returns what `write_json` wrote, as `read_as` reads it. Its ``format`` must be `version`; messages say `what` the
+    file or its directory is, such as ``an index``, and that the command `remedy` makes another one.
 
-    Args:
-        version: its ``format``.
-        what: the file or its directory is, such as ``an index``.
-        remedy: such as ``measure``, which makes another one.
-
-    Raises:
-        UserError: it is missing, damaged, or of another version.
+    Raises UserError: it is missing, damaged, or of another version.
     """
     try:
         if file.stat().st_size > MOST_BYTES:
             raise ValueError("it is too large")
-        found = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(
             f"{file.parent} is not {what} (it has no {file.name}); make one with 'energon-packing {remedy}'"
         ) from error
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file} cannot be read ({error}); {remedy} again") from error
-    if not isinstance(found, dict) or found.get("format") != version:
+    if not isinstance(content, dict) or content.get("format") != version:
         raise UserError(f"{file} is not {what} of format {version}; {remedy} again with this version")
     try:
-        return read_as(kind, found)
+        return read_as(kind, content)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise UserError(f"{file} is damaged ({error}); {remedy} again") from error
 
@@ -187,8 +155,7 @@ def read_json(file: Path, kind: Any, *, version: int, what: str, remedy: str) ->
 def read_metadata(path: Path) -> dict[str, Any] | None:
     """Our metadata of a file; None if the file is missing, damaged or not ours."""
     try:
-        found = pq.read_schema(path).metadata or {}
-        value = json.loads(found[METADATA])
+        value = json.loads((pq.read_schema(path).metadata or {})[METADATA])
     except (OSError, KeyError, ValueError, pa.ArrowException):
         return None
     return value if isinstance(value, dict) else None
@@ -265,11 +232,8 @@ _PLAIN: dict[Any, Callable[[Any], Any]] = {
 
 
 def unwritable(path: Path, error: OSError, again: str) -> UserError:
-    """Returns the sentence about a part of an index or a packed directory that cannot be written.
-
-    Args:
-        again: the command that goes on with what is missing.
-    """
+    """Returns the sentence about a part of an index or a packed directory that cannot be written; the command `again`
+    goes on with what is missing."""
     return UserError(
         f"{path} cannot be written ({said(error)}); make room or choose another --out, then run 'energon-packing "
         f"{again}' again: it continues with the shards that are missing"
@@ -296,7 +260,7 @@ def differing(
 
 
 def _flat(settings: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in settings.items():
-        found |= _flat(value, f"{before}{name}.") if isinstance(value, dict) else {f"{before}{name}": value}
-    return found
+        flat |= _flat(value, f"{before}{name}.") if isinstance(value, dict) else {f"{before}{name}": value}
+    return flat

@@ -8,8 +8,6 @@
 Nothing in it depends on ``seq_length``, alignment, policy or blend, so plans that differ in these share an index.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 from collections import Counter
@@ -79,10 +77,8 @@ class MediaFile:
 
     Attributes:
         name: as the record names it.
-        shard: number of its tar in the data set's `IndexedDataset.media_shards`; -1 for the media that were copied
-            beside packs.
-        offset: of its first byte.
-        size: bytes.
+        shard: number of its tar in `IndexedDataset.media_shards`; -1 for the media that were copied beside packs.
+        offset, size: of its first byte, and its bytes.
     """
 
     name: str
@@ -105,8 +101,8 @@ class IndexedShard:
         samples, dropped: rows of its file, and how many of them have a reason.
         tokens: of all samples that are not dropped.
         pairs, unwanted: as in `PairCounts`, dropped ones included; 0 in indexes of versions that did not count.
-        identity: what the tar was when it was measured, see `shard_identity`; with ``media_uuid``, the identifier of
-            the index of its media, if these are in a data set of their own.
+        identity: what the tar was when it was measured: its size, the time of its last change, and the identifiers of
+            the index of its data set and, if its media are in a data set of their own, of theirs.
     """
 
     name: InnerPath
@@ -135,10 +131,9 @@ class IndexedDataset:
     Attributes:
         name: of its directory in the index, unique there.
         path: as it was given to ``measure``, absolute.
-        split: part of it.
-        root: directory of its shards.
-        media_root: directory of the shards that hold its media; the same for a monolithic data set.
-        media_shards: names of these, whose positions `MEDIA` counts.
+        root, media_root: directories of its shards, and of those that hold its media; the same for a monolithic data
+            set.
+        media_shards: names of the latter, whose positions `MEDIA` counts.
         shards: in order.
         subflavors: of its samples, such as limits of its own.
         weight: its share of the samples in the blend of the metadataset at ``path``; None if that has no weights.
@@ -173,11 +168,8 @@ def schema_of(schema: pa.Schema, kind: str) -> pa.Schema:
 
 
 def kind_of(datasets: Iterable[IndexedDataset]) -> str:
-    """Returns the kind of the samples of these data sets, a name in `KINDS`.
-
-    Raises:
-        UserError: they are of several kinds.
-    """
+    """Returns the kind of the samples of these data sets, a name in `KINDS`. Raises UserError: they are of several
+    kinds."""
     paths: dict[str, str] = {}
     for each in datasets:
         kind = kind_of_subflavors(each.subflavors)
@@ -190,14 +182,8 @@ def kind_of(datasets: Iterable[IndexedDataset]) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Index:
-    """A measured index on disk.
-
-    Attributes:
-        directory: holds it.
-        datasets: in the order in which they were first measured.
-        encoder: the ``encoder`` section of the configuration, as a mapping.
-        fingerprint: what lengths and targets depend on, by name.
-    """
+    """A measured index on disk; `encoder` is the section of the configuration, and `fingerprint` what lengths and
+    targets depend on, by name."""
 
     directory: Path = Path()
     datasets: tuple[IndexedDataset, ...] = ()
@@ -205,46 +191,34 @@ class Index:
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, directory: str | Path) -> Index:
-        """Reads ``index.json``.
-
-        Raises:
-            UserError: there is no index, or not one that this version reads.
-        """
+    def open(cls, directory: str | Path) -> "Index":
+        """Reads ``index.json``. Raises UserError: there is no index, or not one that this version reads."""
         check_local("the index", directory)
         file = Path(directory) / INDEX_FILE
-        found: Index = read_json(file, cls, version=FORMAT, what="an index", remedy="measure")
-        return replace(found, directory=file.parent)
+        index: Index = read_json(file, cls, version=FORMAT, what="an index", remedy="measure")
+        return replace(index, directory=file.parent)
 
     def save(self) -> None:
         """Writes ``index.json``, whole or not at all."""
-        content = {
-            "format": FORMAT,
-            "datasets": [asdict(each) for each in self.datasets],
-            "encoder": dict(self.encoder),
-            "fingerprint": dict(self.fingerprint),
-        }
-        write_json(self.directory / INDEX_FILE, content)
+        content = {name: value for name, value in asdict(self).items() if name != "directory"}
+        write_json(self.directory / INDEX_FILE, {"format": FORMAT, **content})
 
     def rows(self, dataset: IndexedDataset, shard: IndexedShard, columns: Sequence[str] | None = None) -> pa.Table:
-        """The rows of a shard.
-
-        Args:
-            columns: of `SCHEMA`; None reads all.
-
-        Raises:
-            UserError: the file is missing, damaged, or of another measurement.
-        """
+        """The rows of a shard, with some of the columns of `SCHEMA` or all. Raises UserError: the file is missing,
+        damaged, of another measurement, or has another number of rows than it should."""
         path = self.directory / dataset.name / shard.file
         found = read_metadata(path)
         if found is None or found.get("identity") != dict(shard.identity):
             raise UserError(f"{path} is missing, damaged or of another shard; run 'energon-packing measure' again")
         try:
-            return pq.read_table(
-                path, columns=None if columns is None else list(columns), page_checksum_verification=True
-            )
+            table = pq.read_table(path, columns=columns and list(columns), page_checksum_verification=True)
         except (OSError, pa.ArrowException) as error:
             raise UserError(f"{path} cannot be read ({error}); run 'energon-packing measure' again") from error
+        if table.num_rows != shard.samples:
+            raise UserError(
+                f"{path} has {table.num_rows} rows, {shard.samples} are expected; run 'energon-packing measure' again"
+            )
+        return table
 
 
 def modality_of(row: Mapping[str, Any]) -> str:
@@ -253,12 +227,8 @@ def modality_of(row: Mapping[str, Any]) -> str:
 
 
 def frequent_drops(index: Index) -> FrequentDrops:
-    """Which drops of an index must be told.
-
-    Raises:
-        UserError: as `Index.rows`.
-    """
-    found = FrequentDrops("measured")
+    """Which drops of an index must be told."""
+    frequent = FrequentDrops("measured")
     for dataset in index.datasets:
         for shard in dataset.shards:
             columns = ["turns", "stills", "videos", *(("key", "reason", "detail") if shard.dropped else ())]
@@ -268,8 +238,8 @@ def frequent_drops(index: Index) -> FrequentDrops:
             for each in kinds:
                 read[dataset.path, modality_of(each)] += each["count_all"]
             bad = rows.filter(rows.column("reason").is_valid()).to_pylist() if shard.dropped else []
-            found.add(read, [dropped_row(row, dataset.path) for row in bad])
-    return found
+            frequent.add(read, [dropped_row(row, dataset.path) for row in bad])
+    return frequent
 
 
 def dropped_row(row: Mapping[str, Any], data: str) -> DroppedSample:
@@ -278,25 +248,9 @@ def dropped_row(row: Mapping[str, Any], data: str) -> DroppedSample:
     return DroppedSample(key=row["key"], reason=row["reason"], detail=detail, data=data, modality=modality_of(row))
 
 
-def shard_identity(path: Path, index_uuid: str) -> dict[str, Any]:
-    """What a shard is known by: its size, the time of its last change, and the identifier of its data set's index.
-
-    Raises:
-        OSError: it cannot be looked at.
-    """
-    size, changed = shard_status(path)
-    return {"bytes": size, "changed_ns": changed, "index_uuid": index_uuid}
-
-
 def shard_status(path: Path) -> tuple[int, int]:
-    """Bytes of a shard, and the time of its last change in nanoseconds.
-
-    Args:
-        path: here or in an object store (`energon_packing.remote_files`).
-
-    Raises:
-        OSError: it cannot be looked at.
-    """
+    """Bytes of a shard, here or in an object store, and the time of its last change in nanoseconds. Raises OSError: it
+    cannot be looked at."""
     if (address := remote_address(path)) is None:
         here = path.stat()
         return here.st_size, here.st_mtime_ns

@@ -1,7 +1,6 @@
 """The loader of a plan or a packed directory: global packs from any position, for any number of ranks and workers."""
 
-from __future__ import annotations
-
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -38,14 +37,12 @@ class PlannedLoader(LoaderBase):
 
     Args:
         packs: of the plan, whatever they are read from.
-        rank, world_size: of the data-parallel group.
         workers: processes that make packs; 0 makes them in this one.
         prefetch: packs that each worker prepares in advance.
         repeat: go on after the last pack, see `Passes`; else the iteration ends there, and the next one has that.
         unfinished: why the packs cannot come again, if they cannot; see `PlanFacts.unfinished`.
         evaluation: packs of one evaluation, over all ranks. The iteration then has the positions below this number
             again and again; those after the last pack have no samples. None is a training's.
-        keep_memory: see ``data.keep_memory``.
         fingerprint: what a saved state must match.
         accept_changed: names of it that may differ, see ``data.accept_changed``.
         base: ``epoch_end``, ``padding``, ``agree``, ``group``, ``capacity`` and ``budget`` of `LoaderBase`.
@@ -99,7 +96,7 @@ class PlannedLoader(LoaderBase):
             sampler=positions,
             num_workers=self._workers,
             prefetch_factor=self._prefetch if self._workers else None,
-            collate_fn=_unchanged,
+            collate_fn=lambda pack: pack,
             pin_memory=self._pinned,
             # Else torch draws a seed for the workers from the global generator; see `PackLoader`.
             generator=torch.Generator(),
@@ -116,8 +113,7 @@ class PlannedLoader(LoaderBase):
     def save_state(self) -> dict[str, Any]:
         """Returns the state after the last yielded pack; it is the same on every rank."""
         # Where ranks do not divide the packs, the last step ends beyond the pass for those that had a pack in it.
-        position = self._position if self._end is None else min(self._position, self._end)
-        return planned_state(position, self._fingerprint)
+        return planned_state(min(self._position, self._end or self._position), self._fingerprint)
 
     def state_later(self) -> Callable[[], Any]:
         """Returns a function that gives the state after the last yielded pack, also when more were read since."""
@@ -125,11 +121,8 @@ class PlannedLoader(LoaderBase):
         return lambda: state
 
     def restore_state(self, state: Any) -> None:
-        """Continues at the position of a saved state, which may come from any rank of a run of any size.
-
-        Raises:
-            ConfigError: it is not the state of a plan, or of another plan.
-        """
+        """Continues at the position of a saved state, which may come from any rank of a run of any size. Raises
+        ConfigError: it is not the state of a plan, or of another plan."""
         if not isinstance(state, Mapping) or state.get("format") != STATE_FORMAT:
             raise ConfigError(
                 "The saved loader state is not that of a plan: data.path was another data set then; name it again, or "
@@ -168,12 +161,8 @@ def planned_state(position: int, fingerprint: Mapping[str, Any]) -> dict[str, An
 
 
 def too_short(plan: Plan, packs: int | None = None) -> str | None:
-    """Why a run cannot read `packs` packs of a plan; None if it can.
-
-    Args:
-        plan: opened.
-        packs: of the run from its beginning, over all ranks; None is more than the plan has.
-    """
+    """Why a run cannot read `packs` packs of a plan, counted from its beginning over all ranks; None if it can. More
+    than the plan has if `packs` is None."""
     facts = plan.facts
     if facts.unfinished is None or (packs is not None and packs <= facts.packs):
         return None
@@ -197,26 +186,12 @@ def plan_fingerprint(plan: Plan, encoder: Any) -> dict[str, Any]:
 
 def _positions(first: int, step: int, stop: int | None, period: int | None) -> Iterator[int]:
     """Returns every `step`-th position up to `stop`, which begin at 0 again after `period`."""
-    position = first
-    while stop is None or position < stop:
-        yield position if period is None else position % period
-        position += step
-
-
-def _unchanged(pack: Any) -> Any:
-    return pack
+    every = itertools.count(first, step) if stop is None else range(first, stop, step)
+    return (position if period is None else position % period for position in every)
 
 
 def planned_loader(config: AnyRun, **arguments: Any) -> PlannedLoader:
-    """Builds the loader of the plan at ``data.path``.
-
-    Args:
-        config, arguments: of `loader_of`.
-
-    Raises:
-        UserError: there is no plan.
-        ConfigError: the run has another encoder, row or alignment than the plan, or does not pack.
-    """
+    """Builds the loader of the plan at ``data.path``; arguments as for `loader_of`."""
     plan = Plan.open(config.data.path)
     return loader_of(plan, lambda encoder, rank: PlannedPacks(plan, encoder, rank=rank), config, **arguments)
 
@@ -239,7 +214,6 @@ def loader_of(
     """The loader of the packs of a plan; its states fit every other loader of this plan.
 
     Args:
-        plan: of the packs.
         packs_of: the packs for an encoder and a rank, whatever they are read from.
         config: of the run; encoder and row must be those of the plan.
         split: must be the plan's own if it is given.
@@ -276,11 +250,7 @@ def loader_of(
 
 
 def check_kind(plan: Plan, config: AnyRun) -> None:
-    """Compares what a run reads with what a plan holds.
-
-    Raises:
-        ConfigError: they are of different kinds.
-    """
+    """Refuses a run that reads another kind of sample than a plan holds."""
     own = kind_of_config(config).name
     if plan.facts.kind != own:
         raise ConfigError(
@@ -289,14 +259,10 @@ def check_kind(plan: Plan, config: AnyRun) -> None:
 
 
 def check_plan(plan: Plan, config: AnyRun, encoder: Any, split: str | None) -> None:
-    """Compares a run with the plan that it is to read.
-
-    Raises:
-        ConfigError: a setting on which the packs depend differs, and both values are named; or the run does not pack.
-    """
+    """Compares a run with the plan that it is to read. Raises ConfigError: a setting on which the packs depend differs,
+    and both values are named; or the run does not pack."""
     check_kind(plan, config)
-    kind = KINDS.find(plan.facts.kind)
-    if type(encoder) is not kind.encoder_class:
+    if type(encoder) is not KINDS.find(plan.facts.kind).encoder_class:
         raise ConfigError(f"{plan.path} is a plan, which holds packs; {type(encoder).__name__} does not read them.")
     splits = {dataset.split for dataset in plan.facts.datasets}
     if split is not None and splits != {split}:

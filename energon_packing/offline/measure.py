@@ -3,8 +3,6 @@
 Every sample of a shard becomes one row of the index, without a pixel.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -12,10 +10,12 @@ import re
 import socket
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from energon_packing.config import RunConfig, to_mapping
 from energon_packing.config.setting import length_free_of, marked, marked_and_set
@@ -43,7 +43,7 @@ from energon_packing.offline.index import (
     IndexedDataset,
     IndexedShard,
     schema_of,
-    shard_identity,
+    shard_status,
 )
 from energon_packing.offline.shared_work import Progress, SharedConfig, work_shared
 from energon_packing.offline.source import IndexedMedia, ShardIndex, SourcePart, TarFiles, source_parts
@@ -83,16 +83,11 @@ def differing_lengths(stored: Mapping[str, Any], own: Mapping[str, Any], run: An
 
 
 def _parsed(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    found = dict(fingerprint)
-    for name in found:
+    parsed = dict(fingerprint)
+    for name in parsed:
         with contextlib.suppress(TypeError, ValueError):  # of a file that somebody changed
-            found[name] = json.loads(found[name]) if name.startswith("encoder.") else found[name]
-    return found
-
-
-def digest_of_fingerprint(fingerprint: Mapping[str, str]) -> str:
-    """A short digest of a fingerprint."""
-    return hashlib.sha256(json.dumps(dict(fingerprint), sort_keys=True).encode()).hexdigest()[:32]
+            parsed[name] = json.loads(parsed[name]) if name.startswith("encoder.") else parsed[name]
+    return parsed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,7 +108,6 @@ class ShardMeasurer:
         directories: that hold what it writes.
 
     Attributes:
-        run: as given.
         pair_counts: of all samples that were measured.
 
     Raises:
@@ -121,14 +115,13 @@ class ShardMeasurer:
     """
 
     def __init__(self, run: AnyRun, directories: Sequence[Path] = ()) -> None:
-        self.directories = tuple(directories)
-        self.run = run
+        self.directories, self.run = tuple(directories), run
         self._kind = kind_of_config(run)
         self._schema = schema_of(SCHEMA, self._kind.name)
         self._encoder = self._kind.measuring_encoder(run)
         self.fingerprint = measuring_fingerprint(self._encoder, run)
         self.pair_counts = PairCounts()
-        self._digest = digest_of_fingerprint(self.fingerprint)
+        self._digest = hashlib.sha256(json.dumps(self.fingerprint, sort_keys=True).encode()).hexdigest()[:32]
         self._files = TarFiles()
         self._indices: dict[str, ShardIndex] = {}
 
@@ -160,37 +153,30 @@ class ShardMeasurer:
 
     def measured(self, task: MeasureTask) -> IndexedShard | None:
         """What is known of a shard whose file is there and still true; None if it must be measured."""
-        part, shard = task.part, task.shard
-        found = read_metadata(task.directory / IndexedShard.file_of(shard))
-        if found is None or found.get("format") != FORMAT or found.get("fingerprint") != self._digest:
+        stored = read_metadata(task.directory / IndexedShard.file_of(task.shard)) or {}
+        if stored.get("fingerprint") != self._digest:
             return None
-        if found.get("identity") != self._identity(part, shard) or found.get("subflavors") != _plain(part.subflavors):
+        now = self._made_of(task.part, self._identity(task.part, task.shard))
+        if any(stored.get(name) != value for name, value in now.items()):
             return None
-        counts = {name: int(found.get(name, 0)) for name in SHARD_COUNTS}  # older files lack some
-        return IndexedShard(name=shard, identity=found["identity"], **counts)
+        counts = {name: int(stored.get(name, 0)) for name in SHARD_COUNTS}  # older files lack some
+        return IndexedShard(name=task.shard, identity=stored["identity"], **counts)
+
+    def _made_of(self, part: SourcePart, identity: dict[str, Any]) -> dict[str, Any]:
+        """What must be as it was for the rows of a shard to be true."""
+        plain = json.loads(json.dumps(dict(part.subflavors), sort_keys=True, default=str))
+        return {"format": FORMAT, "fingerprint": self._digest, "identity": identity, "subflavors": plain}
 
     def measure(self, part: SourcePart, shard: str, directory: Path) -> IndexedShard:
-        """Measures all samples of a shard and writes their rows to `directory`.
-
-        Raises:
-            UserError: the shard cannot be read, the rows cannot be written (nothing is left behind), or a sample shows
-                that the configuration cannot work.
+        """Measures all samples of a shard and writes their rows to `directory`. Raises UserError: the shard cannot be
+        read, the rows cannot be written (nothing is left behind), or a sample shows that the configuration cannot work.
         """
         identity = self._identity(part, shard)
-        columns: dict[str, list[Any]] = {name: [] for name in self._schema.names}
-        tables: list[pa.Table] = []
-        samples = dropped = tokens = 0
         before = self.pair_counts
-        for row in self.rows(part, shard):
-            samples += 1
-            dropped += row["reason"] is not None
-            tokens += 0 if row["reason"] is not None else row["length"] + row["second"]
-            for name, value in row.items():
-                columns[name].append(value)
-            if samples % _ROWS == 0:
-                tables.append(_table(columns, self._schema))
-        if columns["key"] or not tables:
-            tables.append(_table(columns, self._schema))
+        tables = [pa.Table.from_pylist(list(rows), self._schema) for rows in batched(self.rows(part, shard), _ROWS)]
+        whole = pa.concat_tables([self._schema.empty_table(), *tables])
+        packed = whole.select(["length", "second"]).filter(whole.column("reason").is_null())
+        samples = whole.num_rows
         if samples != self.index_of(part.root).samples[shard]:
             raise PackingError(f"{shard} of {part.root} has {samples} samples in its index and another count beside it")
         if self._identity(part, shard) != identity:
@@ -198,22 +184,16 @@ class ShardMeasurer:
         known = IndexedShard(
             name=shard,
             samples=samples,
-            dropped=dropped,
-            tokens=tokens,
+            dropped=samples - packed.num_rows,
+            tokens=sum(pc.sum(packed.column(name)).as_py() or 0 for name in ("length", "second")),
             identity=identity,
             pairs=self.pair_counts.pairs - before.pairs,
             unwanted=self.pair_counts.unwanted - before.unwanted,
         )
-        metadata = {
-            "format": FORMAT,
-            "fingerprint": self._digest,
-            "identity": identity,
-            "subflavors": _plain(part.subflavors),
-            **{name: getattr(known, name) for name in SHARD_COUNTS},
-        }
+        metadata = self._made_of(part, identity) | {name: getattr(known, name) for name in SHARD_COUNTS}
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            write_table(directory / known.file, self._schema, tables, metadata)
+            write_table(directory / known.file, self._schema, tables or [whole], metadata)
         except OSError as error:
             raise unwritable(directory / known.file, error, "measure") from error
         return known
@@ -221,24 +201,19 @@ class ShardMeasurer:
     def _identity(self, part: SourcePart, shard: str) -> dict[str, Any]:
         path = Path(part.root) / shard
         try:
-            found = shard_identity(path, self.index_of(part.root).uuid)
+            size, changed = shard_status(path)
         except OSError as error:
             raise UserError(
                 f"{shown(path)}, a shard of the data set, cannot be read ({said(error)}); put it back, or convert again"
             ) from error
+        identity = {"bytes": size, "changed_ns": changed, "index_uuid": self.index_of(part.root).uuid}
         if part.media_root != part.root:  # its rows name places in shards that may change alone
-            found["media_uuid"] = self.index_of(part.media_root).uuid
-        return found
+            identity["media_uuid"] = self.index_of(part.media_root).uuid
+        return identity
 
     def rows(self, part: SourcePart, shard: str, wanted: Container[int] | None = None) -> Iterator[dict[str, Any]]:
-        """Measures samples of a shard, in order; each row has the columns of its kind.
-
-        Args:
-            wanted: their numbers in the shard; None measures all.
-
-        Raises:
-            UserError: as `measure`.
-        """
+        """Measures samples of a shard, in order, or those whose numbers in it are `wanted`; each row has the columns of
+        its kind. Raises UserError as `measure`."""
         tar = Path(part.root) / shard
         records = (
             record
@@ -263,8 +238,8 @@ class ShardMeasurer:
         return part.sample(key, record, store), store
 
     def _measured(self, sample: Any, store: IndexedMedia) -> dict[str, Any]:
-        found: MeasuredSample = self._encoder.preencode_sample(sample)
-        problem, measured = found.problem, found.measured
+        result: MeasuredSample = self._encoder.preencode_sample(sample)
+        problem, measured = result.problem, result.measured
         if problem is not None and problem.fatal is not None:
             raise problem.fatal
         if problem is not None or measured is None:
@@ -308,53 +283,30 @@ Record = tuple[str, int | None, int | None]
 def _together(records: Iterable[Record]) -> Iterator[list[Record]]:
     """Neighbours of which no more than the last exceeds the bytes."""
     some: list[Record] = []
-    size = 0
     for record in records:
         some.append(record)
-        size += record[2] or 0
-        if len(some) >= _TOGETHER or size >= _TOGETHER_BYTES:
+        if len(some) >= _TOGETHER or sum(size or 0 for _, _, size in some) >= _TOGETHER_BYTES:
             yield some
-            some, size = [], 0
+            some = []
     if some:
         yield some
 
 
 def _made_again(run: AnyRun, fingerprint: Mapping[str, str], directories: Sequence[Path]) -> ShardMeasurer:
-    """A measurer on another machine.
-
-    Raises:
-        UserError: it would measure something else.
-    """
-    found = ShardMeasurer(run, directories)
-    for name, here, there in differing(fingerprint, found.fingerprint):
+    """A measurer on another machine, which must measure the same."""
+    measurer = ShardMeasurer(run, directories)
+    for name, here, there in differing(fingerprint, measurer.fingerprint):
         raise UserError(
             f"{socket.gethostname()} would measure something else: {name} is {there} there and {here} here; install "
             "the same packages and the same processor on every node"
         )
-    return found
-
-
-def _table(columns: dict[str, list[Any]], schema: pa.Schema) -> pa.Table:
-    """A table of the rows so far, which are forgotten."""
-    table = pa.table({field.name: pa.array(columns[field.name], field.type) for field in schema}, schema=schema)
-    for values in columns.values():
-        values.clear()
-    return table
-
-
-def _plain(value: Mapping[str, Any]) -> Any:
-    return json.loads(json.dumps(dict(value), sort_keys=True, default=str))
+    return measurer
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureConfig(SharedConfig):
-    """What to measure, and where to.
-
-    Attributes:
-        paths: data sets, as ``data.path`` takes them.
-        out: directory of the index; made or brought up to date.
-        split: part of each data set.
-    """
+    """What to measure (data sets, as ``data.path`` takes them), and the directory of the index; made or brought up to
+    date."""
 
     paths: tuple[Path, ...]
     out: Path
@@ -369,13 +321,8 @@ class MeasureConfig(SharedConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasureReport:
-    """What `measure` did.
-
-    Attributes:
-        index: as it is now; None if shards of other ranks are still missing.
-        measured, reused: shards that this command measured, and those that were up to date.
-        missing: shards that other ranks have not measured yet.
-    """
+    """What `measure` did: shards that this command measured, those that were up to date, and those that other ranks
+    have not measured yet. While some are missing, there is no index."""
 
     index: Index | None
     measured: int
@@ -404,8 +351,7 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
         if names.count(name) > 1:
             raise UserError(f"{part.root} is named twice with split {part.split!r}; name each data set once")
     if isinstance(run, RunConfig):
-        known = counted_pairs(Path(part.root) for part in parts)
-        known.check(", ".join(map(shown, config.paths)), run.packing.pairs)
+        counted_pairs(Path(part.root) for part in parts).check(", ".join(map(shown, config.paths)), run.packing.pairs)
     out = config.out.absolute()  # workers may have another current directory
     directories = [out / name for name in names]
     measurer.directories = tuple(directories)
@@ -439,45 +385,29 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
 
 
 def _index(out: Path, measurer: ShardMeasurer) -> Index | None:
-    """The index that is there already.
-
-    Raises:
-        UserError: `out` is something else, or the index was made with another encoder.
-    """
+    """The index that is there already; a UserError if `out` is something else, or was made with another encoder."""
     if not (out / INDEX_FILE).exists():
-        if out.exists() and (
-            not out.is_dir() or any(entry.name[0] != "." for entry in out.iterdir() if entry.is_file())
-        ):
+        if out.is_file() or (out.is_dir() and any(each.is_file() and each.name[0] != "." for each in out.iterdir())):
             raise UserError(f"{out} is there and is not an index; choose another --out")
         try:
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise unwritable(out, error, "measure") from error
         return None
-    found = Index.open(out)
-    for name, before, now in differing_lengths(found.fingerprint, measurer.fingerprint, measurer.run):
+    index = Index.open(out)
+    for name, before, now in differing_lengths(index.fingerprint, measurer.fingerprint, measurer.run):
         raise UserError(
             f"{out} was measured with another encoder: {name} was {before}, now it is {now}; choose another --out"
         )
-    return found
+    return index
 
 
 def _saved(out: Path, measurer: ShardMeasurer, datasets: Sequence[IndexedDataset], encoder: Any) -> Index:
-    """Writes the index with the data sets of this command in it, beside those that are there.
-
-    Raises:
-        UserError: meanwhile, another command has made it with another encoder.
-    """
+    """Writes the index with the data sets of this command in it, beside those that are there."""
     with locked(out):
-        before = _index(out, measurer)  # another command may have added a data set meanwhile, or made the index
-        kept = {each.name: each for each in (before.datasets if before else ())}
-        kept.update({each.name: each for each in datasets})
-        index = Index(
-            directory=out,
-            datasets=tuple(kept.values()),
-            encoder=to_mapping(encoder),
-            fingerprint=measurer.fingerprint,
-        )
+        before = _index(out, measurer) or Index()  # another command may have added a data set meanwhile, or made it
+        kept = tuple({each.name: each for each in (*before.datasets, *datasets)}.values())
+        index = Index(directory=out, datasets=kept, encoder=to_mapping(encoder), fingerprint=measurer.fingerprint)
         index.save()
     return index
 

@@ -6,8 +6,6 @@ and the samples in its shuffle buffer and its packing window. What is neither th
 or dropped and entered in the ledger.
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_right
 from collections import Counter
@@ -44,11 +42,8 @@ _RANK = re.compile(r"train_dataloader_dprank(\d+)\.pt")
 def read_states(paths: Sequence[Path]) -> list[Any]:
     """The states of all ranks in their order, from a checkpoint of Bridge or from files that ``torch.save`` wrote.
 
-    Args:
-        paths: a file per rank in their order, or one folder such as ``CHECKPOINT/energon/iter_0000100``.
-
-    Raises:
-        UserError: a file is missing or is no state.
+    `paths` are a file per rank, or one folder such as ``CHECKPOINT/energon/iter_0000100``. Raises UserError: a file is
+    missing or is no state.
     """
     files = list(paths)
     if len(files) == 1 and files[0].is_dir():
@@ -62,11 +57,7 @@ def read_states(paths: Sequence[Path]) -> list[Any]:
 
 
 def _online(saved: Any, file: Path) -> Any:
-    """The state of Energon's loader in what a rank saved.
-
-    Raises:
-        UserError: it is the state of something else.
-    """
+    """The state of Energon's loader in what a rank saved."""
     if isinstance(saved, Mapping) and "source" in saved:  # of a replica, as Bridge's checkpoints have it
         if saved["source"] is None:
             raise UserError(f"{file} was saved by a rank that does not read; name the states of data-parallel ranks")
@@ -98,7 +89,9 @@ def left_in_epoch(states: Sequence[Any], config: RunConfig) -> Left:
         )
     encoder = build_task_encoder(config)
     workers = [[_Worker.of(each, rank) for each in state.worker_states] for rank, state in enumerate(states)]
-    ranks, count = _size(workers[0][0])
+    ranks, count = (workers[0][0].fingerprint.get(name) for name in READERS)
+    if not isinstance(ranks, int) or not isinstance(count, int):
+        raise UserError("the states do not say for how many ranks and workers they are")
     if ranks != len(states):
         raise UserError(
             f"the run had {ranks} data-parallel ranks, but {len(states)} states are given; name all of them"
@@ -125,13 +118,6 @@ def left_in_epoch(states: Sequence[Any], config: RunConfig) -> Left:
     return Left(samples=left, epoch=epochs - 1, ranks=ranks, workers=count, packs=packs.pop())
 
 
-def _size(worker: _Worker) -> tuple[int, int]:
-    said = worker.fingerprint
-    if not all(isinstance(said.get(name), int) for name in READERS):
-        raise UserError("the states do not say for how many ranks and workers they are")
-    return said["ranks"], said["workers"]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Worker:
     """The state of one worker, taken apart.
@@ -153,12 +139,8 @@ class _Worker:
     fingerprint: Mapping[str, Any]
 
     @classmethod
-    def of(cls, state: Any, rank: int) -> _Worker:
-        """Takes a state apart.
-
-        Raises:
-            UserError: it holds something else.
-        """
+    def of(cls, state: Any, rank: int) -> "_Worker":
+        """Takes a state apart; a UserError if it holds something else."""
         if not isinstance(state, Mapping):
             if state.offset:
                 raise UserError(
@@ -201,13 +183,7 @@ class _Worker:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A worker and the part of the data set that it reads.
-
-    Attributes:
-        worker: its state.
-        loader: Energon's reader of its rank.
-        number, rank: of the worker.
-    """
+    """A worker's state, and the part of the data set that it reads with Energon's reader of its rank."""
 
     worker: _Worker
     loader: Any
@@ -243,11 +219,8 @@ class _Part:
         return [at if share is None else share.sample(at) for at in range(start, stop)]
 
     def _owed(self) -> Counter[tuple[int, int, int]]:
-        """What the worker has to give until the end of the epoch that it reads; see `_Worker.held`.
-
-        Raises:
-            UserError: the state does not add up, as one of another rank.
-        """
+        """What the worker has to give until the end of the epoch that it reads; see `_Worker.held`. A UserError if the
+        state does not add up, as one of another rank."""
         offsets = [int(offset) for offset in self.loader.workers_slice_offsets[self.number]]
         own, source = self._numbers(), self.worker.source
         unread: list[int] = []

@@ -1,28 +1,20 @@
-"""`open_loader`: the loader of whatever ``data.path`` names, a data set, a plan, or a packed directory.
+"""`open_loader` opens whatever ``data.path`` names (a data set, a plan, a packed directory); `open_together` does so on
+all ranks of a run, or on none.
 
-`open_together` opens it on all ranks of a run, or on none.
-
-The packs of an evaluation on a data set: the same ones at each evaluation, after each restart, on any ranks.
-
-One reader measures the split as if it were the only one, up to the packs that one evaluation reads, and keeps for each
-pack where its samples are; a run's first rank tells the others. Measuring decodes nothing. From then
-on an evaluation is read like a plan: rank r renders the packs r, r + D, r + 2 D and so on, and the next evaluation
-begins at the first pack again.
-
-Energon's stream divides a split among its readers and goes on where the last evaluation ended, so what it evaluates
-differs with ranks, workers and restarts.
+The packs of an evaluation on a data set are the same ones at each evaluation, after each restart, on any ranks. One
+reader measures the split as if it were the only one, up to the packs that one evaluation reads, and keeps for each pack
+where its samples are; a run's first rank tells the others. Measuring decodes nothing. From then on an evaluation is
+read like a plan: rank r renders the packs r, r + D, r + 2 D and so on, and the next evaluation begins at the first pack
+again. Energon's stream divides a split among its readers and goes on where the last evaluation ended, so what it
+evaluates differs with ranks, workers and restarts.
 """
 
-from __future__ import annotations
-
-import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, cast
 
 from megatron.energon import WorkerConfig
 
@@ -38,11 +30,13 @@ from energon_packing.energon.window import render_or_drop
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.ledger import Ledger, LedgerLock
 from energon_packing.offline.data_paths import has_global_packs, is_packed, is_plan
-from energon_packing.offline.loader import PlannedLoader
+from energon_packing.offline.loader import PlannedLoader, planned_loader, too_short
+from energon_packing.offline.packed import Packed, packed_loader
 from energon_packing.offline.packs import PositionedPacks
 from energon_packing.offline.plan import Plan
 from energon_packing.sample_kind import AnyRun, kind_of_config
 from energon_packing.thd.batch import PackedBatch
+from energon_packing.validate.run_view import installed_version
 
 
 def open_loader(config: AnyRun, *, evaluation: int | None = None, **arguments: Any) -> LoaderBase:
@@ -51,10 +45,9 @@ def open_loader(config: AnyRun, *, evaluation: int | None = None, **arguments: A
     Args:
         config: of the run, of any kind of sample.
         evaluation: packs of one evaluation, over all ranks: the loader then gives the same ones at each evaluation,
-            whatever the ranks, and packs without samples where there are fewer; see
-            `energon_packing.offline.loader.PlannedLoader`. None is a training's.
-        arguments: of `SampleKind.build_loader`; of a plan, those of `loader_of`; of an evaluation on a data set,
-            those of `energon_packing.offline.open_loader.evaluation_loader`.
+            whatever the ranks, and packs without samples where there are fewer. None is a training's.
+        arguments: of `SampleKind.build_loader`; of a plan, those of `loader_of`; of an evaluation on a data set, those
+            of `evaluation_loader`.
 
     Raises:
         UserError: nothing is there, or it cannot be read.
@@ -63,20 +56,14 @@ def open_loader(config: AnyRun, *, evaluation: int | None = None, **arguments: A
     if evaluation is not None:
         data = replace(config.data, repeat=True, epoch_end="uneven")  # its own number of packs ends an evaluation
         config = replace(config, data=data)
-        if has_global_packs(data.path):
-            arguments["evaluation"] = evaluation
-        else:
+        if not has_global_packs(data.path):
             return evaluation_loader(config, evaluation, **arguments)
+        arguments["evaluation"] = evaluation
     if is_plan(config.data.path):
-        from energon_packing.offline.loader import planned_loader
-
         return planned_loader(config, **arguments)
     if is_packed(config.data.path):
-        from energon_packing.offline.packed import packed_loader
-
         return packed_loader(config, **arguments)
-    loader: LoaderBase = kind_of_config(config).build_loader(config, **arguments)
-    return loader
+    return cast(LoaderBase, kind_of_config(config).build_loader(config, **arguments))
 
 
 def open_together(
@@ -95,8 +82,6 @@ def open_together(
     data, plan, tokenizer, ranks and workers, and on all ranks the versions of the software.
 
     Args:
-        config: of the run.
-        replica: of this rank.
         opened: opens a loader, as `open_loader`.
         reads: whether this rank reads.
         split, arguments: as for `open_loader`.
@@ -124,7 +109,7 @@ def open_together(
             "data-parallel ranks": replica.world_size,
             "data.packs_ahead": config.data.depth,
             "energon-packing": __version__,
-            **{name: _version(name) for name in ("megatron-energon", "transformers")},
+            **{name: installed_version(name) for name in ("megatron-energon", "transformers")},
         }
         if not reads:
             return None, (facts, {})
@@ -132,13 +117,6 @@ def open_together(
         return loader, (facts, loader.alike())
 
     return replica.agree(act)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:  # a checkout on the path
-        return None
 
 
 def refuse_short_plan(path: str, state: Any, packs: int) -> None:
@@ -157,21 +135,13 @@ def refuse_short_plan(path: str, state: Any, packs: int) -> None:
     position = source.get("position") if isinstance(source, dict) else None
     if not isinstance(position, int):
         return
-    from energon_packing.offline.loader import too_short
-    from energon_packing.offline.packed import Packed
-
     plan = Plan.open(path) if is_plan(path) else Packed.open(path).plan
     if (why := too_short(plan, position + packs)) is not None:
         raise UserError(why)
 
 
 class EndlessPacks:
-    """A loader's batches without end, with the loader's state.
-
-    Args:
-        loader: of this rank.
-        metrics: is told of each pack.
-    """
+    """A loader's batches without end, with the loader's state; `metrics` is told of each pack."""
 
     def __init__(self, loader: LoaderBase, metrics: PackMetrics | None = None) -> None:
         self._loader, self._metrics = loader, metrics
@@ -205,8 +175,6 @@ def open_packs(
     """Opens a rank's loader, as a collective call of all ranks.
 
     Args:
-        config: of the run.
-        replica: of this rank.
         every: each rank of a replica reads for itself, in place of one for all.
         what: see `open_together`.
 
@@ -240,7 +208,6 @@ class EvaluationPacks(PositionedPacks):
         encoder: the task encoder of that data set.
         most: packs of an evaluation; fewer are made where the data end before.
         places: of the packs, as another rank has measured them; if the list is empty, what is measured is added.
-        rank: names the ledger's files.
 
     Attributes:
         identity: the same if the packs are of the same places.
@@ -263,10 +230,10 @@ class EvaluationPacks(PositionedPacks):
             repeat = True
             dataset = build(repeat)
         self._places = places
-        if not self._places:
+        if not places:
             with _active(dataset.worker_config):
-                self._places += _places_of_packs(dataset, encoder, most)
-            if not self._places:
+                places += _places_of_packs(dataset, encoder, most)
+            if not places:
                 raise UserError(
                     "No sample of the evaluation's split can be packed. Fix the data or the limits, or name another "
                     "split."
@@ -298,14 +265,13 @@ def _places_of_packs(dataset: Any, encoder: Any, most: int) -> Iterator[list[Any
     """For each pack, the restore keys of its samples, and of those before them that no pack has; what is dropped after
     the last pack makes one without samples.
 
-    Raises:
-        DropBudgetExceeded: as in training; a blend that comes again has no other end if nothing of it can be packed.
+    The budget of drops holds as in training; a blend that comes again has no other end if nothing of it can be packed.
     """
     packing = encoder.packing
     ledger = Ledger(None, budget=packing.drop_budget, name="", most_pending=packing.max_drops_without_pack)
     ledger.tells = False  # an evaluation does
     source = iter(dataset.dataset)
-    held: list[tuple[MeasuredSample, Any]] = []
+    held: list[MeasuredSample] = []
     dropped: list[Any] = []
     made, ended = 0, False
     while made < most:
@@ -319,11 +285,11 @@ def _places_of_packs(dataset: Any, encoder: Any, most: int) -> Iterator[list[Any
                 account_for(sample, ledger)
                 dropped.append(sample.__restore_key__)
             else:
-                held.append((sample, sample.__restore_key__))
+                held.append(sample)
         if not held:
             break
-        chosen = set(encoder.select_pack([sample for sample, _ in held], ended))
-        yield [*dropped, *(held[at][1] for at in sorted(chosen))]
+        chosen = set(encoder.select_pack(held, ended))
+        yield [*dropped, *(held[at].__restore_key__ for at in sorted(chosen))]
         ledger.take_dropped()
         made, dropped = made + 1, []
         held = [each for at, each in enumerate(held) if at not in chosen]
@@ -364,7 +330,6 @@ def evaluation_loader(
     A metadataset without weights is gone through once; one whose ``blend`` has weights has no end, and its mix.
 
     Args:
-        config: of the run.
         packs: of one evaluation, over all ranks.
         rank, world_size, split, workers, prefetch, task_encoder, data_parallel_group, agree: as for
             `energon_packing.energon.loader.build_loader`.
@@ -377,15 +342,15 @@ def evaluation_loader(
         ConfigError: the processor or a size cannot be used.
     """
     workers = config.data.workers if workers is None else workers
-    data = dataclasses.replace(config.data, split=split or config.data.split, workers=0)
-    config = dataclasses.replace(config, data=data)
+    data = replace(config.data, split=split or config.data.split, workers=0)
+    config = replace(config, data=data)
     encoder = kind_of_config(config).task_encoder(config, **models) if task_encoder is None else task_encoder
 
     def build(repeat: bool) -> Any:
-        own = dataclasses.replace(data, repeat=repeat, epoch_end="uneven", shuffle_over_epochs=1)
+        own = replace(data, repeat=repeat, epoch_end="uneven", shuffle_over_epochs=1)
         # Of clips, too, the data set reads only `data`.
         run = config if isinstance(config, RunConfig) else RunConfig(packing=PackingConfig())
-        return build_dataset(dataclasses.replace(run, data=own), task_encoder=encoder)
+        return build_dataset(replace(run, data=own), task_encoder=encoder)
 
     made = EvaluationPacks(build, encoder, most=packs, places=[] if places is None else places, rank=rank)
     return PlannedLoader(

@@ -15,8 +15,6 @@ What an epoch has too many for whole groups is a group shared with the next epoc
 of the plan it is left as it is.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 BLOCK = 48
@@ -33,7 +31,7 @@ vary in cost by about a third."""
 
 
 def balanced_order(costs: np.ndarray, *, group: int, start: int, near: float | None, seed: list[int]) -> np.ndarray:
-    """The order of one epoch's packs.
+    """The order of one epoch's packs: positions ``[P]`` int64, each once.
 
     Args:
         costs: ``[P]`` of the packs.
@@ -41,9 +39,6 @@ def balanced_order(costs: np.ndarray, *, group: int, start: int, near: float | N
         start: packs before this epoch.
         near: mean cost of the incomplete group at the end of the epoch before, which this epoch completes.
         seed: of all random choices.
-
-    Returns:
-        Positions ``[P]`` int64, each once.
     """
     random = np.random.default_rng(seed)
     costs = np.asarray(costs, dtype=np.float64)
@@ -65,27 +60,21 @@ def balanced_order(costs: np.ndarray, *, group: int, start: int, near: float | N
 
 
 def incomplete_group(costs: np.ndarray, start: int, group: int) -> float | None:
-    """Mean cost of the packs that the next epoch has to complete to a group; None if there are none.
-
-    Args:
-        costs: ``[P]`` of an epoch's packs, in their order.
-        start: packs before this epoch.
-    """
+    """Mean cost of the packs that the next epoch has to complete to a group; None if there are none. `costs` are
+    ``[P]`` of an epoch's packs in their order, `start` packs are before it."""
     left = (start + costs.size) % group
     return float(costs[-min(left, costs.size) :].mean()) if left and costs.size else None
 
 
 def order_again(start: int, stop: int, *, position: int, group: int, seed: list[int]) -> np.ndarray:
-    """Another order of the packs ``[start, stop)`` of an epoch: its whole groups change places, and so do the packs
-    inside each. A step is as even as it was, but for those that hold the first or the last packs of an epoch.
+    """Another order of the packs ``[start, stop)`` of an epoch, ``[stop - start]`` int64, each once: its whole groups
+    change places, and so do the packs inside each. A step is as even as it was, but for those that hold the first or
+    the last packs of an epoch.
 
     Args:
         position: of the first of them. Where steps would straddle two groups, a part of a group comes first.
         group: as for `balanced_order`.
         seed: of all random choices.
-
-    Returns:
-        The packs ``[stop - start]`` int64, each once.
     """
     random = np.random.default_rng(seed)
     first = min(-(-start // group) * group, stop)
@@ -143,14 +132,13 @@ def _shuffled_inside(groups: np.ndarray, random: np.random.Generator) -> np.ndar
 
 def _factors(number: int) -> list[int]:
     """Prime factors, largest first: data-parallel sizes are mostly powers of two, which then stay whole longest."""
-    found = []
-    divisor = 2
-    while divisor * divisor <= number:
+    factors, divisor = [], 2
+    while number > 1:
         while number % divisor == 0:
-            found.append(divisor)
+            factors.append(divisor)
             number //= divisor
         divisor += 1
-    return sorted([*found, number] if number > 1 else found, reverse=True)
+    return factors[::-1]
 
 
 def _level_order(means: np.ndarray, target: float, random: np.random.Generator) -> np.ndarray:

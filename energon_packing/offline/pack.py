@@ -4,8 +4,6 @@ A shard is a range of the plan, which is a function of the plan and of what is s
 stored says a `PackFormat`.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -41,16 +39,7 @@ PIXEL_BYTES = 3072
 
 
 def shard_firsts(plan: Plan, *, store: Store, media: Media, most_packs: int) -> tuple[int, ...]:
-    """The first pack of each shard.
-
-    Args:
-        plan: of the packs.
-        store, media: what is stored.
-        most_packs: packs of a shard at most.
-
-    Raises:
-        UserError: the plan is damaged.
-    """
+    """The first pack of each shard, of at most so many packs and about `SHARD_BYTES` of what is stored."""
     sizes = np.zeros(len(plan), dtype=np.int64)
     for table in plan.tables(["pack", "length", "second", "media"]):
         packs = table.column("pack").to_numpy()
@@ -67,14 +56,13 @@ def shard_firsts(plan: Plan, *, store: Store, media: Media, most_packs: int) -> 
             each = each + ends[last] - ends[last - counts]
         np.add.at(sizes, packs, each)
     ends = np.concatenate([[0], np.cumsum(sizes)])
-    firsts = [0]
-    while True:
-        first = firsts[-1]
-        stop = int(np.searchsorted(ends, ends[first] + SHARD_BYTES, side="right")) - 1
-        stop = min(max(stop, first + 1), first + most_packs)
-        if stop >= len(plan):
-            return tuple(firsts)
+    firsts: list[int] = []
+    stop = 0
+    while stop < len(plan) or not firsts:
         firsts.append(stop)
+        full = int(np.searchsorted(ends, ends[stop] + SHARD_BYTES, side="right")) - 1
+        stop = min(max(full, stop + 1), stop + most_packs)
+    return tuple(firsts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +70,6 @@ class PackConfig(SharedConfig):
     """What to pack, and where to.
 
     Attributes:
-        plan: the plan.
         out: the directory; made, or continued.
         format: a name in `PACK_FORMATS`.
         store: ``tokens``, or ``pixels`` with rendered media.
@@ -112,10 +99,8 @@ class PackReport:
 
     Attributes:
         facts: the manifest, without shards if some of other ranks are still missing; None for a format that has none.
-        packs: of the plan.
-        packed, reused: shards that were missing before, and those that were there. Commands that run at once each count
-            what was missing when they began.
-        missing: shards that other ranks have not packed yet.
+        packed, reused, missing: shards, as in `MeasureReport`. Commands that run at once each count what was missing
+            when they began.
     """
 
     facts: PackedFacts | None
@@ -127,12 +112,7 @@ class PackReport:
 
 @dataclass(frozen=True, slots=True)
 class PackTask:
-    """One shard to pack.
-
-    Attributes:
-        number: of the shard.
-        wait: whether to wait for another command that is packing it.
-    """
+    """One shard to pack; `wait` for another command that is packing it."""
 
     number: int
     wait: bool = False
@@ -204,11 +184,8 @@ class PackFormat(ABC):
 
     @abstractmethod
     def found(self, number: int) -> Any:
-        """Returns what is known of a shard that is there already; None if it is not.
-
-        Raises:
-            UserError: it is damaged, or of another plan.
-        """
+        """Returns what is known of a shard that is there already; None if it is not. Raises UserError: it is damaged,
+        or of another plan."""
 
     @abstractmethod
     def do(self, task: PackTask) -> Any:
@@ -219,11 +196,8 @@ class PackFormat(ABC):
         """
 
     def complete(self, entries: Sequence[Any]) -> None:  # noqa: B027  # nothing to do for most forms
-        """Ends the directory, whose shards are all there.
-
-        Raises:
-            UserError: it may not be ended, or cannot be written.
-        """
+        """Ends the directory, whose shards are all there. Raises UserError: it may not be ended, or cannot be
+        written."""
 
 
 PACK_FORMATS: Registry[Callable[[Plan, Any, PackConfig], PackFormat]] = Registry(
@@ -235,20 +209,13 @@ PACK_FORMATS: Registry[Callable[[Plan, Any, PackConfig], PackFormat]] = Registry
 
 
 def register_pack_format(name: str, made: Callable[[Plan, Any, PackConfig], PackFormat]) -> None:
-    """Adds a form of stored packs to this process.
-
-    Raises:
-        ConfigError: the name is taken.
-    """
+    """Adds a form of stored packs to this process; a ConfigError if the name is taken."""
     PACK_FORMATS.add(name, made)
 
 
 def run_of_plan(plan: Plan) -> Any:
-    """Returns the configuration that a plan was made with.
-
-    Raises:
-        UserError: this version does not know one of its settings.
-    """
+    """Returns the configuration that a plan was made with; a UserError if this version does not know one of its
+    settings."""
     try:
         return from_mapping(KINDS.find(plan.facts.kind).run_class, plan.facts.config, where=str(plan.path))
     except ConfigError as error:
@@ -256,11 +223,9 @@ def run_of_plan(plan: Plan) -> Any:
 
 
 def pack(config: PackConfig, progress: Progress = lambda *_: None) -> PackReport:
-    """Packs the shards that are missing, and completes the directory once all are there.
-
-    Raises:
-        UserError: the plan or its data sets cannot be used, the directory is another plan's or cannot be written, or
-            more samples cannot be decoded than ``packing.drop_budget`` allows.
+    """Packs the shards that are missing, and completes the directory once all are there. Raises UserError: the plan or
+    its data sets cannot be used, the directory is another plan's or cannot be written, or more samples cannot be
+    decoded than ``packing.drop_budget`` allows.
     """
     plan = Plan.open(config.plan.absolute())
     config = replace(config, plan=plan.path, out=config.out.absolute())

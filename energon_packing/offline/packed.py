@@ -1,4 +1,4 @@
-"""A packed directory: the packs of a plan as arrays, in shards that are ranges of the plan.
+"""A packed directory: the packs of a plan as arrays, in shards that are ranges of the plan; and its loader.
 
 ::
 
@@ -9,19 +9,14 @@
     DIR/drops.jsonl         samples that could not be decoded, if pixels are stored
 
 Nothing in the files depends on when, where or by how many processes they were written.
-
-The packs of a packed directory, read at their positions.
-
-Opens a packed directory as a loader.
 """
-
-from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -101,65 +96,41 @@ class PackedFacts:
         """All but the shards: what another command has to have alike to continue this one."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "shards"}
 
-    def packs_of(self, number: int) -> int:
-        """Packs of a shard."""
-        return (*self.firsts[1:], self.packs)[number] - self.firsts[number]
-
     def save(self, directory: Path) -> None:
-        """Writes the manifest, whole or not at all.
-
-        Raises:
-            OSError: the disk is full or read-only.
-        """
+        """Writes the manifest, whole or not at all."""
         write_json(directory / PACKED_FILE, {"format": FORMAT, **asdict(self)})
 
     @classmethod
-    def read(cls, directory: Path) -> PackedFacts:
-        """Reads the manifest.
-
-        Raises:
-            UserError: it is missing, damaged, or of another version.
-        """
+    def read(cls, directory: Path) -> "PackedFacts":
+        """Reads the manifest; a UserError if it is missing, damaged, or of another version."""
         file = directory / PACKED_FILE
         facts: PackedFacts = read_json(file, cls, version=FORMAT, what="a packed directory", remedy="pack")
-        firsts, ends = facts.firsts or (-1,), (*facts.firsts[1:], facts.packs)
-        spans = list(zip(firsts, ends, strict=True))
+        spans = list(pairwise([*facts.firsts, facts.packs]))
         placed = [(each.number, each.first, each.first + each.packs) for each in facts.shards]
-        if firsts[0] != 0 or any(first >= end for first, end in spans):
-            raise UserError(f"{file} is damaged (its shards are not in order); pack again")
-        if placed and placed != [(at, *span) for at, span in enumerate(spans)]:
-            raise UserError(f"{file} is damaged (its shards do not hold its packs); pack again")
+        wrong = facts.firsts[:1] != (0,) or any(first >= end for first, end in spans)
+        if wrong or (placed and placed != [(at, *span) for at, span in enumerate(spans)]):
+            raise UserError(f"{file} is damaged (its shards do not hold its packs in order); pack again")
         return facts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Packed:
-    """An open packed directory.
-
-    Attributes:
-        directory: holds it.
-        facts: its manifest.
-        plan: the plan in it.
-    """
+    """An open packed directory: its manifest, and the plan in it."""
 
     directory: Path
     facts: PackedFacts
     plan: Plan
 
     @classmethod
-    def open(cls, directory: str | Path) -> Packed:
-        """Reads manifest and metadata of the plan; no shard is opened.
-
-        Raises:
-            UserError: something is missing or damaged, or shards are still to be packed.
-        """
+    def open(cls, directory: str | Path) -> "Packed":
+        """Reads manifest and metadata of the plan; no shard is opened. Raises UserError: something is missing or
+        damaged, or shards are still to be packed."""
         path = Path(directory)
         facts = PackedFacts.read(path)
         if not facts.shards:
             raise UserError(f"{path} is not complete; run 'energon-packing pack' again with the same arguments")
         plan = Plan.open(path / PLAN_FILE)
-        known = plan.facts.id, len(plan), len(plan.facts.datasets)
-        if known != (facts.plan, facts.packs, len(facts.media_uuids)):
+        if (plan.facts.id, len(plan), len(plan.facts.datasets)) != (facts.plan, facts.packs, len(facts.media_uuids)):
             raise UserError(f"{plan.path} is not the plan that {path} was packed from; pack again")
         return cls(directory=path, facts=facts, plan=plan)
 
@@ -184,16 +155,7 @@ MOST_SHARDS = 64
 
 
 class StoredPacks[Record](PositionedPacks):
-    """The packs of a packed directory; a subclass makes them from what is stored.
-
-    Args:
-        packed: the directory.
-        encoder: renders and assembles, as online.
-        rank: names the ledger's files.
-
-    Attributes:
-        record: what a pack is stored as.
-    """
+    """The packs of a packed directory; a subclass makes them from what is stored, each as a `record`."""
 
     record: type[Any]
 
@@ -225,16 +187,12 @@ class StoredPacks[Record](PositionedPacks):
         self._compared: set[int] = set()
 
     def stored(self, number: int) -> Record:
-        """The pack with this number, as it is stored.
-
-        Raises:
-            UserError: its shard is missing, damaged, or of another packing.
-        """
+        """The pack with this number, as it is stored. Raises UserError: its shard is missing, damaged, or of another
+        packing."""
         at = self._shard_of(number)
         shard = self._shard(at)
         try:
-            record: Record = self.record.from_bytes(shard.record(number - int(self._firsts[at])))
-            return record
+            return cast(Record, self.record.from_bytes(shard.record(number - int(self._firsts[at]))))
         except DamagedBytes as error:
             raise UserError(
                 f"pack {number} in {shard.path} is damaged: {error}; run 'energon-packing verify', delete what "
@@ -261,34 +219,17 @@ class StoredPacks[Record](PositionedPacks):
                     "index); bring it back as it was, or measure, plan and pack again"
                 )
             self._compared.add(sample.dataset)
-        return PositionedMedia(
-            self._files,
-            {
-                file.name: (
-                    copied if file.shard < 0 else inside(root, dataset.media_shards[file.shard]),
-                    file.offset,
-                    file.size,
-                )
-                for file in sample.files
-            },
-        )
+        tars = [copied if file.shard < 0 else inside(root, dataset.media_shards[file.shard]) for file in sample.files]
+        places = zip(sample.files, tars, strict=True)
+        return PositionedMedia(self._files, {file.name: (tar, file.offset, file.size) for file, tar in places})
 
     def _subflavors(self, dataset: int) -> dict[str, Any]:
         return dict(self._packed.plan.facts.datasets[dataset].subflavors)
 
 
 def packed_loader(config: AnyRun, **arguments: Any) -> PlannedLoader:
-    """Builds the loader of the packed directory at ``data.path``.
-
-    Its packs, and its states, are those of the plan that was packed.
-
-    Args:
-        config, arguments: of `energon_packing.offline.loader.loader_of`.
-
-    Raises:
-        UserError: the directory is damaged or not complete.
-        ConfigError: the run has another encoder, row or alignment than the plan, or does not pack.
-    """
+    """Builds the loader of the packed directory at ``data.path``, whose packs and states are those of the plan that was
+    packed; arguments as for `energon_packing.offline.loader.loader_of`."""
     packed = Packed.open(config.data.path)
 
     def packs_of(encoder: Any, rank: int) -> PositionedPacks:
@@ -299,11 +240,8 @@ def packed_loader(config: AnyRun, **arguments: Any) -> PlannedLoader:
 
 
 def check_stored(packed: Packed, encoder: Any) -> None:
-    """Compares what was stored with what the run would make.
-
-    Raises:
-        ConfigError: a setting of the encoder differs that a plan leaves open, but stored packs do not.
-    """
+    """Compares what was stored with what the run would make. Raises ConfigError: a setting of the encoder differs that
+    a plan leaves open, but stored packs do not."""
     stored = stored_fingerprint(KINDS.find(packed.plan.facts.kind), encoder, packed.facts.store)
     for name, before, own in differing(packed.facts.encoder, stored):
         raise ConfigError(

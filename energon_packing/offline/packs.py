@@ -1,9 +1,6 @@
-"""Packs by their position: a map-style data set for every rank and worker.
-
-Those of a plan are made from the source data sets, any pack by its position, on any rank, in any process.
+"""Packs by their position: a map-style data set for every rank and worker. Those of a plan are made from the source
+data sets.
 """
-
-from __future__ import annotations
 
 import bisect
 import copy
@@ -12,7 +9,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch.utils.data
@@ -23,11 +20,12 @@ from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.energon.window import attempt, piece_of
 from energon_packing.errors import UserError
 from energon_packing.ledger import Ledger
-from energon_packing.offline.index import Index, IndexedDataset, IndexedShard, MediaFile, shard_status
+from energon_packing.offline.index import OF_PART, Index, IndexedDataset, IndexedShard, MediaFile, shard_status
 from energon_packing.offline.order import order_again
 from energon_packing.offline.plan import Plan, PlanFacts, PlannedSample
-from energon_packing.offline.samples import Remeasured, SizedRow
+from energon_packing.offline.samples import Remeasured
 from energon_packing.offline.source import PositionedMedia, ShardIndex, SourcePart, TarFiles, inside
+from energon_packing.packing.constraints import Size
 from energon_packing.remote_files import shown
 from energon_packing.sample_kind import KINDS
 
@@ -38,9 +36,6 @@ class Passes:
     The first pass is the plan as it is. In each later one its whole epochs come again, with the same packs in an order
     of its own, which follows from ``plan.seed`` and the number of the pass. The rest of an online run, with which a
     plan may begin, comes once.
-
-    Args:
-        facts: of the plan.
     """
 
     def __init__(self, facts: PlanFacts) -> None:
@@ -87,9 +82,7 @@ class PositionedPacks(torch.utils.data.Dataset[Pack], ABC):
     """
 
     def __init__(self, encoder: Any, *, rank: int = 0, passes: Passes | None = None) -> None:
-        self._encoder = encoder
-        self._rank = rank
-        self.passes = passes
+        self._encoder, self._rank, self.passes = encoder, rank, passes
         self._ledger: Ledger | None = None
         self._worker: int | None = None
         self._run = uuid.uuid4().hex[:12]
@@ -104,18 +97,14 @@ class PositionedPacks(torch.utils.data.Dataset[Pack], ABC):
 
     @abstractmethod
     def _pack(self, number: int, ledger: Ledger) -> Pack | None:
-        """Makes pack `number` below ``len(self)``; enters every sample that is read or dropped in the ledger.
-
-        Returns:
-            None if the pack has no sample.
-        """
+        """Makes pack `number` below ``len(self)``, None if it has no sample; enters every sample that is read or
+        dropped in the ledger."""
 
     def _assembled(self, rendered: Sequence[Any]) -> Pack | None:
         """The pack of samples in the order of the plan, arranged and assembled as online; None if there are none."""
         if not rendered:
             return None
-        pack: Pack = self._encoder.pack_selected_samples([rendered[at] for at in self._encoder.arrange(rendered)])
-        return pack
+        return cast(Pack, self._encoder.pack_selected_samples([rendered[at] for at in self._encoder.arrange(rendered)]))
 
     def number(self, position: int) -> int | None:
         """The pack at a position; None if there is none."""
@@ -138,8 +127,7 @@ class PositionedPacks(torch.utils.data.Dataset[Pack], ABC):
 
     def _opened(self) -> Ledger:
         """Opens sources and ledger in the process that reads."""
-        info = torch.utils.data.get_worker_info()
-        worker = 0 if info is None else info.id
+        worker = getattr(torch.utils.data.get_worker_info(), "id", 0)
         if self._ledger is None or worker != self._worker:
             self._open()
             packing = self._encoder.packing
@@ -159,35 +147,20 @@ REMEDY = "bring the data set back as it was, or run 'energon-packing measure' an
 
 
 class PlannedSource:
-    """A data set of a plan, whose shards are compared with what was measured when they are first read.
-
-    Args:
-        dataset: as the plan knows it.
-        files: open tars.
-    """
+    """A data set of a plan, whose shards are compared with what was measured when they are first read."""
 
     def __init__(self, dataset: IndexedDataset, files: TarFiles) -> None:
-        self._dataset = dataset
-        self._files = files
+        self._dataset, self._files = dataset, files
         self._root, self._media_root = Path(dataset.root), Path(dataset.media_root)
-        self._part = SourcePart(
-            path=dataset.path,
-            split=dataset.split,
-            root=dataset.root,
-            media_root=dataset.media_root,
-            shards=tuple(shard.name for shard in dataset.shards),
-            subflavors=dataset.subflavors,
-        )
+        shards = tuple(shard.name for shard in dataset.shards)
+        self._part = SourcePart(shards=shards, **{name: getattr(dataset, name) for name in OF_PART})
         self._compared: set[int] = set()
         self._media_compared = False
         self._media_index: ShardIndex | None = None
 
     def sample(self, planned: PlannedSample) -> Any:
-        """The cooked sample, whose media are read when it is rendered.
-
-        Raises:
-            UserError: its shard is missing or is another than the one that was measured.
-        """
+        """The cooked sample, whose media are read when it is rendered. Raises UserError: its shard is missing or is
+        another than the one that was measured."""
         shard = self._dataset.shards[planned.shard]
         path = inside(self._root, shard.name)
         if planned.shard not in self._compared:
@@ -201,9 +174,8 @@ class PlannedSource:
             each.name: (inside(self._media_root, self._dataset.media_shards[each.shard]), each.offset, each.size)
             for each in planned.media
         }
-        key = planned.key
-        store = PositionedMedia(self._files, media, lambda name: self._metadata(key, name))
-        return self._part.sample(key, record, store)
+        store = PositionedMedia(self._files, media, functools.partial(self._metadata, planned.key))
+        return self._part.sample(planned.key, record, store)
 
     def _compare(self, path: Path, identity: Mapping[str, Any]) -> None:
         """The time of the last change is left out: a copy of a data set is as good."""
@@ -231,20 +203,18 @@ class PlannedSource:
 
 
 class PlannedPacks(PositionedPacks):
-    """The packs of a plan, each measured again and compared with the plan before it is rendered.
-
-    Args:
-        plan: of the packs.
-        encoder: measures, renders and assembles, as online.
-        rank: names the ledger's files.
-    """
+    """The packs of a plan, each measured again and compared with the plan before it is rendered."""
 
     def __init__(self, plan: Plan, encoder: Any, *, rank: int = 0) -> None:
         super().__init__(encoder, rank=rank, passes=Passes(plan.facts))
         self._plan = plan
         self._sources: list[PlannedSource] = []
         self._kind = KINDS.find(plan.facts.kind)
-        self._measurer = _measuring_as(plan, encoder)
+        # With the limits of the plan's packs, under which long samples were cut, split or resized. Those of the run may
+        # be wider: a smaller alignment multiple leaves more room in a row.
+        self._measurer = copy.copy(encoder)
+        self._measurer.multiple = int(plan.facts.decided["multiple"])
+        self._measurer.limits = self._kind.planned_limits(plan.facts.decided, encoder)
 
     def __len__(self) -> int:
         return len(self._plan)
@@ -266,20 +236,17 @@ class PlannedPacks(PositionedPacks):
         return self._assembled(rendered)
 
     def measured(self, planned: PlannedSample) -> MeasuredSample:
-        """Measures a sample of the plan again, and compares it with the plan.
-
-        Raises:
-            UserError: its record or its length is another than the plan's.
-        """
+        """Measures a sample of the plan again, and compares it with the plan. Raises UserError: its record or its
+        length is another than the plan's."""
         self._opened()
         sample = self._measurer.preencode_sample(self._sources[planned.dataset].sample(planned))
         if planned.piece >= 0 and sample.split is not None and planned.piece < len(sample.split.pieces):
             sample = piece_of(sample, planned.piece)
         if sample.problem is not None and sample.problem.fatal is not None:
             raise sample.problem.fatal
-        found = None if sample.measured is None else self._kind.planned_sizes(sample.measured)
-        if found != planned.sizes:
-            reason = sample.problem.detail if sample.problem else f"it has {found} {self._kind.sizes}"
+        sizes = None if sample.measured is None else self._kind.planned_sizes(sample.measured)
+        if sizes != planned.sizes:
+            reason = sample.problem.detail if sample.problem else f"it has {sizes} {self._kind.sizes}"
             raise UserError(
                 f"sample {planned.name} is planned with {planned.sizes} {self._kind.sizes} in {self._plan.path}, but "
                 f"{reason}; {REMEDY}"
@@ -287,26 +254,9 @@ class PlannedPacks(PositionedPacks):
         return sample
 
 
-def _measuring_as(plan: Plan, encoder: Any) -> Any:
-    """The encoder with the limits of the plan's packs, under which long samples were cut, split or resized.
-
-    Those of the run may be wider: a smaller alignment multiple leaves more room in a row.
-    """
-    decided = plan.facts.decided
-    measurer = copy.copy(encoder)
-    measurer.multiple = int(decided["multiple"])
-    measurer.limits = KINDS.find(plan.facts.kind).planned_limits(decided, encoder)
-    return measurer
-
-
 class SampleRemeasurer:
-    """A `energon_packing.offline.samples.Remeasure`: reads the samples at their positions and measures them as the
-    run will.
-
-    Args:
-        encoder: of the run.
-        directories: indexes that the plan is made of.
-    """
+    """A `energon_packing.offline.samples.Remeasure`: reads the samples of the indexes in `directories` at their
+    positions and measures them as the run will."""
 
     def __init__(self, encoder: PackingTaskEncoder, directories: Sequence[str | Path]) -> None:
         self._encoder = encoder
@@ -315,35 +265,29 @@ class SampleRemeasurer:
         self._sources: dict[tuple[str, str], PlannedSource] = {}
 
     def __call__(self, dataset: IndexedDataset, shard: IndexedShard, rows: list[int]) -> list[Remeasured]:
-        """One result per row.
-
-        Raises:
-            UserError: the shard is not the one that was measured, or a sample shows that the configuration cannot work.
-        """
-        name = dataset.root, dataset.split
-        source = self._sources.setdefault(name, PlannedSource(dataset, self._files))
-        (index,) = [each for each in self._indexes if dataset in each.datasets][:1]
+        """One result per row. Raises UserError: the shard is not the one that was measured, or a sample shows that the
+        configuration cannot work."""
+        source = self._sources.setdefault((dataset.root, dataset.split), PlannedSource(dataset, self._files))
+        index = next(each for each in self._indexes if dataset in each.datasets)
         table = index.rows(dataset, shard, ("key", "offset", "size", "media")).take(rows).to_pylist()
-        number = dataset.shards.index(shard)
-        found: list[Remeasured] = []
+        unplanned: dict[str, Any] = {"dataset": 0, "shard": dataset.shards.index(shard)}
+        unplanned |= {"length": 0, "second": 0, "piece": -1}
+        results: list[Remeasured] = []
         for row, values in zip(rows, table, strict=True):
             media = tuple(MediaFile(**each) for each in values.pop("media") or ())
-            planned = PlannedSample(
-                dataset=0, shard=number, row=row, media=media, length=0, second=0, piece=-1, **values
-            )
+            planned = PlannedSample(row=row, media=media, **values, **unplanned)
             sample = self._encoder.preencode_sample(source.sample(planned))
             if sample.problem is not None and sample.problem.fatal is not None:
                 raise sample.problem.fatal
-            if sample.split is None:
-                found.append({-1: _outcome(sample)})
-            else:
-                found.append({at: _outcome(piece_of(sample, at)) for at in range(len(sample.split.pieces))})
-        return found
+            count = 0 if sample.split is None else len(sample.split.pieces)
+            pieces = {at: piece_of(sample, at) for at in range(count)} or {-1: sample}
+            results.append({at: _outcome(each) for at, each in pieces.items()})
+        return results
 
 
-def _outcome(sample: MeasuredSample) -> SizedRow | tuple[str, str]:
+def _outcome(sample: MeasuredSample) -> Size | tuple[str, str]:
     measured: AnyMeasured | None = sample.measured
     if measured is None:
         problem = sample.problem
         return (problem.reason, problem.detail) if problem else ("unmeasured", "no length")
-    return SizedRow(segment_lengths=measured.segment_lengths, images=measured.images, patches=measured.patches)
+    return Size(segment_lengths=measured.segment_lengths, images=measured.images, patches=measured.patches)

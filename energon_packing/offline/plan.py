@@ -1,21 +1,16 @@
 """The plan: a Parquet file that holds, in global order, which samples every pack of a run has.
 
 One row per sample, or per piece of a split sample. The rows of a pack are adjacent, and in the order of its row; no row
-group splits a pack. A plan holds all that reading its samples needs, so its index may be deleted.
+group splits a pack. A plan holds all that reading its samples needs, so its index may be deleted. Its metadata
+(`energon_packing.offline.files.read_metadata`) have the fields of `PlanFacts`.
 
-The metadata (`energon_packing.offline.files.read_metadata`) have the fields of `Plan`.
-
-The drops of a plan: a file beside it, with every sample that is in no pack and why.
-
-``PLAN.drops.jsonl`` begins with the id of its plan. One JSON object per line follows, as in the ledger of an online
-run, with the place of the sample::
+``PLAN.drops.jsonl`` beside it names every sample that is in no pack, and why: after the id of its plan, one JSON object
+per line, as in the ledger of an online run, with the place of the sample::
 
     {"plan": "9f86d081884c7d659a2feaa0c55ad015"}
     {"dropped": "c", "reason": "oversize", "detail": "5120 tokens; ...", "setting": "packing.seq_length",
      "dataset": "charts", "shard": "shard_0.tar", "row": 17}
 """
-
-from __future__ import annotations
 
 import functools
 import json
@@ -32,7 +27,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from energon_packing.errors import UserError
-from energon_packing.offline.files import Amount, Count, Name, read_as, read_metadata, replacing, write_table
+from energon_packing.offline.files import Amount, Count, Name, read_as, read_metadata, replacing
 from energon_packing.offline.index import MEDIA, IndexedDataset, MediaFile, kind_of, schema_of
 from energon_packing.offline.samples import Drop, Sources
 from energon_packing.remote_files import check_local
@@ -96,12 +91,7 @@ class PlannedSample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedPack:
-    """One pack.
-
-    Attributes:
-        number: global position.
-        samples: in the order of its row.
-    """
+    """One pack: its global position, and its samples in the order of its row."""
 
     number: int
     samples: tuple[PlannedSample, ...]
@@ -118,8 +108,7 @@ class PlanFacts:
         fingerprint: of the encoder, from the index.
         decided: what the packs depend on besides the samples: row length, alignment, limits, policy, blend, seed.
         datasets: the sources, with the identity of every shard.
-        packs: number of packs.
-        samples: number of rows.
+        packs, samples: number of packs, and of rows.
         max_data_parallel: steps are balanced for every data-parallel size that divides this.
         epoch_ends: for each epoch, the number of packs up to its end.
         row_groups: number of the first pack of each row group.
@@ -146,6 +135,11 @@ class PlanFacts:
         return kind_of(self.datasets)
 
     @property
+    def schema(self) -> pa.Schema:
+        """Columns of its rows."""
+        return schema_of(SCHEMA, self.kind)
+
+    @property
     def epochs(self) -> int:
         """Whole passes over the blend; a plan of the rest of a run has an epoch more, which comes first."""
         return int(self.decided["plan"]["epochs"])
@@ -165,19 +159,13 @@ class PlanFacts:
         return None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; `from_json` reads them back."""
+        """Plain values; `from_json` reads them back, and raises KeyError, TypeError or ValueError for others."""
         return {"format": FORMAT, **asdict(self)}
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> PlanFacts:
-        """Facts from `to_json`.
-
-        Raises:
-            KeyError, TypeError, ValueError: a field is missing or has another form.
-        """
+    def from_json(cls, values: Mapping[str, Any]) -> "PlanFacts":
         facts = read_as(cls, values)
-        limits = [facts.decided[name] for name in facts.decided if name.startswith("max_")]
-        read_as(tuple[Amount | None, ...], limits)
+        read_as(tuple[Amount | None, ...], [facts.decided[name] for name in facts.decided if name.startswith("max_")])
         read_as(tuple[Count, ...], [facts.decided[name] for name in ("seq_length", "multiple", "reserved")])
         read_as(Mapping, facts.config["packing"])
         if len({kind_of([each]) for each in facts.datasets}) > 1:
@@ -188,28 +176,9 @@ class PlanFacts:
         return facts
 
 
-def write_plan(path: Path, facts: PlanFacts, tables: Iterable[pa.Table]) -> None:
-    """Writes a plan, whole or not at all.
-
-    Args:
-        facts: its metadata.
-        tables: of `SCHEMA`, one per row group, whose first packs are ``facts.row_groups``.
-
-    Raises:
-        OSError: the disk is full or read-only.
-    """
-    write_table(path, schema_of(SCHEMA, facts.kind), tables, facts.to_json())
-
-
 class Plan:
-    """An open plan.
-
-    Args:
-        path: of the file.
-        facts: its metadata.
-
-    May be used by several processes after a fork: the file is opened by the process that reads first.
-    """
+    """An open plan. May be used by several processes after a fork: the file is opened by the process that reads
+    first."""
 
     def __init__(self, path: Path, facts: PlanFacts) -> None:
         self.path = path
@@ -218,101 +187,61 @@ class Plan:
         self._group = functools.lru_cache(maxsize=CACHED)(self._group_of)
 
     @classmethod
-    def open(cls, path: str | Path) -> Plan:
-        """Reads the metadata only.
-
-        Raises:
-            UserError: the file is missing, damaged, no plan, or of another version.
-        """
+    def open(cls, path: str | Path) -> "Plan":
+        """Reads the metadata only. Raises UserError: the file is missing, damaged, no plan, or of another version."""
         check_local("the plan", path)
         file = Path(path)
         if not file.is_file():
             raise UserError(f"There is no plan {file}; make one with 'energon-packing plan'.")
-        found = read_metadata(file)
-        if found is None or found.get("format") != FORMAT or "epoch_ends" not in found:
+        metadata = read_metadata(file)
+        if metadata is None or metadata.get("format") != FORMAT or "epoch_ends" not in metadata:
             raise UserError(f"{file} is damaged, or not a plan of format {FORMAT}; make it again with this version.")
         try:
-            return cls(file, PlanFacts.from_json(found))
+            return cls(file, PlanFacts.from_json(metadata))
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"{file} has damaged metadata ({error!r}); make the plan again.") from error
 
     def __len__(self) -> int:
         return self.facts.packs
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "facts": self.facts}
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Plan, (self.path, self.facts)  # a copy opens the file for itself
 
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.__init__(state["path"], state["facts"])  # type: ignore[misc]  # a copy opens the file for itself
-
-    def rows(self, start: int, stop: int) -> pa.Table:
-        """The rows of the packs ``[start, stop)``, of `SCHEMA`; reads the row groups that hold them and no others.
+    def packs(self, start: int, stop: int) -> list[PlannedPack]:
+        """The packs ``[start, stop)``; reads the row groups that hold them and no others.
 
         Raises:
             UserError: the range leaves the plan, or the file is damaged.
         """
         if not 0 <= start <= stop <= len(self):
             raise UserError(f"packs {start} to {stop} are not in {self.path}, which has {len(self)}")
-        if start == stop:
-            return schema_of(SCHEMA, self.facts.kind).empty_table()
-        firsts = np.asarray(self.facts.row_groups)
-        low, high = np.searchsorted(firsts, [start, stop - 1], side="right") - 1
-        parts = []
-        for number in range(int(low), int(high) + 1):
+        low, high = np.searchsorted(np.asarray(self.facts.row_groups), [start, stop - 1], side="right") - 1
+        samples: dict[int, list[PlannedSample]] = {}
+        for number in range(int(low), int(high) + 1) if start < stop else ():
             table, packs = self._group(number)
-            begin, end = np.searchsorted(packs, [start, stop])
-            parts.append(table.slice(int(begin), int(end - begin)))
-        return parts[0] if len(parts) == 1 else pa.concat_tables(parts)
-
-    def packs(self, start: int, stop: int) -> list[PlannedPack]:
-        """The packs ``[start, stop)``.
-
-        Raises:
-            UserError: as `rows`.
-        """
-        found: list[PlannedPack] = []
-        samples: list[PlannedSample] = []
-        number = start
-        for row in self.rows(start, stop).to_pylist():
-            pack = row.pop("pack")
-            if pack != number:
-                found.append(PlannedPack(number=number, samples=tuple(samples)))
-                number, samples = pack, []
-            row["media"] = tuple(MediaFile(**each) for each in row["media"] or ())
-            samples.append(PlannedSample(**row))
-        if samples:
-            found.append(PlannedPack(number=number, samples=tuple(samples)))
-        return found
+            begin, end = np.searchsorted(packs, [start, stop]).tolist()
+            for row in table.slice(begin, end - begin).to_pylist():
+                media = tuple(MediaFile(**each) for each in row["media"] or ())
+                samples.setdefault(row.pop("pack"), []).append(PlannedSample(**row | {"media": media}))
+        return [PlannedPack(number=number, samples=tuple(some)) for number, some in samples.items()]
 
     def tables(self, columns: list[str]) -> Iterable[pa.Table]:
-        """All rows, one row group at a time.
-
-        Raises:
-            UserError: the file is damaged.
-        """
+        """All rows, one row group at a time."""
         for number in range(len(self.facts.row_groups)):
             yield self._read(number, columns)
 
     def _group_of(self, number: int) -> tuple[pa.Table, np.ndarray]:
-        """A row group, and the pack of each of its rows."""
+        """A row group, and the pack of each of its rows; a UserError if a row is not in the data sets, or the packs are
+        others than the metadata say."""
         table = self._read(number, None)
-        return table, self._checked(number, table)
-
-    def _checked(self, number: int, table: pa.Table) -> np.ndarray:
-        """The pack of each row of a row group.
-
-        Raises:
-            UserError: a row is not in the data sets, or the packs are others than the metadata say.
-        """
         first, stop = (*self.facts.row_groups, len(self))[number : number + 2]
         try:
-            wrong = wrong_rows(table.cast(schema_of(SCHEMA, self.facts.kind)), self.facts.datasets, first, stop)
+            wrong = wrong_rows(table.cast(self.facts.schema), self.facts.datasets, first, stop)
         except (pa.ArrowException, ValueError) as error:
             wrong = str(error)
         if wrong:
             raise UserError(f"{self.path} is damaged ({wrong}); make the plan again.")
-        packs: np.ndarray = table.column("pack").to_numpy()
-        return packs
+        return table, table.column("pack").to_numpy()
 
     def _read(self, number: int, columns: list[str] | None) -> pa.Table:
         try:
@@ -347,8 +276,8 @@ def wrong_rows(table: pa.Table, datasets: Sequence[IndexedDataset], first: int, 
         return "a row names a shard that no data set has"
     if any((columns[name] < least).any() for name, least in small.items()):
         return "a row has a number below 0"
-    found = {name: files.field(name).to_numpy(zero_copy_only=False) for name in ("shard", "offset", "size")}
-    if any((values < 0).any() for values in found.values()) or not (found["shard"] < most_media[owner]).all():
+    places = {name: files.field(name).to_numpy(zero_copy_only=False) for name in ("shard", "offset", "size")}
+    if any((values < 0).any() for values in places.values()) or not (places["shard"] < most_media[owner]).all():
         return "a file of a sample lies in a shard that its data set lacks"
     return None
 
@@ -360,29 +289,22 @@ def drops_path(plan: Path) -> Path:
 
 @contextmanager
 def written_drops(plan: Path, identifier: str, drops: Sequence[Drop], sources: Sources) -> Iterator[None]:
-    """Writes the drops of a plan with this id aside. They take their place at the end, if the plan could be written.
-
-    Raises:
-        OSError: the disk is full or read-only.
-    """
+    """Writes the drops of a plan with this id aside. They take their place at the end, if the plan could be written."""
     with replacing(drops_path(plan)) as aside:
         with aside.open("w", encoding="utf-8") as file:
             file.write(json.dumps({"plan": identifier}) + "\n")
             for drop in drops:
-                dataset, shard, row = sources.found_at(drop.source)
+                number, at, row = (int(value[0]) for value in sources.place(np.array([drop.source])))
+                dataset = sources.datasets[number]
                 entry: dict[str, Any] = {"dropped": drop.key, "reason": drop.reason, "detail": drop.detail}
                 entry |= {"setting": drop.setting} if drop.setting else {}
-                entry |= {"dataset": dataset.name, "shard": shard.name, "row": row}
+                entry |= {"dataset": dataset.name, "shard": dataset.shards[at].name, "row": row}
                 file.write(json.dumps(entry, ensure_ascii=False) + "\n")
         yield
 
 
 def read_drops(plan: Path, identifier: str) -> Iterator[dict[str, Any]]:
-    """The drops of a plan with this id.
-
-    Raises:
-        UserError: the file is missing, damaged or of another plan.
-    """
+    """The drops of a plan with this id; a UserError if the file is missing, damaged or of another plan."""
     path = drops_path(plan)
     try:
         with path.open(encoding="utf-8") as file:

@@ -4,8 +4,6 @@ Every epoch of the blend is packed, its packs are put in order, and the rows fol
 an online run's epoch. Figures for readers end it: histogram, fill, balance of steps, steps per epoch.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter
@@ -24,10 +22,10 @@ from energon_packing.drops import WISHED, over_budget
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline import plan as plan_file
 from energon_packing.offline.blend import Blend
-from energon_packing.offline.files import said
-from energon_packing.offline.index import MEDIA, IndexedDataset, pair_counts, schema_of
+from energon_packing.offline.files import said, write_table
+from energon_packing.offline.index import MEDIA, IndexedDataset, pair_counts
 from energon_packing.offline.order import balanced_order, incomplete_group
-from energon_packing.offline.plan import PlanFacts, write_plan, written_drops
+from energon_packing.offline.plan import PlanFacts, written_drops
 from energon_packing.offline.samples import (
     AnyLimits,
     Drop,
@@ -54,11 +52,7 @@ def policy_of(packing: Any) -> str:
 
 
 def packs_of(sizes: Sizes, limits: AnyLimits, policy: str, *, window: int, seed: int) -> PackGroups:
-    """Packs samples that fit alone; the samples of a pack are in the order in which they are given.
-
-    Raises:
-        PackingError: the policy's result is not a partition or breaks a limit.
-    """
+    """Packs samples that fit alone; the samples of a pack are in the order in which they are given."""
     units, constraints = _constraints(sizes, limits)
     if constraints and policy == "best_fit":
         packs = pack_limited(units, limits.units, constraints)
@@ -68,27 +62,18 @@ def packs_of(sizes: Sizes, limits: AnyLimits, policy: str, *, window: int, seed:
     return pack_lengths_flat(units, limits.units, policy, constraints=pairs, window=window, seed=seed)
 
 
-def bound_of(sizes: Sizes, limits: AnyLimits) -> int:
-    """Fewest packs that these samples can need, by tokens or by the scarcest of the other limits."""
-    units, constraints = _constraints(sizes, limits)
-    return lower_bound(units, limits.units, constraints)
-
-
 def _constraints(sizes: Sizes, limits: AnyLimits) -> tuple[np.ndarray, Constraints]:
     """Alignment units of each sample, and its costs under the other limits."""
-    constraints = Constraints(costs=costs(limits, sizes), limits=limits.limited)
-    return limits.length_units(sizes), constraints
+    return limits.length_units(sizes), Constraints(costs=costs(limits, sizes), limits=limits.limited)
 
 
 def show_padding(order: np.ndarray, offsets: np.ndarray, sizes: Sizes, multiple: int) -> np.ndarray:
-    """`energon_packing.thd.assembly.visible_order` for all packs, in both rows where samples have two.
+    """`energon_packing.thd.assembly.visible_order` for all packs, in both rows where samples have two: the last two
+    samples of some packs change places.
 
     Args:
         order: ``[N]``, rows of `sizes`, one pack after another.
         offsets: ``[packs + 1]``.
-
-    Returns:
-        The order with the last two samples of some packs swapped.
     """
     if multiple == 1 or order.size == 0:
         return order
@@ -101,9 +86,9 @@ def show_padding(order: np.ndarray, offsets: np.ndarray, sizes: Sizes, multiple:
     last = offsets[1:] - 1
     last_padded = np.where(sizes.second[order[last]] > 0, second[last], first[last])
     swapped = last[(padded == 1) & last_padded & (np.diff(offsets) > 1)]
-    found = order.copy()
-    found[swapped], found[swapped - 1] = order[swapped - 1], order[swapped]
-    return found
+    shown = order.copy()
+    shown[swapped], shown[swapped - 1] = order[swapped - 1], order[swapped]
+    return shown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -126,19 +111,13 @@ class OrderedPacks:
     bound: int
     repeats: tuple[float, ...]
 
-    @property
-    def count(self) -> int:
-        """Number of packs."""
-        return self.offsets.size - 1
-
 
 def ordered_packs(
     sources: Sources, samples: Samples, limits: AnyLimits, config: AnyRun, rest: np.ndarray | None = None
 ) -> OrderedPacks:
     """Packs every epoch of the blend and puts all packs into their order.
 
-    Args:
-        rest: rows of `samples` that come first, as an epoch of their own; None begins with a whole epoch.
+    `rest` are rows of `samples` that come first, as an epoch of their own.
 
     Raises:
         ConfigError: the section ``plan`` does not suit the data sets.
@@ -172,9 +151,8 @@ def ordered_packs(
         costs.append(pack_costs[chosen])
         ends.append(start + chosen.size)
     offsets = np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
-    shown = show_padding(np.concatenate(order), offsets, samples.sizes, limits.multiple)
     return OrderedPacks(
-        order=shown,
+        order=show_padding(np.concatenate(order), offsets, samples.sizes, limits.multiple),
         offsets=offsets,
         epoch_ends=tuple(ends),
         costs=np.concatenate(costs),
@@ -193,16 +171,12 @@ def _packed_epoch(
         if drawn.size == 0:
             continue
         sizes = samples.sizes.take(drawn)
-        packs = packs_of(
-            sizes,
-            limits,
-            policy_of(config.packing),
-            window=config.packing.window,
-            seed=config.plan.seed,
-        )
+        policy, window = policy_of(config.packing), config.packing.window
+        packs = packs_of(sizes, limits, policy, window=window, seed=config.plan.seed)
         rows.append(drawn[packs.order])
         counts.append(np.diff(packs.offsets))
-        bound += bound_of(sizes, limits)
+        units, constraints = _constraints(sizes, limits)
+        bound += lower_bound(units, limits.units, constraints)
     empty = np.zeros(0, dtype=np.int64)
     return np.concatenate([*rows, empty]), np.concatenate([*counts, empty]), bound
 
@@ -220,14 +194,11 @@ ALL = 1 << 30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Left:
-    """What an online run has still to give in its running epoch.
+    """What an online run has still to give in its running epoch, number `epoch` from 0; each rank has given `packs`.
 
-    Attributes:
-        samples: ``(shard, row, first, stop)`` -> how often: pieces ``[first, stop)`` of a sample; ``[0, ALL)`` is the
-            whole. More than once if some worker has begun an epoch that the worker of this sample has not.
-        epoch: number of that epoch, from 0.
-        ranks, workers: of the run; no workers is one process.
-        packs: that each rank has given.
+    `samples` are ``(shard, row, first, stop)`` -> how often: pieces ``[first, stop)`` of a sample; ``[0, ALL)`` is the
+    whole. More than once if some worker has begun an epoch that the worker of this sample has not. No workers is one
+    process.
     """
 
     samples: Mapping[tuple[str, int, int, int], int]
@@ -262,12 +233,6 @@ def rows_left(left: Left, sources: Sources, samples: Samples) -> np.ndarray:
     return np.array(rows, dtype=np.int64)
 
 
-def digest_of_rest(left: Left) -> str:
-    """What tells plans of different rests apart."""
-    listed = [[*sample, times] for sample, times in sorted(left.samples.items())]
-    return hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:16]
-
-
 BATCH_SIZES = (8, 32, 64, 128, 256, 512, 1024)
 """Global batch sizes, in packs, for which steps are counted, besides that of the configuration."""
 
@@ -287,11 +252,14 @@ def summary_of(
     sizes = samples.sizes
     tokens = int(sizes.tokens[packs.order].sum())
     aligned = int(limits.length_units(sizes)[packs.order].sum()) * limits.multiple
-    room = packs.count * config.packing.seq_length
+    room = packs.costs.size * config.packing.seq_length
     lengths = np.bincount(np.frexp(np.maximum(sizes.tokens, 1))[1] - 1)  # of the power of two below each length
     own = {config.training.global_batch_size} if isinstance(config, RunConfig) else set()
     batches = sorted({*own, *BATCH_SIZES})
     text = samples.sizes.text_tokens
+    most = config.plan.max_data_parallel
+    powers = [1 << power for power in range(1, most.bit_length()) if most % (1 << power) == 0]
+    parallel_sizes = sorted({*powers, most} - {1}) or [1]
     return {
         "source_samples": int(np.count_nonzero(np.diff(samples.source, prepend=-1))),
         "rows": int(packs.order.size),
@@ -299,11 +267,11 @@ def summary_of(
         **({} if text is None else {"text_tokens": int(text[packs.order].sum(dtype=np.int64))}),
         "images": int(sizes.images[packs.order].sum(dtype=np.int64)),
         "patches": int(sizes.patches[packs.order].sum()),
-        "packs": packs.count,
-        "samples_per_pack": round(packs.order.size / packs.count, 3),
+        "packs": packs.costs.size,
+        "samples_per_pack": round(packs.order.size / packs.costs.size, 3),
         "fill": round(tokens / room, 6),
         "aligned_fill": round(aligned / room, 6),
-        "of_bound": round(packs.bound / packs.count, 6),
+        "of_bound": round(packs.bound / packs.costs.size, 6),
         "datasets": [
             {"name": dataset.name, "path": dataset.path, "root": dataset.root, "per_epoch": round(repeats, 12)}
             for dataset, repeats in zip(datasets, packs.repeats, strict=True)
@@ -315,10 +283,13 @@ def summary_of(
         ],
         "balance": {
             str(ranks): round(efficiency, 4)
-            for ranks in _parallel_sizes(config.plan.max_data_parallel)
+            for ranks in parallel_sizes
             if (efficiency := efficiency_of(packs.costs, ranks)) is not None
         },
-        "steps": {str(batch): _steps(packs.epoch_ends, batch) for batch in batches},
+        "steps": {
+            str(batch): np.diff(np.array([0, *packs.epoch_ends]) // batch).tolist()  # steps that end in each epoch
+            for batch in batches
+        },
     }
 
 
@@ -326,18 +297,6 @@ def efficiency_of(costs: np.ndarray, ranks: int) -> float | None:
     """`step_efficiency` of all whole steps; None if there is none."""
     whole = costs.size // ranks * ranks
     return step_efficiency(costs[:whole].reshape(-1, ranks).T) if whole else None
-
-
-def _parallel_sizes(most: int) -> list[int]:
-    """Data-parallel sizes to report: powers of two that divide the maximum, and the maximum."""
-    powers = [1 << power for power in range(1, most.bit_length()) if most % (1 << power) == 0]
-    return sorted({*powers, most} - {1}) or [1]
-
-
-def _steps(epoch_ends: tuple[int, ...], batch: int) -> list[int]:
-    """Steps that end in each epoch."""
-    ends = [end // batch for end in epoch_ends]
-    return [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 _CONTENT = pa.schema(
@@ -375,7 +334,6 @@ def make_plan(
 
     Args:
         directories: indexes, all measured with the encoder of `config`.
-        config: of the run.
         out: the plan; its drops are written beside it.
         limits: of a pack; None takes those of `SampleKind.limits`, for which a dummy image is too much.
         remeasure: measures samples again that fit no pack as they are; see `fitting_samples`.
@@ -402,25 +360,21 @@ def make_plan(
     facts = _facts(sources, samples, drops, packs, limits, config, left)
     try:
         with written_drops(out, facts.id, drops, sources):  # takes its place after the plan
-            write_plan(out, facts, _tables(sources, samples, packs, facts))
+            write_table(out, facts.schema, _tables(sources, samples, packs, facts), facts.to_json())
     except OSError as error:
         raise UserError(f"{out} cannot be written ({said(error)}); an existing plan is as it was.") from error
     return facts
 
 
 def _check_measured(directories: Sequence[str | Path], sources: Sources, samples: Samples, config: AnyRun) -> None:
-    """Compares the settings of packs on which the measured samples depend.
-
-    Raises:
-        ConfigError: the run refuses pairs and the indexes hold some, or they were measured with another setting.
-    """
+    """Refuses indexes whose samples were measured under other settings of packs, or with pairs that the run refuses."""
     where = ", ".join(map(str, directories))
     for name in marked(config.packing, "newer"):
         own = getattr(config.packing, name)
         if name == "pairs":  # an older index did not count them
             known, seen = pair_counts(sources.datasets), int(np.count_nonzero(samples.sizes.second))
             replace(known, pairs=max(known.pairs, seen)).check(where, own)
-        measured = sources.fingerprint.get(f"packing.{name}", getattr(type(config.packing)(), name))
+        measured = sources.indexes[0].fingerprint.get(f"packing.{name}", getattr(type(config.packing)(), name))
         if measured != own:
             raise ConfigError(
                 f"{where} was measured with packing.{name}={measured!r}, the configuration has {own!r}; measure again "
@@ -430,8 +384,8 @@ def _check_measured(directories: Sequence[str | Path], sources: Sources, samples
 
 def _check_drops(sources: Sources, samples: Samples, drops: list[Drop], config: AnyRun) -> None:
     if len(samples) == 0:
-        said = f"; the most frequent reason is {_reasons(drops)}" if drops else ""
-        raise UserError(f"None of the {len(sources)} samples can be packed{said}.")
+        most = f"; the most frequent reason is {_reasons(drops)}" if drops else ""
+        raise UserError(f"None of the {len(sources)} samples can be packed{most}.")
     samples_read = len(sources) - len({drop.source for drop in drops if drop.reason in WISHED})
     drops = [drop for drop in drops if drop.reason not in WISHED]
     lost = len({drop.source for drop in drops})
@@ -464,34 +418,33 @@ def _facts(
         "policy": policy_of(packing),
         "oversize": packing.oversize,
         "plan": to_mapping(config.plan),
-        **({} if left is None else {"rest": digest_of_rest(left)}),
     }
-    groups = _row_groups(packs.offsets)
-    values: dict[str, Any] = {
-        "config": to_mapping(config),
-        "fingerprint": sources.fingerprint,
+    if left is not None:  # tells plans of different rests apart
+        listed = [[*sample, times] for sample, times in sorted(left.samples.items())]
+        decided["rest"] = hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:16]
+    known: dict[str, Any] = {
+        "fingerprint": dict(sources.indexes[0].fingerprint),
         "decided": decided,
-        "packs": packs.count,
+        "packs": packs.costs.size,
         "samples": int(packs.order.size),
         "max_data_parallel": config.plan.max_data_parallel,
         "epoch_ends": packs.epoch_ends,
-        "row_groups": tuple(groups),
         "drops": dict(sorted(Counter(drop.reason for drop in drops).items())),
     }
     # Neither settings on which no pack depends nor where the shards are: a state of one plan continues with its equal.
-    known = {name: value for name, value in values.items() if name not in ("config", "row_groups")}
     digest = hashlib.sha256(json.dumps([known, *map(_content, sources.datasets)], sort_keys=True).encode())
-    chosen = packs.order
-    columns = [samples.source, samples.piece, samples.sizes.length, samples.sizes.second]
-    if samples.sizes.text_tokens is not None:
-        columns.append(samples.sizes.text_tokens)
-    for array in (packs.offsets.astype(np.int64), *(column[chosen] for column in columns)):
+    sizes = samples.sizes
+    columns = (samples.source, samples.piece, sizes.length, sizes.second, sizes.text_tokens)
+    rows = [column[packs.order] for column in columns if column is not None]
+    for array in (packs.offsets.astype(np.int64), *rows):
         digest.update(np.ascontiguousarray(array).data)
     return PlanFacts(
         id=digest.hexdigest()[:32],
         datasets=sources.datasets,
         summary=summary_of(sources.datasets, samples, packs, limits, config),
-        **values,
+        config=to_mapping(config),
+        row_groups=tuple(_row_groups(packs.offsets)),
+        **known,
     )
 
 
@@ -506,19 +459,16 @@ def _content(dataset: IndexedDataset) -> dict[str, Any]:
 
 def _row_groups(offsets: np.ndarray) -> list[int]:
     """The first pack of each row group."""
-    packs = offsets.size - 1
     firsts = [0]
-    while True:
-        following = int(np.searchsorted(offsets, offsets[firsts[-1]] + plan_file.ROW_GROUP))
-        if following >= packs:
-            return firsts
+    while (following := int(np.searchsorted(offsets, offsets[firsts[-1]] + plan_file.ROW_GROUP))) < offsets.size - 1:
         firsts.append(following)
+    return firsts
 
 
 def _tables(sources: Sources, samples: Samples, packs: OrderedPacks, facts: PlanFacts) -> Iterator[pa.Table]:
     """The rows of the plan, one row group at a time."""
     names = tuple(_CONTENT.names)
-    schema = schema_of(plan_file.SCHEMA, facts.kind)
+    schema = facts.schema
     # Offsets of 32 bits would end at 2 GiB of names.
     content = pa.concat_tables([table.cast(_CONTENT) for _, table in sources.tables(names)]).combine_chunks()
     bounds = [*facts.row_groups, facts.packs]
@@ -527,7 +477,7 @@ def _tables(sources: Sources, samples: Samples, packs: OrderedPacks, facts: Plan
         rows = packs.order[low:high]
         source = samples.source[rows]
         dataset, shard, row = sources.place(source)
-        found = content.take(pa.array(source))
+        taken = content.take(pa.array(source))
         columns = {
             "pack": np.repeat(np.arange(first, stop), np.diff(packs.offsets[first : stop + 1])),
             "dataset": dataset,
@@ -536,7 +486,7 @@ def _tables(sources: Sources, samples: Samples, packs: OrderedPacks, facts: Plan
             "length": samples.sizes.length[rows],
             "second": samples.sizes.second[rows],
             "piece": samples.piece[rows],
-            **{name: found.column(name).cast(schema.field(name).type) for name in names},
+            **{name: taken.column(name).cast(schema.field(name).type) for name in names},
         }
         if samples.sizes.text_tokens is not None:
             columns["text_tokens"] = samples.sizes.text_tokens[rows]

@@ -4,11 +4,9 @@
 itself: a planner is given a function that measures it again.
 """
 
-from __future__ import annotations
-
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from energon_packing.errors import ConfigError, PackingError, UserError
 from energon_packing.offline.files import differing
 from energon_packing.offline.index import Index, IndexedDataset, IndexedShard, kind_of
 from energon_packing.packing.balance import LINEAR, PATCH
+from energon_packing.packing.constraints import Size
 from energon_packing.sample_kind import KINDS, AnyRun, kind_of_config
 
 AnyLimits = Any
@@ -61,50 +60,24 @@ class Sizes:
     @property
     def cost(self) -> np.ndarray:
         """``[N]`` int64, as `pack_cost`."""
-        length, second = self.length.astype(np.int64), self.second.astype(np.int64)
+        length, second = self.segment_lengths
         return LINEAR * (length + second) + length**2 + second**2 + PATCH * self.patches
 
-    def take(self, indices: np.ndarray | slice) -> Sizes:
+    def take(self, indices: np.ndarray | slice) -> "Sizes":
         """The sizes of some of the samples."""
-        return Sizes(
-            length=self.length[indices],
-            second=self.second[indices],
-            images=self.images[indices],
-            patches=self.patches[indices],
-            text_tokens=None if self.text_tokens is None else self.text_tokens[indices],
-        )
+        columns = ((each.name, getattr(self, each.name)) for each in fields(self))
+        taken: dict[str, Any] = {name: None if column is None else column[indices] for name, column in columns}
+        return Sizes(**taken)
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SizedRow:
-    """One sample, in the form that limits take."""
-
-    segment_lengths: tuple[int, ...]
-    images: int
-    patches: int
-    text_tokens: int = 0
-
-    @property
-    def length(self) -> int:
-        """Tokens of all segments."""
-        return sum(self.segment_lengths)
-
-    @classmethod
-    def of(cls, sizes: Sizes, index: int) -> SizedRow:
-        """The sample number `index`."""
-        length, second = int(sizes.length[index]), int(sizes.second[index])
-        return cls(
+    def at(self, index: int) -> Size:
+        """The sizes of one sample."""
+        length, second = int(self.length[index]), int(self.second[index])
+        return Size(
             segment_lengths=(length, second) if second else (length,),
-            images=int(sizes.images[index]),
-            patches=int(sizes.patches[index]),
-            text_tokens=0 if sizes.text_tokens is None else int(sizes.text_tokens[index]),
+            images=int(self.images[index]),
+            patches=int(self.patches[index]),
+            text_tokens=0 if self.text_tokens is None else int(self.text_tokens[index]),
         )
-
-
-def length_units(limits: AnyLimits, sizes: Sizes) -> np.ndarray:
-    """``[N]`` int64: alignment units that each sample occupies."""
-    units: np.ndarray = limits.length_units(sizes)
-    return units
 
 
 def costs(limits: AnyLimits, sizes: Sizes) -> dict[str, np.ndarray]:
@@ -127,30 +100,22 @@ class Sources:
     """Data sets in order. A *source* is a row of their shards' files, numbered from 0 through all of them.
 
     Attributes:
-        kind: of their samples.
         datasets: of all indexes.
-        indexes: the index of each of them.
-        fingerprint: of the encoder; one for all indexes.
+        indexes: the index of each of them; the fingerprints are equal.
         starts: ``[shards + 1]`` int64: the first source of each shard of all data sets, and the number of sources.
         dataset: ``[shards]`` int16, the data set of each shard.
         shard: ``[shards]`` int32, the number of each shard in its data set.
     """
 
-    kind: str
     datasets: tuple[IndexedDataset, ...]
     indexes: tuple[Index, ...]
-    fingerprint: dict[str, str]
     starts: np.ndarray
     dataset: np.ndarray
     shard: np.ndarray
 
     @classmethod
-    def open(cls, directories: Sequence[str | Path], encoder: Any) -> Sources:
-        """The data sets of these indexes.
-
-        Args:
-            directories: indexes.
-            encoder: of the plan's configuration.
+    def open(cls, directories: Sequence[str | Path], encoder: Any) -> "Sources":
+        """The data sets of these indexes; `encoder` is that of the plan's configuration.
 
         Raises:
             UserError: there is no index or no data set, or a data set is in two of them.
@@ -163,24 +128,20 @@ class Sources:
         if kind != kind_of_config(encoder).name:
             raise ConfigError(f"{directories[0]} is an index of {kind}; give the configuration that measured it.")
         for index in indexes:
-            _check_encoder(index, encoder)
-            _check_same(index, indexes[0])
-        datasets = [(index, dataset) for index in indexes for dataset in index.datasets]
-        seen: set[tuple[str, str]] = set()
-        for _, found in datasets:
-            if (found.root, found.split) in seen:  # parts of a metadataset share its path
-                raise UserError(f"{found.path} ({found.split}) is in two of the indexes; name only one of them.")
-            seen.add((found.root, found.split))
+            _check_measured_alike(index, indexes[0], encoder)
+        datasets = [dataset for index in indexes for dataset in index.datasets]
+        known = Counter((dataset.root, dataset.split) for dataset in datasets)  # parts of a metadataset share its path
+        for dataset in datasets:
+            if known[dataset.root, dataset.split] > 1:
+                raise UserError(f"{dataset.path} ({dataset.split}) is in two of the indexes; name only one of them.")
         shards = [
             (number, at, shard.samples)
-            for number, (_, found) in enumerate(datasets)
-            for at, shard in enumerate(found.shards)
+            for number, dataset in enumerate(datasets)
+            for at, shard in enumerate(dataset.shards)
         ]
         return cls(
-            kind=kind,
-            datasets=tuple(found for _, found in datasets),
-            indexes=tuple(index for index, _ in datasets),
-            fingerprint=dict(indexes[0].fingerprint),
+            datasets=tuple(datasets),
+            indexes=tuple(index for index in indexes for _ in index.datasets),
             starts=np.cumsum([0, *(samples for _, _, samples in shards)], dtype=np.int64),
             dataset=np.array([number for number, _, _ in shards], dtype=np.int16),
             shard=np.array([at for _, at, _ in shards], dtype=np.int32),
@@ -198,30 +159,19 @@ class Sources:
         number = np.searchsorted(self.starts, sources, side="right") - 1
         return self.dataset[number], self.shard[number], (sources - self.starts[number]).astype(np.int32)
 
-    def found_at(self, source: int) -> tuple[IndexedDataset, IndexedShard, int]:
-        """Data set, shard and row of one source."""
-        dataset, shard, row = (int(value[0]) for value in self.place(np.array([source])))
-        return self.datasets[dataset], self.datasets[dataset].shards[shard], row
+    def table(self, number: int, columns: Sequence[str]) -> pa.Table:
+        """The rows of a shard, by its number among those of all data sets. Raises UserError as `Index.rows`."""
+        dataset = int(self.dataset[number])
+        shard = self.datasets[dataset].shards[int(self.shard[number])]
+        return self.indexes[dataset].rows(self.datasets[dataset], shard, columns)
 
     def tables(self, columns: Sequence[str]) -> Iterator[tuple[int, pa.Table]]:
-        """The rows of each shard, with the number of its first source.
-
-        Raises:
-            UserError: a file of the index is missing or damaged, or has another number of rows than it should.
-        """
-        for start, number, at in zip(self.starts.tolist(), self.dataset.tolist(), self.shard.tolist(), strict=False):
-            dataset, index = self.datasets[number], self.indexes[number]
-            shard = dataset.shards[at]
-            table = index.rows(dataset, shard, columns)
-            if table.num_rows != shard.samples:
-                raise UserError(
-                    f"{index.directory / dataset.name / shard.file} has {table.num_rows} rows, {shard.samples} are "
-                    "expected; run 'energon-packing measure' again"
-                )
-            yield start, table
+        """The rows of each shard, with the number of its first source."""
+        for number, start in enumerate(self.starts[:-1].tolist()):
+            yield start, self.table(number, columns)
 
 
-def _check_encoder(index: Index, encoder: Any) -> None:
+def _check_measured_alike(index: Index, first: Index, encoder: Any) -> None:
     free = length_free_of(encoder)
     for name, measured, own in differing(index.encoder, to_mapping(encoder), to_mapping(type(encoder)())):
         if name.partition(".")[0] not in free:
@@ -229,9 +179,6 @@ def _check_encoder(index: Index, encoder: Any) -> None:
                 f"{index.directory} was measured with encoder.{name}={measured!r}, the configuration has {own!r}; give "
                 "the same configuration to 'energon-packing measure' and 'energon-packing plan'."
             )
-
-
-def _check_same(index: Index, first: Index) -> None:
     for name, in_first, in_other in differing(first.fingerprint, index.fingerprint):
         raise UserError(
             f"{first.directory} and {index.directory} cannot share a plan: {name} is {in_first!r} in one and "
@@ -239,12 +186,12 @@ def _check_same(index: Index, first: Index) -> None:
         )
 
 
-Remeasured = Mapping[int, SizedRow | tuple[str, str]]
+Remeasured = Mapping[int, Size | tuple[str, str]]
 """What becomes of a sample under the limits of a pack: number of each piece of a split one (``KEY#0`` and so on), or -1
 for the whole, -> its sizes, or reason and detail if it is dropped."""
 Remeasure = Callable[[IndexedDataset, IndexedShard, list[int]], Sequence[Remeasured]]
 """Measures rows of a shard again, under the limits of the run; one result per row."""
-_Kept = tuple[int, int, SizedRow]
+_Kept = tuple[int, int, Size]
 """Source, number and sizes of a piece that is packed."""
 
 
@@ -270,10 +217,7 @@ class Drop:
 class Samples:
     """What can be packed: N samples and pieces, in the order of the sources.
 
-    Attributes:
-        source: ``[N]`` int64, ascending; pieces of one sample share it.
-        piece: ``[N]`` int16, -1 for a whole sample.
-        sizes: of each.
+    `source` ``[N]`` int64 is ascending; pieces of one sample share it. `piece` ``[N]`` int16 is -1 for a whole sample.
     """
 
     source: np.ndarray
@@ -290,7 +234,6 @@ def fitting_samples(
     """Reads the sizes of all samples and keeps those that fit a pack.
 
     Args:
-        limits: of a pack.
         config: its oversize policy, and names for messages.
         remeasure: for samples that do not fit and that the configuration cuts, splits or resizes.
 
@@ -305,40 +248,31 @@ def fitting_samples(
     kept[over] = False
     source = np.flatnonzero(kept)
     samples = Samples(source=source, piece=np.full(source.size, -1, dtype=np.int16), sizes=sizes.take(source))
-    if over.size == 0:
-        return samples, dropped
-    if kind_of_config(config).changes_samples(config):
+    if over.size and kind_of_config(config).changes_samples(config):
         if remeasure is None:
             raise UserError(
                 f"{over.size} samples fit no pack, and packing.oversize or encoder.limits.when_over asks to change "
                 "them, which needs the samples themselves; set packing.oversize=drop and when_over=[drop]."
             )
         pieces, refused = _measured_again(sources, over, remeasure, limits, config)
-        return _joined(samples, pieces), sorted([*dropped, *refused], key=lambda drop: drop.source)
-    refused = [
-        _refusal(source, row["key"], SizedRow.of(sizes, source), limits, config)
-        for source, row in _rows_of(sources, over, ["key"]).items()
-    ]
+        samples = _joined(samples, pieces)
+    else:
+        refused = [
+            _refusal(source, row["key"], sizes.at(source), limits, config)
+            for source, row in _rows_of(sources, over, ["key"]).items()
+        ]
     return samples, sorted([*dropped, *refused], key=lambda drop: drop.source)
 
 
 def _read_sizes(sources: Sources) -> tuple[Sizes, list[Drop]]:
     """Sizes of all sources, and those that are dropped at any row length."""
-    count = len(sources)
-    columns: dict[str, np.ndarray] = {
-        "length": np.zeros(count, np.int32),
-        "second": np.zeros(count, np.int32),
-        "images": np.zeros(count, np.int32),
-        "patches": np.zeros(count, np.int64),
-    }
-    columns |= {name: np.zeros(count, np.int32) for name in KINDS.find(sources.kind).more_columns}
+    names = ("length", "second", "images", "patches", *KINDS.find(kind_of(sources.datasets)).more_columns)
+    columns = {name: np.zeros(len(sources), np.int64 if name == "patches" else np.int32) for name in names}
     bad: list[int] = []
     for start, table in sources.tables([*columns, "reason"]):
         for name, column in columns.items():
             column[start : start + table.num_rows] = table.column(name).to_numpy()
-        reasons = table.column("reason")
-        if reasons.null_count < table.num_rows:
-            bad.extend((np.flatnonzero(reasons.is_valid().to_numpy()) + start).tolist())
+        bad.extend((np.flatnonzero(table.column("reason").is_valid().to_numpy()) + start).tolist())
     rows = _rows_of(sources, np.array(bad, dtype=np.int64), ["key", "reason", "detail"])
     drops = [Drop(source=source, **row | {"detail": row["detail"] or ""}) for source, row in rows.items()]
     return Sizes(**columns), drops
@@ -346,23 +280,17 @@ def _read_sizes(sources: Sources) -> tuple[Sizes, list[Drop]]:
 
 def _rows_of(sources: Sources, wanted: np.ndarray, columns: list[str]) -> dict[int, dict[str, str]]:
     """Some columns of some sources, by source; reads only the shards that hold them."""
-    found: dict[int, dict[str, str]] = {}
+    rows: dict[int, dict[str, str]] = {}
     number = np.searchsorted(sources.starts, wanted, side="right") - 1
     for at in np.unique(number).tolist():
         here = wanted[number == at]
-        dataset = int(sources.dataset[at])
-        shard = sources.datasets[dataset].shards[int(sources.shard[at])]
-        table = sources.indexes[dataset].rows(sources.datasets[dataset], shard, columns)
-        found.update(zip(here.tolist(), table.take(here - sources.starts[at]).to_pylist(), strict=True))
-    return found
+        table = sources.table(at, columns).take(here - sources.starts[at])
+        rows.update(zip(here.tolist(), table.to_pylist(), strict=True))
+    return rows
 
 
-def _refusal(source: int, key: str, size: SizedRow, limits: AnyLimits, config: AnyRun) -> Drop:
-    """Why a sample fits no pack, in the words of the online loader.
-
-    Raises:
-        UserError: under ``oversize: raise``.
-    """
+def _refusal(source: int, key: str, size: Size, limits: AnyLimits, config: AnyRun) -> Drop:
+    """Why a sample fits no pack, in the words of the online loader; a UserError under ``oversize: raise``."""
     reason, setting = "oversize", "packing.seq_length"
     if limits.too_long(size):
         detail = kind_of_config(config).too_long(size, limits, config)
@@ -378,19 +306,16 @@ def _refusal(source: int, key: str, size: SizedRow, limits: AnyLimits, config: A
 def _measured_again(
     sources: Sources, over: np.ndarray, remeasure: Remeasure, limits: AnyLimits, config: AnyRun
 ) -> tuple[list[_Kept], list[Drop]]:
-    by_shard: defaultdict[int, list[int]] = defaultdict(list)
     rows, setting = _rows_of(sources, over, ["key"]), f"packing.oversize={config.packing.oversize}"
-    for source in over.tolist():
-        by_shard[int(np.searchsorted(sources.starts, source, side="right")) - 1].append(source)
+    shard_of = np.searchsorted(sources.starts, over, side="right") - 1
     kept: list[_Kept] = []
     dropped: list[Drop] = []
-    for at, wanted in by_shard.items():
+    for at in np.unique(shard_of).tolist():
+        wanted = over[shard_of == at].tolist()
         dataset = sources.datasets[int(sources.dataset[at])]
         shard = dataset.shards[int(sources.shard[at])]
-        found = remeasure(dataset, shard, [source - int(sources.starts[at]) for source in wanted])
-        if len(found) != len(wanted):
-            raise PackingError(f"{len(wanted)} samples of {shard.name} were measured again, but {len(found)} came back")
-        for source, result in zip(wanted, found, strict=True):
+        results = remeasure(dataset, shard, [source - int(sources.starts[at]) for source in wanted])
+        for source, result in zip(wanted, results, strict=True):
             for number, made in result.items():
                 name = rows[source]["key"] + ("" if number < 0 else f"#{number}")
                 if isinstance(made, tuple):
@@ -405,18 +330,13 @@ def _measured_again(
 
 def _joined(samples: Samples, pieces: list[_Kept]) -> Samples:
     """Adds pieces, in the order of the sources."""
-    source = np.concatenate([samples.source, np.array([each for each, _, _ in pieces], np.int64)])
-    piece = np.concatenate([samples.piece, np.array([each for _, each, _ in pieces], np.int16)])
-    own = [((*size.segment_lengths, 0)[:2], size.images, size.patches) for _, _, size in pieces]
-    more = {
-        "length": [first for (first, _), _, _ in own],
-        "second": [second for (_, second), _, _ in own],
-        "images": [images for _, images, _ in own],
-        "patches": [patches for _, _, patches in own],
-    }
-    columns = {
-        name: np.concatenate([before := getattr(samples.sizes, name), np.array(values, before.dtype)])
-        for name, values in more.items()
-    }
+    rows = [(at, number, *(*size.segment_lengths, 0)[:2], size.images, size.patches) for at, number, size in pieces]
+    more = np.array(rows, np.int64).reshape(-1, 6).T
+    sizes = samples.sizes
+    before = (samples.source, samples.piece, sizes.length, sizes.second, sizes.images, sizes.patches)
+    source, piece, length, second, images, patches = (
+        np.concatenate([old, new.astype(old.dtype)]) for old, new in zip(before, more, strict=True)
+    )
     order = np.lexsort((piece, source))
-    return replace(samples, source=source[order], piece=piece[order], sizes=Sizes(**columns).take(order))
+    joined = Sizes(length=length, second=second, images=images, patches=patches).take(order)
+    return Samples(source=source[order], piece=piece[order], sizes=joined)

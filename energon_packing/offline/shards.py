@@ -1,9 +1,4 @@
-"""Named arrays and plain values as bytes, in files that come from elsewhere: nothing is believed before it is checked.
-
-The layout is 8 bytes with the length of a JSON header, the header, and the arrays, each at a multiple of 64 bytes. The
-header has ``values`` (of the caller) and ``arrays``: name, dtype, shape and place of each.
-
-A shard of packs: records of any size back to back, a table of their places, and what the shard is.
+"""A shard of packs: records of any size back to back, a table of their places, and what the shard is.
 
 ::
 
@@ -12,9 +7,11 @@ A shard of packs: records of any size back to back, a table of their places, and
 
 A record is read by its number; no other byte of the file is touched. Its checksum is the CRC-32 of its first `CHECKED`
 bytes, where its header and its tokens are.
-"""
 
-from __future__ import annotations
+It holds named arrays and plain values: 8 bytes with the length of a JSON header, the header, and the arrays, each at a
+multiple of 64 bytes. The header has ``values`` (of the caller) and ``arrays``: name, dtype, shape and place of each.
+The files may come from elsewhere, so nothing is believed before it is checked.
+"""
 
 import hashlib
 import json
@@ -43,9 +40,7 @@ class DamagedBytes(ValueError):
 def to_bytes(values: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> list[bytes | memoryview]:
     """Returns parts of a record, whose bytes follow each other; equal arguments make equal bytes.
 
-    Args:
-        values: anything that JSON can express.
-        arrays: of the types `DTYPES`.
+    `values` are anything that JSON can express, `arrays` of the types `DTYPES`.
     """
     entries: list[tuple[str, str, list[int], int]] = []
     offset = 0
@@ -67,11 +62,8 @@ def to_bytes(values: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> lis
 
 
 def from_bytes(buffer: memoryview) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Returns values and arrays of a record; the arrays are views of the buffer.
-
-    Raises:
-        DamagedBytes: the header is none, or an array would lie outside the buffer.
-    """
+    """Returns values and arrays of a record; the arrays are views of the buffer. Raises DamagedBytes: the header is
+    none, or an array would lie outside the buffer."""
     size = len(buffer)
     length = int.from_bytes(buffer[:8], "little")
     if size < 8 or length > min(size - 8, MOST_HEADER):
@@ -83,9 +75,9 @@ def from_bytes(buffer: memoryview) -> tuple[dict[str, Any], dict[str, np.ndarray
             raise TypeError("values are no mapping")
         start = _aligned(8 + length)
         return values, {str(name): _array(buffer, start, dtype, shape, at) for name, dtype, shape, at in entries}
+    except DamagedBytes:
+        raise
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        if isinstance(error, DamagedBytes):
-            raise
         raise DamagedBytes(f"its header cannot be read ({error})") from error
 
 
@@ -114,11 +106,7 @@ MiB takes a millisecond, a record with pixels would take thirty."""
 
 
 class ShardWriter:
-    """Writes the records of a shard to a file that is not there yet under its name.
-
-    Args:
-        path: of the file, in a directory of its own; see `replacing`.
-    """
+    """Writes the records of a shard to a file that is not there yet under its name; see `replacing`."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb", buffering=1 << 20)
@@ -126,18 +114,14 @@ class ShardWriter:
         self._places = [0]
         self._sums: list[int] = []
 
-    def __enter__(self) -> ShardWriter:
+    def __enter__(self) -> "ShardWriter":
         return self
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
     def add(self, parts: list[bytes | memoryview]) -> None:
-        """Writes one record.
-
-        Raises:
-            OSError: the disk is full or read-only.
-        """
+        """Writes one record."""
         checksum, left = 0, CHECKED
         for part in parts:
             self._digest.update(part)
@@ -148,11 +132,7 @@ class ShardWriter:
         self._sums.append(checksum)
 
     def finish(self, facts: Mapping[str, Any]) -> None:
-        """Writes table and facts; the shard is complete then.
-
-        Raises:
-            OSError: the disk is full or read-only.
-        """
+        """Writes table and facts; the shard is complete then."""
         said = json.dumps(facts, sort_keys=True).encode()
         tables = np.asarray(self._places, dtype="<i8").tobytes() + np.asarray(self._sums, dtype="<u4").tobytes()
         for part in (tables, said, len(said).to_bytes(8, "little")):
@@ -162,14 +142,8 @@ class ShardWriter:
 
 
 class ShardFile:
-    """A shard, opened to read. May be opened again by several processes; an open one belongs to its process.
-
-    Args:
-        path: of the file.
-
-    Raises:
-        UserError: it is missing, cut off, or no shard.
-    """
+    """A shard, opened to read. May be opened again by several processes; an open one belongs to its process. Raises
+    UserError: it is missing, cut off, or no shard."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._descriptor = path, -1
@@ -225,29 +199,20 @@ class ShardFile:
                 mapping.madvise(mmap.MADV_WILLNEED)
                 return memoryview(mapping)[begin - first :]
             buffer = memoryview(bytearray(end - begin))
-            read = 0
-            while read < len(buffer):
-                more = os.preadv(self._descriptor, [buffer[read:]], begin + read)
-                if not more:
-                    raise OSError(0, "it ends early")
-                read += more
+            left = buffer
+            while left and (read := os.preadv(self._descriptor, [left], end - len(left))):
+                left = left[read:]
+            if left:
+                raise OSError(0, "it ends early")
         except (OSError, ValueError) as error:  # a file that is shorter than a mapping is a ValueError
             said = getattr(error, "strerror", None) or error
             raise UserError(f"{self.path} cannot be read ({said}); put it back as it was") from error
         return buffer
 
     def digest(self) -> str:
-        """The checksum of what the file holds now; that of a whole shard is `checksum`.
-
-        Raises:
-            OSError: it cannot be read.
-        """
-        return digest_of(self._chunks())
-
-    def _chunks(self) -> Iterator[bytes]:
+        """The checksum of what the file holds now; that of a whole shard is `checksum`."""
         end = self.bytes - 32 - len(MAGIC)
-        for at in range(0, end, _CHUNK):
-            yield os.pread(self._descriptor, min(_CHUNK, end - at), at)
+        return digest_of(os.pread(self._descriptor, min(_CHUNK, end - at), at) for at in range(0, end, _CHUNK))
 
     def close(self) -> None:
         """Closes the file; records that were read stay."""
@@ -267,10 +232,6 @@ def digest_of(chunks: Iterator[bytes]) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """SHA-256 of a file."""
     with path.open("rb") as file:
         return digest_of(iter(lambda: file.read(_CHUNK), b""))

@@ -1,7 +1,5 @@
 """What the commands `measure`, `pack` and `verify` have alike: who works, and how several share the shards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -17,11 +15,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class WorkersConfig:
-    """Who works.
-
-    Attributes:
-        executor, workers, address: see `ExecutorConfig`.
-    """
+    """Who works; see `ExecutorConfig`."""
 
     executor: ExecutorKind = "local"
     workers: int | None = 1
@@ -31,21 +25,13 @@ class WorkersConfig:
         self.executor_config()  # refuses what cannot be
 
     def executor_config(self) -> ExecutorConfig:
-        """Returns who works.
-
-        Raises:
-            ConfigError: nobody can be that.
-        """
+        """Returns who works; a ConfigError if nobody can be that."""
         return ExecutorConfig(kind=self.executor, workers=self.workers, address=self.address)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharedConfig(WorkersConfig):
-    """Who works, of several such commands on one file system.
-
-    Attributes:
-        rank, world_size: this one does every `world_size`-th shard.
-    """
+    """Who works, of several such commands on one file system; this one does every `world_size`-th shard."""
 
     rank: int = 0
     world_size: int = 1
@@ -57,12 +43,8 @@ class SharedConfig(WorkersConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedResults:
-    """What became of all shards.
-
-    Attributes:
-        results: of each task; None where another command has not done it yet.
-        done, reused: shards that were missing when the command began, of its share, and those that were there.
-    """
+    """What became of all shards: the result of each task, None where another command has not done it yet; and how many
+    of its share were missing when the command began, and were there."""
 
     results: list[Any]
     done: int

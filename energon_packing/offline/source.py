@@ -2,8 +2,6 @@
 from the index that Energon keeps, and the bytes there.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os
@@ -16,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from megatron.energon import CrudeSample
@@ -40,19 +38,14 @@ from energon_packing.validate.looks.data import REMOTE, DataLooks, look_at_data
 
 MOST_OPEN = 128
 """Open tars of one process. Opening one costs some microseconds, so a small number does no harm."""
-
-
 _NEAR = 1 << 16
 """Bytes between two pieces that count as following each other."""
 
 
 @functools.lru_cache(maxsize=1 << 14)
 def inside(root: Path, name: str) -> Path:
-    """The path of a shard that a file of ours names.
-
-    Raises:
-        UserError: the name leaves its directory, as no file of ours does.
-    """
+    """The path of a shard that a file of ours names; a UserError if the name leaves its directory, as no file of ours
+    does."""
     if os.path.isabs(name) or ".." in Path(name).parts:
         raise UserError(f"{name!r} is not a name of a shard in {root}; measure and plan again")
     return root / name
@@ -71,11 +64,7 @@ class _RemotePieces:
         self._end = -1  # of the piece before
 
     def read(self, address: str, offset: int, size: int) -> bytes:
-        """As many of these bytes as there are.
-
-        Raises:
-            OSError: they cannot be read.
-        """
+        """As many of these bytes as there are. Raises OSError: they cannot be read."""
         follows = address == self._address and 0 <= offset - self._end <= _NEAR
         start = offset - self._start
         if address != self._address or start < 0 or start + size > len(self._ahead):
@@ -87,68 +76,51 @@ class _RemotePieces:
 
 class TarFiles:
     """Open tars, the least recently used closed first; of tars in object stores, pieces are read
-    (`energon_packing.remote_files`). Not for several threads or across a fork.
-    """
+    (`energon_packing.remote_files`). Not for several threads or across a fork."""
 
-    def __init__(self, most: int = MOST_OPEN) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._open: OrderedDict[Path, int] = OrderedDict()
         self._process = os.getpid()
         self._remote = _RemotePieces()
 
     def read(self, path: Path, offset: int, size: int) -> bytes:
-        """Returns `size` bytes of `path` from byte `offset` on.
-
-        Raises:
-            UserError: the file is missing, unreadable, or ends before that.
-        """
+        """Returns `size` bytes of `path` from byte `offset` on. Raises UserError: the file is missing, unreadable, or
+        ends before that."""
         address = remote_address(path)
         try:
             if address is not None:
-                found = self._remote.read(address, offset, size)
+                content = self._remote.read(address, offset, size)
             else:
-                found = read_again(path, lambda: self._some(path, offset, size), lambda: self._forget(path))
+                content = read_again(path, lambda: self._some(path, offset, size), lambda: self._forget(path))
         except OSError as error:
             raise UserError(f"{shown(path)} cannot be read: {error.strerror or error}; put the shard back") from error
-        if len(found) != size:
+        if len(content) != size:
             raise UserError(f"{shown(path)} ends before byte {offset + size}; the shard changed since it was measured")
-        return found
+        return content
 
     def _some(self, path: Path, offset: int, size: int) -> bytes:
         """As many of these bytes as there are."""
-        found = os.pread(self._descriptor(path), size, offset)
-        while 0 < len(found) < size:  # a signal, or a file system that reads less at a time
-            more = os.pread(self._descriptor(path), size - len(found), offset + len(found))
-            if not more:
-                break
-            found += more
-        return found
+        content = more = os.pread(self._descriptor(path), size, offset)
+        while more and len(content) < size:  # a signal, or a file system that reads less at a time
+            more = os.pread(self._descriptor(path), size - len(content), offset + len(content))
+            content += more
+        return content
 
     def _forget(self, path: Path) -> None:
         """Closes a file that failed; the next read opens it again."""
-        descriptor = self._open.pop(path, None)
-        if descriptor is not None:
+        if (descriptor := self._open.pop(path, None)) is not None:
             os.close(descriptor)
 
     def _descriptor(self, path: Path) -> int:
         if self._process != os.getpid():  # descriptors are shared with the parent, which may close them
             self._open.clear()
             self._process = os.getpid()
-        found = self._open.get(path)
-        if found is not None:
-            self._open.move_to_end(path)
-            return found
-        while len(self._open) >= self._most:
-            os.close(self._open.popitem(last=False)[1])
-        found = self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        return found
-
-    def close(self) -> None:
-        """Closes all of them."""
-        if self._process == os.getpid():
-            for descriptor in self._open.values():
-                os.close(descriptor)
-        self._open.clear()
+        if path not in self._open:
+            while len(self._open) >= MOST_OPEN:
+                os.close(self._open.popitem(last=False)[1])
+            self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._open.move_to_end(path)
+        return self._open[path]
 
 
 RECORD_PART = "json"
@@ -168,15 +140,8 @@ _POSITION = """
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
-    """Where a file lies.
-
-    Attributes:
-        shard: number of its tar in the data set.
-        offset: of its first byte in the tar.
-        size: bytes.
-    """
+class Position(NamedTuple):
+    """Where a file lies: number of its tar in the data set, its first byte there, and its bytes."""
 
     shard: int
     offset: int
@@ -184,14 +149,8 @@ class Position:
 
 
 class ShardIndex:
-    """``.nv-meta`` of a WebDataset, opened to read.
-
-    Args:
-        root: directory of the data set, here or in an object store (`energon_packing.remote_files`).
-
-    Raises:
-        UserError: it has no index that can be read.
-    """
+    """``.nv-meta`` of the WebDataset at `root`, here or in an object store, opened to read. Raises UserError: it has no
+    index that can be read."""
 
     def __init__(self, root: Path) -> None:
         meta = root / META_DIRECTORY
@@ -211,11 +170,7 @@ class ShardIndex:
 
     @staticmethod
     def uuid_of(root: Path) -> str:
-        """The identifier of a data set's index.
-
-        Raises:
-            UserError: it cannot be read.
-        """
+        """The identifier of a data set's index; a UserError if it cannot be read."""
         file = root / META_DIRECTORY / "index.uuid"
         try:
             return metadata_text(root, file.name).strip()
@@ -251,10 +206,6 @@ class ShardIndex:
             raise KeyError(name)
         return deserialize_media_metadata(*row)
 
-    def close(self) -> None:
-        """Closes the database."""
-        self._database.close()
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourcePart:
@@ -262,11 +213,9 @@ class SourcePart:
 
     Attributes:
         path: that the user named; absolute, or an address. `root` and `media_root` may be addresses, too.
-        split: part of it.
         root: directory of the shards.
         media_root: directory of the shards with the media; `root` itself for a monolithic data set.
         shards: names of the part's tars, in order.
-        subflavors: of its samples.
         weight, repetitions: that a metadataset gives it, see `Leaf`.
     """
 
@@ -281,28 +230,14 @@ class SourcePart:
 
     def sample(self, key: str, record: bytes, store: FileStore[bytes]) -> Any:
         """Cooks a record as the loader does; a bad one carries its problem."""
-        crude = CrudeSample(
-            {
-                "__key__": key,
-                "__restore_key__": (),
-                "__subflavors__": dict(self.subflavors),
-                "__sources__": (),
-                "json": record,
-            }
-        )
-        return (kind_of_subflavors(self.subflavors) or KINDS.find(DEFAULT_KIND)).cook(crude, store)
+        known = {"__key__": key, "__restore_key__": (), "__subflavors__": dict(self.subflavors), "__sources__": ()}
+        kind = kind_of_subflavors(self.subflavors) or KINDS.find(DEFAULT_KIND)
+        return kind.cook(CrudeSample({**known, "json": record}), store)
 
 
 def source_parts(path: str | Path, split: str, kind: str = DEFAULT_KIND) -> list[SourcePart]:
-    """The parts of a data set that ``convert`` wrote, or of a metadataset of such data sets.
-
-    Args:
-        path: of this machine, or in an object store (`energon_packing.remote_files`).
-        split: part of it.
-
-    Raises:
-        UserError: something is missing or damaged, or the samples are not of that kind.
-    """
+    """The parts of a data set that ``convert`` wrote, or of a metadataset of such data sets, here or in an object
+    store. Raises UserError: something is missing or damaged, or the samples are not of that kind."""
     if (address := remote_address(path)) is None:
         return _parts(str(path), os.path.abspath(path), split, kind)
     with _copied(path, address) as (description, here):
@@ -314,28 +249,20 @@ def source_parts(path: str | Path, split: str, kind: str = DEFAULT_KIND) -> list
 
 
 def kind_of_data(path: str | Path, split: str) -> str:
-    """What the samples of a data set are; conversations if it does not say.
-
-    Raises:
-        UserError: it is missing or damaged.
-    """
+    """What the samples of a data set are; conversations if it does not say."""
     if (address := remote_address(path)) is None:
-        found = _looks(str(path), split)
+        looks = _looks(str(path), split)
     else:
         with _copied(path, address) as (description, _):
-            found = _looks(description, split)
-    kinds = (kind_of_subflavors(inspected.subflavors) for _, inspected in found.readable)
+            looks = _looks(description, split)
+    kinds = (kind_of_subflavors(inspected.subflavors) for _, inspected in looks.readable)
     return next((kind.name for kind in kinds if kind is not None), DEFAULT_KIND)
 
 
 @contextmanager
 def _copied(path: str | Path, address: str) -> Iterator[tuple[str, Path]]:
     """A copy of the description of a remote data set: what `look_at_data` takes, and the directory in place of the
-    address, which errors name instead.
-
-    Raises:
-        UserError: the storage cannot be read.
-    """
+    address, which errors name instead."""
     check_remote("DATASET", Path(path), "copy the data set with the storage's own tool, and name the local path")
     with tempfile.TemporaryDirectory() as scratch:
         here = Path(scratch).resolve() / "data"
@@ -353,17 +280,12 @@ def _there(path: str, here: Path, address: str) -> str:
 
 
 def _parts(path: str, named: str, split: str, kind: str) -> list[SourcePart]:
-    """The parts of a data set whose description is on this machine.
-
-    Args:
-        path: of the description.
-        named: what the user named.
-    """
-    found = _looks(path, split)
-    if not found.whole:
+    """The parts of a data set whose description is on this machine, at `path`; the user named it `named`."""
+    looks = _looks(path, split)
+    if not looks.whole:
         raise UserError(f"{path} is not on this machine; offline commands read shards by position from a local path")
     parts = []
-    for leaf, inspected in found.readable:
+    for leaf, inspected in looks.readable:
         own = kind_of_subflavors(inspected.subflavors)
         if own is not None and own.name != kind:
             raise UserError(f"{leaf.path} holds {own.name}, but {kind} are expected here; see docs/offline.md, 'Clips'")
@@ -396,24 +318,21 @@ def _parts(path: str, named: str, split: str, kind: str) -> list[SourcePart]:
 
 
 def _looks(path: str, split: str) -> DataLooks:
-    found = look_at_data(path, split, {"data.path": "DATASET", "data.split": "--split"}, {})
-    wrong = [look for look in found.looks if look.outcome == "error"]
-    if wrong:
-        raise UserError(f"{wrong[0].why}; {wrong[0].fix}")
-    return found
+    looks = look_at_data(path, split, {"data.path": "DATASET", "data.split": "--split"}, {})
+    for look in looks.looks:
+        if look.outcome == "error":
+            raise UserError(f"{look.why}; {look.fix}")
+    return looks
 
 
 class IndexedMedia(FileStore[bytes]):
     """Looks up media of one sample in the index of their shards; for measuring, so nothing is read from a tar.
 
-    Args:
-        index: of the data set with the media.
-        key: of the sample, which a name that begins with a dot continues.
+    A name that begins with a dot continues the key of the sample.
     """
 
     def __init__(self, index: ShardIndex, key: str) -> None:
-        self._index = index
-        self._key = key
+        self._index, self._key = index, key
 
     def _full(self, name: str) -> str:
         return self._key + name if name.startswith(".") else name
@@ -435,18 +354,13 @@ class IndexedMedia(FileStore[bytes]):
 
 
 class PositionedMedia(FileStore[bytes]):
-    """Reads media of one sample at positions that are known.
+    """Reads media of one sample at positions that are known: name -> tar, offset, bytes.
 
-    Args:
-        files: open tars.
-        positions: name -> tar, offset, bytes.
-        metadata: gives Energon's metadata of a name, for records that lack sizes.
+    `metadata` gives Energon's metadata of a name, for records that lack sizes.
     """
 
     def __init__(self, files: TarFiles, positions: Mapping[str, tuple[Path, int, int]], metadata: Any = None) -> None:
-        self._files = files
-        self._positions = positions
-        self._metadata = metadata
+        self._files, self._positions, self._metadata = files, positions, metadata
 
     def __getitem__(self, key: str) -> tuple[bytes, Any]:
         path, offset, size = self._positions[key]

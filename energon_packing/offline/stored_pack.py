@@ -1,24 +1,18 @@
-"""One pack as it is stored: its row without pixels, or with them, and what is known about its samples.
+"""Packs of conversations as they are stored, in one of two forms:
 
-A pack is stored in one of two forms:
+* *finished*: the row is that of the planned pack, with pixels as bytes or without any media;
+* *parts*: media are still to be rendered, so the row holds the samples side by side without media, unaligned, and each
+  sample says what to render and where it is.
 
-* *finished*: its row is the row of the planned pack, with pixels as bytes or without any media;
-* *parts*: its media are still to be rendered, so its row holds the samples side by side without media, unaligned, and
-  each sample says what to render and where it is.
-
-A packed row in few bytes, without loss: what follows from other fields is not stored.
-
-A row of 32,768 tokens takes 950 kB as tensors, and 140 kB here. Each field has one or more short forms. A short form is
-used only if the field that is read back from it equals the field bit for bit; otherwise the field is stored as it is.
-
-Stores packs of conversations: as finished rows, or as samples whose media are rendered when they are read.
+A row is stored without loss and without what follows from other fields: 32,768 tokens take 950 kB as tensors, and 140
+kB here. Each field has one or more short forms. A short form is used only if the field that is read back from it equals
+the field bit for bit; otherwise the field is stored as it is.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -56,11 +50,8 @@ _TYPES = {
 
 
 def encode_row(batch: PackedBatch) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Returns plain values and arrays of a whole row on the host.
-
-    Raises:
-        TypeError: a tensor is of a type that has no stored form, such as bfloat16; pixels are stored as bytes.
-    """
+    """Returns plain values and arrays of a whole row on the host. Raises TypeError: a tensor is of a type that has no
+    stored form, such as bfloat16; pixels are stored as bytes."""
     values: dict[str, Any] = {name: getattr(batch, name) for name in _PLAIN}
     values["visual_counts"] = dict(batch.visual_counts)
     values["pixel_forms"] = {name: dataclasses.asdict(form) for name, form in batch.pixel_forms.items()}
@@ -97,17 +88,21 @@ def encode_row(batch: PackedBatch) -> tuple[dict[str, Any], dict[str, np.ndarray
 
 
 def decode_row(values: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> PackedBatch:
-    """Returns the row; visual inputs are views of the arrays, all else is new memory.
-
-    Raises:
-        DamagedBytes: values or arrays do not belong together.
-    """
-    try:
+    """Returns the row; visual inputs are views of the arrays, all else is new memory. Raises DamagedBytes: values or
+    arrays do not belong together."""
+    with _damaged("it is no packed row"):
         return _decoded(values, arrays)
+
+
+@contextmanager
+def _damaged(what: str) -> Iterator[None]:
+    """Makes errors of what is read from a file a `DamagedBytes`."""
+    try:
+        yield
+    except DamagedBytes:
+        raise
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
-        if isinstance(error, DamagedBytes):
-            raise
-        raise DamagedBytes(f"it is no packed row ({type(error).__name__}: {error})") from error
+        raise DamagedBytes(f"{what} ({type(error).__name__}: {error})") from error
 
 
 def _decoded(values: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> PackedBatch:
@@ -116,9 +111,8 @@ def _decoded(values: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Pac
     if tokens.shape != (width,):
         raise DamagedBytes(f"{tokens.shape} tokens are in a row of {width}")
     real = _tensor(arrays["cu_seqlens"], copy=True)
-    padded = {"equal": real, "other": None, None: None}[values.get("padded")]
-    if values.get("padded") == "other":
-        padded = _tensor(arrays["cu_seqlens_padded"], copy=True)
+    other = _tensor(arrays["cu_seqlens_padded"], copy=True) if "cu_seqlens_padded" in arrays else None
+    padded = {"equal": real, "other": other, None: None}[values.get("padded")]
     lengths = tuple(int(length) for length in values["sample_lengths"])
     starts = tuple(int(start) for start in values["position_starts"])
     physical = (real if padded is None else padded).numpy().astype(np.int64)
@@ -174,11 +168,8 @@ def _narrow(array: np.ndarray) -> np.ndarray:
     if array.size == 0:
         return array
     low, high = int(array.min()), int(array.max())
-    for name in _SMALLER:
-        limits = np.iinfo(name)
-        if limits.min <= low and high <= limits.max:
-            return array.astype(name)
-    return array
+    smallest = next((name for name in _SMALLER if np.iinfo(name).min <= low and high <= np.iinfo(name).max), None)
+    return array if smallest is None else array.astype(smallest)
 
 
 def _following(tokens: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -276,34 +267,24 @@ class StoredPack:
 
     def to_bytes(self) -> list[bytes | memoryview]:
         """Parts of a record; `from_bytes` reads it back."""
-        values, arrays = ({}, {}) if self.batch is None else encode_row(self.batch)
+        row, arrays = ({}, {}) if self.batch is None else encode_row(self.batch)
         samples = [_sparse(asdict(sample)) for sample in self.samples]
-        said = {"samples": samples, "order": self.order, "finished": self.finished, "row": values}
-        return to_bytes(said, arrays)
+        return to_bytes({"samples": samples, "order": self.order, "finished": self.finished, "row": row}, arrays)
 
     @classmethod
-    def from_bytes(cls, buffer: memoryview) -> StoredPack:
-        """A pack from its record.
-
-        Raises:
-            DamagedBytes: the bytes are no pack.
-        """
+    def from_bytes(cls, buffer: memoryview) -> "StoredPack":
+        """A pack from its record; raises `DamagedBytes` if the bytes are none."""
         values, arrays = from_bytes(buffer)
-        try:
+        with _damaged("it is no stored pack"):
             samples = read_as(tuple[StoredSample, ...], values["samples"])
             order = read_as(tuple[int, ...], values["order"])
             if sorted(order) != [at for at, sample in enumerate(samples) if sample.dropped is None]:
                 raise DamagedBytes(f"its order {order} does not name each of its samples once")
             batch = decode_row(values["row"], arrays) if values["row"] else None
-            if (batch is None) != (not order) or (
-                batch is not None and batch.num_samples != sum(samples[at].segments for at in order)
-            ):
+            segments = sum(samples[at].segments for at in order)
+            if (batch is None) != (not order) or (batch is not None and batch.num_samples != segments):
                 raise DamagedBytes("its row has another number of segments than its samples")
             return cls(samples=samples, order=order, finished=bool(values["finished"]), batch=batch)
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            if isinstance(error, DamagedBytes):
-                raise
-            raise DamagedBytes(f"it is no stored pack ({type(error).__name__}: {error})") from error
 
 
 def _sparse(value: Any) -> Any:
@@ -350,12 +331,11 @@ class ConversationPacker(ShardPacker):
             segments = _segments(sample)
             rows += [encoder.text_row(segment) for segment in segments]
             if any(segment.plans for segment in segments):
-                files = self.files_of(source, sample, media)
                 shown = tuple(
                     StoredMedia(media=segment.media, plans=segment.plans, settings=segment.settings)
                     for segment in segments
                 )
-                known = dataclasses.replace(known, media=shown, files=files)
+                known = dataclasses.replace(known, media=shown, files=self.files_of(source, sample, media))
             samples.append(known)
         fields = self.encoder.fields
         batch = thd.assemble(joinable(rows, fields), extra_fields=fields, pad_token_id=encoder.pad_token_id)
@@ -382,11 +362,7 @@ def _segments(sample: MeasuredSample) -> tuple[Measured, ...]:
 
 class PackedPacks(StoredPacks[StoredPack]):
     """The packs of a packed directory of conversations: as they are stored, if they suit the run and have no media to
-    be rendered; otherwise assembled again, of samples whose tokens are stored.
-
-    Raises:
-        ConfigError: the encoder is not that of conversations.
-    """
+    be rendered; otherwise assembled again, of samples whose tokens are stored."""
 
     record = StoredPack
 
@@ -395,8 +371,8 @@ class PackedPacks(StoredPacks[StoredPack]):
         if not isinstance(encoder.encoder, ConversationEncoder):
             raise ConfigError(f"{packed.directory} holds conversations; {type(encoder.encoder).__name__} renders none")
         self._conversations = encoder.encoder
-        stored = int(packed.plan.facts.decided["multiple"]), packed.facts.padded_rows
-        self._as_stored = stored == (encoder.multiple, encoder.packing.pad_to_max_length)
+        same_width = packed.facts.padded_rows == encoder.packing.pad_to_max_length
+        self._as_stored = same_width and int(packed.plan.facts.decided["multiple"]) == encoder.multiple
 
     def _pack(self, number: int, ledger: Ledger) -> Pack | None:
         stored = self.stored(number)
@@ -424,8 +400,7 @@ class PackedPacks(StoredPacks[StoredPack]):
             else row
             for sample, row in self._rows(stored, stored.batch)
         ]
-        made = [each for each in rendered if each is not None]
-        return self._assembled(made)
+        return self._assembled([each for each in rendered if each is not None])
 
     def _place(self, sample: StoredSample) -> dict[str, str]:
         """Data set and modality, for the ledger."""
@@ -435,7 +410,6 @@ class PackedPacks(StoredPacks[StoredPack]):
         """The pack of a row that stays as it is."""
         samples = [stored.samples[at] for at in stored.order]
         multiple = self._encoder.multiple
-        lengths = np.asarray(batch.sample_lengths)
         return Pack(
             __key__=samples[0].key,
             __restore_key__=(),
@@ -449,18 +423,18 @@ class PackedPacks(StoredPacks[StoredPack]):
                 for how, detail in sample.changes
             ),
             cost=sum(sample.cost for sample in samples),
-            occupied=int((-(-lengths // multiple) * multiple).sum()),
+            occupied=sum(-(-length // multiple) * multiple for length in batch.sample_lengths),
         )
 
     def _rows(self, stored: StoredPack, batch: PackedBatch) -> list[tuple[StoredSample, RenderedSample]]:
         """The samples in the order of the plan, with their rows."""
         waiting = iter(unpack(batch))
         joining = self._conversations.joining_fields()
-        found = {}
+        rendered = {}
         for at in stored.order:
             sample = stored.samples[at]
             rows = tuple(next(waiting) for _ in range(sample.segments))
-            found[at] = RenderedSample(
+            rendered[at] = RenderedSample(
                 __key__=sample.key,
                 __restore_key__=(),
                 __subflavors__=self._subflavors(sample.dataset),
@@ -469,20 +443,14 @@ class PackedPacks(StoredPacks[StoredPack]):
                 changes=sample.changes,
                 cost=sample.cost,
             )
-        return [(stored.samples[at], found[at]) for at in sorted(found)]
+        return [(stored.samples[at], rendered[at]) for at in sorted(rendered)]
 
     def _rendered(self, sample: StoredSample, text: RenderedSample, number: int) -> RenderedSample:
-        """The sample with its media.
-
-        Raises:
-            SampleRejected: see `ConversationEncoder.render`.
-            UserError: its media are not where they were, or are others.
-        """
+        """The sample with its media; raises as `ConversationEncoder.render`, and a UserError if they are not where they
+        were."""
         read = functools.partial(read_media, self._media(sample, number))
-        rows = tuple(
-            {**row, **self._conversations.visual_fields(media, read)}
-            for row, media in zip(text.rows, sample.media, strict=True)
-        )
+        pairs = zip(text.rows, sample.media, strict=True)
+        rows = tuple({**row, **self._conversations.visual_fields(media, read)} for row, media in pairs)
         return dataclasses.replace(text, rows=rows)
 
     def _with_pixels(self, batch: PackedBatch) -> PackedBatch:

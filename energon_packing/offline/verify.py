@@ -1,9 +1,4 @@
-"""``verify``: whether a packed directory holds what its plan says, shard by shard.
-
-The first difference between two packs that should be equal, by sample and field.
-"""
-
-from __future__ import annotations
+"""``verify``: whether a packed directory holds what its plan says, shard by shard."""
 
 import copy
 import dataclasses
@@ -33,11 +28,8 @@ _OF_PACK = ("keys", "changed", "cost", "occupied", "dropped", "padding")
 
 
 def first_difference(expected: Pack, found: Pack) -> str | None:
-    """Compares two packs, pixels as the processor's numbers.
-
-    Returns:
-        Field, sample and values of the first difference; None if they are equal.
-    """
+    """Compares two packs, pixels as the processor's numbers; returns field, sample and values of the first
+    difference."""
     left, right = (
         batch.finished() if isinstance(batch, PackedBatch) else batch for batch in (expected.batch, found.batch)
     )
@@ -92,10 +84,8 @@ def _of_tensors(name: str, ours: torch.Tensor, theirs: torch.Tensor, batch: Any)
 class VerifyConfig(WorkersConfig):
     """What to verify.
 
-    Attributes:
-        directory: the packed directory.
-        share: of the packs that are made anew from the data sets and compared; at least one is, unless it is 0.
-        seed: chooses them.
+    `share` of the packs, chosen by `seed`, are made anew from the data sets and compared; at least one is, unless it is
+    0.
     """
 
     directory: Path
@@ -111,13 +101,7 @@ class VerifyConfig(WorkersConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """Why a shard is not what it should be.
-
-    Attributes:
-        shard: its number.
-        pack: global position of the pack; None if it is about the whole shard.
-        what: a sentence.
-    """
+    """Why a shard is not what it should be: a sentence, about the pack of a global position or about all of it."""
 
     shard: int
     pack: int | None
@@ -129,13 +113,8 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifyReport:
-    """What `verify` found.
-
-    Attributes:
-        findings: the first of each shard that is not as it should be, in order.
-        shards, packs, samples: that were read.
-        remade: packs that were made anew and compared.
-    """
+    """What `verify` found: the first finding of each shard that is not as it should be, in order; what was read; and
+    how many packs were made anew and compared."""
 
     findings: tuple[Finding, ...]
     shards: int
@@ -145,11 +124,8 @@ class VerifyReport:
 
 
 def verify(config: VerifyConfig, progress: Progress = lambda *_: None) -> VerifyReport:
-    """Reads every shard whole, and makes a share of the packs anew.
-
-    Raises:
-        UserError: the directory is no packed one, or not complete; or its data sets are needed and cannot be used.
-    """
+    """Reads every shard whole, and makes a share of the packs anew. Raises UserError: the directory is no packed one,
+    or not complete; or its data sets are needed and cannot be used."""
     packed = Packed.open(config.directory.absolute())
     entries = packed.facts.shards
     shared = work_shared(
@@ -177,31 +153,21 @@ def _chosen(packs: int, config: VerifyConfig) -> np.ndarray:
 class ShardVerifier:
     """Verifies shards of one directory: a `energon_packing.executors.work.Work`.
 
-    Args:
-        packed: the directory.
-        chosen: packs that are made anew, ascending.
-
-    Raises:
-        UserError: packs are to be made anew, and the encoder is not that of the plan any more.
+    `chosen` are the packs that are made anew, ascending; if there are any, the encoder must still be that of the plan.
     """
 
     def __init__(self, packed: Packed, chosen: np.ndarray) -> None:
-        self._packed = packed
-        self._chosen = chosen
-        self._remade = 0
+        self._packed, self._chosen, self._remade = packed, chosen, 0
         self._kind = KINDS.find(packed.plan.facts.kind)
         if chosen.size:
             run = run_of_plan(packed.plan)
-            self._encoder = KINDS.find(packed.plan.facts.kind).packing_encoder(run)
+            self._encoder = self._kind.packing_encoder(run)
             check_plan(packed.plan, run, self._encoder, None)
             check_stored(packed, self._encoder)
         self.begin()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"packed": self._packed, "chosen": self._chosen}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]  # an encoder is loaded where it is used
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ShardVerifier, (self._packed, self._chosen)  # an encoder is loaded where it is used
 
     def begin(self) -> None:
         """Opens files anew."""
@@ -211,17 +177,11 @@ class ShardVerifier:
             self._stored = self._kind.stored_packs(self._packed, self._encoder)
 
     def do(self, task: ShardEntry) -> tuple[Finding | None, int]:
-        """The first thing that is wrong with a shard, None if nothing is; and how many packs were made anew.
-
-        Raises:
-            UserError: a pack is to be made anew, and its data sets are missing or changed.
-        """
+        """The first thing that is wrong with a shard, None if nothing is; and how many packs were made anew. Raises
+        UserError: a pack is to be made anew, and its data sets are missing or changed."""
         before = self._remade
-        finding = None
-        for pack, what in self._wrong(task):
-            finding = Finding(shard=task.number, pack=pack, what=what)
-            break
-        return finding, self._remade - before
+        pack, what = next(self._wrong(task), (None, ""))
+        return Finding(shard=task.number, pack=pack, what=what) if what else None, self._remade - before
 
     def name(self, task: ShardEntry) -> str:
         """Of the shard."""

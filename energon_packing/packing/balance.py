@@ -8,8 +8,6 @@ because the order has no jump between blocks.
 Costs are in token units of one transformer: a segment of L tokens costs ``LINEAR * L + L**2``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -32,14 +30,8 @@ ORDERS: tuple[Order, ...] = ("none", "ascending", "serpentine")
 def pack_cost(
     lengths: Sequence[int] | np.ndarray, *, patches: int = 0, linear: int = LINEAR, patch: int = PATCH
 ) -> int:
-    """Cost of one pack.
-
-    Args:
-        lengths: tokens of its segments.
-        patches: vision patches of all its media, before merging.
-        linear: cost of a token without attention, in tokens of attention.
-        patch: cost of a patch, in the same unit.
-    """
+    """Cost of one pack: `linear` for each token of its segments, the square of each length, and `patch` for each of the
+    vision patches of its media, before merging."""
     return sum(linear * int(length) + int(length) ** 2 for length in lengths) + patch * patches
 
 
@@ -59,13 +51,11 @@ def emission_order(costs: np.ndarray, window: int, order: Order = "serpentine") 
         raise ConfigError(f"balance window must hold at least 1 pack, not {window}")
     if order not in ORDERS:
         raise ConfigError(f"unknown emission order {order!r}, known: {', '.join(ORDERS)}")
-    if order == "none":
-        return np.arange(len(costs))
-    parts = []
-    for block, start in enumerate(range(0, len(costs), window)):
+    positions = np.arange(len(costs))
+    for block, start in enumerate(range(0, 0 if order == "none" else len(costs), window)):
         number = block if order == "serpentine" else 0
-        parts.append(np.array(serpentine_order(costs[start : start + window], number), dtype=np.int64) + start)
-    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+        positions[start : start + window] = start + np.array(serpentine_order(costs[start : start + window], number))
+    return positions
 
 
 def step_efficiency(costs: np.ndarray) -> float:
@@ -79,9 +69,7 @@ class StepReport:
     """What `simulate_steps` found.
 
     Attributes:
-        ranks: data-parallel size.
-        window: packs of a block; 1 means no reordering.
-        order: order of emission.
+        ranks, window, order: as given; a window of 1 means no reordering.
         max_shift: ranks were 0 to this many packs ahead.
         efficiency: share of the time in which ranks compute.
         drift: (p95 - p5) / mean of the step cost. This is the price of sorting: cost rises and falls over 2 W steps.
@@ -113,21 +101,17 @@ def simulate_steps(
 
     Args:
         pool: costs of the data set's packs, for example from `pack_cost`; each rank draws from it with replacement.
-        ranks: data-parallel size.
         window: packs that a rank sorts at a time.
         order: ``"serpentine"``, ``"ascending"`` (sorted, with a jump from block to block) or ``"none"``.
         max_shift: each rank is ahead by a number of packs drawn from 0 to this; a rank gets ahead when one of its packs
             is lost to a failing sample.
         blocks: length of the simulation in blocks of `window` (of 64 if the window is smaller).
-        seed: seed of all draws.
     """
     costs = np.asarray(pool, dtype=np.float64)
     if costs.size == 0:
         raise ConfigError("the pool of pack costs is empty")
     if ranks < 1 or blocks < 1 or max_shift < 0:
-        raise ConfigError(
-            f"ranks and blocks must be at least 1 and max_shift at least 0: {ranks}, {blocks}, {max_shift}"
-        )
+        raise ConfigError(f"ranks and blocks are at least 1, max_shift at least 0: not {ranks}, {blocks}, {max_shift}")
     random = np.random.default_rng(seed)
     steps = blocks * max(window, 64)
     carried = np.empty((ranks, steps))

@@ -1,12 +1,8 @@
 """Constraints: what a pack may hold besides tokens (images or tiles, patches, segments, attention cost, bytes).
 
-What a pack may hold, for samples whose length, images and patches are known before any pixel is decoded.
-
 Tokens are counted in units of the alignment multiple: a sample of 13 tokens at a multiple of 8 takes 2 units. This is
 exact, and makes the integers in the ``window`` policy's subset sum that much shorter.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -24,18 +20,14 @@ FLOAT_TOLERANCE = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class Constraints:
-    """A vector of costs per sample, with one limit per pack for each cost.
-
-    Attributes:
-        costs: name -> ``[N]``, int64 or float64, finite and non-negative.
-        limits: name -> the largest allowed sum of one pack's costs; the same names.
-    """
+    """A vector of costs per sample, name -> ``[N]`` int64 or float64, finite and non-negative; and by the same names
+    the largest allowed sum of one pack's costs."""
 
     costs: Mapping[str, np.ndarray] = field(default_factory=dict)
     limits: Mapping[str, int | float] = field(default_factory=dict)
 
     @classmethod
-    def from_pairs(cls, pairs: Mapping[str, tuple[Any, int | float]] | None, count: int) -> Constraints:
+    def from_pairs(cls, pairs: Mapping[str, tuple[Any, int | float]] | None, count: int) -> "Constraints":
         """Constraints from name -> (cost of each sample, limit per pack), the form that `pack_lengths` takes.
 
         Raises:
@@ -54,31 +46,24 @@ class Constraints:
     def __bool__(self) -> bool:
         return bool(self.limits)
 
-    def take(self, indices: np.ndarray) -> Constraints:
+    def take(self, indices: np.ndarray) -> "Constraints":
         """The same limits over the samples at `indices`."""
         return Constraints(costs={name: cost[indices] for name, cost in self.costs.items()}, limits=self.limits)
 
     def oversize(self, count: int) -> np.ndarray:
         """``[count]`` bool: which samples exceed some limit on their own."""
-        over = np.zeros(count, dtype=bool)
-        for name, cost in self.costs.items():
-            over |= cost > self.limits[name]
-        return over
+        over = [cost > self.limits[name] for name, cost in self.costs.items()]
+        return np.any([np.zeros(count, dtype=bool), *over], axis=0)
 
 
 def _column(name: str, values: Sequence[int | float] | np.ndarray, count: int) -> np.ndarray:
     column = np.asarray(values)
     if column.shape != (count,):
         raise ConfigError(f"constraint {name!r} needs one cost for each of {count} samples, got shape {column.shape}")
-    if column.size == 0:
-        return column.astype(np.int64)
-    if column.dtype.kind in "iub":
-        column = column.astype(np.int64)
-    elif column.dtype.kind == "f":
-        column = column.astype(np.float64)
-    else:
+    if column.dtype.kind not in "iubf":
         raise ConfigError(f"constraint {name!r} needs numbers as costs, got {column.dtype}")
-    if not np.isfinite(column).all() or column.min() < 0:
+    column = column.astype(np.float64 if column.dtype.kind == "f" else np.int64)
+    if not np.isfinite(column).all() or column.min(initial=0) < 0:
         raise ConfigError(f"constraint {name!r} needs finite non-negative costs")
     return column
 
@@ -101,11 +86,22 @@ class Sized(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """A sample described by its numbers only."""
+    """A sample described by its numbers only.
 
-    length: int
+    Attributes:
+        segment_lengths: tokens of its segment, or of both of a preference pair.
+        text_tokens: of a clip, whose length is its patches.
+    """
+
+    segment_lengths: tuple[int, ...]
     images: int = 0
     patches: int = 0
+    text_tokens: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens of all segments."""
+        return sum(self.segment_lengths)
 
 
 def _segments(sample: Any) -> tuple[Any, Any]:
@@ -116,18 +112,15 @@ def _segments(sample: Any) -> tuple[Any, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackLimits:
-    """The limits of one pack.
-
-    The methods that give numbers take a sample, or `energon_packing.offline.samples.Sizes` of many and then give
-    arrays.
+    """The limits of one pack. Methods take a sample, or `energon_packing.offline.samples.Sizes` and then give arrays.
 
     Attributes:
         tokens: tokens of the row, alignment padding included; a multiple of `multiple`.
         multiple: every segment is padded to a multiple of this many tokens.
-        images: images of all samples; each tile counts if the family tiles images; None for no limit.
+        images: of all samples; each tile counts if the family tiles images; None for no limit.
         patches: rows of vision input of all media.
         segments: samples, not counting a masked tail (of a fixed-width row, or after a sample that is alone).
-        cost: cost of all segments from `pack_cost`, in tokens without attention: ``L + L**2 / LINEAR + ...``.
+        cost: of all segments from `pack_cost`, in tokens without attention: ``L + L**2 / LINEAR + ...``.
         lone_room: reserve room for a masked segment of one multiple after a sample that is alone in a row and whose
             last segment is the only padded one (`energon_packing.thd.assembly`); beside others it needs none.
     """
@@ -155,13 +148,9 @@ class PackLimits:
     @property
     def limited(self) -> dict[str, int]:
         """Limits other than tokens, by name; cost in the unit of `pack_cost`."""
-        found = {
-            "images": self.images,
-            "patches": self.patches,
-            "segments": self.segments,
-            "cost": None if self.cost is None else int(self.cost * LINEAR),
-        }
-        return {name: limit for name, limit in found.items() if limit is not None}
+        cost = None if self.cost is None else int(self.cost * LINEAR)
+        limits = {"images": self.images, "patches": self.patches, "segments": self.segments, "cost": cost}
+        return {name: limit for name, limit in limits.items() if limit is not None}
 
     def aligned(self, sample: Any) -> int:
         """Tokens that a sample occupies."""
@@ -175,8 +164,7 @@ class PackLimits:
 
     def masked_units(self, sample: Any) -> int:
         """Alignment units, 0 or 1, of the masked segment after a sample that is alone in its row: where only its last
-        segment is padded, as `energon_packing.thd.assembly.hides_padding` says.
-        """
+        segment is padded, as `energon_packing.thd.assembly.hides_padding` says."""
         first, second = _segments(sample)
         padded, is_pair = first % self.multiple != 0, second > 0
         hidden: int = (is_pair & (second % self.multiple != 0) & (padded == 0)) | (padded & (is_pair == 0))

@@ -5,8 +5,6 @@ samples are compared one by one: samples of equal length are placed together, pa
 tokens, and a byte map finds the next group that fits.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from energon_packing.packing.partition import PackGroups, stable_order

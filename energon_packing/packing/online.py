@@ -1,21 +1,15 @@
 """Packing online: the next pack of a sliding window, by any policy that can pack a stream.
 
-``window`` is made for this. The other policies pack lists: for each pack, they pack the whole window, and the pack with
-the oldest sample is used.
-
-* ``next_fit`` and ``first_fit`` return the same packs as on a whole list, as long as no pack outgrows the window.
-* ``best_fit`` and ``balanced`` fill worse than on a whole list, because a pack that later samples would have filled is
-  taken as it is.
-* ``internvl`` keeps packs open from one sample to the next, which a window of samples cannot represent, so it packs
-  whole lists only.
-* Policies that users register receive the window's samples in stream order, or supply their own function for streams.
+``window`` is made for this. The others pack the whole window for each pack, and the pack with the oldest sample is
+used: ``next_fit`` and ``first_fit`` return the same packs as on a whole list, as long as no pack outgrows the window;
+``best_fit`` and ``balanced`` fill worse, because a pack that later samples would have filled is taken as it is;
+``internvl`` packs whole lists only, as it keeps packs open from one sample to the next. Policies that users register
+receive the window's samples in stream order, or supply their own function for streams.
 
 Measured fill with 256 samples held, for texts of an eighth / a half of the capacity: ``window`` 1.00 / 0.996,
 ``first_fit`` 0.995 / 0.980, ``best_fit`` 0.987 / 0.994, ``balanced`` 0.96, ``next_fit`` 0.89 / 0.78. The others take 5
 to 150 times as long as ``window``.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -47,13 +41,8 @@ def next_pack(
 ) -> list[int]:
     """The next pack of a sliding window: ascending positions that include position 0, the oldest sample.
 
-    Args:
-        policy: a name that `check_online_policy` accepts.
-        lengths: tokens (or alignment units) of the samples held, oldest first; positive integers.
-        capacity: tokens (or units) of a pack.
-        costs: further costs by name, one non-negative number per sample.
-        limits: for each limited cost, the most that a pack may hold.
-        ended: the stream has ended and nothing comes after what is held.
+    Arguments as for `energon_packing.packing.policies.window.select_from_window`; `ended` if nothing follows those
+    held.
 
     Raises:
         ConfigError: as `check_online_policy`.
@@ -61,8 +50,7 @@ def next_pack(
             partition or break a limit.
     """
     check_online_policy(policy)
-    stream = POLICIES.find(policy).next_pack
-    if stream is not None:
+    if (stream := POLICIES.find(policy).next_pack) is not None:
         return stream(lengths, capacity, costs, limits, ended=ended)
     pairs = {name: ((costs or {})[name], limit) for name, limit in (limits or {}).items()}
     groups = pack_lengths(lengths, capacity, policy, constraints=pairs, window=max(len(lengths), 1))
@@ -89,7 +77,6 @@ def pack_stream[Sample](
         capacity: tokens of a pack.
         length: tokens of a sample; with an alignment multiple, its aligned length.
         constraints: name -> (cost of a sample, limit per pack).
-        window: samples held.
         oversize: ``"raise"`` stops at a sample that fits no pack alone, ``"drop"`` skips it.
         on_drop: called with each dropped sample and the reason, one sentence.
 
@@ -101,31 +88,24 @@ def pack_stream[Sample](
         raise ConfigError(
             f"pack_stream supports oversize 'raise' and 'drop', not {oversize!r}; shorten samples before it"
         )
-    measures = {name: pair[0] for name, pair in (constraints or {}).items()}
+    measures = constraints or {}
     packer: WindowPacker[Sample] = WindowPacker(
-        capacity, window, {name: pair[1] for name, pair in (constraints or {}).items()}
+        capacity, window, {name: limit for name, (_, limit) in measures.items()}
     )
-    return _packs(samples, packer, length, measures, oversize, on_drop)
 
+    def packs() -> Iterator[list[Sample]]:
+        for number, sample in enumerate(samples):
+            tokens = length(sample)
+            costs = {name: measure(sample) for name, (measure, _) in measures.items()}
+            problem = packer.misfit(tokens, costs)
+            if problem is None:
+                packer.add(sample, tokens, costs)
+                if packer.full:
+                    yield packer.next_pack()
+            elif oversize == "raise":
+                raise UserError(f"sample {number} of the stream does not fit into a pack: {problem}")
+            elif on_drop is not None:
+                on_drop(sample, problem)
+        yield from packer.drain()
 
-def _packs[Sample](
-    samples: Iterable[Sample],
-    packer: WindowPacker[Sample],
-    length: Callable[[Sample], int],
-    measures: Mapping[str, Callable[[Sample], Number]],
-    oversize: str,
-    on_drop: Callable[[Sample, str], Any] | None,
-) -> Iterator[list[Sample]]:
-    for number, sample in enumerate(samples):
-        tokens = length(sample)
-        costs = {name: measure(sample) for name, measure in measures.items()}
-        problem = packer.misfit(tokens, costs)
-        if problem is None:
-            packer.add(sample, tokens, costs)
-            if packer.full:
-                yield packer.next_pack()
-        elif oversize == "raise":
-            raise UserError(f"sample {number} of the stream does not fit into a pack: {problem}")
-        elif on_drop is not None:
-            on_drop(sample, problem)
-    yield from packer.drain()
+    return packs()

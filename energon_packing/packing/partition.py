@@ -1,7 +1,5 @@
 """Packs of a whole list, and the check on every selection: a partition of its input, within every limit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import overload
@@ -25,11 +23,10 @@ class PackGroups(Sequence[np.ndarray]):
     __slots__ = ("offsets", "order")
 
     def __init__(self, order: np.ndarray, offsets: np.ndarray) -> None:
-        self.order = order
-        self.offsets = offsets
+        self.order, self.offsets = order, offsets
 
     @classmethod
-    def of(cls, pack: np.ndarray) -> PackGroups:
+    def of(cls, pack: np.ndarray) -> "PackGroups":
         """Groups from the pack number of each sample, ``[N]``; every number from 0 to P - 1 must be used.
 
         Every group is ascending; packs are ordered by their smallest index, regardless of their numbers.
@@ -85,14 +82,12 @@ def check_partition(groups: Sequence[np.ndarray | Sequence[int]], expected: np.n
     """Checks that each expected index is in exactly one group and no group is empty.
 
     Args:
-        groups: index groups.
         expected: the indices that must appear, distinct and non-negative, or a number N for 0 to N - 1.
 
     Raises:
         PackingError: names missing, duplicate and unexpected indices, and empty groups.
     """
-    flat, _ = flatten(groups)
-    _check_indices(flat, expected)
+    _check_indices(flatten(groups)[0], expected)
 
 
 def check_groups(
@@ -121,46 +116,33 @@ def check_groups(
 
 
 def flatten(groups: Sequence[np.ndarray | Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """All indices ``[N]`` int64, one group after another, and where each group starts ``[P]`` int64.
-
-    Raises:
-        PackingError: a group is empty; names the groups.
-    """
+    """All indices ``[N]`` int64, one group after another, and where each group starts ``[P]`` int64. Raises
+    PackingError: a group is empty; names the groups."""
     if isinstance(groups, PackGroups):
-        flat, starts = groups.order, groups.offsets[:-1]
-        empty = np.flatnonzero(groups.offsets[1:] == starts)
-        if empty.size:
-            raise PackingError(f"selection made empty packs: {_some(empty.tolist())}")
-        return flat, starts
-    sizes = np.fromiter(map(len, groups), dtype=np.int64, count=len(groups))
-    if not sizes.size:
-        return sizes, sizes
+        sizes = np.diff(groups.offsets)
+    else:
+        sizes = np.fromiter(map(len, groups), dtype=np.int64, count=len(groups))
     if not sizes.all():
         raise PackingError(f"selection made empty packs: {_some(np.flatnonzero(sizes == 0).tolist())}")
-    return np.concatenate(list(groups)).astype(np.int64, copy=False), np.cumsum(sizes) - sizes
+    if isinstance(groups, PackGroups):
+        return groups.order, groups.offsets[:-1]
+    return np.concatenate([sizes[:0], *groups]).astype(np.int64, copy=False), np.cumsum(sizes) - sizes
 
 
 def _check_indices(flat: np.ndarray, expected: np.ndarray | Sequence[int] | int) -> None:
     if flat.size and flat.min() < 0:
         raise PackingError(f"selection is not a partition: negative indices {_some(flat[flat < 0].tolist())}")
-    if isinstance(expected, int):
-        top = max(expected, int(flat.max(initial=-1)) + 1)
-        wanted = (np.arange(top) < expected).astype(np.int64)
-    else:
-        indices = np.asarray(expected, dtype=np.int64)
-        top = int(max(flat.max(initial=-1), indices.max(initial=-1))) + 1
-        wanted = np.bincount(indices, minlength=top)
-    found = np.bincount(flat, minlength=top)
-    if np.array_equal(found, wanted):
+    indices = np.arange(expected) if isinstance(expected, int) else np.asarray(expected, dtype=np.int64)
+    top = int(max(flat.max(initial=-1), indices.max(initial=-1))) + 1
+    wanted, counts = np.bincount(indices, minlength=top), np.bincount(flat, minlength=top)
+    if np.array_equal(counts, wanted):
         return
-    problems = []
-    for word, where in (
-        ("missing", (found == 0) & (wanted > 0)),
-        ("more than once", (found > 1) & (wanted > 0)),
-        ("not among the input", (found > 0) & (wanted == 0)),
-    ):
-        if where.any():
-            problems.append(f"{word}: {_some(np.flatnonzero(where).tolist())}")
+    wrong = {
+        "missing": (counts == 0) & (wanted > 0),
+        "more than once": (counts > 1) & (wanted > 0),
+        "not among the input": (counts > 0) & (wanted == 0),
+    }
+    problems = [f"{word}: {_some(np.flatnonzero(where).tolist())}" for word, where in wrong.items() if where.any()]
     raise PackingError(f"selection is not a partition of its input; indices {'; '.join(problems)}")
 
 

@@ -1,7 +1,5 @@
 """How good a packing is: fill, padding by cause, delay, samples held, spread of cost; and what no packer can beat."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,14 +16,12 @@ class PackStatistics:
     """Figures of one packing. Shares are of all tokens of all packs, 0 to 1.
 
     Attributes:
-        packs: number of packs.
-        samples: number of packed samples.
+        packs, samples: how many there are.
         fill: share of real tokens.
         alignment_padding: share spent on padding segments to the alignment multiple.
         tail_padding: share left free at the ends of packs.
-        delay_p50: median number of samples that arrived after a sample before it was emitted.
-        delay_p99: the same, 99th percentile.
-        delay_max: the same, the worst.
+        delay_p50, delay_p99, delay_max: median, 99th percentile and worst number of samples that arrived after a sample
+            before it was emitted.
         held: the most samples held at once.
         samples_per_pack: mean.
         cost_mean: mean cost of a pack, ``LINEAR * L + L**2`` summed over its segments.
@@ -55,17 +51,16 @@ class PackStatistics:
         capacity: int,
         *,
         real_lengths: Sequence[int] | np.ndarray | None = None,
-    ) -> PackStatistics:
+    ) -> "PackStatistics":
         """Measures `groups`, in order of emission, over samples in stream order.
+
+        A pack is assumed to be emitted as soon as its newest sample and those of all packs before it have arrived. A
+        policy that looks further ahead holds more.
 
         Args:
             groups: index groups, for example from `pack_lengths`.
             lengths: tokens that each sample occupies, alignment included, ``[N]``.
-            capacity: tokens of a pack.
             real_lengths: tokens without alignment, ``[N]``; None if there is no alignment.
-
-        A pack is assumed to be emitted as soon as its newest sample and those of all packs before it have arrived. A
-        policy that looks further ahead holds more.
         """
         tokens = np.asarray(lengths, dtype=np.int64)
         real = tokens if real_lengths is None else np.asarray(real_lengths, dtype=np.int64)
@@ -110,20 +105,15 @@ def lower_bound(lengths: Sequence[int] | np.ndarray, capacity: int, constraints:
     For each threshold K up to half the capacity, L2 counts the samples that cannot share with a sample of K or more,
     the other samples above half the capacity, and whatever of the rest does not fit beside the latter.
 
-    Args:
-        lengths: tokens of samples that fit a pack alone.
-        capacity: tokens of a pack.
-        constraints: further limits over the same samples.
-
     Source: S. Martello, P. Toth, "Lower bounds and reduction procedures for the bin packing problem" (1990).
     """
     tokens = np.asarray(lengths, dtype=np.int64)
     if tokens.size == 0:
         return 0
+    constraints = constraints or Constraints()
     bounds = [_martello_toth(tokens, capacity)]
-    for name, cost in (constraints.costs if constraints else {}).items():
-        limit = constraints.limits[name] if constraints else 0
-        if limit > 0:
+    for name, cost in constraints.costs.items():
+        if (limit := constraints.limits[name]) > 0:
             # A float sum may exceed a whole number of packs by a rounding error, which must not count as another pack.
             bounds.append(int(np.ceil(float(cost.sum()) / limit - 1e-9)))
     return max(bounds)

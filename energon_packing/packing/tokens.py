@@ -34,9 +34,7 @@ class PackedRows(tuple[Any, ...]):
     """The rows of `concatenate_and_pack`: unpacks as ``input_ids, labels, attention_mask``; more by attribute.
 
     Attributes:
-        input_ids: ``[R, max_length]`` int64, padded at the end.
-        labels: ``[R, max_length]`` int64.
-        attention_mask: ``[R, max_length]`` int64; 0 on padding.
+        input_ids, labels, attention_mask: ``[R, max_length]`` int64, padded at the end; the mask is 0 on padding.
         position_ids: ``[R, max_length]`` int64; restart at 0 in each segment and in the padding.
         cu_seqlens: for each row, int32 ``[segments + 1]``, from 0 to `max_length`; padding is a last segment of its
             own.
@@ -56,11 +54,7 @@ class PackedRows(tuple[Any, ...]):
 
 
 class Boundaries(list[list[tuple[int, int]]]):
-    """For each row, the ``(start, end)`` of each sequence in it; other results of `PackedRows` are attributes.
-
-    Attributes:
-        position_ids, cu_seqlens, segments, dropped: as in `PackedRows`.
-    """
+    """For each row, the ``(start, end)`` of each sequence in it; attributes as in `PackedRows`."""
 
     position_ids: torch.Tensor
     cu_seqlens: list[torch.Tensor]
@@ -102,7 +96,6 @@ def pack_sequences(
 
     Args:
         sequences: lists, arrays or 1-D tensors of token ids. Empty ones take no room and are listed as dropped.
-        max_length: tokens of a row.
         pad_token_id: fills the rest of a row.
         return_boundaries: whether to return where each sequence is, too.
         policy: ``"next_fit"`` keeps the order; ``"best_fit"`` and ``"window"`` need up to a quarter fewer rows.
@@ -120,12 +113,7 @@ def pack_sequences(
     """
     rows, dropped = _rows([len(sequence) for sequence in sequences], max_length, policy, oversize)
     packed = _fill(rows, sequences, max_length, pad_token_id)
-    if not return_boundaries:
-        return packed
-    boundaries = _boundaries(rows)
-    boundaries.position_ids, boundaries.cu_seqlens = _positions(rows, max_length)
-    boundaries.segments, boundaries.dropped = rows, dropped
-    return packed, boundaries
+    return (packed, _boundaries(rows, dropped, max_length)) if return_boundaries else packed
 
 
 def concatenate_and_pack(
@@ -144,16 +132,11 @@ def concatenate_and_pack(
 
     Args:
         input_ids, labels, attention_masks: one list per sequence each; the three lists of a sequence have equal length.
-        max_length: tokens of a row.
-        pad_token_id: fills the rest of a row of tokens.
-        label_pad_id: fills the rest of a row of labels.
-        policy, oversize: as in `pack_sequences`.
+        pad_token_id, label_pad_id: fill the rest of a row of tokens, and of labels.
+        max_length, policy, oversize: as in `pack_sequences`.
         mask_first_label: set the label of each segment's first token to `label_pad_id`. Use it if the model shifts the
             labels itself (as Hugging Face models do); otherwise the last token of a segment would be trained to predict
             the first token of the next.
-
-    Returns:
-        `PackedRows`: unpacks as input_ids, labels, attention_mask.
 
     Raises:
         UserError: unequal numbers or lengths; a sequence that is too long under ``"raise"``.
@@ -183,8 +166,8 @@ def concatenate_and_pack(
     if mask_first_label:
         for number, row in enumerate(rows):
             packed.labels[number, [segment.start for segment in row]] = label_pad_id
-    packed.position_ids, packed.cu_seqlens = _positions(rows, max_length)
-    packed.segments, packed.boundaries, packed.dropped = rows, _boundaries(rows), dropped
+    packed.boundaries = _boundaries(rows, dropped, max_length)
+    vars(packed).update(vars(packed.boundaries))
     return packed
 
 
@@ -213,12 +196,10 @@ def _rows(
             )
     rows = []
     for group in pack_lengths([tokens for _, _, tokens in pieces], max_length, policy):
-        at = 0
-        row = []
-        for piece in group.tolist():
-            sequence, offset, tokens = pieces[piece]
+        row: list[Segment] = []
+        for sequence, offset, tokens in (pieces[piece] for piece in group.tolist()):
+            at = row[-1].end if row else 0
             row.append(Segment(at, at + tokens, sequence, offset))
-            at += tokens
         rows.append(row)
     return rows, dropped
 
@@ -234,9 +215,10 @@ def _fill(rows: list[list[Segment]], values: Sequence[Tokens], max_length: int, 
     return torch.from_numpy(filled)
 
 
-def _positions(rows: list[list[Segment]], max_length: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def _boundaries(rows: list[list[Segment]], dropped: list[int], max_length: int) -> Boundaries:
     import torch
 
+    boundaries = Boundaries([(segment.start, segment.end) for segment in row] for row in rows)
     positions = np.empty((len(rows), max_length), dtype=np.int64)
     cu_seqlens = []
     for number, row in enumerate(rows):
@@ -247,8 +229,6 @@ def _positions(rows: list[list[Segment]], max_length: int) -> tuple[torch.Tensor
         for start, end in zip(starts, ends, strict=True):
             positions[number, start:end] = np.arange(end - start)
         cu_seqlens.append(torch.tensor([0, *ends], dtype=torch.int32))
-    return torch.from_numpy(positions), cu_seqlens
-
-
-def _boundaries(rows: list[list[Segment]]) -> Boundaries:
-    return Boundaries([(segment.start, segment.end) for segment in row] for row in rows)
+    boundaries.position_ids, boundaries.cu_seqlens = torch.from_numpy(positions), cu_seqlens
+    boundaries.segments, boundaries.dropped = rows, dropped
+    return boundaries

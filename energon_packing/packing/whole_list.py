@@ -1,7 +1,5 @@
 """`pack_lengths`: packs a whole list of samples with any policy and checks the result."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -35,8 +33,7 @@ def pack_lengths(
         constraints: name -> (cost of each sample ``[N]``, limit per pack), for example
             ``{"images": (images, 48), "segments": (np.ones(N), 64)}``; non-negative.
         window: samples held by ``window``; ``max_buffer_size`` of ``internvl``; unused by the other policies.
-        oversize: how to treat a sample that exceeds the capacity or a limit by itself: ``"raise"`` a `UserError`, or
-            ``"drop"`` it from the result.
+        oversize: of a sample that exceeds the capacity or a limit by itself: ``"raise"`` a `UserError`, or ``"drop"``.
         seed: for policies with random choices; the built-in ones have none.
 
     Returns:
@@ -64,14 +61,8 @@ def pack_lengths_flat(
     oversize: Oversize = "raise",
     seed: int = 0,
 ) -> PackGroups:
-    """`pack_lengths` for lists of millions: the same packs in two arrays, without one array per pack.
-
-    Args: as `pack_lengths`.
-
-    Returns:
-        A sequence of index groups that are views; ``order`` and ``offsets`` are the arrays.
-    """
-    if isinstance(capacity, bool) or int(capacity) != capacity or capacity < 1:
+    """`pack_lengths` for lists of millions: the same packs as views of two arrays, ``order`` and ``offsets``."""
+    if int(capacity) != capacity or capacity < 1:
         raise ConfigError(f"capacity must be a whole number of at least 1 token, not {capacity!r}")
     if window < 1:
         raise ConfigError(f"window must hold at least 1 sample, not {window!r}")
@@ -92,14 +83,12 @@ def pack_lengths_flat(
 
 def _as_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
     array = np.asarray(lengths)
-    if array.ndim != 1:
-        raise UserError(f"lengths must be a flat list of token counts, got shape {array.shape}")
-    if array.size == 0:
-        return np.zeros(0, dtype=np.int64)
-    if array.dtype.kind not in "iu":
-        raise UserError(f"lengths must be integers (tokens of each sample), got {array.dtype}")
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise UserError(
+            f"lengths must be a flat list of integers (tokens of each sample), got {array.dtype} of shape {array.shape}"
+        )
     array = array.astype(np.int64)
-    if array.min() < 1:
+    if array.min(initial=1) < 1:
         index = int((array < 1).argmax())
         raise UserError(f"sample {index} has length {array[index]}; an empty sample cannot be packed, leave it out")
     return array
@@ -107,13 +96,11 @@ def _as_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
 
 def _kept(tokens: np.ndarray, capacity: int, limits: Constraints, oversize: str) -> np.ndarray | None:
     """Indices of the samples that fit alone, or None if all do."""
-    if oversize in ("truncate", "split"):
-        raise ConfigError(
-            f"oversize={oversize!r} changes tokens, which pack_lengths does not see; use pack_sequences or "
-            "concatenate_and_pack, or 'raise' or 'drop' here"
-        )
     if oversize not in ("raise", "drop"):
-        raise ConfigError(f"unknown oversize mode {oversize!r}, known: raise, drop (truncate, split on tokens)")
+        raise ConfigError(
+            f"oversize={oversize!r} is not known here, but raise and drop; truncate and split change tokens, which "
+            "pack_lengths does not see: use pack_sequences or concatenate_and_pack"
+        )
     too_long = tokens > capacity
     over = too_long | limits.oversize(tokens.size)
     if not over.any():

@@ -16,7 +16,7 @@ from energon_packing.drops import unwished
 from energon_packing.errors import ConfigError
 from energon_packing.kinds.conversations import row_limits
 from energon_packing.offline.index import MODALITIES
-from energon_packing.offline.samples import Sizes, costs, holds, length_units
+from energon_packing.offline.samples import Sizes, costs, holds
 from energon_packing.packing.balance import simulate_steps
 from energon_packing.packing.constraints import PackLimits
 from energon_packing.packing.whole_list import pack_lengths_flat
@@ -246,7 +246,7 @@ def planned_packing(samples: StatsSamples, run: RunConfig) -> dict[str, Any]:
     assert samples.planned is not None
     row, multiple, packs = (samples.planned[name] for name in ("seq_length", "multiple", "packs"))
     sizes = _sizes(samples)
-    aligned = int(length_units(PackLimits(tokens=row, multiple=multiple), sizes).sum()) * multiple
+    aligned = int(np.sum(PackLimits(tokens=row, multiple=multiple).length_units(sizes))) * multiple
     cost = np.bincount(samples.pack, sizes.cost.astype(np.float64), packs)
     return {
         "seq_length": row,
@@ -395,7 +395,7 @@ def _packed(
     count = kept.size if whole else min(most, max(round(kept.size * scale), 1))
     drawn = random.permutation(kept) if whole else random.choice(kept, count, replace=kept.size < count)
     part = sizes.take(drawn)
-    units = length_units(limits, part)
+    units: Any = limits.length_units(part)
     pack_costs = costs(limits, part)
     groups = pack_lengths_flat(
         units,

@@ -68,7 +68,7 @@ def conversations(draw: st.DrawFn, media: bool = True) -> Conversation:
 
 def bounded(tokens: int, images: int | None = None, patches: int | None = None):
     limits = PackLimits(tokens=tokens, images=images, patches=patches)
-    return lambda *size: limits.holds(Size(**dict(zip(("length", "images", "patches"), size, strict=True))))
+    return lambda tokens, *visual: limits.holds(Size(segment_lengths=(tokens,), images=visual[0], patches=visual[1]))
 
 
 def whole_of(found: MeasuredSplit) -> list[Measured]:

@@ -139,7 +139,7 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         trap=62,
         name="a state counts the packs of its own rank",
         test=LOADER
-        + "test_a_state_of_any_rank_continues_with_other_ranks_and_workers_at_the_same_pack[polylithic-0-1-0]",
+        + "test_a_state_of_any_rank_continues_with_other_ranks_and_workers_at_the_same_pack[polylithic-3-2-1]",
         oracle="a run that never stopped",
         edits=(("offline/loader.py", "self._position += self._world_size", "self._position += 1"),),
     ),
@@ -228,8 +228,8 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "offline/open_loader.py",
-                "build_dataset(dataclasses.replace(run, data=own),",
-                "build_dataset(dataclasses.replace(run, data=dataclasses.replace(own, seed=rank)),",
+                "build_dataset(replace(run, data=own),",
+                "build_dataset(replace(run, data=replace(own, seed=rank)),",
             ),
         ),
     ),

@@ -1,14 +1,15 @@
 """Converted data sets in both layouts, with samples that are too long, too short or not measurable among them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
+import torch.utils.data._utils
 
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, RunConfig
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data, processor_path
+
+torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.2  # closing a worker takes seconds otherwise
 
 
 @pytest.fixture(scope="session")

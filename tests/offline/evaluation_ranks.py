@@ -4,14 +4,11 @@ Each rank has a data set of its own. Rank r takes r + 1 times SLOW seconds longe
 run waits PATIENCE seconds. What each rank saw is written to ``FOLDER/RANK.json``.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
-import os
+import multiprocessing
 import sys
 import time
-import traceback
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -63,19 +60,13 @@ def run_rank(folder: Path, packs: int, slow: float, patience: float, paths: list
 
 
 def main(folder: str, packs: str, slow: str, patience: str, *paths: str) -> None:
-    ranks = []
-    for rank in range(2):
-        child = os.fork()
-        if child == 0:
-            try:
-                run_rank(Path(folder), int(packs), float(slow), float(patience), list(paths), rank)
-                os._exit(0)
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(1)
-        ranks.append(child)
-    sys.exit(any(os.waitpid(child, 0)[1] for child in ranks))
+    given = (Path(folder), int(packs), float(slow), float(patience), list(paths))
+    ranks = [multiprocessing.get_context("fork").Process(target=run_rank, args=(*given, rank)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    sys.exit(any(rank.exitcode for rank in ranks))
 
 
 if __name__ == "__main__":

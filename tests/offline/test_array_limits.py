@@ -1,13 +1,11 @@
 """Limits on arrays are those of `PackLimits`, sample by sample."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from energon_packing.offline import samples as array_limits
-from energon_packing.offline.samples import SizedRow, Sizes
+from energon_packing.offline.samples import Sizes
 from energon_packing.packing.balance import pack_cost
 from energon_packing.packing.constraints import PackLimits
 from energon_packing.thd.assembly import hides_padding
@@ -41,7 +39,7 @@ def test_every_number_is_that_of_pack_limits(rows: list[tuple[int, int, int, int
         images=np.array([row[2] for row in rows], np.int32),
         patches=np.array([row[3] for row in rows], np.int64),
     )
-    each = [SizedRow.of(sizes, index) for index in range(len(rows))]
+    each = [sizes.at(index) for index in range(len(rows))]
     aligned = [sum(-(-length // limits.multiple) for length in row.segment_lengths) for row in each]
     assert limits.length_units(sizes).tolist() == aligned == [limits.length_units(row) for row in each]
     hidden = [limits.lone_room and hides_padding(row.segment_lengths, limits.multiple) for row in each]
@@ -61,5 +59,5 @@ def test_lengths_of_millions_of_tokens_do_not_overflow() -> None:
         patches=np.array([2**40], np.int64),
     )
     limits = PackLimits(tokens=2**33, multiple=8, cost=1e12)
-    assert array_limits.costs(limits, sizes)["cost"].tolist() == limits.costs([SizedRow.of(sizes, 0)])["cost"]
-    assert int(limits.length_units(sizes)[0]) == limits.length_units(SizedRow.of(sizes, 0))
+    assert array_limits.costs(limits, sizes)["cost"].tolist() == limits.costs([sizes.at(0)])["cost"]
+    assert int(limits.length_units(sizes)[0]) == limits.length_units(sizes.at(0))

@@ -1,7 +1,5 @@
 """Which samples are in which epoch: weights by samples and by tokens, repeats, groups."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from dataclasses import replace

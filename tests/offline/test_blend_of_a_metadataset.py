@@ -1,7 +1,5 @@
 """A plan of a metadataset mixes its data sets as the metadataset says: weights, repetitions, subsets."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,13 +1,12 @@
 """What can go wrong on a machine: a sentence and exit code 2 each, and nothing half written."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
 from contextlib import contextmanager
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 
@@ -16,8 +15,6 @@ from energon_packing.config import to_mapping
 from energon_packing.errors import UserError
 from energon_packing.offline.measure import MeasureConfig, measure
 from energon_packing.offline.plan import Plan
-
-pq = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +39,6 @@ def copy(made, tmp_path):
     """The same, to damage."""
     shutil.copytree(made, tmp_path / "copy")
     return tmp_path / "copy"
-
-
-def measuring(made, out, *more):
-    return ["measure", str(made / "data"), "--config", str(made / "run.yaml"), "--out", str(out), *more]
 
 
 def planning(made, out, *more):
@@ -75,21 +68,6 @@ def mounted(place: Path, options: str):
         subprocess.run(["umount", str(place)], check=True)
 
 
-def test_a_full_disk_leaves_whole_shards_only_and_the_next_command_goes_on(made, tmp_path):
-    with mounted(tmp_path / "disk", "size=28k") as disk:
-        sentence = refused(measuring(made, disk / "index", "--workers", "2"))
-        assert "No space left on device); make room" in sentence
-        left = [file for file in disk.rglob("*.parquet") if file.is_file()]
-        names = {f"train-{number:06d}.parquet" for number in range(6)}
-        assert {file.name for file in left} <= names
-        subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
-        done = CliRunner().invoke(cli, measuring(made, disk / "index", "--workers", "0", "--json"))
-        assert done.exit_code == 0, done.output
-        assert json.loads(done.stdout)["shards"]["reused"] == len(left)
-        for file in (made / "index").rglob("*.parquet"):
-            assert (disk / "index" / file.relative_to(made / "index")).read_bytes() == file.read_bytes()
-
-
 def test_a_full_disk_keeps_the_plan_that_is_there_with_its_drops(made, tmp_path):
     with mounted(tmp_path / "disk", "size=256k") as disk:
         for name in ("p.parquet", "p.drops.jsonl"):
@@ -102,15 +80,6 @@ def test_a_full_disk_keeps_the_plan_that_is_there_with_its_drops(made, tmp_path)
         assert "No space left on device); an existing plan is as it was" in sentence
         filling.unlink()
         assert {file.name: file.read_bytes() for file in disk.iterdir()} == before
-
-
-def test_a_missing_shard_or_data_set_is_named_and_no_index_is_made(copy):
-    shard = next((copy / "data").rglob("train-000003.tar"))
-    shard.unlink()
-    assert "train-000003.tar" in refused(measuring(copy, copy / "other", "--workers", "0"))
-    assert not (copy / "other" / "index.json").exists()
-    shutil.rmtree(copy / "data")
-    assert "does not exist" in refused(measuring(copy, copy / "other", "--workers", "0"))
 
 
 def test_a_damaged_index_is_named_and_measured_again(copy):
@@ -127,19 +96,15 @@ def test_a_damaged_index_is_named_and_measured_again(copy):
         assert not (copy / "new.parquet").exists()
     (copy / "index" / "index.json").write_text("{")
     assert "measure again" in refused(planning(copy, copy / "new.parquet"))
-    file.unlink()
-    (copy / "index" / "index.json").unlink()
-    assert "is not an index" in refused(planning(copy, copy / "new.parquet"))
 
 
 def test_a_damaged_or_foreign_plan_is_refused_before_a_wrong_pack_is_made(made, copy, run_of):
     plan = copy / "p.parquet"
     whole = plan.read_bytes()
-    for damage in (whole[:-7], b"", (made / "index" / "index.json").read_bytes()):
+    of_index = next((made / "index").rglob("train-000002.parquet"))
+    for damage in (whole[:-7], b"", (made / "index" / "index.json").read_bytes(), of_index.read_bytes()):
         plan.write_bytes(damage)
         assert "not a plan of format" in refused(["plan", "--explain", "demo-00001", str(plan)])
-    shutil.copy(next((made / "index").rglob("train-000002.parquet")), plan)
-    assert "not a plan of format" in refused(["plan", "--explain", "demo-00001", str(plan)])
     plan.write_bytes(whole)
     chunks = pq.ParquetFile(plan).metadata.row_group(0)
     for number in range(chunks.num_columns):

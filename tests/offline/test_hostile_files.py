@@ -1,7 +1,5 @@
 """Indexes and plans that somebody has changed: a sentence, never a traceback, another sample or another directory."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import itertools
@@ -14,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -29,9 +29,6 @@ from energon_packing.offline.pack import shard_firsts
 from energon_packing.offline.plan import Plan, drops_path
 from energon_packing.offline.planner import make_plan
 from energon_packing.offline.shards import CHECKED, MAGIC, ShardFile
-
-pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
-pq = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
 
 RUN = from_mapping(RunConfig, {"packing": {"seq_length": 64}, "plan": {"max_data_parallel": 2}}, where="the test")
 ODD: list[Any] = [None, -1, 0, 7, 1 << 63, 1 << 70, 1.5, True, *("", "x", "../x", "/x", "\ud800", "\0"), [], [1], {}]
@@ -76,7 +73,7 @@ def changed(data: st.DataObject, value: Any) -> Any:
     return value
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_changed_index_is_planned_or_refused_in_a_sentence(made: Path, data: st.DataObject) -> None:
     file = made / "index" / INDEX_FILE
@@ -105,7 +102,7 @@ def look_at(path: Path, before: Plan) -> None:
     shard_firsts(plan, store="tokens", media="copy", most_packs=4)
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_changed_plan_is_read_or_refused_in_a_sentence(made: Path, data: st.DataObject) -> None:
     table = pq.read_table(made / "plan.parquet")

@@ -1,7 +1,5 @@
 """Whole lists: packs within all limits, as few as the bound asks for; their order is even, level and a fair shuffle."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from bench.length_lists import synthetic_list

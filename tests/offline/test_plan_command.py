@@ -1,7 +1,5 @@
 """`energon-packing plan` as a user sees it: summary, --diff, --explain, mistakes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

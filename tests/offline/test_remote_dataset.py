@@ -1,7 +1,5 @@
 """Data sets in an object store are measured, planned, packed and trained on as those of this machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile
@@ -42,7 +40,6 @@ def rows_of(directory):
 
 
 @pytest.mark.full
-@pytest.mark.both_layouts
 def test_a_plan_of_a_data_set_in_a_store_has_the_packs_of_the_local_one(shelf, dataset, run_of, tmp_path, monkeypatch):
     asked = []
     original = tar_files.read_range

@@ -1,7 +1,5 @@
 """``stats --size``: what it multiplies is what the commands themselves write."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -13,8 +11,6 @@ from energon_packing.config import to_mapping
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.offline.measure import MeasureConfig, measure
 from energon_packing.offline.pack import PackConfig, pack
-
-pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 
 TIMES = 50
 

@@ -1,23 +1,22 @@
 """Stored packs: read back bit for bit, and refused if their bytes are not what was written."""
 
-from __future__ import annotations
-
 import dataclasses
+import json
 import os
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from energon_packing import thd
 from energon_packing.energon.pack_bytes import field_digests
-from energon_packing.offline import files as parquet
-from energon_packing.offline.files import HOST, remove_leftovers
+from energon_packing.offline.files import HOST, remove_leftovers, replacing
 from energon_packing.offline.shards import DamagedBytes, from_bytes, to_bytes
 from energon_packing.offline.stored_pack import StoredPack, StoredSample, decode_row, encode_row
 from energon_packing.thd.pixels import PixelForm
@@ -78,6 +77,7 @@ def same(left, right):
 
 
 @given(batch=rows())
+@settings(max_examples=60, deadline=None)
 def test_a_row_is_read_back_bit_for_bit_and_as_part_of_a_pack(batch):
     same(decode_row(*encode_row(batch)), batch)
     samples = tuple(StoredSample(key=key, dataset=0) for key in batch.sample_keys)
@@ -90,6 +90,7 @@ def test_a_row_is_read_back_bit_for_bit_and_as_part_of_a_pack(batch):
 
 
 @given(batch=rows(), data=st.data())
+@settings(max_examples=60, deadline=None)
 def test_any_damage_is_refused_or_changes_values_only(batch, data):
     """Never another error, never memory that the record does not have."""
     samples = tuple(StoredSample(key=key, dataset=0) for key in batch.sample_keys)
@@ -124,8 +125,6 @@ def test_a_text_row_takes_less_than_five_bytes_a_token():
     ],
 )
 def test_arrays_that_would_lie_outside_their_record_are_refused_before_any_memory_is_taken(array, said):
-    import json
-
     header = json.dumps({"values": {}, "arrays": [array]}).encode()
     content = bytearray(len(header).to_bytes(8, "little") + header + bytes(200))
     with pytest.raises(DamagedBytes, match=said):
@@ -137,16 +136,15 @@ def test_a_header_longer_than_its_record_is_refused():
         from_bytes(memoryview(bytearray((2**50).to_bytes(8, "little") + bytes(100))))
 
 
-def test_a_file_that_a_process_of_another_container_is_writing_is_no_leftover(tmp_path, monkeypatch):
-    monkeypatch.setattr(parquet, "_lives", lambda process: False)  # it has a number that no process here has
-    with parquet.replacing(tmp_path / "x") as aside:
-        aside.write_bytes(b"half")
-        remove_leftovers(tmp_path)
-        assert aside.exists()
-    left = tmp_path / f".y.{HOST}.{os.getpid()}"
+def test_a_file_that_a_process_of_another_container_is_writing_is_no_leftover(tmp_path):
+    ended = subprocess.Popen(["true"])  # it has a number that no process here has
+    ended.wait()
+    of_another, left = (tmp_path / f".{name}.{HOST}.{ended.pid}" for name in "xy")
     left.touch()
-    remove_leftovers(tmp_path)
-    assert [file.name for file in tmp_path.iterdir()] == ["x"]
+    with suppress(FileNotFoundError), replacing(tmp_path / "x") as aside:
+        aside.rename(of_another)
+        remove_leftovers(tmp_path)
+        assert list(tmp_path.iterdir()) == [of_another]
 
 
 def test_a_file_of_a_process_that_ended_unnoticed_is_a_leftover_and_that_of_a_living_one_is_not(tmp_path):

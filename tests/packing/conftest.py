@@ -1,7 +1,5 @@
 """What a test registers is gone after it: the benchmark's test runs every policy that is known."""
 
-from __future__ import annotations
-
 import pytest
 
 from energon_packing.packing.policies import POLICIES

@@ -1,7 +1,5 @@
 """Cost-balanced emission and the figures of a packing."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

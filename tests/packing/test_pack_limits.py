@@ -1,7 +1,5 @@
 """Limits of a pack, in alignment units, and policies that choose from a sliding window."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

@@ -1,7 +1,5 @@
 """The policies by hand-worked examples, their registry and their errors."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -100,7 +98,7 @@ def test_oversize_modes_that_need_tokens_say_where_tokens_are_packed(mode: str) 
 
 
 def test_an_unknown_oversize_mode_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'ignore', known: raise, drop"):
+    with pytest.raises(ConfigError, match="'ignore' is not known here, but raise and drop"):
         pack_lengths([1], 8, oversize="ignore")  # type: ignore[arg-type]
 
 
@@ -204,7 +202,7 @@ def test_importing_the_engine_imports_no_torch() -> None:
 
 
 @given(pack=st.lists(st.integers(0, 9), max_size=40))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_groups_of_pack_numbers_are_ascending_and_ordered_by_their_oldest_sample(pack: list[int]) -> None:
     numbers = np.unique(np.array(pack, dtype=np.int64), return_inverse=True)[1]
     expected: dict[int, list[int]] = {}

@@ -1,7 +1,5 @@
 """Rows of tokens: fast-axolotl's documented examples, and that nothing leaks or gets lost."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

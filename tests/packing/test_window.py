@@ -1,7 +1,5 @@
 """The step function of streams, its storage, and packing an endless stream."""
 
-from __future__ import annotations
-
 import itertools
 import json
 
@@ -60,12 +58,14 @@ def test_costs_without_a_limit_do_not_count() -> None:
 
 def test_samples_that_fit_no_pack_are_left_alone_unless_oldest() -> None:
     assert select_from_window([4, 9, 4], 8) == [0, 2]
-    with pytest.raises(PackingError, match="9 tokens"):
-        select_from_window([9, 1], 8)
-    with pytest.raises(PackingError, match="costs 5 images, limit 4"):
-        select_from_window([1, 1], 8, {"images": [5, 1]}, {"images": 4})
-    with pytest.raises(PackingError, match="empty window"):
-        select_from_window([], 8)
+    limited = ({"images": [5, 1]}, {"images": 4})
+    for lengths, limits, message in (
+        ([9, 1], (), "9 tokens"),
+        ([1, 1], limited, "5 images, limit 4"),
+        ([], (), "empty"),
+    ):
+        with pytest.raises(PackingError, match=message):
+            select_from_window(lengths, 8, *limits)
 
 
 def test_a_limit_of_zero_keeps_samples_that_cost_something_out() -> None:
@@ -91,12 +91,14 @@ def test_the_state_of_a_packer_is_plain_json() -> None:
 
 def test_a_packer_refuses_what_it_cannot_hold() -> None:
     packer: WindowPacker[str] = WindowPacker(8, 1, {"images": 3})
-    with pytest.raises(PackingError, match="length 9, capacity 8"):
-        packer.add("a", 9, {"images": 1})
-    with pytest.raises(PackingError, match="4 images, limit 3"):
-        packer.add("a", 1, {"images": 4})
-    with pytest.raises(PackingError, match="None images"):
-        packer.add("a", 1)
+    refused = (
+        (9, {"images": 1}, "length 9, capacity 8"),
+        (1, {"images": 4}, "4 images, limit 3"),
+        (1, {}, "None images"),
+    )
+    for length, costs, message in refused:
+        with pytest.raises(PackingError, match=message):
+            packer.add("a", length, costs)
     packer.add("a", 1, {"images": 1})
     with pytest.raises(PackingError, match="already holds 1"):
         packer.add("b", 1, {"images": 1})

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from energon_packing.offline import samples as array_limits
 from energon_packing.offline.planner import show_padding
-from energon_packing.offline.samples import SizedRow, Sizes
+from energon_packing.offline.samples import Sizes
 from energon_packing.wan.config import ClipLimits
 from energon_packing.wan.pack import clip_order
 
@@ -31,7 +31,7 @@ clips = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=1, 
 @example(rows=[(3, 5)], limits=ClipLimits(tokens=40, multiple=4, text_tokens=9, lone_room=True))
 def test_every_number_of_clips_is_that_of_clip_limits(rows: list[tuple[int, int]], limits: ClipLimits) -> None:
     sizes = clip_sizes(rows)
-    each = [SizedRow.of(sizes, index) for index in range(len(rows))]
+    each = [sizes.at(index) for index in range(len(rows))]
     assert limits.masked_units(sizes).tolist() == [limits.masked_units(row) for row in each]
     assert limits.too_long(sizes).tolist() == [limits.too_long(row) for row in each]
     assert array_limits.holds(limits, sizes).tolist() == [limits.holds(row) for row in each]

@@ -6,8 +6,6 @@ tokens becomes ``n - 1`` positions there, as its last token is only a target. We
 0, and a position whose token ends a text learns nothing. What this form cannot hold is refused by name.
 """
 
-from __future__ import annotations
-
 from itertools import batched
 from pathlib import Path
 from typing import Any
@@ -86,9 +84,8 @@ class BridgeParquet(PackFormat):
         return {"plan": self.plan.facts.id, "first": first, "stop": end}
 
     def _row(self, planned: PlannedPack) -> dict[str, list[int]]:
-        for sample in planned.samples:
-            if sample.media:
-                raise UserError(f"sample {sample.name} has media, and --format bridge-parquet holds text only.")
+        if shown := [sample.name for sample in planned.samples if sample.media]:
+            raise UserError(f"sample {shown[0]} has media, and --format bridge-parquet holds text only.")
         row: dict[str, list[int]] = {name: [] for name in SCHEMA.names}
         for part in unpack(self.planned[planned.number].batch):
             ids, weights = part["input_ids"], part["loss_mask"]

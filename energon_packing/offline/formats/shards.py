@@ -1,9 +1,6 @@
-"""``pack --format shards``: arrays that our loader reads at their positions.
-
-It stores packs as `SampleKind.shard_packer` says, each made as the planned loader makes it.
+"""``pack --format shards``: arrays that our loader reads at their positions, as `SampleKind.shard_packer` stores packs,
+each made as the planned loader makes it.
 """
-
-from __future__ import annotations
 
 import filecmp
 import hashlib
@@ -15,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from energon_packing.drops import DroppedSample, over_budget
 from energon_packing.energon.samples import MeasuredSample, RenderedSample
@@ -63,7 +60,7 @@ class ShardPacker(PackFormat):
         )
 
     @abstractmethod
-    def stored(self, planned: PlannedPack, media: MediaCopy | None) -> Any:
+    def stored(self, planned: PlannedPack, media: "MediaCopy | None") -> Any:
         """Makes one pack; compressed media are copied to `media`, or stay where they are if it is None."""
 
     def forget_open_files(self) -> None:
@@ -158,11 +155,8 @@ class ShardPacker(PackFormat):
         return entry
 
     def complete(self, entries: Sequence[ShardEntry]) -> None:
-        """Writes the drops and the manifest with all shards.
-
-        Raises:
-            UserError: more samples could not be decoded than the plan allows, or the disk is full.
-        """
+        """Writes the drops and the manifest with all shards. Raises UserError: more samples could not be decoded than
+        the plan allows, or the disk is full."""
         self.facts = replace(self.facts, shards=tuple(entries))
         drops = sum((Counter(entry.drops) for entry in entries), Counter[str]())
         samples = sum(entry.samples for entry in entries) + drops.total()
@@ -187,47 +181,32 @@ class ShardPacker(PackFormat):
 
     def _settings(self, number: int) -> dict[str, Any]:
         first, end = self.span(number)
-        names = ("store", "media", "padded_rows")
-        return {
-            **{name: getattr(self.facts, name) for name in names},
-            "first": first,
-            "stop": end,
-            **self.facts.encoder,
-        }
+        settings = {name: getattr(self.facts, name) for name in ("store", "media", "padded_rows")}
+        return {**settings, "first": first, "stop": end, **self.facts.encoder}
 
     def rendered(self, measured: Sequence[MeasuredSample]) -> list[RenderedSample | DroppedSample]:
         """Renders the samples of a pack; one that cannot be rendered is dropped."""
         # Nothing stops the packing of a shard but an error; how much may be dropped is a matter of all shards.
         ledger = Ledger(None, budget=1.0, name="", most_pending=len(measured) + 1)
         ledger.read = len(measured)
-        found: list[RenderedSample | DroppedSample] = []
-        for sample in measured:
-            made = render_or_drop(self.encoder, sample, ledger)
-            found.append(ledger.take_dropped()[0] if made is None else made)
-        return found
+        return [render_or_drop(self.encoder, sample, ledger) or ledger.take_dropped()[0] for sample in measured]
 
-    def files_of(self, source: PlannedSample, sample: MeasuredSample, media: MediaCopy | None) -> tuple[MediaFile, ...]:
+    def files_of(
+        self, source: PlannedSample, sample: MeasuredSample, media: "MediaCopy | None"
+    ) -> tuple[MediaFile, ...]:
         assert sample.measured is not None
-        names = set(KINDS.find(self.plan.facts.kind).media_names(sample.measured))
+        names = set(KINDS.find(self.plan.facts.kind).media_names(sample.measured))  # of its own piece of a split sample
+        files = tuple(each for each in source.media if each.name in names)
+        if media is None:
+            return files
         dataset = self.plan.facts.datasets[source.dataset]
-        files = []
-        for each in source.media:
-            if each.name not in names:  # of another piece of a split sample
-                continue
-            if media is None:
-                files.append(each)
-                continue
-            tar = inside(Path(dataset.media_root), dataset.media_shards[each.shard])
-            files.append(replace(each, shard=-1, offset=media.add(tar, each.offset, each.size)))
-        return tuple(files)
+        tars = [inside(Path(dataset.media_root), dataset.media_shards[each.shard]) for each in files]
+        places = [media.add(tar, each.offset, each.size) for tar, each in zip(tars, files, strict=True)]
+        return tuple(replace(each, shard=-1, offset=place) for each, place in zip(files, places, strict=True))
 
 
 def _entry_of(shard: ShardFile, number: int) -> ShardEntry:
-    """What the manifest says about a shard.
-
-    Raises:
-        UserError: the shard does not say it.
-    """
+    """What the manifest says about a shard, as far as the shard says it."""
     facts = shard.facts
     try:
         return ShardEntry(
@@ -254,21 +233,15 @@ def _drops(path: Path) -> list[dict[str, Any]]:
 
 
 class MediaCopy:
-    """Compressed media copied into one file, each once.
-
-    Args:
-        path: of the file.
-        files: open tars.
-    """
+    """Compressed media copied into one file, each once."""
 
     def __init__(self, path: Path, files: TarFiles) -> None:
-        self._file = path.open("wb", buffering=0)
-        self._files = files
+        self._file, self._files = path.open("wb", buffering=0), files
         self._digest = hashlib.sha256()
         self._places: dict[tuple[Path, int], int] = {}
         self.bytes = 0
 
-    def __enter__(self) -> MediaCopy:
+    def __enter__(self) -> "MediaCopy":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -297,9 +270,9 @@ class MediaCopy:
         return place
 
 
-def _form(plan: Plan, run: Any, config: PackConfig) -> PackFormat:
-    made: PackFormat = KINDS.find(plan.facts.kind).shard_packer(plan, run, config)
-    return made
+def shard_packer(plan: Plan, run: Any, config: PackConfig) -> PackFormat:
+    """The packer of the plan's kind of sample."""
+    return cast(PackFormat, KINDS.find(plan.facts.kind).shard_packer(plan, run, config))
 
 
-FORMAT = _form
+FORMAT = shard_packer

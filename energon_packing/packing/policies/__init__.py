@@ -4,8 +4,6 @@ A file declares `POLICY`, and its name is the policy's. A package outside names 
 the group ``energon_packing.packing.policies``, or calls `register_policy`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -50,13 +48,10 @@ class NextPack(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackingPolicy:
-    """A registered policy.
+    """A registered policy: packs a list, and a stream if it can at all.
 
-    Attributes:
-        whole_list: packs a list.
-        next_pack: packs a stream; None if the policy packs the whole window each time and the pack with the oldest
-            sample is used (`energon_packing.packing.online`).
-        streams: whether it can pack a stream at all.
+    Without `next_pack`, it packs the whole window each time and the pack with the oldest sample is used
+    (`energon_packing.packing.online`).
     """
 
     whole_list: Policy
@@ -78,10 +73,9 @@ def policy_names() -> list[str]:
 
 
 def register_policy(name: str, policy: Policy | None = None, *, next_pack: NextPack | None = None) -> Any:
-    """Adds a policy under `name`; usable as a function or a decorator.
+    """Adds a policy under `name`, the value of ``packing.policy`` that selects it; usable as a function or a decorator.
 
     Args:
-        name: the value of ``packing.policy`` that selects it.
         policy: packs whole lists.
         next_pack: packs streams; by default `policy` packs the window, and the pack with the oldest sample is used.
 
@@ -95,9 +89,5 @@ def register_policy(name: str, policy: Policy | None = None, *, next_pack: NextP
 
 
 def get_policy(name: str) -> Policy:
-    """Returns the policy under `name`, for whole lists.
-
-    Raises:
-        ConfigError: unknown; lists the known names and the nearest one.
-    """
+    """Returns the policy under `name`, for whole lists; a ConfigError lists the known names and the nearest one."""
     return POLICIES.find(name).whole_list

@@ -7,8 +7,6 @@ Cost: a heap and at worst one scan over the packs per sample, 15-25 microseconds
 bound's fill. A segment of L tokens costs ``LINEAR * L + L**2``.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 

@@ -5,31 +5,24 @@ Measured: the packs of textbook best-fit decreasing, 99.9-100 % of the bound's f
 
 With limits other than tokens, this becomes vector bin packing. Best-fit decreasing by the largest share then wastes
 20-30 % of the packs (measured on multimodal mixes with limited images), because it fills packs with one resource and
-leaves them empty in the other. Under such limits ``window`` therefore replaces it, which packs 1-4 % above the bound.
-
-Whole-list packing under limits other than tokens: millions of samples, in hardly more packs than the bound.
-
-A pack that is full of images while another is full of tokens wastes both. So what is scarce is spread evenly over all
-packs first, and plain text, which costs tokens alone, fills them up:
+leaves them empty in the other. `pack_lengths` therefore packs as ``window`` does, 1-4 % above the bound, and a plan,
+which has millions of samples, by `pack_limited`:
 
 1. There are as many packs as the lower bound says. Samples that cost something scarce, and large ones, go to the packs
-   with the most room left: the largest first, each by the limit of which it uses the largest share (longest processing
-   time first, as machines are given jobs). A sample that finds no room goes where the scarcest resource of all limits
-   is most plentiful, then by each limit in turn.
-2. Where every sample costs something (a number of segments, attention), the smallest samples are spread by it, too,
-   but for a part that is kept for the gaps.
-3. All others fill the gaps: best-fit decreasing by tokens, into packs that are partly full.
+with the most room left: the largest first, each by the limit of which it uses the largest share (longest processing
+time first, as machines are given jobs). A sample that finds no room goes where the scarcest resource of all limits is
+most plentiful, then by each limit in turn.
+2. Where every sample costs something (a number of segments, attention), the smallest samples are spread by it, too, but
+for a part that is kept for the gaps.
+3. All others, mostly plain text, fill the gaps: best-fit decreasing by tokens, into packs that are partly full.
 4. Samples that found no place and those of packs over a limit are packed anew, in the company of good packs: some of
-   all, and those that waste room of the scarcest limit. What is left after a few times is packed by the policy
-   ``window``.
+all, and those that waste room of the scarcest limit. What is left after a few times is packed by ``window``.
 
 Measured (`scripts/bench.py offline plan`): the packs of the bound where media are limited, 0.08 % more where patches,
 images and samples are limited together, in about a microsecond per sample and limit. Where nearly all samples cost
 something of a limit that is as scarce as tokens, step 4 gets most samples: the packs and the time are those of
-``window``, 1-6 % above the bound.
+``window``.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Sequence
@@ -65,20 +58,17 @@ WASTED = 0.01
 TIMES = 3
 """How often what did not fit is packed anew."""
 WINDOW = 1024
-"""Samples that the policy ``window`` holds for what is left."""
+"""Samples that the policy ``window`` holds; more would be slower and fill hardly better."""
 
 
 def pack_limited(units: np.ndarray, capacity: int, constraints: Constraints, *, times: int = TIMES) -> PackGroups:
-    """Packs samples that fit alone.
+    """Packs samples that fit alone; returns groups of indices, each ascending, ordered by their smallest index.
 
     Args:
         units: ``[N]`` int64, alignment units of each sample.
         capacity: units of a pack.
         constraints: the other limits, over the same samples.
         times: how often what did not fit may be packed anew.
-
-    Returns:
-        Groups of indices, each ascending, ordered by their smallest index.
     """
     if units.size == 0:
         return PackGroups(np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64))
@@ -110,10 +100,8 @@ def pack_limited(units: np.ndarray, capacity: int, constraints: Constraints, *, 
 class _Packs:
     """Partly filled packs; the arrays change.
 
-    Attributes:
-        columns: ``[N, limits]``, what each sample costs; tokens first.
-        free: ``[packs, limits]``, what each pack has left.
-        pack: ``[N]`` of each sample, -1 if it has none.
+    `columns` ``[N, limits]`` are what each sample costs, tokens first; `free` ``[packs, limits]`` what each pack has
+    left; `pack` ``[N]`` that of each sample, -1 if it has none.
     """
 
     columns: np.ndarray
@@ -155,11 +143,8 @@ class _Packs:
 
 
 def _place(packs: _Packs, shares: np.ndarray) -> np.ndarray:
-    """Steps 1 and 2. Returns the samples that are left for the gaps; others without a pack have found no room.
-
-    Args:
-        shares: ``[N, limits]``, what each sample uses of a whole pack.
-    """
+    """Steps 1 and 2; `shares` are ``[N, limits]`` of a whole pack. Returns the samples that are left for the gaps;
+    others without a pack have found no room."""
     demand = shares.sum(axis=0)
     scarce = demand >= SCARCE * demand.max()
     usual = np.median(packs.columns, axis=0)
@@ -208,17 +193,13 @@ def _unfit(packs: _Packs, bounds: np.ndarray, *, company: bool) -> np.ndarray:
     return np.flatnonzero(~placed | over[packs.pack])
 
 
-# Samples that ``window`` holds under limits; more would be slower and fill hardly better.
-LIMITED_WINDOW = 1024
-
-
 def pack_best_fit(
     lengths: np.ndarray, capacity: int, constraints: Constraints, *, window: int, seed: int
 ) -> Sequence[np.ndarray]:
     """The policy: `lengths` int64 ``[N]``; packs in the order of their oldest sample. `window` is not used."""
     del window  # a whole list
     if constraints:
-        return pack_window(lengths, capacity, constraints, window=LIMITED_WINDOW, seed=seed)
+        return pack_window(lengths, capacity, constraints, window=WINDOW, seed=seed)
     return best_fit_decreasing(lengths, capacity)
 
 

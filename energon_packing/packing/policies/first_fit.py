@@ -5,8 +5,6 @@ the end. Cost: two NumPy scans per sample (blocks of packs, then one block), abo
 Measured: 97-99.9 % of the bound's fill on lists of 100,000.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from energon_packing.packing.constraints import Constraints

@@ -10,8 +10,6 @@ sample, packs that are full of tokens are emitted, then packs at the front with 
 pack as long as more than ``max_buffer_size`` are open. At the end, the open packs are emitted in order.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,10 +32,8 @@ def pack_internvl(
 ) -> list[np.ndarray]:
     """The policy: `lengths` int64 ``[N]``; packs in the order of emission.
 
-    Args:
-        constraints: ``images`` counts images or tiles; a sample without any counts as one, for its dummy tile. Other
-            limits must fit as well.
-        window: its ``max_buffer_size``, the most packs that stay open.
+    ``images`` of `constraints` counts images or tiles; a sample without any counts as one, for its dummy tile. Other
+    limits must fit as well. `window` is its ``max_buffer_size``, the most packs that stay open.
     """
     del seed  # deterministic
     others = [name for name in constraints.costs if name != "images"]
@@ -59,9 +55,7 @@ def pack_internvl(
         else:
             fewer = (at for at, other in enumerate(open_) if other.images < pack.images)
             open_.insert(next(fewer, len(open_)), pack)
-        while open_ and open_[0].images == image_limit:
-            emitted.append(open_.pop(0))
-        while len(open_) > window:
+        while open_ and (open_[0].images == image_limit or len(open_) > window):
             emitted.append(open_.pop(0))
     return [np.array(pack.members, dtype=np.int64) for pack in [*emitted, *open_]]
 

@@ -4,8 +4,6 @@ Good for: data whose order must not change at all, and for comparing with packer
 Cost: one addition per sample. Measured: 77-91 % of the bound's fill, the price of never looking back.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from energon_packing.packing.constraints import Constraints

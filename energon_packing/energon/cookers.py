@@ -9,8 +9,6 @@ the place of each one that cannot be read: its record says where and why, so tha
 budget counts it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -6,8 +6,6 @@ machine its size and first header, which holds the key of its first sample. Ever
 the shards, of which there may be 100,000, are opened by one rank, which tells the others (`told_identity`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

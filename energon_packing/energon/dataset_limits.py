@@ -7,8 +7,6 @@ In the metadataset::
       - {weight: 1, path: charts, subflavors: {limits: {max_images: 2}}}
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import warnings

@@ -9,8 +9,6 @@ it from the samples. All its labels are masked and its weights are 0, so the los
 alone. ``padding_mask``, and therefore expert routing, treats it as padding. It never counts as a sample.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import io
 from collections.abc import Mapping, Sequence

@@ -11,8 +11,6 @@ A rank knows some of its packs in advance (those planned, and those that its win
 once per window of packs, on one integer each time, and on every single pack only when the data are almost used up.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field

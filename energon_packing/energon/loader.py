@@ -1,7 +1,5 @@
 """The loader: builds an iterator of packs from a configuration; its state can be saved after every pack."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

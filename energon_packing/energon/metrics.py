@@ -16,8 +16,6 @@ Every line of ``rankN.jsonl`` stands for itself: it names its run, rank and numb
 cost of the rank's packs at the end of each step, so that ranks are compared step by step.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os
@@ -75,7 +73,7 @@ class PackSums:
     seconds: float = 0.0
     waited: float = 0.0
 
-    def add(self, other: PackSums) -> None:
+    def add(self, other: "PackSums") -> None:
         """Adds the sums of other packs."""
         for name in _NUMBERS:
             mine, others = getattr(self, name), getattr(other, name)
@@ -111,7 +109,7 @@ class PackSums:
         return dataclasses.asdict(self) | times | {"dropped": dict(self.dropped)}
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> PackSums:
+    def from_json(cls, values: Mapping[str, Any]) -> "PackSums":
         """The sums that `to_json` made plain.
 
         Raises:
@@ -149,7 +147,7 @@ class RankLine:
     ended: bool
 
     @classmethod
-    def of(cls, entry: Mapping[str, Any]) -> RankLine | None:
+    def of(cls, entry: Mapping[str, Any]) -> "RankLine | None":
         """The line of a file's entry; None if it is something else."""
         try:
             return cls(
@@ -162,7 +160,7 @@ class RankLine:
         except (KeyError, TypeError, ValueError):
             return None
 
-    def after(self, earlier: RankLine | None) -> RankLine:
+    def after(self, earlier: "RankLine | None") -> "RankLine":
         """This line with what it takes over from the one before it: steps to compare with slower ranks' and, if it
         has no pack of its own, the last figures."""
         if earlier is None or earlier.run != self.run:
@@ -368,7 +366,7 @@ class PackMetrics:
         self._write()
 
     @classmethod
-    def of(cls, config: MetricsConfig, loader: Any, *, rank: int, world_size: int) -> PackMetrics | None:
+    def of(cls, config: MetricsConfig, loader: Any, *, rank: int, world_size: int) -> "PackMetrics | None":
         """The metrics of a loader in one of Megatron's trainers; None without a directory."""
         if config.directory is None or loader.capacity is None:
             return None

@@ -4,8 +4,6 @@ It is a pickle of the batch, and one buffer is one message. A tensor that is rea
 ``torch.save`` wants it. Tensors that are sent apart have a number in the pickle.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import io

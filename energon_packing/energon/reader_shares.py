@@ -20,8 +20,6 @@ A data set that repeats without end and has fewer than `LEAST` samples per reade
 so it keeps its share of a blend; each reader shuffles it in another way.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

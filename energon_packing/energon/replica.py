@@ -7,8 +7,6 @@ waits for its activations. All ranks of the run meet only where loaders are buil
 `Replica.agree`).
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json
@@ -234,7 +232,7 @@ class Replica:
         return result  # type: ignore[return-value]  # no error
 
     @classmethod
-    def of(cls, groups: Any) -> Replica:
+    def of(cls, groups: Any) -> "Replica":
         """Returns the replica of this rank; a collective call of all ranks.
 
         Each rank hears of its own replica only, over the groups that the run has.

@@ -6,8 +6,6 @@ of every other host gets the bytes by broadcasts and shares them there. Each rea
 own, so that two readers on one replica can be used from two threads.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hmac
@@ -38,7 +36,7 @@ PACK, END, ERROR, CLOSED = range(4)
 _ENDED = (RuntimeError, ValueError)
 """What a call on a group of ``torch.distributed`` raises when another rank is gone, and when the group is destroyed."""
 
-_open_links: weakref.WeakSet[_Link] = weakref.WeakSet()
+_open_links: "weakref.WeakSet[_Link]" = weakref.WeakSet()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,19 +60,19 @@ class SharedBlock:
     _keeper: Any = field(repr=False, compare=False)
 
     @classmethod
-    def new(cls, size: int) -> SharedBlock:
+    def new(cls, size: int) -> "SharedBlock":
         """Returns a block of zeros."""
         descriptor = os.memfd_create("energon-packing", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, size)
         return cls.received(descriptor, 0, size)
 
     @classmethod
-    def received(cls, descriptor: int, start: int, size: int) -> SharedBlock:
+    def received(cls, descriptor: int, start: int, size: int) -> "SharedBlock":
         """Returns the block of a descriptor that is this process's own; closes it in the end."""
         return cls(descriptor=descriptor, start=start, size=size, _keeper=_Descriptor(descriptor))
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> SharedBlock:
+    def of(cls, tensor: torch.Tensor) -> "SharedBlock":
         """Returns a block with the bytes of a tensor on the host.
 
         Takes the memory in which a loader's worker sent the tensor, and copies it if there is none: a tensor that was

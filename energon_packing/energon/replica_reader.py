@@ -8,8 +8,6 @@ Both number their packs, so a rank that was not restored with the others is dete
 ahead of use in a thread (`ReadAhead`), and copied to the GPU while the step before runs (`DeviceCopy`).
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import itertools
@@ -42,7 +40,7 @@ EXIT_SECONDS = 10.0
 """How long the end of the interpreter waits for a thread that makes packs ahead: one that wakes up in a library
 afterwards would abort the process."""
 
-_running: weakref.WeakSet[ReadAhead] = weakref.WeakSet()
+_running: "weakref.WeakSet[ReadAhead]" = weakref.WeakSet()
 
 
 class PackSource(Protocol):
@@ -87,7 +85,7 @@ class ReadAhead:
         name: of the thread.
     """
 
-    def __init__(self, road: _Road, copy: DeviceCopy, depth: int, name: str) -> None:
+    def __init__(self, road: "_Road", copy: "DeviceCopy", depth: int, name: str) -> None:
         self._road, self._copy = road, copy
         self._ready: SimpleQueue[Made] = SimpleQueue()
         self._room = threading.Semaphore(depth)
@@ -382,7 +380,7 @@ class _Numbered:
     def __iter__(self) -> Iterator[PackedBatch]:
         return self
 
-    def _at_end(self, what: Callable[..., None], *arguments: Any) -> weakref.finalize[Any, Any]:
+    def _at_end(self, what: Callable[..., None], *arguments: Any) -> "weakref.finalize[Any, Any]":
         """Calls a function when this object is closed or collected; `ReadAhead` has its own end of a process."""
         end = weakref.finalize(self, what, *arguments)
         end.atexit = False

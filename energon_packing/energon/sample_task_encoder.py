@@ -12,8 +12,6 @@ a data set, or for a trainer that packs by itself. Each is a plain Energon task 
     dataset = get_train_dataset("out/data", task_encoder=task_encoder, batch_size=4, ...)
 """
 
-from __future__ import annotations
-
 import dataclasses
 import uuid
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What passes between the stages of the loader. All are Energon samples, so they carry keys and restore keys."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections import Counter
@@ -41,7 +39,7 @@ class Problem:
     fatal: Exception | None = None
 
     @classmethod
-    def of(cls, error: Exception) -> Problem:
+    def of(cls, error: Exception) -> "Problem":
         """Returns the problem for an error raised while measuring."""
         if isinstance(error, SampleRejected):
             return cls(reason=error.reason, detail=error.detail, length=error.length)

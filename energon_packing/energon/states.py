@@ -11,8 +11,6 @@ it changes nothing, or what states it. ``tests/energon/test_fingerprint.py`` cha
 compares the streams.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

@@ -8,8 +8,6 @@
 Energon's own ``packing_buffer_size`` works too: step 2 then packs disjoint buffers of that many samples.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence

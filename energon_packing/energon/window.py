@@ -9,8 +9,6 @@ what Energon's wrapper would, for users who set ``packing_buffer_size``. `SplitP
 the pieces of split samples into samples.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import uuid

@@ -7,8 +7,6 @@ samples. And a worker tokenizes one text at a time, which is quicker where the t
 (`energon_packing.encoders.tokenized`).
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import functools

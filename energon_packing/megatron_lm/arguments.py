@@ -5,8 +5,6 @@ configuration file that contradicts them is refused, so that ``energon-packing v
 judge two different layouts.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 from collections.abc import Callable, Mapping

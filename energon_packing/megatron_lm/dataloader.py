@@ -1,7 +1,5 @@
 """An external data loader for Megatron-LM: training, validation and test iterators of packs, with a savable state."""
 
-from __future__ import annotations
-
 import os
 import weakref
 from collections.abc import Callable, Mapping
@@ -166,7 +164,7 @@ class PackDataloader:
         # Pixels stay on the host: Megatron-LM keeps the batches of a step, to run it again where a result is doubtful.
         self._reader = OneReader(source, replica, depth=config.data.depth)
 
-    def __iter__(self) -> PackDataloader:
+    def __iter__(self) -> "PackDataloader":
         return self
 
     def __next__(self) -> PackedBatch:

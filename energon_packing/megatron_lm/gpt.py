@@ -4,8 +4,6 @@ from energon_packing.megatron_lm.gpt import forward_step, parse_and_validate_arg
 from energon_packing.megatron_lm.gpt import train_valid_test_datasets_provider
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

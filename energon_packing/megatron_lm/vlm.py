@@ -11,8 +11,6 @@ names (``pixel_values``, ``image_grid_thw``, ...), such as Megatron-Bridge's Qwe
 placeholders is cut to its last token, and the model expands the row again to its full length and the same boundaries.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The length multiple that parallelism requires of every packed segment. No torch: the static checks import this."""
 
-from __future__ import annotations
-
 import math
 
 from energon_packing.errors import ConfigError

@@ -22,8 +22,6 @@ Two measures ensure this when packs are ordered: another sample goes last (`visi
 gets a last, fully masked segment of one multiple, for which its row needs room (`PackLimits.lone_room`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@
 Python values, so it leaves a data loader's worker as shared memory and can be read anywhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from functools import cache
@@ -139,11 +137,11 @@ class PackedBatch:
         """Name -> int64 ``[1, T]`` of the fields of ``extra`` that the family's model reads (its ``token_fields``)."""
         return {name: tensor for name, tensor in self.extra.items() if not tensor.is_floating_point()}
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedBatch:
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "PackedBatch":
         """The same batch on ``device``, every tensor moved."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
-    def with_pixels_on(self, device: torch.device | str) -> PackedBatch:
+    def with_pixels_on(self, device: torch.device | str) -> "PackedBatch":
         """The same batch with its bytes of pixels, and what finishing them reads, moved to ``device``; nothing else."""
         read = {*self.pixel_forms, *(form.sizes for form in self.pixel_forms.values())}
         if not read or self.visual_inputs is None:
@@ -154,11 +152,11 @@ class PackedBatch:
         }
         return replace(self, visual_inputs=moved)
 
-    def pin_memory(self) -> PackedBatch:
+    def pin_memory(self) -> "PackedBatch":
         """The same batch in page-locked memory; called by a `torch.utils.data.DataLoader` with ``pin_memory=True``."""
         return self._map(lambda tensor: tensor.pin_memory())
 
-    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PackedBatch:
+    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "PackedBatch":
         changed: dict[str, Any] = {}
         for spec in fields(self):
             value = getattr(self, spec.name)
@@ -170,7 +168,7 @@ class PackedBatch:
                 changed[spec.name] = {name: change(tensor) for name, tensor in value.items()}
         return replace(self, **changed)
 
-    def finished(self) -> PackedBatch:
+    def finished(self) -> "PackedBatch":
         """The same batch with pixels as the processor's float32 numbers, made on the device where the bytes are."""
         if not self.pixel_forms:
             return self

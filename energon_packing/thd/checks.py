@@ -4,8 +4,6 @@
 never repairs: a violation means that some code between assembly and the model is wrong.
 """
 
-from __future__ import annotations
-
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -5,8 +5,6 @@ In causal attention, late tokens take more work than early ones. Transformer Eng
 indices here equal those of its compiled ``thd_get_partitioned_indices`` but need neither a GPU nor Transformer Engine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -5,8 +5,6 @@ Assembly, padding, slices, the batches of Bridge and those of Megatron-LM follow
 too: they travel in `PackedBatch.extra`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -19,8 +19,6 @@ So a router is given each expert's real tokens without a mask, and the row's cou
 Both are right whether or not the installed version has the defects. `docs/thd.md` has the report.
 """
 
-from __future__ import annotations
-
 from types import MethodType
 from typing import Any
 

@@ -4,8 +4,6 @@
 key in every message.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Data sets that our converter makes of a test's records."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

@@ -4,8 +4,6 @@ Readers make DEPTH packs ahead. A case is a function of its replica and a source
 is written to ``FOLDER/CASE-RANK.json``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import faulthandler
 import json

@@ -1,7 +1,5 @@
 """Groups and limits of the data sets of a blend."""
 
-from __future__ import annotations
-
 import itertools
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Data that break off, cannot be read, attack their reader or hang a decoder cost their samples alone."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import io

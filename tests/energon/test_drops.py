@@ -1,7 +1,5 @@
 """What is dropped: told once with its setting, counted against the budget, reported by epoch, and in the ledger."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

@@ -1,7 +1,5 @@
 """A finite epoch over ranks with unequal data: equally many packs, nobody waits for a rank that has gone."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """Every setting of a run, changed in turn: where the stream of packs changes, a state of the old stream is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import itertools

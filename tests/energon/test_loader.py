@@ -1,7 +1,5 @@
 """The loader: every sample once or dropped by name, within every limit, and states that continue bit for bit."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Packs ahead of use: whose state is saved, where errors arrive, and that nothing remains, whoever dies."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

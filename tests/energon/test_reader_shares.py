@@ -1,7 +1,5 @@
 """How often samples are seen: by their length, by rank, by data set of a blend, and in splits of a few samples."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import itertools

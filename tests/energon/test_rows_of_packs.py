@@ -1,7 +1,5 @@
 """Rows of packs: visible padding, dummy images, pieces of split samples, preference pairs."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections import defaultdict

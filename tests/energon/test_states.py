@@ -1,7 +1,5 @@
 """States that do not belong to a run, damaged ones and hostile files are refused; and what a state costs."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

@@ -1,7 +1,5 @@
 """Task encoders that choose no packs, and functions that may not fail without limit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from made_data import converted

@@ -1,7 +1,5 @@
 """Workers of a loader: what they start with, and what their end says."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import gc

@@ -1,7 +1,5 @@
 """What assembly promises: boundaries, padding, positions, and rows that are refused by name."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What a packed batch does after assembly: check itself, travel between processes, slice, and fix its boundaries."""
 
-from __future__ import annotations
-
 import pickle
 from dataclasses import replace
 from functools import partial

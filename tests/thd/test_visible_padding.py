@@ -5,8 +5,6 @@ its own code is run on our boundaries, which needs neither a GPU nor its compile
 how many random rows each property tries.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import pickle

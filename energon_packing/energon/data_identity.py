@@ -108,8 +108,7 @@ def _walk(
         return
     splits = content.get("splits") if isinstance(content, dict) else None
     # An inner metadataset may be asked for another split, so all of its splits count.
-    chosen = splits.get(split) if isinstance(splits, dict) and split is not None else content
-    for text in _texts(chosen):
+    for text in _texts(splits.get(split) if isinstance(splits, dict) and split is not None else content):
         if named is not None and len(text) < 256 and text.endswith(_CONFIGS) and "://" not in text and text[0] != "/":
             named.add(text)
         child = _child(place, text)

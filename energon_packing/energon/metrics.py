@@ -168,8 +168,7 @@ class RankLine:
         if not self.last.packs + self.last.padding_packs:
             return replace(self, last=earlier.last, steps=earlier.steps)
         steps = {**earlier.steps, **self.steps}
-        keep = max(2 * len(self.steps), len(earlier.steps))
-        return replace(self, steps=dict(list(steps.items())[-keep:]))
+        return replace(self, steps=dict(list(steps.items())[-max(2 * len(self.steps), len(earlier.steps)) :]))
 
 
 class RunLines:
@@ -489,10 +488,9 @@ def watched(
     """
     if config.directory is None:
         return iter(packs)
-    metrics = PackMetrics(
+    return PackMetrics(
         config, capacity=capacity, rank=rank, world_size=world_size, packs_per_step=lambda: packs_per_step
-    )
-    return metrics.watch(packs)
+    ).watch(packs)
 
 
 PREFIX = "packing/"

@@ -306,8 +306,7 @@ class _Source:
             own = own[bounds[own + 1] > bounds[own]]
             if whole:  # where nothing is shuffled, readers begin at different places
                 own = np.roll(own, -(reader * len(own) // readers))
-            ends = end + np.cumsum(bounds[own + 1] - bounds[own])
-            offsets.append((end, *ends.tolist()))
+            offsets.append((end, *(end + np.cumsum(bounds[own + 1] - bounds[own])).tolist()))
             starts += offsets[-1][:-1]
             places += bounds[own].tolist()
             end = offsets[-1][-1]

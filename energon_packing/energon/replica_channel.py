@@ -219,8 +219,7 @@ class HostLeader(_Link):
                 while self._outstanding[rank] >= self._ahead:
                     member.recv_bytes()
                     self._outstanding[rank] -= 1
-                places = [(block.start, block.size) for block in message.blocks]
-                member.send((*message.head().tolist(), places))
+                member.send((*message.head().tolist(), [(block.start, block.size) for block in message.blocks]))
                 for block in message.blocks:
                     send_handle(member, block.descriptor, None)
                 if message.text is not None:

@@ -268,8 +268,7 @@ class _PassedOn(_Road):
                 if self._source is not None:
                     self._tell(Message(kind=CLOSED, number=self.number))
                 elif self._replica.is_leader or self.spread.spans_hosts:
-                    leads = self._replica.is_leader
-                    receive = self._between.receive if leads else self.spread.receive_from_other_host
+                    receive = self._between.receive if self._replica.is_leader else self.spread.receive_from_other_host
                     while receive().kind == PACK:
                         pass
         super().finish(stopped)
@@ -284,8 +283,7 @@ class _Compared(_Road):
         self._own, self._every = source, every
         self._group: OwnGroup | None = None
         if len(replica.members) > 1:
-            name = replica.gather(new_name())[0]
-            self._group = OwnGroup(replica.members, replica.global_rank, name, PATIENCE)
+            self._group = OwnGroup(replica.members, replica.global_rank, replica.gather(new_name())[0], PATIENCE)
 
     def make(self) -> Made:
         batch: PackedBatch | None = None

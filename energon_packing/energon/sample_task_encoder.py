@@ -268,8 +268,7 @@ class MixedTaskEncoder(PackingTaskEncoder):
         visual_inputs, _ = join_visual_inputs(keys, rows)
 
         def stacked(name: str, fill: float) -> torch.Tensor:
-            padded = [pad(row[name], (0, width - row[name].shape[-1]), value=fill) for row in rows]
-            return torch.stack(padded, dim=-2)
+            return torch.stack([pad(row[name], (0, width - row[name].shape[-1]), value=fill) for row in rows], dim=-2)
 
         return SampleBatch.from_samples(
             samples,

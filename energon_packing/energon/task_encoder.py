@@ -266,11 +266,10 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
 
     def make_ledger(self, worker_config: WorkerConfig, *, run: str = "") -> Ledger:
         """Returns the ledger of a worker; if ``packing.ledger`` names a directory, each worker has its own file."""
-        name = f"rank{worker_config.rank}-worker{worker_config.rank_worker_id()}"
         return Ledger(
             self.packing.ledger,
             budget=self.packing.drop_budget,
-            name=name,
+            name=f"rank{worker_config.rank}-worker{worker_config.rank_worker_id()}",
             most_pending=self.packing.max_drops_without_pack,
             run=run,
         )
@@ -525,8 +524,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
         if sample.measured is None:
             raise PackingError(f"sample {sample.__key__} was selected although it was never measured")
         read = functools.partial(read_media, sample.store)
-        encoder = self.encoders[sample.encoder]
-        rows = tuple(encoder.render(segment, read) for segment in sample.measured.segments)
+        rows = tuple(self.encoders[sample.encoder].render(segment, read) for segment in sample.measured.segments)
         cost = pack_cost(sample.measured.segment_lengths, patches=sample.measured.patches)
         return RenderedSample.derive_from(sample, rows=rows, cost=cost, changes=sample.measured.changes)
 

@@ -231,8 +231,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
             ahead=shuffled_ahead(self.dataset),
         )
         # A reader that has no sample of a small data set has no packs; Energon's wrappers would end the run.
-        own_samples = self.dataset if self.dataset.worker_has_samples() else ()
-        source = None if self._draining else iter(own_samples)
+        source = None if self._draining else iter(self.dataset if self.dataset.worker_has_samples() else ())
         while True:
             if source is not None and not self._fill(source):
                 source, self._draining = None, True
@@ -262,8 +261,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         for buffer in (self._window, self._planned):
             buffer.worker_start()
         if self._restored is not None:
-            held = len(self._window.buffer) + len(self._planned.buffer)
-            self.ledger.resume(self._restored.get("counts"), held=held)
+            self.ledger.resume(self._restored.get("counts"), held=len(self._window.buffer) + len(self._planned.buffer))
             self._restored = None
         before = self.ledger.read - len(self._window.buffer) - len(self._planned.buffer)
         lost = [at for at, sample in enumerate(self._window.buffer) if self._problem(sample)]
@@ -320,8 +318,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
     def _settle(self) -> bool:
         """Orders the next block of plans; returns False if there are too few."""
         size = min(self.balance_window, len(self._plan_lengths))
-        ended = self._draining and not self._window.buffer
-        if size == 0 or (size < self.balance_window and not ended):
+        if size == 0 or (size < self.balance_window and not (self._draining and not self._window.buffer)):
             return False
         if size > 1:
             ends = [sum(self._plan_lengths[: plan + 1]) for plan in range(size)]

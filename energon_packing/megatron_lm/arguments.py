@@ -92,8 +92,7 @@ def parse_and_validate_args(
             parser = extra_args_provider(parser)
         return add_energon_packing_args(parser)
 
-    defaults = {"dataloader_type": "external"} | dict(args_defaults or {})
-    args = megatrons(with_ours, ignore_unknown_args, defaults)
+    args = megatrons(with_ours, ignore_unknown_args, {"dataloader_type": "external"} | dict(args_defaults or {}))
     setattr(args, ROW_LENGTH, row_length(args))
     run_config_of(args)
     return args
@@ -101,8 +100,7 @@ def parse_and_validate_args(
 
 def row_length(args: Any) -> int:
     """Tokens per row: ``--dataloader-seq-length`` of vision scripts if it is given, else ``--seq-length``."""
-    kept = getattr(args, ROW_LENGTH, None) or getattr(args, "dataloader_seq_length", None) or args.seq_length
-    return int(kept)
+    return int(getattr(args, ROW_LENGTH, None) or getattr(args, "dataloader_seq_length", None) or args.seq_length)
 
 
 def run_config_of(args: Any) -> RunConfig:

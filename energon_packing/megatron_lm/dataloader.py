@@ -315,8 +315,7 @@ def train_valid_test_datasets_provider(
     made: list[PackDataloader | None] = []
     replica = Replica.of(groups)
     splits = (config.data.split, args.packing_valid_split, args.packing_test_split)
-    names = ("train", "validation", "test")
-    for number, split, name in zip(train_val_test_num_samples, splits, names, strict=True):
+    for number, split, name in zip(train_val_test_num_samples, splits, (("train", "validation", "test")), strict=True):
         if not number or not split:
             made.append(None)
             continue

@@ -46,7 +46,6 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
     """
     refuse_schedule_plan(return_schedule_plan)
     batch = read(data_iterator)
-    extra = inputs_of(model, batch)
     output = model(
         batch.tokens,
         batch.position_ids,
@@ -54,7 +53,7 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
         labels=batch.labels,
         loss_mask=batch.loss_mask,
         packed_seq_params=batch.packed_seq_params,
-        **extra,
+        **inputs_of(model, batch),
     )
     return output, partial(loss_func, batch.loss_mask)
 

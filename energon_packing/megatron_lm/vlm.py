@@ -51,8 +51,7 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
 
     refuse_schedule_plan(return_schedule_plan)
     batch = read(data_iterator, whole_row=True)
-    call = _call_llava if isinstance(innermost(model), LLaVAModel) else _call_by_name
-    output = call(model, batch)
+    output = (_call_llava if isinstance(innermost(model), LLaVAModel) else _call_by_name)(model, batch)
     # A model that slices the row for context parallelism returns the mask of its own tokens.
     output, loss_mask = output if isinstance(output, tuple) else (output, batch.loss_mask)
     return output, functools.partial(loss_func, loss_mask)
@@ -132,8 +131,7 @@ def llava_inputs(batch: StageBatch, *, placeholder: int, image_token_index: int,
         raise PackingError("LLaVAModel needs the whole row on every stage; call get_batch with whole_row=True")
     row = batch.tokens[0]
     media = row == placeholder
-    after = torch.cat([media[1:], media.new_zeros(1)])
-    last = media & ~after
+    last = media & ~torch.cat([media[1:], media.new_zeros(1)])
     ends = torch.cumsum(media, 0)[last]
     runs = torch.diff(ends, prepend=ends.new_zeros(1))
     if (runs % tokens_per_tile).any():

@@ -119,8 +119,7 @@ class PackedBatch:
     @property
     def boundaries(self) -> torch.Tensor:
         """Physical boundaries for slicing the row, int32 ``[num_segments + 1]``, without repeated ones."""
-        physical = self.cu_seqlens if self.cu_seqlens_padded is None else self.cu_seqlens_padded
-        return physical[: self.num_segments + 1]
+        return (self.cu_seqlens if self.cu_seqlens_padded is None else self.cu_seqlens_padded)[: self.num_segments + 1]
 
     @property
     def real_tokens(self) -> int:

@@ -172,8 +172,7 @@ def _shapes(batch: PackedBatch) -> Iterator[str]:
         actual = getattr(batch, field.name).dtype
         if actual != field.dtype:
             yield f"dtype: {field.name} is {actual}, expected {field.dtype}"
-    padded = batch.cu_seqlens_padded
-    for label, boundaries in (("cu_seqlens", batch.cu_seqlens), ("cu_seqlens_padded", padded)):
+    for label, boundaries in (("cu_seqlens", batch.cu_seqlens), ("cu_seqlens_padded", batch.cu_seqlens_padded)):
         if boundaries is None:
             continue
         if str(boundaries.dtype) != "torch.int32" or boundaries.dim() != 1:

@@ -54,8 +54,7 @@ def context_parallel_indices_numpy(cu_seqlens_padded: np.ndarray, cp_size: int, 
     begin[:, 1] = starts + (pieces - 1 - cp_rank) * size
     # A piece is a run of consecutive positions: shift one long arange piece by piece.
     sizes = np.repeat(size, 2)
-    shift = begin.reshape(-1) - (np.cumsum(sizes) - sizes)
-    local = np.repeat(shift, sizes)
+    local = np.repeat(begin.reshape(-1) - (np.cumsum(sizes) - sizes), sizes)
     local += np.arange(local.size, dtype=np.int64)
     return local
 

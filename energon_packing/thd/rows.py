@@ -38,8 +38,7 @@ def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     shape = (sum(len(part) for part in parts), *first.shape[1:])
     if torch.utils.data.get_worker_info() is None or first.device.type != "cpu" or not math.prod(shape):
         return torch.cat(list(parts))
-    storage = first._typed_storage()._new_shared(math.prod(shape), device=first.device)
-    result = first.new(storage).resize_(shape)
+    result = first.new(first._typed_storage()._new_shared(math.prod(shape), device=first.device)).resize_(shape)
     if torch.multiprocessing.get_sharing_strategy() != "file_descriptor":
         return torch.cat(list(parts), out=result)
     descriptor, _ = result.untyped_storage()._share_fd_cpu_()  # of the storage itself: not to be closed

@@ -37,7 +37,6 @@ def guard_shards(dataset: Any, *, go_on: bool) -> None:
     """Watches the reading of all shards of a data set.
 
     Args:
-        dataset: of Energon, before it is read.
         go_on: whether a sample of `REASON` takes the place of one that cannot be read, which our cookers understand;
             else the run ends with the name of the shard.
     """
@@ -104,7 +103,6 @@ def cook_record(sample: CrudeSample, primary: FileStore, media: FileStore | None
     Args:
         sample: raw members; only ``json`` is read.
         primary: store of the data set itself, which holds the media of a monolithic data set.
-        media: store of the auxiliary data set ``media`` of a polylithic data set.
     """
     store = primary if media is None else media
     keys = basic_sample_keys(sample)

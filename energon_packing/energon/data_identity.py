@@ -60,11 +60,7 @@ def data_identity(path: str, split: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def told_identity(identity: Mapping[str, str]) -> Iterator[None]:
-    """Inside, `data_identity` opens no shard of a data set whose other files are as another rank told.
-
-    Args:
-        identity: what `data_identity` returned on another rank.
-    """
+    """Inside, `data_identity` opens no shard of a data set whose other files are as another rank told."""
     token = _TOLD.set(identity)
     try:
         yield
@@ -73,11 +69,7 @@ def told_identity(identity: Mapping[str, str]) -> Iterator[None]:
 
 
 def known_pairs(path: str, split: str) -> PairCounts:
-    """What `convert` counted in the data sets at a path, of all their splits; nothing where nobody counted.
-
-    Args:
-        path, split: as for `data_identity`.
-    """
+    """What `convert` counted in the data sets at a path, of all their splits; nothing where nobody counted."""
     root = _place(dataset_entry(path))
     return counted_pairs(place for place, _ in _walk(root, split, {str(root)}))
 
@@ -88,10 +80,7 @@ def _walk(
     """Yields each data set from `place` on once, a metadataset with its content.
 
     Args:
-        place: of a data set or metadataset.
         split: of a metadataset; None takes all.
-        seen: is told of each place.
-        named: is told of each text of a metadataset that may be the name of a file of ``.nv-meta``.
     """
     if not place.is_file():
         yield place, None
@@ -166,12 +155,7 @@ def _ordered(value: Any, key: Any = None) -> Any:
 
 
 def _prepared(place: Any, named: Collection[str], told: str | None) -> str:
-    """The entry of one prepared data set.
-
-    Args:
-        named: further files of ``.nv-meta``, for those data sets that have them.
-        told: of another rank.
-    """
+    """The entry of one prepared data set."""
     meta = place / META_DIRECTORY
     digest = hashlib.sha256()
     for name in (*_FILES, *sorted(name for name in {*named}.difference(_FILES) if (meta / name).is_file())):

@@ -35,7 +35,6 @@ class DummyImage:
         encoder: of the run; its family decides what the smallest image costs.
 
     Attributes:
-        measured: its length, images and patches.
         row: the row, as `energon_packing.thd.assemble` takes it.
 
     Raises:
@@ -96,10 +95,7 @@ def aligned_filler(
     length, so every kernel sees the same boundaries.
 
     Args:
-        row: as `energon_packing.thd.assemble` takes it, without targets.
         fields: of the pack, besides those of every row; those that the row has are padded as well.
-        multiple: the length becomes a multiple of this.
-        pad_token_id: token id of the padding.
     """
     length = len(row["input_ids"])
     more = -length % multiple

@@ -42,17 +42,14 @@ class LoaderBase(ABC):
     """Iterates packs of one data-parallel rank, and has a state.
 
     Args:
-        rank, world_size: of this process among the data-parallel ranks.
         epoch_end: how ranks end a finite epoch together, see ``data.epoch_end``; no effect at world size 1.
         padding: makes a pack without samples for ``epoch_end``, such as `PackingTaskEncoder.padding_pack`.
         agree: reaches the other ranks for ``epoch_end``; None uses ``torch.distributed``.
         group: process group of the data-parallel ranks for ``epoch_end``; None is the default group.
         capacity: tokens of a full pack for `statistics`, such as `PackingTaskEncoder.capacity`.
         budget: share of samples that may be dropped, which a finite epoch is asked for at its end; None asks nothing.
-        lock: of the ledger, taken before the first pack.
 
     Attributes:
-        capacity: tokens of a full pack, if known.
         epoch_report: of the current or last epoch; None before the first.
         tell: receives each sentence about drops; a `UserWarning` by default.
     """
@@ -150,11 +147,7 @@ class LoaderBase(ABC):
             )
 
     def tell_of_drops(self, *, final: bool = False) -> None:
-        """Tells of reasons that drop many samples, each once, by the rank that notices it first.
-
-        Args:
-            final: no more are read, so that few are no chance.
-        """
+        """Tells of reasons that drop many samples, each once, by the rank that notices it first."""
         for sentence in self._frequent.news(final=final, claim=self._claim):
             self.tell(sentence)
 
@@ -247,13 +240,8 @@ class PackLoader(LoaderBase):
     """Iterates packs of one data-parallel rank.
 
     Args:
-        dataset: what `build_dataset` returned.
-        prefetch: packs that each worker prepares in advance.
-        keep_memory: whether workers keep freed memory, see ``data.keep_memory``.
         ahead: packs that may have been read since the one whose state `state_later` gives.
         fingerprint: what a saved state must match, such as `PackingTaskEncoder.loader_fingerprint`.
-        accept_changed: names of it that may differ, see ``data.accept_changed``.
-        common: as for `LoaderBase`.
     """
 
     def __init__(
@@ -513,12 +501,7 @@ def build_loader(
     agree: Agree | None = None,
     **arguments: Any,
 ) -> PackLoader:
-    """Builds a loader of packs for one data-parallel rank.
-
-    Args:
-        prefetch, agree: as for `PackLoader`.
-        task_encoder, data_parallel_group, arguments: as for `build_dataset`.
-    """
+    """Builds a loader of packs for one data-parallel rank."""
     if not config.data.path:  # before a processor is loaded
         raise ConfigError(NO_PATH)
     if task_encoder is None:
@@ -546,9 +529,6 @@ def build_loader(
 
 def build_task_encoder(config: RunConfig, kind: type[PackingTaskEncoder] = PackingTaskEncoder) -> PackingTaskEncoder:
     """Builds the task encoder of a configuration.
-
-    Args:
-        kind: another class that takes the arguments of `PackingTaskEncoder`.
 
     Raises:
         ConfigError: the processor or a size cannot be used.

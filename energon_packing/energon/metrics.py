@@ -42,18 +42,12 @@ class PackSums:
     """Sums over packs of one rank or of several. The four kinds of tokens add up to the room of the packs.
 
     Attributes:
-        packs: packs with samples.
         padding_packs: packs that contain only padding; the other sums leave them out.
-        samples: source samples.
         segments: of the rows; a preference pair is one sample and two segments.
-        real: tokens that belong to samples.
         alignment: padding after samples, up to the alignment multiple.
         tail: padding of the rest of a row: its masked tail, dummy images.
         unused: room up to the capacity of a pack that the row leaves out, so that no step computes it.
         delays: samples that were measured after a sample and before its pack, summed over samples.
-        delay_max: the longest of these delays.
-        held: the most samples that a worker held.
-        dropped: dropped samples by reason.
         seconds: wall-clock time in which the packs were used, after the first pack had arrived.
         waited: the part of it in which the trainer waited for a pack.
     """
@@ -127,14 +121,8 @@ class RankLine:
     """How one rank is.
 
     Attributes:
-        run: of its process.
-        rank: data-parallel rank.
-        ranks: data-parallel size.
         time: when the line was written, in seconds since 1970.
-        last: sums over the steps of the line.
-        total: sums since its process began.
         steps: packs used at the end of each recent step -> cost of the rank's packs in it.
-        ended: whether the process has ended in order.
     """
 
     run: str
@@ -172,11 +160,7 @@ class RankLine:
 
 
 class RunLines:
-    """Follows the files of a run, from now on.
-
-    Args:
-        directory: ``metrics.directory``.
-    """
+    """Follows the files of a run, from now on."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -238,11 +222,7 @@ def figures(lines: Sequence[RankLine]) -> dict[str, float]:
 
 
 def sums_of(pack: Pack, capacity: int) -> PackSums:
-    """The sums of one pack.
-
-    Args:
-        capacity: tokens of a full pack.
-    """
+    """The sums of one pack."""
     dropped = Counter(entry.reason for entry in pack.dropped)
     if pack.padding:
         return PackSums(padding_packs=1, dropped=dropped)
@@ -334,10 +314,6 @@ class PackMetrics:
     `made` may be called by another thread than the other methods, which the trainer's thread calls.
 
     Args:
-        config: with a directory.
-        capacity: tokens of a full pack, `PackingTaskEncoder.capacity`.
-        rank: data-parallel rank.
-        world_size: number of data-parallel ranks.
         packs_per_step: packs that this rank takes per optimiser step; asked for at the beginning of each.
     """
 
@@ -476,16 +452,7 @@ def watched(
     world_size: int = 1,
     packs_per_step: int = 1,
 ) -> Iterator[Pack]:
-    """Yields packs to a training loop of your own, and writes the metrics of its run.
-
-    Args:
-        packs: of a loader of this rank.
-        config: without a directory, nothing is written.
-        capacity: tokens of a full pack, ``packing.seq_length``.
-        rank: data-parallel rank.
-        world_size: number of data-parallel ranks.
-        packs_per_step: packs per optimiser step on this rank.
-    """
+    """Yields packs to a training loop of your own, and writes the metrics of its run."""
     if config.directory is None:
         return iter(packs)
     return PackMetrics(
@@ -502,9 +469,6 @@ class MetricsLog:
     """Posts the figures of a run, at most once per ``interval`` steps.
 
     Lines that were there before are not posted. Figures arrive a step or two after the steps that they sum up.
-
-    Args:
-        config: with a directory.
     """
 
     def __init__(self, config: MetricsConfig) -> None:
@@ -520,7 +484,6 @@ class MetricsLog:
         """Posts what the last reading found, and begins another one if it is due.
 
         Args:
-            step: optimiser steps done.
             tensorboard: a ``SummaryWriter``, or None.
             wandb: the module ``wandb`` or a run of it, or None.
         """
@@ -539,7 +502,6 @@ class MetricsLog:
         It starts no thread: when an interpreter ends, none can be started.
 
         Args:
-            step, tensorboard, wandb: as for `post`.
             seconds: how long to wait for the last lines of all ranks, which end about now.
         """
         if self._thread is not None:

@@ -55,7 +55,6 @@ def pack_to_bytes(batch: Any, *, pixels: bool = True, apart: list[torch.Tensor] 
     """Returns a batch as uint8 ``[n]``.
 
     Args:
-        batch: a dataclass with tensors on the host, such as a `PackedBatch`.
         pixels: False omits `PIXELS` of a `PackedBatch`; Bridge's ``vlm_step`` drops the same two on later stages.
         apart: is given the tensors of at least `LARGE` bytes, which are not in the result; None keeps all in it.
     """

@@ -78,10 +78,8 @@ class Share:
         first, samples: of the data set's part: number of its first sample, and how many it has.
         starts: ``[S]``, increasing; Energon's number of the first sample of each slice.
         places: ``[S]``; what that sample is, counted from ``first``. Above ``samples`` it is one of a further copy.
-        identity: which samples are whose, the same on all ranks.
         bounds: ``[M + 1]``, where each chunk of all ranks begins, and
         reader_of: ``[M]``, its reader; None where every reader reads the whole.
-        description: for people, in one clause.
     """
 
     first: int
@@ -127,12 +125,10 @@ def deal(
 
     Args:
         samples: how many; positive.
-        readers: how many.
         sizes: ``[samples]``, what each counts; None counts them alike.
         longest: samples of a chunk at most, unless there were more than `MOST_CHUNKS` per reader then.
         held: ``[readers]`` float64, what each reader has of other data sets, in samples of mean size; what it gets here
             is added. Else many small data sets would all give their last samples to the same readers.
-        number: of the data set, for its chances.
 
     Returns:
         ``[M + 1]`` int64, where each chunk begins, and ``[M]`` int64, its reader. A chunk may be empty.
@@ -166,8 +162,6 @@ def deal_samples(
     With one reader in all, Energon's own slices stay.
 
     Args:
-        dataset: of Energon, before it is read.
-        worker_config: says which readers there are.
         media_tokens: tokens of the media of one sample; None counts them as nothing.
 
     Raises:
@@ -212,11 +206,9 @@ class _Source:
     """Energon's loader of one data set.
 
     Attributes:
-        loader: reads it.
         factory: of Energon; made the loader.
         endless: the wrapper that repeats it without end, alone or in a blend; None if none does.
         finite: the wrapper that repeats it a number of times, within; None if none does.
-        first, samples: its part.
     """
 
     loader: Any
@@ -404,7 +396,6 @@ def _read_sizes(file: Any, offsets: np.ndarray, tokens_of: Callable[[tuple[bytes
 
     Args:
         offsets: ``[samples + 1]`` int64, where each begins.
-        tokens_of: of what records say of the media of one sample, less their names.
     """
     try:
         data = read_again(str(file), file.read_bytes)

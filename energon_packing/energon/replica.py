@@ -47,12 +47,6 @@ class OwnGroup:
     thread calls goes through a group that no other thread has. ``torch.distributed.new_group`` would have to be called
     by all ranks of the run, or it derives the group's name from how many groups a process has, which differs between
     ranks.
-
-    Args:
-        ranks: global ranks.
-        here: global rank of this process.
-        name: the same on all ranks of the group, and of no other group.
-        patience: how long a call waits for the other ranks.
     """
 
     def __init__(self, ranks: Sequence[int], here: int, name: str, patience: timedelta) -> None:
@@ -118,15 +112,11 @@ class Replica:
     """The replica of this rank.
 
     Attributes:
-        rank: data-parallel rank.
-        world_size: number of replicas.
-        stage: pipeline stage of this rank.
         leaders: for each stage, the global rank that receives packs first; the first leader is the reader.
         members: global ranks of this rank's stage, its leader first.
         hosts: the members by the host that they run on, in the same order; the first of each host leads it.
         leader_group: of ``leaders``, on those ranks only; None if there is one stage. It is the only group that a
             replica makes, and it is gloo's whatever the run's backend: packs are on the host.
-        global_rank: of this process.
         inner: the run's own process groups that make up a stage, tensor parallel before context parallel.
     """
 

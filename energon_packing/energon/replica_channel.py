@@ -50,8 +50,6 @@ class SharedBlock:
 
     Attributes:
         descriptor: of the file; open as long as the block exists.
-        start: first byte.
-        size: number of bytes.
     """
 
     descriptor: int
@@ -117,10 +115,7 @@ class Message:
     """What the ranks of a replica send to each other.
 
     Attributes:
-        kind: what it means.
-        number: of the pack.
         text: uint8 ``[n]``, or None.
-        blocks: large tensors of the pack.
     """
 
     kind: int
@@ -135,11 +130,7 @@ class Message:
 
 
 class RankGone(Exception):
-    """A rank has ended, closed its end of the link, or was silent for too long.
-
-    Args:
-        rank: global rank.
-    """
+    """A rank has ended, closed its end of the link, or was silent for too long."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(f"rank {rank} has ended or was silent for too long")
@@ -182,7 +173,6 @@ class HostLeader(_Link):
 
     Args:
         ranks: global ranks of the members, which have to show the secret of the address.
-        ahead: packs that a member may leave in the link before `send` waits for it.
         patience: seconds to wait for a member.
     """
 
@@ -236,9 +226,6 @@ class HostMember(_Link):
     """The receiving end of one rank.
 
     Args:
-        rank: global rank of this process.
-        leader: global rank of the leader.
-        address: the leader's `HostLeader.address`.
         patience: seconds to wait for a message.
     """
 
@@ -336,7 +323,6 @@ def _carried(message: Message | None, move: Callable[[torch.Tensor], None]) -> M
 
     Args:
         message: None receives one.
-        move: sends a tensor, or fills it with what is received.
     """
 
     def cast(given: torch.Tensor | None, size: int = 0, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
@@ -356,10 +342,6 @@ def _carried(message: Message | None, move: Callable[[torch.Tensor], None]) -> M
 
 class StageSpread:
     """Messages from the leader of a pipeline stage to its other ranks; a collective call of the stage.
-
-    Args:
-        replica: of this rank.
-        ahead: messages that a rank may have waiting before the sender waits for it.
 
     Attributes:
         sent: bytes that this rank sent so far: ``shared`` of blocks, which are not copied, to ranks of its host, and

@@ -65,7 +65,6 @@ class Made:
 
     Attributes:
         batch: None if there is none.
-        error: why, `StopIteration` at the end of the data.
         state: gives the source's state after this batch, also when more were read since; None where the source still
             has that state, or does not exist.
     """
@@ -76,14 +75,7 @@ class Made:
 
 
 class ReadAhead:
-    """Packs of a road, made ahead of use in a thread.
-
-    Args:
-        road: knows nothing of the reader.
-        copy: what starts their way to the GPU.
-        depth: packs that are ready or being made, at least 1.
-        name: of the thread.
-    """
+    """Packs of a road, made ahead of use in a thread."""
 
     def __init__(self, road: "_Road", copy: "DeviceCopy", depth: int, name: str) -> None:
         self._road, self._copy = road, copy
@@ -173,11 +165,7 @@ class DeviceCopy:
 
 
 class _Road:
-    """How a rank comes by its next pack. It knows nothing of the reader, which can be collected while this waits.
-
-    Attributes:
-        number: of the next pack.
-    """
+    """How a rank comes by its next pack. It knows nothing of the reader, which can be collected while this waits."""
 
     def __init__(self, source: PackSource | None, replica: Replica, depth: int) -> None:
         self._source, self._replica, self._depth = source, replica, depth
@@ -487,13 +475,8 @@ class OneReader(_Numbered):
 
     Args:
         source: what that rank reads; None on all other ranks.
-        replica: of this rank.
         depth: packs made ready before they are asked for; the same on all ranks. 0 reads and passes on a pack when it
             is asked for.
-        pixels_to_device: whether packs come with their pixels on the GPU, if there is one.
-
-    Attributes:
-        sent: what this rank sent inside its stage so far.
     """
 
     def __init__(
@@ -511,10 +494,8 @@ class EveryReader(_Numbered):
 
     Args:
         source: what this rank reads; the same on all ranks of the replica.
-        replica: of this rank.
         compare_every: compare every this many packs; the first pack is always compared.
         depth: packs read and compared before they are asked for; the same on all ranks.
-        pixels_to_device: whether packs come with their pixels on the GPU, if there is one.
     """
 
     def __init__(

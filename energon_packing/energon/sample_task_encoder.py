@@ -58,11 +58,6 @@ UNREAD = ("window", "policy", "balance_window", "dummy_image", *PACK_LIMITS)
 def refuse_unread(packing: PackingConfig, *, where: str, mode: str) -> None:
     """Refuses settings of packs in a mode that makes no packs.
 
-    Args:
-        packing: the settings.
-        where: their name in the run's configuration, for the message.
-        mode: name of the mode, for the message.
-
     Raises:
         ConfigError: one of `UNREAD` differs from its default.
     """
@@ -91,9 +86,7 @@ class MicroBatchTaskEncoder(PackingTaskEncoder):
     is two rows, and stops the run.
 
     Args:
-        encoder, parallel, processor, cookers, fingerprint: as for `PackingTaskEncoder`.
         packing: length and ``oversize`` of a sample, drop budget, ledger; see `UNREAD` for what must stay unset.
-        micro_batch_size: samples per micro-batch.
 
     Raises:
         ConfigError: ``micro_batch_size`` is below 1, a setting is never read, or as for `PackingTaskEncoder`.
@@ -162,7 +155,6 @@ class SampleBatch(Batch):
         lengths: int64 ``[B]``, tokens of each sample.
         visual_inputs: name -> tensor, the media of all rows in order; pixels as the processor's numbers.
         extras: each of ``encoder.extra_fields`` as float32 ``[B, T]``, and of its ``token_fields`` as whole numbers.
-        keys: of the samples.
         dropped: ledger entries of this worker since its last batch.
     """
 
@@ -184,9 +176,6 @@ class MixedTaskEncoder(PackingTaskEncoder):
     Args:
         encoder: processor, prompt and limits; limits of one data set of a blend replace them for its samples.
         max_length: maximum tokens of a sample; a longer one is dropped as ``oversize``, or truncated.
-        truncate: whether longer samples are cut after the last assistant turn that fits.
-        multiple: every row is padded to a multiple of this.
-        pad_to_max_length: whether every row is padded to ``max_length``.
         pairs: see ``packing.pairs``; ``both`` is for labelled answers (KTO), because a pair is two rows.
         ledger, drop_budget, max_drops_without_pack: as in ``packing``; without a ledger, drops are in the batches only.
         processor: an already loaded processor; None loads ``encoder.processor``.

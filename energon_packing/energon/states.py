@@ -75,13 +75,7 @@ READERS = ("ranks", "workers")
 
 
 def settings_of(section: str, config: Any, *, left_out: Collection[str] = ()) -> dict[str, str]:
-    """Every field of a section by its dotted name, as JSON, without those that change nothing or are stated by content.
-
-    Args:
-        section: name of the section.
-        config: its frozen dataclass.
-        left_out: further dotted names, which the caller states in its own way.
-    """
+    """Every field of a section by its dotted name, as JSON, but those that change nothing or are stated by content."""
     unread = {*changing(config, "nothing"), *marked(config, "stated")}
     values = {f"{section}.{name}": value for name, value in to_mapping(config).items() if name not in unread}
     return {name: json.dumps(value, sort_keys=True) for name, value in values.items() if name not in left_out}
@@ -93,11 +87,8 @@ def check_fingerprint(
     """Compares the settings of a saved state with those of this run.
 
     Args:
-        saved: fingerprint of the state.
-        own: of this run.
         accepted: names that may differ (``data.accept_changed``); a section stands for all its settings, and
             ``data set`` for all data sets of a blend.
-        where: what the message calls the state.
 
     Returns:
         A line with both values for each accepted difference.
@@ -155,11 +146,7 @@ def _shown(value: Any) -> str:
 
 
 def tell_of_accepted(lines: Sequence[str]) -> None:
-    """Warns about what differs between a restored state and its run.
-
-    Args:
-        lines: of `check_fingerprint`.
-    """
+    """Warns about what differs between a restored state and its run."""
     if lines:
         warnings.warn(
             f"A loader state was restored that was {'; '.join(lines)} (data.accept_changed). From here on packs differ "
@@ -248,7 +235,6 @@ def read_state(path: Path, *, missing: str, bare: bool = False) -> Any:
     """Returns the state in a file, read by an unpickler that accepts only the classes of such states.
 
     Args:
-        path: of the file.
         missing: what the user can do where there is no such file; the end of a sentence.
         bare: whether the file may hold the state alone, as ``torch.save(loader.save_state(), path)`` writes it.
 

@@ -97,8 +97,6 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     ``pack_selected_samples``.
 
     Attributes:
-        packing: the section of the configuration.
-        limits: what a pack holds.
         accept_changed: names of the fingerprint that a restored state may differ in.
         tells_end: whether workers tell the end of an epoch, which `build_dataset` asks for a `PackLoader`.
         takes_buffers: whether Energon's ``packing_buffer_size`` works too, by ``select_samples_to_pack``.
@@ -163,9 +161,7 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         """Energon's hook; here the packing window replaces the batcher.
 
         Args:
-            dataset: measured samples.
             batch_size: None for packs, 1 for batches of one pack each.
-            batch_drop_last, packing_buffer_size, worker_config: as in Energon.
 
         Raises:
             ConfigError: a batch size above 1 (THD rows reach context-parallel slicing one at a time), a function of a
@@ -200,9 +196,6 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     def loader_fingerprint(self, dataset: SavableDataset[Any]) -> dict[str, Any]:
         """Returns `fingerprint` with the reader's own rank, the number of readers that share the data, and what each
         of them reads.
-
-        Args:
-            dataset: whose samples have been dealt to its readers, or what wraps it.
         """
         own = dataset.worker_config
         readers = {"rank": own.rank, "ranks": own.world_size, "workers": own.num_workers}
@@ -322,14 +315,11 @@ class PackingTaskEncoder(WindowTaskEncoder):
             (`SampleEncoder`), of which the first that accepts a conversation measures and renders it. Limits of your
             own encoders are not lowered, except for data sets of a blend that set limits: these need a
             `ConversationEncoder`, and the combined limits are lowered to a pack's.
-        packing: row length, window and what to do with samples that do not fit.
-        parallel: parallel sizes, which determine the alignment multiple.
         processor: an already loaded processor; None loads ``encoder.processor``.
         cookers: for data sets that ``convert`` did not write; they are tried before our own. A cooker returns a
             `ConversationSample`.
         fingerprint: further names and values that a saved state must match, or a function that gives them when a loader
             is built.
-        accept_changed: names that a restored state may differ in, see ``data.accept_changed``.
 
     Raises:
         ConfigError: the processor cannot be used, or ``seq_length`` is not a multiple of the alignment.

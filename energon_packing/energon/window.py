@@ -83,7 +83,6 @@ class Held(NamedTuple):
     """Samples on their way from one buffer to another.
 
     Attributes:
-        samples: in order.
         keys: the stored restore key of each; the sample's own key may have changed since.
         arrivals: number of each sample in its worker's stream, from 0.
     """
@@ -142,14 +141,11 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
 
     Args:
         dataset: yields `MeasuredSample`; a bad sample carries its problem.
-        window: number of measured samples held for selection.
         balance_window: number of finished plans that are reordered before emission; 1 keeps the order.
         packer: chooses, renders and assembles the packs, and creates this worker's ledger: a `WindowTaskEncoder`, or
             another object with its ``make_ledger``, ``select_pack`` (for a `DisjointPackingDataset`,
             ``select_samples_to_pack``), ``order_plans``, ``fewest_packs``, ``postencode_sample``, ``arrange`` and
             ``pack_selected_samples``.
-        fingerprint: names and values that a saved state must match.
-        accept_changed: names of these that may differ.
         tells_end: whether an `end_of_epoch` follows the last pack of an epoch, for a loader, which then tells of drops.
     """
 

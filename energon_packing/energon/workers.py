@@ -51,9 +51,6 @@ def in_workers(loader: Any, *, keep_memory: bool = True) -> None:
 
     Call it just before they start: what only a cycle holds ends here. A worker is a fork, whose first garbage
     collection would end a model's tensors or an open decoder without the threads they belong to, and crash.
-
-    Args:
-        keep_memory: whether it keeps its freed memory, too.
     """
     if loader.num_workers:
         # With what is frozen, which Energon unfreezes in the worker at the end of an epoch.

@@ -106,9 +106,6 @@ def row_length(args: Any) -> int:
 def run_config_of(args: Any) -> RunConfig:
     """Our configuration for a Megatron-LM run.
 
-    Args:
-        args: Megatron-LM's namespace, parsed with `add_energon_packing_args`.
-
     Raises:
         ConfigError: ``--packing-config`` is missing or wrong, contradicts an argument of Megatron-LM, or an argument
             cannot work with packed rows.

@@ -63,7 +63,6 @@ def get_batch(data_iterator: Any, *, whole_row: bool = False) -> StageBatch:
     """Returns the next micro-batch of this rank. Every rank of a replica calls it equally often.
 
     Args:
-        data_iterator: what Megatron-LM made of a `PackDataloader`.
         whole_row: returns all token fields on every stage, not sliced for context parallelism: for vision models, which
             slice the embeddings after pixels are inserted.
 
@@ -143,10 +142,6 @@ class PackDataloader:
     them, on later pipeline stages without pixels.
 
     Args:
-        config: of the run.
-        replica: of this rank.
-        split: part of the data set.
-        data_parallel_group: of this rank, for agreement between readers.
         what: ``evaluation``, the packs of one, over all ranks; see `open_together`. None of a training.
     """
 
@@ -227,12 +222,7 @@ MISSING = (
 
 
 def packs_left(args: Any, ranks: int) -> int | None:
-    """Packs that the run has still to read, over all ranks; None if its batch grows.
-
-    Args:
-        args: of Megatron-LM, which has read its checkpoint and set ``train_iters``.
-        ranks: data-parallel.
-    """
+    """Packs that the run has still to read, over all ranks; None if its batch grows."""
     if not args.train_iters or args.rampup_batch_size:
         return None
     return packs_of_steps(args.train_iters - args.iteration, args.global_batch_size, ranks)
@@ -245,7 +235,6 @@ def saved_state(args: Any, *, data_parallel_rank: int | None) -> Any:
     ``megatron.training.checkpointing`` wrote under ``--dataloader-save``.
 
     Args:
-        args: of Megatron-LM.
         data_parallel_rank: whose file is read. None takes the first rank's, which of a plan is that of all ranks, and
             the one that a run with or without pipeline stages saved if there is none with this run's name.
 
@@ -290,7 +279,6 @@ def train_valid_test_datasets_provider(
 
     Args:
         train_val_test_num_samples: rows that Megatron-LM will ask for; no loader is built for 0.
-        vp_stage: of virtual pipelines, which are refused.
 
     Raises:
         UserError: no data set, a missing split, an unusable processor, or a state that is missing or does not fit.

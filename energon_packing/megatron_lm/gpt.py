@@ -34,8 +34,6 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
     """One micro-batch forward, as Megatron-LM's schedules call it.
 
     Args:
-        data_iterator: of this rank.
-        model: a ``GPTModel``, wrapped or not.
         return_schedule_plan: refused; a plan takes no boundaries.
 
     Returns:
@@ -106,7 +104,6 @@ def loss_func(
     Args:
         loss_mask: weights of the targets that this rank holds; 0 for targets that are not trained. None on stages
             before the last, which never call it.
-        output_tensor: their token losses, in the same order.
 
     Returns:
         The weighted sum; the sum of the weights, rounded to a whole number (the encoder scales fractional weights by a

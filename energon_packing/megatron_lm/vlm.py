@@ -37,7 +37,6 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
     """One micro-batch forward, as Megatron-LM's schedules call it.
 
     Args:
-        data_iterator: of this rank.
         model: a ``LLaVAModel`` or a model with Hugging Face's argument names, wrapped or not.
         return_schedule_plan: refused; a plan takes no boundaries.
 
@@ -117,12 +116,6 @@ class LlavaInputs:
 
 def llava_inputs(batch: StageBatch, *, placeholder: int, image_token_index: int, tokens_per_tile: int) -> LlavaInputs:
     """Cuts every run of placeholders to one token.
-
-    Args:
-        batch: a whole row.
-        placeholder: token id that stands for an embedding of an image.
-        image_token_index: the model's token for an image.
-        tokens_per_tile: the model's ``img_seq_len``.
 
     Raises:
         ConfigError: a run is not a whole number of tiles, or the row has visual inputs other than ``pixel_values``.

@@ -18,8 +18,6 @@ def alignment_multiple(
     ``lcm(2*CP if CP > 1 else 1, CP*TP if sequence_parallel and TP > 1 else 1)`` over the training and evaluation CP.
 
     Args:
-        tensor_parallel: TP size.
-        context_parallel: CP size in training.
         sequence_parallel: whether sequence parallelism is on; it has no effect at TP 1.
         eval_context_parallel: CP size in evaluation; None if it is the same.
 

@@ -43,12 +43,7 @@ from energon_packing.thd.rows import (
 
 
 def hides_padding(lengths: Sequence[int], multiple: int) -> bool:
-    """Whether a row of segments with these real lengths, in this order, is padded after its last segment only.
-
-    Args:
-        lengths: tokens of each segment, at least one.
-        multiple: every segment is padded to a multiple of this many tokens.
-    """
+    """Whether a row of segments with these real lengths, in this order, is padded after its last segment only."""
     *before, last = lengths
     return last % multiple != 0 and all(length % multiple == 0 for length in before)
 
@@ -63,7 +58,6 @@ def visible_order(samples: Sequence[Sequence[int]], multiple: int) -> list[int]:
     Args:
         samples: for each sample, the real lengths of its segments: one, or two for a preference pair, which stay
             together and in order.
-        multiple: every segment is padded to a multiple of this many tokens.
     """
     order = list(range(len(samples)))
     if len(order) > 1 and hides_padding([length for sample in samples for length in sample], multiple):
@@ -105,7 +99,6 @@ def assemble(
         multiple: every segment is padded to a multiple of this many tokens (see `alignment_multiple`).
         width: the row's length in tokens; None makes the row as long as its segments, and one multiple longer if only
             its last sample is padded.
-        pad_token_id: the padding token.
         total_multiple: the row's length becomes a multiple of this, for kernels that require one (16 for FP8, 32 for
             MXFP8, times the ranks that share a row); the tail is a masked segment, as with ``width``.
         extra_fields: further token-aligned fields, each with dtype and padding value; or name -> padding value, and

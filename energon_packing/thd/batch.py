@@ -241,7 +241,6 @@ def pad_cu_seqlens(batch: PackedBatch, *, max_segments: int, max_seqlen: int | N
     boundaries do not accept them, so a batch with visual inputs or mRoPE positions is rejected.
 
     Args:
-        max_segments: the most segments in any row of the run, including a masked tail.
         max_seqlen: the value of ``max_seqlen`` for all rows of the run, because a captured graph keeps the first one.
 
     Raises:

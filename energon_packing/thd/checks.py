@@ -46,7 +46,6 @@ def check_thd(batch: PackedBatch, *, multiple: int = 1) -> list[str]:
 
     Args:
         batch: a batch on the host (one on an accelerator is copied, which costs more than the check).
-        multiple: the alignment that the batch was assembled with.
 
     Returns:
         Sentences ``"<name>: <values>"`` with the names of `INVARIANTS`. If shapes, dtypes or boundaries are wrong,
@@ -80,8 +79,6 @@ def check_media(
     over the row.
 
     Args:
-        batch: a whole batch, not a context-parallel slice.
-        merge_size: patches along one side of the square that becomes one token.
         image_token_id: placeholder of images; None if the family has none.
         video_token_id: placeholder of videos; None if the family has none.
 

@@ -22,8 +22,6 @@ def context_parallel_indices_numpy(cu_seqlens_padded: np.ndarray, cp_size: int, 
 
     Args:
         cu_seqlens_padded: physical boundaries ``[segments + 1]``, without repeated ones.
-        cp_size: number of context-parallel ranks.
-        cp_rank: the rank, from 0.
 
     Raises:
         ConfigError: a rank outside ``0 .. cp_size - 1``.
@@ -67,8 +65,6 @@ def context_parallel_indices(cu_seqlens_padded: torch.Tensor, cp_size: int, cp_r
 
     Args:
         cu_seqlens_padded: physical boundaries ``[segments + 1]`` without repeated ones (`PackedBatch.boundaries`).
-        cp_size: number of context-parallel ranks.
-        cp_rank: the rank, from 0.
 
     Raises:
         ConfigError: a rank outside ``0 .. cp_size - 1``.

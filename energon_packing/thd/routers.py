@@ -35,9 +35,6 @@ def count_real_tokens(model: torch.nn.Module) -> bool:
 
     Without a mask a router computes what it computed before. Call it again as often as you like.
 
-    Args:
-        model: a model chunk, with or without layers that route tokens to experts.
-
     Returns:
         Whether the model has such layers.
 
@@ -119,7 +116,6 @@ def put_mask(params: Any, mask: torch.Tensor) -> None:
     """Sends a mask along with a row.
 
     Args:
-        params: the ``PackedSeqParams`` that the model is called with.
         mask: ``[1, t]`` bool, True where the token is padding, of the t tokens that this rank's layers hold.
     """
     setattr(params, _ON_PARAMS, mask)
@@ -130,9 +126,6 @@ def experts_read_masks(model: torch.nn.Module) -> bool:
 
     Hooks each model once; the hooks do nothing for a row without a mask. Routers then count real tokens right
     (`count_real_tokens`).
-
-    Args:
-        model: a model chunk without its wrappers.
 
     Raises:
         ConfigError: see `count_real_tokens`.

@@ -112,7 +112,6 @@ def verify_targets(
     """Checks that no label of a joined row reaches into the next sample and that every weight has a target.
 
     Args:
-        keys: keys of the ``B`` samples.
         starts: ``[B + 1]``, where each sample begins in the row.
         lengths: ``[B]``, real tokens of each sample.
         labels: ``[T]`` int64, already shifted.
@@ -155,11 +154,9 @@ def join_extra(
     """The extra token-aligned fields of all samples as rows ``[1, width]``.
 
     Args:
-        keys: keys of the ``B`` samples.
         arrays: one mapping per sample, with every field as ``[length]``.
         extra_fields: name -> `TokenField`, or padding value where the first sample decides about the dtype.
         starts: ``[B + 1]``, where each sample begins in the row.
-        width: tokens of the row.
 
     Raises:
         PackingError: a sample has a field in another dtype; types of tokens would silently become fractions.

@@ -187,12 +187,6 @@ def test_a_padding_pack_is_a_valid_row_that_teaches_nothing(run_config, width, p
         thd.slice_for_context_parallel(pack.batch, 2, 1)
 
 
-def test_one_rank_alone_needs_no_agreement(run_config):
-    plain = list(build_loader(run_config()))
-    padded = list(build_loader(run_config(data={"epoch_end": "pad"})))
-    assert [pack.batch.sample_keys for pack in plain] == [pack.batch.sample_keys for pack in padded]
-
-
 def test_settings_that_cannot_work_are_told_in_a_sentence(run_config):
     with pytest.raises(ConfigError, match=r"data\.repeat"):
         DataConfig(repeat=True, epoch_end="pad")

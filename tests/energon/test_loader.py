@@ -71,14 +71,14 @@ def test_no_pack_exceeds_the_row_and_every_prediction_holds_after_alignment(chil
     assert any("pixel_values_videos" in (pack.batch.visual_inputs or {}) for pack in packs)
 
 
-@pytest.mark.parametrize(("workers", "balance_window", "at"), [(0, 1, range(1, 6)), (0, 3, (2, 4)), (2, 3, (1, 4))])
+@pytest.mark.parametrize(("workers", "balance_window", "at"), [(0, 1, (1, 3)), (2, 3, (1, 4))])
 def test_a_state_saved_after_any_step_continues_bit_identically(run_config, continues, workers, balance_window, at):
     data = {"workers": workers, "repeat": True}
     config = run_config(data=data, balance_window=balance_window, window=16, seq_length=2048, drop_budget=1.0)
     continues(lambda: build_loader(config), packs=7, at=at)
 
 
-@pytest.mark.parametrize("done", [0, 1])
+@pytest.mark.parametrize("done", [1])
 def test_a_state_that_is_asked_for_while_a_worker_begins_continues_exactly(child_config, monkeypatch, done):
     """Energon's worker starts the thread that answers before it stores its first state, or restores one."""
     config = child_config(data={"workers": 2, "repeat": True}, window=16, seq_length=2048, drop_budget=1.0)
@@ -108,9 +108,9 @@ def test_a_state_that_is_asked_for_while_a_worker_begins_continues_exactly(child
         same(pack, reference[number])
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("workers", "places"), [(0, (0, 3)), (2, (3,))])
 def test_a_state_saved_before_the_first_pack_is_the_one_that_was_restored_or_the_beginning(
-    run_config, workers, tmp_path
+    run_config, workers, places, tmp_path
 ):
     """A run that is started again after its last step saves such a state (trap 94)."""
     config = run_config(data={"workers": workers, "repeat": True}, window=16, seq_length=2048, drop_budget=1.0)
@@ -127,7 +127,7 @@ def test_a_state_saved_before_the_first_pack_is_the_one_that_was_restored_or_the
     for pack in itertools.islice(loader, 6):
         reference.append(pack)
         states.append(loader.save_state())
-    for done in (0, 3):
+    for done in places:
         waiting = again(states[done], "saved.pt")
         for number, state in enumerate((waiting.save_state(), waiting.state_later()())):
             resumed = again(state, f"{number}.pt")
@@ -155,9 +155,7 @@ def test_wrong_paths_splits_and_sizes_are_told_in_a_sentence(child_config, tmp_p
 
 
 def test_batch_size_one_yields_the_same_packs(child_config):
-    plain = list(build_loader(child_config()))
-    batched = list(build_loader(child_config(), batch_size=1))
-    assert len(plain) == len(batched)
+    plain, batched = (itertools.islice(build_loader(child_config(), batch_size=size), 3) for size in (None, 1))
     for first, second in zip(plain, batched, strict=True):
         same(first, second)
 
@@ -259,12 +257,6 @@ def test_a_sample_over_a_limit_can_stop_the_run_and_names_the_limit(run_config):
         list(build_loader(run_config(max_patches_per_pack=20, oversize="raise")))
 
 
-def test_disjoint_buffers_keep_the_limits_too(run_config):
-    config = run_config(drop_budget=1.0, **LIMITS)
-    for pack in build_loader(config, packing_buffer_size=16):
-        assert all(measures(pack)[name] <= limit for name, limit in LIMITS.items())
-
-
 def test_sample_limits_above_those_of_a_pack_are_lowered_with_one_warning(run_config):
     limits = LimitsConfig(max_tokens=9999, max_images=40, max_visual_tokens=3000, when_over=("resize", "drop"))
     config = run_config(encoder={"limits": limits}, max_images_per_pack=8)
@@ -316,10 +308,10 @@ def test_disjoint_buffers_resume_bit_identically_after_any_step(run_config, cont
 
 @pytest.fixture(scope="module")
 def batches(run_config_of):
-    """The batches of an epoch by how they carry pixels; a worker makes them."""
+    """The batches of an epoch by how they carry pixels."""
 
     def read(pixels):
-        config = run_config_of(encoder={"pixels": pixels}, data={"workers": 1}, seq_length=2048, drop_budget=1.0)
+        config = run_config_of(encoder={"pixels": pixels}, seq_length=2048, drop_budget=1.0)
         return [pack.batch for pack in build_loader(config)]
 
     return {pixels: read(pixels) for pixels in ("bytes", "float32", "bfloat16")}
@@ -366,13 +358,12 @@ RESIZED = LimitsConfig(max_visual_tokens=3, when_over=("resize",), min_active_ra
 WAYS = {
     "truncate": ({"oversize": "truncate"}, LimitsConfig(min_active_ratio=0.0)),
     "split at tokens": ({"oversize": "split", "split_at": "token"}, LimitsConfig(min_active_ratio=0.0)),
-    "resize": ({"oversize": "drop"}, RESIZED),
     "resize and split": ({"oversize": "split", "split_at": "turn"}, RESIZED),
 }
 
 
 @pytest.mark.parametrize(
-    ("way", "family"), [*((way, "qwen2_5_vl") for way in sorted(WAYS)), ("resize and split", "qwen3_vl")]
+    ("way", "family"), [("truncate", "qwen2_5_vl"), ("split at tokens", "qwen2_5_vl"), ("resize and split", "qwen3_vl")]
 )
 def test_placeholders_of_every_segment_are_the_patches_of_its_media_over_the_merge(run_config, family, way):
     packing, limits = WAYS[way]

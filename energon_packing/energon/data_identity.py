@@ -53,7 +53,9 @@ def data_identity(path: str, split: str) -> dict[str, str]:
         name = "data set" if number == 0 else f"data set {number} ({place.name})"
         told = (_TOLD.get() or {}).get(name)
         found[name] = (
-            _prepared(place, named, told) if content is None else f"metadataset {_digest(_meaning(content))[:16]}"
+            _prepared(place, named, told)
+            if content is None
+            else f"metadataset {hashlib.sha256(_meaning(content)).hexdigest()[:16]}"
         )
     return found
 
@@ -208,7 +210,3 @@ def _place(path: str) -> Any:
     from megatron.energon.epathlib import EPath
 
     return EPath(path)
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()

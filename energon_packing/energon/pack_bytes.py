@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from energon_packing.thd.batch import PackedBatch
-from energon_packing.thd.pixels import PIXELS
 
 LARGE = 1 << 20
 """Bytes from which a tensor is sent apart, where that is possible."""
@@ -55,12 +54,11 @@ def pack_to_bytes(batch: Any, *, pixels: bool = True, apart: list[torch.Tensor] 
     """Returns a batch as uint8 ``[n]``.
 
     Args:
-        pixels: False omits `PIXELS` of a `PackedBatch`; Bridge's ``vlm_step`` drops the same two on later stages.
+        pixels: False omits the pixels of a `PackedBatch`; Bridge's ``vlm_step`` drops the same two on later stages.
         apart: is given the tensors of at least `LARGE` bytes, which are not in the result; None keeps all in it.
     """
-    if not pixels and isinstance(batch, PackedBatch) and batch.visual_inputs is not None:
-        kept = {name: tensor for name, tensor in batch.visual_inputs.items() if name not in PIXELS}
-        batch = dataclasses.replace(batch, visual_inputs=kept, pixel_forms={})
+    if not pixels and isinstance(batch, PackedBatch):
+        batch = batch.without_pixels()
     file = io.BytesIO()
     _Writer(file, apart).dump(batch)
     return torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)

@@ -35,11 +35,6 @@ first rank finds out of the data."""
 _POLL_SECONDS = 1.0
 
 
-def new_name() -> str:
-    """A name for a group that no other group has, for one of its ranks to tell the others."""
-    return secrets.token_hex()
-
-
 class OwnGroup:
     """A gloo group for one reader alone; making one is a collective call of its ranks, and of no others.
 
@@ -175,7 +170,7 @@ class Replica:
         """
         if self.world_size * self.size == 1:
             return find_out()
-        name = [new_name()]
+        name = [secrets.token_hex()]
         distributed.broadcast_object_list(name, 0)
         if self.global_rank == 0:
             error, value = _tried(find_out)
@@ -251,7 +246,7 @@ class Replica:
             )
         leaders, leader_group = columns[0], None
         if depth > 1:
-            name = _gathered(new_name(), (pp,))[0]
+            name = _gathered(secrets.token_hex(), (pp,))[0]
             if here in leaders:
                 leader_group = OwnGroup(leaders, here, name, PATIENCE)
         by_host: dict[Any, list[int]] = {}

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import multiprocessing
 
-from energon_packing.energon.replica import PATIENCE, OwnGroup, Replica, new_name
+from energon_packing.energon.replica import PATIENCE, OwnGroup, Replica
 from energon_packing.errors import PackingError
 from energon_packing.thd.rows import write_bytes
 
@@ -364,7 +364,7 @@ class StageSpread:
         if leads and len(host) > 1:
             self._link = HostLeader(host[1:], ahead=ahead, patience=seconds)
         mine = None if self._link is None else self._link.address
-        addresses, names = zip(*replica.gather((mine, new_name())), strict=True)
+        addresses, names = zip(*replica.gather((mine, secrets.token_hex())), strict=True)
         if self._link is not None:
             self._link.accept()
         elif not leads:

@@ -11,6 +11,7 @@ ahead of use in a thread (`ReadAhead`), and copied to the GPU while the step bef
 import atexit
 import contextlib
 import itertools
+import secrets
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from energon_packing.energon.pack_bytes import field_digests, pack_from_bytes, pack_to_bytes
-from energon_packing.energon.replica import PATIENCE, Facts, OwnGroup, Replica, from_text, new_name, to_text
+from energon_packing.energon.replica import PATIENCE, Facts, OwnGroup, Replica, from_text, to_text
 from energon_packing.energon.replica_channel import (
     CLOSED,
     END,
@@ -271,7 +272,9 @@ class _Compared(_Road):
         self._own, self._every = source, every
         self._group: OwnGroup | None = None
         if len(replica.members) > 1:
-            self._group = OwnGroup(replica.members, replica.global_rank, replica.gather(new_name())[0], PATIENCE)
+            self._group = OwnGroup(
+                replica.members, replica.global_rank, replica.gather(secrets.token_hex())[0], PATIENCE
+            )
 
     def make(self) -> Made:
         batch: PackedBatch | None = None

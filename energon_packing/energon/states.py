@@ -247,7 +247,11 @@ def read_state(path: Path, *, missing: str, bare: bool = False) -> Any:
         raise ConfigError(f"{path} is not the state of a loader: it is empty. {_WAY_OUT}")
     # torch.load(weights_only=True) refuses Energon's FlexState, a dictionary with its own class.
     restricted = types.ModuleType("loader_state_pickle")
-    vars(restricted).update(Unpickler=_StateUnpickler, load=_load, UnpicklingError=pickle.UnpicklingError)
+    vars(restricted).update(
+        Unpickler=_StateUnpickler,
+        load=lambda file, **options: _StateUnpickler(file, **options).load(),
+        UnpicklingError=pickle.UnpicklingError,
+    )
     try:
         _check_checksums(path)
         saved = torch.load(path, map_location="cpu", weights_only=False, pickle_module=restricted)
@@ -273,7 +277,3 @@ def _check_checksums(path: Path) -> None:
 
 
 _WAY_OUT = "Continue from an earlier checkpoint."
-
-
-def _load(file: Any, **options: Any) -> Any:
-    return _StateUnpickler(file, **options).load()

@@ -14,7 +14,7 @@ import functools
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron.energon import WorkerConfig
 
@@ -79,17 +79,9 @@ def attempt(
     return None
 
 
-class Held(NamedTuple):
-    """Samples on their way from one buffer to another.
-
-    Attributes:
-        keys: the stored restore key of each; the sample's own key may have changed since.
-        arrivals: number of each sample in its worker's stream, from 0.
-    """
-
-    samples: list[Any]
-    keys: list[Any]
-    arrivals: list[int]
+type Held = tuple[list[Any], ...]
+"""Samples on their way from one buffer to another: in order; the stored restore key of each (the sample's own key may
+have changed since); and the number of each in its worker's stream, from 0."""
 
 
 class WindowBuffer(SavableSampleBuffer):
@@ -113,18 +105,15 @@ class WindowBuffer(SavableSampleBuffer):
 
     def put(self, held: Held) -> None:
         """Appends samples that were taken out of another buffer."""
-        self.extend(held.samples, held.keys)
-        self._arrivals.extend(held.arrivals)
+        samples, keys, arrivals = held
+        self.extend(samples, keys)
+        self._arrivals.extend(arrivals)
 
     def take(self, positions: Sequence[int]) -> Held:
         """Removes the samples at ``positions`` and returns them in that order."""
-        held = Held(
-            samples=[self._buffer[position] for position in positions],
-            keys=[self._restore_keys[position] for position in positions],
-            arrivals=[self._arrivals[position] for position in positions],
-        )
+        columns: Held = (self._buffer, self._restore_keys, self._arrivals)
+        held = tuple([column[position] for position in positions] for column in columns)
         gone = set(positions)
-        columns: tuple[list[Any], ...] = (self._buffer, self._restore_keys, self._arrivals)
         for column in columns:
             column[:] = [entry for at, entry in enumerate(column) if at not in gone]
         return held
@@ -261,11 +250,11 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
             self._restored = None
         before = self.ledger.read - len(self._window.buffer) - len(self._planned.buffer)
         lost = [at for at, sample in enumerate(self._window.buffer) if self._problem(sample)]
-        self._drop_all(self._window.take(lost).samples)
+        self._drop_all(self._window.take(lost)[0])
         at = 0
         for plan, length in enumerate(self._plan_lengths):
             lost = [at + i for i in range(length) if self._problem(self._planned.buffer[at + i])]
-            self._drop_all(self._planned.take(lost).samples)
+            self._drop_all(self._planned.take(lost)[0])
             self._plan_lengths[plan] -= len(lost)
             at += self._plan_lengths[plan]
         return before

@@ -24,7 +24,6 @@ from energon_packing.offline.open_loader import open_packs, packs_of_steps, refu
 from energon_packing.thd.batch import PackedBatch, packed_seq_params
 from energon_packing.thd.context_parallel import context_parallel_indices, slice_for_context_parallel
 from energon_packing.thd.fields import TOKEN_FIELDS
-from energon_packing.thd.pixels import PIXELS
 from energon_packing.thd.routers import put_mask
 
 
@@ -81,7 +80,7 @@ def get_batch(data_iterator: Any, *, whole_row: bool = False) -> StageBatch:
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
     cp = parallel_state.get_context_parallel_world_size()
     if not first:
-        row = without_pixels(row)
+        row = row.without_pixels()
     # Sliced on the host, so the accelerator neither waits for the boundaries nor receives tokens of other ranks.
     part = row
     if cp > 1 and not whole_row:
@@ -114,14 +113,6 @@ def get_batch(data_iterator: Any, *, whole_row: bool = False) -> StageBatch:
 def device() -> torch.device:
     """The device of this process's model."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def without_pixels(row: PackedBatch) -> PackedBatch:
-    """The row without what only the vision encoder reads, by far its largest part."""
-    if not row.visual_inputs:
-        return row
-    kept = {name: tensor for name, tensor in row.visual_inputs.items() if name not in PIXELS}
-    return replace(row, visual_inputs=kept or None, pixel_forms={})
 
 
 def _of_sequence_parallel_rank(mask: torch.Tensor) -> torch.Tensor:

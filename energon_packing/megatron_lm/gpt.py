@@ -42,8 +42,7 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
     Raises:
         ConfigError: a schedule plan is requested, or the data have images, or fields per token, for another model.
     """
-    refuse_schedule_plan(return_schedule_plan)
-    batch = read(data_iterator)
+    batch = read(data_iterator, return_schedule_plan)
     output = model(
         batch.tokens,
         batch.position_ids,
@@ -56,10 +55,16 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
     return output, partial(loss_func, batch.loss_mask)
 
 
-def read(data_iterator: Any, *, whole_row: bool = False) -> StageBatch:
-    """`get_batch` under Megatron-LM's timer; counts the real tokens for Megatron-LM's FLOPs report."""
+def read(data_iterator: Any, schedule_plan: bool, *, whole_row: bool = False) -> StageBatch:
+    """`get_batch` under Megatron-LM's timer; counts the real tokens for Megatron-LM's FLOPs report.
+
+    Raises:
+        ConfigError: a schedule plan is requested.
+    """
     from megatron.training import get_timers, training
 
+    if schedule_plan:
+        raise ConfigError(NO_SCHEDULE_PLAN)
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     batch = get_batch(data_iterator, whole_row=whole_row)
@@ -68,16 +73,6 @@ def read(data_iterator: Any, *, whole_row: bool = False) -> StageBatch:
         count(batch.cu_seqlens)
     timers("batch-generator").stop()
     return batch
-
-
-def refuse_schedule_plan(asked: bool) -> None:
-    """Refuses a schedule plan.
-
-    Raises:
-        ConfigError: it is requested.
-    """
-    if asked:
-        raise ConfigError(NO_SCHEDULE_PLAN)
 
 
 def inputs_of(model: Any, batch: StageBatch) -> dict[str, torch.Tensor]:

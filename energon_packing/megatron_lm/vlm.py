@@ -21,7 +21,7 @@ from energon_packing.encoders.encoder import innermost
 from energon_packing.errors import ConfigError, PackingError
 from energon_packing.megatron_lm.arguments import add_energon_packing_args, parse_and_validate_args, run_config_of
 from energon_packing.megatron_lm.dataloader import StageBatch, get_batch, train_valid_test_datasets_provider
-from energon_packing.megatron_lm.gpt import inputs_of, loss_func, read, refuse_schedule_plan
+from energon_packing.megatron_lm.gpt import inputs_of, loss_func, read
 
 __all__ = [
     "add_energon_packing_args",
@@ -48,8 +48,7 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
     """
     from megatron.core.models.multimodal.llava_model import LLaVAModel
 
-    refuse_schedule_plan(return_schedule_plan)
-    batch = read(data_iterator, whole_row=True)
+    batch = read(data_iterator, return_schedule_plan, whole_row=True)
     output = (_call_llava if isinstance(innermost(model), LLaVAModel) else _call_by_name)(model, batch)
     # A model that slices the row for context parallelism returns the mask of its own tokens.
     output, loss_mask = output if isinstance(output, tuple) else (output, batch.loss_mask)

@@ -151,6 +151,13 @@ class PackedBatch:
         }
         return replace(self, visual_inputs=moved)
 
+    def without_pixels(self) -> "PackedBatch":
+        """The same batch without what only the vision encoder reads, by far its largest part; for later stages."""
+        if not self.visual_inputs:
+            return self
+        kept = {name: tensor for name, tensor in self.visual_inputs.items() if name not in PIXELS}
+        return replace(self, visual_inputs=kept, pixel_forms={})
+
     def pin_memory(self) -> "PackedBatch":
         """The same batch in page-locked memory; called by a `torch.utils.data.DataLoader` with ``pin_memory=True``."""
         return self._map(lambda tensor: tensor.pin_memory())

@@ -252,6 +252,12 @@ def test_swapped_shards_of_a_data_set_are_refused(run_config, demo_shards):
         build_loader(config).restore_state(state)
 
 
+@pytest.fixture
+def demo_shards(tmp_path):
+    """A data set of several shards."""
+    return converted(tmp_path, (chat("What?", f"Number {number}.") for number in range(36)), samples_per_shard=12)
+
+
 def test_every_child_of_nested_metadatasets_counts_and_moving_all_of_them_does_not(tmp_path, dataset):
     for name in ("one", "two"):
         shutil.copytree(dataset, tmp_path / "all" / name)

@@ -124,11 +124,6 @@ def test_padding_has_no_label_no_weight_and_is_marked(multiple, width):
     assert (batch.loss_mask[padding] == 0).all()
 
 
-def test_padding_positions_go_on_counting():
-    batch = thd.assemble(rows_of(5, 3), multiple=4)
-    assert batch.position_ids[0].tolist() == [*range(8), *range(4)]
-
-
 def test_padding_of_mrope_rows_counts_on_from_the_largest_axis():
     row = make_row(4)
     row["position_ids"] = torch.tensor([[0, 1, 1, 1], [0, 1, 1, 2], [0, 1, 2, 5]])
@@ -291,17 +286,3 @@ def test_a_visual_input_that_cannot_join_the_others_names_its_sample():
     rows[1]["visual_inputs"]["pixel_values"] = torch.zeros(16, 5)
     with pytest.raises(PackingError, match="sample b: visual input pixel_values"):
         thd.assemble(rows)
-
-
-@pytest.mark.parametrize(("multiple", "mrope"), [(1, False), (8, False), (1, True), (8, True)])
-def test_unpacking_gives_back_every_row(multiple, mrope):
-    rows = rows_of(5, 12, 3, mrope=mrope)
-    rows[1] |= {"visual_inputs": {"pixel_values": torch.arange(8.0).view(4, 2)}}
-    rows[2] |= {"visual_inputs": {"pixel_values": torch.arange(4.0).view(2, 2)}}
-    again = thd.unpack(thd.assemble(rows, multiple=multiple, width=64))
-    for row, other in zip(rows, again, strict=True):
-        assert set(row) == set(other)
-        for name in ("input_ids", "labels", "loss_mask", "position_ids"):
-            assert torch.equal(row[name], other[name])
-        for name, tensor in row.get("visual_inputs", {}).items():
-            assert torch.equal(tensor, other["visual_inputs"][name])

@@ -4,7 +4,6 @@ import pickle
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -241,14 +240,6 @@ def test_the_slices_of_all_ranks_give_back_every_token_field(cp_size, mrope):
     assert_same(thd.reassemble(slices[::-1]), batch)
 
 
-def test_the_indices_of_numpy_and_torch_are_one():
-    boundaries = make_batch(5, 33, 16, multiple=8).boundaries
-    for rank in range(4):
-        ours = thd.context_parallel_indices(boundaries, 4, rank)
-        assert ours.dtype == torch.int64
-        assert np.array_equal(ours.numpy(), thd.context_parallel_indices_numpy(boundaries.numpy(), 4, rank))
-
-
 @pytest.mark.parametrize(
     ("boundaries", "error", "message"),
     [
@@ -309,12 +300,6 @@ def test_fixed_boundary_arrays_repeat_the_last_boundary_and_pass_every_check(mul
     if multiple > 1:
         assert fixed.cu_seqlens_padded.tolist() == [0, 8, 20, 24, 32, 32, 32, 32, 32]
         assert_same(thd.reassemble([thd.slice_for_context_parallel(fixed, 2, rank) for rank in range(2)]), fixed)
-
-
-def test_rows_that_fill_a_fixed_boundary_array_still_keep_the_common_max_seqlen():
-    fixed = thd.pad_cu_seqlens(text_batch(8, 8, multiple=8, width=16), max_segments=2, max_seqlen=16)
-    assert (fixed.boundary_padding, fixed.max_seqlen) == (0, 16)
-    assert thd.check_thd(fixed, multiple=8) == []
 
 
 def test_fixed_boundary_arrays_refuse_what_they_cannot_hold():

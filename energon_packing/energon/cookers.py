@@ -3,10 +3,8 @@
 Nothing here raises for bad data. A sample that cannot be cooked carries a `Problem` instead, which the packing window
 writes to the ledger. Energon would only print an exception raised in its map and count it against a tolerance.
 
-Energon also ends a run where a tar breaks off, a block of it is damaged or a read fails. A read that fails is tried
-again (`energon_packing.errors`), and what an open tar remembers of it is let go. `guard_shards` puts a sample in
-the place of each one that cannot be read: its record says where and why, so that it is in the ledger and the drop
-budget counts it.
+Energon also ends a run where a tar breaks off, is damaged or cannot be read; `guard_shards` puts a sample in the place
+of each one that cannot be read, so that it is in the ledger and the drop budget counts it.
 """
 
 import dataclasses
@@ -34,7 +32,7 @@ _MARK = b"\0unreadable shard: "
 
 
 def guard_shards(dataset: Any, *, go_on: bool) -> None:
-    """Watches the reading of all shards of a data set.
+    """Watches the reading of all shards of a data set, before it is read; a read that fails is tried again.
 
     Args:
         go_on: whether a sample of `REASON` takes the place of one that cannot be read, which our cookers understand;

@@ -157,7 +157,6 @@ def _ordered(value: Any, key: Any = None) -> Any:
 
 
 def _prepared(place: Any, named: Collection[str], told: str | None) -> str:
-    """The entry of one prepared data set."""
     meta = place / META_DIRECTORY
     digest = hashlib.sha256()
     for name in (*_FILES, *sorted(name for name in {*named}.difference(_FILES) if (meta / name).is_file())):

@@ -91,9 +91,6 @@ def aligned_filler(
 ) -> dict[str, Any]:
     """Returns the filler, padded to an aligned length so that no further padding follows it.
 
-    For the loss and the routers the whole filler is padding. For attention it is one segment that fills its aligned
-    length, so every kernel sees the same boundaries.
-
     Args:
         fields: of the pack, besides those of every row; those that the row has are padded as well.
     """

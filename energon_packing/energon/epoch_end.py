@@ -67,7 +67,6 @@ class EpochReport:
         return pack
 
     def ended(self, end: Pack) -> None:
-        """Counts what a worker tells at its end, see `energon_packing.energon.samples.end_of_epoch`."""
         self.count(end)
         self.read += end.ended or 0
         self.dropped_at_end += end.dropped

@@ -122,7 +122,6 @@ class LoaderBase(ABC):
         self._resumed = False
 
     def _check_epoch(self, report: EpochReport) -> None:
-        """Raises what the end of a finite epoch shows; see `__iter__`."""
         dropped = report.dropped.total()
         common = ", ".join(f"{count} {name}" for name, count in report.dropped.most_common(3)) or "none"
         last = next(iter(report.dropped_at_end), None)
@@ -303,9 +302,6 @@ class PackLoader(LoaderBase):
     def save_state(self) -> Any:
         """Returns the state after the last yielded pack; it holds only builtins and Energon's own state classes.
 
-        Before the first pack it is the state that was restored, or the beginning of the data. (Energon would wait
-        forever for workers that have not started.)
-
         Raises:
             UserError: a worker was killed, or an error ended a pack that was made in this process.
         """
@@ -327,7 +323,7 @@ class PackLoader(LoaderBase):
         return {"format": STATE_FORMAT, "fingerprint": dict(self._fingerprint), "loader": own}
 
     def state_later(self) -> Callable[[], Any]:
-        """Returns a function that gives the state after the last yielded pack, also when more were read since.
+        """See `LoaderBase.state_later`.
 
         Asking every worker for its state takes until each has finished a pack, so this is left to the moment that a
         state is needed. Workers keep their checkpoints of the packs that may have been read until then.
@@ -341,8 +337,6 @@ class PackLoader(LoaderBase):
         return functools.partial(self._state_of, then)
 
     def share_unpinned(self) -> None:
-        """Makes the loader yield tensors in its workers' shared memory where there is a GPU too, instead of copies of
-        them in page-locked memory; call before iterating."""
         self._loader.pin_memory = False
 
     def restore_state(self, state: Any) -> None:
@@ -501,7 +495,6 @@ def build_loader(
     agree: Agree | None = None,
     **arguments: Any,
 ) -> PackLoader:
-    """Builds a loader of packs for one data-parallel rank."""
     if not config.data.path:  # before a processor is loaded
         raise ConfigError(NO_PATH)
     if task_encoder is None:

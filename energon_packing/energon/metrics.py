@@ -1,19 +1,14 @@
-"""What packs held: statistics of a loader, and figures about the packs that a trainer used, a line every few steps.
+"""What packs held: statistics of a loader, and lines about the packs that a trainer used (``metrics.directory``).
 
-Packs are counted when the trainer takes them, not when they are made, so packs that are ready ahead do not count yet. A
-line costs no communication: `energon_packing.energon.metrics` puts the lines of all ranks together where they are read.
-Nothing here can stop a run: a directory that cannot be written is one warning.
+Packs are counted when the trainer takes them, not when they are made. A line costs no communication: whoever reads puts
+the lines of all ranks together. Nothing here can stop a run: a directory that cannot be written is one warning.
 
-The metrics of a run: sums over packs, and the lines that its data-parallel ranks append (``metrics.directory``).
-
-Every line of ``rankN.jsonl`` stands for itself: it names its run, rank and number of ranks, and sums up its own steps
-(``last``) and all since the process began (``total``)::
+Every line of ``rankN.jsonl`` stands for itself: it sums up its own steps (``last``) and all since the process began
+(``total``). ``pack`` counts the packs that the rank has used, over restarts. ``steps`` has that number and the cost of
+the rank's packs at the end of each step, so that ranks are compared step by step::
 
     {"run": "5e0c9b1f2a3d", "rank": 0, "ranks": 8, "time": 1763850000.125, "pack": 640, "last": {"packs": 40, ...},
      "total": {"packs": 640, ...}, "steps": [[604, 53120.0], [608, 52877.0], ...]}
-
-``pack`` is the number of packs that the rank has used, over restarts. ``steps`` has the number of packs used and the
-cost of the rank's packs at the end of each step, so that ranks are compared step by step.
 """
 
 import dataclasses
@@ -68,7 +63,6 @@ class PackSums:
     waited: float = 0.0
 
     def add(self, other: "PackSums") -> None:
-        """Adds the sums of other packs."""
         for name in _NUMBERS:
             mine, others = getattr(self, name), getattr(other, name)
             setattr(self, name, max(mine, others) if name in _LARGEST else mine + others)
@@ -76,7 +70,6 @@ class PackSums:
 
     @property
     def room(self) -> int:
-        """Tokens that the packs have room for."""
         return self.real + self.alignment + self.tail + self.unused
 
     def figures(self) -> dict[str, float]:
@@ -195,7 +188,6 @@ class RunLines:
 
 
 def merged(sums: Iterable[PackSums]) -> PackSums:
-    """The sums of all ranks together."""
     whole = PackSums()
     for each in sums:
         whole.add(each)
@@ -222,7 +214,6 @@ def figures(lines: Sequence[RankLine]) -> dict[str, float]:
 
 
 def sums_of(pack: Pack, capacity: int) -> PackSums:
-    """The sums of one pack."""
     dropped = Counter(entry.reason for entry in pack.dropped)
     if pack.padding:
         return PackSums(padding_packs=1, dropped=dropped)
@@ -362,7 +353,6 @@ class PackMetrics:
         self._made.append((sums_of(pack, self._capacity), float(pack.cost)))
 
     def forget(self) -> None:
-        """Forgets packs that were made and will not be taken."""
         self._made.clear()
 
     def take(self, reader: Any) -> Any:
@@ -373,7 +363,6 @@ class PackMetrics:
         return batch
 
     def watch(self, packs: Iterable[Pack]) -> Iterator[Pack]:
-        """Yields packs to the trainer, and counts each."""
         began = time.monotonic()
         try:
             for number, pack in enumerate(packs, start=1):

@@ -54,11 +54,9 @@ class OwnGroup:
         self._group.broadcast(tensor, self._ranks.index(source)).wait()
 
     def send(self, tensor: torch.Tensor, destination: int, tag: int) -> None:
-        """Sends the tensor to a global rank, which receives it with the same tag."""
         self._group.send([tensor], self._ranks.index(destination), tag).wait()
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> None:
-        """Fills the tensor with what a global rank sends."""
         self._group.recv([tensor], self._ranks.index(source), tag).wait()
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -68,7 +66,6 @@ class OwnGroup:
         return found
 
     def all_gather_values(self, value: Any) -> list[Any]:
-        """Returns the values of all ranks."""
         text = to_text(value)
         sizes = [int(size) for size in self.all_gather(torch.tensor([len(text)]))]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
@@ -82,7 +79,6 @@ def to_text(value: Any) -> torch.Tensor:
 
 
 def from_text(payload: torch.Tensor) -> Any:
-    """Returns the value that `to_text` wrote."""
     return pickle.loads(bytes(payload.numpy()))
 
 
@@ -133,12 +129,10 @@ class Replica:
 
     @property
     def is_reader(self) -> bool:
-        """Whether this rank reads for its replica."""
         return self.global_rank == self.reader
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank passes packs on to its stage."""
         return self.global_rank == self.members[0]
 
     @property
@@ -324,7 +318,6 @@ def _number(facts: Mapping[str, Any]) -> int:
 
 
 def _disagreement(everyone: Sequence[Facts]) -> Exception:
-    """The first difference between the ranks' facts, as an error."""
     for rank, (of_all, _) in enumerate(everyone):
         if of_all.keys() == {"error"}:
             return _of_another_rank(rank, of_all["error"])

@@ -59,7 +59,6 @@ class SharedBlock:
 
     @classmethod
     def new(cls, size: int) -> "SharedBlock":
-        """Returns a block of zeros."""
         descriptor = os.memfd_create("energon-packing", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, size)
         return cls.received(descriptor, 0, size)
@@ -101,8 +100,6 @@ class SharedBlock:
 
 
 class _Descriptor:
-    """Closes a file descriptor with its last reference."""
-
     def __init__(self, number: int) -> None:
         self._number = number
 
@@ -185,7 +182,6 @@ class HostLeader(_Link):
         self._listener.listen(len(ranks))
 
     def accept(self) -> None:
-        """Waits until all members have connected."""
         self._listener.settimeout(self._patience)
         while len(self._connections) < len(self._ranks):
             connection, secret, rank = self._connect(self._listener.accept()[0], self._patience), b"", b""
@@ -307,7 +303,6 @@ class StageChannel:
             raise rank_gone(self._replica, reader, error) from error
 
     def close(self) -> None:
-        """Ends the threads of the reader, once all messages are sent."""
         for post in self._posts:
             post.put(None)
 
@@ -375,7 +370,6 @@ class StageSpread:
 
     @property
     def reaches_others(self) -> bool:
-        """Whether a message from here goes to any other rank."""
         return self._link is not None or self._hosts_group is not None
 
     @property
@@ -449,7 +443,6 @@ class StageSpread:
                 link.interrupt()
 
     def close(self) -> None:
-        """Closes the links of this host."""
         self._kept.clear()
         for link in (self._link, self._up):
             if link is not None:

@@ -4,8 +4,7 @@
 error, the end of the data) hold for all ranks, and each video is decoded once. `EveryReader` lets each rank read for
 itself and stops the run at the first pack that differs between ranks.
 
-Both number their packs, so a rank that was not restored with the others is detected at its first pack. Packs are made
-ahead of use in a thread (`ReadAhead`), and copied to the GPU while the step before runs (`DeviceCopy`).
+Packs are made ahead of use in a thread (`ReadAhead`), and copied to the GPU while the step before runs (`DeviceCopy`).
 """
 
 import atexit
@@ -94,13 +93,11 @@ class ReadAhead:
         return made
 
     def stop(self) -> None:
-        """Tells the thread to end; returns at once."""
         self._stopped = True
         self._room.release()
         self._road.interrupt()
 
     def join(self, seconds: float) -> None:
-        """Waits for the thread to end."""
         if self._thread is not threading.current_thread():
             self._thread.join(seconds)
 
@@ -308,7 +305,6 @@ class _Compared(_Road):
 
 
 def _description(batch: PackedBatch | None, failure: Exception | None, number: int) -> dict[str, Any]:
-    """What two ranks must agree on."""
     if batch is None:
         ended = isinstance(failure, StopIteration)
         return {"number": number, "failure": "the data have ended" if ended else f"{type(failure).__name__}: {failure}"}

@@ -116,7 +116,6 @@ class MicroBatchTaskEncoder(PackingTaskEncoder):
         return self.packing.seq_length * self.micro_batch_size
 
     def fingerprint(self) -> dict[str, Any]:
-        """Names and values that a saved loader state must match."""
         return {**super().fingerprint(), "micro_batch_size": self.micro_batch_size}
 
     def _check_size(self, measured: AnyMeasured) -> None:
@@ -135,11 +134,9 @@ class MicroBatchTaskEncoder(PackingTaskEncoder):
         return pack
 
     def select_pack(self, samples: Sequence[MeasuredSample], ended: bool) -> list[int]:
-        """The next samples of the oldest one's group, in their order."""
         return next(iter(by_group(samples).values()))[: self.micro_batch_size]
 
     def fewest_packs(self, samples: Sequence[MeasuredSample]) -> int:
-        """Number of micro-batches that the samples fill."""
         return sum(-(-len(held) // self.micro_batch_size) for held in by_group(samples).values())
 
 

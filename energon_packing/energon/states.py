@@ -168,7 +168,6 @@ def save_shallowly(dataset: Any) -> None:
 
 
 def _state_of(dataset: Any) -> FlexState:
-    """What ``save_state`` of the data set returns."""
     inner = [each.save_state() for each in beneath(dataset)]
     state = FlexState(datasets=inner) if inner else FlexState()
     state["__class__"] = type(dataset).__name__

@@ -73,10 +73,6 @@ def refuse_unlimited_failures(task_encoder: Any) -> None:
     The check is ``0 < tolerance <= failures`` (`megatron.energon.errors.ErrorContext`): 0 switches it off, and so does
     None, which becomes 0. A user who writes 0 to tolerate no failure gets a loader that reads broken data forever.
 
-    Args:
-        task_encoder: a ``megatron.energon.TaskEncoder``; its limits come from ``@stateless(failure_tolerance=N)`` on
-            its functions, or from ``__default_failure_tolerance__``.
-
     Raises:
         ConfigError: a limit is 0 or None.
     """
@@ -376,7 +372,6 @@ class PackingTaskEncoder(WindowTaskEncoder):
         self._extra_fingerprint = fingerprint or {}
 
     def fingerprint(self) -> dict[str, Any]:
-        """Names and values that a saved loader state must match; see `settings_of`."""
         found: dict[str, Any] = {}
         for number, encoder in enumerate(self.encoders, 1):
             own = {**encoder.fingerprint(), **settings_of("encoder", encoder.config)}
@@ -403,7 +398,6 @@ class PackingTaskEncoder(WindowTaskEncoder):
         return 0
 
     def prepare(self, samples: Sequence[ConversationSample]) -> None:
-        """Renders and tokenizes the texts of samples together."""
         of_encoders: dict[int, list[Conversation]] = {}
         for sample in samples:
             if sample.problem is None and sample.conversation is not None and not sample.conversation.is_pair:
@@ -554,7 +548,6 @@ class PackingTaskEncoder(WindowTaskEncoder):
         return self._pack_of(samples, batch)
 
     def _pack_of(self, samples: Sequence[RenderedSample], batch: thd.PackedBatch) -> Pack:
-        """Returns the pack of a row, with the information about its samples."""
         return Pack(
             **self.pack_fields(samples),
             batch=batch,
@@ -600,7 +593,6 @@ class PackingTaskEncoder(WindowTaskEncoder):
         return super().packed(dataset, buffer_size, worker_config)
 
     def plan_cost(self, plan: Sequence[AnyMeasured]) -> float:
-        """See `pack_cost`."""
         lengths = [length for sample in plan for length in sample.segment_lengths]
         return pack_cost(lengths, patches=sum(sample.patches for sample in plan))
 

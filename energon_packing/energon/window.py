@@ -4,9 +4,8 @@ Energon's own ``PackingDataset`` packs disjoint buffers: what does not fit at th
 Here the window slides. It is filled, one pack is taken out of it, and the rest stays for the next pack. This way a
 small window reaches the fill of packing a whole list. If a sample fails, only that sample is lost.
 
-The two buffers hold measured samples only; a sample is decoded when its pack is due. `DisjointPackingDataset` packs
-what Energon's wrapper would, for users who set ``packing_buffer_size``. `SplitPieces`, before the window, turns
-the pieces of split samples into samples.
+Samples are decoded when their pack is due. `DisjointPackingDataset` packs what Energon's wrapper would, for users who
+set ``packing_buffer_size``. `SplitPieces`, before the window, turns the pieces of split samples into samples.
 """
 
 import dataclasses
@@ -94,23 +93,19 @@ class WindowBuffer(SavableSampleBuffer):
     _savable_fields = ("_restore_keys", "_arrivals")
 
     def reset_state_own(self) -> None:
-        """Empties the buffer."""
         super().reset_state_own()
         self._arrivals: list[int] = []
 
     def hold(self, sample: Any, arrival: int) -> None:
-        """Appends a sample with its number in the stream."""
         self.append(sample)
         self._arrivals.append(arrival)
 
     def put(self, held: Held) -> None:
-        """Appends samples that were taken out of another buffer."""
         samples, keys, arrivals = held
         self.extend(samples, keys)
         self._arrivals.extend(arrivals)
 
     def take(self, positions: Sequence[int]) -> Held:
-        """Removes the samples at ``positions`` and returns them in that order."""
         columns: Held = (self._buffer, self._restore_keys, self._arrivals)
         held = tuple([column[position] for position in positions] for column in columns)
         gone = set(positions)
@@ -176,7 +171,6 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
     _waits_for_plans = False  # whether planned samples count as held, and all plans are emitted before the next ones
 
     def reset_state_own(self) -> None:
-        """Starts with an empty window, no plans, and indices from 0."""
         self._restored: FlexState | None = None  # the state that the next iteration starts from
         self._window = WindowBuffer(self.dataset, worker_config=self.worker_config)
         self._planned = WindowBuffer(self.dataset, worker_config=self.worker_config)
@@ -190,7 +184,6 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
 
     @property
     def ledger(self) -> Ledger:
-        """The ledger of this worker."""
         if self._ledger is None:
             self._ledger = self.packer.make_ledger(self.worker_config)
             self._ledger.tells = not self.tells_end
@@ -344,7 +337,6 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         return set_sample_restore_key(pack, index, *restore_keys, src=self)
 
     def restore_sample(self, restore_key: tuple[Any, ...]) -> Pack:
-        """Rebuilds a pack from its restore key."""
         index, *members = _after_name(self, restore_key)
         if index == END:
             return self._end(0)
@@ -384,7 +376,6 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         self._restored = state
 
     def config(self) -> dict[str, Any]:
-        """What Energon writes into the description of a loader."""
         return {
             "type": type(self).__qualname__,
             "window": self.window,
@@ -463,12 +454,10 @@ class SplitPieces(BaseWrapperDataset[MeasuredSample, MeasuredSample]):
         self.reset_state_own()
 
     def reset_state_own(self) -> None:
-        """Starts with no pending pieces."""
         self._whole_key: Any = None  # of the sample whose pieces are being yielded
         self._next = 0  # number of its next piece
 
     def len_worker(self, worker_idx: int | None = None) -> int:
-        """Returns the source's length; the number of pieces is unknown before the samples are measured."""
         return self.dataset.len_worker(worker_idx)
 
     def __iter__(self) -> Iterator[MeasuredSample]:
@@ -490,18 +479,15 @@ class SplitPieces(BaseWrapperDataset[MeasuredSample, MeasuredSample]):
         self._whole_key, self._next = None, 0
 
     def restore_sample(self, restore_key: tuple[Any, ...]) -> MeasuredSample:
-        """Rebuilds a piece from its restore key."""
         number, *inner = _after_name(self, restore_key)
         sample: MeasuredSample = self.dataset.restore_sample(tuple(inner))
         return add_sample_restore_key(sample if sample.split is None else piece_of(sample, number), number, src=self)
 
     def config(self) -> dict[str, Any]:
-        """What Energon writes into the description of a loader."""
         return {"type": type(self).__qualname__, "dataset": self.dataset.config()}
 
 
 def piece_of(sample: MeasuredSample, number: int) -> MeasuredSample:
-    """Returns one piece of a split sample: measured, or with its problem."""
     assert sample.split is not None
     piece = sample.split.pieces[number]
     key = f"{sample.__key__}#{number}"

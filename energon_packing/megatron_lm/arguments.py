@@ -219,7 +219,6 @@ def check_arguments(args: Any) -> None:
 
 
 def _settings_given(path: str | None, overrides: list[str]) -> set[str]:
-    """Dotted names of the settings that the file and the overrides set."""
     import yaml
 
     values: Any = {} if path is None else yaml.safe_load(Path(path).read_text(encoding="utf-8-sig")) or {}

@@ -111,7 +111,6 @@ def get_batch(data_iterator: Any, *, whole_row: bool = False) -> StageBatch:
 
 
 def device() -> torch.device:
-    """The device of this process's model."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -160,7 +159,6 @@ class PackDataloader:
         return pack
 
     def _post_metrics(self) -> None:
-        """Posts the metrics of all ranks, on the rank that has Megatron-LM's writers."""
         from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
 
         writers = get_tensorboard_writer(), get_wandb_writer()

@@ -5,21 +5,18 @@ The rules for boundaries:
 * ``cu_seqlens`` sums real lengths, ``cu_seqlens_padded`` physical ones. An alignment multiple above 1 always emits
   both, even if they are equal; a multiple of 1 never does, because padded boundaries select a slower kernel.
 * A row of fixed width leaves a tail, which becomes one last, fully masked segment: a segment, never a sample.
-* No kernel has to guess whether a row is padded (`energon_packing.thd.assembly`). With a multiple above 1,
-  either the row is fully aligned and both boundaries are one tensor, or some padding precedes the start of its last
-  segment. If only the last sample would be padded, a masked segment of one multiple follows it.
+* No kernel has to guess whether a row is padded. With a multiple above 1, either the row is fully aligned and both
+  boundaries are one tensor, or some padding precedes the start of its last segment. If only the last sample would be
+  padded, a masked segment of one multiple follows it.
 * ``max_seqlen`` is the longest *physical* segment, because kernels size their tiles by it.
 
-Orders a pack so that no kernel has to guess whether there is padding between its samples.
-
-If every segment is padded to a multiple, a row has real and physical boundaries. Transformer Engine 2.2 to 2.17.1
-compares them *without their last entries* (``dot_product_attention.py``: ``torch.equal(cu_seqlens_q_padded[:-1],
+Why kernels would guess: Transformer Engine 2.2 to 2.17.1 compares real and physical boundaries *without their last
+entries* (``dot_product_attention.py``: ``torch.equal(cu_seqlens_q_padded[:-1],
 cu_seqlens_q[:-1])``) and treats a row as unpadded if they are equal. They are also equal if only the last segment is
 padded. Context parallelism then cuts the lengths as ``cu_seqlens // cp_size``, and real keys are silently lost
 (TransformerEngine#3331). So a row must be fully aligned, or have padding before the start of its last segment.
-
-Two measures ensure this when packs are ordered: another sample goes last (`visible_order`), and a sample that is alone
-gets a last, fully masked segment of one multiple, for which its row needs room (`PackLimits.lone_room`).
+So another sample goes last (`visible_order`), and a sample that is alone gets a last, fully masked segment of one
+multiple, for which its row needs room (`PackLimits.lone_room`).
 """
 
 import math

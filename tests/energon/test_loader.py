@@ -358,12 +358,19 @@ RESIZED = LimitsConfig(max_visual_tokens=3, when_over=("resize",), min_active_ra
 WAYS = {
     "truncate": ({"oversize": "truncate"}, LimitsConfig(min_active_ratio=0.0)),
     "split at tokens": ({"oversize": "split", "split_at": "token"}, LimitsConfig(min_active_ratio=0.0)),
+    "resize": ({"oversize": "drop"}, RESIZED),
     "resize and split": ({"oversize": "split", "split_at": "turn"}, RESIZED),
 }
 
 
 @pytest.mark.parametrize(
-    ("way", "family"), [("truncate", "qwen2_5_vl"), ("split at tokens", "qwen2_5_vl"), ("resize and split", "qwen3_vl")]
+    ("way", "family"),
+    [
+        ("truncate", "qwen2_5_vl"),
+        ("split at tokens", "qwen2_5_vl"),
+        ("resize", "qwen2_5_vl"),
+        ("resize and split", "qwen3_vl"),
+    ],
 )
 def test_placeholders_of_every_segment_are_the_patches_of_its_media_over_the_merge(run_config, family, way):
     packing, limits = WAYS[way]

@@ -79,11 +79,7 @@ def known_pairs(path: str, split: str) -> PairCounts:
 def _walk(
     place: Any, split: str | None, seen: set[str], named: set[str] | None = None
 ) -> Iterator[tuple[Any, bytes | None]]:
-    """Yields each data set from `place` on once, a metadataset with its content.
-
-    Args:
-        split: of a metadataset; None takes all.
-    """
+    """Yields each data set from `place` on once, a metadataset with its content."""
     if not place.is_file():
         yield place, None
         return

@@ -177,11 +177,7 @@ class LoaderBase(ABC):
 
     @abstractmethod
     def _own_packs(self, report: EpochReport) -> Iterator[Pack]:
-        """Packs of this rank, before ranks agree on an end.
-
-        Args:
-            report: of the epoch; samples that were read are counted there.
-        """
+        """Packs of this rank, before ranks agree on an end."""
 
     @abstractmethod
     def save_state(self) -> Any:
@@ -398,9 +394,6 @@ def _state_of_rank(loader: Any) -> Any:
 
     A worker answers before that without a state, and with one pack more to skip than there is: Energon starts the
     thread that answers before it stores the worker's first state.
-
-    Raises:
-        UserError: one has not begun after `_BEGUN_SECONDS`.
     """
     until = time.monotonic() + _BEGUN_SECONDS
     while True:

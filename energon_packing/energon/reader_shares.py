@@ -360,12 +360,7 @@ def _sources(node: Any, factory: Any, endless: Any, finite: Any) -> Iterator[_So
 
 
 def _sizes(readers: Sequence[Any], first: int, samples: int, media_tokens: MediaTokens | None) -> np.ndarray | None:
-    """Size of each sample, ``[samples]`` int64; None if there are too many, or they are elsewhere.
-
-    Args:
-        media_tokens: where shards are small, sizes are `_read_sizes`; None leaves them at the bytes in the tars, as the
-            index of each shard has them.
-    """
+    """Size of each sample, ``[samples]`` int64; None if there are too many, or they are elsewhere."""
     reader = readers[0]
     if samples > MOST_SIZED or not isinstance(reader, ShardInfosITarReader):
         return None

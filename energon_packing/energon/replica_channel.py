@@ -314,11 +314,7 @@ def _send_all(post: queue.SimpleQueue[Message | None], group: OwnGroup, destinat
 
 
 def _carried(message: Message | None, move: Callable[[torch.Tensor], None]) -> Message:
-    """Sends a message, or returns one that is received, tensor by tensor.
-
-    Args:
-        message: None receives one.
-    """
+    """Sends a message, or returns one that is received, tensor by tensor."""
 
     def cast(given: torch.Tensor | None, size: int = 0, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         tensor = torch.empty(size, dtype=dtype) if given is None else given

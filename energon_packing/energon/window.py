@@ -231,11 +231,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         return set_sample_restore_key(end, END, src=self)
 
     def _wake(self) -> int:
-        """Reads the samples of a restored state again, and accounts for those that can no longer be read.
-
-        Returns:
-            How many samples were read in earlier epochs, or before the state was saved and are not held in it.
-        """
+        """Reads the samples of a restored state again, and accounts for those that can no longer be read."""
         for buffer in (self._window, self._planned):
             buffer.worker_start()
         if self._restored is not None:
@@ -387,11 +383,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
 
 
 def _after_name(dataset: Any, restore_key: tuple[Any, ...]) -> list[Any]:
-    """Returns what follows the class name in a restore key.
-
-    Raises:
-        ConfigError: another class made it.
-    """
+    """Returns what follows the class name in a restore key."""
     name, *rest = restore_key
     if name != type(dataset).__name__:
         raise ConfigError(f"The restore key was made by {name}, not by {type(dataset).__name__}.")
@@ -409,11 +401,7 @@ class DisjointPackingDataset(WindowPackingDataset):
     _waits_for_plans = True
 
     def _plan(self) -> None:
-        """Moves all samples of the buffer to plans once those before them were emitted.
-
-        Raises:
-            PackingError: the selection leaves a sample out or repeats one.
-        """
+        """Moves all samples of the buffer to plans once those before them were emitted."""
         samples = list(self._window.buffer)
         if self._plan_lengths or not samples:
             return
@@ -424,19 +412,17 @@ class DisjointPackingDataset(WindowPackingDataset):
         except Exception as error:
             raise PackingError(f"select_samples_to_pack failed: {type(error).__name__}: {error}") from error
         position = {id(sample): at for at, sample in enumerate(samples)}
-        chosen = Counter(id(sample) for group in groups for sample in group)
-        wrong = [sample.__key__ for group in groups for sample in group if chosen[id(sample)] > 1]
-        wrong += [sample.__key__ for group in groups for sample in group if id(sample) not in position]
-        wrong += [sample.__key__ for sample in samples if id(sample) not in chosen]
-        if wrong:
+        packed = [sample for group in groups for sample in group]
+        times = Counter(map(id, packed))
+        named = {id(sample): sample.__key__ for sample in [*packed, *samples]}
+        if wrong := [key for name, key in named.items() if times[name] != (name in position)]:
             more = f" and {len(wrong) - SHOWN_KEYS} more" if wrong[SHOWN_KEYS:] else ""
             raise PackingError(
                 f"select_samples_to_pack leaves out, repeats or makes up {', '.join(wrong[:SHOWN_KEYS])}{more}; its "
                 "packs must be a partition of the buffer"
             )
-        groups = [group for group in groups if group]
-        self._planned.put(self._window.take([position[id(sample)] for group in groups for sample in group]))
-        self._plan_lengths += map(len, groups)
+        self._planned.put(self._window.take([position[id(sample)] for sample in packed]))
+        self._plan_lengths += filter(None, map(len, groups))
 
 
 class SplitPieces(BaseWrapperDataset[MeasuredSample, MeasuredSample]):

@@ -4,8 +4,7 @@ import itertools
 import warnings
 
 import pytest
-import yaml
-from made_data import chat, converted
+from made_data import chat, converted, metadataset
 from megatron.energon import WorkerConfig, get_loader, get_train_dataset
 
 from energon_packing.config import RunConfig
@@ -37,10 +36,8 @@ def blend(parts, tmp_path, run_config):
         for letter, group, weight in zip("abc", groups, weights, strict=True):
             entry = {"weight": weight, "path": str(dataset_entry(str(parts[letter])))}
             entries.append(entry if group is None else entry | {"subflavors": {"group": group}})
-        meta = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {"train": {"blend": entries}}}
-        file = tmp_path / "blend.yaml"
-        file.write_text(yaml.safe_dump(meta))
-        data = {"path": str(file), "repeat": True, "workers": workers}
+        path = metadataset(tmp_path / "blend.yaml", {"blend": entries})
+        data = {"path": path, "repeat": True, "workers": workers}
         return run_config(data=data, drop_budget=1.0, **({"seq_length": 1024, "window": 48} | packing))
 
     return make
@@ -139,12 +136,9 @@ def blend_limits(dataset, second, tmp_path, run_config):
         ]
         if limits is not None:
             entries[1]["subflavors"] = {"limits": limits}
-        file = tmp_path / "blend.yaml"
-        meta = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {"train": {"blend": entries}}}
-        file.write_text(yaml.safe_dump(meta))
-        workers = packing.pop("workers", 0)
+        path = metadataset(tmp_path / "blend.yaml", {"blend": entries})
         return run_config(
-            data={"path": str(file), "repeat": True, "workers": workers},
+            data={"path": path, "repeat": True, "workers": packing.pop("workers", 0)},
             drop_budget=1.0,
             **({"seq_length": 1536} | packing),
         )

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given as for_all
 from hypothesis import strategies as st
-from made_data import chat
+from made_data import chat, metadataset
 from megatron.energon import (
     Cooker,
     WorkerConfig,
@@ -232,12 +232,6 @@ def test_an_epoch_gives_each_sample_once_on_any_number_of_ranks_and_workers(made
     assert given - Counter({None: given[None]}) == keys_of("shuffled", samples)
 
 
-def metadataset(folder: Path, train: dict) -> str:
-    content = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {"train": train}}
-    (folder / "blend.yaml").write_text(json.dumps(content))
-    return str(folder / "blend.yaml")
-
-
 @pytest.fixture(scope="module")
 def few_and_many(tmp_path_factory):
     """Data sets of 3 and 300 samples of equal length."""
@@ -250,7 +244,7 @@ def few_and_many(tmp_path_factory):
 
 @pytest.mark.parametrize(("ranks", "workers"), [(8, 0)])
 def test_each_data_set_of_a_blend_has_its_share_on_any_number_of_readers(few_and_many, tmp_path, ranks, workers):
-    path = metadataset(tmp_path, {"blend": [{"path": path, "weight": 1} for path in few_and_many]})
+    path = metadataset(tmp_path / "blend.yaml", {"blend": [{"path": path, "weight": 1} for path in few_and_many]})
     given = sum(read(path, ranks, workers, 160 // ranks), Counter())
     share = sum(given[f"a-{n}"] for n in range(3)) / (given.total() - given[None])
     assert abs(share - 0.5) < 0.01 + 3 * 0.5 / math.sqrt(given.total()), share  # what Energon draws is chance
@@ -263,7 +257,7 @@ def test_repetitions_in_a_blend_hold_on_any_number_of_readers(few_and_many, tmp_
         {"path": few_and_many[0], "repetitions": 20},
         {"path": few_and_many[1], "repetitions": 1, "subset": subset},
     ]
-    path = metadataset(tmp_path, {"blend_epochized": blend})
+    path = metadataset(tmp_path / "blend.yaml", {"blend_epochized": blend})
     given = sum(read(path, ranks, 0, 20), Counter())
     share = sum(given[f"a-{n}"] for n in range(3)) / (given.total() - given[None])
     assert abs(share - 60 / (60 + samples)) < 0.04, share
@@ -274,7 +268,7 @@ def test_repetitions_in_a_blend_hold_on_any_number_of_readers(few_and_many, tmp_
 
 def test_a_reader_that_has_nothing_of_a_finite_blend_has_no_packs(few_and_many, tmp_path):
     parts = [{"path": path, "repetitions": 1, "subset": {"range": [0, 3]}} for path in few_and_many]
-    given = sum(read(metadataset(tmp_path, {"blend_epochized": parts}), 8, 0, None), Counter())
+    given = sum(read(metadataset(tmp_path / "blend.yaml", {"blend_epochized": parts}), 8, 0, None), Counter())
     assert given - Counter({None: given[None]}) == Counter([f"{name}-{n}" for name in "ab" for n in range(3)])
 
 
@@ -287,7 +281,7 @@ def test_a_split_smaller_than_the_readers_is_read_by_all_of_them(few_and_many, r
 
 def test_many_small_data_sets_leave_no_reader_with_less_than_another(few_and_many, tmp_path):
     parts = [{"path": few_and_many[1], "repetitions": 1, "subset": {"range": [12 * n, 12 * n + 12]}} for n in range(12)]
-    path = metadataset(tmp_path, {"blend_epochized": parts})
+    path = metadataset(tmp_path / "blend.yaml", {"blend_epochized": parts})
     own = [sum(count for key, count in each.items() if key) for each in read(path, 8, 0, None)]
     assert own == [18] * 8
     assert all(each.total() > each[None] for each in read(path, 8, 0, 2))  # without end, where 18 are enough
@@ -299,7 +293,7 @@ def test_a_fraction_of_a_data_set_is_read_or_refused_with_the_number(few_and_man
         {"path": few_and_many[1], "repetitions": repetitions, "subset": {"range": [0, 60]}},
         {"path": few_and_many[1], "repetitions": 1, "subset": {"range": [60, 300]}},
     ]
-    path = metadataset(tmp_path, {"blend_epochized": parts})
+    path = metadataset(tmp_path / "blend.yaml", {"blend_epochized": parts})
     if good:
         given = sum(read(path, ranks, 0, None), Counter())
         assert sum(given[f"b-{n}"] for n in range(60)) == 60 * repetitions
@@ -339,7 +333,7 @@ def test_readers_of_the_whole_begin_at_different_places_where_nothing_is_shuffle
 
 
 def test_a_split_without_samples_is_refused_when_the_loader_is_built(few_and_many, tmp_path):
-    path = metadataset(tmp_path, {"path": few_and_many[1], "subset": {"range": [5, 5]}})
+    path = metadataset(tmp_path / "blend.yaml", {"path": few_and_many[1], "subset": {"range": [5, 5]}})
     with pytest.raises(UserError, match="has no samples in this split"):
         read(path, 2, 0, 1)
 
@@ -348,7 +342,7 @@ def test_a_subset_is_dealt_whole_and_nothing_else_of_its_data_set(made, tmp_path
     path, _ = made("length", 400)
     part = [{"path": f"{path}/text", "subset": {"range": [50, 350]}, "repetitions": 1}]
     halves = {"blend_epochized": part, "subset": {"range": ["50%", "100%"]}}
-    given = sum(read(metadataset(tmp_path, halves), 3, 0, None), Counter())
+    given = sum(read(metadataset(tmp_path / "blend.yaml", halves), 3, 0, None), Counter())
     del given[None]
     assert given == Counter([f"b-{n}" for n in range(150)])  # of 200 short and 200 long ones
 
@@ -384,7 +378,7 @@ def test_json_lines_are_dealt_whole_with_their_own_keys(tmp_path):
     lines = tmp_path / "chats.jsonl"
     lines.write_text("".join(json.dumps({"said": "word " * (1 + n % 30)}) + "\n" for n in range(90)))
     JsonlPreparator.prepare_dataset(EPath(lines))
-    path = metadataset(tmp_path, {"path": str(lines), "subflavors": {}})
+    path = metadataset(tmp_path / "blend.yaml", {"path": str(lines), "subflavors": {}})
     run = run_of(path, repeat=False)
     encoder = PackingTaskEncoder(run.encoder, run.packing, cookers=[Cooker(cook_foreign)])
     given = Counter()

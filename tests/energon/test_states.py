@@ -19,7 +19,7 @@ import torch
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from made_data import chat, converted
+from made_data import chat, converted, metadataset
 from megatron.energon.eyaml import load_yaml
 
 from energon_packing.energon import loader as loader_module
@@ -261,16 +261,10 @@ def demo_shards(tmp_path):
 def test_every_child_of_nested_metadatasets_counts_and_moving_all_of_them_does_not(tmp_path, dataset):
     for name in ("one", "two"):
         shutil.copytree(dataset, tmp_path / "all" / name)
-    inner = {"splits": {"train": {"blend": [{"weight": 1, "path": "./two/text", "aux": {"media": "./two/media"}}]}}}
-    outer = {
-        "splits": {
-            "train": {"blend": [{"weight": 1, "path": "./one/text"}, {"weight": 2, "path": "./inner.yaml"}]},
-            "val": {"path": "./one/media"},
-        }
-    }
-    head = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
-    (tmp_path / "all" / "inner.yaml").write_text(yaml.safe_dump(head | inner, sort_keys=False))
-    (tmp_path / "all" / "outer.yaml").write_text(yaml.safe_dump(head | outer, sort_keys=False))
+    inner = {"blend": [{"weight": 1, "path": "./two/text", "aux": {"media": "./two/media"}}]}
+    outer = {"blend": [{"weight": 1, "path": "./one/text"}, {"weight": 2, "path": "./inner.yaml"}]}
+    metadataset(tmp_path / "all" / "inner.yaml", inner)
+    metadataset(tmp_path / "all" / "outer.yaml", outer, val={"path": "./one/media"})
     found = data_identity(str(tmp_path / "all" / "outer.yaml"), "train")
     assert [name.split()[-1] for name in found] == ["set", "(text)", "(inner.yaml)", "(media)", "(text)"]
     (tmp_path / "all").rename(tmp_path / "moved")
@@ -309,14 +303,12 @@ def test_a_state_belongs_to_what_a_yaml_file_says_not_to_how_it_is_written(datas
 def test_files_that_a_metadataset_names_belong_to_the_data(dataset, tmp_path, named, file):
     shutil.copytree(dataset, tmp_path / "data")
     place = tmp_path / "data" / "text"
-    head = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
-    text = yaml.safe_dump(head | {"splits": {"train": {"path": str(place), named: file}}})
-    (tmp_path / "blend.yaml").write_text(text)
+    blend = metadataset(tmp_path / "blend.yaml", {"path": str(place), named: file})
     config = place / ".nv-meta" / file
     identities = []
     for content in ("{exclude: []}", "# by hand\n{exclude:  []}\n", "{exclude: [demo-00001]}"):
         config.write_text(content)
-        identities.append(data_identity(str(tmp_path / "blend.yaml"), "train"))
+        identities.append(data_identity(blend, "train"))
     before, commented, changed = identities
     assert before == commented
     assert [name for name in before if before[name] != changed[name]] == ["data set 1 (text)"]
@@ -426,10 +418,8 @@ def slow_again(dataset):
 @pytest.fixture
 def blend(dataset, tmp_path):
     """The data set twice, as a metadataset."""
-    part = f"{{weight: 1, path: {dataset / 'dataset.yaml'}}}"
-    text = f"__module__: megatron.energon\n__class__: MetadatasetV2\nsplits: {{train: {{blend: [{part}, {part}]}}}}"
-    (tmp_path / "blend.yaml").write_text(text)
-    return str(tmp_path / "blend.yaml")
+    part = {"weight": 1, "path": str(dataset / "dataset.yaml")}
+    return metadataset(tmp_path / "blend.yaml", {"blend": [part, dict(part)]})
 
 
 @pytest.mark.parametrize(

@@ -89,10 +89,6 @@ def _readers(dataset: Any) -> Iterator[Any]:
         yield from _readers(each)
 
 
-TOO_DEEP = "the record's JSON is nested too deeply for Python to read"
-"""Detail of ``too_deep`` where not even the parser finishes."""
-
-
 @stateless
 @cooker(need_primary=True)
 def cook_record(sample: CrudeSample, primary: FileStore, media: FileStore | None = None) -> ConversationSample:
@@ -116,7 +112,10 @@ def cook_record(sample: CrudeSample, primary: FileStore, media: FileStore | None
     except SampleRejected as error:
         problem = Problem(reason=error.reason, detail=error.detail)
     except RecursionError:
-        conversation, problem = None, Problem(reason="too_deep", detail=TOO_DEEP)
+        conversation, problem = (
+            None,
+            Problem(reason="too_deep", detail="the record's JSON is nested too deeply for Python to read"),
+        )
     except Exception as error:  # whatever a record does to its reader, only this sample is lost
         conversation, problem = None, Problem(reason="bad_record", detail=repr(error))
     return ConversationSample(**keys, conversation=conversation, problem=problem)

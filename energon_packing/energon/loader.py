@@ -197,12 +197,7 @@ class LoaderBase(ABC):
         them in page-locked memory; call before iterating."""
 
 
-FIRST_PACK_SECONDS = 900
-"""Timeout of Energon's watchdog for the first pack: it counts the first fill of the window, or a restore, as one
-sample."""
-NEXT_PACK_SECONDS = 300
 STATE_FORMAT = "energon_packing loader 3"
-OLDER_FORMATS = ("energon_packing loader 1", "energon_packing loader 2")
 _BEGINNING_SECONDS, _BEGUN_SECONDS = 0.05, 60.0
 """Between two questions to workers that have not begun, and until they must have."""
 NO_PATH = "data.path is empty; name the data set that `energon-packing convert` wrote."
@@ -211,13 +206,10 @@ NO_PATH = "data.path is empty; name the data set that `energon-packing convert` 
 _READS = threading.Lock()
 
 
-@contextlib.contextmanager
-def reads_here() -> Iterator[None]:
-    """Reading with Energon in this process, by one thread at a time: Energon keeps in a variable of the class which
-    reader is active. Training and evaluation without workers make their packs ahead in two threads.
-    """
-    with _READS:
-        yield
+def reads_here() -> threading.Lock:
+    """Returns the lock of reading with Energon in this process, which keeps in a variable of the class which reader is
+    active. Training and evaluation without workers make their packs ahead in two threads."""
+    return _READS
 
 
 def _after_fork() -> None:
@@ -262,8 +254,8 @@ class PackLoader(LoaderBase):
                 # Each worker keeps its last ones: for the packs in its queue, and for those that were read ahead.
                 n_checkpoints=prefetch * max(own.num_workers, 1) + 2 + ahead,
                 prefetch_factor=prefetch,
-                watchdog_timeout_seconds=NEXT_PACK_SECONDS,
-                watchdog_initial_timeout_seconds=FIRST_PACK_SECONDS,
+                watchdog_timeout_seconds=300,
+                watchdog_initial_timeout_seconds=900,  # the first fill of the window, or a restore, counts as one
             )
         if isinstance(self._loader.dataset, SavableDatasetWrapper):
             self._loader.dataset.__class__ = _WholePacks
@@ -349,7 +341,7 @@ class PackLoader(LoaderBase):
         made = state.get("format") if isinstance(state, Mapping) else None
         if made != STATE_FORMAT or "loader" not in state:
             way_out = "give the state of this run, or start the data over"
-            if made in OLDER_FORMATS:
+            if made in ("energon_packing loader 1", "energon_packing loader 2"):
                 way_out = (
                     "an older version saved it, whose readers read the samples in another order. Begin the data anew: "
                     'in Bridge with dataset.data.accept_changed=["missing_state"] and dataset.dataloader_load="", in '

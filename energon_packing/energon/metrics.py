@@ -65,7 +65,7 @@ class PackSums:
     def add(self, other: "PackSums") -> None:
         for name in _NUMBERS:
             mine, others = getattr(self, name), getattr(other, name)
-            setattr(self, name, max(mine, others) if name in _LARGEST else mine + others)
+            setattr(self, name, max(mine, others) if name in ("delay_max", "held") else mine + others)
         self.dropped.update(other.dropped)
 
     @property
@@ -106,7 +106,6 @@ class PackSums:
 
 
 _NUMBERS = tuple(entry.name for entry in dataclasses.fields(PackSums) if entry.name != "dropped")
-_LARGEST = ("delay_max", "held")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -262,7 +261,6 @@ class PackingMonitor:
         """Returns the figures so far, all 0 before the first pack; delays and samples held are per worker."""
         sums, packs = self._sums, max(self._sums.packs, 1)
         room = packs * self.capacity
-        spread = math.sqrt(self._cost_squares / packs)
         return PackStatistics(
             packs=sums.packs,
             samples=sums.segments,
@@ -275,7 +273,7 @@ class PackingMonitor:
             held=sums.held,
             samples_per_pack=sums.segments / packs,
             cost_mean=self._cost_mean,
-            cost_spread=spread / self._cost_mean if self._cost_mean else 0.0,
+            cost_spread=math.sqrt(self._cost_squares / packs) / self._cost_mean if self._cost_mean else 0.0,
             cost_max_over_mean=self._cost_max / self._cost_mean if self._cost_mean else 0.0,
         )
 
@@ -449,7 +447,6 @@ def watched(
     ).watch(packs)
 
 
-PREFIX = "packing/"
 PATIENCE = 10.0
 """Seconds that the end of a run waits for a slow file system."""
 
@@ -525,7 +522,7 @@ class MetricsLog:
         }
 
     def _write(self, step: int, tensorboard: Any, wandb: Any) -> None:
-        found = {f"{PREFIX}{name}": value for name, value in self._found.items()}
+        found = {f"packing/{name}": value for name, value in self._found.items()}
         self._found = {}
         try:
             if tensorboard is not None:

@@ -42,8 +42,7 @@ class _Reader(pickle.Unpickler):
         self._apart = apart
 
     def persistent_load(self, pid: Any) -> torch.Tensor:
-        number, *form = pid
-        return _tensor(self._apart[number], *form)
+        return _tensor(self._apart[pid[0]], *pid[1:])
 
 
 def _tensor(data: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

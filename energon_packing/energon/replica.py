@@ -32,7 +32,6 @@ from energon_packing.errors import ConfigError, PackingError, UserError
 PATIENCE = timedelta(minutes=30)
 """How long a rank waits for a pack, before the first of which a whole window of samples is measured, and for what the
 first rank finds out of the data."""
-_POLL_SECONDS = 1.0
 
 
 class OwnGroup:
@@ -285,7 +284,7 @@ def _stored(name: str) -> bytes:
                 "evaluate on a plan (energon-packing plan), which is measured before the run."
             )
         time.sleep(pause)
-        pause = min(2 * pause, _POLL_SECONDS)
+        pause = min(2 * pause, 1.0)
     return bytes(store.get(name))
 
 

@@ -19,10 +19,9 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
-from typing import Any
 
 import torch
 from torch import multiprocessing
@@ -39,7 +38,7 @@ _ENDED = (RuntimeError, ValueError)
 _open_links: "weakref.WeakSet[_Link]" = weakref.WeakSet()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, weakref_slot=True)
 class SharedBlock:
     """Bytes that processes of one host share by a file descriptor, for the large tensors of a pack.
 
@@ -55,7 +54,6 @@ class SharedBlock:
     descriptor: int
     start: int
     size: int
-    _keeper: Any = field(repr=False, compare=False)
 
     @classmethod
     def new(cls, size: int) -> "SharedBlock":
@@ -66,7 +64,9 @@ class SharedBlock:
     @classmethod
     def received(cls, descriptor: int, start: int, size: int) -> "SharedBlock":
         """Returns the block of a descriptor that is this process's own; closes it in the end."""
-        return cls(descriptor=descriptor, start=start, size=size, _keeper=_Descriptor(descriptor))
+        block = cls(descriptor=descriptor, start=start, size=size)
+        weakref.finalize(block, os.close, descriptor).atexit = False
+        return block
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "SharedBlock":
@@ -97,14 +97,6 @@ class SharedBlock:
         flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
         memory = mmap.mmap(self.descriptor, self.start + self.size, flags=flags)
         return torch.frombuffer(memory, dtype=torch.uint8, count=self.size, offset=self.start)
-
-
-class _Descriptor:
-    def __init__(self, number: int) -> None:
-        self._number = number
-
-    def __del__(self) -> None:
-        os.close(self._number)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

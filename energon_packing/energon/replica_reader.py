@@ -82,8 +82,8 @@ class ReadAhead:
         self._ready: SimpleQueue[Made] = SimpleQueue()
         self._room = threading.Semaphore(depth)
         self._stopped = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread.start()
         _running.add(self)
 
     def take(self) -> Made:
@@ -96,10 +96,6 @@ class ReadAhead:
         self._stopped = True
         self._room.release()
         self._road.interrupt()
-
-    def join(self, seconds: float) -> None:
-        if self._thread is not threading.current_thread():
-            self._thread.join(seconds)
 
     def _run(self) -> None:
         error = None
@@ -115,7 +111,8 @@ def _end_all() -> None:
     for each in running:
         each.stop()
     for each in running:
-        each.join(EXIT_SECONDS)
+        if each.thread is not threading.current_thread():
+            each.thread.join(EXIT_SECONDS)
 
 
 atexit.register(_end_all)

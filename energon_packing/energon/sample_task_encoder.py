@@ -47,7 +47,7 @@ from energon_packing.energon.task_encoder import PackingTaskEncoder, refuse_unli
 from energon_packing.energon.window import attempt
 from energon_packing.errors import ConfigError, SampleRejected, UserError
 from energon_packing.ledger import Ledger
-from energon_packing.thd.batch import IGNORE_INDEX
+from energon_packing.thd.fields import IGNORE_INDEX
 from energon_packing.thd.pixels import finish
 from energon_packing.thd.rows import join_visual_inputs, joined_forms
 

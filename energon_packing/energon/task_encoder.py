@@ -351,7 +351,12 @@ class PackingTaskEncoder(WindowTaskEncoder):
         self.encoders = _encoders(encoder, packing, processor)
         self.encoder = self.encoders[0]
         self.fields = tuple(dict.fromkeys(field for each in self.encoders for field in each.fields))
-        self.dummy = DummyImage(_with_images(self.encoders)) if packing.dummy_image else None
+        takes_images = [
+            each for each in self.encoders if isinstance(each, ConversationEncoder) and "image" in each.kinds
+        ]
+        if packing.dummy_image and not takes_images:
+            raise ConfigError("packing.dummy_image needs an encoder that takes images.")
+        self.dummy = DummyImage(takes_images[0]) if packing.dummy_image else None
         reserved = 0 if self.dummy is None else -(-self.dummy.measured.length // self.multiple) * self.multiple
         if reserved >= packing.seq_length:
             raise ConfigError(
@@ -422,9 +427,11 @@ class PackingTaskEncoder(WindowTaskEncoder):
                 number = self._accepting(conversation)
                 encoder = self._of_datasets.encoder(self.encoders[number], sample, number=number)
                 measured = self._measured(encoder, conversation, most=self.limits.tokens)
-                if self._lacks_room(measured):
+                limits = self.limits
+                # It fits a row, but not together with the masked segment that it needs if it is alone there.
+                if limits.too_long(measured) and limits.length_units(measured) <= limits.units:
                     tighter = self._tighter(encoder)
-                    measured = self._measured(tighter, conversation, most=self.limits.tokens - self.multiple)
+                    measured = self._measured(tighter, conversation, most=limits.tokens - self.multiple)
                 split = self._split(encoder, conversation, measured)
                 if split is None:
                     self._check_size(measured)
@@ -444,13 +451,8 @@ class PackingTaskEncoder(WindowTaskEncoder):
         """Measures the sample, cut to `most` tokens if the configuration asks for truncation."""
         if conversation.is_pair:
             return encoder.measure_pair(conversation)
-        if self.packing.oversize == "truncate" and most > 0:
-            return encoder.measure(conversation, truncate_to=most)
-        return encoder.measure(conversation)
-
-    def _lacks_room(self, measured: AnyMeasured) -> bool:
-        """Whether a sample fits a row, but not together with the masked segment that it needs if it is alone there."""
-        return self.limits.too_long(measured) and self.limits.length_units(measured) <= self.limits.units
+        cut = self.packing.oversize == "truncate" and most > 0
+        return encoder.measure(conversation, **({"truncate_to": most} if cut else {}))
 
     def _tighter(self, encoder: SampleEncoder) -> SampleEncoder:
         """Returns the encoder with a lower token limit if it makes samples fit, by resizing or by cutting turns."""
@@ -609,10 +611,3 @@ def _encoders(
         if len({getattr(each.config, name) for each in encoders}) > 1:
             raise ConfigError(f"encoder.{name} differs between the encoders of one pack; give all of them the same.")
     return encoders
-
-
-def _with_images(encoders: Sequence[SampleEncoder]) -> ConversationEncoder:
-    for encoder in encoders:
-        if isinstance(encoder, ConversationEncoder) and "image" in encoder.kinds:
-            return encoder
-    raise ConfigError("packing.dummy_image needs an encoder that takes images.")

@@ -23,14 +23,6 @@ from energon_packing.errors import PackingError, UserError
 
 # Parameters of mallopt(3), from glibc's malloc.h.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
-_BLOCK = 1 << 30
-"""Bytes: smaller blocks come from the heap, which is kept. Larger than a decoded sample may be by default."""
-_OLD_BLOCK = 32 << 20
-"""Bytes: the maximum that older versions of glibc allow."""
-_HEAP = (1 << 31) - 1
-"""Bytes: a heap is trimmed when more than this is free at its end; mallopt accepts no larger number."""
-_STEP = 256 << 20
-"""Bytes that the heap grows by; the kernel provides a page when it is first touched."""
 
 
 def keep_freed_memory() -> bool:
@@ -42,8 +34,10 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    kept = mallopt(_MMAP_THRESHOLD, _BLOCK) or mallopt(_MMAP_THRESHOLD, _OLD_BLOCK)
-    return bool(kept and mallopt(_TRIM_THRESHOLD, _HEAP) and mallopt(_TOP_PAD, _STEP))
+    # Smaller blocks come from the heap, which is kept. 1 GiB is more than a decoded sample may be by default, 32 MiB the
+    # most that older versions of glibc allow. The heap grows by 256 MiB; the kernel gives a page when it is touched.
+    kept = mallopt(_MMAP_THRESHOLD, 1 << 30) or mallopt(_MMAP_THRESHOLD, 32 << 20)
+    return bool(kept and mallopt(_TRIM_THRESHOLD, (1 << 31) - 1) and mallopt(_TOP_PAD, 256 << 20))
 
 
 def in_workers(loader: Any, *, keep_memory: bool = True) -> None:
@@ -77,8 +71,6 @@ _DIED = re.compile(
 _FILES = re.compile(r"received \d+ items of ancdata|Too many open files")
 _ROOM = re.compile(r"No space left on device|unable to (?:write to|allocate|resize|mmap).*(?:torch_|shared memory)")
 """A full disk of the ledger is a `UserError` already."""
-_LOOK_EVERY = 1.0
-"""Seconds between looks at whether the workers that are asked are alive."""
 
 
 def in_sentences[Pack](packs: Iterator[Pack]) -> Iterator[Pack]:
@@ -123,7 +115,7 @@ def answered[Answer](ask: Callable[[], Answer], workers: Sequence[BaseProcess]) 
     threading.Thread(target=wait, name="state of the workers", daemon=True).start()
     while True:
         try:
-            return answer.result(_LOOK_EVERY)
+            return answer.result(1.0)
         except TimeoutError:
             if answer.done():  # a worker's own error, that of a store
                 raise

@@ -15,8 +15,6 @@ from typing import Any
 from energon_packing.config import RunConfig, load_config
 from energon_packing.errors import ConfigError
 
-_Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
-
 ROW_LENGTH = "packing_row_length"
 """Where `parse_and_validate_args` keeps the row length, because model providers of vision scripts overwrite
 ``seq_length``. A plain number, because Megatron-LM saves its arguments in checkpoints."""
@@ -74,7 +72,7 @@ def add_energon_packing_args(parser: argparse.ArgumentParser) -> argparse.Argume
 
 
 def parse_and_validate_args(
-    extra_args_provider: _Provider | None = None,
+    extra_args_provider: Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None = None,
     ignore_unknown_args: bool = False,
     args_defaults: Mapping[str, Any] | None = None,
 ) -> Any:

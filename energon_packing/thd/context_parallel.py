@@ -47,9 +47,7 @@ def context_parallel_indices_numpy(cu_seqlens_padded: np.ndarray, cp_size: int, 
             f"segment {segment} has {lengths[segment]} tokens, not a multiple of {pieces} = 2 * {cp_size}; assemble "
             f"with the multiple of alignment_multiple(context_parallel={cp_size}, ...)"
         )
-    begin = np.empty((lengths.size, 2), dtype=np.int64)
-    begin[:, 0] = starts + cp_rank * size
-    begin[:, 1] = starts + (pieces - 1 - cp_rank) * size
+    begin = np.stack([starts + cp_rank * size, starts + (pieces - 1 - cp_rank) * size], axis=1)
     # A piece is a run of consecutive positions: shift one long arange piece by piece.
     sizes = np.repeat(size, 2)
     local = np.repeat(begin.reshape(-1) - (np.cumsum(sizes) - sizes), sizes)

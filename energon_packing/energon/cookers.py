@@ -112,10 +112,8 @@ def cook_record(sample: CrudeSample, primary: FileStore, media: FileStore | None
     except SampleRejected as error:
         problem = Problem(reason=error.reason, detail=error.detail)
     except RecursionError:
-        conversation, problem = (
-            None,
-            Problem(reason="too_deep", detail="the record's JSON is nested too deeply for Python to read"),
-        )
+        detail = "the record's JSON is nested too deeply for Python to read"
+        conversation, problem = None, Problem(reason="too_deep", detail=detail)
     except Exception as error:  # whatever a record does to its reader, only this sample is lost
         conversation, problem = None, Problem(reason="bad_record", detail=repr(error))
     return ConversationSample(**keys, conversation=conversation, problem=problem)

@@ -34,8 +34,8 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    # Smaller blocks come from the heap, which is kept. 1 GiB is more than a decoded sample may be by default, 32 MiB the
-    # most that older versions of glibc allow. The heap grows by 256 MiB; the kernel gives a page when it is touched.
+    # Smaller blocks come from the heap, which is kept. 1 GiB is more than a decoded sample may be by default, 32 MiB
+    # the most that older versions of glibc allow. The heap grows by 256 MiB; the kernel gives a page when it is touched.
     kept = mallopt(_MMAP_THRESHOLD, 1 << 30) or mallopt(_MMAP_THRESHOLD, 32 << 20)
     return bool(kept and mallopt(_TRIM_THRESHOLD, (1 << 31) - 1) and mallopt(_TOP_PAD, 256 << 20))
 

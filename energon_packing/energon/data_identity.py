@@ -188,15 +188,10 @@ def _starts(place: Path, shards: Sequence[str]) -> list[tuple[str, int, bytes]]:
 def _start(shard: str) -> tuple[int, bytes]:
     """Size and first header of a shard; -1 if it is missing."""
     try:
-        descriptor = os.open(shard, os.O_RDONLY | os.O_CLOEXEC)
+        with open(shard, "rb", buffering=0) as file:
+            return os.fstat(file.fileno()).st_size, os.pread(file.fileno(), HEADER_BYTES, 0)
     except OSError:
         return -1, b""
-    try:
-        return os.fstat(descriptor).st_size, os.pread(descriptor, HEADER_BYTES, 0)
-    except OSError:
-        return -1, b""
-    finally:
-        os.close(descriptor)
 
 
 def _place(path: str) -> Any:

@@ -35,7 +35,7 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     # Smaller blocks come from the heap, which is kept. 1 GiB is more than a decoded sample may be by default, 32 MiB
-    # the most that older versions of glibc allow. The heap grows by 256 MiB; the kernel gives a page when it is touched.
+    # the most that older versions of glibc allow. The heap grows by 256 MiB; the kernel gives a page at first touch.
     kept = mallopt(_MMAP_THRESHOLD, 1 << 30) or mallopt(_MMAP_THRESHOLD, 32 << 20)
     return bool(kept and mallopt(_TRIM_THRESHOLD, (1 << 31) - 1) and mallopt(_TOP_PAD, 256 << 20))
 

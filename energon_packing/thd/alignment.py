@@ -33,10 +33,10 @@ def alignment_multiple(
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ConfigError(f"{name} is {size!r}; it must be a whole number of at least 1.")
-    multiple = 1
-    for cp in {context_parallel, eval_context_parallel or context_parallel}:
-        if cp > 1:
-            multiple = math.lcm(multiple, 2 * cp)
-        if sequence_parallel and tensor_parallel > 1:
-            multiple = math.lcm(multiple, cp * tensor_parallel)
-    return multiple
+    scattered = tensor_parallel if sequence_parallel and tensor_parallel > 1 else 0
+    return math.lcm(
+        *(
+            math.lcm(2 * cp if cp > 1 else 1, cp * scattered or 1)
+            for cp in (context_parallel, eval_context_parallel or context_parallel)
+        )
+    )

@@ -106,7 +106,7 @@ def test_a_state_that_is_asked_for_while_a_worker_begins_continues_exactly(child
         same(pack, reference[number])
 
 
-@pytest.mark.parametrize(("workers", "places"), [(0, (0, 3)), (2, (3,))])
+@pytest.mark.parametrize(("workers", "places"), [(0, (0, 3)), (2, (3,))], ids=["0", "2"])
 def test_a_state_saved_before_the_first_pack_is_the_one_that_was_restored_or_the_beginning(
     run_config, workers, places, tmp_path
 ):

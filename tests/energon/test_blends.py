@@ -76,8 +76,8 @@ def test_disjoint_buffers_keep_groups_apart_too(blend):
 
 def test_a_restored_run_with_groups_goes_on_bit_for_bit(blend, continues):
     config = blend(("text", "charts", "rare"), workers=2, balance_window=3)
-    packs, _ = continues(lambda: build_loader(config), packs=16, at=[5])
-    assert {keys[0][0] for keys, *_ in packs[5:]} == {"a", "b", "c"}
+    packs, _ = continues(lambda: build_loader(config), packs=22, at=[7])
+    assert {keys[0][0] for keys, *_ in packs[7:]} == {"a", "b", "c"}
 
 
 def test_a_selection_across_groups_stops_the_run(blend, monkeypatch):

@@ -25,7 +25,7 @@ from energon_packing.energon.states import BY_CONTENT, FREE, READERS, check_fing
 from energon_packing.errors import ConfigError
 
 full = pytest.mark.full
-PACKS = 9  # more than an epoch of the small data set
+PACKS = 14  # more than an epoch of the small data set
 BASE: dict[str, Any] = {
     "data.workers": 0,
     "data.shuffle_buffer": 4,
@@ -136,9 +136,9 @@ FIELDS = [name for section, config in SECTIONS.items() for name in fields(sectio
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A data set of 20 conversations, and its copy."""
+    """A data set of 30 conversations, and its copy."""
     root = tmp_path_factory.mktemp("fingerprint")
-    source = make_data(root / "raw", conversations=20, seed=5, defects=False)
+    source = make_data(root / "raw", conversations=30, seed=5, defects=False)
     for name in ("data", "copy"):
         convert(ConvertConfig(sources=(source,), out=root / name, split={"train": 0.8, "val": 0.2}, workers=0))
     return root

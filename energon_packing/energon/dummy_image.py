@@ -1,8 +1,7 @@
 """A tiny image with weight zero, which ensures that every pack contains an image.
 
 A vision tower that is sharded, or whose gradients are reduced in buckets, runs its own collectives. A rank whose
-micro-batch holds only text does not enter the tower, and the other ranks wait forever. Agreeing on every micro-batch
-would cost one collective per step. A dummy image in packs without media needs no agreement.
+micro-batch holds only text does not enter the tower, and the other ranks wait forever.
 
 The dummy is its own segment: a short conversation with the smallest image that the family accepts. Attention separates
 it from the samples. All its labels are masked and its weights are 0, so the loss and gradients come from the samples

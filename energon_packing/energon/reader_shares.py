@@ -10,11 +10,10 @@ source::
     reader 0 ss    ss       ss ll       ll    ll
     reader 1    ss    ss ss       ll ll    ll
 
-Of each block of neighbouring chunks, the longest go to the readers that have least so far, then the next longest, and
-so on. Lengths are the bytes of samples in their tars. In a finite epoch, at whose end ranks wait for each other, small
-shards are read, and what records say of images and videos counts in tokens. Without known sizes, each reader gets one
-of each row of neighbours by chance. What is dealt follows from the data, the sizes of its media in the run, ranks and
-workers. A reader's chunks are one range for Energon, `Share`; restore keys name the samples themselves.
+Of each block of neighbouring chunks, the longest go to the readers that have least so far, and so on. Lengths are the
+bytes of samples in their tars. In a finite epoch, at whose end ranks wait for each other, small shards are read, and
+what records say of images and videos counts in tokens. Without known sizes, each reader gets one of each row of
+neighbours by chance. A reader's chunks are one range for Energon, `Share`; restore keys name the samples themselves.
 
 A data set that repeats without end and has fewer than `LEAST` samples per reader is given to every reader as a whole,
 so it keeps its share of a blend; each reader shuffles it in another way.

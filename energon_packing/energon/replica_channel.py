@@ -42,10 +42,9 @@ _open_links: "weakref.WeakSet[_Link]" = weakref.WeakSet()
 class SharedBlock:
     """Bytes that processes of one host share by a file descriptor, for the large tensors of a pack.
 
-    A block has no name in any file system: it is the memory that a loader's worker allocated for its tensor, or an
-    anonymous file (``memfd_create``). The kernel frees it when the last process has closed it, however that process
-    ended, so nothing remains in ``/dev/shm``. Every reader of a block, the rank that wrote it included, maps it
-    privately: a page that a training step writes to becomes a copy of its own, and no other rank sees the change.
+    It is the memory that a loader's worker allocated for its tensor, or an anonymous file (``memfd_create``). The
+    kernel frees it when the last process has closed it, however that ended. Every reader of a block, the rank that wrote it
+    included, maps it privately: a page that a training step writes to becomes a copy of its own.
 
     Attributes:
         descriptor: of the file; open as long as the block exists.

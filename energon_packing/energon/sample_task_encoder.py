@@ -1,9 +1,8 @@
 """Task encoders that choose no packs: micro-batches of the next samples, packed by the trainer or not at all.
 
-`MicroBatchTaskEncoder` measures, limits, renders and accounts for samples as `PackingTaskEncoder` does, but does not
-choose them: the next ``micro_batch_size`` samples of the stream form one micro-batch. They travel as one `PackedBatch`
-without padding, so readers, states and ledgers are the same as for packs. `energon_packing.bridge.dataset` turns them
-into the form that Megatron-Bridge's collators produce.
+`MicroBatchTaskEncoder` does all that `PackingTaskEncoder` does, but the next ``micro_batch_size`` samples of the stream
+form a micro-batch. They travel as one `PackedBatch` without padding, so readers, states and ledgers are those of packs.
+`energon_packing.bridge.dataset` turns them into the form that Megatron-Bridge's collators produce.
 
 The others pad one row per conversation to the longest row of its micro-batch, for validation data, for a first look at
 a data set, or for a trainer that packs by itself. Each is a plain Energon task encoder::

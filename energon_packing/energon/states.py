@@ -4,11 +4,8 @@ Each worker makes a state after every pack. Energon copies every list of it deep
 buffer of 10,000 samples. The long lists hold restore keys (tuples) and numbers, which nobody changes, so copying the
 list itself is enough: 0.03 ms.
 
-What a loader state must match: every setting of a run but those that are named here, and what the data are.
-
-`settings_of` takes every field of a section, so a new one is in the fingerprint unless its ``setting(...)`` says that
-it changes nothing, or what states it. ``tests/energon/test_fingerprint.py`` changes each field in turn and
-compares the streams.
+A state must match every setting of a run, and what the data are. `settings_of` takes every field of a section, so a new
+one is in the fingerprint unless its ``setting(...)`` says that it changes nothing, or what states it.
 """
 
 import copy

@@ -69,9 +69,8 @@ FUNCTIONS = (
 def refuse_unlimited_failures(task_encoder: Any) -> None:
     """Refuses ``failure_tolerance=0``, which in Energon means that there is no limit on failures.
 
-    Energon counts consecutive exceptions of each function of a task encoder and stops at ``failure_tolerance`` of them.
-    The check is ``0 < tolerance <= failures`` (`megatron.energon.errors.ErrorContext`): 0 switches it off, and so does
-    None, which becomes 0. A user who writes 0 to tolerate no failure gets a loader that reads broken data forever.
+    Energon stops at ``failure_tolerance`` consecutive exceptions of a function, by ``0 < tolerance <= failures``
+    (`megatron.energon.errors.ErrorContext`). So 0, and None, which becomes 0, read broken data forever.
 
     Raises:
         ConfigError: a limit is 0 or None.

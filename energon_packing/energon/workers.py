@@ -1,10 +1,8 @@
 """The worker processes of a loader: what they start with, and what ends them, as one sentence.
 
-glibc returns a large block to the kernel when it is freed, and requests it again for the next image. The kernel first
-clears every page of it. For a worker that renders photographs, this takes between a twentieth of its CPU time, on an
-idle machine, and a third, on a machine whose memory is busy. So workers keep freed memory for the pixels of later
-samples. And a worker tokenizes one text at a time, which is quicker where the tokenizers library starts no threads
-(`energon_packing.encoders.tokenized`).
+glibc returns a large block to the kernel when it is freed, and the kernel clears every page of the next one: between a
+twentieth and a third of the CPU time of a worker that renders photographs. So workers keep freed memory. And a worker
+tokenizes one text at a time, which is quicker where the tokenizers library starts no threads.
 """
 
 import ctypes

@@ -49,8 +49,7 @@ def visible_order(samples: Sequence[Sequence[int]], multiple: int) -> list[int]:
     """Positions of a pack's samples in an order that shows their padding; the given order if it already does.
 
     Otherwise the last two samples are swapped: only the last one has padding, so an unpadded sample then follows it.
-    The order depends on the lengths alone, and applying the function to its own result changes nothing. A single sample
-    stays as it is; only a masked segment after it shows its padding.
+    Applying the function to its own result changes nothing. Only a masked segment shows the padding of a single sample.
 
     Args:
         samples: for each sample, the real lengths of its segments: one, or two for a preference pair, which stay
@@ -86,8 +85,7 @@ def assemble(
     * the names of ``extra_fields``, ``[L]``: required where declared;
     * ``visual_inputs``: name -> tensor whose first axis counts this sample's media or patches; joined in row order;
     * ``pixel_forms``: name -> `energon_packing.thd.pixels.PixelForm` of those that are bytes; alike in all rows;
-    * ``attention_mask`` ``[L]``: rejected unless all true, because a processor that pads (left or right) would put
-      padding inside a segment, where no boundary shows it;
+    * ``attention_mask`` ``[L]``: rejected unless all true: a processor's padding would lie inside a segment;
     * ``key``: the sample's name, for messages and ``sample_keys`` (defaults to its index);
     * ``position_start``: position of the first token, if not 0 (a piece that continues counting);
     * ``expected_length``: the predicted length; any other length is an error, never a silent change of the plan.

@@ -43,10 +43,8 @@ class PackedBatch:
         loss_mask: ``[1, T]`` float32, the weight of each target; 0 where nothing is learned.
         position_ids: ``[1, T]`` int64, or ``[3, 1, T]`` (temporal, height, width) for models that take mRoPE positions
             from the batch.
-        padding_mask: ``[1, T]`` bool, **True where the token is padding**. This is Megatron-Core 0.19.2's actual
-            convention: its router excludes ``padding_mask`` tokens from the z-loss, the load-balancing scores and the
-            expert bias with ``~padding_mask`` (the docstrings in ``router.py`` state the opposite; ``z_loss_func`` and
-            ``compute_routing_scores_for_aux_loss`` in ``moe_utils.py`` agree with this one).
+        padding_mask: ``[1, T]`` bool, **True where the token is padding**, as Megatron-Core 0.19.2 reads it in
+            ``z_loss_func`` and ``compute_routing_scores_for_aux_loss`` (the docstrings in ``router.py`` differ).
         cu_seqlens: int32 ``[segments + 1]``, running sum of the real lengths.
         cu_seqlens_padded: int32 of the same shape, where the segments physically begin and end in the row; None for an
             alignment multiple of 1. If it equals ``cu_seqlens``, the two are one tensor, even after a move to a device,
@@ -58,18 +56,14 @@ class PackedBatch:
             Those that ``pixel_forms`` names are uint8; `finished` makes the model's numbers of them.
         pixel_forms: name -> how the bytes of that visual input become numbers; empty if all are numbers.
         visual_counts: name -> how many entries on that tensor's first axis come from each sample, then each filler.
-        sample_keys: one key for each sample, in order.
-        sample_lengths: real length of each sample, in tokens.
-        position_starts: position of the first token of each sample; empty if all count from 0, as they do except for
-            pieces of a split sample that continue counting.
-        fillers: number of segments after the samples that are not samples and hold only padding: a dummy image, or the
-            only segment of a row without data. They may have media, counted in ``visual_counts``.
+        sample_keys, sample_lengths: key and real length, in tokens, of each sample, in order.
+        position_starts: of the first token of each sample; empty unless pieces of a split sample continue counting.
+        fillers: segments of padding after the samples: a dummy image, or the only segment of a row without data. They
+            may have media, counted in ``visual_counts``.
         extra: name -> ``[1, T]`` tensor, further fields that are sliced and moved with the tokens. Whole numbers are
             inputs of the model (`model_inputs`), fractions are the loss's.
-        boundary_padding: None, or how many times the last boundary is repeated at the end of both arrays to give them
-            a fixed length for CUDA graphs (`energon_packing.thd.pad_cu_seqlens`).
-        cp_size: 1 for a whole row; otherwise token fields hold what rank ``cp_rank`` of ``cp_size`` sees.
-        cp_rank: see ``cp_size``.
+        boundary_padding: None, or how often the last boundary is repeated at the end of both arrays (`pad_cu_seqlens`).
+        cp_size, cp_rank: 1 and 0 for a whole row; otherwise token fields hold what this rank of so many sees.
     """
 
     tokens: torch.Tensor
@@ -203,10 +197,8 @@ class PackedBatch:
         """The mapping that Megatron-Bridge's ``gpt_step`` and ``vlm_step`` read from a data iterator.
 
         Keys, dtypes and shapes follow ``megatron.bridge.data.packing.in_batch`` of Megatron-Bridge 0.6.2: ``tokens``
-        and ``input_ids`` are one object (``gpt_step`` reads the first), ``max_seqlen_q`` is a 0-D int32 tensor on the
-        host (the steps call ``.cpu()`` on it), ``total_tokens`` is an int, and padded boundaries are omitted if there
-        are none. ``extra`` fields are added under their names; Bridge's own steps ignore them. Pixels are numbers, as
-        `finished` makes them.
+        and ``input_ids`` are one object, ``max_seqlen_q`` is a 0-D int32 tensor on the host, ``total_tokens`` an int,
+        and padded boundaries are omitted if there are none. ``extra`` fields have their own names.
 
         Raises:
             PackingError: the batch is a context-parallel slice (Bridge slices the whole row itself), or has a visual

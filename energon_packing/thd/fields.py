@@ -1,8 +1,7 @@
 """The fields of a packed row, declared once.
 
-Assembly, padding, slices, the batches of Bridge and those of Megatron-LM follow from `TOKEN_FIELDS` and
-`BOUNDARY_FIELDS`. What a user (``encoder.extra_fields``) and a family (``token_fields``) add per token are `TokenField`
-too: they travel in `PackedBatch.extra`.
+What a user (``encoder.extra_fields``) and a family (``token_fields``) add per token are `TokenField` too: they travel
+in `PackedBatch.extra`.
 """
 
 from collections.abc import Iterable, Mapping

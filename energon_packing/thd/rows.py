@@ -24,9 +24,8 @@ _MOST_BYTES = 1 << 30
 def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Joins parts along their first axis in new memory, even one part, because a view would keep its storage alive.
 
-    In a data loader's worker this memory is shared from the start, as in PyTorch's own collation. Otherwise, sending
-    the tensor to the training process would copy 100 MB of pixels once more. The parts are written to its file: the
-    kernel clears every page that is first touched through a mapping, which takes as long as writing it.
+    In a data loader's worker this memory is shared from the start, as in PyTorch's own collation. The parts are written
+    to its file: the kernel clears every page that is first touched through a mapping.
 
     Args:
         parts: at least one; equal in dtype and in all axes but the first.

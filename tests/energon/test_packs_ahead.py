@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -183,24 +182,6 @@ def test_the_thread_ends_with_its_reader(closed):
         gc.collect()
     own.join(timeout=200)
     assert not own.is_alive()
-
-
-def test_an_interpreter_ends_while_packs_are_made_ahead():
-    code = (
-        "import time, replica_ranks\n"
-        "from energon_packing.energon.replica import Replica\n"
-        "from energon_packing.energon.replica_reader import OneReader\n"
-        "slow = lambda number: time.sleep(0.3) or replica_ranks.pack(number)\n"
-        "reader = OneReader(replica_ranks.Source(change=slow), Replica(), depth=2)\n"
-        "next(reader); print('used')\n"
-    )
-    folder = str(Path(__file__).parent)
-    environment = ranks_environment()
-    environment["PYTHONPATH"] += os.pathsep + folder + os.pathsep + str(Path(folder).parent)
-    ended = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100, check=False
-    )
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "used\n", "")
 
 
 def test_ranks_of_stages_and_hosts_end_while_packs_are_on_their_way(tmp_path):

@@ -198,15 +198,6 @@ def test_micro_batches_hold_the_next_samples_of_the_stream_in_their_order(plain,
     assert sorted(one_by_one) == train_keys
 
 
-def test_rows_of_a_micro_batch_are_those_of_packs_and_have_no_padding_between_them(plain, run_config):
-    expected = {row["key"]: row for pack in build_loader(run_config()) for row in thd.unpack(pack.batch)}
-    for batch in micro_batches(plain(), 4):
-        assert batch.batch.total_tokens == batch.batch.real_tokens == sum(batch.batch.sample_lengths)
-        for row in thd.unpack(batch.batch):
-            for name in ("input_ids", "labels", "loss_mask", "position_ids"):
-                assert torch.equal(row[name], expected[row["key"]][name]), (row["key"], name)
-
-
 def test_a_pair_is_left_out_by_choice_or_stops_the_run_where_a_sample_is_one_row(tmp_path, plain):
     asked, answer = {"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because of this."}
     pair = {"conversations": [asked], "chosen": answer, "rejected": {"from": "gpt", "value": "No."}}

@@ -43,8 +43,8 @@ class SharedBlock:
     """Bytes that processes of one host share by a file descriptor, for the large tensors of a pack.
 
     It is the memory that a loader's worker allocated for its tensor, or an anonymous file (``memfd_create``). The
-    kernel frees it when the last process has closed it, however that ended. Every reader of a block, the rank that wrote it
-    included, maps it privately: a page that a training step writes to becomes a copy of its own.
+    kernel frees it when the last process has closed it, however that ended. Every reader of a block, the rank that
+    wrote it included, maps it privately: a page that a training step writes to becomes a copy of its own.
 
     Attributes:
         descriptor: of the file; open as long as the block exists.

@@ -112,6 +112,7 @@ def check_media(
 
 
 _TENSORS = (*(field.name for field in TOKEN_FIELDS), "cu_seqlens")
+_SEQUENCES = {"sample_keys": str, "sample_lengths": int, "position_starts": int}
 _NUMBERS = ("max_seqlen", "total_tokens", "fillers", "cp_size", "cp_rank")
 
 
@@ -128,14 +129,22 @@ def _types(batch: Any) -> Iterator[str]:
             tensors |= {f"{name}[{inner!r}]": value for inner, value in held.items()}
         elif held is not None or name == "extra":
             yield f"type: {name} is a {type(held).__name__}, expected a mapping of tensors"
-    found = [(name, value, isinstance(value, torch.Tensor), "a tensor") for name, value in tensors.items()]
-    for name, kind in (("sample_keys", str), ("sample_lengths", int), ("position_starts", int)):
-        found.append((name, getattr(batch, name), _are(getattr(batch, name), kind), f"a sequence of {kind.__name__}"))
     counts = batch.visual_counts
-    counted = isinstance(counts, Mapping) and all(_are(held, int) for held in counts.values())
-    found.append(("visual_counts", counts, counted, "a mapping of counts"))
     numbers = [*_NUMBERS, *(["boundary_padding"] if batch.boundary_padding is not None else [])]
-    found += [(name, getattr(batch, name), _is(getattr(batch, name), int), "an int") for name in numbers]
+    found = [
+        *((name, value, isinstance(value, torch.Tensor), "a tensor") for name, value in tensors.items()),
+        *(
+            (name, getattr(batch, name), _are(getattr(batch, name), kind), f"a sequence of {kind.__name__}")
+            for name, kind in _SEQUENCES.items()
+        ),
+        (
+            "visual_counts",
+            counts,
+            isinstance(counts, Mapping) and all(_are(held, int) for held in counts.values()),
+            "a mapping of counts",
+        ),
+        *((name, getattr(batch, name), _is(getattr(batch, name), int), "an int") for name in numbers),
+    ]
     yield from (
         f"type: {name} is {reprlib.repr(value)}, expected {kind}" for name, value, right, kind in found if not right
     )

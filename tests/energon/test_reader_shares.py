@@ -274,9 +274,9 @@ def test_a_reader_that_has_nothing_of_a_finite_blend_has_no_packs(few_and_many, 
 
 @pytest.mark.parametrize(("ranks", "workers"), [(4, 2)])
 def test_a_split_smaller_than_the_readers_is_read_by_all_of_them(few_and_many, ranks, workers):
-    for own in read(few_and_many[0], ranks, workers, 6):
+    for own in read(few_and_many[0], ranks, workers, 3):
         assert {key[0] for key in own if key} == {"a"}
-        assert own[None] == 6
+        assert own[None] == 3
 
 
 def test_many_small_data_sets_leave_no_reader_with_less_than_another(few_and_many, tmp_path):

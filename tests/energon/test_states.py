@@ -112,9 +112,8 @@ def test_a_state_of_another_reader_is_refused_in_one_sentence(run_config):
             build_loader(config_of(run_config, accept_changed=(name,)), **readers | other).restore_state(state)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_one_state_in_memory_can_be_restored_twice_and_saving_does_not_change_it(run_config, workers):
-    config = config_of(run_config, workers=workers)
+def test_one_state_in_memory_can_be_restored_twice_and_saving_does_not_change_it(run_config):
+    config = config_of(run_config)
     loader = build_loader(config)
     packs = iter(loader)
     list(itertools.islice(packs, 3))

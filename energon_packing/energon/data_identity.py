@@ -51,9 +51,8 @@ def data_identity(path: str, split: str) -> dict[str, str]:
     named: set[str] = set()
     for number, (place, content) in enumerate([*_walk(root, split, {str(root)}, named)]):
         name = "data set" if number == 0 else f"data set {number} ({place.name})"
-        told = (_TOLD.get() or {}).get(name)
         found[name] = (
-            _prepared(place, named, told)
+            _prepared(place, named, (_TOLD.get() or {}).get(name))
             if content is None
             else f"metadataset {hashlib.sha256(_meaning(content)).hexdigest()[:16]}"
         )

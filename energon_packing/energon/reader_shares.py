@@ -196,8 +196,7 @@ def dealt_shares(dataset: SavableDataset[Any]) -> list[tuple[str, Share]]:
 def dealt_identity(dataset: SavableDataset[Any]) -> dict[str, str]:
     """The entry of a fingerprint that says which samples are whose; none where Energon's own slices are read."""
     identities = [share.identity for _, share in dealt_shares(dataset)]
-    digest = hashlib.sha256("\n".join(identities).encode()).hexdigest()[:12]
-    return {"data set shares": digest} if identities else {}
+    return {"data set shares": hashlib.sha256("\n".join(identities).encode()).hexdigest()[:12]} if identities else {}
 
 
 @dataclass(kw_only=True, slots=True)

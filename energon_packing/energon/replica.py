@@ -229,8 +229,7 @@ class Replica:
         stage = 0 if pp is None else pp.rank()
         place = (0 if dp is None else dp.rank(), stage)
         leaders = (here,) if depth == 1 else tuple(distributed.get_process_group_ranks(pp))
-        members = _gathered((here, place, leaders, host_identity()), (tp, cp))
-        ranks, places, columns, hosts = zip(*members, strict=True)
+        ranks, places, columns, hosts = zip(*_gathered((here, place, leaders, host_identity()), (tp, cp)), strict=True)
         if size * depth * math.prod(map(_size, (cp, tp))) != count or set(places) != {place} or here not in ranks:
             raise ConfigError(
                 f"The {count} ranks do not make {size} replicas of {depth} equal pipeline stages; packs can be "

@@ -79,8 +79,7 @@ class SharedBlock:
         if by_descriptor and tensor.is_contiguous() and storage.is_shared():
             descriptor, _ = storage._share_fd_cpu_()
             if descriptor >= 0:  # it belongs to the storage, which need not be kept
-                start = int(tensor.storage_offset()) * tensor.itemsize
-                return cls.received(os.dup(descriptor), start, tensor.nbytes)
+                return cls.received(os.dup(descriptor), int(tensor.storage_offset()) * tensor.itemsize, tensor.nbytes)
         block = cls.new(tensor.nbytes)
         write_bytes(block.descriptor, [tensor])
         return block
@@ -113,8 +112,7 @@ class Message:
 
     def head(self) -> torch.Tensor:
         """Returns kind, number, bytes of the text and number of blocks, int64 ``[4]``."""
-        size = 0 if self.text is None else self.text.numel()
-        return torch.tensor([self.kind, self.number, size, len(self.blocks)])
+        return torch.tensor([self.kind, self.number, 0 if self.text is None else self.text.numel(), len(self.blocks)])
 
 
 class RankGone(Exception):

@@ -429,8 +429,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
                 limits = self.limits
                 # It fits a row, but not together with the masked segment that it needs if it is alone there.
                 if limits.too_long(measured) and limits.length_units(measured) <= limits.units:
-                    tighter = self._tighter(encoder)
-                    measured = self._measured(tighter, conversation, most=limits.tokens - self.multiple)
+                    measured = self._measured(self._tighter(encoder), conversation, most=limits.tokens - self.multiple)
                 split = self._split(encoder, conversation, measured)
                 if split is None:
                     self._check_size(measured)

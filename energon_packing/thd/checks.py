@@ -171,8 +171,7 @@ def _shapes(batch: PackedBatch) -> Iterator[str]:
     row = list(batch.tokens.shape)
     for name, tensor in batch.token_tensors.items():
         shape = list(tensor.shape)
-        mrope = name == "position_ids" and shape == [3, *row]
-        if len(row) != 2 or row[0] != 1 or (shape != row and not mrope):
+        if len(row) != 2 or row[0] != 1 or (shape != row and not (name == "position_ids" and shape == [3, *row])):
             yield f"shape: {name} is {shape}, tokens are {row}, expected [1, T]"
     for field in TOKEN_FIELDS:
         actual = getattr(batch, field.name).dtype
@@ -243,8 +242,7 @@ def _visibility(real: np.ndarray, physical: np.ndarray) -> Iterator[str]:
 def _samples(batch: PackedBatch, real: np.ndarray) -> Iterator[str]:
     samples, keys = batch.num_samples, len(batch.sample_keys)
     rows = samples + batch.fillers  # `_content` checks that fillers hold only padding
-    tails = real.size - rows
-    if rows < 1 or keys != samples or tails not in (0, 1):
+    if rows < 1 or keys != samples or (real.size - rows) not in (0, 1):
         yield f"samples: {keys} keys and {samples} lengths for {real.size} segments"
         return
     wrong = np.flatnonzero(real[:samples] != np.asarray(batch.sample_lengths))
@@ -267,8 +265,7 @@ def _content(batch: PackedBatch, physical: np.ndarray) -> Iterator[str]:
     own = np.zeros_like(lengths)
     own[: batch.num_samples] = batch.sample_lengths
 
-    pattern = np.tile([False, True], lengths.size)
-    expected = np.repeat(pattern, np.stack([own, lengths - own], axis=1).reshape(-1))
+    expected = np.repeat(np.tile([False, True], lengths.size), np.stack([own, lengths - own], axis=1).reshape(-1))
     if (at := _first(expected != padding)) is not None:
         yield f"padding_mask: position {at} is marked {bool(padding[at])}, expected {bool(expected[at])}"
 

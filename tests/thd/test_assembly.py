@@ -238,7 +238,7 @@ def test_every_segment_holds_as_many_placeholders_as_its_own_grids_ask_for():
     rows = [image_row("a", [(1, 4, 4)], 1), text_row(5, "text"), image_row("b", [(1, 2, 4), (1, 2, 2)], 2)]
     batch = thd.assemble(rows, multiple=4)
     assert batch.visual_counts == {"pixel_values": (16, 0, 12), "image_grid_thw": (1, 0, 2)}
-    assert thd.check_media(batch, merge_size=MERGE, image_token_id=IMAGE, video_token_id=5) == []
+    assert thd.check_media(batch, merge_size=MERGE, image_token_id=IMAGE, video_token_id=IMAGE - 1) == []
 
     rows[2]["input_ids"][0] = IMAGE
     (problem,) = thd.check_media(thd.assemble(rows, multiple=4), merge_size=MERGE, image_token_id=IMAGE)

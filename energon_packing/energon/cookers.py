@@ -3,13 +3,9 @@
 Nothing here raises for bad data. A sample that cannot be cooked carries a `Problem` instead, which the packing window
 writes to the ledger. Energon would only print an exception raised in its map and count it against a tolerance.
 
-Energon also ends a run where a tar breaks off, a block of it is damaged or a read fails. A read that fails is tried
-again (`energon_packing.errors`), and what an open tar remembers of it is let go. `guard_shards` puts a sample in
-the place of each one that cannot be read: its record says where and why, so that it is in the ledger and the drop
-budget counts it.
+Energon also ends a run where a tar breaks off, is damaged or cannot be read; `guard_shards` puts a sample in the place
+of each one that cannot be read, so that it is in the ledger and the drop budget counts it.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import functools
@@ -36,10 +32,9 @@ _MARK = b"\0unreadable shard: "
 
 
 def guard_shards(dataset: Any, *, go_on: bool) -> None:
-    """Watches the reading of all shards of a data set.
+    """Watches the reading of all shards of a data set, before it is read; a read that fails is tried again.
 
     Args:
-        dataset: of Energon, before it is read.
         go_on: whether a sample of `REASON` takes the place of one that cannot be read, which our cookers understand;
             else the run ends with the name of the shard.
     """
@@ -94,10 +89,6 @@ def _readers(dataset: Any) -> Iterator[Any]:
         yield from _readers(each)
 
 
-TOO_DEEP = "the record's JSON is nested too deeply for Python to read"
-"""Detail of ``too_deep`` where not even the parser finishes."""
-
-
 @stateless
 @cooker(need_primary=True)
 def cook_record(sample: CrudeSample, primary: FileStore, media: FileStore | None = None) -> ConversationSample:
@@ -106,7 +97,6 @@ def cook_record(sample: CrudeSample, primary: FileStore, media: FileStore | None
     Args:
         sample: raw members; only ``json`` is read.
         primary: store of the data set itself, which holds the media of a monolithic data set.
-        media: store of the auxiliary data set ``media`` of a polylithic data set.
     """
     store = primary if media is None else media
     keys = basic_sample_keys(sample)
@@ -122,7 +112,8 @@ def cook_record(sample: CrudeSample, primary: FileStore, media: FileStore | None
     except SampleRejected as error:
         problem = Problem(reason=error.reason, detail=error.detail)
     except RecursionError:
-        conversation, problem = None, Problem(reason="too_deep", detail=TOO_DEEP)
+        detail = "the record's JSON is nested too deeply for Python to read"
+        conversation, problem = None, Problem(reason="too_deep", detail=detail)
     except Exception as error:  # whatever a record does to its reader, only this sample is lost
         conversation, problem = None, Problem(reason="bad_record", detail=repr(error))
     return ConversationSample(**keys, conversation=conversation, problem=problem)

@@ -6,8 +6,6 @@ machine its size and first header, which holds the key of its first sample. Ever
 the shards, of which there may be 100,000, are opened by one rank, which tells the others (`told_identity`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib
@@ -52,20 +50,17 @@ def data_identity(path: str, split: str) -> dict[str, str]:
     named: set[str] = set()
     for number, (place, content) in enumerate([*_walk(root, split, {str(root)}, named)]):
         name = "data set" if number == 0 else f"data set {number} ({place.name})"
-        told = (_TOLD.get() or {}).get(name)
         found[name] = (
-            _prepared(place, named, told) if content is None else f"metadataset {_digest(_meaning(content))[:16]}"
+            _prepared(place, named, (_TOLD.get() or {}).get(name))
+            if content is None
+            else f"metadataset {hashlib.sha256(_meaning(content)).hexdigest()[:16]}"
         )
     return found
 
 
 @contextlib.contextmanager
 def told_identity(identity: Mapping[str, str]) -> Iterator[None]:
-    """Inside, `data_identity` opens no shard of a data set whose other files are as another rank told.
-
-    Args:
-        identity: what `data_identity` returned on another rank.
-    """
+    """Inside, `data_identity` opens no shard of a data set whose other files are as another rank told."""
     token = _TOLD.set(identity)
     try:
         yield
@@ -74,11 +69,7 @@ def told_identity(identity: Mapping[str, str]) -> Iterator[None]:
 
 
 def known_pairs(path: str, split: str) -> PairCounts:
-    """What `convert` counted in the data sets at a path, of all their splits; nothing where nobody counted.
-
-    Args:
-        path, split: as for `data_identity`.
-    """
+    """What `convert` counted in the data sets at a path, of all their splits; nothing where nobody counted."""
     root = _place(dataset_entry(path))
     return counted_pairs(place for place, _ in _walk(root, split, {str(root)}))
 
@@ -86,14 +77,7 @@ def known_pairs(path: str, split: str) -> PairCounts:
 def _walk(
     place: Any, split: str | None, seen: set[str], named: set[str] | None = None
 ) -> Iterator[tuple[Any, bytes | None]]:
-    """Yields each data set from `place` on once, a metadataset with its content.
-
-    Args:
-        place: of a data set or metadataset.
-        split: of a metadataset; None takes all.
-        seen: is told of each place.
-        named: is told of each text of a metadataset that may be the name of a file of ``.nv-meta``.
-    """
+    """Yields each data set from `place` on once, a metadataset with its content."""
     if not place.is_file():
         yield place, None
         return
@@ -109,8 +93,7 @@ def _walk(
         return
     splits = content.get("splits") if isinstance(content, dict) else None
     # An inner metadataset may be asked for another split, so all of its splits count.
-    chosen = splits.get(split) if isinstance(splits, dict) and split is not None else content
-    for text in _texts(chosen):
+    for text in _texts(splits.get(split) if isinstance(splits, dict) and split is not None else content):
         if named is not None and len(text) < 256 and text.endswith(_CONFIGS) and "://" not in text and text[0] != "/":
             named.add(text)
         child = _child(place, text)
@@ -168,12 +151,6 @@ def _ordered(value: Any, key: Any = None) -> Any:
 
 
 def _prepared(place: Any, named: Collection[str], told: str | None) -> str:
-    """The entry of one prepared data set.
-
-    Args:
-        named: further files of ``.nv-meta``, for those data sets that have them.
-        told: of another rank.
-    """
     meta = place / META_DIRECTORY
     digest = hashlib.sha256()
     for name in (*_FILES, *sorted(name for name in {*named}.difference(_FILES) if (meta / name).is_file())):
@@ -209,15 +186,10 @@ def _starts(place: Path, shards: Sequence[str]) -> list[tuple[str, int, bytes]]:
 def _start(shard: str) -> tuple[int, bytes]:
     """Size and first header of a shard; -1 if it is missing."""
     try:
-        descriptor = os.open(shard, os.O_RDONLY | os.O_CLOEXEC)
+        with open(shard, "rb", buffering=0) as file:
+            return os.fstat(file.fileno()).st_size, os.pread(file.fileno(), HEADER_BYTES, 0)
     except OSError:
         return -1, b""
-    try:
-        return os.fstat(descriptor).st_size, os.pread(descriptor, HEADER_BYTES, 0)
-    except OSError:
-        return -1, b""
-    finally:
-        os.close(descriptor)
 
 
 def _place(path: str) -> Any:
@@ -226,7 +198,3 @@ def _place(path: str) -> Any:
     from megatron.energon.epathlib import EPath
 
     return EPath(path)
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()

@@ -7,8 +7,6 @@ In the metadataset::
       - {weight: 1, path: charts, subflavors: {limits: {max_images: 2}}}
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import warnings
@@ -38,11 +36,6 @@ class DatasetLimits:
 
     def encoder(self, encoder: SampleEncoder, sample: Any, *, number: int = 0) -> SampleEncoder:
         """Returns `encoder`, or a copy of it with the limits of the sample's data set.
-
-        Args:
-            encoder: measures samples whose data set sets no limits.
-            sample: with Energon's subflavors and sources.
-            number: index of the encoder among those of the task encoder.
 
         Warns:
             UserWarning: once per data set, if one of its limits is above that of a pack; in the first worker only.

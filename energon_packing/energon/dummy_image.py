@@ -1,15 +1,12 @@
 """A tiny image with weight zero, which ensures that every pack contains an image.
 
 A vision tower that is sharded, or whose gradients are reduced in buckets, runs its own collectives. A rank whose
-micro-batch holds only text does not enter the tower, and the other ranks wait forever. Agreeing on every micro-batch
-would cost one collective per step. A dummy image in packs without media needs no agreement.
+micro-batch holds only text does not enter the tower, and the other ranks wait forever.
 
 The dummy is its own segment: a short conversation with the smallest image that the family accepts. Attention separates
 it from the samples. All its labels are masked and its weights are 0, so the loss and gradients come from the samples
 alone. ``padding_mask``, and therefore expert routing, treats it as padding. It never counts as a sample.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import io
@@ -37,7 +34,6 @@ class DummyImage:
         encoder: of the run; its family decides what the smallest image costs.
 
     Attributes:
-        measured: its length, images and patches.
         row: the row, as `energon_packing.thd.assemble` takes it.
 
     Raises:
@@ -94,14 +90,8 @@ def aligned_filler(
 ) -> dict[str, Any]:
     """Returns the filler, padded to an aligned length so that no further padding follows it.
 
-    For the loss and the routers the whole filler is padding. For attention it is one segment that fills its aligned
-    length, so every kernel sees the same boundaries.
-
     Args:
-        row: as `energon_packing.thd.assemble` takes it, without targets.
         fields: of the pack, besides those of every row; those that the row has are padded as well.
-        multiple: the length becomes a multiple of this.
-        pad_token_id: token id of the padding.
     """
     length = len(row["input_ids"])
     more = -length % multiple

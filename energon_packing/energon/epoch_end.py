@@ -11,8 +11,6 @@ A rank knows some of its packs in advance (those planned, and those that its win
 once per window of packs, on one integer each time, and on every single pack only when the data are almost used up.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -40,15 +38,10 @@ class EpochReport:
 
     Attributes:
         read: samples that the workers read, which are counted when a worker ends its epoch.
-        emitted: samples in the packs that were emitted.
         dropped: dropped samples by reason, those after the last pack included.
         dropped_at_end: what was dropped after the last pack of a worker; all other drops are in packs.
         made: packs that this rank made of samples, emitted or not.
-        complete: whether the epoch has ended.
-        packs: emitted packs that contain samples.
-        padding_packs: emitted packs that contain only padding.
         dropped_packs: finished packs that were not emitted because another rank had none left.
-        dropped_keys: keys of the samples in them.
         agreements: number of integers exchanged with the other ranks.
         frequent: which drops must be told; of all epochs of the loader.
     """
@@ -74,7 +67,6 @@ class EpochReport:
         return pack
 
     def ended(self, end: Pack) -> None:
-        """Counts what a worker tells at its end, see `energon_packing.energon.samples.end_of_epoch`."""
         self.count(end)
         self.read += end.ended or 0
         self.dropped_at_end += end.dropped
@@ -94,11 +86,6 @@ def even_packs(
 
     Args:
         packs: of this rank; their ``worker`` and ``ahead`` tell how many more are certain to come.
-        mode: ``drop`` or ``pad``.
-        agree: reaches all data-parallel ranks.
-        padding: makes a pack without samples.
-        report: updated during the epoch.
-        rank: data-parallel rank of this process.
         resumed: whether the epoch began before a saved state, so that it may have no packs left.
 
     Raises:

@@ -3,8 +3,6 @@
 All of them exist since 7.3.2. If Energon moves one, only this file has to change.
 """
 
-from __future__ import annotations
-
 from megatron.energon.errors import FatalSampleError
 from megatron.energon.flavors.base_dataset import SavableDataset, add_sample_restore_key, set_sample_restore_key
 from megatron.energon.flavors.webdataset.indexing import JoinIndexReader

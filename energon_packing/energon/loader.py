@@ -1,7 +1,5 @@
 """The loader: builds an iterator of packs from a configuration; its state can be saved after every pack."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses
@@ -44,17 +42,14 @@ class LoaderBase(ABC):
     """Iterates packs of one data-parallel rank, and has a state.
 
     Args:
-        rank, world_size: of this process among the data-parallel ranks.
         epoch_end: how ranks end a finite epoch together, see ``data.epoch_end``; no effect at world size 1.
         padding: makes a pack without samples for ``epoch_end``, such as `PackingTaskEncoder.padding_pack`.
         agree: reaches the other ranks for ``epoch_end``; None uses ``torch.distributed``.
         group: process group of the data-parallel ranks for ``epoch_end``; None is the default group.
         capacity: tokens of a full pack for `statistics`, such as `PackingTaskEncoder.capacity`.
         budget: share of samples that may be dropped, which a finite epoch is asked for at its end; None asks nothing.
-        lock: of the ledger, taken before the first pack.
 
     Attributes:
-        capacity: tokens of a full pack, if known.
         epoch_report: of the current or last epoch; None before the first.
         tell: receives each sentence about drops; a `UserWarning` by default.
     """
@@ -127,7 +122,6 @@ class LoaderBase(ABC):
         self._resumed = False
 
     def _check_epoch(self, report: EpochReport) -> None:
-        """Raises what the end of a finite epoch shows; see `__iter__`."""
         dropped = report.dropped.total()
         common = ", ".join(f"{count} {name}" for name, count in report.dropped.most_common(3)) or "none"
         last = next(iter(report.dropped_at_end), None)
@@ -152,11 +146,7 @@ class LoaderBase(ABC):
             )
 
     def tell_of_drops(self, *, final: bool = False) -> None:
-        """Tells of reasons that drop many samples, each once, by the rank that notices it first.
-
-        Args:
-            final: no more are read, so that few are no chance.
-        """
+        """Tells of reasons that drop many samples, each once, by the rank that notices it first."""
         for sentence in self._frequent.news(final=final, claim=self._claim):
             self.tell(sentence)
 
@@ -187,11 +177,7 @@ class LoaderBase(ABC):
 
     @abstractmethod
     def _own_packs(self, report: EpochReport) -> Iterator[Pack]:
-        """Packs of this rank, before ranks agree on an end.
-
-        Args:
-            report: of the epoch; samples that were read are counted there.
-        """
+        """Packs of this rank, before ranks agree on an end."""
 
     @abstractmethod
     def save_state(self) -> Any:
@@ -211,12 +197,7 @@ class LoaderBase(ABC):
         them in page-locked memory; call before iterating."""
 
 
-FIRST_PACK_SECONDS = 900
-"""Timeout of Energon's watchdog for the first pack: it counts the first fill of the window, or a restore, as one
-sample."""
-NEXT_PACK_SECONDS = 300
 STATE_FORMAT = "energon_packing loader 3"
-OLDER_FORMATS = ("energon_packing loader 1", "energon_packing loader 2")
 _BEGINNING_SECONDS, _BEGUN_SECONDS = 0.05, 60.0
 """Between two questions to workers that have not begun, and until they must have."""
 NO_PATH = "data.path is empty; name the data set that `energon-packing convert` wrote."
@@ -225,13 +206,10 @@ NO_PATH = "data.path is empty; name the data set that `energon-packing convert` 
 _READS = threading.Lock()
 
 
-@contextlib.contextmanager
-def reads_here() -> Iterator[None]:
-    """Reading with Energon in this process, by one thread at a time: Energon keeps in a variable of the class which
-    reader is active. Training and evaluation without workers make their packs ahead in two threads.
-    """
-    with _READS:
-        yield
+def reads_here() -> threading.Lock:
+    """Returns the lock of reading with Energon in this process, which keeps in a variable of the class which reader is
+    active. Training and evaluation without workers make their packs ahead in two threads."""
+    return _READS
 
 
 def _after_fork() -> None:
@@ -249,13 +227,8 @@ class PackLoader(LoaderBase):
     """Iterates packs of one data-parallel rank.
 
     Args:
-        dataset: what `build_dataset` returned.
-        prefetch: packs that each worker prepares in advance.
-        keep_memory: whether workers keep freed memory, see ``data.keep_memory``.
         ahead: packs that may have been read since the one whose state `state_later` gives.
         fingerprint: what a saved state must match, such as `PackingTaskEncoder.loader_fingerprint`.
-        accept_changed: names of it that may differ, see ``data.accept_changed``.
-        common: as for `LoaderBase`.
     """
 
     def __init__(
@@ -281,8 +254,8 @@ class PackLoader(LoaderBase):
                 # Each worker keeps its last ones: for the packs in its queue, and for those that were read ahead.
                 n_checkpoints=prefetch * max(own.num_workers, 1) + 2 + ahead,
                 prefetch_factor=prefetch,
-                watchdog_timeout_seconds=NEXT_PACK_SECONDS,
-                watchdog_initial_timeout_seconds=FIRST_PACK_SECONDS,
+                watchdog_timeout_seconds=300,
+                watchdog_initial_timeout_seconds=900,  # the first fill of the window, or a restore, counts as one
             )
         if isinstance(self._loader.dataset, SavableDatasetWrapper):
             self._loader.dataset.__class__ = _WholePacks
@@ -317,9 +290,6 @@ class PackLoader(LoaderBase):
     def save_state(self) -> Any:
         """Returns the state after the last yielded pack; it holds only builtins and Energon's own state classes.
 
-        Before the first pack it is the state that was restored, or the beginning of the data. (Energon would wait
-        forever for workers that have not started.)
-
         Raises:
             UserError: a worker was killed, or an error ended a pack that was made in this process.
         """
@@ -341,7 +311,7 @@ class PackLoader(LoaderBase):
         return {"format": STATE_FORMAT, "fingerprint": dict(self._fingerprint), "loader": own}
 
     def state_later(self) -> Callable[[], Any]:
-        """Returns a function that gives the state after the last yielded pack, also when more were read since.
+        """See `LoaderBase.state_later`.
 
         Asking every worker for its state takes until each has finished a pack, so this is left to the moment that a
         state is needed. Workers keep their checkpoints of the packs that may have been read until then.
@@ -355,8 +325,6 @@ class PackLoader(LoaderBase):
         return functools.partial(self._state_of, then)
 
     def share_unpinned(self) -> None:
-        """Makes the loader yield tensors in its workers' shared memory where there is a GPU too, instead of copies of
-        them in page-locked memory; call before iterating."""
         self._loader.pin_memory = False
 
     def restore_state(self, state: Any) -> None:
@@ -373,7 +341,7 @@ class PackLoader(LoaderBase):
         made = state.get("format") if isinstance(state, Mapping) else None
         if made != STATE_FORMAT or "loader" not in state:
             way_out = "give the state of this run, or start the data over"
-            if made in OLDER_FORMATS:
+            if made in ("energon_packing loader 1", "energon_packing loader 2"):
                 way_out = (
                     "an older version saved it, whose readers read the samples in another order. Begin the data anew: "
                     'in Bridge with dataset.data.accept_changed=["missing_state"] and dataset.dataloader_load="", in '
@@ -418,9 +386,6 @@ def _state_of_rank(loader: Any) -> Any:
 
     A worker answers before that without a state, and with one pack more to skip than there is: Energon starts the
     thread that answers before it stores the worker's first state.
-
-    Raises:
-        UserError: one has not begun after `_BEGUN_SECONDS`.
     """
     until = time.monotonic() + _BEGUN_SECONDS
     while True:
@@ -515,12 +480,6 @@ def build_loader(
     agree: Agree | None = None,
     **arguments: Any,
 ) -> PackLoader:
-    """Builds a loader of packs for one data-parallel rank.
-
-    Args:
-        prefetch, agree: as for `PackLoader`.
-        task_encoder, data_parallel_group, arguments: as for `build_dataset`.
-    """
     if not config.data.path:  # before a processor is loaded
         raise ConfigError(NO_PATH)
     if task_encoder is None:
@@ -548,9 +507,6 @@ def build_loader(
 
 def build_task_encoder(config: RunConfig, kind: type[PackingTaskEncoder] = PackingTaskEncoder) -> PackingTaskEncoder:
     """Builds the task encoder of a configuration.
-
-    Args:
-        kind: another class that takes the arguments of `PackingTaskEncoder`.
 
     Raises:
         ConfigError: the processor or a size cannot be used.

@@ -1,22 +1,15 @@
-"""What packs held: statistics of a loader, and figures about the packs that a trainer used, a line every few steps.
+"""What packs held: statistics of a loader, and lines about the packs that a trainer used (``metrics.directory``).
 
-Packs are counted when the trainer takes them, not when they are made, so packs that are ready ahead do not count yet. A
-line costs no communication: `energon_packing.energon.metrics` puts the lines of all ranks together where they are read.
-Nothing here can stop a run: a directory that cannot be written is one warning.
+Packs are counted when the trainer takes them, not when they are made. A line costs no communication: whoever reads puts
+the lines of all ranks together. Nothing here can stop a run: a directory that cannot be written is one warning.
 
-The metrics of a run: sums over packs, and the lines that its data-parallel ranks append (``metrics.directory``).
-
-Every line of ``rankN.jsonl`` stands for itself: it names its run, rank and number of ranks, and sums up its own steps
-(``last``) and all since the process began (``total``)::
+Every line of ``rankN.jsonl`` stands for itself: it sums up its own steps (``last``) and all since the process began
+(``total``). ``pack`` counts the packs that the rank has used, over restarts. ``steps`` has that number and the cost of
+the rank's packs at the end of each step, so that ranks are compared step by step::
 
     {"run": "5e0c9b1f2a3d", "rank": 0, "ranks": 8, "time": 1763850000.125, "pack": 640, "last": {"packs": 40, ...},
      "total": {"packs": 640, ...}, "steps": [[604, 53120.0], [608, 52877.0], ...]}
-
-``pack`` is the number of packs that the rank has used, over restarts. ``steps`` has the number of packs used and the
-cost of the rank's packs at the end of each step, so that ranks are compared step by step.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import math
@@ -44,18 +37,12 @@ class PackSums:
     """Sums over packs of one rank or of several. The four kinds of tokens add up to the room of the packs.
 
     Attributes:
-        packs: packs with samples.
         padding_packs: packs that contain only padding; the other sums leave them out.
-        samples: source samples.
         segments: of the rows; a preference pair is one sample and two segments.
-        real: tokens that belong to samples.
         alignment: padding after samples, up to the alignment multiple.
         tail: padding of the rest of a row: its masked tail, dummy images.
         unused: room up to the capacity of a pack that the row leaves out, so that no step computes it.
         delays: samples that were measured after a sample and before its pack, summed over samples.
-        delay_max: the longest of these delays.
-        held: the most samples that a worker held.
-        dropped: dropped samples by reason.
         seconds: wall-clock time in which the packs were used, after the first pack had arrived.
         waited: the part of it in which the trainer waited for a pack.
     """
@@ -75,16 +62,14 @@ class PackSums:
     seconds: float = 0.0
     waited: float = 0.0
 
-    def add(self, other: PackSums) -> None:
-        """Adds the sums of other packs."""
+    def add(self, other: "PackSums") -> None:
         for name in _NUMBERS:
             mine, others = getattr(self, name), getattr(other, name)
-            setattr(self, name, max(mine, others) if name in _LARGEST else mine + others)
+            setattr(self, name, max(mine, others) if name in ("delay_max", "held") else mine + others)
         self.dropped.update(other.dropped)
 
     @property
     def room(self) -> int:
-        """Tokens that the packs have room for."""
         return self.real + self.alignment + self.tail + self.unused
 
     def figures(self) -> dict[str, float]:
@@ -111,7 +96,7 @@ class PackSums:
         return dataclasses.asdict(self) | times | {"dropped": dict(self.dropped)}
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> PackSums:
+    def from_json(cls, values: Mapping[str, Any]) -> "PackSums":
         """The sums that `to_json` made plain.
 
         Raises:
@@ -121,7 +106,6 @@ class PackSums:
 
 
 _NUMBERS = tuple(entry.name for entry in dataclasses.fields(PackSums) if entry.name != "dropped")
-_LARGEST = ("delay_max", "held")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,14 +113,8 @@ class RankLine:
     """How one rank is.
 
     Attributes:
-        run: of its process.
-        rank: data-parallel rank.
-        ranks: data-parallel size.
         time: when the line was written, in seconds since 1970.
-        last: sums over the steps of the line.
-        total: sums since its process began.
         steps: packs used at the end of each recent step -> cost of the rank's packs in it.
-        ended: whether the process has ended in order.
     """
 
     run: str
@@ -149,7 +127,7 @@ class RankLine:
     ended: bool
 
     @classmethod
-    def of(cls, entry: Mapping[str, Any]) -> RankLine | None:
+    def of(cls, entry: Mapping[str, Any]) -> "RankLine | None":
         """The line of a file's entry; None if it is something else."""
         try:
             return cls(
@@ -162,7 +140,7 @@ class RankLine:
         except (KeyError, TypeError, ValueError):
             return None
 
-    def after(self, earlier: RankLine | None) -> RankLine:
+    def after(self, earlier: "RankLine | None") -> "RankLine":
         """This line with what it takes over from the one before it: steps to compare with slower ranks' and, if it
         has no pack of its own, the last figures."""
         if earlier is None or earlier.run != self.run:
@@ -170,16 +148,11 @@ class RankLine:
         if not self.last.packs + self.last.padding_packs:
             return replace(self, last=earlier.last, steps=earlier.steps)
         steps = {**earlier.steps, **self.steps}
-        keep = max(2 * len(self.steps), len(earlier.steps))
-        return replace(self, steps=dict(list(steps.items())[-keep:]))
+        return replace(self, steps=dict(list(steps.items())[-max(2 * len(self.steps), len(earlier.steps)) :]))
 
 
 class RunLines:
-    """Follows the files of a run, from now on.
-
-    Args:
-        directory: ``metrics.directory``.
-    """
+    """Follows the files of a run, from now on."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -214,7 +187,6 @@ class RunLines:
 
 
 def merged(sums: Iterable[PackSums]) -> PackSums:
-    """The sums of all ranks together."""
     whole = PackSums()
     for each in sums:
         whole.add(each)
@@ -241,11 +213,6 @@ def figures(lines: Sequence[RankLine]) -> dict[str, float]:
 
 
 def sums_of(pack: Pack, capacity: int) -> PackSums:
-    """The sums of one pack.
-
-    Args:
-        capacity: tokens of a full pack.
-    """
     dropped = Counter(entry.reason for entry in pack.dropped)
     if pack.padding:
         return PackSums(padding_packs=1, dropped=dropped)
@@ -294,7 +261,6 @@ class PackingMonitor:
         """Returns the figures so far, all 0 before the first pack; delays and samples held are per worker."""
         sums, packs = self._sums, max(self._sums.packs, 1)
         room = packs * self.capacity
-        spread = math.sqrt(self._cost_squares / packs)
         return PackStatistics(
             packs=sums.packs,
             samples=sums.segments,
@@ -307,7 +273,7 @@ class PackingMonitor:
             held=sums.held,
             samples_per_pack=sums.segments / packs,
             cost_mean=self._cost_mean,
-            cost_spread=spread / self._cost_mean if self._cost_mean else 0.0,
+            cost_spread=math.sqrt(self._cost_squares / packs) / self._cost_mean if self._cost_mean else 0.0,
             cost_max_over_mean=self._cost_max / self._cost_mean if self._cost_mean else 0.0,
         )
 
@@ -337,10 +303,6 @@ class PackMetrics:
     `made` may be called by another thread than the other methods, which the trainer's thread calls.
 
     Args:
-        config: with a directory.
-        capacity: tokens of a full pack, `PackingTaskEncoder.capacity`.
-        rank: data-parallel rank.
-        world_size: number of data-parallel ranks.
         packs_per_step: packs that this rank takes per optimiser step; asked for at the beginning of each.
     """
 
@@ -368,7 +330,7 @@ class PackMetrics:
         self._write()
 
     @classmethod
-    def of(cls, config: MetricsConfig, loader: Any, *, rank: int, world_size: int) -> PackMetrics | None:
+    def of(cls, config: MetricsConfig, loader: Any, *, rank: int, world_size: int) -> "PackMetrics | None":
         """The metrics of a loader in one of Megatron's trainers; None without a directory."""
         if config.directory is None or loader.capacity is None:
             return None
@@ -389,7 +351,6 @@ class PackMetrics:
         self._made.append((sums_of(pack, self._capacity), float(pack.cost)))
 
     def forget(self) -> None:
-        """Forgets packs that were made and will not be taken."""
         self._made.clear()
 
     def take(self, reader: Any) -> Any:
@@ -400,7 +361,6 @@ class PackMetrics:
         return batch
 
     def watch(self, packs: Iterable[Pack]) -> Iterator[Pack]:
-        """Yields packs to the trainer, and counts each."""
         began = time.monotonic()
         try:
             for number, pack in enumerate(packs, start=1):
@@ -479,25 +439,14 @@ def watched(
     world_size: int = 1,
     packs_per_step: int = 1,
 ) -> Iterator[Pack]:
-    """Yields packs to a training loop of your own, and writes the metrics of its run.
-
-    Args:
-        packs: of a loader of this rank.
-        config: without a directory, nothing is written.
-        capacity: tokens of a full pack, ``packing.seq_length``.
-        rank: data-parallel rank.
-        world_size: number of data-parallel ranks.
-        packs_per_step: packs per optimiser step on this rank.
-    """
+    """Yields packs to a training loop of your own, and writes the metrics of its run."""
     if config.directory is None:
         return iter(packs)
-    metrics = PackMetrics(
+    return PackMetrics(
         config, capacity=capacity, rank=rank, world_size=world_size, packs_per_step=lambda: packs_per_step
-    )
-    return metrics.watch(packs)
+    ).watch(packs)
 
 
-PREFIX = "packing/"
 PATIENCE = 10.0
 """Seconds that the end of a run waits for a slow file system."""
 
@@ -506,9 +455,6 @@ class MetricsLog:
     """Posts the figures of a run, at most once per ``interval`` steps.
 
     Lines that were there before are not posted. Figures arrive a step or two after the steps that they sum up.
-
-    Args:
-        config: with a directory.
     """
 
     def __init__(self, config: MetricsConfig) -> None:
@@ -524,7 +470,6 @@ class MetricsLog:
         """Posts what the last reading found, and begins another one if it is due.
 
         Args:
-            step: optimiser steps done.
             tensorboard: a ``SummaryWriter``, or None.
             wandb: the module ``wandb`` or a run of it, or None.
         """
@@ -543,7 +488,6 @@ class MetricsLog:
         It starts no thread: when an interpreter ends, none can be started.
 
         Args:
-            step, tensorboard, wandb: as for `post`.
             seconds: how long to wait for the last lines of all ranks, which end about now.
         """
         if self._thread is not None:
@@ -578,7 +522,7 @@ class MetricsLog:
         }
 
     def _write(self, step: int, tensorboard: Any, wandb: Any) -> None:
-        found = {f"{PREFIX}{name}": value for name, value in self._found.items()}
+        found = {f"packing/{name}": value for name, value in self._found.items()}
         self._found = {}
         try:
             if tensorboard is not None:

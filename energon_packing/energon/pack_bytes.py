@@ -4,8 +4,6 @@ It is a pickle of the batch, and one buffer is one message. A tensor that is rea
 ``torch.save`` wants it. Tensors that are sent apart have a number in the pickle.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import io
@@ -16,7 +14,6 @@ from typing import Any
 import torch
 
 from energon_packing.thd.batch import PackedBatch
-from energon_packing.thd.pixels import PIXELS
 
 LARGE = 1 << 20
 """Bytes from which a tensor is sent apart, where that is possible."""
@@ -45,8 +42,7 @@ class _Reader(pickle.Unpickler):
         self._apart = apart
 
     def persistent_load(self, pid: Any) -> torch.Tensor:
-        number, *form = pid
-        return _tensor(self._apart[number], *form)
+        return _tensor(self._apart[pid[0]], *pid[1:])
 
 
 def _tensor(data: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -57,13 +53,11 @@ def pack_to_bytes(batch: Any, *, pixels: bool = True, apart: list[torch.Tensor] 
     """Returns a batch as uint8 ``[n]``.
 
     Args:
-        batch: a dataclass with tensors on the host, such as a `PackedBatch`.
-        pixels: False omits `PIXELS` of a `PackedBatch`; Bridge's ``vlm_step`` drops the same two on later stages.
+        pixels: False omits the pixels of a `PackedBatch`; Bridge's ``vlm_step`` drops the same two on later stages.
         apart: is given the tensors of at least `LARGE` bytes, which are not in the result; None keeps all in it.
     """
-    if not pixels and isinstance(batch, PackedBatch) and batch.visual_inputs is not None:
-        kept = {name: tensor for name, tensor in batch.visual_inputs.items() if name not in PIXELS}
-        batch = dataclasses.replace(batch, visual_inputs=kept, pixel_forms={})
+    if not pixels and isinstance(batch, PackedBatch):
+        batch = batch.without_pixels()
     file = io.BytesIO()
     _Writer(file, apart).dump(batch)
     return torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
@@ -90,7 +84,6 @@ def field_digests(batch: Any) -> dict[str, str]:
 
 
 def tensors_of(batch: Any) -> dict[str, torch.Tensor]:
-    """Every tensor of a batch by name; one inside a mapping is named like ``visual_inputs/pixel_values``."""
     values = {spec.name: getattr(batch, spec.name) for spec in dataclasses.fields(batch)}
     for name, value in [*values.items()]:
         if isinstance(value, Mapping):

@@ -10,17 +10,14 @@ source::
     reader 0 ss    ss       ss ll       ll    ll
     reader 1    ss    ss ss       ll ll    ll
 
-Of each block of neighbouring chunks, the longest go to the readers that have least so far, then the next longest, and
-so on. Lengths are the bytes of samples in their tars. In a finite epoch, at whose end ranks wait for each other, small
-shards are read, and what records say of images and videos counts in tokens. Without known sizes, each reader gets one
-of each row of neighbours by chance. What is dealt follows from the data, the sizes of its media in the run, ranks and
-workers. A reader's chunks are one range for Energon, `Share`; restore keys name the samples themselves.
+Of each block of neighbouring chunks, the longest go to the readers that have least so far, and so on. Lengths are the
+bytes of samples in their tars. In a finite epoch, at whose end ranks wait for each other, small shards are read, and
+what records say of images and videos counts in tokens. Without known sizes, each reader gets one of each row of
+neighbours by chance. A reader's chunks are one range for Energon, `Share`; restore keys name the samples themselves.
 
 A data set that repeats without end and has fewer than `LEAST` samples per reader is given to every reader as a whole,
 so it keeps its share of a blend; each reader shuffles it in another way.
 """
-
-from __future__ import annotations
 
 import contextlib
 import functools
@@ -80,10 +77,8 @@ class Share:
         first, samples: of the data set's part: number of its first sample, and how many it has.
         starts: ``[S]``, increasing; Energon's number of the first sample of each slice.
         places: ``[S]``; what that sample is, counted from ``first``. Above ``samples`` it is one of a further copy.
-        identity: which samples are whose, the same on all ranks.
         bounds: ``[M + 1]``, where each chunk of all ranks begins, and
         reader_of: ``[M]``, its reader; None where every reader reads the whole.
-        description: for people, in one clause.
     """
 
     first: int
@@ -129,12 +124,10 @@ def deal(
 
     Args:
         samples: how many; positive.
-        readers: how many.
         sizes: ``[samples]``, what each counts; None counts them alike.
         longest: samples of a chunk at most, unless there were more than `MOST_CHUNKS` per reader then.
         held: ``[readers]`` float64, what each reader has of other data sets, in samples of mean size; what it gets here
             is added. Else many small data sets would all give their last samples to the same readers.
-        number: of the data set, for its chances.
 
     Returns:
         ``[M + 1]`` int64, where each chunk begins, and ``[M]`` int64, its reader. A chunk may be empty.
@@ -168,8 +161,6 @@ def deal_samples(
     With one reader in all, Energon's own slices stay.
 
     Args:
-        dataset: of Energon, before it is read.
-        worker_config: says which readers there are.
         media_tokens: tokens of the media of one sample; None counts them as nothing.
 
     Raises:
@@ -205,8 +196,7 @@ def dealt_shares(dataset: SavableDataset[Any]) -> list[tuple[str, Share]]:
 def dealt_identity(dataset: SavableDataset[Any]) -> dict[str, str]:
     """The entry of a fingerprint that says which samples are whose; none where Energon's own slices are read."""
     identities = [share.identity for _, share in dealt_shares(dataset)]
-    digest = hashlib.sha256("\n".join(identities).encode()).hexdigest()[:12]
-    return {"data set shares": digest} if identities else {}
+    return {"data set shares": hashlib.sha256("\n".join(identities).encode()).hexdigest()[:12]} if identities else {}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -214,11 +204,9 @@ class _Source:
     """Energon's loader of one data set.
 
     Attributes:
-        loader: reads it.
         factory: of Energon; made the loader.
         endless: the wrapper that repeats it without end, alone or in a blend; None if none does.
         finite: the wrapper that repeats it a number of times, within; None if none does.
-        first, samples: its part.
     """
 
     loader: Any
@@ -308,8 +296,7 @@ class _Source:
             own = own[bounds[own + 1] > bounds[own]]
             if whole:  # where nothing is shuffled, readers begin at different places
                 own = np.roll(own, -(reader * len(own) // readers))
-            ends = end + np.cumsum(bounds[own + 1] - bounds[own])
-            offsets.append((end, *ends.tolist()))
+            offsets.append((end, *(end + np.cumsum(bounds[own + 1] - bounds[own])).tolist()))
             starts += offsets[-1][:-1]
             places += bounds[own].tolist()
             end = offsets[-1][-1]
@@ -371,12 +358,7 @@ def _sources(node: Any, factory: Any, endless: Any, finite: Any) -> Iterator[_So
 
 
 def _sizes(readers: Sequence[Any], first: int, samples: int, media_tokens: MediaTokens | None) -> np.ndarray | None:
-    """Size of each sample, ``[samples]`` int64; None if there are too many, or they are elsewhere.
-
-    Args:
-        media_tokens: where shards are small, sizes are `_read_sizes`; None leaves them at the bytes in the tars, as the
-            index of each shard has them.
-    """
+    """Size of each sample, ``[samples]`` int64; None if there are too many, or they are elsewhere."""
     reader = readers[0]
     if samples > MOST_SIZED or not isinstance(reader, ShardInfosITarReader):
         return None
@@ -407,7 +389,6 @@ def _read_sizes(file: Any, offsets: np.ndarray, tokens_of: Callable[[tuple[bytes
 
     Args:
         offsets: ``[samples + 1]`` int64, where each begins.
-        tokens_of: of what records say of the media of one sample, less their names.
     """
     try:
         data = read_again(str(file), file.read_bytes)

@@ -7,8 +7,6 @@ waits for its activations. All ranks of the run meet only where loaders are buil
 `Replica.agree`).
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json
@@ -34,27 +32,14 @@ from energon_packing.errors import ConfigError, PackingError, UserError
 PATIENCE = timedelta(minutes=30)
 """How long a rank waits for a pack, before the first of which a whole window of samples is measured, and for what the
 first rank finds out of the data."""
-_POLL_SECONDS = 1.0
-
-
-def new_name() -> str:
-    """A name for a group that no other group has, for one of its ranks to tell the others."""
-    return secrets.token_hex()
 
 
 class OwnGroup:
     """A gloo group for one reader alone; making one is a collective call of its ranks, and of no others.
 
-    Collectives of one group must be called in one order on all its ranks, which two threads cannot promise. So what a
-    thread calls goes through a group that no other thread has. ``torch.distributed.new_group`` would have to be called
-    by all ranks of the run, or it derives the group's name from how many groups a process has, which differs between
-    ranks.
-
-    Args:
-        ranks: global ranks.
-        here: global rank of this process.
-        name: the same on all ranks of the group, and of no other group.
-        patience: how long a call waits for the other ranks.
+    Collectives of one group must be called in one order on all its ranks, which two threads cannot promise. So a thread
+    has a group of its own. ``torch.distributed.new_group`` would have to be called by all ranks of the run, or it
+    derives the group's name from how many groups a process has, which differs between ranks.
     """
 
     def __init__(self, ranks: Sequence[int], here: int, name: str, patience: timedelta) -> None:
@@ -67,11 +52,9 @@ class OwnGroup:
         self._group.broadcast(tensor, self._ranks.index(source)).wait()
 
     def send(self, tensor: torch.Tensor, destination: int, tag: int) -> None:
-        """Sends the tensor to a global rank, which receives it with the same tag."""
         self._group.send([tensor], self._ranks.index(destination), tag).wait()
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> None:
-        """Fills the tensor with what a global rank sends."""
         self._group.recv([tensor], self._ranks.index(source), tag).wait()
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -81,7 +64,6 @@ class OwnGroup:
         return found
 
     def all_gather_values(self, value: Any) -> list[Any]:
-        """Returns the values of all ranks."""
         text = to_text(value)
         sizes = [int(size) for size in self.all_gather(torch.tensor([len(text)]))]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
@@ -95,7 +77,6 @@ def to_text(value: Any) -> torch.Tensor:
 
 
 def from_text(payload: torch.Tensor) -> Any:
-    """Returns the value that `to_text` wrote."""
     return pickle.loads(bytes(payload.numpy()))
 
 
@@ -120,15 +101,11 @@ class Replica:
     """The replica of this rank.
 
     Attributes:
-        rank: data-parallel rank.
-        world_size: number of replicas.
-        stage: pipeline stage of this rank.
         leaders: for each stage, the global rank that receives packs first; the first leader is the reader.
         members: global ranks of this rank's stage, its leader first.
         hosts: the members by the host that they run on, in the same order; the first of each host leads it.
         leader_group: of ``leaders``, on those ranks only; None if there is one stage. It is the only group that a
             replica makes, and it is gloo's whatever the run's backend: packs are on the host.
-        global_rank: of this process.
         inner: the run's own process groups that make up a stage, tensor parallel before context parallel.
     """
 
@@ -150,12 +127,10 @@ class Replica:
 
     @property
     def is_reader(self) -> bool:
-        """Whether this rank reads for its replica."""
         return self.global_rank == self.reader
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank passes packs on to its stage."""
         return self.global_rank == self.members[0]
 
     @property
@@ -187,7 +162,7 @@ class Replica:
         """
         if self.world_size * self.size == 1:
             return find_out()
-        name = [new_name()]
+        name = [secrets.token_hex()]
         distributed.broadcast_object_list(name, 0)
         if self.global_rank == 0:
             error, value = _tried(find_out)
@@ -234,7 +209,7 @@ class Replica:
         return result  # type: ignore[return-value]  # no error
 
     @classmethod
-    def of(cls, groups: Any) -> Replica:
+    def of(cls, groups: Any) -> "Replica":
         """Returns the replica of this rank; a collective call of all ranks.
 
         Each rank hears of its own replica only, over the groups that the run has.
@@ -254,8 +229,7 @@ class Replica:
         stage = 0 if pp is None else pp.rank()
         place = (0 if dp is None else dp.rank(), stage)
         leaders = (here,) if depth == 1 else tuple(distributed.get_process_group_ranks(pp))
-        members = _gathered((here, place, leaders, host_identity()), (tp, cp))
-        ranks, places, columns, hosts = zip(*members, strict=True)
+        ranks, places, columns, hosts = zip(*_gathered((here, place, leaders, host_identity()), (tp, cp)), strict=True)
         if size * depth * math.prod(map(_size, (cp, tp))) != count or set(places) != {place} or here not in ranks:
             raise ConfigError(
                 f"The {count} ranks do not make {size} replicas of {depth} equal pipeline stages; packs can be "
@@ -263,7 +237,7 @@ class Replica:
             )
         leaders, leader_group = columns[0], None
         if depth > 1:
-            name = _gathered(new_name(), (pp,))[0]
+            name = _gathered(secrets.token_hex(), (pp,))[0]
             if here in leaders:
                 leader_group = OwnGroup(leaders, here, name, PATIENCE)
         by_host: dict[Any, list[int]] = {}
@@ -298,11 +272,7 @@ def _gathered(value: Any, groups: Iterable[Any]) -> list[Any]:
 
 
 def _stored(name: str) -> bytes:
-    """Returns what rank 0 puts under a name in the ranks' store, once it does.
-
-    Raises:
-        PackingError: that takes too long.
-    """
+    """Returns what rank 0 puts under a name in the ranks' store, once it does."""
     store, began, pause = _get_default_store(), time.monotonic(), 0.01
     # `store.wait` would keep the store from the backend's own threads.
     while not store.check([name]):
@@ -312,7 +282,7 @@ def _stored(name: str) -> bytes:
                 "evaluate on a plan (energon-packing plan), which is measured before the run."
             )
         time.sleep(pause)
-        pause = min(2 * pause, _POLL_SECONDS)
+        pause = min(2 * pause, 1.0)
     return bytes(store.get(name))
 
 
@@ -341,7 +311,6 @@ def _number(facts: Mapping[str, Any]) -> int:
 
 
 def _disagreement(everyone: Sequence[Facts]) -> Exception:
-    """The first difference between the ranks' facts, as an error."""
     for rank, (of_all, _) in enumerate(everyone):
         if of_all.keys() == {"error"}:
             return _of_another_rank(rank, of_all["error"])

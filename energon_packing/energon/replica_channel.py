@@ -6,8 +6,6 @@ of every other host gets the bytes by broadcasts and shares them there. Each rea
 own, so that two readers on one replica can be used from two threads.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hmac
@@ -21,15 +19,14 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
-from typing import Any
 
 import torch
 from torch import multiprocessing
 
-from energon_packing.energon.replica import PATIENCE, OwnGroup, Replica, new_name
+from energon_packing.energon.replica import PATIENCE, OwnGroup, Replica
 from energon_packing.errors import PackingError
 from energon_packing.thd.rows import write_bytes
 
@@ -38,43 +35,40 @@ PACK, END, ERROR, CLOSED = range(4)
 _ENDED = (RuntimeError, ValueError)
 """What a call on a group of ``torch.distributed`` raises when another rank is gone, and when the group is destroyed."""
 
-_open_links: weakref.WeakSet[_Link] = weakref.WeakSet()
+_open_links: "weakref.WeakSet[_Link]" = weakref.WeakSet()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, weakref_slot=True)
 class SharedBlock:
     """Bytes that processes of one host share by a file descriptor, for the large tensors of a pack.
 
-    A block has no name in any file system: it is the memory that a loader's worker allocated for its tensor, or an
-    anonymous file (``memfd_create``). The kernel frees it when the last process has closed it, however that process
-    ended, so nothing remains in ``/dev/shm``. Every reader of a block, the rank that wrote it included, maps it
-    privately: a page that a training step writes to becomes a copy of its own, and no other rank sees the change.
+    It is the memory that a loader's worker allocated for its tensor, or an anonymous file (``memfd_create``). The
+    kernel frees it when the last process has closed it, however that ended. Every reader of a block, the rank that
+    wrote it included, maps it privately: a page that a training step writes to becomes a copy of its own.
 
     Attributes:
         descriptor: of the file; open as long as the block exists.
-        start: first byte.
-        size: number of bytes.
     """
 
     descriptor: int
     start: int
     size: int
-    _keeper: Any = field(repr=False, compare=False)
 
     @classmethod
-    def new(cls, size: int) -> SharedBlock:
-        """Returns a block of zeros."""
+    def new(cls, size: int) -> "SharedBlock":
         descriptor = os.memfd_create("energon-packing", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, size)
         return cls.received(descriptor, 0, size)
 
     @classmethod
-    def received(cls, descriptor: int, start: int, size: int) -> SharedBlock:
+    def received(cls, descriptor: int, start: int, size: int) -> "SharedBlock":
         """Returns the block of a descriptor that is this process's own; closes it in the end."""
-        return cls(descriptor=descriptor, start=start, size=size, _keeper=_Descriptor(descriptor))
+        block = cls(descriptor=descriptor, start=start, size=size)
+        weakref.finalize(block, os.close, descriptor).atexit = False
+        return block
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> SharedBlock:
+    def of(cls, tensor: torch.Tensor) -> "SharedBlock":
         """Returns a block with the bytes of a tensor on the host.
 
         Takes the memory in which a loader's worker sent the tensor, and copies it if there is none: a tensor that was
@@ -85,8 +79,7 @@ class SharedBlock:
         if by_descriptor and tensor.is_contiguous() and storage.is_shared():
             descriptor, _ = storage._share_fd_cpu_()
             if descriptor >= 0:  # it belongs to the storage, which need not be kept
-                start = int(tensor.storage_offset()) * tensor.itemsize
-                return cls.received(os.dup(descriptor), start, tensor.nbytes)
+                return cls.received(os.dup(descriptor), int(tensor.storage_offset()) * tensor.itemsize, tensor.nbytes)
         block = cls.new(tensor.nbytes)
         write_bytes(block.descriptor, [tensor])
         return block
@@ -104,25 +97,12 @@ class SharedBlock:
         return torch.frombuffer(memory, dtype=torch.uint8, count=self.size, offset=self.start)
 
 
-class _Descriptor:
-    """Closes a file descriptor with its last reference."""
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-
-    def __del__(self) -> None:
-        os.close(self._number)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
     """What the ranks of a replica send to each other.
 
     Attributes:
-        kind: what it means.
-        number: of the pack.
         text: uint8 ``[n]``, or None.
-        blocks: large tensors of the pack.
     """
 
     kind: int
@@ -132,16 +112,11 @@ class Message:
 
     def head(self) -> torch.Tensor:
         """Returns kind, number, bytes of the text and number of blocks, int64 ``[4]``."""
-        size = 0 if self.text is None else self.text.numel()
-        return torch.tensor([self.kind, self.number, size, len(self.blocks)])
+        return torch.tensor([self.kind, self.number, 0 if self.text is None else self.text.numel(), len(self.blocks)])
 
 
 class RankGone(Exception):
-    """A rank has ended, closed its end of the link, or was silent for too long.
-
-    Args:
-        rank: global rank.
-    """
+    """A rank has ended, closed its end of the link, or was silent for too long."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(f"rank {rank} has ended or was silent for too long")
@@ -184,7 +159,6 @@ class HostLeader(_Link):
 
     Args:
         ranks: global ranks of the members, which have to show the secret of the address.
-        ahead: packs that a member may leave in the link before `send` waits for it.
         patience: seconds to wait for a member.
     """
 
@@ -197,7 +171,6 @@ class HostLeader(_Link):
         self._listener.listen(len(ranks))
 
     def accept(self) -> None:
-        """Waits until all members have connected."""
         self._listener.settimeout(self._patience)
         while len(self._connections) < len(self._ranks):
             connection, secret, rank = self._connect(self._listener.accept()[0], self._patience), b"", b""
@@ -221,8 +194,7 @@ class HostLeader(_Link):
                 while self._outstanding[rank] >= self._ahead:
                     member.recv_bytes()
                     self._outstanding[rank] -= 1
-                places = [(block.start, block.size) for block in message.blocks]
-                member.send((*message.head().tolist(), places))
+                member.send((*message.head().tolist(), [(block.start, block.size) for block in message.blocks]))
                 for block in message.blocks:
                     send_handle(member, block.descriptor, None)
                 if message.text is not None:
@@ -239,9 +211,6 @@ class HostMember(_Link):
     """The receiving end of one rank.
 
     Args:
-        rank: global rank of this process.
-        leader: global rank of the leader.
-        address: the leader's `HostLeader.address`.
         patience: seconds to wait for a message.
     """
 
@@ -323,7 +292,6 @@ class StageChannel:
             raise rank_gone(self._replica, reader, error) from error
 
     def close(self) -> None:
-        """Ends the threads of the reader, once all messages are sent."""
         for post in self._posts:
             post.put(None)
 
@@ -335,12 +303,7 @@ def _send_all(post: queue.SimpleQueue[Message | None], group: OwnGroup, destinat
 
 
 def _carried(message: Message | None, move: Callable[[torch.Tensor], None]) -> Message:
-    """Sends a message, or returns one that is received, tensor by tensor.
-
-    Args:
-        message: None receives one.
-        move: sends a tensor, or fills it with what is received.
-    """
+    """Sends a message, or returns one that is received, tensor by tensor."""
 
     def cast(given: torch.Tensor | None, size: int = 0, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         tensor = torch.empty(size, dtype=dtype) if given is None else given
@@ -359,10 +322,6 @@ def _carried(message: Message | None, move: Callable[[torch.Tensor], None]) -> M
 
 class StageSpread:
     """Messages from the leader of a pipeline stage to its other ranks; a collective call of the stage.
-
-    Args:
-        replica: of this rank.
-        ahead: messages that a rank may have waiting before the sender waits for it.
 
     Attributes:
         sent: bytes that this rank sent so far: ``shared`` of blocks, which are not copied, to ranks of its host, and
@@ -385,7 +344,7 @@ class StageSpread:
         if leads and len(host) > 1:
             self._link = HostLeader(host[1:], ahead=ahead, patience=seconds)
         mine = None if self._link is None else self._link.address
-        addresses, names = zip(*replica.gather((mine, new_name())), strict=True)
+        addresses, names = zip(*replica.gather((mine, secrets.token_hex())), strict=True)
         if self._link is not None:
             self._link.accept()
         elif not leads:
@@ -396,7 +355,6 @@ class StageSpread:
 
     @property
     def reaches_others(self) -> bool:
-        """Whether a message from here goes to any other rank."""
         return self._link is not None or self._hosts_group is not None
 
     @property
@@ -470,7 +428,6 @@ class StageSpread:
                 link.interrupt()
 
     def close(self) -> None:
-        """Closes the links of this host."""
         self._kept.clear()
         for link in (self._link, self._up):
             if link is not None:

@@ -4,15 +4,13 @@
 error, the end of the data) hold for all ranks, and each video is decoded once. `EveryReader` lets each rank read for
 itself and stops the run at the first pack that differs between ranks.
 
-Both number their packs, so a rank that was not restored with the others is detected at its first pack. Packs are made
-ahead of use in a thread (`ReadAhead`), and copied to the GPU while the step before runs (`DeviceCopy`).
+Packs are made ahead of use in a thread (`ReadAhead`), and copied to the GPU while the step before runs (`DeviceCopy`).
 """
-
-from __future__ import annotations
 
 import atexit
 import contextlib
 import itertools
+import secrets
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -23,7 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from energon_packing.energon.pack_bytes import field_digests, pack_from_bytes, pack_to_bytes
-from energon_packing.energon.replica import PATIENCE, Facts, OwnGroup, Replica, from_text, new_name, to_text
+from energon_packing.energon.replica import PATIENCE, Facts, OwnGroup, Replica, from_text, to_text
 from energon_packing.energon.replica_channel import (
     CLOSED,
     END,
@@ -42,7 +40,7 @@ EXIT_SECONDS = 10.0
 """How long the end of the interpreter waits for a thread that makes packs ahead: one that wakes up in a library
 afterwards would abort the process."""
 
-_running: weakref.WeakSet[ReadAhead] = weakref.WeakSet()
+_running: "weakref.WeakSet[ReadAhead]" = weakref.WeakSet()
 
 
 class PackSource(Protocol):
@@ -67,7 +65,6 @@ class Made:
 
     Attributes:
         batch: None if there is none.
-        error: why, `StopIteration` at the end of the data.
         state: gives the source's state after this batch, also when more were read since; None where the source still
             has that state, or does not exist.
     """
@@ -78,22 +75,15 @@ class Made:
 
 
 class ReadAhead:
-    """Packs of a road, made ahead of use in a thread.
+    """Packs of a road, made ahead of use in a thread."""
 
-    Args:
-        road: knows nothing of the reader.
-        copy: what starts their way to the GPU.
-        depth: packs that are ready or being made, at least 1.
-        name: of the thread.
-    """
-
-    def __init__(self, road: _Road, copy: DeviceCopy, depth: int, name: str) -> None:
+    def __init__(self, road: "_Road", copy: "DeviceCopy", depth: int, name: str) -> None:
         self._road, self._copy = road, copy
         self._ready: SimpleQueue[Made] = SimpleQueue()
         self._room = threading.Semaphore(depth)
         self._stopped = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread.start()
         _running.add(self)
 
     def take(self) -> Made:
@@ -103,15 +93,9 @@ class ReadAhead:
         return made
 
     def stop(self) -> None:
-        """Tells the thread to end; returns at once."""
         self._stopped = True
         self._room.release()
         self._road.interrupt()
-
-    def join(self, seconds: float) -> None:
-        """Waits for the thread to end."""
-        if self._thread is not threading.current_thread():
-            self._thread.join(seconds)
 
     def _run(self) -> None:
         error = None
@@ -127,7 +111,8 @@ def _end_all() -> None:
     for each in running:
         each.stop()
     for each in running:
-        each.join(EXIT_SECONDS)
+        if each.thread is not threading.current_thread():
+            each.thread.join(EXIT_SECONDS)
 
 
 atexit.register(_end_all)
@@ -175,11 +160,7 @@ class DeviceCopy:
 
 
 class _Road:
-    """How a rank comes by its next pack. It knows nothing of the reader, which can be collected while this waits.
-
-    Attributes:
-        number: of the next pack.
-    """
+    """How a rank comes by its next pack. It knows nothing of the reader, which can be collected while this waits."""
 
     def __init__(self, source: PackSource | None, replica: Replica, depth: int) -> None:
         self._source, self._replica, self._depth = source, replica, depth
@@ -270,8 +251,7 @@ class _PassedOn(_Road):
                 if self._source is not None:
                     self._tell(Message(kind=CLOSED, number=self.number))
                 elif self._replica.is_leader or self.spread.spans_hosts:
-                    leads = self._replica.is_leader
-                    receive = self._between.receive if leads else self.spread.receive_from_other_host
+                    receive = self._between.receive if self._replica.is_leader else self.spread.receive_from_other_host
                     while receive().kind == PACK:
                         pass
         super().finish(stopped)
@@ -286,8 +266,9 @@ class _Compared(_Road):
         self._own, self._every = source, every
         self._group: OwnGroup | None = None
         if len(replica.members) > 1:
-            name = replica.gather(new_name())[0]
-            self._group = OwnGroup(replica.members, replica.global_rank, name, PATIENCE)
+            self._group = OwnGroup(
+                replica.members, replica.global_rank, replica.gather(secrets.token_hex())[0], PATIENCE
+            )
 
     def make(self) -> Made:
         batch: PackedBatch | None = None
@@ -321,7 +302,6 @@ class _Compared(_Road):
 
 
 def _description(batch: PackedBatch | None, failure: Exception | None, number: int) -> dict[str, Any]:
-    """What two ranks must agree on."""
     if batch is None:
         ended = isinstance(failure, StopIteration)
         return {"number": number, "failure": "the data have ended" if ended else f"{type(failure).__name__}: {failure}"}
@@ -382,7 +362,7 @@ class _Numbered:
     def __iter__(self) -> Iterator[PackedBatch]:
         return self
 
-    def _at_end(self, what: Callable[..., None], *arguments: Any) -> weakref.finalize[Any, Any]:
+    def _at_end(self, what: Callable[..., None], *arguments: Any) -> "weakref.finalize[Any, Any]":
         """Calls a function when this object is closed or collected; `ReadAhead` has its own end of a process."""
         end = weakref.finalize(self, what, *arguments)
         end.atexit = False
@@ -491,13 +471,8 @@ class OneReader(_Numbered):
 
     Args:
         source: what that rank reads; None on all other ranks.
-        replica: of this rank.
         depth: packs made ready before they are asked for; the same on all ranks. 0 reads and passes on a pack when it
             is asked for.
-        pixels_to_device: whether packs come with their pixels on the GPU, if there is one.
-
-    Attributes:
-        sent: what this rank sent inside its stage so far.
     """
 
     def __init__(
@@ -515,10 +490,8 @@ class EveryReader(_Numbered):
 
     Args:
         source: what this rank reads; the same on all ranks of the replica.
-        replica: of this rank.
         compare_every: compare every this many packs; the first pack is always compared.
         depth: packs read and compared before they are asked for; the same on all ranks.
-        pixels_to_device: whether packs come with their pixels on the GPU, if there is one.
     """
 
     def __init__(

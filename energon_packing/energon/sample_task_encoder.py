@@ -1,9 +1,8 @@
 """Task encoders that choose no packs: micro-batches of the next samples, packed by the trainer or not at all.
 
-`MicroBatchTaskEncoder` measures, limits, renders and accounts for samples as `PackingTaskEncoder` does, but does not
-choose them: the next ``micro_batch_size`` samples of the stream form one micro-batch. They travel as one `PackedBatch`
-without padding, so readers, states and ledgers are the same as for packs. `energon_packing.bridge.dataset` turns them
-into the form that Megatron-Bridge's collators produce.
+`MicroBatchTaskEncoder` does all that `PackingTaskEncoder` does, but the next ``micro_batch_size`` samples of the stream
+form a micro-batch. They travel as one `PackedBatch` without padding, so readers, states and ledgers are those of packs.
+`energon_packing.bridge.dataset` turns them into the form that Megatron-Bridge's collators produce.
 
 The others pad one row per conversation to the longest row of its micro-batch, for validation data, for a first look at
 a data set, or for a trainer that packs by itself. Each is a plain Energon task encoder::
@@ -11,8 +10,6 @@ a data set, or for a trainer that packs by itself. Each is a plain Energon task 
     task_encoder = TextImageTaskEncoder(EncoderConfig(processor="path/to/processor"), max_length=4096)
     dataset = get_train_dataset("out/data", task_encoder=task_encoder, batch_size=4, ...)
 """
-
-from __future__ import annotations
 
 import dataclasses
 import uuid
@@ -49,7 +46,7 @@ from energon_packing.energon.task_encoder import PackingTaskEncoder, refuse_unli
 from energon_packing.energon.window import attempt
 from energon_packing.errors import ConfigError, SampleRejected, UserError
 from energon_packing.ledger import Ledger
-from energon_packing.thd.batch import IGNORE_INDEX
+from energon_packing.thd.fields import IGNORE_INDEX
 from energon_packing.thd.pixels import finish
 from energon_packing.thd.rows import join_visual_inputs, joined_forms
 
@@ -59,11 +56,6 @@ UNREAD = ("window", "policy", "balance_window", "dummy_image", *PACK_LIMITS)
 
 def refuse_unread(packing: PackingConfig, *, where: str, mode: str) -> None:
     """Refuses settings of packs in a mode that makes no packs.
-
-    Args:
-        packing: the settings.
-        where: their name in the run's configuration, for the message.
-        mode: name of the mode, for the message.
 
     Raises:
         ConfigError: one of `UNREAD` differs from its default.
@@ -93,9 +85,7 @@ class MicroBatchTaskEncoder(PackingTaskEncoder):
     is two rows, and stops the run.
 
     Args:
-        encoder, parallel, processor, cookers, fingerprint: as for `PackingTaskEncoder`.
         packing: length and ``oversize`` of a sample, drop budget, ledger; see `UNREAD` for what must stay unset.
-        micro_batch_size: samples per micro-batch.
 
     Raises:
         ConfigError: ``micro_batch_size`` is below 1, a setting is never read, or as for `PackingTaskEncoder`.
@@ -125,7 +115,6 @@ class MicroBatchTaskEncoder(PackingTaskEncoder):
         return self.packing.seq_length * self.micro_batch_size
 
     def fingerprint(self) -> dict[str, Any]:
-        """Names and values that a saved loader state must match."""
         return {**super().fingerprint(), "micro_batch_size": self.micro_batch_size}
 
     def _check_size(self, measured: AnyMeasured) -> None:
@@ -144,11 +133,9 @@ class MicroBatchTaskEncoder(PackingTaskEncoder):
         return pack
 
     def select_pack(self, samples: Sequence[MeasuredSample], ended: bool) -> list[int]:
-        """The next samples of the oldest one's group, in their order."""
         return next(iter(by_group(samples).values()))[: self.micro_batch_size]
 
     def fewest_packs(self, samples: Sequence[MeasuredSample]) -> int:
-        """Number of micro-batches that the samples fill."""
         return sum(-(-len(held) // self.micro_batch_size) for held in by_group(samples).values())
 
 
@@ -164,7 +151,6 @@ class SampleBatch(Batch):
         lengths: int64 ``[B]``, tokens of each sample.
         visual_inputs: name -> tensor, the media of all rows in order; pixels as the processor's numbers.
         extras: each of ``encoder.extra_fields`` as float32 ``[B, T]``, and of its ``token_fields`` as whole numbers.
-        keys: of the samples.
         dropped: ledger entries of this worker since its last batch.
     """
 
@@ -186,9 +172,6 @@ class MixedTaskEncoder(PackingTaskEncoder):
     Args:
         encoder: processor, prompt and limits; limits of one data set of a blend replace them for its samples.
         max_length: maximum tokens of a sample; a longer one is dropped as ``oversize``, or truncated.
-        truncate: whether longer samples are cut after the last assistant turn that fits.
-        multiple: every row is padded to a multiple of this.
-        pad_to_max_length: whether every row is padded to ``max_length``.
         pairs: see ``packing.pairs``; ``both`` is for labelled answers (KTO), because a pair is two rows.
         ledger, drop_budget, max_drops_without_pack: as in ``packing``; without a ledger, drops are in the batches only.
         processor: an already loaded processor; None loads ``encoder.processor``.
@@ -270,8 +253,7 @@ class MixedTaskEncoder(PackingTaskEncoder):
         visual_inputs, _ = join_visual_inputs(keys, rows)
 
         def stacked(name: str, fill: float) -> torch.Tensor:
-            padded = [pad(row[name], (0, width - row[name].shape[-1]), value=fill) for row in rows]
-            return torch.stack(padded, dim=-2)
+            return torch.stack([pad(row[name], (0, width - row[name].shape[-1]), value=fill) for row in rows], dim=-2)
 
         return SampleBatch.from_samples(
             samples,

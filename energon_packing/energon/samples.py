@@ -1,7 +1,5 @@
 """What passes between the stages of the loader. All are Energon samples, so they carry keys and restore keys."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections import Counter
@@ -30,7 +28,6 @@ class Problem:
     """Why a sample is dropped. It travels in the sample's place, so that all drops are accounted for in one place.
 
     Attributes:
-        reason, detail: for the ledger.
         length: tokens of the sample where it was measured and is too long; None otherwise.
         fatal: an error that must stop the run instead (a configuration that cannot work); None for bad data.
     """
@@ -41,7 +38,7 @@ class Problem:
     fatal: Exception | None = None
 
     @classmethod
-    def of(cls, error: Exception) -> Problem:
+    def of(cls, error: Exception) -> "Problem":
         """Returns the problem for an error raised while measuring."""
         if isinstance(error, SampleRejected):
             return cls(reason=error.reason, detail=error.detail, length=error.length)
@@ -100,11 +97,7 @@ def data_of(sample: Sample) -> str:
 
 
 def by_group(samples: Sequence[Any]) -> dict[str, list[int]]:
-    """Positions of the samples of each group, ascending; groups are in the order of their oldest sample.
-
-    Args:
-        samples: with Energon's subflavors, oldest first.
-    """
+    """Positions of the samples of each group, ascending; groups are in the order of their oldest sample."""
     found: dict[str, list[int]] = {}
     for position, sample in enumerate(samples):
         found.setdefault(group_name(sample.__subflavors__), []).append(position)
@@ -142,10 +135,6 @@ def shuffled_ahead(dataset: Any) -> int:
 
 def comes_again(dataset: Any, worker: int) -> tuple[int, int]:
     """How often a sample may come without being a duplicate.
-
-    Args:
-        dataset: one data set or a blend, with Energon's wrappers.
-        worker: its place among all workers of all ranks.
 
     Returns:
         Samples of the worker's share of the smallest data set with any, after which one may come again where data
@@ -205,13 +194,11 @@ class Pack(Sample, Generic[Batch]):
         read: samples that this worker read since its last pack, by data set and modality; empty where the worker itself
             tells of frequent drops (`Ledger.tells`).
         changed: how samples of this pack differ from their records.
-        index: running number of the pack in its worker, from 0.
         flush: whether the pack was selected after the source had ended, when no further sample could fill it.
         cost: of all its segments, by `energon_packing.packing.balance.pack_cost`.
         occupied: tokens of the samples with their alignment padding, without the tail of the row.
         delays: for each sample, how many samples its worker measured after it and before this pack.
         held: samples that the worker held when the pack was made.
-        worker: which worker of the rank made it.
         ahead: packs that this worker will still make whatever the source holds; 0 if unknown.
         padding: whether the pack contains only padding, so that all ranks have equally many packs.
         ended: if this is no pack but the end of its worker's epoch, the samples that the worker read in it; else None.
@@ -236,13 +223,7 @@ class Pack(Sample, Generic[Batch]):
 
 
 def end_of_epoch(read: int, ledger: Ledger, worker: int) -> Pack[Any]:
-    """What a worker yields after its last pack of a finite epoch, so that what it dropped since is reported.
-
-    Args:
-        read: samples that the worker read in this epoch.
-        ledger: of the worker.
-        worker: its number in the rank.
-    """
+    """What a worker yields after its last pack of a finite epoch, so that what it dropped since is reported."""
     return Pack(
         __key__="",
         __restore_key__=(),

@@ -4,14 +4,9 @@ Each worker makes a state after every pack. Energon copies every list of it deep
 buffer of 10,000 samples. The long lists hold restore keys (tuples) and numbers, which nobody changes, so copying the
 list itself is enough: 0.03 ms.
 
-What a loader state must match: every setting of a run but those that are named here, and what the data are.
-
-`settings_of` takes every field of a section, so a new one is in the fingerprint unless its ``setting(...)`` says that
-it changes nothing, or what states it. ``tests/energon/test_fingerprint.py`` changes each field in turn and
-compares the streams.
+A state must match every setting of a run, and what the data are. `settings_of` takes every field of a section, so a new
+one is in the fingerprint unless its ``setting(...)`` says that it changes nothing, or what states it.
 """
-
-from __future__ import annotations
 
 import copy
 import dataclasses
@@ -77,13 +72,7 @@ READERS = ("ranks", "workers")
 
 
 def settings_of(section: str, config: Any, *, left_out: Collection[str] = ()) -> dict[str, str]:
-    """Every field of a section by its dotted name, as JSON, without those that change nothing or are stated by content.
-
-    Args:
-        section: name of the section.
-        config: its frozen dataclass.
-        left_out: further dotted names, which the caller states in its own way.
-    """
+    """Every field of a section by its dotted name, as JSON, but those that change nothing or are stated by content."""
     unread = {*changing(config, "nothing"), *marked(config, "stated")}
     values = {f"{section}.{name}": value for name, value in to_mapping(config).items() if name not in unread}
     return {name: json.dumps(value, sort_keys=True) for name, value in values.items() if name not in left_out}
@@ -95,11 +84,8 @@ def check_fingerprint(
     """Compares the settings of a saved state with those of this run.
 
     Args:
-        saved: fingerprint of the state.
-        own: of this run.
         accepted: names that may differ (``data.accept_changed``); a section stands for all its settings, and
             ``data set`` for all data sets of a blend.
-        where: what the message calls the state.
 
     Returns:
         A line with both values for each accepted difference.
@@ -157,11 +143,7 @@ def _shown(value: Any) -> str:
 
 
 def tell_of_accepted(lines: Sequence[str]) -> None:
-    """Warns about what differs between a restored state and its run.
-
-    Args:
-        lines: of `check_fingerprint`.
-    """
+    """Warns about what differs between a restored state and its run."""
     if lines:
         warnings.warn(
             f"A loader state was restored that was {'; '.join(lines)} (data.accept_changed). From here on packs differ "
@@ -183,7 +165,6 @@ def save_shallowly(dataset: Any) -> None:
 
 
 def _state_of(dataset: Any) -> FlexState:
-    """What ``save_state`` of the data set returns."""
     inner = [each.save_state() for each in beneath(dataset)]
     state = FlexState(datasets=inner) if inner else FlexState()
     state["__class__"] = type(dataset).__name__
@@ -250,7 +231,6 @@ def read_state(path: Path, *, missing: str, bare: bool = False) -> Any:
     """Returns the state in a file, read by an unpickler that accepts only the classes of such states.
 
     Args:
-        path: of the file.
         missing: what the user can do where there is no such file; the end of a sentence.
         bare: whether the file may hold the state alone, as ``torch.save(loader.save_state(), path)`` writes it.
 
@@ -263,7 +243,11 @@ def read_state(path: Path, *, missing: str, bare: bool = False) -> Any:
         raise ConfigError(f"{path} is not the state of a loader: it is empty. {_WAY_OUT}")
     # torch.load(weights_only=True) refuses Energon's FlexState, a dictionary with its own class.
     restricted = types.ModuleType("loader_state_pickle")
-    vars(restricted).update(Unpickler=_StateUnpickler, load=_load, UnpicklingError=pickle.UnpicklingError)
+    vars(restricted).update(
+        Unpickler=_StateUnpickler,
+        load=lambda file, **options: _StateUnpickler(file, **options).load(),
+        UnpicklingError=pickle.UnpicklingError,
+    )
     try:
         _check_checksums(path)
         saved = torch.load(path, map_location="cpu", weights_only=False, pickle_module=restricted)
@@ -289,7 +273,3 @@ def _check_checksums(path: Path) -> None:
 
 
 _WAY_OUT = "Continue from an earlier checkpoint."
-
-
-def _load(file: Any, **options: Any) -> Any:
-    return _StateUnpickler(file, **options).load()

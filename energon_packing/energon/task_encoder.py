@@ -8,8 +8,6 @@
 Energon's own ``packing_buffer_size`` works too: step 2 then packs disjoint buffers of that many samples.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -71,13 +69,8 @@ FUNCTIONS = (
 def refuse_unlimited_failures(task_encoder: Any) -> None:
     """Refuses ``failure_tolerance=0``, which in Energon means that there is no limit on failures.
 
-    Energon counts consecutive exceptions of each function of a task encoder and stops at ``failure_tolerance`` of them.
-    The check is ``0 < tolerance <= failures`` (`megatron.energon.errors.ErrorContext`): 0 switches it off, and so does
-    None, which becomes 0. A user who writes 0 to tolerate no failure gets a loader that reads broken data forever.
-
-    Args:
-        task_encoder: a ``megatron.energon.TaskEncoder``; its limits come from ``@stateless(failure_tolerance=N)`` on
-            its functions, or from ``__default_failure_tolerance__``.
+    Energon stops at ``failure_tolerance`` consecutive exceptions of a function, by ``0 < tolerance <= failures``
+    (`megatron.energon.errors.ErrorContext`). So 0, and None, which becomes 0, read broken data forever.
 
     Raises:
         ConfigError: a limit is 0 or None.
@@ -99,8 +92,6 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     ``pack_selected_samples``.
 
     Attributes:
-        packing: the section of the configuration.
-        limits: what a pack holds.
         accept_changed: names of the fingerprint that a restored state may differ in.
         tells_end: whether workers tell the end of an epoch, which `build_dataset` asks for a `PackLoader`.
         takes_buffers: whether Energon's ``packing_buffer_size`` works too, by ``select_samples_to_pack``.
@@ -165,9 +156,7 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         """Energon's hook; here the packing window replaces the batcher.
 
         Args:
-            dataset: measured samples.
             batch_size: None for packs, 1 for batches of one pack each.
-            batch_drop_last, packing_buffer_size, worker_config: as in Energon.
 
         Raises:
             ConfigError: a batch size above 1 (THD rows reach context-parallel slicing one at a time), a function of a
@@ -202,9 +191,6 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     def loader_fingerprint(self, dataset: SavableDataset[Any]) -> dict[str, Any]:
         """Returns `fingerprint` with the reader's own rank, the number of readers that share the data, and what each
         of them reads.
-
-        Args:
-            dataset: whose samples have been dealt to its readers, or what wraps it.
         """
         own = dataset.worker_config
         readers = {"rank": own.rank, "ranks": own.world_size, "workers": own.num_workers}
@@ -268,11 +254,10 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
 
     def make_ledger(self, worker_config: WorkerConfig, *, run: str = "") -> Ledger:
         """Returns the ledger of a worker; if ``packing.ledger`` names a directory, each worker has its own file."""
-        name = f"rank{worker_config.rank}-worker{worker_config.rank_worker_id()}"
         return Ledger(
             self.packing.ledger,
             budget=self.packing.drop_budget,
-            name=name,
+            name=f"rank{worker_config.rank}-worker{worker_config.rank_worker_id()}",
             most_pending=self.packing.max_drops_without_pack,
             run=run,
         )
@@ -325,14 +310,11 @@ class PackingTaskEncoder(WindowTaskEncoder):
             (`SampleEncoder`), of which the first that accepts a conversation measures and renders it. Limits of your
             own encoders are not lowered, except for data sets of a blend that set limits: these need a
             `ConversationEncoder`, and the combined limits are lowered to a pack's.
-        packing: row length, window and what to do with samples that do not fit.
-        parallel: parallel sizes, which determine the alignment multiple.
         processor: an already loaded processor; None loads ``encoder.processor``.
         cookers: for data sets that ``convert`` did not write; they are tried before our own. A cooker returns a
             `ConversationSample`.
         fingerprint: further names and values that a saved state must match, or a function that gives them when a loader
             is built.
-        accept_changed: names that a restored state may differ in, see ``data.accept_changed``.
 
     Raises:
         ConfigError: the processor cannot be used, or ``seq_length`` is not a multiple of the alignment.
@@ -368,7 +350,12 @@ class PackingTaskEncoder(WindowTaskEncoder):
         self.encoders = _encoders(encoder, packing, processor)
         self.encoder = self.encoders[0]
         self.fields = tuple(dict.fromkeys(field for each in self.encoders for field in each.fields))
-        self.dummy = DummyImage(_with_images(self.encoders)) if packing.dummy_image else None
+        takes_images = [
+            each for each in self.encoders if isinstance(each, ConversationEncoder) and "image" in each.kinds
+        ]
+        if packing.dummy_image and not takes_images:
+            raise ConfigError("packing.dummy_image needs an encoder that takes images.")
+        self.dummy = DummyImage(takes_images[0]) if packing.dummy_image else None
         reserved = 0 if self.dummy is None else -(-self.dummy.measured.length // self.multiple) * self.multiple
         if reserved >= packing.seq_length:
             raise ConfigError(
@@ -389,7 +376,6 @@ class PackingTaskEncoder(WindowTaskEncoder):
         self._extra_fingerprint = fingerprint or {}
 
     def fingerprint(self) -> dict[str, Any]:
-        """Names and values that a saved loader state must match; see `settings_of`."""
         found: dict[str, Any] = {}
         for number, encoder in enumerate(self.encoders, 1):
             own = {**encoder.fingerprint(), **settings_of("encoder", encoder.config)}
@@ -416,7 +402,6 @@ class PackingTaskEncoder(WindowTaskEncoder):
         return 0
 
     def prepare(self, samples: Sequence[ConversationSample]) -> None:
-        """Renders and tokenizes the texts of samples together."""
         of_encoders: dict[int, list[Conversation]] = {}
         for sample in samples:
             if sample.problem is None and sample.conversation is not None and not sample.conversation.is_pair:
@@ -441,9 +426,10 @@ class PackingTaskEncoder(WindowTaskEncoder):
                 number = self._accepting(conversation)
                 encoder = self._of_datasets.encoder(self.encoders[number], sample, number=number)
                 measured = self._measured(encoder, conversation, most=self.limits.tokens)
-                if self._lacks_room(measured):
-                    tighter = self._tighter(encoder)
-                    measured = self._measured(tighter, conversation, most=self.limits.tokens - self.multiple)
+                limits = self.limits
+                # It fits a row, but not together with the masked segment that it needs if it is alone there.
+                if limits.too_long(measured) and limits.length_units(measured) <= limits.units:
+                    measured = self._measured(self._tighter(encoder), conversation, most=limits.tokens - self.multiple)
                 split = self._split(encoder, conversation, measured)
                 if split is None:
                     self._check_size(measured)
@@ -463,13 +449,8 @@ class PackingTaskEncoder(WindowTaskEncoder):
         """Measures the sample, cut to `most` tokens if the configuration asks for truncation."""
         if conversation.is_pair:
             return encoder.measure_pair(conversation)
-        if self.packing.oversize == "truncate" and most > 0:
-            return encoder.measure(conversation, truncate_to=most)
-        return encoder.measure(conversation)
-
-    def _lacks_room(self, measured: AnyMeasured) -> bool:
-        """Whether a sample fits a row, but not together with the masked segment that it needs if it is alone there."""
-        return self.limits.too_long(measured) and self.limits.length_units(measured) <= self.limits.units
+        cut = self.packing.oversize == "truncate" and most > 0
+        return encoder.measure(conversation, **({"truncate_to": most} if cut else {}))
 
     def _tighter(self, encoder: SampleEncoder) -> SampleEncoder:
         """Returns the encoder with a lower token limit if it makes samples fit, by resizing or by cutting turns."""
@@ -527,8 +508,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
         if sample.measured is None:
             raise PackingError(f"sample {sample.__key__} was selected although it was never measured")
         read = functools.partial(read_media, sample.store)
-        encoder = self.encoders[sample.encoder]
-        rows = tuple(encoder.render(segment, read) for segment in sample.measured.segments)
+        rows = tuple(self.encoders[sample.encoder].render(segment, read) for segment in sample.measured.segments)
         cost = pack_cost(sample.measured.segment_lengths, patches=sample.measured.patches)
         return RenderedSample.derive_from(sample, rows=rows, cost=cost, changes=sample.measured.changes)
 
@@ -568,7 +548,6 @@ class PackingTaskEncoder(WindowTaskEncoder):
         return self._pack_of(samples, batch)
 
     def _pack_of(self, samples: Sequence[RenderedSample], batch: thd.PackedBatch) -> Pack:
-        """Returns the pack of a row, with the information about its samples."""
         return Pack(
             **self.pack_fields(samples),
             batch=batch,
@@ -614,7 +593,6 @@ class PackingTaskEncoder(WindowTaskEncoder):
         return super().packed(dataset, buffer_size, worker_config)
 
     def plan_cost(self, plan: Sequence[AnyMeasured]) -> float:
-        """See `pack_cost`."""
         lengths = [length for sample in plan for length in sample.segment_lengths]
         return pack_cost(lengths, patches=sum(sample.patches for sample in plan))
 
@@ -631,10 +609,3 @@ def _encoders(
         if len({getattr(each.config, name) for each in encoders}) > 1:
             raise ConfigError(f"encoder.{name} differs between the encoders of one pack; give all of them the same.")
     return encoders
-
-
-def _with_images(encoders: Sequence[SampleEncoder]) -> ConversationEncoder:
-    for encoder in encoders:
-        if isinstance(encoder, ConversationEncoder) and "image" in encoder.kinds:
-            return encoder
-    raise ConfigError("packing.dummy_image needs an encoder that takes images.")

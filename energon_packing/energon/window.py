@@ -4,19 +4,16 @@ Energon's own ``PackingDataset`` packs disjoint buffers: what does not fit at th
 Here the window slides. It is filled, one pack is taken out of it, and the rest stays for the next pack. This way a
 small window reaches the fill of packing a whole list. If a sample fails, only that sample is lost.
 
-The two buffers hold measured samples only; a sample is decoded when its pack is due. `DisjointPackingDataset` packs
-what Energon's wrapper would, for users who set ``packing_buffer_size``. `SplitPieces`, before the window, turns
-the pieces of split samples into samples.
+Samples are decoded when their pack is due. `DisjointPackingDataset` packs what Energon's wrapper would, for users who
+set ``packing_buffer_size``. `SplitPieces`, before the window, turns the pieces of split samples into samples.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import functools
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron.energon import WorkerConfig
 
@@ -81,18 +78,9 @@ def attempt(
     return None
 
 
-class Held(NamedTuple):
-    """Samples on their way from one buffer to another.
-
-    Attributes:
-        samples: in order.
-        keys: the stored restore key of each; the sample's own key may have changed since.
-        arrivals: number of each sample in its worker's stream, from 0.
-    """
-
-    samples: list[Any]
-    keys: list[Any]
-    arrivals: list[int]
+type Held = tuple[list[Any], ...]
+"""Samples on their way from one buffer to another: in order; the stored restore key of each (the sample's own key may
+have changed since); and the number of each in its worker's stream, from 0."""
 
 
 class WindowBuffer(SavableSampleBuffer):
@@ -105,29 +93,22 @@ class WindowBuffer(SavableSampleBuffer):
     _savable_fields = ("_restore_keys", "_arrivals")
 
     def reset_state_own(self) -> None:
-        """Empties the buffer."""
         super().reset_state_own()
         self._arrivals: list[int] = []
 
     def hold(self, sample: Any, arrival: int) -> None:
-        """Appends a sample with its number in the stream."""
         self.append(sample)
         self._arrivals.append(arrival)
 
     def put(self, held: Held) -> None:
-        """Appends samples that were taken out of another buffer."""
-        self.extend(held.samples, held.keys)
-        self._arrivals.extend(held.arrivals)
+        samples, keys, arrivals = held
+        self.extend(samples, keys)
+        self._arrivals.extend(arrivals)
 
     def take(self, positions: Sequence[int]) -> Held:
-        """Removes the samples at ``positions`` and returns them in that order."""
-        held = Held(
-            samples=[self._buffer[position] for position in positions],
-            keys=[self._restore_keys[position] for position in positions],
-            arrivals=[self._arrivals[position] for position in positions],
-        )
+        columns: Held = (self._buffer, self._restore_keys, self._arrivals)
+        held = tuple([column[position] for position in positions] for column in columns)
         gone = set(positions)
-        columns: tuple[list[Any], ...] = (self._buffer, self._restore_keys, self._arrivals)
         for column in columns:
             column[:] = [entry for at, entry in enumerate(column) if at not in gone]
         return held
@@ -144,14 +125,11 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
 
     Args:
         dataset: yields `MeasuredSample`; a bad sample carries its problem.
-        window: number of measured samples held for selection.
         balance_window: number of finished plans that are reordered before emission; 1 keeps the order.
         packer: chooses, renders and assembles the packs, and creates this worker's ledger: a `WindowTaskEncoder`, or
             another object with its ``make_ledger``, ``select_pack`` (for a `DisjointPackingDataset`,
             ``select_samples_to_pack``), ``order_plans``, ``fewest_packs``, ``postencode_sample``, ``arrange`` and
             ``pack_selected_samples``.
-        fingerprint: names and values that a saved state must match.
-        accept_changed: names of these that may differ.
         tells_end: whether an `end_of_epoch` follows the last pack of an epoch, for a loader, which then tells of drops.
     """
 
@@ -193,7 +171,6 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
     _waits_for_plans = False  # whether planned samples count as held, and all plans are emitted before the next ones
 
     def reset_state_own(self) -> None:
-        """Starts with an empty window, no plans, and indices from 0."""
         self._restored: FlexState | None = None  # the state that the next iteration starts from
         self._window = WindowBuffer(self.dataset, worker_config=self.worker_config)
         self._planned = WindowBuffer(self.dataset, worker_config=self.worker_config)
@@ -207,7 +184,6 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
 
     @property
     def ledger(self) -> Ledger:
-        """The ledger of this worker."""
         if self._ledger is None:
             self._ledger = self.packer.make_ledger(self.worker_config)
             self._ledger.tells = not self.tells_end
@@ -233,8 +209,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
             ahead=shuffled_ahead(self.dataset),
         )
         # A reader that has no sample of a small data set has no packs; Energon's wrappers would end the run.
-        own_samples = self.dataset if self.dataset.worker_has_samples() else ()
-        source = None if self._draining else iter(own_samples)
+        source = None if self._draining else iter(self.dataset if self.dataset.worker_has_samples() else ())
         while True:
             if source is not None and not self._fill(source):
                 source, self._draining = None, True
@@ -256,24 +231,19 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         return set_sample_restore_key(end, END, src=self)
 
     def _wake(self) -> int:
-        """Reads the samples of a restored state again, and accounts for those that can no longer be read.
-
-        Returns:
-            How many samples were read in earlier epochs, or before the state was saved and are not held in it.
-        """
+        """Reads the samples of a restored state again, and accounts for those that can no longer be read."""
         for buffer in (self._window, self._planned):
             buffer.worker_start()
         if self._restored is not None:
-            held = len(self._window.buffer) + len(self._planned.buffer)
-            self.ledger.resume(self._restored.get("counts"), held=held)
+            self.ledger.resume(self._restored.get("counts"), held=len(self._window.buffer) + len(self._planned.buffer))
             self._restored = None
         before = self.ledger.read - len(self._window.buffer) - len(self._planned.buffer)
         lost = [at for at, sample in enumerate(self._window.buffer) if self._problem(sample)]
-        self._drop_all(self._window.take(lost).samples)
+        self._drop_all(self._window.take(lost)[0])
         at = 0
         for plan, length in enumerate(self._plan_lengths):
             lost = [at + i for i in range(length) if self._problem(self._planned.buffer[at + i])]
-            self._drop_all(self._planned.take(lost).samples)
+            self._drop_all(self._planned.take(lost)[0])
             self._plan_lengths[plan] -= len(lost)
             at += self._plan_lengths[plan]
         return before
@@ -322,8 +292,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
     def _settle(self) -> bool:
         """Orders the next block of plans; returns False if there are too few."""
         size = min(self.balance_window, len(self._plan_lengths))
-        ended = self._draining and not self._window.buffer
-        if size == 0 or (size < self.balance_window and not ended):
+        if size == 0 or (size < self.balance_window and not (self._draining and not self._window.buffer)):
             return False
         if size > 1:
             ends = [sum(self._plan_lengths[: plan + 1]) for plan in range(size)]
@@ -364,7 +333,6 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         return set_sample_restore_key(pack, index, *restore_keys, src=self)
 
     def restore_sample(self, restore_key: tuple[Any, ...]) -> Pack:
-        """Rebuilds a pack from its restore key."""
         index, *members = _after_name(self, restore_key)
         if index == END:
             return self._end(0)
@@ -404,7 +372,6 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         self._restored = state
 
     def config(self) -> dict[str, Any]:
-        """What Energon writes into the description of a loader."""
         return {
             "type": type(self).__qualname__,
             "window": self.window,
@@ -416,11 +383,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
 
 
 def _after_name(dataset: Any, restore_key: tuple[Any, ...]) -> list[Any]:
-    """Returns what follows the class name in a restore key.
-
-    Raises:
-        ConfigError: another class made it.
-    """
+    """Returns what follows the class name in a restore key."""
     name, *rest = restore_key
     if name != type(dataset).__name__:
         raise ConfigError(f"The restore key was made by {name}, not by {type(dataset).__name__}.")
@@ -438,11 +401,7 @@ class DisjointPackingDataset(WindowPackingDataset):
     _waits_for_plans = True
 
     def _plan(self) -> None:
-        """Moves all samples of the buffer to plans once those before them were emitted.
-
-        Raises:
-            PackingError: the selection leaves a sample out or repeats one.
-        """
+        """Moves all samples of the buffer to plans once those before them were emitted."""
         samples = list(self._window.buffer)
         if self._plan_lengths or not samples:
             return
@@ -453,19 +412,17 @@ class DisjointPackingDataset(WindowPackingDataset):
         except Exception as error:
             raise PackingError(f"select_samples_to_pack failed: {type(error).__name__}: {error}") from error
         position = {id(sample): at for at, sample in enumerate(samples)}
-        chosen = Counter(id(sample) for group in groups for sample in group)
-        wrong = [sample.__key__ for group in groups for sample in group if chosen[id(sample)] > 1]
-        wrong += [sample.__key__ for group in groups for sample in group if id(sample) not in position]
-        wrong += [sample.__key__ for sample in samples if id(sample) not in chosen]
-        if wrong:
+        packed = [sample for group in groups for sample in group]
+        times = Counter(map(id, packed))
+        named = {id(sample): sample.__key__ for sample in [*packed, *samples]}
+        if wrong := [key for name, key in named.items() if times[name] != (name in position)]:
             more = f" and {len(wrong) - SHOWN_KEYS} more" if wrong[SHOWN_KEYS:] else ""
             raise PackingError(
                 f"select_samples_to_pack leaves out, repeats or makes up {', '.join(wrong[:SHOWN_KEYS])}{more}; its "
                 "packs must be a partition of the buffer"
             )
-        groups = [group for group in groups if group]
-        self._planned.put(self._window.take([position[id(sample)] for group in groups for sample in group]))
-        self._plan_lengths += map(len, groups)
+        self._planned.put(self._window.take([position[id(sample)] for sample in packed]))
+        self._plan_lengths += filter(None, map(len, groups))
 
 
 class SplitPieces(BaseWrapperDataset[MeasuredSample, MeasuredSample]):
@@ -483,12 +440,10 @@ class SplitPieces(BaseWrapperDataset[MeasuredSample, MeasuredSample]):
         self.reset_state_own()
 
     def reset_state_own(self) -> None:
-        """Starts with no pending pieces."""
         self._whole_key: Any = None  # of the sample whose pieces are being yielded
         self._next = 0  # number of its next piece
 
     def len_worker(self, worker_idx: int | None = None) -> int:
-        """Returns the source's length; the number of pieces is unknown before the samples are measured."""
         return self.dataset.len_worker(worker_idx)
 
     def __iter__(self) -> Iterator[MeasuredSample]:
@@ -510,18 +465,15 @@ class SplitPieces(BaseWrapperDataset[MeasuredSample, MeasuredSample]):
         self._whole_key, self._next = None, 0
 
     def restore_sample(self, restore_key: tuple[Any, ...]) -> MeasuredSample:
-        """Rebuilds a piece from its restore key."""
         number, *inner = _after_name(self, restore_key)
         sample: MeasuredSample = self.dataset.restore_sample(tuple(inner))
         return add_sample_restore_key(sample if sample.split is None else piece_of(sample, number), number, src=self)
 
     def config(self) -> dict[str, Any]:
-        """What Energon writes into the description of a loader."""
         return {"type": type(self).__qualname__, "dataset": self.dataset.config()}
 
 
 def piece_of(sample: MeasuredSample, number: int) -> MeasuredSample:
-    """Returns one piece of a split sample: measured, or with its problem."""
     assert sample.split is not None
     piece = sample.split.pieces[number]
     key = f"{sample.__key__}#{number}"

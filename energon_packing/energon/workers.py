@@ -1,13 +1,9 @@
 """The worker processes of a loader: what they start with, and what ends them, as one sentence.
 
-glibc returns a large block to the kernel when it is freed, and requests it again for the next image. The kernel first
-clears every page of it. For a worker that renders photographs, this takes between a twentieth of its CPU time, on an
-idle machine, and a third, on a machine whose memory is busy. So workers keep freed memory for the pixels of later
-samples. And a worker tokenizes one text at a time, which is quicker where the tokenizers library starts no threads
-(`energon_packing.encoders.tokenized`).
+glibc returns a large block to the kernel when it is freed, and the kernel clears every page of the next one: between a
+twentieth and a third of the CPU time of a worker that renders photographs. So workers keep freed memory. And a worker
+tokenizes one text at a time, which is quicker where the tokenizers library starts no threads.
 """
-
-from __future__ import annotations
 
 import ctypes
 import errno
@@ -25,14 +21,6 @@ from energon_packing.errors import PackingError, UserError
 
 # Parameters of mallopt(3), from glibc's malloc.h.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
-_BLOCK = 1 << 30
-"""Bytes: smaller blocks come from the heap, which is kept. Larger than a decoded sample may be by default."""
-_OLD_BLOCK = 32 << 20
-"""Bytes: the maximum that older versions of glibc allow."""
-_HEAP = (1 << 31) - 1
-"""Bytes: a heap is trimmed when more than this is free at its end; mallopt accepts no larger number."""
-_STEP = 256 << 20
-"""Bytes that the heap grows by; the kernel provides a page when it is first touched."""
 
 
 def keep_freed_memory() -> bool:
@@ -44,8 +32,10 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    kept = mallopt(_MMAP_THRESHOLD, _BLOCK) or mallopt(_MMAP_THRESHOLD, _OLD_BLOCK)
-    return bool(kept and mallopt(_TRIM_THRESHOLD, _HEAP) and mallopt(_TOP_PAD, _STEP))
+    # Smaller blocks come from the heap, which is kept. 1 GiB is more than a decoded sample may be by default, 32 MiB
+    # the most that older versions of glibc allow. The heap grows by 256 MiB; the kernel gives a page at first touch.
+    kept = mallopt(_MMAP_THRESHOLD, 1 << 30) or mallopt(_MMAP_THRESHOLD, 32 << 20)
+    return bool(kept and mallopt(_TRIM_THRESHOLD, (1 << 31) - 1) and mallopt(_TOP_PAD, 256 << 20))
 
 
 def in_workers(loader: Any, *, keep_memory: bool = True) -> None:
@@ -53,9 +43,6 @@ def in_workers(loader: Any, *, keep_memory: bool = True) -> None:
 
     Call it just before they start: what only a cycle holds ends here. A worker is a fork, whose first garbage
     collection would end a model's tensors or an open decoder without the threads they belong to, and crash.
-
-    Args:
-        keep_memory: whether it keeps its freed memory, too.
     """
     if loader.num_workers:
         # With what is frozen, which Energon unfreezes in the worker at the end of an epoch.
@@ -82,8 +69,6 @@ _DIED = re.compile(
 _FILES = re.compile(r"received \d+ items of ancdata|Too many open files")
 _ROOM = re.compile(r"No space left on device|unable to (?:write to|allocate|resize|mmap).*(?:torch_|shared memory)")
 """A full disk of the ledger is a `UserError` already."""
-_LOOK_EVERY = 1.0
-"""Seconds between looks at whether the workers that are asked are alive."""
 
 
 def in_sentences[Pack](packs: Iterator[Pack]) -> Iterator[Pack]:
@@ -128,7 +113,7 @@ def answered[Answer](ask: Callable[[], Answer], workers: Sequence[BaseProcess]) 
     threading.Thread(target=wait, name="state of the workers", daemon=True).start()
     while True:
         try:
-            return answer.result(_LOOK_EVERY)
+            return answer.result(1.0)
         except TimeoutError:
             if answer.done():  # a worker's own error, that of a store
                 raise

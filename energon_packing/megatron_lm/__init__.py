@@ -7,8 +7,6 @@
 loads neither torch nor Megatron-LM. See docs/megatron_lm.md.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -24,19 +22,26 @@ _PUBLIC = {
     "train_valid_test_datasets_provider": "dataloader",
 }
 
-__all__ = [*_PUBLIC]
+__all__ = [
+    "PackDataloader",
+    "StageBatch",
+    "add_energon_packing_args",
+    "get_batch",
+    "loss_func",
+    "parse_and_validate_args",
+    "run_config_of",
+    "train_valid_test_datasets_provider",
+]
 
 if TYPE_CHECKING:
-    from energon_packing.megatron_lm.arguments import add_energon_packing_args as add_energon_packing_args
-    from energon_packing.megatron_lm.arguments import parse_and_validate_args as parse_and_validate_args
-    from energon_packing.megatron_lm.arguments import run_config_of as run_config_of
-    from energon_packing.megatron_lm.dataloader import PackDataloader as PackDataloader
-    from energon_packing.megatron_lm.dataloader import StageBatch as StageBatch
-    from energon_packing.megatron_lm.dataloader import get_batch as get_batch
+    from energon_packing.megatron_lm.arguments import add_energon_packing_args, parse_and_validate_args, run_config_of
     from energon_packing.megatron_lm.dataloader import (
-        train_valid_test_datasets_provider as train_valid_test_datasets_provider,
+        PackDataloader,
+        StageBatch,
+        get_batch,
+        train_valid_test_datasets_provider,
     )
-    from energon_packing.megatron_lm.gpt import loss_func as loss_func
+    from energon_packing.megatron_lm.gpt import loss_func
 
 
 def __getattr__(name: str) -> Any:

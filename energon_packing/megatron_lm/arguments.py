@@ -5,8 +5,6 @@ configuration file that contradicts them is refused, so that ``energon-packing v
 judge two different layouts.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 from collections.abc import Callable, Mapping
@@ -16,8 +14,6 @@ from typing import Any
 
 from energon_packing.config import RunConfig, load_config
 from energon_packing.errors import ConfigError
-
-_Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
 ROW_LENGTH = "packing_row_length"
 """Where `parse_and_validate_args` keeps the row length, because model providers of vision scripts overwrite
@@ -76,7 +72,7 @@ def add_energon_packing_args(parser: argparse.ArgumentParser) -> argparse.Argume
 
 
 def parse_and_validate_args(
-    extra_args_provider: _Provider | None = None,
+    extra_args_provider: Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None = None,
     ignore_unknown_args: bool = False,
     args_defaults: Mapping[str, Any] | None = None,
 ) -> Any:
@@ -94,8 +90,7 @@ def parse_and_validate_args(
             parser = extra_args_provider(parser)
         return add_energon_packing_args(parser)
 
-    defaults = {"dataloader_type": "external"} | dict(args_defaults or {})
-    args = megatrons(with_ours, ignore_unknown_args, defaults)
+    args = megatrons(with_ours, ignore_unknown_args, {"dataloader_type": "external"} | dict(args_defaults or {}))
     setattr(args, ROW_LENGTH, row_length(args))
     run_config_of(args)
     return args
@@ -103,15 +98,11 @@ def parse_and_validate_args(
 
 def row_length(args: Any) -> int:
     """Tokens per row: ``--dataloader-seq-length`` of vision scripts if it is given, else ``--seq-length``."""
-    kept = getattr(args, ROW_LENGTH, None) or getattr(args, "dataloader_seq_length", None) or args.seq_length
-    return int(kept)
+    return int(getattr(args, ROW_LENGTH, None) or getattr(args, "dataloader_seq_length", None) or args.seq_length)
 
 
 def run_config_of(args: Any) -> RunConfig:
     """Our configuration for a Megatron-LM run.
-
-    Args:
-        args: Megatron-LM's namespace, parsed with `add_energon_packing_args`.
 
     Raises:
         ConfigError: ``--packing-config`` is missing or wrong, contradicts an argument of Megatron-LM, or an argument
@@ -226,7 +217,6 @@ def check_arguments(args: Any) -> None:
 
 
 def _settings_given(path: str | None, overrides: list[str]) -> set[str]:
-    """Dotted names of the settings that the file and the overrides set."""
     import yaml
 
     values: Any = {} if path is None else yaml.safe_load(Path(path).read_text(encoding="utf-8-sig")) or {}

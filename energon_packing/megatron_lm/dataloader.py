@@ -1,7 +1,5 @@
 """An external data loader for Megatron-LM: training, validation and test iterators of packs, with a savable state."""
 
-from __future__ import annotations
-
 import os
 import weakref
 from collections.abc import Callable, Mapping
@@ -26,7 +24,6 @@ from energon_packing.offline.open_loader import open_packs, packs_of_steps, refu
 from energon_packing.thd.batch import PackedBatch, packed_seq_params
 from energon_packing.thd.context_parallel import context_parallel_indices, slice_for_context_parallel
 from energon_packing.thd.fields import TOKEN_FIELDS
-from energon_packing.thd.pixels import PIXELS
 from energon_packing.thd.routers import put_mask
 
 
@@ -65,7 +62,6 @@ def get_batch(data_iterator: Any, *, whole_row: bool = False) -> StageBatch:
     """Returns the next micro-batch of this rank. Every rank of a replica calls it equally often.
 
     Args:
-        data_iterator: what Megatron-LM made of a `PackDataloader`.
         whole_row: returns all token fields on every stage, not sliced for context parallelism: for vision models, which
             slice the embeddings after pixels are inserted.
 
@@ -84,7 +80,7 @@ def get_batch(data_iterator: Any, *, whole_row: bool = False) -> StageBatch:
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
     cp = parallel_state.get_context_parallel_world_size()
     if not first:
-        row = without_pixels(row)
+        row = row.without_pixels()
     # Sliced on the host, so the accelerator neither waits for the boundaries nor receives tokens of other ranks.
     part = row
     if cp > 1 and not whole_row:
@@ -115,16 +111,7 @@ def get_batch(data_iterator: Any, *, whole_row: bool = False) -> StageBatch:
 
 
 def device() -> torch.device:
-    """The device of this process's model."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def without_pixels(row: PackedBatch) -> PackedBatch:
-    """The row without what only the vision encoder reads, by far its largest part."""
-    if not row.visual_inputs:
-        return row
-    kept = {name: tensor for name, tensor in row.visual_inputs.items() if name not in PIXELS}
-    return replace(row, visual_inputs=kept or None, pixel_forms={})
 
 
 def _of_sequence_parallel_rank(mask: torch.Tensor) -> torch.Tensor:
@@ -145,10 +132,6 @@ class PackDataloader:
     them, on later pipeline stages without pixels.
 
     Args:
-        config: of the run.
-        replica: of this rank.
-        split: part of the data set.
-        data_parallel_group: of this rank, for agreement between readers.
         what: ``evaluation``, the packs of one, over all ranks; see `open_together`. None of a training.
     """
 
@@ -166,7 +149,7 @@ class PackDataloader:
         # Pixels stay on the host: Megatron-LM keeps the batches of a step, to run it again where a result is doubtful.
         self._reader = OneReader(source, replica, depth=config.data.depth)
 
-    def __iter__(self) -> PackDataloader:
+    def __iter__(self) -> "PackDataloader":
         return self
 
     def __next__(self) -> PackedBatch:
@@ -176,7 +159,6 @@ class PackDataloader:
         return pack
 
     def _post_metrics(self) -> None:
-        """Posts the metrics of all ranks, on the rank that has Megatron-LM's writers."""
         from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
 
         writers = get_tensorboard_writer(), get_wandb_writer()
@@ -229,12 +211,7 @@ MISSING = (
 
 
 def packs_left(args: Any, ranks: int) -> int | None:
-    """Packs that the run has still to read, over all ranks; None if its batch grows.
-
-    Args:
-        args: of Megatron-LM, which has read its checkpoint and set ``train_iters``.
-        ranks: data-parallel.
-    """
+    """Packs that the run has still to read, over all ranks; None if its batch grows."""
     if not args.train_iters or args.rampup_batch_size:
         return None
     return packs_of_steps(args.train_iters - args.iteration, args.global_batch_size, ranks)
@@ -247,7 +224,6 @@ def saved_state(args: Any, *, data_parallel_rank: int | None) -> Any:
     ``megatron.training.checkpointing`` wrote under ``--dataloader-save``.
 
     Args:
-        args: of Megatron-LM.
         data_parallel_rank: whose file is read. None takes the first rank's, which of a plan is that of all ranks, and
             the one that a run with or without pipeline stages saved if there is none with this run's name.
 
@@ -292,7 +268,6 @@ def train_valid_test_datasets_provider(
 
     Args:
         train_val_test_num_samples: rows that Megatron-LM will ask for; no loader is built for 0.
-        vp_stage: of virtual pipelines, which are refused.
 
     Raises:
         UserError: no data set, a missing split, an unusable processor, or a state that is missing or does not fit.
@@ -317,8 +292,7 @@ def train_valid_test_datasets_provider(
     made: list[PackDataloader | None] = []
     replica = Replica.of(groups)
     splits = (config.data.split, args.packing_valid_split, args.packing_test_split)
-    names = ("train", "validation", "test")
-    for number, split, name in zip(train_val_test_num_samples, splits, names, strict=True):
+    for number, split, name in zip(train_val_test_num_samples, splits, (("train", "validation", "test")), strict=True):
         if not number or not split:
             made.append(None)
             continue

@@ -4,8 +4,6 @@ from energon_packing.megatron_lm.gpt import forward_step, parse_and_validate_arg
 from energon_packing.megatron_lm.gpt import train_valid_test_datasets_provider
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -36,8 +34,6 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
     """One micro-batch forward, as Megatron-LM's schedules call it.
 
     Args:
-        data_iterator: of this rank.
-        model: a ``GPTModel``, wrapped or not.
         return_schedule_plan: refused; a plan takes no boundaries.
 
     Returns:
@@ -46,9 +42,7 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
     Raises:
         ConfigError: a schedule plan is requested, or the data have images, or fields per token, for another model.
     """
-    refuse_schedule_plan(return_schedule_plan)
-    batch = read(data_iterator)
-    extra = inputs_of(model, batch)
+    batch = read(data_iterator, return_schedule_plan)
     output = model(
         batch.tokens,
         batch.position_ids,
@@ -56,15 +50,21 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
         labels=batch.labels,
         loss_mask=batch.loss_mask,
         packed_seq_params=batch.packed_seq_params,
-        **extra,
+        **inputs_of(model, batch),
     )
     return output, partial(loss_func, batch.loss_mask)
 
 
-def read(data_iterator: Any, *, whole_row: bool = False) -> StageBatch:
-    """`get_batch` under Megatron-LM's timer; counts the real tokens for Megatron-LM's FLOPs report."""
+def read(data_iterator: Any, schedule_plan: bool, *, whole_row: bool = False) -> StageBatch:
+    """`get_batch` under Megatron-LM's timer; counts the real tokens for Megatron-LM's FLOPs report.
+
+    Raises:
+        ConfigError: a schedule plan is requested.
+    """
     from megatron.training import get_timers, training
 
+    if schedule_plan:
+        raise ConfigError(NO_SCHEDULE_PLAN)
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     batch = get_batch(data_iterator, whole_row=whole_row)
@@ -73,16 +73,6 @@ def read(data_iterator: Any, *, whole_row: bool = False) -> StageBatch:
         count(batch.cu_seqlens)
     timers("batch-generator").stop()
     return batch
-
-
-def refuse_schedule_plan(asked: bool) -> None:
-    """Refuses a schedule plan.
-
-    Raises:
-        ConfigError: it is requested.
-    """
-    if asked:
-        raise ConfigError(NO_SCHEDULE_PLAN)
 
 
 def inputs_of(model: Any, batch: StageBatch) -> dict[str, torch.Tensor]:
@@ -109,7 +99,6 @@ def loss_func(
     Args:
         loss_mask: weights of the targets that this rank holds; 0 for targets that are not trained. None on stages
             before the last, which never call it.
-        output_tensor: their token losses, in the same order.
 
     Returns:
         The weighted sum; the sum of the weights, rounded to a whole number (the encoder scales fractional weights by a

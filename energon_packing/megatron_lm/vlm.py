@@ -11,8 +11,6 @@ names (``pixel_values``, ``image_grid_thw``, ...), such as Megatron-Bridge's Qwe
 placeholders is cut to its last token, and the model expands the row again to its full length and the same boundaries.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +21,7 @@ from energon_packing.encoders.encoder import innermost
 from energon_packing.errors import ConfigError, PackingError
 from energon_packing.megatron_lm.arguments import add_energon_packing_args, parse_and_validate_args, run_config_of
 from energon_packing.megatron_lm.dataloader import StageBatch, get_batch, train_valid_test_datasets_provider
-from energon_packing.megatron_lm.gpt import inputs_of, loss_func, read, refuse_schedule_plan
+from energon_packing.megatron_lm.gpt import inputs_of, loss_func, read
 
 __all__ = [
     "add_energon_packing_args",
@@ -39,7 +37,6 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
     """One micro-batch forward, as Megatron-LM's schedules call it.
 
     Args:
-        data_iterator: of this rank.
         model: a ``LLaVAModel`` or a model with Hugging Face's argument names, wrapped or not.
         return_schedule_plan: refused; a plan takes no boundaries.
 
@@ -51,10 +48,8 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
     """
     from megatron.core.models.multimodal.llava_model import LLaVAModel
 
-    refuse_schedule_plan(return_schedule_plan)
-    batch = read(data_iterator, whole_row=True)
-    call = _call_llava if isinstance(innermost(model), LLaVAModel) else _call_by_name
-    output = call(model, batch)
+    batch = read(data_iterator, return_schedule_plan, whole_row=True)
+    output = (_call_llava if isinstance(innermost(model), LLaVAModel) else _call_by_name)(model, batch)
     # A model that slices the row for context parallelism returns the mask of its own tokens.
     output, loss_mask = output if isinstance(output, tuple) else (output, batch.loss_mask)
     return output, functools.partial(loss_func, loss_mask)
@@ -121,12 +116,6 @@ class LlavaInputs:
 def llava_inputs(batch: StageBatch, *, placeholder: int, image_token_index: int, tokens_per_tile: int) -> LlavaInputs:
     """Cuts every run of placeholders to one token.
 
-    Args:
-        batch: a whole row.
-        placeholder: token id that stands for an embedding of an image.
-        image_token_index: the model's token for an image.
-        tokens_per_tile: the model's ``img_seq_len``.
-
     Raises:
         ConfigError: a run is not a whole number of tiles, or the row has visual inputs other than ``pixel_values``.
     """
@@ -134,8 +123,7 @@ def llava_inputs(batch: StageBatch, *, placeholder: int, image_token_index: int,
         raise PackingError("LLaVAModel needs the whole row on every stage; call get_batch with whole_row=True")
     row = batch.tokens[0]
     media = row == placeholder
-    after = torch.cat([media[1:], media.new_zeros(1)])
-    last = media & ~after
+    last = media & ~torch.cat([media[1:], media.new_zeros(1)])
     ends = torch.cumsum(media, 0)[last]
     runs = torch.diff(ends, prepend=ends.new_zeros(1))
     if (runs % tokens_per_tile).any():

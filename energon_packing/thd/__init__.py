@@ -7,8 +7,6 @@ NumPy and PyTorch; functions that return Megatron's containers import Megatron.
 Names are loaded on first use (PEP 562), because configurations read `alignment_multiple` and must not load PyTorch.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -31,25 +29,39 @@ _PUBLIC = {
     "unpack": "rows",
 }
 
-__all__ = [*_PUBLIC]
+__all__ = [
+    "IGNORE_INDEX",
+    "INVARIANTS",
+    "PackedBatch",
+    "TokenField",
+    "alignment_multiple",
+    "assemble",
+    "check_media",
+    "check_thd",
+    "context_parallel_indices",
+    "context_parallel_indices_numpy",
+    "finished_row",
+    "packed_seq_params",
+    "pad_cu_seqlens",
+    "reassemble",
+    "slice_for_context_parallel",
+    "unpack",
+]
 
 if TYPE_CHECKING:
-    from energon_packing.thd.alignment import alignment_multiple as alignment_multiple
-    from energon_packing.thd.assembly import assemble as assemble
-    from energon_packing.thd.batch import PackedBatch as PackedBatch
-    from energon_packing.thd.batch import packed_seq_params as packed_seq_params
-    from energon_packing.thd.batch import pad_cu_seqlens as pad_cu_seqlens
-    from energon_packing.thd.checks import INVARIANTS as INVARIANTS
-    from energon_packing.thd.checks import check_media as check_media
-    from energon_packing.thd.checks import check_thd as check_thd
-    from energon_packing.thd.context_parallel import context_parallel_indices as context_parallel_indices
-    from energon_packing.thd.context_parallel import context_parallel_indices_numpy as context_parallel_indices_numpy
-    from energon_packing.thd.context_parallel import reassemble as reassemble
-    from energon_packing.thd.context_parallel import slice_for_context_parallel as slice_for_context_parallel
-    from energon_packing.thd.fields import IGNORE_INDEX as IGNORE_INDEX
-    from energon_packing.thd.fields import TokenField as TokenField
-    from energon_packing.thd.pixels import finished_row as finished_row
-    from energon_packing.thd.rows import unpack as unpack
+    from energon_packing.thd.alignment import alignment_multiple
+    from energon_packing.thd.assembly import assemble
+    from energon_packing.thd.batch import PackedBatch, packed_seq_params, pad_cu_seqlens
+    from energon_packing.thd.checks import INVARIANTS, check_media, check_thd
+    from energon_packing.thd.context_parallel import (
+        context_parallel_indices,
+        context_parallel_indices_numpy,
+        reassemble,
+        slice_for_context_parallel,
+    )
+    from energon_packing.thd.fields import IGNORE_INDEX, TokenField
+    from energon_packing.thd.pixels import finished_row
+    from energon_packing.thd.rows import unpack
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,5 @@
 """The length multiple that parallelism requires of every packed segment. No torch: the static checks import this."""
 
-from __future__ import annotations
-
 import math
 
 from energon_packing.errors import ConfigError
@@ -20,8 +18,6 @@ def alignment_multiple(
     ``lcm(2*CP if CP > 1 else 1, CP*TP if sequence_parallel and TP > 1 else 1)`` over the training and evaluation CP.
 
     Args:
-        tensor_parallel: TP size.
-        context_parallel: CP size in training.
         sequence_parallel: whether sequence parallelism is on; it has no effect at TP 1.
         eval_context_parallel: CP size in evaluation; None if it is the same.
 
@@ -37,10 +33,10 @@ def alignment_multiple(
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ConfigError(f"{name} is {size!r}; it must be a whole number of at least 1.")
-    multiple = 1
-    for cp in {context_parallel, eval_context_parallel or context_parallel}:
-        if cp > 1:
-            multiple = math.lcm(multiple, 2 * cp)
-        if sequence_parallel and tensor_parallel > 1:
-            multiple = math.lcm(multiple, cp * tensor_parallel)
-    return multiple
+    scattered = tensor_parallel if sequence_parallel and tensor_parallel > 1 else 0
+    return math.lcm(
+        *(
+            math.lcm(2 * cp if cp > 1 else 1, cp * scattered or 1)
+            for cp in (context_parallel, eval_context_parallel or context_parallel)
+        )
+    )

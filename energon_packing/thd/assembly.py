@@ -5,24 +5,19 @@ The rules for boundaries:
 * ``cu_seqlens`` sums real lengths, ``cu_seqlens_padded`` physical ones. An alignment multiple above 1 always emits
   both, even if they are equal; a multiple of 1 never does, because padded boundaries select a slower kernel.
 * A row of fixed width leaves a tail, which becomes one last, fully masked segment: a segment, never a sample.
-* No kernel has to guess whether a row is padded (`energon_packing.thd.assembly`). With a multiple above 1,
-  either the row is fully aligned and both boundaries are one tensor, or some padding precedes the start of its last
-  segment. If only the last sample would be padded, a masked segment of one multiple follows it.
+* No kernel has to guess whether a row is padded. With a multiple above 1, either the row is fully aligned and both
+  boundaries are one tensor, or some padding precedes the start of its last segment. If only the last sample would be
+  padded, a masked segment of one multiple follows it.
 * ``max_seqlen`` is the longest *physical* segment, because kernels size their tiles by it.
 
-Orders a pack so that no kernel has to guess whether there is padding between its samples.
-
-If every segment is padded to a multiple, a row has real and physical boundaries. Transformer Engine 2.2 to 2.17.1
-compares them *without their last entries* (``dot_product_attention.py``: ``torch.equal(cu_seqlens_q_padded[:-1],
+Why kernels would guess: Transformer Engine 2.2 to 2.17.1 compares real and physical boundaries *without their last
+entries* (``dot_product_attention.py``: ``torch.equal(cu_seqlens_q_padded[:-1],
 cu_seqlens_q[:-1])``) and treats a row as unpadded if they are equal. They are also equal if only the last segment is
 padded. Context parallelism then cuts the lengths as ``cu_seqlens // cp_size``, and real keys are silently lost
 (TransformerEngine#3331). So a row must be fully aligned, or have padding before the start of its last segment.
-
-Two measures ensure this when packs are ordered: another sample goes last (`visible_order`), and a sample that is alone
-gets a last, fully masked segment of one multiple, for which its row needs room (`PackLimits.lone_room`).
+So another sample goes last (`visible_order`), and a sample that is alone gets a last, fully masked segment of one
+multiple, for which its row needs room (`PackLimits.lone_room`).
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,12 +40,7 @@ from energon_packing.thd.rows import (
 
 
 def hides_padding(lengths: Sequence[int], multiple: int) -> bool:
-    """Whether a row of segments with these real lengths, in this order, is padded after its last segment only.
-
-    Args:
-        lengths: tokens of each segment, at least one.
-        multiple: every segment is padded to a multiple of this many tokens.
-    """
+    """Whether a row of segments with these real lengths, in this order, is padded after its last segment only."""
     *before, last = lengths
     return last % multiple != 0 and all(length % multiple == 0 for length in before)
 
@@ -59,13 +49,11 @@ def visible_order(samples: Sequence[Sequence[int]], multiple: int) -> list[int]:
     """Positions of a pack's samples in an order that shows their padding; the given order if it already does.
 
     Otherwise the last two samples are swapped: only the last one has padding, so an unpadded sample then follows it.
-    The order depends on the lengths alone, and applying the function to its own result changes nothing. A single sample
-    stays as it is; only a masked segment after it shows its padding.
+    Applying the function to its own result changes nothing. Only a masked segment shows the padding of a single sample.
 
     Args:
         samples: for each sample, the real lengths of its segments: one, or two for a preference pair, which stay
             together and in order.
-        multiple: every segment is padded to a multiple of this many tokens.
     """
     order = list(range(len(samples)))
     if len(order) > 1 and hides_padding([length for sample in samples for length in sample], multiple):
@@ -97,8 +85,7 @@ def assemble(
     * the names of ``extra_fields``, ``[L]``: required where declared;
     * ``visual_inputs``: name -> tensor whose first axis counts this sample's media or patches; joined in row order;
     * ``pixel_forms``: name -> `energon_packing.thd.pixels.PixelForm` of those that are bytes; alike in all rows;
-    * ``attention_mask`` ``[L]``: rejected unless all true, because a processor that pads (left or right) would put
-      padding inside a segment, where no boundary shows it;
+    * ``attention_mask`` ``[L]``: rejected unless all true: a processor's padding would lie inside a segment;
     * ``key``: the sample's name, for messages and ``sample_keys`` (defaults to its index);
     * ``position_start``: position of the first token, if not 0 (a piece that continues counting);
     * ``expected_length``: the predicted length; any other length is an error, never a silent change of the plan.
@@ -107,7 +94,6 @@ def assemble(
         multiple: every segment is padded to a multiple of this many tokens (see `alignment_multiple`).
         width: the row's length in tokens; None makes the row as long as its segments, and one multiple longer if only
             its last sample is padded.
-        pad_token_id: the padding token.
         total_multiple: the row's length becomes a multiple of this, for kernels that require one (16 for FP8, 32 for
             MXFP8, times the ranks that share a row); the tail is a masked segment, as with ``width``.
         extra_fields: further token-aligned fields, each with dtype and padding value; or name -> padding value, and

@@ -4,8 +4,6 @@
 Python values, so it leaves a data loader's worker as shared memory and can be read anywhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from functools import cache
@@ -45,10 +43,8 @@ class PackedBatch:
         loss_mask: ``[1, T]`` float32, the weight of each target; 0 where nothing is learned.
         position_ids: ``[1, T]`` int64, or ``[3, 1, T]`` (temporal, height, width) for models that take mRoPE positions
             from the batch.
-        padding_mask: ``[1, T]`` bool, **True where the token is padding**. This is Megatron-Core 0.19.2's actual
-            convention: its router excludes ``padding_mask`` tokens from the z-loss, the load-balancing scores and the
-            expert bias with ``~padding_mask`` (the docstrings in ``router.py`` state the opposite; ``z_loss_func`` and
-            ``compute_routing_scores_for_aux_loss`` in ``moe_utils.py`` agree with this one).
+        padding_mask: ``[1, T]`` bool, **True where the token is padding**, as Megatron-Core 0.19.2 reads it in
+            ``z_loss_func`` and ``compute_routing_scores_for_aux_loss`` (the docstrings in ``router.py`` differ).
         cu_seqlens: int32 ``[segments + 1]``, running sum of the real lengths.
         cu_seqlens_padded: int32 of the same shape, where the segments physically begin and end in the row; None for an
             alignment multiple of 1. If it equals ``cu_seqlens``, the two are one tensor, even after a move to a device,
@@ -60,18 +56,14 @@ class PackedBatch:
             Those that ``pixel_forms`` names are uint8; `finished` makes the model's numbers of them.
         pixel_forms: name -> how the bytes of that visual input become numbers; empty if all are numbers.
         visual_counts: name -> how many entries on that tensor's first axis come from each sample, then each filler.
-        sample_keys: one key for each sample, in order.
-        sample_lengths: real length of each sample, in tokens.
-        position_starts: position of the first token of each sample; empty if all count from 0, as they do except for
-            pieces of a split sample that continue counting.
-        fillers: number of segments after the samples that are not samples and hold only padding: a dummy image, or the
-            only segment of a row without data. They may have media, counted in ``visual_counts``.
+        sample_keys, sample_lengths: key and real length, in tokens, of each sample, in order.
+        position_starts: of the first token of each sample; empty unless pieces of a split sample continue counting.
+        fillers: segments of padding after the samples: a dummy image, or the only segment of a row without data. They
+            may have media, counted in ``visual_counts``.
         extra: name -> ``[1, T]`` tensor, further fields that are sliced and moved with the tokens. Whole numbers are
             inputs of the model (`model_inputs`), fractions are the loss's.
-        boundary_padding: None, or how many times the last boundary is repeated at the end of both arrays to give them
-            a fixed length for CUDA graphs (`energon_packing.thd.pad_cu_seqlens`).
-        cp_size: 1 for a whole row; otherwise token fields hold what rank ``cp_rank`` of ``cp_size`` sees.
-        cp_rank: see ``cp_size``.
+        boundary_padding: None, or how often the last boundary is repeated at the end of both arrays (`pad_cu_seqlens`).
+        cp_size, cp_rank: 1 and 0 for a whole row; otherwise token fields hold what this rank of so many sees.
     """
 
     tokens: torch.Tensor
@@ -121,8 +113,7 @@ class PackedBatch:
     @property
     def boundaries(self) -> torch.Tensor:
         """Physical boundaries for slicing the row, int32 ``[num_segments + 1]``, without repeated ones."""
-        physical = self.cu_seqlens if self.cu_seqlens_padded is None else self.cu_seqlens_padded
-        return physical[: self.num_segments + 1]
+        return (self.cu_seqlens if self.cu_seqlens_padded is None else self.cu_seqlens_padded)[: self.num_segments + 1]
 
     @property
     def real_tokens(self) -> int:
@@ -139,11 +130,11 @@ class PackedBatch:
         """Name -> int64 ``[1, T]`` of the fields of ``extra`` that the family's model reads (its ``token_fields``)."""
         return {name: tensor for name, tensor in self.extra.items() if not tensor.is_floating_point()}
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedBatch:
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "PackedBatch":
         """The same batch on ``device``, every tensor moved."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
-    def with_pixels_on(self, device: torch.device | str) -> PackedBatch:
+    def with_pixels_on(self, device: torch.device | str) -> "PackedBatch":
         """The same batch with its bytes of pixels, and what finishing them reads, moved to ``device``; nothing else."""
         read = {*self.pixel_forms, *(form.sizes for form in self.pixel_forms.values())}
         if not read or self.visual_inputs is None:
@@ -154,11 +145,18 @@ class PackedBatch:
         }
         return replace(self, visual_inputs=moved)
 
-    def pin_memory(self) -> PackedBatch:
+    def without_pixels(self) -> "PackedBatch":
+        """The same batch without what only the vision encoder reads, by far its largest part; for later stages."""
+        if not self.visual_inputs:
+            return self
+        kept = {name: tensor for name, tensor in self.visual_inputs.items() if name not in PIXELS}
+        return replace(self, visual_inputs=kept, pixel_forms={})
+
+    def pin_memory(self) -> "PackedBatch":
         """The same batch in page-locked memory; called by a `torch.utils.data.DataLoader` with ``pin_memory=True``."""
         return self._map(lambda tensor: tensor.pin_memory())
 
-    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PackedBatch:
+    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "PackedBatch":
         changed: dict[str, Any] = {}
         for spec in fields(self):
             value = getattr(self, spec.name)
@@ -170,7 +168,7 @@ class PackedBatch:
                 changed[spec.name] = {name: change(tensor) for name, tensor in value.items()}
         return replace(self, **changed)
 
-    def finished(self) -> PackedBatch:
+    def finished(self) -> "PackedBatch":
         """The same batch with pixels as the processor's float32 numbers, made on the device where the bytes are."""
         if not self.pixel_forms:
             return self
@@ -199,10 +197,8 @@ class PackedBatch:
         """The mapping that Megatron-Bridge's ``gpt_step`` and ``vlm_step`` read from a data iterator.
 
         Keys, dtypes and shapes follow ``megatron.bridge.data.packing.in_batch`` of Megatron-Bridge 0.6.2: ``tokens``
-        and ``input_ids`` are one object (``gpt_step`` reads the first), ``max_seqlen_q`` is a 0-D int32 tensor on the
-        host (the steps call ``.cpu()`` on it), ``total_tokens`` is an int, and padded boundaries are omitted if there
-        are none. ``extra`` fields are added under their names; Bridge's own steps ignore them. Pixels are numbers, as
-        `finished` makes them.
+        and ``input_ids`` are one object, ``max_seqlen_q`` is a 0-D int32 tensor on the host, ``total_tokens`` an int,
+        and padded boundaries are omitted if there are none. ``extra`` fields have their own names.
 
         Raises:
             PackingError: the batch is a context-parallel slice (Bridge slices the whole row itself), or has a visual
@@ -244,7 +240,6 @@ def pad_cu_seqlens(batch: PackedBatch, *, max_segments: int, max_seqlen: int | N
     boundaries do not accept them, so a batch with visual inputs or mRoPE positions is rejected.
 
     Args:
-        max_segments: the most segments in any row of the run, including a masked tail.
         max_seqlen: the value of ``max_seqlen`` for all rows of the run, because a captured graph keeps the first one.
 
     Raises:

@@ -4,8 +4,6 @@
 never repairs: a violation means that some code between assembly and the model is wrong.
 """
 
-from __future__ import annotations
-
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -48,7 +46,6 @@ def check_thd(batch: PackedBatch, *, multiple: int = 1) -> list[str]:
 
     Args:
         batch: a batch on the host (one on an accelerator is copied, which costs more than the check).
-        multiple: the alignment that the batch was assembled with.
 
     Returns:
         Sentences ``"<name>: <values>"`` with the names of `INVARIANTS`. If shapes, dtypes or boundaries are wrong,
@@ -82,8 +79,6 @@ def check_media(
     over the row.
 
     Args:
-        batch: a whole batch, not a context-parallel slice.
-        merge_size: patches along one side of the square that becomes one token.
         image_token_id: placeholder of images; None if the family has none.
         video_token_id: placeholder of videos; None if the family has none.
 
@@ -117,6 +112,7 @@ def check_media(
 
 
 _TENSORS = (*(field.name for field in TOKEN_FIELDS), "cu_seqlens")
+_SEQUENCES = {"sample_keys": str, "sample_lengths": int, "position_starts": int}
 _NUMBERS = ("max_seqlen", "total_tokens", "fillers", "cp_size", "cp_rank")
 
 
@@ -133,14 +129,22 @@ def _types(batch: Any) -> Iterator[str]:
             tensors |= {f"{name}[{inner!r}]": value for inner, value in held.items()}
         elif held is not None or name == "extra":
             yield f"type: {name} is a {type(held).__name__}, expected a mapping of tensors"
-    found = [(name, value, isinstance(value, torch.Tensor), "a tensor") for name, value in tensors.items()]
-    for name, kind in (("sample_keys", str), ("sample_lengths", int), ("position_starts", int)):
-        found.append((name, getattr(batch, name), _are(getattr(batch, name), kind), f"a sequence of {kind.__name__}"))
     counts = batch.visual_counts
-    counted = isinstance(counts, Mapping) and all(_are(held, int) for held in counts.values())
-    found.append(("visual_counts", counts, counted, "a mapping of counts"))
     numbers = [*_NUMBERS, *(["boundary_padding"] if batch.boundary_padding is not None else [])]
-    found += [(name, getattr(batch, name), _is(getattr(batch, name), int), "an int") for name in numbers]
+    found = [
+        *((name, value, isinstance(value, torch.Tensor), "a tensor") for name, value in tensors.items()),
+        *(
+            (name, getattr(batch, name), _are(getattr(batch, name), kind), f"a sequence of {kind.__name__}")
+            for name, kind in _SEQUENCES.items()
+        ),
+        (
+            "visual_counts",
+            counts,
+            isinstance(counts, Mapping) and all(_are(held, int) for held in counts.values()),
+            "a mapping of counts",
+        ),
+        *((name, getattr(batch, name), _is(getattr(batch, name), int), "an int") for name in numbers),
+    ]
     yield from (
         f"type: {name} is {reprlib.repr(value)}, expected {kind}" for name, value, right, kind in found if not right
     )
@@ -167,15 +171,13 @@ def _shapes(batch: PackedBatch) -> Iterator[str]:
     row = list(batch.tokens.shape)
     for name, tensor in batch.token_tensors.items():
         shape = list(tensor.shape)
-        mrope = name == "position_ids" and shape == [3, *row]
-        if len(row) != 2 or row[0] != 1 or (shape != row and not mrope):
+        if len(row) != 2 or row[0] != 1 or (shape != row and not (name == "position_ids" and shape == [3, *row])):
             yield f"shape: {name} is {shape}, tokens are {row}, expected [1, T]"
     for field in TOKEN_FIELDS:
         actual = getattr(batch, field.name).dtype
         if actual != field.dtype:
             yield f"dtype: {field.name} is {actual}, expected {field.dtype}"
-    padded = batch.cu_seqlens_padded
-    for label, boundaries in (("cu_seqlens", batch.cu_seqlens), ("cu_seqlens_padded", padded)):
+    for label, boundaries in (("cu_seqlens", batch.cu_seqlens), ("cu_seqlens_padded", batch.cu_seqlens_padded)):
         if boundaries is None:
             continue
         if str(boundaries.dtype) != "torch.int32" or boundaries.dim() != 1:
@@ -240,8 +242,7 @@ def _visibility(real: np.ndarray, physical: np.ndarray) -> Iterator[str]:
 def _samples(batch: PackedBatch, real: np.ndarray) -> Iterator[str]:
     samples, keys = batch.num_samples, len(batch.sample_keys)
     rows = samples + batch.fillers  # `_content` checks that fillers hold only padding
-    tails = real.size - rows
-    if rows < 1 or keys != samples or tails not in (0, 1):
+    if rows < 1 or keys != samples or (real.size - rows) not in (0, 1):
         yield f"samples: {keys} keys and {samples} lengths for {real.size} segments"
         return
     wrong = np.flatnonzero(real[:samples] != np.asarray(batch.sample_lengths))
@@ -264,8 +265,7 @@ def _content(batch: PackedBatch, physical: np.ndarray) -> Iterator[str]:
     own = np.zeros_like(lengths)
     own[: batch.num_samples] = batch.sample_lengths
 
-    pattern = np.tile([False, True], lengths.size)
-    expected = np.repeat(pattern, np.stack([own, lengths - own], axis=1).reshape(-1))
+    expected = np.repeat(np.tile([False, True], lengths.size), np.stack([own, lengths - own], axis=1).reshape(-1))
     if (at := _first(expected != padding)) is not None:
         yield f"padding_mask: position {at} is marked {bool(padding[at])}, expected {bool(expected[at])}"
 

@@ -5,8 +5,6 @@ In causal attention, late tokens take more work than early ones. Transformer Eng
 indices here equal those of its compiled ``thd_get_partitioned_indices`` but need neither a GPU nor Transformer Engine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,8 +22,6 @@ def context_parallel_indices_numpy(cu_seqlens_padded: np.ndarray, cp_size: int, 
 
     Args:
         cu_seqlens_padded: physical boundaries ``[segments + 1]``, without repeated ones.
-        cp_size: number of context-parallel ranks.
-        cp_rank: the rank, from 0.
 
     Raises:
         ConfigError: a rank outside ``0 .. cp_size - 1``.
@@ -51,13 +47,10 @@ def context_parallel_indices_numpy(cu_seqlens_padded: np.ndarray, cp_size: int, 
             f"segment {segment} has {lengths[segment]} tokens, not a multiple of {pieces} = 2 * {cp_size}; assemble "
             f"with the multiple of alignment_multiple(context_parallel={cp_size}, ...)"
         )
-    begin = np.empty((lengths.size, 2), dtype=np.int64)
-    begin[:, 0] = starts + cp_rank * size
-    begin[:, 1] = starts + (pieces - 1 - cp_rank) * size
+    begin = np.stack([starts + cp_rank * size, starts + (pieces - 1 - cp_rank) * size], axis=1)
     # A piece is a run of consecutive positions: shift one long arange piece by piece.
     sizes = np.repeat(size, 2)
-    shift = begin.reshape(-1) - (np.cumsum(sizes) - sizes)
-    local = np.repeat(shift, sizes)
+    local = np.repeat(begin.reshape(-1) - (np.cumsum(sizes) - sizes), sizes)
     local += np.arange(local.size, dtype=np.int64)
     return local
 
@@ -70,8 +63,6 @@ def context_parallel_indices(cu_seqlens_padded: torch.Tensor, cp_size: int, cp_r
 
     Args:
         cu_seqlens_padded: physical boundaries ``[segments + 1]`` without repeated ones (`PackedBatch.boundaries`).
-        cp_size: number of context-parallel ranks.
-        cp_rank: the rank, from 0.
 
     Raises:
         ConfigError: a rank outside ``0 .. cp_size - 1``.

@@ -1,11 +1,8 @@
 """The fields of a packed row, declared once.
 
-Assembly, padding, slices, the batches of Bridge and those of Megatron-LM follow from `TOKEN_FIELDS` and
-`BOUNDARY_FIELDS`. What a user (``encoder.extra_fields``) and a family (``token_fields``) add per token are `TokenField`
-too: they travel in `PackedBatch.extra`.
+What a user (``encoder.extra_fields``) and a family (``token_fields``) add per token are `TokenField` too: they travel
+in `PackedBatch.extra`.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -42,12 +39,10 @@ class TokenField:
 
     @property
     def of_row(self) -> str:
-        """Its name in a sample's row."""
         return self.name if self.row is None else self.row
 
     @property
     def of_bridge(self) -> tuple[str, ...]:
-        """Its names in the mapping for Bridge."""
         return self.bridge or (self.name,)
 
     def filled(self, length: int) -> torch.Tensor:

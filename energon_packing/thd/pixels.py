@@ -6,8 +6,6 @@ the processor's own order of operations. IEEE 754 rounds both operations correct
 bit for bit. Images that Qwen's processors repeat along the temporal axis are carried once.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -19,8 +19,6 @@ So a router is given each expert's real tokens without a mask, and the row's cou
 Both are right whether or not the installed version has the defects. `docs/thd.md` has the report.
 """
 
-from __future__ import annotations
-
 from types import MethodType
 from typing import Any
 
@@ -36,9 +34,6 @@ def count_real_tokens(model: torch.nn.Module) -> bool:
     """Makes the routers of a model count real tokens for as long as the model lives, where they get a padding mask.
 
     Without a mask a router computes what it computed before. Call it again as often as you like.
-
-    Args:
-        model: a model chunk, with or without layers that route tokens to experts.
 
     Returns:
         Whether the model has such layers.
@@ -121,7 +116,6 @@ def put_mask(params: Any, mask: torch.Tensor) -> None:
     """Sends a mask along with a row.
 
     Args:
-        params: the ``PackedSeqParams`` that the model is called with.
         mask: ``[1, t]`` bool, True where the token is padding, of the t tokens that this rank's layers hold.
     """
     setattr(params, _ON_PARAMS, mask)
@@ -132,9 +126,6 @@ def experts_read_masks(model: torch.nn.Module) -> bool:
 
     Hooks each model once; the hooks do nothing for a row without a mask. Routers then count real tokens right
     (`count_real_tokens`).
-
-    Args:
-        model: a model chunk without its wrappers.
 
     Raises:
         ConfigError: see `count_real_tokens`.

@@ -4,8 +4,6 @@
 key in every message.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,9 +24,8 @@ _MOST_BYTES = 1 << 30
 def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Joins parts along their first axis in new memory, even one part, because a view would keep its storage alive.
 
-    In a data loader's worker this memory is shared from the start, as in PyTorch's own collation. Otherwise, sending
-    the tensor to the training process would copy 100 MB of pixels once more. The parts are written to its file: the
-    kernel clears every page that is first touched through a mapping, which takes as long as writing it.
+    In a data loader's worker this memory is shared from the start, as in PyTorch's own collation. The parts are written
+    to its file: the kernel clears every page that is first touched through a mapping.
 
     Args:
         parts: at least one; equal in dtype and in all axes but the first.
@@ -40,8 +37,7 @@ def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     shape = (sum(len(part) for part in parts), *first.shape[1:])
     if torch.utils.data.get_worker_info() is None or first.device.type != "cpu" or not math.prod(shape):
         return torch.cat(list(parts))
-    storage = first._typed_storage()._new_shared(math.prod(shape), device=first.device)
-    result = first.new(storage).resize_(shape)
+    result = first.new(first._typed_storage()._new_shared(math.prod(shape), device=first.device)).resize_(shape)
     if torch.multiprocessing.get_sharing_strategy() != "file_descriptor":
         return torch.cat(list(parts), out=result)
     descriptor, _ = result.untyped_storage()._share_fd_cpu_()  # of the storage itself: not to be closed
@@ -115,7 +111,6 @@ def verify_targets(
     """Checks that no label of a joined row reaches into the next sample and that every weight has a target.
 
     Args:
-        keys: keys of the ``B`` samples.
         starts: ``[B + 1]``, where each sample begins in the row.
         lengths: ``[B]``, real tokens of each sample.
         labels: ``[T]`` int64, already shifted.
@@ -158,11 +153,9 @@ def join_extra(
     """The extra token-aligned fields of all samples as rows ``[1, width]``.
 
     Args:
-        keys: keys of the ``B`` samples.
         arrays: one mapping per sample, with every field as ``[length]``.
         extra_fields: name -> `TokenField`, or padding value where the first sample decides about the dtype.
         starts: ``[B + 1]``, where each sample begins in the row.
-        width: tokens of the row.
 
     Raises:
         PackingError: a sample has a field in another dtype; types of tokens would silently become fractions.

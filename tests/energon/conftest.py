@@ -1,7 +1,5 @@
 """A small real data set for the loader tests, made once a session: text, images and video, no planted defects."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import tarfile

@@ -1,11 +1,11 @@
 """Data sets that our converter makes of a test's records."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from energon_packing.convert import ConvertConfig, convert
 
@@ -19,6 +19,13 @@ def converted(folder: Path, records: Iterable[dict[str, Any]], **options: Any) -
         ConvertConfig(**{"sources": (source,), "out": folder / "data", "split": {"train": 1.0}, "workers": 0} | options)
     )
     return folder / "data"
+
+
+def metadataset(file: Path, train: dict[str, Any], **splits: Any) -> str:
+    """Writes a metadataset of Energon with these splits, and returns its path."""
+    head = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
+    file.write_text(yaml.safe_dump(head | {"splits": {"train": train, **splits}}, sort_keys=False))
+    return str(file)
 
 
 def chat(question: str, answer: str, **more: Any) -> dict[str, Any]:

@@ -4,8 +4,6 @@ Readers make DEPTH packs ahead. A case is a function of its replica and a source
 is written to ``FOLDER/CASE-RANK.json``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import faulthandler
 import json
@@ -99,10 +97,6 @@ def one(replica: Replica, source: Source | None = None) -> OneReader:
 
 
 # --- Cases: layout as (tensor, context, data, pipeline), and what each rank does -------------------------------------
-
-
-def the_end(replica: Replica) -> Any:
-    return told(one(replica, Source(end=3)), 5)
 
 
 def a_late_stage(replica: Replica) -> Any:
@@ -254,33 +248,13 @@ def another_sample(replica: Replica) -> Any:
     return every(replica, lambda number: pack(number, key="stranger" if number == 2 else ""))
 
 
-def another_pixel(replica: Replica) -> Any:
-    return every(replica, lambda number: pack(number, pixel=1.0 if number == 2 else 0.0))
-
-
-def another_pixel_between_comparisons(replica: Replica) -> Any:
-    return every(replica, lambda number: pack(number, pixel=1.0 if number == 2 else 0.0), compare_every=3)
-
-
-def one_ends_early(replica: Replica) -> Any:
-    return told(EveryReader(Source(end=2 if replica.global_rank == 2 else 9), replica, depth=DEPTH[0]), 5)
-
-
-def one_crashes(replica: Replica) -> Any:
-    return every(replica, lambda number: pack(number // (2 - number)))
-
-
-def all_alike(replica: Replica) -> Any:
-    return every(replica)
-
-
-def who_is_who(replica: Replica) -> Any:
-    return [replica.rank, replica.world_size, replica.stage, replica.reader, replica.members, replica.leaders]
+def brighter(number: int) -> PackedBatch:
+    return pack(number, pixel=1.0 if number == 2 else 0.0)
 
 
 STAGE, PIPELINE = (2, 2, 1, 1), (1, 2, 1, 2)
 CASES: dict[str, tuple[tuple[int, int, int, int], Callable[[Replica], Any]]] = {
-    "the_end": (STAGE, the_end),
+    "the_end": (STAGE, lambda replica: told(one(replica, Source(end=3)), 5)),
     "a_late_stage": (PIPELINE, a_late_stage),
     "a_mistake": (STAGE, a_mistake),
     "a_mistake_in_a_pipeline": (PIPELINE, a_mistake),
@@ -298,13 +272,19 @@ CASES: dict[str, tuple[tuple[int, int, int, int], Callable[[Replica], Any]]] = {
     "on_two_hosts": (STAGE, on_two_hosts),
     "another_sample": (STAGE, another_sample),
     "another_sample_in_a_pipeline": (PIPELINE, another_sample),
-    "another_pixel": (STAGE, another_pixel),
-    "another_pixel_between_comparisons": (STAGE, another_pixel_between_comparisons),
-    "one_ends_early": (STAGE, one_ends_early),
-    "one_crashes": (STAGE, one_crashes),
-    "all_alike": (STAGE, all_alike),
-    "all_alike_in_a_pipeline": (PIPELINE, all_alike),
-    "who_is_who": ((1, 1, 2, 2), who_is_who),
+    "another_pixel": (STAGE, lambda replica: every(replica, brighter)),
+    "another_pixel_between_comparisons": (STAGE, lambda replica: every(replica, brighter, compare_every=3)),
+    "one_ends_early": (
+        STAGE,
+        lambda replica: told(EveryReader(Source(end=2 if replica.global_rank == 2 else 9), replica, depth=DEPTH[0]), 5),
+    ),
+    "one_crashes": (STAGE, lambda replica: every(replica, lambda number: pack(number // (2 - number)))),
+    "all_alike": (STAGE, every),
+    "all_alike_in_a_pipeline": (PIPELINE, every),
+    "who_is_who": (
+        (1, 1, 2, 2),
+        lambda of: [of.rank, of.world_size, of.stage, of.reader, of.members, of.leaders],
+    ),
 }
 
 

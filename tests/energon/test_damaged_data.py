@@ -1,7 +1,5 @@
 """Data that break off, cannot be read, attack their reader or hang a decoder cost their samples alone."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import io
@@ -294,10 +292,8 @@ def test_a_record_of_any_depth_costs_itself_and_is_named(tmp_path, levels):
 @pytest.mark.parametrize(
     ("error", "stage", "buffer"),
     [
-        (RecursionError, "measure", None),
         (StopIteration, "measure", 4),
         (MemoryError, "render", 4),
-        (StopIteration, "render", None),
         (SystemError, "render", None),
     ],
 )
@@ -400,7 +396,7 @@ def test_a_state_saved_before_the_crash_gives_the_same_packs_after_it(child_conf
     ledger = str(tmp_path / "ledger")
     config = child_config(data={"repeat": True}, ledger=ledger, drop_budget=1.0, seq_length=2048, window=8)
     plant("crash")
-    continues(lambda: build_loader(config), packs=13, at=[1])
+    continues(lambda: build_loader(config), packs=8, at=[1])
     assert (tmp_path / "ledger" / "quarantine").is_dir()
 
 

@@ -1,7 +1,5 @@
 """A finite epoch over ranks with unequal data: equally many packs, nobody waits for a rank that has gone."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -187,12 +185,6 @@ def test_a_padding_pack_is_a_valid_row_that_teaches_nothing(run_config, width, p
     assert pack.batch.num_samples == 0
     if len(parallel):
         thd.slice_for_context_parallel(pack.batch, 2, 1)
-
-
-def test_one_rank_alone_needs_no_agreement(run_config):
-    plain = list(build_loader(run_config()))
-    padded = list(build_loader(run_config(data={"epoch_end": "pad"})))
-    assert [pack.batch.sample_keys for pack in plain] == [pack.batch.sample_keys for pack in padded]
 
 
 def test_settings_that_cannot_work_are_told_in_a_sentence(run_config):

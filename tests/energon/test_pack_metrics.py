@@ -1,7 +1,5 @@
 """Lines of a rank against its packs: every token is counted once, under what its row's tensors show it to be."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

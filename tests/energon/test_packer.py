@@ -1,7 +1,5 @@
 """The packing window with a packer that is no task encoder, and a state that it saved when it took seven callbacks."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """How often samples are seen: by their length, by rank, by data set of a blend, and in splits of a few samples."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import itertools
@@ -19,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given as for_all
 from hypothesis import strategies as st
-from made_data import chat
+from made_data import chat, metadataset
 from megatron.energon import (
     Cooker,
     WorkerConfig,
@@ -171,9 +169,9 @@ def row(path: str, sizes: Counter, ranks: int, workers: int) -> tuple[dict[str, 
     return times_seen(read(path, ranks, workers, round(3 * packs / ranks)), sizes), [own[None] for own in epoch]
 
 
-@pytest.mark.parametrize(("name", "ranks", "workers"), [("length", 2, 0), ("foreign", 4, 1)])
+@pytest.mark.parametrize(("name", "ranks", "workers"), [("length", 2, 0), ("foreign", 4, 0)])
 def test_short_and_long_samples_are_seen_equally_often_and_ranks_have_as_many_packs(made, name, ranks, workers):
-    path, sizes = made(name, 800)
+    path, sizes = made(name, 400)
     times, packs = row(path, sizes, ranks, workers)
     assert max(times.values()) <= 1.05 * min(times.values()), times
     assert max(packs) - min(packs) <= max(2, 0.02 * max(packs)), packs
@@ -234,12 +232,6 @@ def test_an_epoch_gives_each_sample_once_on_any_number_of_ranks_and_workers(made
     assert given - Counter({None: given[None]}) == keys_of("shuffled", samples)
 
 
-def metadataset(folder: Path, train: dict) -> str:
-    content = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {"train": train}}
-    (folder / "blend.yaml").write_text(json.dumps(content))
-    return str(folder / "blend.yaml")
-
-
 @pytest.fixture(scope="module")
 def few_and_many(tmp_path_factory):
     """Data sets of 3 and 300 samples of equal length."""
@@ -252,8 +244,8 @@ def few_and_many(tmp_path_factory):
 
 @pytest.mark.parametrize(("ranks", "workers"), [(8, 0)])
 def test_each_data_set_of_a_blend_has_its_share_on_any_number_of_readers(few_and_many, tmp_path, ranks, workers):
-    path = metadataset(tmp_path, {"blend": [{"path": path, "weight": 1} for path in few_and_many]})
-    given = sum(read(path, ranks, workers, 320 // ranks), Counter())
+    path = metadataset(tmp_path / "blend.yaml", {"blend": [{"path": path, "weight": 1} for path in few_and_many]})
+    given = sum(read(path, ranks, workers, 160 // ranks), Counter())
     share = sum(given[f"a-{n}"] for n in range(3)) / (given.total() - given[None])
     assert abs(share - 0.5) < 0.01 + 3 * 0.5 / math.sqrt(given.total()), share  # what Energon draws is chance
 
@@ -265,10 +257,10 @@ def test_repetitions_in_a_blend_hold_on_any_number_of_readers(few_and_many, tmp_
         {"path": few_and_many[0], "repetitions": 20},
         {"path": few_and_many[1], "repetitions": 1, "subset": subset},
     ]
-    path = metadataset(tmp_path, {"blend_epochized": blend})
-    given = sum(read(path, ranks, 0, 60), Counter())
+    path = metadataset(tmp_path / "blend.yaml", {"blend_epochized": blend})
+    given = sum(read(path, ranks, 0, 20), Counter())
     share = sum(given[f"a-{n}"] for n in range(3)) / (given.total() - given[None])
-    assert abs(share - 60 / (60 + samples)) < 0.02, share
+    assert abs(share - 60 / (60 + samples)) < 0.04, share
     epoch = sum(read(path, ranks, 0, None), Counter())
     assert {epoch[f"a-{n}"] for n in range(3)} == {20}
     assert {epoch[f"b-{n}"] for n in range(samples)} == {1}
@@ -276,23 +268,23 @@ def test_repetitions_in_a_blend_hold_on_any_number_of_readers(few_and_many, tmp_
 
 def test_a_reader_that_has_nothing_of_a_finite_blend_has_no_packs(few_and_many, tmp_path):
     parts = [{"path": path, "repetitions": 1, "subset": {"range": [0, 3]}} for path in few_and_many]
-    given = sum(read(metadataset(tmp_path, {"blend_epochized": parts}), 8, 0, None), Counter())
+    given = sum(read(metadataset(tmp_path / "blend.yaml", {"blend_epochized": parts}), 8, 0, None), Counter())
     assert given - Counter({None: given[None]}) == Counter([f"{name}-{n}" for name in "ab" for n in range(3)])
 
 
 @pytest.mark.parametrize(("ranks", "workers"), [(4, 2)])
 def test_a_split_smaller_than_the_readers_is_read_by_all_of_them(few_and_many, ranks, workers):
-    for own in read(few_and_many[0], ranks, workers, 6):
+    for own in read(few_and_many[0], ranks, workers, 3):
         assert {key[0] for key in own if key} == {"a"}
-        assert own[None] == 6
+        assert own[None] == 3
 
 
 def test_many_small_data_sets_leave_no_reader_with_less_than_another(few_and_many, tmp_path):
     parts = [{"path": few_and_many[1], "repetitions": 1, "subset": {"range": [12 * n, 12 * n + 12]}} for n in range(12)]
-    path = metadataset(tmp_path, {"blend_epochized": parts})
-    own = [sum(count for key, count in each.items() if key) for each in read(path, 16, 0, None)]
-    assert own == [9] * 16
-    assert all(each.total() > each[None] for each in read(path, 16, 0, 2))  # without end, where 9 are enough
+    path = metadataset(tmp_path / "blend.yaml", {"blend_epochized": parts})
+    own = [sum(count for key, count in each.items() if key) for each in read(path, 8, 0, None)]
+    assert own == [18] * 8
+    assert all(each.total() > each[None] for each in read(path, 8, 0, 2))  # without end, where 18 are enough
 
 
 @pytest.mark.parametrize(("repetitions", "ranks", "good"), [(0.1, 16, False), (0.5, 2, True), (2.5, 16, False)])
@@ -301,7 +293,7 @@ def test_a_fraction_of_a_data_set_is_read_or_refused_with_the_number(few_and_man
         {"path": few_and_many[1], "repetitions": repetitions, "subset": {"range": [0, 60]}},
         {"path": few_and_many[1], "repetitions": 1, "subset": {"range": [60, 300]}},
     ]
-    path = metadataset(tmp_path, {"blend_epochized": parts})
+    path = metadataset(tmp_path / "blend.yaml", {"blend_epochized": parts})
     if good:
         given = sum(read(path, ranks, 0, None), Counter())
         assert sum(given[f"b-{n}"] for n in range(60)) == 60 * repetitions
@@ -341,30 +333,30 @@ def test_readers_of_the_whole_begin_at_different_places_where_nothing_is_shuffle
 
 
 def test_a_split_without_samples_is_refused_when_the_loader_is_built(few_and_many, tmp_path):
-    path = metadataset(tmp_path, {"path": few_and_many[1], "subset": {"range": [5, 5]}})
+    path = metadataset(tmp_path / "blend.yaml", {"path": few_and_many[1], "subset": {"range": [5, 5]}})
     with pytest.raises(UserError, match="has no samples in this split"):
         read(path, 2, 0, 1)
 
 
 def test_a_subset_is_dealt_whole_and_nothing_else_of_its_data_set(made, tmp_path):
-    path, _ = made("length", 800)
-    part = [{"path": f"{path}/text", "subset": {"range": [100, 700]}, "repetitions": 1}]
+    path, _ = made("length", 400)
+    part = [{"path": f"{path}/text", "subset": {"range": [50, 350]}, "repetitions": 1}]
     halves = {"blend_epochized": part, "subset": {"range": ["50%", "100%"]}}
-    given = sum(read(metadataset(tmp_path, halves), 3, 0, None), Counter())
+    given = sum(read(metadataset(tmp_path / "blend.yaml", halves), 3, 0, None), Counter())
     del given[None]
-    assert given == Counter([f"b-{n}" for n in range(300)])  # of 400 short and 400 long ones
+    assert given == Counter([f"b-{n}" for n in range(150)])  # of 200 short and 200 long ones
 
 
-@pytest.mark.parametrize(("samples", "ranks", "workers"), [(60, 2, 0), (3, 2, 2)])
+@pytest.mark.parametrize(("samples", "ranks", "workers"), [(60, 2, 0)])
 def test_a_state_of_dealt_samples_continues_exactly_after_every_pack(made, continues, samples, ranks, workers):
     path, _ = made("shuffled", samples)
     arguments = {"task_encoder": encoder_of(path), "rank": ranks - 1, "world_size": ranks}
-    continues(functools.partial(build_loader, run_of(path, workers=workers), **arguments), packs=7, at=(1, 4))
+    continues(functools.partial(build_loader, run_of(path, workers=workers), **arguments), packs=5, at=(1, 3))
 
 
 def test_a_state_is_refused_where_other_samples_are_a_readers(made, tmp_path):
     """Another size of a shard's sample changes what each reader has, although counts and names are the same."""
-    path, _ = made("length", 800)
+    path, _ = made("length", 400)
     loader = build_loader(run_of(path), task_encoder=encoder_of(path), rank=0, world_size=2)
     next(iter(loader))
     state = loader.save_state()
@@ -386,12 +378,11 @@ def test_json_lines_are_dealt_whole_with_their_own_keys(tmp_path):
     lines = tmp_path / "chats.jsonl"
     lines.write_text("".join(json.dumps({"said": "word " * (1 + n % 30)}) + "\n" for n in range(90)))
     JsonlPreparator.prepare_dataset(EPath(lines))
-    path = metadataset(tmp_path, {"path": str(lines), "subflavors": {}})
+    path = metadataset(tmp_path / "blend.yaml", {"path": str(lines), "subflavors": {}})
     run = run_of(path, repeat=False)
     encoder = PackingTaskEncoder(run.encoder, run.packing, cookers=[Cooker(cook_foreign)])
-    for ranks in (1, 3):
-        given = Counter()
-        for rank in range(ranks):
-            for pack in build_loader(run, task_encoder=encoder, rank=rank, world_size=ranks):
-                given.update(pack.keys)
-        assert given == Counter(str(n) for n in range(90))
+    given = Counter()
+    for rank in range(3):
+        for pack in build_loader(run, task_encoder=encoder, rank=rank, world_size=3):
+            given.update(pack.keys)
+    assert given == Counter(str(n) for n in range(90))

@@ -1,7 +1,5 @@
 """Packs of a replica: read by one rank, told to the others, and what a start costs at scale."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io

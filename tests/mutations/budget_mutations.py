@@ -130,8 +130,8 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "energon/window.py",
-                'self.ledger.resume(self._restored.get("counts"), held=held)',
-                "self.ledger.resume(None, held=held)",
+                'self.ledger.resume(self._restored.get("counts"), held=',
+                "self.ledger.resume(None, held=",
             ),
         ),
     ),

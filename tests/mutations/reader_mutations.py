@@ -31,7 +31,7 @@ READER_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=86,
         name="chunks are dealt in turns, whatever period the source has",
-        test=EQUALLY + "[foreign-4-1]",
+        test=EQUALLY + "[foreign-4-0]",
         oracle="how often each key was given",
         edits=(
             (

@@ -255,7 +255,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=96,
         name="Energon copies what it saves item by item",
-        test=COST + "test_a_state_takes_as_few_steps_at_any_size[buffer of 10,000]",
+        test=COST + "test_a_state_takes_as_few_steps_at_any_size[buffer of 2,000]",
         oracle="the definition",
         edits=(("energon/loader.py", "    save_shallowly(dataset)\n", ""),),
     ),

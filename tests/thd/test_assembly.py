@@ -1,41 +1,21 @@
 """What assembly promises: boundaries, padding, positions, and rows that are refused by name."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
 import pytest
 import torch
+from text_rows import text_row, text_rows
 
 from energon_packing import thd
 from energon_packing.errors import ConfigError, PackingError
-
-
-def make_row(length: int, key: str | None = None, *, mrope: bool = False, seed: int = 0, **more):
-    generator = torch.Generator().manual_seed(seed + length)
-    ids = torch.randint(1, 1000, (length,), generator=generator)
-    labels = torch.cat([ids[1:], torch.tensor([-100])])
-    positions = torch.arange(length)
-    row = {
-        "input_ids": ids,
-        "labels": labels,
-        "loss_mask": (labels != -100).float(),
-        "position_ids": positions.expand(3, length).contiguous() if mrope else positions,
-    }
-    return row | ({} if key is None else {"key": key}) | more
-
-
-def rows_of(*lengths: int, **more):
-    return [make_row(length, f"s{index}", seed=index, **more) for index, length in enumerate(lengths)]
-
 
 # Boundaries
 
 
 @pytest.mark.parametrize(("multiple", "width"), [(1, None), (1, 40), (4, None), (4, 40), (8, None)])
 def test_boundaries_are_int32_start_at_zero_and_increase_to_the_end_of_the_row(multiple, width):
-    batch = thd.assemble(rows_of(5, 12, 3), multiple=multiple, width=width)
+    batch = thd.assemble(text_rows(5, 12, 3), multiple=multiple, width=width)
     for boundaries in (batch.cu_seqlens, batch.cu_seqlens_padded):
         if boundaries is not None:
             assert boundaries.dtype == torch.int32
@@ -47,7 +27,7 @@ def test_boundaries_are_int32_start_at_zero_and_increase_to_the_end_of_the_row(m
 
 
 def test_real_and_padded_boundaries_are_two_arrays_that_differ_where_there_is_padding():
-    batch = thd.assemble(rows_of(5, 12, 3), multiple=4)
+    batch = thd.assemble(text_rows(5, 12, 3), multiple=4)
     assert batch.cu_seqlens.tolist() == [0, 5, 17, 20]
     assert batch.cu_seqlens_padded.tolist() == [0, 8, 20, 24]
     bridge = batch.cu_seqlens_padded
@@ -56,10 +36,10 @@ def test_real_and_padded_boundaries_are_two_arrays_that_differ_where_there_is_pa
 
 def test_padding_only_at_the_tail_counts_as_padding_between_sequences():
     pytest.importorskip("megatron.core")
-    aligned = thd.assemble(rows_of(8, 4), multiple=4)
-    with_tail = thd.assemble(rows_of(8, 4), multiple=4, width=16)
+    aligned = thd.assemble(text_rows(8, 4), multiple=4)
+    with_tail = thd.assemble(text_rows(8, 4), multiple=4, width=16)
     assert with_tail.cu_seqlens_padded.tolist() == with_tail.cu_seqlens.tolist() == [0, 8, 12, 16]
-    padded_last = thd.assemble(rows_of(8, 3), multiple=4)
+    padded_last = thd.assemble(text_rows(8, 3), multiple=4)
     assert padded_last.cu_seqlens_padded.tolist() == [0, 8, 12, 16]
     assert padded_last.cu_seqlens.tolist() == [0, 8, 11, 15]
     assert thd.packed_seq_params(aligned).pad_between_seqs is False
@@ -72,45 +52,45 @@ def test_padding_only_at_the_tail_counts_as_padding_between_sequences():
 
 
 def test_multiple_one_emits_no_padded_boundaries():
-    batch = thd.assemble(rows_of(5, 12, 3), multiple=1, width=32)
+    batch = thd.assemble(text_rows(5, 12, 3), multiple=1, width=32)
     assert batch.cu_seqlens_padded is None
     assert not [key for key in batch.to_bridge() if key.endswith("_padded")]
 
 
 def test_a_multiple_above_one_emits_padded_boundaries_even_where_nothing_is_padded():
-    batch = thd.assemble(rows_of(8, 16), multiple=8)
+    batch = thd.assemble(text_rows(8, 16), multiple=8)
     assert batch.cu_seqlens_padded.tolist() == batch.cu_seqlens.tolist() == [0, 8, 24]
     assert {"cu_seqlens_q_padded", "cu_seqlens_kv_padded"} <= set(batch.to_bridge())
 
 
 def test_total_tokens_is_the_length_of_the_row():
-    assert thd.assemble(rows_of(5, 3)).total_tokens == 8
-    assert thd.assemble(rows_of(5, 3), multiple=4).total_tokens == 12
-    assert thd.assemble(rows_of(5, 3), width=20).to_bridge()["total_tokens"] == 20
+    assert thd.assemble(text_rows(5, 3)).total_tokens == 8
+    assert thd.assemble(text_rows(5, 3), multiple=4).total_tokens == 12
+    assert thd.assemble(text_rows(5, 3), width=20).to_bridge()["total_tokens"] == 20
 
 
 def test_max_seqlen_follows_the_padding_and_the_tail():
-    assert thd.assemble(rows_of(5, 3)).max_seqlen == 5
-    assert thd.assemble(rows_of(5, 3), multiple=8).max_seqlen == 8
-    assert thd.assemble(rows_of(5, 3), multiple=4, width=120).max_seqlen == 108
-    assert thd.assemble(rows_of(5, 3), width=126).max_seqlen == 118
+    assert thd.assemble(text_rows(5, 3)).max_seqlen == 5
+    assert thd.assemble(text_rows(5, 3), multiple=8).max_seqlen == 8
+    assert thd.assemble(text_rows(5, 3), multiple=4, width=120).max_seqlen == 108
+    assert thd.assemble(text_rows(5, 3), width=126).max_seqlen == 118
 
 
 def test_a_fixed_width_without_alignment_ends_in_a_masked_segment_that_is_no_sample():
-    batch = thd.assemble(rows_of(5, 3), width=12)
+    batch = thd.assemble(text_rows(5, 3), width=12)
     assert batch.cu_seqlens.tolist() == [0, 5, 8, 12]
     assert (batch.num_segments, batch.num_samples) == (3, 2)
     assert batch.padding_mask[0].tolist() == [False] * 8 + [True] * 4
     assert batch.position_ids[0, 8:].tolist() == [0, 1, 2, 3]
-    assert thd.assemble(rows_of(5, 3), width=8).cu_seqlens.tolist() == [0, 5, 8]
+    assert thd.assemble(text_rows(5, 3), width=8).cu_seqlens.tolist() == [0, 5, 8]
 
 
 def test_a_total_multiple_lengthens_the_row_and_nothing_else():
-    plain = thd.assemble(rows_of(5, 3))
-    assert thd.assemble(rows_of(5, 3), total_multiple=16).total_tokens == 16
-    assert thd.assemble(rows_of(5, 3), multiple=6, total_multiple=16).total_tokens == 48
-    assert thd.assemble(rows_of(8, 8), total_multiple=16).num_segments == 2
-    assert torch.equal(thd.assemble(rows_of(5, 3), total_multiple=16).tokens[:, :8], plain.tokens)
+    plain = thd.assemble(text_rows(5, 3))
+    assert thd.assemble(text_rows(5, 3), total_multiple=16).total_tokens == 16
+    assert thd.assemble(text_rows(5, 3), multiple=6, total_multiple=16).total_tokens == 48
+    assert thd.assemble(text_rows(8, 8), total_multiple=16).num_segments == 2
+    assert torch.equal(thd.assemble(text_rows(5, 3), total_multiple=16).tokens[:, :8], plain.tokens)
 
 
 # Padding and loss
@@ -118,7 +98,7 @@ def test_a_total_multiple_lengthens_the_row_and_nothing_else():
 
 @pytest.mark.parametrize(("multiple", "width"), [(1, 32), (4, None), (8, 64)])
 def test_padding_has_no_label_no_weight_and_is_marked(multiple, width):
-    batch = thd.assemble(rows_of(5, 12, 3), multiple=multiple, width=width, pad_token_id=7)
+    batch = thd.assemble(text_rows(5, 12, 3), multiple=multiple, width=width, pad_token_id=7)
     padding = batch.padding_mask
     assert padding.sum() == batch.total_tokens - 20
     assert (batch.tokens[padding] == 7).all()
@@ -126,13 +106,8 @@ def test_padding_has_no_label_no_weight_and_is_marked(multiple, width):
     assert (batch.loss_mask[padding] == 0).all()
 
 
-def test_padding_positions_go_on_counting():
-    batch = thd.assemble(rows_of(5, 3), multiple=4)
-    assert batch.position_ids[0].tolist() == [*range(8), *range(4)]
-
-
 def test_padding_of_mrope_rows_counts_on_from_the_largest_axis():
-    row = make_row(4)
+    row = text_row(4)
     row["position_ids"] = torch.tensor([[0, 1, 1, 1], [0, 1, 1, 2], [0, 1, 2, 5]])
     batch = thd.assemble([row], multiple=8)
     assert batch.position_ids.shape == (3, 1, 16)
@@ -142,11 +117,11 @@ def test_padding_of_mrope_rows_counts_on_from_the_largest_axis():
 
 @pytest.mark.parametrize(("field", "value"), [("labels", 17), ("loss_mask", 1.0)])
 def test_the_last_token_of_a_segment_is_never_supervised_by_the_first_of_the_next(field, value):
-    batch = thd.assemble(rows_of(5, 12, 3), multiple=1)
+    batch = thd.assemble(text_rows(5, 12, 3), multiple=1)
     ends = batch.cu_seqlens[1:].long() - 1
     assert (batch.labels[0, ends] == -100).all()
     assert (batch.loss_mask[0, ends] == 0).all()
-    rows = rows_of(5, 12, 3)
+    rows = text_rows(5, 12, 3)
     rows[1][field][-1] = value
     with pytest.raises(PackingError, match="sample s1: its last token"):
         thd.assemble(rows)
@@ -154,7 +129,7 @@ def test_the_last_token_of_a_segment_is_never_supervised_by_the_first_of_the_nex
 
 def test_padding_has_no_effect_on_the_router_losses_of_megatron_core():
     moe_utils = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
-    batch = thd.assemble(rows_of(5, 12, 3), multiple=8, width=48)
+    batch = thd.assemble(text_rows(5, 12, 3), multiple=8, width=48)
     logits = torch.randn(48, 4, generator=torch.Generator().manual_seed(0))
     # Which tokens are padding is known from the lengths; the mask itself is what is tested.
     content = [*range(5), *range(8, 20), *range(24, 27)]
@@ -178,7 +153,7 @@ def test_padding_has_no_effect_on_the_router_losses_of_megatron_core():
 
 def test_samples_that_do_not_fit_the_width_are_an_error_not_a_truncation():
     with pytest.raises(PackingError, match="occupy 24 tokens after alignment to 8, more than the row's 16"):
-        thd.assemble(rows_of(5, 12), multiple=8, width=16)
+        thd.assemble(text_rows(5, 12), multiple=8, width=16)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +177,7 @@ def test_samples_that_do_not_fit_the_width_are_an_error_not_a_truncation():
 )
 def test_a_malformed_row_is_refused_by_its_key(change, message):
     with pytest.raises(PackingError, match=f"sample odd.*{message}"):
-        thd.assemble([make_row(5, "fine"), make_row(5, "odd") | change])
+        thd.assemble([text_row(5, "fine"), text_row(5, "odd") | change])
 
 
 def test_an_empty_pack_is_refused():
@@ -222,14 +197,14 @@ def test_an_empty_pack_is_refused():
 )
 def test_an_impossible_alignment_is_a_configuration_error(options):
     with pytest.raises(ConfigError):
-        thd.assemble(rows_of(5), **options)
+        thd.assemble(text_rows(5), **options)
 
 
 # Extra fields and media
 
 
 def test_extra_fields_are_padded_with_their_declared_value_and_keep_their_dtype():
-    rows = rows_of(5, 3, turn=None)
+    rows = text_rows(5, 3, turn=None)
     for row in rows:
         row["turn"] = torch.ones(row["input_ids"].shape[0], dtype=torch.bfloat16)
     batch = thd.assemble(rows, multiple=4, extra_fields={"turn": -1})
@@ -241,7 +216,7 @@ def test_extra_fields_are_padded_with_their_declared_value_and_keep_their_dtype(
 @pytest.mark.parametrize("name", ["labels", "tokens", "cu_seqlens_q", "visual_inputs"])
 def test_an_extra_field_may_not_take_the_name_of_a_standard_one(name):
     with pytest.raises(ConfigError, match=name):
-        thd.assemble(rows_of(5), extra_fields={name: 0})
+        thd.assemble(text_rows(5), extra_fields={name: 0})
 
 
 IMAGE, MERGE = 999_999, 2
@@ -249,7 +224,7 @@ IMAGE, MERGE = 999_999, 2
 
 def image_row(key: str, grids: list[tuple[int, int, int]], fill: float):
     tokens = sum(t * h * w for t, h, w in grids) // MERGE**2
-    row = make_row(tokens + 4, key)
+    row = text_row(tokens + 4, key)
     row["input_ids"][2 : 2 + tokens] = IMAGE
     patches = sum(t * h * w for t, h, w in grids)
     row["visual_inputs"] = {
@@ -260,10 +235,10 @@ def image_row(key: str, grids: list[tuple[int, int, int]], fill: float):
 
 
 def test_every_segment_holds_as_many_placeholders_as_its_own_grids_ask_for():
-    rows = [image_row("a", [(1, 4, 4)], 1), make_row(5, "text"), image_row("b", [(1, 2, 4), (1, 2, 2)], 2)]
+    rows = [image_row("a", [(1, 4, 4)], 1), text_row(5, "text"), image_row("b", [(1, 2, 4), (1, 2, 2)], 2)]
     batch = thd.assemble(rows, multiple=4)
     assert batch.visual_counts == {"pixel_values": (16, 0, 12), "image_grid_thw": (1, 0, 2)}
-    assert thd.check_media(batch, merge_size=MERGE, image_token_id=IMAGE, video_token_id=5) == []
+    assert thd.check_media(batch, merge_size=MERGE, image_token_id=IMAGE, video_token_id=IMAGE - 1) == []
 
     rows[2]["input_ids"][0] = IMAGE
     (problem,) = thd.check_media(thd.assemble(rows, multiple=4), merge_size=MERGE, image_token_id=IMAGE)
@@ -293,17 +268,3 @@ def test_a_visual_input_that_cannot_join_the_others_names_its_sample():
     rows[1]["visual_inputs"]["pixel_values"] = torch.zeros(16, 5)
     with pytest.raises(PackingError, match="sample b: visual input pixel_values"):
         thd.assemble(rows)
-
-
-@pytest.mark.parametrize(("multiple", "mrope"), [(1, False), (8, False), (1, True), (8, True)])
-def test_unpacking_gives_back_every_row(multiple, mrope):
-    rows = rows_of(5, 12, 3, mrope=mrope)
-    rows[1] |= {"visual_inputs": {"pixel_values": torch.arange(8.0).view(4, 2)}}
-    rows[2] |= {"visual_inputs": {"pixel_values": torch.arange(4.0).view(2, 2)}}
-    again = thd.unpack(thd.assemble(rows, multiple=multiple, width=64))
-    for row, other in zip(rows, again, strict=True):
-        assert set(row) == set(other)
-        for name in ("input_ids", "labels", "loss_mask", "position_ids"):
-            assert torch.equal(row[name], other[name])
-        for name, tensor in row.get("visual_inputs", {}).items():
-            assert torch.equal(tensor, other["visual_inputs"][name])

@@ -1,14 +1,12 @@
 """What a packed batch does after assembly: check itself, travel between processes, slice, and fix its boundaries."""
 
-from __future__ import annotations
-
 import pickle
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
+from text_rows import text_row, text_rows
 from torch.utils.data import DataLoader
 
 from energon_packing import thd
@@ -17,19 +15,9 @@ from energon_packing.errors import ConfigError, PackingError
 from energon_packing.thd.fields import BRIDGE_KEYS
 
 
-def make_row(length: int, key: str, *, mrope: bool = False):
-    ids = torch.arange(1, length + 1)
-    labels = torch.cat([ids[1:], torch.tensor([-100])])
-    positions = torch.arange(length)
-    return {
-        "key": key,
-        "input_ids": ids,
-        "labels": labels,
-        "loss_mask": (labels != -100).float(),
-        "position_ids": positions.expand(3, length).contiguous() if mrope else positions,
-        "turn": torch.full((length,), 0.5),
-        "visual_inputs": {"pixel_values": torch.full((length, 2), float(length))},
-    }
+def make_row(length: int, key: str, **more):
+    visual_inputs = {"pixel_values": torch.full((length, 2), float(length))}
+    return text_row(length, key, turn=torch.full((length,), 0.5), visual_inputs=visual_inputs, **more)
 
 
 def make_batch(*lengths: int, multiple: int = 4, width: int | None = None, mrope: bool = False):
@@ -243,14 +231,6 @@ def test_the_slices_of_all_ranks_give_back_every_token_field(cp_size, mrope):
     assert_same(thd.reassemble(slices[::-1]), batch)
 
 
-def test_the_indices_of_numpy_and_torch_are_one():
-    boundaries = make_batch(5, 33, 16, multiple=8).boundaries
-    for rank in range(4):
-        ours = thd.context_parallel_indices(boundaries, 4, rank)
-        assert ours.dtype == torch.int64
-        assert np.array_equal(ours.numpy(), thd.context_parallel_indices_numpy(boundaries.numpy(), 4, rank))
-
-
 @pytest.mark.parametrize(
     ("boundaries", "error", "message"),
     [
@@ -292,9 +272,7 @@ def test_reassembly_wants_each_rank_once():
 
 
 def text_batch(*lengths: int, multiple: int, width: int):
-    rows = [make_row(length, f"s{index}") for index, length in enumerate(lengths)]
-    return thd.assemble([{k: row[k] for k in row if k not in ("visual_inputs", "turn")} for row in rows],
-                        multiple=multiple, width=width)  # fmt: skip
+    return thd.assemble(text_rows(*lengths), multiple=multiple, width=width)
 
 
 @pytest.mark.parametrize("multiple", [1, 4])
@@ -313,12 +291,6 @@ def test_fixed_boundary_arrays_repeat_the_last_boundary_and_pass_every_check(mul
         assert_same(thd.reassemble([thd.slice_for_context_parallel(fixed, 2, rank) for rank in range(2)]), fixed)
 
 
-def test_rows_that_fill_a_fixed_boundary_array_still_keep_the_common_max_seqlen():
-    fixed = thd.pad_cu_seqlens(text_batch(8, 8, multiple=8, width=16), max_segments=2, max_seqlen=16)
-    assert (fixed.boundary_padding, fixed.max_seqlen) == (0, 16)
-    assert thd.check_thd(fixed, multiple=8) == []
-
-
 def test_fixed_boundary_arrays_refuse_what_they_cannot_hold():
     batch = text_batch(5, 12, 3, multiple=4, width=32)
     with pytest.raises(PackingError, match="4 segments, more than max_segments=3"):
@@ -327,16 +299,13 @@ def test_fixed_boundary_arrays_refuse_what_they_cannot_hold():
         thd.pad_cu_seqlens(batch, max_segments=4, max_seqlen=8)
     with pytest.raises(PackingError, match="text models"):
         thd.pad_cu_seqlens(make_batch(5), max_segments=4)
-    row = {name: value for name, value in make_row(5, "m", mrope=True).items() if name not in ("turn", "visual_inputs")}
-    mrope = thd.assemble([row])
+    mrope = thd.assemble(text_rows(5, mrope=True))
     with pytest.raises(PackingError, match="text models"):
         thd.pad_cu_seqlens(mrope, max_segments=4)
 
 
 def test_the_mapping_for_bridge_has_exactly_the_documented_keys_and_forms():
-    rows = [make_row(length, f"s{length}") for length in (5, 3)]
-    rows = [{name: row[name] for name in row if name not in ("turn", "visual_inputs")} for row in rows]
-    mapping = thd.assemble(rows, multiple=4).to_bridge()
+    mapping = thd.assemble(text_rows(5, 3), multiple=4).to_bridge()
     assert tuple(mapping) == BRIDGE_KEYS
     assert mapping["tokens"] is mapping["input_ids"]
     assert mapping["attention_mask"] is None

@@ -1,7 +1,5 @@
 """Bytes become the processor's floats: the forms, their way through a pack, and what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Pixels of a pack that is made in a loader's worker lie in shared memory from the start."""
 
-from __future__ import annotations
-
 import errno
 import os
 

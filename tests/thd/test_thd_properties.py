@@ -3,8 +3,6 @@
 ``ENERGON_PACKING_PACKS`` sets how many random packs each property tries (`docs/correctness.md`).
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import os

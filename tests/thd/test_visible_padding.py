@@ -5,8 +5,6 @@ its own code is run on our boundaries, which needs neither a GPU nor its compile
 how many random rows each property tries.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import pickle
@@ -19,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import row_cases
 from support.p2p_cut import attention_over_ranks, infers_padding, lengths_of_steps
+from text_rows import text_rows
 from torch.utils.data import DataLoader
 
 from energon_packing import thd
@@ -27,17 +26,6 @@ from energon_packing.thd.assembly import visible_order
 
 PACKS = int(os.environ.get("ENERGON_PACKING_PACKS", "200"))
 SOURCES = [Path(each) for each in os.environ.get("ENERGON_PACKING_TRANSFORMER_ENGINE_SOURCE", "").split(":") if each]
-
-
-def make_row(length: int, key: str = "s"):
-    ids = torch.arange(1, length + 1)
-    labels = torch.cat([ids[1:], torch.tensor([-100])])
-    weights, positions = (labels != -100).float(), torch.arange(length)
-    return {"key": key, "input_ids": ids, "labels": labels, "loss_mask": weights, "position_ids": positions}
-
-
-def rows_of(*lengths: int):
-    return [make_row(length, f"s{index}") for index, length in enumerate(lengths)]
 
 
 # What assembly makes of every case
@@ -59,7 +47,7 @@ def rows_of(*lengths: int):
     ],
 )
 def test_a_row_is_wholly_aligned_or_shows_its_padding_before_its_last_segment(lengths, width, real, physical):
-    batch = thd.assemble(rows_of(*lengths), multiple=4, width=width)
+    batch = thd.assemble(text_rows(*lengths), multiple=4, width=width)
     assert batch.cu_seqlens.tolist() == real
     assert batch.cu_seqlens_padded.tolist() == physical
     assert (batch.cu_seqlens_padded is batch.cu_seqlens) == (real == physical)
@@ -73,8 +61,8 @@ def test_a_row_is_wholly_aligned_or_shows_its_padding_before_its_last_segment(le
 
 def test_a_width_without_room_for_the_masked_segment_is_refused_with_the_way_out():
     with pytest.raises(PackingError, match=r"sample s1 ends the row of 20 tokens .* put it before another sample"):
-        thd.assemble(rows_of(12, 5), multiple=4, width=20)
-    assert thd.assemble(rows_of(5, 12), multiple=4, width=20).total_tokens == 20
+        thd.assemble(text_rows(12, 5), multiple=4, width=20)
+    assert thd.assemble(text_rows(5, 12), multiple=4, width=20).total_tokens == 20
 
 
 SAMPLES = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=2), min_size=1, max_size=7)
@@ -89,11 +77,11 @@ def test_the_order_of_a_pack_keeps_every_sample_whole_and_needs_no_masked_segmen
     assert visible_order(arranged, multiple) == list(range(len(samples)))  # a restored pack stays as it is
     lengths = [length for sample in arranged for length in sample]
     occupied = sum(-(-length // multiple) * multiple for length in lengths)
-    batch = thd.assemble(rows_of(*lengths), multiple=multiple)
+    batch = thd.assemble(text_rows(*lengths), multiple=multiple)
     assert thd.check_thd(batch, multiple=multiple) == []
     assert batch.total_tokens <= occupied + multiple * (len(samples) == 1)
     if len(samples) > 1:
-        assert thd.assemble(rows_of(*lengths), multiple=multiple, width=occupied).num_segments == len(lengths)
+        assert thd.assemble(text_rows(*lengths), multiple=multiple, width=occupied).num_segments == len(lengths)
 
 
 # The kernel
@@ -127,7 +115,7 @@ def test_what_reaches_bridge_and_the_kernel_is_read_alike_by_every_release(trave
     params = pytest.importorskip("megatron.core.packed_seq_params").PackedSeqParams
     for lengths in ((8, 4), (5,), (12, 5), (5, 12), (8,)):
         for width in (None, 32):
-            batch = thd.assemble(rows_of(*lengths), multiple=4, width=width)
+            batch = thd.assemble(text_rows(*lengths), multiple=4, width=width)
             if travel == "pickle":
                 batch = pickle.loads(pickle.dumps(batch))
             elif travel == "worker":

@@ -5,14 +5,12 @@ twice: as it is, and with every piece (a text, a name, an argument) replaced by 
 space around texts and thinking tags stay, since templates strip the former and split at the latter.
 """
 
-from __future__ import annotations
-
 import html
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 from energon_packing.chat.thinking import CLOSE, OPEN, TAG, joined_answer, split_answer
 from energon_packing.conversation import Conversation, MediaPart, Part, Turn
@@ -260,7 +258,7 @@ class Layout:
     pieces: tuple[Piece, ...]
 
     @classmethod
-    def of(cls, marked: str, pieces: Sequence[Piece]) -> Layout:
+    def of(cls, marked: str, pieces: Sequence[Piece]) -> Self:
         """Splits a rendering at its marks."""
         frames, order, cursor = [], [], 0
         for start, end, piece in find_marks(marked):

@@ -13,8 +13,6 @@ the template finds it as ``lacking`` and refuses tools. A template with ``tokens
 for an image or video in ``media`` (`energon_packing.chat.template.media_texts`). Any other template is taken as it is.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import re

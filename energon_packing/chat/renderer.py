@@ -1,7 +1,5 @@
 """A chat template as a program: how it receives a conversation, and how it renders a few probes."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Mapping

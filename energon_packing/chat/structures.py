@@ -10,8 +10,6 @@ which generation stops: a token that ends turns or, if the template has none, th
 Both are found by comparing renderings, without any knowledge of the template.
 """
 
-from __future__ import annotations
-
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence

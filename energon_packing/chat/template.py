@@ -11,8 +11,6 @@ missing. The same comparison finds the answers:
 * for any other template they are found by comparing renderings (`energon_packing.chat.structures`).
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ notation of the data. How a chat template writes thinking is not known here but 
 surrounds its thinking are the template's marks (`find_form`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable, Sequence

@@ -1,16 +1,8 @@
 """The conversation encoder: `measure` before selection, `render` after it.
 
-Both halves use the same tokenizer, chat template and family. The predicted and the rendered length of a sample can
-therefore differ only if an image or video does not match its metadata; such a sample is rejected.
-
-Encoders by modality: `ConversationEncoder` restricted to the media that a model or a data set may have.
-
-Use a restriction if an image or video would be a mistake: for a language model whose data contain an image by accident,
-or a vision tower that was never trained on video. Samples that an encoder does not accept are dropped as
-``other_modality``, in the ledger.
+Both use the same tokenizer, chat template and family. The predicted and the rendered length of a sample can therefore
+differ only if an image or video does not match its metadata; such a sample is rejected.
 """
-
-from __future__ import annotations
 
 import contextlib
 import copy
@@ -19,7 +11,7 @@ import functools
 import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -166,7 +158,7 @@ class ConversationEncoder(SampleEncoder):
             "pixels": "rounded" if config.pixels == "bfloat16" else "exact",
         }
 
-    def under(self, limits: LimitsConfig) -> ConversationEncoder:
+    def under(self, limits: LimitsConfig) -> Self:
         """Returns the same encoder with other limits of a sample; template, tokenizer and family are shared."""
         other = copy.copy(self)
         other.config = dataclasses.replace(self.config, limits=limits)
@@ -177,16 +169,12 @@ class ConversationEncoder(SampleEncoder):
 
         A sample over a limit of ``config.limits`` is changed as ``when_over`` allows, with ``changes`` set.
 
-        Args:
-            truncate_to: a longer sample is cut after the last assistant turn that fits into this many tokens.
-
         Raises:
             SampleRejected: a reason of `ChatTemplate.render`, of the family or of `energon_packing.encoders.fitting`;
-                ``other_modality`` if the encoder does not accept one of the media;
-                ``reserved_token`` if a text contains a token that stands for media, ``placeholder_mismatch`` if the
-                template lost or moved an image or video, ``bad_text`` if a text is not valid Unicode,
-                ``special_token`` if a text contains a special token and ``special_tokens_in_text`` is ``refuse``,
-                ``too_few_targets`` if no more than ``min_active_ratio`` of the tokens are targets.
+                ``other_modality`` for media that the encoder does not accept, ``reserved_token`` if a text contains a
+                token that stands for media, ``placeholder_mismatch`` if the template lost or moved an image or video,
+                ``bad_text`` if a text is not valid Unicode, ``special_token`` if one contains a special token and
+                ``special_tokens_in_text`` is ``refuse``, ``too_few_targets`` below ``min_active_ratio``.
             ConfigError: the sample is over a limit and ``when_over`` contains ``raise``.
         """
         self._check_modality(conversation)
@@ -199,7 +187,7 @@ class ConversationEncoder(SampleEncoder):
     def prepare(self, conversations: Sequence[Conversation]) -> None:
         """Renders and tokenizes conversations together, which is quicker; `measure` finds it done.
 
-        Whatever stands in the way of one of them is for `measure` to say. Those of an earlier call are forgotten.
+        Errors are left for `measure` to raise. Conversations of an earlier call are forgotten.
         """
         self._prepared.clear()
         chats: dict[bool, list[tuple[Conversation, tuple[MediaPlan, ...], Expanded]]] = {}
@@ -252,8 +240,6 @@ class ConversationEncoder(SampleEncoder):
         Args:
             conversation, measured: the argument and the result of `measure`.
             fits: whether a pack holds a given number of tokens, images and patches.
-            at: see ``packing.split_at``.
-            positions: see ``packing.split_positions``.
 
         Raises:
             SampleRejected: ``oversize`` if a single image or video fits no pack.
@@ -293,7 +279,6 @@ class ConversationEncoder(SampleEncoder):
         return enough_targets(measured, self.config.limits.min_active_ratio)
 
     def _measure(self, conversation: Conversation, settings: Settings) -> Measured:
-        """Measures the sample as it is, with the limits of ``settings``."""
         prepared = None if settings else self._prepared.pop(id(conversation), None)
         if prepared is not None:
             plans, chat, text = prepared.plans, prepared.chat, prepared.text
@@ -329,24 +314,16 @@ class ConversationEncoder(SampleEncoder):
         )
 
     def _rendered(self, conversation: Conversation, family: VisionFamily) -> tuple[tuple[MediaPlan, ...], Expanded]:
-        """Geometry of the media, and the text with what stands for them."""
         plans = family.plans(conversation.media)
         return plans, self._placeholders.expand(self.template.render(conversation), plans)
 
     def render(self, measured: Measured, read: Callable[[str], bytes]) -> dict[str, Any]:
         """Decodes the media of one sample and returns its row.
 
-        Args:
-            measured: what `measure` returned.
-            read: returns the bytes of an image or video by its name.
-
         Returns:
-            ``input_ids``, ``labels`` (already shifted; -100 where nothing is learned) and ``position_ids`` int64
-            ``[L]`` (``[3, L]`` for mRoPE), ``loss_mask`` float32 ``[L]``, ``visual_inputs`` (name -> tensor), with
-            ``pixel_forms`` if some of them are bytes, ``key`` and ``expected_length``; each of ``config.extra_fields``
-            as float32 ``[L]``, 0 outside the targets; each of `token_fields` as ``[L]``; ``padded_media`` and
-            ``shared_placeholder`` if the family's images and videos need `energon_packing.encoders.joinable_rows` to
-            share a pack.
+            The fields of `SampleEncoder.render`; ``position_ids`` is ``[3, L]`` for mRoPE, and ``pixel_forms`` says
+            which ``visual_inputs`` are bytes. Further: ``key``, ``expected_length``; each of ``config.extra_fields`` as
+            float32 ``[L]``, 0 outside the targets; each of `token_fields` as ``[L]``; `joining_fields`.
 
         Raises:
             SampleRejected: ``missing_media``, ``corrupt_media``, ``media_too_large``, ``decode_timeout``, or
@@ -380,11 +357,7 @@ class ConversationEncoder(SampleEncoder):
         }
 
     def visual_fields(self, measured: HasMedia, read: Callable[[str], bytes]) -> dict[str, Any]:
-        """Decodes the media of one sample; returns the fields of its row that come from them.
-
-        Raises:
-            SampleRejected: as for `render`.
-        """
+        """Decodes the media of one sample; returns the fields of its row that come from them. Raises as `render`."""
         if not measured.plans:
             return {"visual_inputs": {}}
         _ = self.family.pixel_forms  # compared with the processor once here, and not in every child
@@ -417,7 +390,6 @@ class ConversationEncoder(SampleEncoder):
         return self._tokens(text, add_special_tokens=self._adds_tokens(text))
 
     def _adds_tokens(self, text: str) -> bool:
-        """Whether the tokenizer puts its own tokens around a text."""
         bos = self.tokenizer.bos_token
         return self.family.special_tokens and not (bos is not None and text.startswith(bos))
 
@@ -478,7 +450,7 @@ class MixedEncoder(_OfModality):
 
 
 def innermost(model: Any) -> Any:
-    """The model without its wrappers (data parallel, mixed precision)."""
+    """Returns the model without its wrappers (data parallel, mixed precision)."""
     while isinstance(getattr(model, "module", None), torch.nn.Module):
         model = model.module
     return model
@@ -490,12 +462,7 @@ def takes(model: Any, name: str) -> bool:
 
 
 def refuse_untaken(model: Any, names: Iterable[str], encoder: Callable[[], EncoderConfig]) -> None:
-    """Refuses a model that would not see what the family's processor made for it.
-
-    Args:
-        model: wrapped or not.
-        names: of the family's fields per token, and of media.
-        encoder: returns the run's configuration, for the message.
+    """Refuses a model that would not see what the family's processor made for it: the fields ``names``.
 
     Raises:
         ConfigError: the model's forward does not take one of them.

@@ -2,14 +2,10 @@
 
 An action either brings the sample within every limit or leaves it unchanged, and the next action is tried.
 
-Makes the media of one sample smaller than the run's limits require, by the family's own rules.
-
-A sample over a limit is planned again with lower upper limits (`FIELDS`) for this sample alone. The family and its
+To resize, a sample is planned again with lower upper limits (`FIELDS`) for this sample alone. The family and its
 processor are rebuilt with those limits, so the plan made here and the pixels made by `render` follow from the same
 numbers. All media of a sample are lowered by the same number of steps.
 """
-
-from __future__ import annotations
 
 import contextlib
 import copy
@@ -38,11 +34,7 @@ FAMILIES_KEPT = 512
 
 
 class Resizer:
-    """Finds lower limits for single samples.
-
-    Args:
-        family: of the run; its processor is never changed.
-    """
+    """Finds lower limits for single samples; the processor of the run's ``family`` is never changed."""
 
     def __init__(self, family: VisionFamily) -> None:
         self._family = family
@@ -167,10 +159,8 @@ def _smallest(low: int, high: int, holds: Callable[[int], bool]) -> int | None:
 
 
 def _climb(high: int, holds: Callable[[int], bool]) -> int | None:
-    """Like `_smallest` from 0 on, but never tries values far above the result.
-
-    A limit that is far too high can be expensive to try: InternVL's processor lists every grid up to its tile limit, so
-    its time grows with the square of that limit.
+    """Like `_smallest` from 0 on, but never tries values far above the result, which can be expensive: InternVL's
+    processor lists every grid up to its tile limit, so its time grows with the square of that limit.
     """
     below = 0
     while below <= high:
@@ -217,12 +207,7 @@ class Excess(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """The limits of one run, the longest row included.
-
-    Attributes:
-        limits: of the configuration.
-        row: tokens of a row if longer samples are to be cut; None if that is decided elsewhere.
-    """
+    """The limits of one run; ``row``: tokens of a row if longer samples are to be cut here, else None."""
 
     limits: LimitsConfig
     row: int | None = None
@@ -251,9 +236,7 @@ def fit(
     """Measures a conversation, or both answers of a pair, and if needed changes it to fit all limits together.
 
     Both answers of a pair get the same media settings. All media are in the common beginning, so each counts twice.
-
-    Args:
-        choose: None for a pair, which is never truncated.
+    ``choose`` is None for a pair, which is never truncated.
 
     Raises:
         SampleRejected: ``too_many_images``, ``too_many_frames``, ``too_many_visual_tokens``, ``too_many_tokens`` or
@@ -319,9 +302,8 @@ def truncated(
 ) -> Measured | None:
     """Returns the longest beginning of the conversation that ends with an assistant turn and is within the limits.
 
-    It is rendered as a conversation of its own, but trains what the whole record chose: of the turns that are trained
-    there, those that are left. A cut between two turns never separates an image or video from its tokens. Lengths are
-    searched by halves; a template that hides earlier thinking may have a longer beginning that fits.
+    It is rendered as a conversation of its own, but of the turns that the whole record trains, it trains those that are
+    left. Lengths are searched by halves; a template that hides earlier thinking may have a longer beginning that fits.
 
     The result is None if not even the first answer fits, or if no target is left. Extras describe the trained answers
     of the whole record, so a sample that has any is cut only after the last of these answers, or not at all.

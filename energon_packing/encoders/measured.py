@@ -1,9 +1,8 @@
 """A measured sample: everything that is known about a conversation before a pixel is decoded."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
 
@@ -51,7 +50,7 @@ class Measured:
     extras: Mapping[str, float | np.ndarray] = field(default_factory=dict)
 
     @property
-    def segments(self) -> tuple[Measured, ...]:
+    def segments(self) -> tuple[Self, ...]:
         """The rows that this sample becomes: itself."""
         return (self,)
 
@@ -97,10 +96,8 @@ class Measured:
 class MeasuredPair:
     """A preference pair: two measured answers to the same beginning, packed or dropped together.
 
-    They are two adjacent segments of one row, the chosen answer first.
-
-    Attributes:
-        key: of the record; those of the segments end with ``/chosen`` and ``/rejected``.
+    They are two adjacent segments of one row, the chosen answer first; their keys end with ``/chosen`` and
+    ``/rejected``.
     """
 
     key: str

@@ -9,14 +9,12 @@ Joined together, the pieces are the sample: tokens, weights and media. A piece c
 nothing precedes it, as in any sample. A cut between turns costs no target, because a turn's header is not a target.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -31,12 +29,9 @@ Fits = Callable[[int, int, int], bool]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MeasuredSplit:
-    """A sample that is emitted in pieces.
+    """A sample that is emitted in pieces, named ``key#0``, ``key#1`` and so on; ``length`` is that of the whole sample.
 
-    Attributes:
-        key: of the conversation; the pieces are named ``key#0``, ``key#1`` and so on.
-        length: tokens of the whole sample.
-        pieces: in order; a piece that may not be trained on is replaced by the reason.
+    A piece that may not be trained on is replaced by the reason.
     """
 
     key: str
@@ -106,7 +101,7 @@ class _Sizes(NamedTuple):
     targets: np.ndarray
 
     @classmethod
-    def of(cls, measured: Measured) -> _Sizes:
+    def of(cls, measured: Measured) -> Self:
         count = len(measured.token_ids)
         sizes = cls(*np.zeros((6, count + 1), dtype=np.int64))
         sizes.tokens[1:] = 1
@@ -166,8 +161,9 @@ def _turn_cuts(text: SampleText, cuts: list[int]) -> Callable[[int, int], int | 
 
 
 def _count_up_to(turns: Sequence[int], cut: Callable[[int], int | None], end: int) -> int:
-    """Returns how many of the ascending ``turns`` end at or before a token, with few calls of `cut`, which renders a
-    prompt each time."""
+    """Returns how many of the ascending ``turns`` end at or before a token; few calls of `cut`, which renders each
+    time.
+    """
     low, high = 0, len(turns)
     while low < high:
         middle = (low + high) // 2

@@ -32,16 +32,12 @@ _FIRST_STAND_IN, _STAND_INS = 0x17000, 6136
 
 
 class SpecialTexts:
-    """What becomes of special tokens that a record's texts contain.
+    """What becomes of special tokens that a record's texts contain, see ``encoder.special_tokens_in_text``.
 
     For ``text``, a record is rendered with stand-ins in their place, of the same length. In the rendered text, the real
     ones are then the template's own. Tokenizing exchanges the two: a copy of the tokenizer has the stand-ins as its
-    special tokens, so that the record's are text to it, and every character stays where it is.
-
-    Args:
-        tokenizer: a fast tokenizer of transformers. Its special tokens count, except for thinking tags, which records
-            have as marks.
-        choice: see ``encoder.special_tokens_in_text``.
+    special tokens, so that the record's are text to it, and every character stays where it is. Thinking tags do not
+    count, which records have as marks.
 
     Raises:
         ConfigError: for ``text``, if the tokenizer cannot write a special token as ordinary text.
@@ -114,7 +110,7 @@ class SpecialTexts:
         return replace(conversation, turns=turns, chosen=chosen, rejected=rejected, tools=tools)
 
     def exchanged(self, text: str) -> str:
-        """A text with stand-ins in place of special tokens, and these in place of stand-ins."""
+        """Returns a text with stand-ins in place of special tokens, and these in place of stand-ins."""
         return self._pattern.sub(lambda match: self._other[match[0]], text)
 
     def holds_stand_ins(self, text: str) -> bool:
@@ -122,13 +118,13 @@ class SpecialTexts:
         return bool(self._other) and not text.isascii() and self._stand_in.search(text) is not None
 
     def tokens(self, text: str, *, add_special_tokens: bool) -> TokenizedText:
-        """Tokens of a rendered text, in which the record's special tokens are text."""
+        """Returns the tokens of a rendered text, in which the record's special tokens are text."""
         tokenized = self._copy(self.exchanged(text), add_special_tokens=add_special_tokens)
         tokenized.ids = self._ids.take(tokenized.ids)
         return tokenized
 
     def _copied(self, backend: Any) -> tuple[TextTokenizer, np.ndarray]:
-        """The copy, and for each of its ids that of the tokenizer, int32 ``[largest id + 1]``."""
+        """Returns the copy, and for each of its ids that of the tokenizer, int32 ``[largest id + 1]``."""
         from tokenizers import Tokenizer  # type: ignore[import-untyped]
 
         state = json.loads(backend.to_str())
@@ -168,13 +164,10 @@ def _each(value: Any, change: Callable[[str], str]) -> Any:
 
 
 class TextTokenizer:
-    """Makes `TokenizedText`.
+    """Makes `TokenizedText`; ``specials`` tokenizes texts of records whose special tokens are text.
 
-    Args:
-        backend: a ``tokenizers.Tokenizer``. Padding, truncation and ``split_special_tokens`` are switched off whenever
-            they are on: they may have been saved with it, and a processor that is also used elsewhere may switch them
-            on at any call.
-        specials: tokenizes texts of records whose special tokens are text.
+    Padding, truncation and ``split_special_tokens`` are switched off whenever they are on: they may have been saved
+    with the tokenizer, and a processor that is also used elsewhere may switch them on at any call.
     """
 
     def __init__(self, backend: Any, specials: SpecialTexts | None = None) -> None:
@@ -188,11 +181,7 @@ class TextTokenizer:
         self._is_nfc = backend.normalizer is not None
 
     def __call__(self, text: str, *, add_special_tokens: bool) -> TokenizedText:
-        """Tokens of one text.
-
-        Args:
-            text: to be tokenized.
-            add_special_tokens: whether the tokenizer may put its own tokens around the text.
+        """Returns the tokens of one text.
 
         Raises:
             SampleRejected: ``bad_text`` where the text is not valid Unicode.
@@ -210,12 +199,8 @@ class TextTokenizer:
         return TokenizedText(text, encoding)
 
     def several(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[ByteText | None]:
-        """Tokens of each text; None where the quick way is not open.
-
-        Texts that follow each other find the tokenizer's tables in the processor's cache.
-
-        Raises:
-            TypeError, UnicodeEncodeError: one of them is not valid Unicode.
+        """Returns the tokens of each text; None where the quick way is not open. Raises TypeError or UnicodeEncodeError
+        if one is not valid Unicode. Texts that follow each other find the tokenizer's tables in the processor's cache.
         """
         if self._backend.padding is not None:
             self._backend.no_padding()
@@ -253,8 +238,8 @@ class TextTokenizer:
 def use_one_thread() -> None:
     """Lets the tokenizers library work without threads in this process, unless the user has said otherwise.
 
-    For processes of our own: one that measures many texts one after the other has nothing to divide among threads, and
-    `TextTokenizer` is a fifth faster without.
+    A process that measures many texts one after the other has nothing to divide among threads, and `TextTokenizer` is a
+    fifth faster without.
     """
     os.environ.setdefault(_THREADS, "false")
 
@@ -265,11 +250,7 @@ def _one_thread() -> bool:
 
 
 class TokenizedText:
-    """Tokens of one text, as the tokenizers library returns them.
-
-    Attributes:
-        ids: int32 ``[n]``.
-    """
+    """Tokens of one text, as the tokenizers library returns them; ``ids`` is int32 ``[n]``."""
 
     def __init__(self, text: str, encoding: Any) -> None:
         self.ids = np.array(encoding.ids, dtype=np.int32)
@@ -285,9 +266,9 @@ class TokenizedText:
     def tokens_of(self, start: int, end: int) -> tuple[int, int]:
         """Returns tokens ``[first, last)`` that hold any of the characters ``[start, end)``; ``(0, 0)`` if none does.
 
-        transformers maps generation spans with ``char_to_token`` alone. For a character of several tokens (an emoji in
-        a byte-level vocabulary) it returns only the first token, so a span that ends with one would lose the others.
-        Here it is asked where the character after the span begins.
+        For a character of several tokens (an emoji in a byte-level vocabulary) ``char_to_token`` returns only the
+        first, so a span that ends with one would lose the others: it is asked where the character after the span
+        begins.
         """
         first = self._encoding.char_to_token(start) if start < end else None
         behind = self._encoding.char_to_token(end) if end < self._characters else len(self.ids) - 1
@@ -317,12 +298,7 @@ class TokenizedText:
 class ByteText(TokenizedText):
     """Tokens of one text in a byte-level vocabulary whose bytes are those of the text.
 
-    Args:
-        backend: tokenizes again for `offsets`, which are rarely needed.
-        text: that was tokenized.
-        add_special_tokens: the value that it was tokenized with.
-        ids: int32 ``[n]``.
-        ends: bytes of the text up to the end of each token, ``[n]``.
+    ``ends`` holds the bytes of the text up to the end of each token, ``[n]``.
     """
 
     def __init__(self, backend: Any, text: str, add_special_tokens: bool, ids: np.ndarray, ends: np.ndarray) -> None:
@@ -333,7 +309,7 @@ class ByteText(TokenizedText):
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        """Characters ``(start, end)`` of each token, int64 ``[n, 2]``, computed by the tokenizer on first use."""
+        """Characters ``[start, end)`` of each token, int64 ``[n, 2]``, computed by the tokenizer on first use."""
         encoding = self._backend.encode(self._text, add_special_tokens=self._add_special_tokens)
         return np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
 
@@ -379,18 +355,13 @@ _LOSSLESS = frozenset({"Sequence", "Split", "ByteLevel", "Digits"})
 
 
 def byte_lengths(backend: Any) -> np.ndarray | None:
-    """Returns the number of text bytes that each token of a byte-level vocabulary represents.
+    """Returns the number of text bytes that each token of a byte-level vocabulary represents, int32 ``[largest id +
+    1]``.
 
     Their cumulative sum locates every token, for a fraction of the time that the tokenizers library needs to record the
     characters of every token. This holds for lossless byte-level BPE (GPT-2's, which Qwen, InternVL 3 and DeepSeek
-    use). A tokenizer that adds, drops or changes characters is detected, and has no byte lengths.
-
-    Args:
-        backend: a ``tokenizers.Tokenizer``. If its normalizer changes a text (only NFC is accepted) or its
-            post-processor adds tokens, text and tokens differ in bytes: compare the two for every text.
-
-    Returns:
-        int32 ``[largest id + 1]``, 0 for ids without a token; None if bytes do not locate the tokens.
+    use); for any other tokenizer the result is None. If the normalizer changes a text (only NFC is accepted) or the
+    post-processor adds tokens, text and tokens differ in bytes: compare the two for every text.
     """
     from tokenizers import models, pre_tokenizers
 
@@ -456,10 +427,7 @@ class Expanded(NamedTuple):
 class Placeholders:
     """Finds and replaces what the chat template writes for an image or video.
 
-    Args:
-        family: of the run; it defines the placeholders.
-        template: of the run; it defines the frames, which it writes around a placeholder: ``<|vision_start|>``,
-            ``Picture 1:``, a line break.
+    The template defines the frames around a placeholder: ``<|vision_start|>``, ``Picture 1:``, a line break.
     """
 
     def __init__(self, family: VisionFamily, template: ChatTemplate) -> None:

@@ -5,8 +5,6 @@ an image or video of a given size costs (`geometry`), which text stands for it (
 (`pixels`) and the positions of its tokens (`positions`).
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property

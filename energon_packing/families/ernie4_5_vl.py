@@ -1,7 +1,5 @@
 """Ernie 4.5 VL: native resolution, the time drawn on each frame of a video, and a token for two frames."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

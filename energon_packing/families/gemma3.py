@@ -1,7 +1,5 @@
 """Gemma 3: one square of 256 tokens per image, and with pan-and-scan one more per crop of an elongated image."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

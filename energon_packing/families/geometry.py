@@ -4,8 +4,6 @@ Nothing here is guessed: families call these with their processor's own numbers,
 the processor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction

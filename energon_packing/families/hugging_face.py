@@ -1,7 +1,5 @@
 """Any processor that reports what an image costs: geometry and pixels come from the processor alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

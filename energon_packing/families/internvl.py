@@ -1,7 +1,5 @@
 """InternVL 2.5, 3 and 3.5: images cut into tiles with a thumbnail, and videos as one tile per frame."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """LLaVA-1.5: every image becomes one square, so every image costs the same."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """LLaVA-NeXT: the whole image, and the same image at the best of several resolutions, cut into tiles."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

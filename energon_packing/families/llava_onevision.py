@@ -1,7 +1,5 @@
 """LLaVA-OneVision: anyres tiles for a single image, one square per image for several, pooled frames for a video."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -5,8 +5,6 @@ they give bytes. Whether `energon_packing.thd.pixels` makes exactly the processo
 probes. If it does not, the family keeps floats.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any

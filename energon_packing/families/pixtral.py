@@ -1,7 +1,5 @@
 """Pixtral, Mistral Small 3.1 and Ministral 3: native resolution, one run of placeholders per row of the image."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Qwen2-VL, Qwen2.5-VL and what has their processor: native resolution, 28-pixel tokens, a run per image or video."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Families by name and by processor class, and the loading of processors."""
 
-from __future__ import annotations
-
 from types import ModuleType
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Text alone: any Hugging Face tokenizer with a chat template."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reading image, video and tensor files that strangers wrote; how large what they hold may be."""
 
-from __future__ import annotations
-
 from energon_packing.errors import SampleRejected
 
 DEFAULT_MAX_PIXELS = 89_478_485

@@ -13,8 +13,6 @@ when the last tensor in it is gone; until then the child can only read it. Small
 copied.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

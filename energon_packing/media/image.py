@@ -1,7 +1,5 @@
 """Decoding an image as a person sees it: upright, RGB, and never larger than allowed."""
 
-from __future__ import annotations
-
 import functools
 import io
 import math

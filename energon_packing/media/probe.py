@@ -4,8 +4,6 @@ Everything here may be called on hostile files: only known formats are opened (n
 starts another program), and the number of pixels is checked from the header before anything is decoded.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections.abc import Callable, Iterable, Iterator

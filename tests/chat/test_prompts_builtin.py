@@ -3,8 +3,6 @@
 In the expected texts, what stands between « and » is trained.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

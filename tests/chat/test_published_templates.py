@@ -4,8 +4,6 @@ The oracles are trl's own training variants (marked by their authors, read by ``
 rendering of the same template, and what each format's model card says of the beginning and end of an answer.
 """
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

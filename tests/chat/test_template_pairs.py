@@ -4,8 +4,6 @@ The oracles are ``apply_chat_template`` on the record's own messages and the mar
 documents (`MARKS`).
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Templates that hide things: calls, definitions, turns, headers, ends. Each trap here trained a model wrong."""
 
-from __future__ import annotations
-
 import datetime
 import re
 from typing import Any

@@ -4,8 +4,6 @@
 becomes of cut conversations that have labels.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from itertools import product

@@ -1,7 +1,5 @@
 """JPEG files decoded at a part of their size: what stays the same, and how far pixels are from the processor's."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

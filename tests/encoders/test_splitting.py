@@ -1,7 +1,5 @@
 """Splitting a sample that fits no pack: the pieces side by side are the sample, and no medium is cut."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 

@@ -1,7 +1,5 @@
 """Loss weights by token, by sample and by square root, through Bridge's own loss function."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from functools import cache

@@ -3,8 +3,6 @@
 What only one family has is in the file of its name.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from types import MethodType, SimpleNamespace
 

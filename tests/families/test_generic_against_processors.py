@@ -1,7 +1,5 @@
 """The generic family on processors that it has no code for, and the ones that it must refuse."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

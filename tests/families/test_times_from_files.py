@@ -3,8 +3,6 @@
 Tests that begin at a number which both sides share cannot see where that number comes from.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
 """Decoded pixels equal those of transformers' own loader; whatever is no whole image of a sane size is refused."""
 
-from __future__ import annotations
-
 import io
 import struct
 from pathlib import Path

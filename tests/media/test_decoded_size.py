@@ -1,7 +1,5 @@
 """A hostile image or video is refused from its size, before memory is taken for its pixels."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

@@ -1,7 +1,5 @@
 """The child process that decodes: hangs, crashes, errors, large results, dead parents. The decoders are planted."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

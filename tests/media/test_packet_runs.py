@@ -1,7 +1,5 @@
 """Frames of a clip of which only the needed packets are decoded equal those of a full decode, bit for bit."""
 
-from __future__ import annotations
-
 import io
 from random import Random
 

@@ -1,7 +1,5 @@
 """Sizes of images as they are displayed, and what is refused before it is decoded."""
 
-from __future__ import annotations
-
 import io
 import warnings
 

@@ -25,20 +25,14 @@ _MARK = re.compile(r"Zq(\d{6})Xv|7083(\d{6})4417(?:\.25)?")
 
 
 class Piece(NamedTuple):
-    """One thing that a conversation says.
-
-    Attributes:
-        turn: index of its turn, or `DEFINITIONS`.
-        kind: what it is.
-        value: a text without surrounding white space, or a number.
-    """
+    """One thing that a conversation says; a text (``value``) without surrounding white space, or a number."""
 
     turn: int
     kind: PieceKind
     value: str | int | float
 
     def forms(self) -> Iterator[str]:
-        """The forms in which a template may write the value: as it is, or escaped for JSON, HTML or Python."""
+        """Yields the forms in which a template may write the value: as it is, or escaped for JSON, HTML or Python."""
         if not isinstance(self.value, str):
             yield from dict.fromkeys((json.dumps(self.value), str(self.value)))
             return
@@ -75,14 +69,11 @@ class Passing:
 
 
 class Marks:
-    """Writes a mark for every piece and remembers what it stands for.
+    """Writes a mark for every piece and collects these in ``pieces``, in the order of the conversation.
 
     Args:
         markup: leave tags inside texts as they are, for templates that look for them.
         calls: mark calls, arguments and definitions too.
-
-    Attributes:
-        pieces: what was marked, in the order of the conversation.
     """
 
     def __init__(self, *, markup: bool = False, calls: bool = True) -> None:
@@ -98,7 +89,7 @@ class Marks:
         return int(f"7083{number:06d}4417") + (0.25 if isinstance(value, float) else 0)
 
     def core(self, turn: int, kind: PieceKind, text: str) -> str:
-        """A text with one mark in place of it, white space around it aside."""
+        """Returns a text with one mark in place of it, white space around it aside."""
         core = text.strip()
         if not core:
             return text
@@ -106,7 +97,7 @@ class Marks:
         return text[:start] + str(self._mark(turn, kind, core)) + text[start + len(core) :]
 
     def text(self, turn: int, text: str, *, answer: bool) -> str:
-        """A text of a turn with one mark, or one per stretch between tags."""
+        """Returns a text of a turn with one mark, or one per stretch between tags."""
         depth = self._depth[1] if self._depth[0] == turn else 0  # an image may stand between the tags
         if not self._markup and not (answer and (depth or "think>" in text)):  # nearly all texts
             return self.core(turn, "text", text)
@@ -124,11 +115,10 @@ class Marks:
         return "".join(pieces)
 
     def name(self, turn: int, kind: PieceKind, name: str) -> str:
-        """One mark for the name of a call or of a definition."""
         return str(self._mark(turn, kind, name)) if self._calls else name
 
     def arguments(self, turn: int, value: Any) -> Any:
-        """A mark for every key, text and number; booleans and nulls stay."""
+        """Returns the value with a mark for every key, text and number; booleans and nulls stay."""
         if not self._calls:
             return value
         if isinstance(value, Mapping):
@@ -154,15 +144,11 @@ def find_marks(text: str) -> Iterator[tuple[int, int, int]]:
 def to_messages(
     conversation: Conversation, marks: Marks | None, passing: Passing, *, as_list: bool
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-    """Messages and tool definitions for a chat template.
+    """Returns messages, one per turn, and tool definitions for a chat template (None if there are none).
 
     Args:
         marks: writes marks in place of what the conversation says; None leaves it as it is.
-        passing: the form that the template expects.
         as_list: whether every content is a list of parts.
-
-    Returns:
-        Messages, one per turn, and the definitions, or None if there are none.
 
     Raises:
         SampleRejected: ``bad_record`` if a tool call has no name or no arguments.
@@ -270,12 +256,12 @@ class Layout:
         return cls(frames=(*frames, marked[cursor:]), order=tuple(order), pieces=tuple(pieces))
 
     def missing(self) -> list[int]:
-        """Indices of the pieces that are not shown."""
+        """Returns the indices of the pieces that are not shown."""
         shown = set(self.order)
         return [piece for piece in range(len(self.pieces)) if piece not in shown]
 
     def disorder(self) -> tuple[int, int] | None:
-        """Two turns (earlier, later) of which the later one is shown first; None if all are in order."""
+        """Returns two turns (earlier, later) of which the later one is shown first; None if all are in order."""
         latest = DEFINITIONS
         for _, turn in self._first_marks():
             if turn < latest:
@@ -284,7 +270,7 @@ class Layout:
         return None
 
     def places_of_turns(self) -> dict[int, tuple[int, int]]:
-        """First and last mark of every turn that has one, repetitions left out."""
+        """Returns the first and last mark of every turn that has one, repetitions left out."""
         places: dict[int, tuple[int, int]] = {}
         for at, turn in self._first_marks():
             places[turn] = (places.get(turn, (at, at))[0], at)
@@ -300,11 +286,8 @@ class Layout:
                 yield at, turn
 
     def walk(self, text: str, pieces: Sequence[Piece]) -> tuple[list[tuple[int, int]], int | None]:
-        """Finds the characters ``[start, end)`` that stand in place of each mark.
-
-        Args:
-            text: a rendering of a conversation of this structure.
-            pieces: of that conversation.
+        """Finds the characters ``[start, end)`` that stand in place of each mark in a rendering of a conversation of
+        this structure with these ``pieces``.
 
         Returns:
             The places and None; if a piece appears in an unknown form, the places before it and its index.
@@ -328,7 +311,7 @@ class Layout:
 
 
 def names_of(pieces: Sequence[Piece], turns: Sequence[Turn], missing: Sequence[int]) -> str:
-    """What is missing, in words: ``the call 'weather' of turn 2 (assistant)``."""
+    """Returns what is missing, in words: ``the call 'weather' of turn 2 (assistant)``."""
     words: list[str] = []
     called = {pieces[index].turn for index in missing if pieces[index].kind == "call"}
     for index in missing:

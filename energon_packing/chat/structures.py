@@ -3,11 +3,9 @@
 Templates expect input in different forms, so several are tried. The structure of a conversation (everything but its
 words) is rendered once and cached.
 
-Where an answer begins and ends in a rendering with marks.
-
 An answer begins after its header, which is what the template writes as generation prompt. It ends with the text at
-which generation stops: a token that ends turns or, if the template has none, the token that opens the next turn.
-Both are found by comparing renderings, without any knowledge of the template.
+which generation stops: a token that ends turns or, if the template has none, the token that opens the next turn. Both
+are found by comparing renderings, without any knowledge of the template.
 """
 
 import re
@@ -53,11 +51,8 @@ class Answer(NamedTuple):
 
 
 class StopTokens:
-    """The tokens that end an answer, for one tokenizer.
-
-    Args:
-        stops: texts of tokens at which generation stops.
-        special: texts of all special tokens, which may open a turn.
+    """The tokens that end an answer, for one tokenizer: texts of tokens at which generation stops, and of all special
+    tokens, which may open a turn.
     """
 
     def __init__(self, stops: Sequence[str], special: Sequence[str]) -> None:
@@ -67,7 +62,7 @@ class StopTokens:
         self._rest = re.compile(rf"(?:\s*(?:{self._stop.pattern}))+(?=\s*\Z)")
 
     def first_end(self, text: str) -> int | None:
-        """Offset of the end of the first token that ends a turn; None if there is none."""
+        """Returns where the first token that ends a turn ends; None if there is none."""
         found = self._stop.search(text)
         return found.end() if found else None
 
@@ -77,21 +72,23 @@ class StopTokens:
         return found is None or found.end() >= end
 
     def after(self, text: str, start: int) -> int:
-        """The end of the turn-ending token that begins at ``start``; ``start`` if there is none."""
+        """Returns the end of the turn-ending token that begins at ``start``; ``start`` if there is none."""
         found = self._stop.match(text, start)
         return found.end() if found else start
 
     def rest(self, text: str, start: int) -> int:
-        """The end of tokens from ``start`` on that end the whole text (a turn's, then a sequence's); else ``start``."""
+        """Returns the end of tokens from ``start`` on that end the whole text (a turn's, then a sequence's); else
+        ``start``.
+        """
         found = self._rest.match(text, start)
         return found.end() if found else start
 
     def whole(self, text: str, at: int) -> int:
-        """``at``, or the beginning of the special token that a cut at ``at`` would split."""
+        """Returns ``at``, or the beginning of the special token that a cut at ``at`` would split."""
         return next((found.start() for found in self._special.finditer(text) if found.start() < at < found.end()), at)
 
     def opening(self, text: str) -> int | None:
-        """Offset of the end of the special token that opens a text, after any white space; None if there is none."""
+        """Returns where the special token ends that opens a text, after any white space; None if there is none."""
         found = self._special.match(text, len(text) - len(text.lstrip()))
         return found.end() if found else None
 
@@ -137,7 +134,7 @@ def _header(
     turn: int,
     first: int,
 ) -> int:
-    """Length of the frame before an answer up to the end of its header."""
+    """Returns the length of the frame before an answer up to the end of its header."""
     try:
         asked = render(messages[:turn], True)
     except SampleRejected as error:
@@ -192,7 +189,7 @@ def _own_header(messages: Sequence[dict[str, Any]], render: Render, thinking: st
 
 
 def _behind(text: str, piece: int | None) -> str | None:
-    """The text after the last mark of a piece; the whole text if ``piece`` is None; None if the piece is not shown."""
+    """Returns the text after the last mark of a piece; the whole text if ``piece`` is None; None if it is not shown."""
     if piece is None:
         return text
     ends = [end for _, end, found in find_marks(text) if found == piece]
@@ -287,12 +284,9 @@ class Structure:
 
     Attributes:
         messages, tools: with marks.
-        layout: of the rendering.
-        missing, disorder: see `Layout`.
         as_python: whether arguments of a call are shown as Python writes them.
         answers: once they were looked for.
         turns: turn of each mark.
-        roles: of the messages.
     """
 
     def __init__(
@@ -325,12 +319,7 @@ class Reading:
 
 
 class TemplateReader:
-    """Reads conversations through a template.
-
-    Args:
-        renderer: of the template.
-        tool_definitions: whether the template may leave out tool definitions.
-    """
+    """Reads conversations through a template."""
 
     def __init__(self, renderer: TemplateRenderer, tool_definitions: ToolDefinitions) -> None:
         self._renderer, self._tool_definitions = renderer, tool_definitions
@@ -406,9 +395,8 @@ class TemplateReader:
         return (None, refusal) if best is None else (best[1:], complaint)
 
     def _left_out(self, conversation: Conversation, pieces: Sequence[Piece], missing: Sequence[int]) -> list[int]:
-        """Of the pieces that are missing, those that may not be.
-
-        Many templates drop thinking before the last question; definitions may be missing if the user allows it.
+        """Returns the missing pieces that may not be: many templates drop thinking before the last question, and
+        definitions may be missing if the user allows it.
         """
         last_question = max((at for at, turn in enumerate(conversation.turns) if turn.role == "user"), default=-1)
         allowed = {"definition"} if self._tool_definitions == "optional" else set()
@@ -460,11 +448,7 @@ class TemplateReader:
     def _structure(
         self, conversation: Conversation, passing: Passing, mode: Mapping[str, bool]
     ) -> tuple[Structure, list[Piece]]:
-        """The structure of a conversation, cached or rendered, and the conversation's pieces.
-
-        Raises:
-            SampleRejected: the template refuses the conversation.
-        """
+        """Returns the structure of a conversation, cached or rendered, and the conversation's pieces."""
         marks = Marks(**mode)
         messages, tools = self._renderer.messages(conversation, marks, passing)
         key = repr((messages, tools))
@@ -525,11 +509,7 @@ def _holds_python(messages: Sequence[Mapping[str, Any]], text: str) -> bool:
 def _check_unmarked(
     conversation: Conversation, structure: Structure, places: list[tuple[int, int]], text: str, *, calls: bool
 ) -> None:
-    """Checks that what had no mark (tags inside texts, and calls) appears between the turns before and after.
-
-    Raises:
-        SampleRejected: ``template_omits``.
-    """
+    """Checks that what had no mark (tags inside texts, and calls) appears between the turns before and after."""
     turns = structure.layout.places_of_turns()
     for number, turn in enumerate(conversation.turns):
         start = max((places[last][1] for other, (_, last) in turns.items() if other < number), default=0)

@@ -46,7 +46,7 @@ class RenderedChat:
     Attributes:
         text: the rendering, with one placeholder per image or video.
         spans: trained characters, ascending and disjoint; no trained token may touch a span of weight 0.
-        ends: for each answer that was found, the number of turns up to and including it, and the characters they fill.
+        ends: for each answer that was found, the turns up to and including it, and the characters that they fill.
     """
 
     text: str
@@ -58,14 +58,11 @@ class ChatTemplate:
     """A chat template bound to a tokenizer.
 
     Args:
-        tokenizer: a Hugging Face tokenizer; provides the special tokens that templates use.
         source: the Jinja text; None takes the tokenizer's own.
-        train_on: ``assistant`` trains every assistant turn, ``last_assistant`` the last one, ``all`` every token.
-        thinking: what happens to the assistant's thinking.
-        train_line_break: whether the line break after an answer is trained.
-        tool_definitions: whether the template may leave out tool definitions.
         stops: texts of further tokens at which generation stops, such as those of a generation configuration.
         date: the day that the template is told, see `TemplateRenderer`.
+
+    The other arguments are settings of `EncoderConfig`.
 
     Raises:
         ConfigError: the tokenizer has no chat template or several, thinking cannot be told from the answer as
@@ -121,14 +118,12 @@ class ChatTemplate:
         """Renders one conversation.
 
         Raises:
-            SampleRejected: ``template_error`` if the template itself refuses the conversation,
-                ``template_omits`` if it leaves out something that the conversation says,
-                ``unstable_prefix`` if it puts turns out of order or the answers cannot be told apart,
-                ``assistant_first`` if it does not show where a leading assistant turn begins,
-                ``loss_weight_mismatch`` if it does not show a weighted turn as generated,
-                ``unclosed_thinking`` if thinking is to be stripped or masked and a tag has no partner,
-                ``empty_answer`` if a trained answer has no word, so that it cannot be found,
-                ``nothing_to_learn`` if no character is trained.
+            SampleRejected: ``template_error`` if the template itself refuses the conversation, ``template_omits`` if it
+                leaves out something that the conversation says, ``unstable_prefix`` if it puts turns out of order or
+                the answers cannot be told apart, ``assistant_first`` if it does not show where a leading assistant turn
+                begins, ``loss_weight_mismatch`` if it does not show a weighted turn as generated, ``unclosed_thinking``
+                if thinking is to be stripped or masked and a tag has no partner, ``empty_answer`` if a trained answer
+                has no word, so that it cannot be found, ``nothing_to_learn`` if no character is trained.
             ConfigError: the template is not valid Jinja.
         """
         conversation = self._shown(conversation)
@@ -157,13 +152,10 @@ class ChatTemplate:
         return RenderedChat(text=text, spans=kept, ends=ends)
 
     def trained_turns(self, conversation: Conversation) -> frozenset[int]:
-        """The turns of a record that are trained; with ``train_on: all``, every turn.
+        """Returns the turns of a record that are trained; with ``train_on: all``, every turn. Raises as `render`.
 
         A record chooses its targets once. Whatever is cut from it afterwards trains what is left of this choice: no
         earlier answer becomes the last one, and none is trained that the template does not mark in the whole.
-
-        Raises:
-            SampleRejected: as `render`.
         """
         if self.train_on == "all":
             return frozenset(range(len(conversation.turns)))
@@ -173,16 +165,11 @@ class ChatTemplate:
         )
 
     def turn_end(self, conversation: Conversation, chat: RenderedChat, turns: int) -> int | None:
-        """Where the first ``turns`` turns of a conversation end in its rendered text, in characters.
+        """Returns where the first ``turns`` turns of a conversation end in the text that `render` returned, in
+        characters.
 
-        Args:
-            conversation: whole, as passed to `render`.
-            chat: what `render` returned for it.
-            turns: 1 to the number of turns.
-
-        Returns:
-            None if the template does not tell: it refuses those turns alone or renders them differently, and they do
-            not end with an answer.
+        None if the template does not tell: it refuses those turns alone or renders them differently, and they do not
+        end with an answer.
         """
         conversation = self._shown(conversation)
         try:
@@ -207,12 +194,9 @@ class ChatTemplate:
     # -- what is trained ---------------------------------------------------------------------------------------------
 
     def _thoughts(self, reading: Reading) -> list[tuple[int, int]]:
-        """Characters ``[start, end)`` of every thinking of an answer, with the marks around it.
+        """Returns the characters ``[start, end)`` of every thinking of an answer, with the marks around it.
 
         A text that the template writes between its marks is thinking too (gpt-oss: beside a call).
-
-        Raises:
-            SampleRejected: ``unclosed_thinking`` if the marks are not where the template writes them.
         """
         form, places, text = self.renderer.thinking, reading.places, reading.text
         pieces = [reading.structure.layout.pieces[piece] for piece in reading.structure.layout.order]
@@ -240,10 +224,8 @@ class ChatTemplate:
     def _empty(
         self, reading: Reading, spans: Mapping[int, list[TrainedSpan]], *, breaks: bool
     ) -> list[tuple[int, int]]:
-        """Characters ``[start, end)`` of empty thinking in answers.
-
-        Args:
-            breaks: with its line ends, and only where an answer opens with it; else wherever it stands.
+        """Returns the characters ``[start, end)`` of empty thinking in answers; if ``breaks``, with its line ends, and
+        only where an answer opens with it.
         """
         form = self.renderer.thinking if breaks else self.renderer.thinking._replace(breaks=0)
         found = []
@@ -345,16 +327,11 @@ class ChatTemplate:
 
 
 def media_texts(tokenizer: Any, source: str | None, placeholders: Mapping[MediaKind, str]) -> dict[str, str]:
-    """The text that stands for one image or video, for prompt formats that leave it to the processor.
-
-    Args:
-        tokenizer: of the processor.
-        source: the processor's own chat template, or None.
-        placeholders: of the family, by kind.
+    """Returns the text that stands for one image or video, for prompt formats that leave it to the processor.
 
     Returns:
-        ``image`` and ``video``: what the processor's own template writes for one between two texts, frame included, or
-        the placeholder if it writes none; ``image_token`` and ``video_token``: the placeholder alone.
+        ``image`` and ``video``: what the processor's own template (``source``) writes for one between two texts, frame
+        included, or the placeholder if it writes none; ``image_token`` and ``video_token``: the placeholder alone.
     """
     before, after = "text before a medium", "text after a medium"
     texts: dict[str, str] = {}
@@ -373,7 +350,7 @@ def media_texts(tokenizer: Any, source: str | None, placeholders: Mapping[MediaK
 
 
 def media_frames(template: ChatTemplate, placeholders: Mapping[MediaKind, str]) -> dict[MediaKind, tuple[str, str]]:
-    """What a template adds to a message with one image or video, before and after the placeholder, by kind.
+    """Returns what a template adds to a message with one image or video, before and after the placeholder, by kind.
 
     It is the difference to the same message without it, wherever the template puts it: between two texts, or before
     both, as LLaVA's do. Both sides are empty if the template does not take this kind.

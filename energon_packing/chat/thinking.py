@@ -51,17 +51,18 @@ class ThinkingForm(NamedTuple):
     breaks: int
 
     def before(self, text: str, start: int, end: int) -> int | None:
-        """Where the marks begin that end at ``end``, white space aside; None if there is none in ``[start, end)``."""
+        """Returns where the marks begin that end at ``end``, white space aside; None if none is in ``[start, end)``."""
         found = re.search(rf"(?:{re.escape(self.opening)}\s*)+\Z", text[start:end])
         return start + found.start() if found else None
 
     def after(self, text: str, start: int, end: int) -> int | None:
-        """Where the marks end that begin at ``start``, white space aside; None if there is none in ``[start, end)``."""
+        """Returns where the marks end that begin at ``start``, white space aside; None if none is in ``[start,
+        end)``."""
         found = re.compile(rf"(?:\s*{re.escape(self.closing)})+").match(text, start, end)
         return found.end() if found else None
 
     def empty(self, text: str, start: int, end: int) -> tuple[int, int] | None:
-        """The first thinking without words in ``[start, end)``, with the line ends that the template adds."""
+        """Returns the first thinking without words in ``[start, end)``, with the line ends that the template adds."""
         marks = rf"{re.escape(self.opening)}\s*{re.escape(self.closing)}\n{{0,{self.breaks}}}"
         found = re.compile(marks).search(text, start, end)
         return found.span() if found else None
@@ -74,8 +75,7 @@ PLAIN = ThinkingForm(field=False, inline=True, opening=OPEN, closing=CLOSE, brea
 def find_form(render: Callable[[list[dict[str, Any]], bool], str]) -> ThinkingForm:
     """Finds out how a template writes thinking, by probes with a text and with a call after the thinking.
 
-    Args:
-        render: the text of messages, with or without the generation prompt; empty if the template refuses them.
+    ``render`` returns the text of messages, with or without the generation prompt; empty if the template refuses them.
     """
     asked = [{"role": "user", "content": "energon packing probe"}]
     header = render(asked, True)[len(render(asked, False)) :].strip()
@@ -113,13 +113,13 @@ def find_form(render: Callable[[list[dict[str, Any]], bool], str]) -> ThinkingFo
 
 
 def tagged(thinking: str) -> str:
-    """Thinking of a field as text before an answer, as Qwen3's published template writes it."""
+    """Returns thinking of a field as text before an answer, as Qwen3's published template writes it."""
     thinking = thinking.strip("\n")
     return f"{OPEN}\n{thinking}\n{CLOSE}\n\n"
 
 
 def strip_thinking(conversation: Conversation) -> Conversation:
-    """The conversation without the assistant's thinking, its tags and the line ends after them.
+    """Returns the conversation without the assistant's thinking, its tags and the line ends after them.
 
     Raises:
         SampleRejected: ``unclosed_thinking`` if a tag has no partner in its text.
@@ -128,7 +128,7 @@ def strip_thinking(conversation: Conversation) -> Conversation:
 
 
 def trim_empty_thinking(conversation: Conversation) -> Conversation:
-    """The conversation without empty thinking spans at the beginning of answers."""
+    """Returns the conversation without empty thinking spans at the beginning of answers."""
     return _changed(
         conversation, lambda text: text[found.end() :] if (found := _EMPTY_OPENING.match(text)) else text, keep=True
     )
@@ -167,11 +167,11 @@ def _without_thinking(text: str) -> str:
 
 
 def split_answer(parts: tuple[Part, ...]) -> tuple[str | None, tuple[Part, ...]]:
-    """The thinking at the beginning of an answer, and the answer without it; line ends beside the tags belong to them.
+    """Returns the thinking at the beginning of an answer, and the answer without it; line ends beside the tags belong
+    to them.
 
-    Returns:
-        None and the parts as they are, unless the answer opens with thinking and has no other tag. Data of models whose
-        prompt opens the thinking may hold the closing tag alone. Empty thinking is None.
+    None and the parts as they are, unless the answer opens with thinking and has no other tag. Data of models whose
+    prompt opens the thinking may hold the closing tag alone. Empty thinking is None.
     """
     first = parts[0] if parts else None
     if not isinstance(first, str) or CLOSE not in first:
@@ -186,18 +186,14 @@ def split_answer(parts: tuple[Part, ...]) -> tuple[str | None, tuple[Part, ...]]
 
 
 def joined_answer(thinking: str, parts: tuple[Part, ...]) -> tuple[Part, ...]:
-    """An answer with the thinking of its field in its text."""
+    """Returns an answer with the thinking of its field in its text."""
     if parts and isinstance(parts[0], str):
         return tagged(thinking) + parts[0], *parts[1:]
     return tagged(thinking), *parts
 
 
 def check_closed(conversation: Conversation) -> None:
-    """Checks that no thinking in a text stays open.
-
-    Raises:
-        SampleRejected: ``unclosed_thinking``.
-    """
+    """Checks that no thinking in a text stays open; raises SampleRejected ``unclosed_thinking``."""
     for turn in conversation.turns:
         tags = TAG.findall(turn.text) if turn.role == "assistant" else []
         depth = 0
@@ -208,7 +204,9 @@ def check_closed(conversation: Conversation) -> None:
 
 
 def without_spans(spans: Sequence[TrainedSpan], hidden: Sequence[tuple[int, int]]) -> list[TrainedSpan]:
-    """Trained spans, with weight 0 where they meet one of the ascending ranges of characters that are not trained."""
+    """Returns trained spans, with weight 0 where they meet one of the ascending ranges of characters that are not
+    trained.
+    """
     result: list[TrainedSpan] = []
     for span in spans:
         cursor = span.start

@@ -48,10 +48,7 @@ fingerprint has all of them, in this order, and ``processor_settings`` of the fa
 class VisionFamily(ABC):
     """One family of vision-language models, bound to a processor and to the configured limits.
 
-    Args:
-        processor: the family's Hugging Face processor.
-        config: limits that replace the processor's own; they are set on the processor itself, so that geometry and
-            pixels always agree.
+    Limits of ``config`` are set on the processor itself, so that geometry and pixels always agree.
     """
 
     name: ClassVar[str]
@@ -102,11 +99,7 @@ class VisionFamily(ABC):
             )
 
     def plans(self, media: Sequence[Media]) -> tuple[MediaPlan, ...]:
-        """Returns the geometry of all media of one sample; override it if one depends on the others.
-
-        Raises:
-            SampleRejected: as for `plan`.
-        """
+        """Returns the geometry of all media of one sample, see `plan`; override it if one depends on the others."""
         return tuple(self.plan(item) for item in media)
 
     def plan(self, media: Media) -> MediaPlan:
@@ -134,11 +127,7 @@ class VisionFamily(ABC):
             ) from error
 
     def check_kind(self, media: Media) -> None:
-        """Refuses an image or a video if the family does not accept it; for `plan`.
-
-        Raises:
-            SampleRejected: ``unsupported_media``.
-        """
+        """Refuses an image or a video if the family does not accept it; for `plan`."""
         if media.kind not in self.placeholders:
             raise SampleRejected(
                 "unsupported_media",
@@ -146,11 +135,7 @@ class VisionFamily(ABC):
             )
 
     def check_tiles(self, plans: Sequence[MediaPlan], counts: Iterable[int]) -> None:
-        """Refuses media that became other numbers of tiles than planned; for `pixels`.
-
-        Raises:
-            SampleRejected: ``media_changed``.
-        """
+        """Refuses media that became other numbers of tiles than planned, as ``media_changed``; for `pixels`."""
         for plan, count in zip(plans, counts, strict=True):
             if int(count) != plan.tiles:
                 raise SampleRejected(
@@ -217,11 +202,7 @@ class VisionFamily(ABC):
         return kinds
 
     def stand_for_media(self, placeholders: Mapping[MediaKind, str], *edges: str) -> None:
-        """Sets ``placeholders`` to tokens that stand for media as they are; ``edges`` are tokens around them.
-
-        Raises:
-            ConfigError: the tokenizer does not have a placeholder as a single token.
-        """
+        """Sets ``placeholders`` to tokens that stand for media as they are; ``edges`` are tokens around them."""
         self.placeholders = dict(placeholders)
         self.placeholder_ids = {kind: self.check_token(token) for kind, token in placeholders.items()}
         self.reserved = (*placeholders.values(), *edges)

@@ -27,7 +27,7 @@ HINT = "put the font file beside the processor's files, or set draw_on_frames to
 
 
 def missing_font(folder: str) -> str:
-    """Says which font is missing beside a processor's files; empty if none is, or if it is no directory.
+    """Returns which font is missing beside a processor's files; empty if none is, or if it is no directory.
 
     transformers 5.12 loads the font with the processor, and of a missing one it says only that None cannot be read.
     """
@@ -86,7 +86,6 @@ class Ernie45VL(Qwen25VL):
             ) from error
 
     def sample_frames(self, total: int, fps: Fraction) -> tuple[int, ...]:
-        """Indices of the frames that stand for a clip of ``total`` frames, by the video processor."""
         rate = {"fps": self.video_fps, "num_frames": self.videos.num_frames}
         return tuple(sampled_frames(self.videos, total, fps, **rate))
 
@@ -107,7 +106,6 @@ class Ernie45VL(Qwen25VL):
         return tuple((torch.tensor(indices, dtype=torch.int32) / fps).tolist())
 
     def _timestamps(self, seconds: tuple[float, ...]) -> tuple[float, ...]:
-        """Seconds of each frame, as they are drawn on it."""
         return seconds
 
     def _patches_of_videos(
@@ -134,7 +132,7 @@ class Ernie45VL(Qwen25VL):
         return [(steps, plan.grid[1], plan.grid[2], 1)]
 
     def token_values(self, input_ids: np.ndarray) -> dict[str, np.ndarray]:
-        """What the model counts positions by, and what it chooses experts by; both ``[L]``.
+        """Returns what the model counts positions by, and what it chooses experts by; both ``[L]``.
 
         In ``moe_mm_token_type_ids`` the tokens before and after an image or video have its type, too.
         """

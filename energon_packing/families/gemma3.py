@@ -24,8 +24,7 @@ class Gemma3(VisionFamily):
     between words that the processor writes.
 
     The processor passes its own defaults for these settings to the image processor, and they override those of
-    ``preprocessor_config.json`` (``Gemma3ProcessorKwargs``). So a file cannot turn pan-and-scan on. A caller of the
-    processor passes ``do_pan_and_scan=True``; our configuration sets ``encoder.pan_and_scan``.
+    ``preprocessor_config.json`` (``Gemma3ProcessorKwargs``). So a file cannot turn pan-and-scan on.
     """
 
     name = "gemma3"
@@ -60,7 +59,6 @@ class Gemma3(VisionFamily):
         self.images.do_pan_and_scan = bool(config.pan_and_scan)
 
     def geometry(self, media: Media, height: int, width: int) -> MediaPlan:
-        """Returns one square, or one and its crops, by the processor's own rule."""
         squares = 1 + (self._crops(height, width) if self.images.do_pan_and_scan else 0)
         return MediaPlan(
             kind="image", grid=(squares, *self._patches), runs=(self.square_tokens,) * squares, tiles=squares
@@ -87,17 +85,12 @@ class Gemma3(VisionFamily):
         return f"Here is the original image {square} and here are some crops to help you see better {crops}"
 
     def byte_forms(self) -> dict[str, PixelForm]:
-        """Returns the form of squares."""
         return image_forms(self.images)
 
     def pixels(
         self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False
     ) -> dict[str, torch.Tensor]:
-        """Returns ``pixel_values`` ``[squares, 3, H, W]``: each image before its crops.
-
-        Raises:
-            SampleRejected: ``media_changed`` if an image became a different number of squares than planned.
-        """
+        """Returns ``pixel_values`` ``[squares, 3, H, W]``: each image before its crops."""
         if not media:
             return {}
         made = ask(self.images, raw, images=list(media), input_data_format="channels_first")

@@ -116,11 +116,8 @@ class HuggingFace(VisionFamily):
         return list(self.tokenizer(text)["input_ids"])
 
     def geometry(self, media: Media, height: int, width: int) -> MediaPlan:
-        """Returns one run with as many tokens as the processor counts for the size.
-
-        Raises:
-            ValueError: the processor refuses the size, in whatever way.
-            SampleRejected: ``media_geometry`` if it counts no tokens.
+        """Returns one run with as many tokens as the processor counts for the size; ``media_geometry`` if it counts
+        none.
         """
         try:
             run = self._count(height, width) - self._overhead
@@ -132,7 +129,6 @@ class HuggingFace(VisionFamily):
         return MediaPlan(kind="image", grid=(1, 1, run), runs=(run,))
 
     def replacement(self, plan: MediaPlan) -> str:
-        """Returns what the processor writes around an image, with one placeholder in between."""
         return self._text
 
     def byte_forms(self) -> dict[str, PixelForm]:
@@ -143,11 +139,7 @@ class HuggingFace(VisionFamily):
     def pixels(
         self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False
     ) -> dict[str, torch.Tensor]:
-        """Returns everything but text that the processor makes, in one call with all images of the sample.
-
-        Raises:
-            SampleRejected: ``media_changed`` if it writes a different number of tokens than it counted.
-        """
+        """Returns everything but text that the processor makes, in one call with all images of the sample."""
         if not media:
             return {}
         ids, visual = self._ask(list(media), raw=raw)

@@ -87,11 +87,8 @@ class InternVL(VisionFamily):
             )
 
     def geometry(self, media: Media, height: int, width: int) -> MediaPlan:
-        """Returns the tiles of an image as its processor counts them, or the sampled frames of a video, one tile each.
-
-        Raises:
-            SampleRejected: ``unmeasured_media``.
-        """
+        """Returns the tiles of an image as its processor counts them, or the sampled frames of a video, one tile
+        each."""
         if media.kind == "image":
             tiles = int(self.images.get_number_of_image_patches(height, width, {"crop_to_patches": True}))
             return self._tiled("image", tiles, (tiles * self.tile_tokens,))
@@ -113,7 +110,6 @@ class InternVL(VisionFamily):
         return "\n".join(f"Frame{number}: {tile}" for number in range(1, plan.tiles + 1))
 
     def byte_forms(self) -> dict[str, PixelForm]:
-        """Returns the form of tiles and frames, if it is one."""
         form = form_of(self.images, "images")
         if form is None or (self.videos is not None and form_of(self.videos, "images") != form):
             return {}
@@ -137,11 +133,11 @@ class InternVL(VisionFamily):
         return {"pixel_values": torch.cat(parts) if len(parts) > 1 else parts[0]} if parts else {}
 
     def _bytes(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Makes the tiles of a sample as bytes in one tensor.
+        """Makes the tiles of a sample as bytes in one tensor; `pixel_forms` compares them with the processor's.
 
         ``GotOcr2ImageProcessor`` and ``InternVLVideoProcessor`` (transformers 5) stack images before they resize them
         and tiles after it, plane by plane. Here the processor's own function resizes rows of pixels, and each tile is
-        copied to its place. `pixel_forms` compares the result with the processor's.
+        copied to its place.
         """
         height, width = int(self.images.size["height"]), int(self.images.size["width"])
         grids = [

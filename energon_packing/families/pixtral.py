@@ -57,11 +57,7 @@ class Pixtral(VisionFamily):
             self.images.size = type(self.images.size)(longest_edge=min(edge, self.images.size.longest_edge))
 
     def geometry(self, media: Media, height: int, width: int) -> MediaPlan:
-        """Returns the rows and columns of tokens after the processor's own resizing.
-
-        Raises:
-            SampleRejected: ``media_geometry`` if the processor leaves no pixel of the shorter side.
-        """
+        """Returns the rows and columns of tokens after the processor's own resizing."""
         from transformers.models.pixtral.image_processing_pixtral import get_resize_output_image_size
 
         edge = self.images.size.longest_edge
@@ -91,13 +87,10 @@ class Pixtral(VisionFamily):
     def pixels(
         self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False
     ) -> dict[str, torch.Tensor]:
-        """Returns ``pixel_values`` ``[images, 3, H, W]`` and ``image_sizes`` ``[images, 2]``.
+        """Returns ``pixel_values`` ``[images, 3, H, W]`` and ``image_sizes`` ``[images, 2]`` (height, width without
+        padding).
 
-        Images are padded below and to the right to the largest of the sample. The models cut the padding off by
-        ``image_sizes`` (height, width without padding).
-
-        Raises:
-            SampleRejected: ``media_changed`` if an image became another size than planned.
+        Images are padded below and to the right to the largest of the sample; the models cut the padding off.
         """
         if not media:
             return {}

@@ -36,9 +36,6 @@ class QwenPatches:
         processor: its limits already set.
         kind: ``image`` or ``video``: what the processor takes.
         grid: patches ``(rows, columns)`` of ``(frames, height, width)``; an image is one frame.
-
-    Attributes:
-        form: how the bytes become the processor's floats; None if it does not normalise bytes.
     """
 
     def __init__(self, processor: Any, kind: str, grid: Callable[[int, int, int], tuple[int, int]]) -> None:
@@ -53,15 +50,10 @@ class QwenPatches:
         self.form = form_of(processor, "patches", repeat=repeat)
 
     def __call__(self, media: Sequence[torch.Tensor], *, raw: bool) -> dict[str, torch.Tensor]:
-        """Returns patches and grids.
+        """Returns ``pixel_values`` or ``pixel_values_videos`` ``[patches, values]``, as bytes in ``form`` if ``raw``,
+        and ``image_grid_thw`` or ``video_grid_thw`` int64 ``[media, 3]``.
 
-        Args:
-            media: uint8 ``[3, H, W]`` images, or ``[frames, 3, H, W]`` videos.
-            raw: whether patches are bytes in ``form``; otherwise they are the processor's floats.
-
-        Returns:
-            ``pixel_values`` or ``pixel_values_videos`` ``[patches, values]``; ``image_grid_thw`` or ``video_grid_thw``
-            int64 ``[media, 3]``.
+        ``media`` are uint8 ``[3, H, W]`` images, or ``[frames, 3, H, W]`` videos.
         """
         if raw:
             return self._make(media)
@@ -123,7 +115,7 @@ class Qwen25VL(VisionFamily):
         """Returns the patches after the processor's own resizing, merged two by two into tokens.
 
         Raises:
-            SampleRejected: ``too_few_frames`` if the processor finds no time step in a clip, ``unmeasured_media``.
+            SampleRejected: ``too_few_frames`` if the processor finds no time step in a clip.
         """
         if media.kind == "video":
             return self._plan_video(media, height, width)
@@ -144,10 +136,8 @@ class Qwen25VL(VisionFamily):
         return rows // patch, columns // patch
 
     def sample_frames(self, total: int, fps: Fraction) -> tuple[int, ...]:
-        """Returns the indices of the frames that the processor samples evenly from a clip of ``total`` frames.
-
-        Raises:
-            ValueError: no frame is left.
+        """Returns the indices of the frames that the processor samples evenly from a clip; a ValueError if none is
+        left.
         """
         result = tuple(sampled_frames(self.videos, total, fps, fps=self.video_fps))
         if not result:
@@ -201,7 +191,6 @@ class Qwen25VL(VisionFamily):
         return self.image_token if plan.kind == "image" else self.video_token
 
     def image_size(self, plan: MediaPlan) -> tuple[int, int]:
-        """Returns the height and width of the grid of patches in pixels."""
         return plan.grid[1] * self.images.patch_size, plan.grid[2] * self.images.patch_size
 
     def resize_image(self, image: torch.Tensor, plan: MediaPlan) -> torch.Tensor:
@@ -209,7 +198,6 @@ class Qwen25VL(VisionFamily):
         return resized(self.images, image, *self.image_size(plan))
 
     def byte_forms(self) -> dict[str, PixelForm]:
-        """Returns the forms of both kinds of patches."""
         images, videos = self._image_patches.form, self._video_patches.form
         return {} if images is None or videos is None else {"pixel_values": images, "pixel_values_videos": videos}
 
@@ -277,10 +265,8 @@ class LlavaOneVision15(Qwen25VL):
 
 
 class TimeSteps(Qwen25VL):
-    """The base of families that write a video step by step, with the time of each step in the text.
-
-    A subclass defines the text between the steps (``_timestamps`` and ``replacement``) and how a clip is resized. The
-    model counts the positions of a step like those of an image, so it needs no ``second_per_grid_ts``.
+    """The base of families that write a video step by step, with the time of each step in the text (``_timestamps`` and
+    ``replacement``). The model counts the positions of a step like those of an image.
     """
 
     def _video_runs(self, grid: tuple[int, int, int]) -> tuple[int, ...]:

@@ -2,15 +2,12 @@
 
 Decoders are C libraries that read what strangers wrote. One that loops forever, or writes outside of its memory, would
 hold or end the process that calls it. The child is forked when the first sample needs it and serves one sample after
-another. Files are read in the parent, which has the open shards; they travel with the request, and tensors come back,
-in memory that both map (`energon_packing.media.decoding_process`).
+another. Files are read in the parent, which has the open shards.
 
-Memory that a process and its decoding child both map: files travel in it one way, and tensors the other.
-
-A tensor is made where the parent reads it (`empty_result`), and the parent's tensors are that memory: nothing is
-copied, and the same pages serve one sample after another, in the caches of both processes. A part of it is used again
-when the last tensor in it is gone; until then the child can only read it. Small tensors, and those beyond `KEPT`, are
-copied.
+Files and tensors travel in memory that both map. A tensor is made where the parent reads it (`empty_result`), and the
+parent's tensors are that memory: nothing is copied, and the same pages serve one sample after another, in the caches of
+both processes. A part of it is used again when the last tensor in it is gone; until then the child can only read it.
+Small tensors, and those beyond `KEPT`, are copied.
 """
 
 import contextlib
@@ -75,11 +72,7 @@ class Placed(NamedTuple):
 
 
 class SharedRoom:
-    """The memory; made by the parent, before it forks.
-
-    Args:
-        room: bytes for tensors.
-    """
+    """The memory, with ``room`` bytes for tensors; made by the parent, before it forks."""
 
     def __init__(self, room: int = ROOM) -> None:
         flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
@@ -101,11 +94,7 @@ class SharedRoom:
         return _whole_pages(max(self._held.values(), default=0))
 
     def put_files(self, files: Mapping[str, bytes]) -> dict[str, Place]:
-        """Writes files; the next call overwrites them.
-
-        Returns:
-            Where each lies, by name, without those that do not fit.
-        """
+        """Writes files over those of the last call; returns where each lies, by name, without those that do not fit."""
         self._used_files = self._given_back(self.room + _KEPT_FILES, self.room + self._used_files) - self.room
         places: dict[str, Place] = {}
         at = 0
@@ -118,15 +107,11 @@ class SharedRoom:
         return places
 
     def file(self, place: Place) -> bytes:
-        """Returns a copy of a file."""
         return bytes(self._view[place[0] : place[0] + place[1]])
 
     def taken(self, made: Mapping[str, Any], start: int, end: int) -> dict[str, Any]:
-        """Returns what a child described, with its tensors.
-
-        Args:
-            made: what `Results.put` returned there.
-            start, end: the part of the memory that its tensors lie in.
+        """Returns what a child described (`Results.put`), with its tensors, which lie between the bytes ``start`` and
+        ``end``.
         """
         self._used = max(self._used, end)
         held = None
@@ -150,11 +135,9 @@ class SharedRoom:
         return _tensor(held, value, value.place - start)
 
     def tensor(self, placed: Placed) -> torch.Tensor:
-        """Returns the memory of a tensor, as a tensor."""
         return _tensor(self._view, placed, placed.place)
 
     def place_of(self, tensor: torch.Tensor) -> int:
-        """Returns where the first byte of a tensor lies, if it lies in this memory."""
         return tensor.data_ptr() - self._address
 
     def leave_alone(self, start: int) -> None:
@@ -179,12 +162,7 @@ class SharedRoom:
 
 
 class Results:
-    """The part of the memory that a child makes the tensors of one sample in.
-
-    Args:
-        room: the memory.
-        start: its first free byte.
-    """
+    """The part of the memory, from ``start`` on, that a child makes the tensors of one sample in."""
 
     def __init__(self, room: SharedRoom, start: int) -> None:
         self._room, self.start, self.end = room, start, start
@@ -297,7 +275,6 @@ class DecodingProcess:
         """Returns what ``work(request, read)`` returns there.
 
         Args:
-            request: what is decoded.
             read: called in this process; its errors reach the function, where that reads the file.
             names: of the files that the function reads: they travel with the request.
 

@@ -36,11 +36,8 @@ _WAY_OUT = "save it with 8 or 16 unsigned bits per sample"
 
 
 class GreyRange(NamedTuple):
-    """What the samples of a deep grey image mean.
-
-    Attributes:
-        white: the value of full intensity; no intensity is 0.
-        inverted: whether 0 is shown white and ``white`` black (PhotometricInterpretation 0 of TIFF).
+    """What the samples of a deep grey image mean: the value of full intensity (no intensity is 0), and whether 0 is
+    shown white instead (PhotometricInterpretation 0 of TIFF).
     """
 
     white: float
@@ -48,7 +45,7 @@ class GreyRange(NamedTuple):
 
 
 def grey_range(image: Image.Image) -> GreyRange | None:
-    """The range of an opened image's samples, from its header alone; None for 8 bits, which are not scaled.
+    """Returns the range of an opened image's samples, from its header alone; None for 8 bits, which are not scaled.
 
     Raises:
         SampleRejected: ``unsupported_depth`` if the format does not define which samples are black and white.
@@ -85,12 +82,9 @@ def is_transparent(image: Image.Image) -> bool:
 
 
 def to_rgb(image: Image.Image, grey: GreyRange | None, *, on_white: bool = True) -> Image.Image:
-    """A decoded image of any mode as RGB.
+    """Returns a decoded image of any mode, or a part of it, as RGB, by the `grey_range` of the opened file.
 
-    Args:
-        image: the whole image, or a part of it.
-        grey: what `grey_range` returned for it when it was opened.
-        on_white: show transparent pixels on white; else their alpha is dropped.
+    If ``on_white`` is false, the alpha of transparent pixels is dropped.
 
     Raises:
         SampleRejected: ``unsupported_depth`` for float samples outside 0 to 1.

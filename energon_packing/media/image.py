@@ -29,8 +29,7 @@ class ScaledImage(NamedTuple):
 
     Attributes:
         pixels: uint8 ``[3, h, w]``, a read-only view of rows of pixels.
-        width: of the whole image in pixels, as displayed.
-        height: of the whole image in pixels, as displayed.
+        width, height: of the whole image in pixels, as displayed.
     """
 
     pixels: torch.Tensor
@@ -46,17 +45,10 @@ def decode_scaled_image(
     max_bytes: int | None = None,
     on_white: bool = True,
 ) -> ScaledImage:
-    """Decodes an image; a JPEG file at the smallest of 1/2, 1/4 and 1/8 of its size that is large enough.
+    """Decodes an image as `decode_image` does; a JPEG file at the smallest of 1/2, 1/4 and 1/8 of its size that is at
+    least ``least`` (height, width as displayed), the size of the whole image unless that is None.
 
-    libjpeg computes fewer values of each block of 8x8 pixels instead of all of them.
-
-    Args:
-        data: the file's bytes.
-        least: height and width, as displayed, that the decoded image has at least, unless the whole one is smaller.
-        max_pixels, max_bytes, on_white: as for `decode_image`; the size of the whole image counts.
-
-    Raises:
-        SampleRejected: as for `decode_image`.
+    libjpeg then computes fewer values of each block of 8x8 pixels. Limits hold for the whole image.
     """
     return _decode(data, least, max_pixels, max_bytes, on_white)
 
@@ -68,7 +60,6 @@ def decode_image(data: bytes, *, max_pixels: int, max_bytes: int | None = None, 
     decoded. Every mode becomes RGB, deep grey ones as `energon_packing.media.depth` describes.
 
     Args:
-        data: the file's bytes.
         max_pixels: an image with more is refused from its header, before any pixel is decoded.
         max_bytes: the same for its bytes, at 3 per pixel; None sets no limit.
         on_white: show transparent pixels on white; else drop their alpha, as ``load_image`` does.
@@ -139,10 +130,6 @@ def decode_jpeg(data: bytes, image: Image.Image) -> torch.Tensor | None:
     Both call libjpeg-turbo; torchvision writes to the tensor itself. They may ship different versions of the library,
     so the two are compared on a probe once in each process.
 
-    Args:
-        data: the file's bytes.
-        image: the same file, opened by Pillow and not yet decoded; its size is already checked.
-
     Returns:
         uint8 ``[3, H, W]``, a view of rows of pixels; None if Pillow has to decode it, or to say what is wrong with it.
     """
@@ -190,9 +177,6 @@ def is_plain(data: bytes) -> bool:
     These are PNG files, and JPEG files of one sequential scan. A progressive file may hold thousands of scans, each of
     which takes as long as the whole picture; so may a sequential one of several scans. Other formats have decoders that
     are younger, larger or both. False wherever it cannot be told.
-
-    Args:
-        data: the whole file.
     """
     if data[:8] == _PNG:
         return True

@@ -1,6 +1,4 @@
-"""Decoding chosen frames of a video, by index, upright and RGB.
-
-The packets of a clip that must be decoded for the wanted frames, where that is known to be exact.
+"""Decoding chosen frames of a video, by index, upright and RGB: only the packets that they need, where that is exact.
 
 All packets are read once, which costs a hundredth of decoding them. Nothing but the beginning is ever sought: a
 container's index may be wrong, but the order of packets is what a full decode uses. One packet holds one shown frame,
@@ -99,14 +97,10 @@ def packet_runs(container: Any, stream: Any, wanted: Sequence[int]) -> PacketRun
 
     Args:
         container: opened, at its beginning; it is read to its end, and nothing is decoded.
-        stream: of the container.
         wanted: numbers of frames in display order, ascending, without repetition.
 
     Returns:
         None if it is not known beforehand that decoding these packets gives the frames of a full decode.
-
-    Raises:
-        av.FFmpegError: a packet cannot be read.
     """
     if not may_have_runs(container, stream):
         return None
@@ -182,12 +176,7 @@ def _run(times: Sequence[int], needed: Set[int], start: int, stop: int, wanted: 
 
 
 class FrameStack:
-    """Takes decoded frames and keeps the pixels of the wanted ones.
-
-    Args:
-        indices: numbers of the wanted frames, ascending, at least one; a number may occur twice.
-        max_pixels: a frame with more is refused.
-        max_bytes: the most bytes that all wanted frames may take; None sets no limit.
+    """Takes decoded frames and keeps the pixels of the wanted ones; arguments as for `decode_frames`.
 
     Attributes:
         wanted: the numbers without repetition, ascending.
@@ -208,11 +197,7 @@ class FrameStack:
         self._reformatter = av.video.reformatter.VideoReformatter()
 
     def check_limits(self, width: int, height: int, max_pixels: int) -> None:
-        """Refuses frames that are too large.
-
-        Raises:
-            SampleRejected: ``media_too_large``.
-        """
+        """Refuses frames that are too large, as ``media_too_large``."""
         if width * height > max_pixels:
             raise SampleRejected(
                 "media_too_large",
@@ -221,10 +206,8 @@ class FrameStack:
         check_decoded_bytes(len(self._indices), width, height, self._max_bytes)
 
     def check_size(self, frame: Any) -> None:
-        """Refuses a frame, wanted or not, whose size differs from that of the first one that was decoded.
-
-        Raises:
-            SampleRejected: ``corrupt_media``, or ``media_too_large`` for the first frame.
+        """Refuses a frame, wanted or not, whose size differs from that of the first one that was decoded
+        (``corrupt_media``).
         """
         size = frame.width, frame.height
         if self._size is None:
@@ -238,11 +221,8 @@ class FrameStack:
             )
 
     def take(self, frame: Any, index: int) -> None:
-        """Keeps the pixels of a wanted frame.
-
-        Raises:
-            SampleRejected: ``corrupt_media`` for a frame that is rotated differently from the first one taken.
-        """
+        """Keeps the pixels of a wanted frame; ``corrupt_media`` if it is rotated differently from the first one
+        taken."""
         rgb = self._reformatter.reformat(frame, format="rgb24", threads=1).to_ndarray()
         pixels = np.rot90(rgb, quarter_turns(frame.rotation))
         if self._frames is None:
@@ -255,10 +235,8 @@ class FrameStack:
         self.missing -= 1
 
     def tensor(self) -> torch.Tensor:
-        """Returns uint8 ``[indices, 3, H, W]``, a view of rows of pixels (channels last).
-
-        Raises:
-            SampleRejected: ``corrupt_media`` if a wanted frame is missing.
+        """Returns uint8 ``[indices, 3, H, W]``, a view of rows of pixels; ``corrupt_media`` if a wanted frame is
+        missing.
         """
         if self._frames is None or self.missing:
             first = self.wanted[len(self.wanted) - self.missing]
@@ -278,26 +256,24 @@ def decode_frames(
     max_bytes: int | None = None,
     deadline: float | None = None,
 ) -> torch.Tensor:
-    """Decodes the requested frames of a clip.
+    """Decodes the requested frames of a clip, counted in display order.
 
-    Frames are counted in display order. Where `packet_runs` knows which packets the frames need, only these are
-    decoded; the times of the frames are checked. Otherwise, or if a check fails, decoding starts at the first frame and
-    stops after the last requested one. Both give the same pixels.
+    Where `packet_runs` knows which packets the frames need, only these are decoded; the times of the frames are
+    checked. Otherwise, or if a check fails, decoding starts at the first frame and stops after the last requested one.
+    Both give the same pixels.
 
     Args:
-        data: the file's bytes.
         indices: frame numbers from 0, ascending, at least one; a number may occur twice.
         max_pixels: a frame with more is refused before it is decoded.
-        max_bytes: the most bytes that the requested frames together may take; checked before decoding, and again with
-            the size of the first decoded frame, before memory is allocated. None sets no limit.
+        max_bytes: the most bytes that the requested frames together may take, checked before memory is allocated.
         deadline: a `time.monotonic` value after which decoding gives up; None sets no limit.
 
     Returns:
         uint8 ``[len(indices), 3, H, W]``, rotated as the container says; a view of rows of pixels (channels last).
 
     Raises:
-        SampleRejected: ``corrupt_media`` if the clip cannot be read or is shorter than measured,
-            ``media_too_large`` for too many pixels or bytes, ``decode_timeout`` after the deadline.
+        SampleRejected: ``corrupt_media`` if the clip cannot be read or is shorter than measured, ``media_too_large``
+            for too many pixels or bytes, ``decode_timeout`` after the deadline.
         ValueError: there is no index.
     """
     import av
@@ -374,7 +350,7 @@ def _decode_run(codec: Any, packets: Sequence[Any], run: Run, frames: FrameStack
 
 
 def quarter_turns(degrees: float) -> int:
-    """Counter-clockwise quarter turns that make a frame upright; ``frame.rotation`` is counter-clockwise degrees."""
+    """Returns the counter-clockwise quarter turns that make a frame of this ``rotation`` upright."""
     return round(degrees / 90) % 4
 
 
@@ -387,19 +363,7 @@ def decode_frame_files(
     deadline: float | None = None,
     on_white: bool = True,
 ) -> torch.Tensor:
-    """Decodes images as the frames of one video.
-
-    Args:
-        read: returns the bytes of a file by its name; its errors are passed on.
-        names: of the wanted frames, in order, at least one.
-        max_pixels: a frame with more is refused before it is decoded.
-        max_bytes: the most bytes that all frames together may take, checked before the second one is decoded; None
-            sets no limit.
-        deadline: a `time.monotonic` value after which decoding gives up; None sets no limit.
-        on_white: see `energon_packing.media.image.decode_image`.
-
-    Returns:
-        uint8 ``[len(names), 3, H, W]``.
+    """Decodes images as the frames of one video, uint8 ``[len(names), 3, H, W]``; arguments as for `decode_frames`.
 
     Raises:
         SampleRejected: as `energon_packing.media.image.decode_image`; ``corrupt_media`` if the frames differ in size,

@@ -65,8 +65,10 @@ def visual_inputs(
     family, forms = resizer.family(measured.settings), own.pixel_forms
     decoded = decode_media(measured, read, config, family)
     visual = family.pixels(measured.plans, decoded, raw=True) if forms else family.pixels(measured.plans, decoded)
-    if family.plans_grids:
-        check_grids(visual, measured)
+    for kind, name in (("image", "image_grid_thw"), ("video", "video_grid_thw")) if family.plans_grids else ():
+        planned = [list(plan.grid) for plan in measured.plans if plan.kind == kind]
+        if planned and name in visual and planned != (grids := visual[name].tolist()):
+            raise SampleRejected("media_changed", f"the {kind}s became grids {grids}, but {planned} were measured")
     return as_configured(visual, {name: form for name, form in forms.items() if name in visual}, config)
 
 
@@ -78,7 +80,7 @@ def as_configured(
     ``forms`` says how those of ``visual`` that are bytes become numbers.
     """
     if config.pixels == "bytes":
-        return {"visual_inputs": dict(visual), PIXEL_FORMS: dict(forms)} if forms else {"visual_inputs": dict(visual)}
+        return {"visual_inputs": dict(visual)} | ({PIXEL_FORMS: dict(forms)} if forms else {})
     visual = finish(visual, forms)
     if config.pixels == "bfloat16":
         visual |= {name: visual[name].bfloat16() for name in PIXELS if name in visual}
@@ -136,19 +138,6 @@ def decodable(measured: Measured, config: EncoderConfig) -> Measured:
             f"the decoded media take {size} bytes, over encoder.max_decoded_bytes={config.max_decoded_bytes}",
         )
     return measured
-
-
-def check_grids(visual: Mapping[str, torch.Tensor], measured: HasMedia) -> None:
-    """Refuses pixels whose grids of patches differ from those measured.
-
-    Raises:
-        SampleRejected: ``media_changed``.
-    """
-    for kind, name in (("image", "image_grid_thw"), ("video", "video_grid_thw")):
-        planned = [list(plan.grid) for plan in measured.plans if plan.kind == kind]
-        made = visual[name].tolist() if name in visual else []
-        if planned and name in visual and planned != made:
-            raise SampleRejected("media_changed", f"the {kind}s became grids {made}, but {planned} were measured")
 
 
 def _decode(

@@ -36,7 +36,6 @@ from energon_packing.encoders.tokenized import (
     TokenizedText,
     any_of,
     check_reserved,
-    own_template,
 )
 from energon_packing.errors import ConfigError, PackingError, SampleRejected
 from energon_packing.families.base import PROCESSOR_SETTINGS, MediaPlan, VisionFamily
@@ -81,9 +80,14 @@ class ConversationEncoder(SampleEncoder):
                 f"{type(self.tokenizer).__name__} is not a fast tokenizer; labels need character offsets. "
                 "Convert it with transformers (tokenizer.json)."
             )
+        source = getattr(self.processor, "chat_template", None)
+        source = source if isinstance(source, str) else None  # several by name
+        if config.chat_template is not None:
+            shown = media_texts(self.tokenizer, source, self.family.placeholders)
+            source = template_source(config.chat_template, self.tokenizer, shown)
         self.template = ChatTemplate(
             self.tokenizer,
-            source=self._template_source(),
+            source=source,
             train_on=config.train_on,
             thinking=config.thinking,
             train_line_break=config.train_line_break,
@@ -100,7 +104,8 @@ class ConversationEncoder(SampleEncoder):
         self._make_pixels = functools.partial(visual_inputs, config, self._resizer, self.family)
         self._decoding = DecodingProcess(self._make_pixels, config.decode_seconds)
         self._run_ids = sorted(set(self.family.placeholder_ids.values()))
-        self._prepared: dict[int, _Prepared] = {}
+        self._prepared: dict[int, tuple[Conversation, tuple[MediaPlan, ...], Expanded, TokenizedText]] = {}
+        """Conversations that are rendered and tokenized, by `id`; they are kept, so that no other has it."""
 
     @property
     def pad_token_id(self) -> int:
@@ -202,7 +207,7 @@ class ConversationEncoder(SampleEncoder):
                 texts = self._tokens.several([chat.text for _, _, chat in found], add_special_tokens=add)
                 for (conversation, plans, chat), text in zip(found, texts, strict=True):
                     if text is not None:
-                        self._prepared[id(conversation)] = _Prepared(conversation, plans, chat, text)
+                        self._prepared[id(conversation)] = conversation, plans, chat, text
 
     def measure_pair(self, conversation: Conversation) -> MeasuredPair:
         """Measures both answers of a preference pair as one sample, which is packed or dropped as a whole.
@@ -281,7 +286,7 @@ class ConversationEncoder(SampleEncoder):
     def _measure(self, conversation: Conversation, settings: Settings) -> Measured:
         prepared = None if settings else self._prepared.pop(id(conversation), None)
         if prepared is not None:
-            plans, chat, text = prepared.plans, prepared.chat, prepared.text
+            _, plans, chat, text = prepared
         else:
             plans, chat = self._rendered(conversation, self._resizer.family(settings))
             text = self._tokenize(chat.text)
@@ -334,27 +339,26 @@ class ConversationEncoder(SampleEncoder):
     def text_row(self, measured: Measured) -> dict[str, Any]:
         """Returns the row of `render` without the fields of `visual_fields`."""
         ids, weights = measured.expand()
-        labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int64)
         loss_mask = np.zeros(len(ids), dtype=np.float32)
         loss_mask[:-1] = weights[1:]
         learned = loss_mask > 0
-        labels[:-1][learned[:-1]] = ids[1:][learned[:-1]]
-        if self.config.position_ids == "mrope":
-            positions = self.family.positions(ids, measured.plans)
-        else:
-            positions = np.arange(len(ids), dtype=np.int64)
-        positions = positions + measured.position_start
-        row: dict[str, Any] = spread(measured.extras, learned)
-        row |= {name: torch.from_numpy(array) for name, array in self.family.token_values(ids).items()}
-        return row | {
-            "key": measured.key,
-            "expected_length": measured.length,
-            "position_start": measured.position_start,
-            "input_ids": torch.from_numpy(ids),
-            "labels": torch.from_numpy(labels),
-            "loss_mask": torch.from_numpy(loss_mask),
-            "position_ids": torch.from_numpy(np.ascontiguousarray(positions)),
-        }
+        labels = np.where(learned, np.roll(ids, -1), IGNORE_INDEX)
+        mrope = self.config.position_ids == "mrope"
+        positions = self.family.positions(ids, measured.plans) if mrope else np.arange(len(ids), dtype=np.int64)
+        values = {name: torch.from_numpy(array) for name, array in self.family.token_values(ids).items()}
+        return (
+            spread(measured.extras, learned)
+            | values
+            | {
+                "key": measured.key,
+                "expected_length": measured.length,
+                "position_start": measured.position_start,
+                "input_ids": torch.from_numpy(ids),
+                "labels": torch.from_numpy(labels),
+                "loss_mask": torch.from_numpy(loss_mask),
+                "position_ids": torch.from_numpy(np.ascontiguousarray(positions + measured.position_start)),
+            }
+        )
 
     def visual_fields(self, measured: HasMedia, read: Callable[[str], bytes]) -> dict[str, Any]:
         """Decodes the media of one sample; returns the fields of its row that come from them. Raises as `render`."""
@@ -392,21 +396,6 @@ class ConversationEncoder(SampleEncoder):
     def _adds_tokens(self, text: str) -> bool:
         bos = self.tokenizer.bos_token
         return self.family.special_tokens and not (bos is not None and text.startswith(bos))
-
-    def _template_source(self) -> str | None:
-        if self.config.chat_template is None:
-            return own_template(self.processor)
-        shown = media_texts(self.tokenizer, own_template(self.processor), self.family.placeholders)
-        return template_source(self.config.chat_template, self.tokenizer, shown)
-
-
-class _Prepared(NamedTuple):
-    """A conversation that is rendered and tokenized; it is kept, so that no other has its `id`."""
-
-    conversation: Conversation
-    plans: tuple[MediaPlan, ...]
-    chat: Expanded
-    text: TokenizedText
 
 
 def _value(value: Any) -> str:

@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from energon_packing.config import LimitsConfig
 from energon_packing.conversation import PREFERENCE, Conversation, Media, MediaKind, MediaPart
@@ -58,7 +58,7 @@ class Resizer:
         videos = [len(plan.frame_indices) for plan in plans or () if plan.kind == "video"]
         if not videos or most < len(videos):
             return None
-        cap = _level(videos, most)
+        cap = _largest(1, max(videos), lambda cap: sum(min(count, cap) for count in videos) <= most) or 1
 
         def fits(frames: int) -> bool:
             tried = self._plans(media, (*settings, ("video_max_frames", frames)))
@@ -75,15 +75,15 @@ class Resizer:
             return None
         before = tokens_of(plans)
 
-        def tokens(more: Settings) -> int | None:
+        def tokens(more: Settings, refused: int) -> int:
             tried = self._plans(media, (*settings, *more))
-            return None if tried is None else tokens_of(tried)
+            return refused if tried is None else tokens_of(tried)
 
         ladders: list[tuple[str, tuple[int, ...]]] = []
         for name in [FIELDS[kind] for kind in sorted({plan.kind for plan in plans})]:
             values = self._ladder(name)
             # The lowest value that still changes nothing; from there on, each step down affects all media equally.
-            top = _climb(len(values) - 1, lambda at: (tokens(((name, values[at]),)) or 0) >= before)  # noqa: B023
+            top = _climb(len(values) - 1, lambda at: tokens(((name, values[at]),), 0) >= before)  # noqa: B023
             if top:
                 ladders.append((name, values[: top + 1]))
         if not ladders:
@@ -92,11 +92,9 @@ class Resizer:
         def lowered(steps: int) -> Settings:
             return tuple((name, values[max(0, len(values) - 1 - steps)]) for name, values in ladders)
 
-        def fits(steps: int) -> bool:
-            found = tokens(lowered(steps))
-            return found is not None and found <= most
-
-        steps = _smallest(1, max(len(values) - 1 for _, values in ladders), fits)
+        steps = _smallest(
+            1, max(len(values) - 1 for _, values in ladders), lambda steps: tokens(lowered(steps), most + 1) <= most
+        )
         return None if steps is None else (*settings, *lowered(steps))
 
     def _ladder(self, name: str) -> tuple[int, ...]:
@@ -146,11 +144,6 @@ def tokens_of(plans: Sequence[MediaPlan]) -> int:
     return sum(plan.tokens for plan in plans)
 
 
-def _level(counts: Sequence[int], most: int) -> int:
-    """Returns the largest cap c for which the sum of ``min(count, c)`` is at most ``most``."""
-    return _largest(1, max(counts), lambda cap: sum(min(count, cap) for count in counts) <= most) or 1
-
-
 def _smallest(low: int, high: int, holds: Callable[[int], bool]) -> int | None:
     """Returns the smallest number in ``[low, high]`` for which ``holds``; once true, it stays true."""
     if low > high or not holds(high):
@@ -193,18 +186,6 @@ COUNTS: dict[str, Callable[[Measured], int]] = {
 """What ``max_images``, ``max_frames``, ``max_visual_tokens`` and ``max_tokens`` of `LimitsConfig` count."""
 
 
-class Excess(NamedTuple):
-    """One limit that a sample exceeds.
-
-    Attributes:
-        reason: for the ledger.
-        detail: ``5120 tokens of at most 4096``.
-    """
-
-    reason: str
-    detail: str
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
     """The limits of one run; ``row``: tokens of a row if longer samples are to be cut here, else None."""
@@ -212,16 +193,16 @@ class Bounds:
     limits: LimitsConfig
     row: int | None = None
 
-    def excess(self, *segments: Measured) -> Excess | None:
+    def excess(self, *segments: Measured) -> SampleRejected | None:
         """Returns the first limit that the segments of a sample exceed together, or None."""
         for what in COUNTS:
             limit, number = getattr(self.limits, f"max_{what}"), count(what, segments)
             if limit is not None and number > limit:
                 named = what.replace("_", " ")
-                return Excess(f"too_many_{what}", f"{number} {named}, over encoder.limits.max_{what}={limit}")
+                return SampleRejected(f"too_many_{what}", f"{number} {named}, over encoder.limits.max_{what}={limit}")
         number = count("tokens", segments)
         if self.row is not None and number > self.row:
-            return Excess("oversize", f"{number} tokens, over packing.seq_length={self.row}")
+            return SampleRejected("oversize", f"{number} tokens, over packing.seq_length={self.row}")
         return None
 
 
@@ -278,7 +259,6 @@ def resized(
     limits, media, copies = bounds.limits, answers[0].media, len(answers)
     if limits.max_images is not None and count("images", measured) > limits.max_images:
         return None
-    settings: Settings | None
     if limits.max_frames is not None and count("frames", measured) > limits.max_frames:
         settings = resizer.fewer_frames(media, measured[0].settings, limits.max_frames // copies)
         if settings is None:
@@ -343,7 +323,10 @@ def beginning(conversation: Conversation, turns: int, trained: Collection[int]) 
 
 
 def _noted(
-    before: Sequence[Measured], after: Sequence[Measured] | Measured | None, over: Excess, conversation: Conversation
+    before: Sequence[Measured],
+    after: Sequence[Measured] | Measured | None,
+    over: SampleRejected,
+    conversation: Conversation,
 ) -> list[Measured]:
     """The changed sample, whose first segment says what was changed; the sample as it was if it was not changed."""
     if after is None:

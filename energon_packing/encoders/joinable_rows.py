@@ -30,7 +30,12 @@ def joinable(rows: Sequence[Mapping[str, Any]], fields: Sequence[TokenField] = (
     the model needs that (`videos_as_images`). A row without one of the pack's ``fields`` (of text, of another encoder,
     or a filler) gets the value of padding.
     """
-    rows = videos_as_images([_with_fields(row, fields) for row in rows])
+    rows = videos_as_images(
+        [
+            {**{field.name: field.filled(len(row["input_ids"])) for field in fields if field.name not in row}, **row}
+            for row in rows
+        ]
+    )
     names = {name for row in rows for name in row.get(PADDED_MEDIA, ())}
     if not names:
         return rows
@@ -44,10 +49,6 @@ def joinable(rows: Sequence[Mapping[str, Any]], fields: Sequence[TokenField] = (
             if any(missing):
                 row["visual_inputs"] = {**row["visual_inputs"], name: pad(images, missing)}
     return list(result)
-
-
-def _with_fields(row: Mapping[str, Any], fields: Sequence[TokenField]) -> Mapping[str, Any]:
-    return {**{field.name: field.filled(len(row["input_ids"])) for field in fields if field.name not in row}, **row}
 
 
 def videos_as_images(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -173,8 +173,7 @@ class TextTokenizer:
     def __init__(self, backend: Any, specials: SpecialTexts | None = None) -> None:
         self._backend = backend
         self._specials = specials
-        resize = getattr(backend.model, "_resize_cache", None)  # tokenizers 0.21
-        if resize is not None:
+        if resize := getattr(backend.model, "_resize_cache", None):  # tokenizers 0.21
             resize(_KEPT_WORDS)
         if _one_thread():
             _ = self._lengths  # before a fork, which shares them
@@ -214,17 +213,14 @@ class TextTokenizer:
             return [None] * len(texts)
         kept = [text for text in texts if self._keeps(text)]
         encodings = iter(self._backend.encode_batch_fast(kept, add_special_tokens=add_special_tokens))
-        return [self._quick(text, next(encodings), add_special_tokens) if self._keeps(text) else None for text in texts]
-
-    def _quick(self, text: str, encoding: Any, add_special_tokens: bool) -> ByteText | None:
-        """None if the bytes of the tokens are not those of the text."""
-        assert self._lengths is not None, "the caller asked"
-        found = encoding.ids
-        ids = np.fromiter(found, dtype=np.int32, count=len(found))
-        ends = self._lengths.take(ids).cumsum()
-        if (ends[-1] if len(ids) else 0) != (len(text) if text.isascii() else len(text.encode())):
-            return None
-        return ByteText(self._backend, text, add_special_tokens, ids, ends)
+        quick: list[ByteText | None] = []
+        for text in texts:
+            ids = np.array(next(encodings).ids if self._keeps(text) else (), dtype=np.int32)
+            ends = self._lengths.take(ids).cumsum()
+            # Bytes of tokens that are not those of the text tell no places.
+            same = (ends[-1] if len(ids) else 0) == (len(text) if text.isascii() else len(text.encode()))
+            quick.append(ByteText(self._backend, text, add_special_tokens, ids, ends) if same else None)
+        return quick
 
     @cached_property
     def _lengths(self) -> np.ndarray | None:
@@ -256,7 +252,6 @@ class TokenizedText:
         self.ids = np.array(encoding.ids, dtype=np.int32)
         self._encoding = encoding
         self._text = text
-        self._characters = len(text)
 
     @cached_property
     def offsets(self) -> np.ndarray:
@@ -271,16 +266,17 @@ class TokenizedText:
         begins.
         """
         first = self._encoding.char_to_token(start) if start < end else None
-        behind = self._encoding.char_to_token(end) if end < self._characters else len(self.ids) - 1
+        behind = self._encoding.char_to_token(end) if end < len(self._text) else len(self.ids) - 1
         if first is None or behind is None or behind < first:
             # No token holds the character, for example because it was normalised away: look at all offsets.
             held = np.flatnonzero((self.offsets[:, 0] < end) & (self.offsets[:, 1] > start))
             return (int(held[0]), int(held[-1]) + 1) if len(held) else (0, 0)
         # A token may hold characters on both sides of the end, and tokens before it may hold none at all.
-        last = behind
-        while last >= first and not self._touches(last, start, end):
-            last -= 1
-        return first, last + 1
+        for last in range(behind, first - 1, -1):
+            begin, stop = self._encoding.token_to_chars(last) or (0, 0)
+            if begin < end and stop > start:
+                return first, last + 1
+        return first, first
 
     def reaches_over(self, token: int, end: int) -> bool:
         """Whether a token holds more than white space from the character ``end`` on.
@@ -289,10 +285,6 @@ class TokenizedText:
         """
         _, stop = self._encoding.token_to_chars(token) or (0, 0)
         return stop > end and not self._text[end:stop].isspace()
-
-    def _touches(self, token: int, start: int, end: int) -> bool:
-        begin, stop = self._encoding.token_to_chars(token) or (0, 0)
-        return bool(begin < end and stop > start)
 
 
 class ByteText(TokenizedText):
@@ -366,45 +358,41 @@ def byte_lengths(backend: Any) -> np.ndarray | None:
     from tokenizers import models, pre_tokenizers
 
     model, added = backend.model, backend.get_added_tokens_decoder()
-    if not isinstance(model, models.BPE) or model.dropout:
-        return None
-    if model.continuing_subword_prefix or model.end_of_word_suffix:
-        return None
-    if _state(backend.normalizer).get("type", "NFC") != "NFC" or not _only_cuts(_state(backend.pre_tokenizer)):
-        return None
-    if _state(backend.decoder).get("type") != "ByteLevel" or not _keeps_offsets(_state(backend.post_processor)):
-        return None
-    if any(token.lstrip or token.rstrip for token in added.values()):
+    if (
+        not isinstance(model, models.BPE)
+        or model.dropout
+        or model.continuing_subword_prefix
+        or model.end_of_word_suffix
+        or _state(backend.normalizer).get("type", "NFC") != "NFC"
+        or not _only_cuts(_state(backend.pre_tokenizer))
+        or _state(backend.decoder).get("type") != "ByteLevel"
+        or not _keeps_offsets(_state(backend.post_processor))
+        or any(token.lstrip or token.rstrip for token in added.values())
+    ):
         return None
     alphabet = set(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {name: number for name, number in backend.get_vocab(False).items() if number not in added}
     if not alphabet <= vocabulary.keys() or not set("".join(vocabulary)) <= alphabet:
         return None
-    found = np.zeros(max([*vocabulary.values(), *added]) + 1, dtype=np.int32)
-    found[list(vocabulary.values())] = [len(name) for name in vocabulary]
-    for number, token in added.items():
-        found[number] = len(token.content.encode())
-    return found
+    lengths = np.zeros(max([*vocabulary.values(), *added]) + 1, dtype=np.int32)
+    lengths[list(vocabulary.values())] = [len(name) for name in vocabulary]
+    lengths[list(added)] = [len(token.content.encode()) for token in added.values()]
+    return lengths
 
 
 def _state(part: Any) -> dict[str, Any]:
-    if part is None:
-        return {}
-    found: dict[str, Any] = json.loads(part.__getstate__())
-    return found
+    return {} if part is None else dict(json.loads(part.__getstate__()))
 
 
 def _only_cuts(state: dict[str, Any]) -> bool:
-    if state.get("type") not in _LOSSLESS or state.get("add_prefix_space") or state.get("behavior") == "Removed":
-        return False
-    return all(_only_cuts(inner) for inner in state.get("pretokenizers", ()))
+    changes = state.get("type") not in _LOSSLESS or state.get("add_prefix_space") or state.get("behavior") == "Removed"
+    return not changes and all(map(_only_cuts, state.get("pretokenizers", ())))
 
 
 def _keeps_offsets(state: dict[str, Any]) -> bool:
     """Whether offsets include a token's leading space; with Llama 3's post-processor they do not."""
-    if state.get("type") == "ByteLevel" and state.get("trim_offsets"):
-        return False
-    return all(_keeps_offsets(inner) for inner in state.get("processors", ()))
+    trims = state.get("type") == "ByteLevel" and state.get("trim_offsets")
+    return not trims and all(map(_keeps_offsets, state.get("processors", ())))
 
 
 class Expanded(NamedTuple):
@@ -483,12 +471,6 @@ class Placeholders:
         spans = [TrainedSpan(moved(span.start), moved(span.end), span.weight) for span in chat.spans]
         spans += [TrainedSpan(start, end, 0.0) for start, end in media]
         return Expanded("".join(parts), tuple(sorted(spans)), tuple(media), moved)
-
-
-def own_template(processor: Any) -> str | None:
-    """Returns a processor's own chat template; None if it has none, or several by name."""
-    source = getattr(processor, "chat_template", None)
-    return source if isinstance(source, str) else None
 
 
 def check_reserved(conversation: Conversation, tokens: Sequence[str]) -> None:

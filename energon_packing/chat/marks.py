@@ -119,7 +119,7 @@ class Marks:
 
     def arguments(self, turn: int, value: Any) -> Any:
         """Returns the value with a mark for every key, text and number; booleans and nulls stay."""
-        if not self._calls:
+        if not self._calls or isinstance(value, bool) or value is None:
             return value
         if isinstance(value, Mapping):
             # Marks ascend like the keys, so a template that sorts keys (Gemma 4's) sorts the marks the same way.
@@ -128,11 +128,7 @@ class Marks:
             return {keys[key]: self.arguments(turn, entry) for key, entry in value.items()}
         if isinstance(value, list | tuple):
             return [self.arguments(turn, entry) for entry in value]
-        if isinstance(value, str):
-            return self.core(turn, "argument", value)
-        if isinstance(value, bool) or value is None:
-            return value
-        return self._mark(turn, "argument", value)
+        return self.core(turn, "argument", value) if isinstance(value, str) else self._mark(turn, "argument", value)
 
 
 def find_marks(text: str) -> Iterator[tuple[int, int, int]]:
@@ -190,18 +186,16 @@ def to_messages(
 def _content(
     conversation: Conversation, number: int, turn: Turn, parts: tuple[Part, ...], marks: Marks | None, as_list: bool
 ) -> str | list[dict[str, Any]]:
-    def written(text: str) -> str:
-        return marks.text(number, text, answer=turn.role == "assistant") if marks else text
-
-    if any(isinstance(part, MediaPart) for part in parts):
-        return [
-            {"type": "text", "text": written(part)}
-            if isinstance(part, str)
-            else {"type": conversation.media[part.index].kind}
-            for part in parts
-        ]
-    text = written("".join(part for part in parts if isinstance(part, str)))
-    return [{"type": "text", "text": text}] if as_list else text
+    has_media = any(isinstance(part, MediaPart) for part in parts)
+    if not has_media:
+        parts = ("".join(part for part in parts if isinstance(part, str)),)
+    content: list[dict[str, Any]] = [
+        {"type": conversation.media[part.index].kind}
+        if isinstance(part, MediaPart)
+        else {"type": "text", "text": marks.text(number, part, answer=turn.role == "assistant") if marks else part}
+        for part in parts
+    ]
+    return content if has_media or as_list else content[0]["text"]
 
 
 def _call(turn: int, call: Mapping[str, Any], marks: Marks | None, passing: Passing) -> tuple[dict[str, Any], str]:
@@ -257,8 +251,7 @@ class Layout:
 
     def missing(self) -> list[int]:
         """Returns the indices of the pieces that are not shown."""
-        shown = set(self.order)
-        return [piece for piece in range(len(self.pieces)) if piece not in shown]
+        return sorted({*range(len(self.pieces))} - {*self.order})
 
     def disorder(self) -> tuple[int, int] | None:
         """Returns two turns (earlier, later) of which the later one is shown first; None if all are in order."""
@@ -320,9 +313,7 @@ def names_of(pieces: Sequence[Piece], turns: Sequence[Turn], missing: Sequence[i
             continue  # its call is missing too
         value = str(piece.value)
         short = repr(value if len(value) <= 40 else value[:39] + "…")
-        if piece.kind == "definition":
-            words.append(f"the definition of the tool {short}")
-            continue
-        words.append(f"the {piece.kind} {short} of turn {piece.turn + 1} ({turns[piece.turn].role})")
+        of_turn = f"the {piece.kind} {short} of turn {piece.turn + 1} ({turns[piece.turn].role})"
+        words.append(f"the definition of the tool {short}" if piece.kind == "definition" else of_turn)
     more = f" and {len(words) - 3} more" if len(words) > 3 else ""
     return ", ".join(words[:3]) + more

@@ -63,25 +63,21 @@ class StopTokens:
 
     def first_end(self, text: str) -> int | None:
         """Returns where the first token that ends a turn ends; None if there is none."""
-        found = self._stop.search(text)
-        return found.end() if found else None
+        return found.end() if (found := self._stop.search(text)) else None
 
     def is_first(self, text: str, end: int) -> bool:
         """Whether the turn-ending token that ends at ``end`` is the first special token of the text."""
-        found = self._special.search(text)
-        return found is None or found.end() >= end
+        return (found := self._special.search(text)) is None or found.end() >= end
 
     def after(self, text: str, start: int) -> int:
         """Returns the end of the turn-ending token that begins at ``start``; ``start`` if there is none."""
-        found = self._stop.match(text, start)
-        return found.end() if found else start
+        return found.end() if (found := self._stop.match(text, start)) else start
 
     def rest(self, text: str, start: int) -> int:
         """Returns the end of tokens from ``start`` on that end the whole text (a turn's, then a sequence's); else
         ``start``.
         """
-        found = self._rest.match(text, start)
-        return found.end() if found else start
+        return found.end() if (found := self._rest.match(text, start)) else start
 
     def whole(self, text: str, at: int) -> int:
         """Returns ``at``, or the beginning of the special token that a cut at ``at`` would split."""

@@ -99,9 +99,8 @@ class ChatTemplate:
         # As apply_chat_template passes them: strings, or a list if a tokenizer keeps several under one name.
         named = dict(tokenizer.special_tokens_map)
         self.renderer = TemplateRenderer(source, named, date=date)
-        if thinking in ("mask", "trim_empty") and not (
-            self.renderer.thinking.opening and self.renderer.thinking.closing
-        ):
+        form = self.renderer.thinking
+        if thinking in ("mask", "trim_empty") and not (form.opening and form.closing):
             raise ConfigError(
                 f"encoder.thinking is {thinking!r}, but the chat template writes no mark before or after thinking that "
                 "tells it from the answer; use keep or strip, or another encoder.chat_template."
@@ -109,8 +108,7 @@ class ChatTemplate:
         self._reader = TemplateReader(self.renderer, tool_definitions)
         known = set(tokenizer.get_added_vocab()) | {str(token) for token in named.values()}
         ends = {*stops, *(token for token in END_OF_TURN if token in known)}
-        if tokenizer.eos_token is not None:
-            ends.add(tokenizer.eos_token)
+        ends |= {tokenizer.eos_token} - {None}
         special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
         self.stops = StopTokens(sorted(ends), sorted({*special, *tokenizer.all_special_tokens}))
 
@@ -136,8 +134,7 @@ class ChatTemplate:
             if self.train_on != "all" or any(weight is not None for weight in weights.values()):
                 raise
             answers = []  # everything is trained, wherever answers begin
-        if answers and (added := answers[-1][2]):
-            text += added
+        text += answers[-1][2] if answers else ""
         spans = {turn: found for turn, found, _ in answers}
         if self.thinking == "trim_empty":
             text, spans = _cut(text, spans, self._empty(reading, spans, breaks=True))
@@ -148,7 +145,9 @@ class ChatTemplate:
         kept = tuple(span for span in trained if span.end > span.start)
         if not any(span.weight > 0 for span in kept):
             raise SampleRejected("nothing_to_learn", f"train_on={self.train_on} leaves no token of the text to train")
-        ends = tuple((turn + 1, _with_space(text, found[-1].end)) for turn, found in spans.items() if found)
+        ends = tuple(
+            (turn + 1, len(text) - len(text[found[-1].end :].lstrip())) for turn, found in spans.items() if found
+        )
         return RenderedChat(text=text, spans=kept, ends=ends)
 
     def trained_turns(self, conversation: Conversation) -> frozenset[int]:
@@ -183,15 +182,10 @@ class ChatTemplate:
 
     def _shown(self, conversation: Conversation) -> Conversation:
         """The conversation that is passed to the template."""
-        if self.thinking == "strip":
-            return strip_thinking(conversation)
-        if self.thinking == "trim_empty":
-            return trim_empty_thinking(conversation)
         if self.thinking == "mask":
             check_closed(conversation)
-        return conversation
-
-    # -- what is trained ---------------------------------------------------------------------------------------------
+        change = {"strip": strip_thinking, "trim_empty": trim_empty_thinking}.get(self.thinking)
+        return change(conversation) if change else conversation
 
     def _thoughts(self, reading: Reading) -> list[tuple[int, int]]:
         """Returns the characters ``[start, end)`` of every thinking of an answer, with the marks around it.
@@ -378,10 +372,6 @@ def _with_line_break(text: str, end: int) -> int:
     return end + 1 if text.startswith("\n", end) else end
 
 
-def _with_space(text: str, end: int) -> int:
-    return len(text) - len(text[end:].lstrip())
-
-
 def _with_gaps(spans: list[TrainedSpan], length: int) -> list[TrainedSpan]:
     """The spans, and everything before, between and after them with weight 1."""
     result: list[TrainedSpan] = []
@@ -400,12 +390,10 @@ def _cut(
     def moved(at: int) -> int:
         return at - sum(min(end, at) - start for start, end in cuts if start < at)
 
-    shown, cursor = [], 0
-    for start, end in cuts:
-        shown.append(text[cursor:start])
-        cursor = end
     shifted = {
         turn: [span._replace(start=moved(span.start), end=moved(span.end)) for span in found]
         for turn, found in spans.items()
     }
-    return "".join([*shown, text[cursor:]]), shifted
+    for start, end in reversed(cuts):
+        text = text[:start] + text[end:]
+    return text, shifted

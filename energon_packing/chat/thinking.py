@@ -114,8 +114,7 @@ def find_form(render: Callable[[list[dict[str, Any]], bool], str]) -> ThinkingFo
 
 def tagged(thinking: str) -> str:
     """Returns thinking of a field as text before an answer, as Qwen3's published template writes it."""
-    thinking = thinking.strip("\n")
-    return f"{OPEN}\n{thinking}\n{CLOSE}\n\n"
+    return f"{OPEN}\n{thinking.strip('\n')}\n{CLOSE}\n\n"
 
 
 def strip_thinking(conversation: Conversation) -> Conversation:
@@ -135,16 +134,17 @@ def trim_empty_thinking(conversation: Conversation) -> Conversation:
 
 
 def _changed(conversation: Conversation, change: Callable[[str], str], *, keep: bool = False) -> Conversation:
-    turns = tuple(_rewritten(turn, change, keep) if turn.role == "assistant" else turn for turn in conversation.turns)
+    def rewritten(turn: Turn) -> Turn:
+        thinking = turn.thinking if keep and (turn.thinking or "").strip() else None
+        parts = turn.parts
+        if "think>" in turn.text:
+            changed = (change(part) if isinstance(part, str) else part for part in parts)
+            parts = tuple(part for part in changed if part != "")
+        same = turn.role != "assistant" or (turn.thinking, turn.parts) == (thinking, parts)
+        return turn if same else dataclasses.replace(turn, parts=parts, thinking=thinking)
+
+    turns = tuple(map(rewritten, conversation.turns))
     return conversation if turns == conversation.turns else dataclasses.replace(conversation, turns=turns)
-
-
-def _rewritten(turn: Turn, change: Callable[[str], str], keep: bool) -> Turn:
-    thinking = turn.thinking if keep and (turn.thinking or "").strip() else None
-    if "think>" not in turn.text:
-        return turn if turn.thinking == thinking else dataclasses.replace(turn, thinking=thinking)
-    parts = tuple(change(part) if isinstance(part, str) else part for part in turn.parts)
-    return dataclasses.replace(turn, parts=tuple(part for part in parts if part != ""), thinking=thinking)
 
 
 def _without_thinking(text: str) -> str:
@@ -158,9 +158,7 @@ def _without_thinking(text: str) -> str:
         depth -= 1
         if depth < 0:
             break
-        cursor = tag.end()
-        while not depth and cursor < len(text) and text[cursor] in LINE_ENDS:
-            cursor += 1
+        cursor = len(text) - len(text[tag.end() :].lstrip("" if depth else LINE_ENDS))
     if depth:
         raise SampleRejected("unclosed_thinking", f"an assistant turn has {OPEN} or {CLOSE} without its matching tag")
     return "".join([*pieces, text[cursor:]])
@@ -187,17 +185,15 @@ def split_answer(parts: tuple[Part, ...]) -> tuple[str | None, tuple[Part, ...]]
 
 def joined_answer(thinking: str, parts: tuple[Part, ...]) -> tuple[Part, ...]:
     """Returns an answer with the thinking of its field in its text."""
-    if parts and isinstance(parts[0], str):
-        return tagged(thinking) + parts[0], *parts[1:]
-    return tagged(thinking), *parts
+    first, others = (parts[0], parts[1:]) if parts and isinstance(parts[0], str) else ("", parts)
+    return tagged(thinking) + first, *others
 
 
 def check_closed(conversation: Conversation) -> None:
     """Checks that no thinking in a text stays open; raises SampleRejected ``unclosed_thinking``."""
     for turn in conversation.turns:
-        tags = TAG.findall(turn.text) if turn.role == "assistant" else []
         depth = 0
-        for tag in tags:
+        for tag in TAG.findall(turn.text) if turn.role == "assistant" else ():
             depth = depth + 1 if tag == OPEN else max(depth - 1, 0)
         if depth:
             raise SampleRejected("unclosed_thinking", f"an assistant turn has {OPEN} without {CLOSE}")

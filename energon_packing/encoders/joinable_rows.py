@@ -30,12 +30,11 @@ def joinable(rows: Sequence[Mapping[str, Any]], fields: Sequence[TokenField] = (
     the model needs that (`videos_as_images`). A row without one of the pack's ``fields`` (of text, of another encoder,
     or a filler) gets the value of padding.
     """
-    rows = videos_as_images(
-        [
-            {**{field.name: field.filled(len(row["input_ids"])) for field in fields if field.name not in row}, **row}
-            for row in rows
-        ]
-    )
+    filled = [
+        {**{field.name: field.filled(len(row["input_ids"])) for field in fields if field.name not in row}, **row}
+        for row in rows
+    ]
+    rows = videos_as_images(filled)
     names = {name for row in rows for name in row.get(PADDED_MEDIA, ())}
     if not names:
         return rows

@@ -1,10 +1,9 @@
-"""Which tokens of a sample are trained, with which weights and additional values (advantages, log-probabilities,
-rewards).
+"""Which tokens of a sample are trained, with which weights and additional values (advantages, rewards).
 
 If a sample has x targets, each weighs 1 (``token``), 1/x (``sample``) or 1/sqrt(x) (``square``; ``len2weight`` of
-InternVL's ``internvl_chat_finetune.py``). The loss of a step is the weighted sum over all its samples, divided by the
-sum of the weights. If turns have weights, x is the sum of the weights of the targets: a sample counts x, 1 or sqrt(x)
-in a step, and weights of turns say how it is divided among them.
+InternVL's ``internvl_chat_finetune.py``). The loss of a step is the weighted sum over all its samples,
+divided by the sum of the weights. If turns have weights, x is the sum of the weights of the targets: a sample counts x,
+1 or sqrt(x) in a step, and weights of turns say how it is divided among them.
 
 The loss mask carries the weights. Megatron-Bridge's ``masked_next_token_loss`` returns ``sum(loss * mask)`` and the sum
 of the mask **as an integer**, and the step divides by the latter. A sample with weights 1/x would count as 0 or 1, so

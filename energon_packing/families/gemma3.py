@@ -34,16 +34,11 @@ class Gemma3(VisionFamily):
 
     def __init__(self, processor: Any, config: EncoderConfig) -> None:
         super().__init__(processor, config)
-        tokenizer = self.tokenizer
-        self._start: str = tokenizer.boi_token
-        self._end: str = tokenizer.eoi_token
-        self.image_token: str = tokenizer.image_token
-        for token in (self._start, self._end):
-            self.check_token(token)
-        # The chat template writes the start token for an image.
-        self.placeholders = {"image": self._start}
-        self.placeholder_ids = {"image": self.check_token(self.image_token)}
-        self.reserved = (self._start, self._end, self.image_token)
+        self._start: str = self.tokenizer.boi_token
+        self._end: str = self.tokenizer.eoi_token
+        self.image_token: str = self.tokenizer.image_token
+        self.stand_for_media({"image": self.image_token}, self._start, self._end)
+        self.placeholders = {"image": self._start}  # which the chat template writes for an image
         self.square_tokens: int = processor.image_seq_length
         self.images = processor.image_processor
         size = self.images.size

@@ -36,8 +36,6 @@ class Pixtral(VisionFamily):
         self.image_token: str = processor.image_token
         self._break: str = processor.image_break_token
         self._end: str = processor.image_end_token
-        for token in (self._break, self._end):
-            self.check_token(token)
         self.stand_for_media({"image": self.image_token}, self._break, self._end)
         self.images = processor.image_processor
         self.merge: int = processor.spatial_merge_size

@@ -121,7 +121,7 @@ FAMILY_MUTATIONS: tuple[Mutation, ...] = (
         name="a pack of images and videos goes to GLM's model as the processor names them",
         test=GLM_MIXED + "test_the_model_refuses_a_row_that_holds_images_and_videos_and_takes_ours",
         oracle="Hugging Face's model",
-        edits=(("encoders/joinable_rows.py", "rows = videos_as_images([", "rows = list(["),),
+        edits=(("encoders/joinable_rows.py", "rows = videos_as_images(filled)", "rows = filled"),),
     ),
     Mutation(
         trap=23,

@@ -173,13 +173,10 @@ class Results:
         placed = self._place(dtype, size, torch.empty(size, device="meta").stride())
         return None if placed is None else self._room.tensor(placed)
 
-    def put(self, made: Mapping[str, Any]) -> dict[str, Any]:
+    def put(self, value: Any) -> Any:
         """Returns a mapping with its tensors, in mappings in it too, as `Placed`; those elsewhere are copied."""
-        return {name: self._put(value) for name, value in made.items()}
-
-    def _put(self, value: Any) -> Any:
         if isinstance(value, Mapping):
-            return {name: self._put(inner) for name, inner in value.items()}
+            return {name: self.put(inner) for name, inner in value.items()}
         if not isinstance(value, torch.Tensor):
             return value
         size, stride = tuple(value.shape), tuple(torch.empty_like(value, device="meta").stride())
@@ -204,12 +201,7 @@ class Results:
 
 
 _results: Results | None = None
-
-
-def make_results_in(results: Results | None) -> None:
-    """Sets where `empty_result` takes memory in this process."""
-    global _results
-    _results = results
+"""Where `empty_result` takes memory in this process."""
 
 
 def empty_result(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -313,15 +305,19 @@ class DecodingProcess:
         try:
             has_failed, answer, end = pickle.loads(child.connection.recv_bytes())
         except (EOFError, OSError):
-            raise self._ended(CRASH, f"the decoder crashed: {_cause(self._reap())}") from None
+            raise self._ended(CRASH, f"the decoder crashed: {_cause(self.close())}") from None
         self._in_a_row = 0
         if has_failed:
             raise answer
         return child.room.taken(answer, start, end)
 
-    def close(self) -> None:
-        """Ends the child, whatever it does."""
-        self._reap()
+    def close(self) -> int:
+        """Ends the child, whatever it does; returns its wait status, or 0 if there is none."""
+        child, self._child = self._child, None
+        if child is None:
+            return 0
+        self._finalizer.detach()
+        return _end(child)
 
     def is_idle(self) -> bool:
         """Whether a child of this process waits for work. One that is busy serves another thread."""
@@ -343,14 +339,6 @@ class DecodingProcess:
             child = self._child = _fork(self._work, self._seconds)
             self._finalizer = weakref.finalize(self, _end, child)
         return child
-
-    def _reap(self) -> int:
-        """Ends the child; returns its wait status, or 0 if there is none."""
-        child, self._child = self._child, None
-        if child is None:
-            return 0
-        self._finalizer.detach()
-        return _end(child)
 
     def _ended(self, reason: str, detail: str) -> Exception:
         self._in_a_row += 1
@@ -434,6 +422,7 @@ def _ask(child: _Child, request: Any, files: Mapping[str, bytes | Exception]) ->
 
 def _serve(connection: Connection, room: SharedRoom, work: Work, seconds: float | None, parent: int) -> NoReturn:
     """The child: decodes until its parent is gone."""
+    global _results
     for number in _OURS:
         signal.signal(number, signal.SIG_DFL)  # torch's workers say in theirs that a worker died
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -451,11 +440,10 @@ def _serve(connection: Connection, room: SharedRoom, work: Work, seconds: float 
         if seconds is not None:  # the kernel ends this process should nobody else do it: the parent hangs or is gone
             signal.setitimer(signal.ITIMER_REAL, seconds + 30 * GRACE)
         room.leave_alone(start)
-        results = Results(room, start)
-        make_results_in(results)
+        _results = Results(room, start)
         try:
-            made = results.put(work(request, functools.partial(_file, room, files)))
-            answer: tuple[bool, Any, int] = (False, made, results.end)
+            made = _results.put(work(request, functools.partial(_file, room, files)))
+            answer: tuple[bool, Any, int] = (False, made, _results.end)
         except Exception as error:
             answer = (True, _portable(error), start)
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -14,14 +14,13 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from energon_packing.errors import SampleRejected
 from energon_packing.media import check_decoded_bytes
 from energon_packing.media.depth import grey_range, to_rgb
-from energon_packing.media.probe import known_formats
+from energon_packing.media.probe import JPEG_SCAN, jpeg_segments, known_formats
 
 ORIENTATION = 0x0112
 """The EXIF tag of an image's orientation; 1 is upright."""
 _PNG = b"\x89PNG\r\n\x1a\n"
 _SEQUENTIAL = (0xC0, 0xC1)  # baseline and extended, with Huffman codes
-_SCAN = 0xDA
-_WITHOUT_LENGTH = frozenset((0x01, *range(0xD0, 0xD9)))
+_NOT_PLAIN = frozenset((0x01, *range(0xD0, 0xD9), 0xFF))  # without a length, or a fill byte
 
 
 class ScaledImage(NamedTuple):
@@ -39,7 +38,7 @@ class ScaledImage(NamedTuple):
 
 def decode_scaled_image(
     data: bytes,
-    least: tuple[float, float],
+    least: tuple[float, float] | None,
     *,
     max_pixels: int,
     max_bytes: int | None = None,
@@ -50,33 +49,6 @@ def decode_scaled_image(
 
     libjpeg then computes fewer values of each block of 8x8 pixels. Limits hold for the whole image.
     """
-    return _decode(data, least, max_pixels, max_bytes, on_white)
-
-
-def decode_image(data: bytes, *, max_pixels: int, max_bytes: int | None = None, on_white: bool = True) -> torch.Tensor:
-    """Decodes an encoded image.
-
-    EXIF orientation is applied, as ``transformers.image_utils.load_image`` does. Of an animation, the first frame is
-    decoded. Every mode becomes RGB, deep grey ones as `energon_packing.media.depth` describes.
-
-    Args:
-        max_pixels: an image with more is refused from its header, before any pixel is decoded.
-        max_bytes: the same for its bytes, at 3 per pixel; None sets no limit.
-        on_white: show transparent pixels on white; else drop their alpha, as ``load_image`` does.
-
-    Returns:
-        uint8 ``[3, H, W]``, a read-only view of rows of pixels (channels last), the fastest layout for resizing.
-
-    Raises:
-        SampleRejected: ``corrupt_media`` if the image cannot be decoded completely, ``media_too_large`` above a limit,
-            ``unsupported_depth`` for samples without a defined black and white.
-    """
-    return _decode(data, None, max_pixels, max_bytes, on_white).pixels
-
-
-def _decode(
-    data: bytes, least: tuple[float, float] | None, max_pixels: int, max_bytes: int | None, on_white: bool
-) -> ScaledImage:
     whole = None
     if not data:
         raise SampleRejected("corrupt_media", "the image file is empty")
@@ -109,6 +81,27 @@ def _decode(
         raise SampleRejected("corrupt_media", f"the image cannot be decoded: {reason}") from error
     width, height = whole or (pixels.shape[1], pixels.shape[0])
     return ScaledImage(pixels.permute(2, 0, 1), width, height)
+
+
+def decode_image(data: bytes, *, max_pixels: int, max_bytes: int | None = None, on_white: bool = True) -> torch.Tensor:
+    """Decodes an encoded image.
+
+    EXIF orientation is applied, as ``transformers.image_utils.load_image`` does. Of an animation, the first frame is
+    decoded. Every mode becomes RGB, deep grey ones as `energon_packing.media.depth` describes.
+
+    Args:
+        max_pixels: an image with more is refused from its header, before any pixel is decoded.
+        max_bytes: the same for its bytes, at 3 per pixel; None sets no limit.
+        on_white: show transparent pixels on white; else drop their alpha, as ``load_image`` does.
+
+    Returns:
+        uint8 ``[3, H, W]``, a read-only view of rows of pixels (channels last), the fastest layout for resizing.
+
+    Raises:
+        SampleRejected: ``corrupt_media`` if the image cannot be decoded completely, ``media_too_large`` above a limit,
+            ``unsupported_depth`` for samples without a defined black and white.
+    """
+    return decode_scaled_image(data, None, max_pixels=max_pixels, max_bytes=max_bytes, on_white=on_white).pixels
 
 
 def _scale(image: Image.Image, least: tuple[float, float]) -> tuple[int, int] | None:
@@ -180,24 +173,12 @@ def is_plain(data: bytes) -> bool:
     """
     if data[:8] == _PNG:
         return True
-    if data[:2] != b"\xff\xd8":
-        return False
-    at, layers = 2, 0
-    while at + 4 <= len(data) and data[at] == 0xFF:
-        marker = data[at + 1]
-        if marker == 0xFF:  # a fill byte
-            at += 1
-            continue
-        if marker in _WITHOUT_LENGTH:
+    layers = 0
+    for marker, body in jpeg_segments(data):
+        if marker == JPEG_SCAN:
+            return layers > 0 and body[:1] == bytes([layers])
+        if marker in _SEQUENTIAL and not layers and len(body) >= 6:
+            layers = body[5]
+        elif marker in _NOT_PLAIN or (0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC)):
             return False
-        size = data[at + 2] << 8 | data[at + 3]
-        if marker in _SEQUENTIAL:
-            if layers or size < 8 or at + 9 >= len(data):
-                return False
-            layers = data[at + 9]
-        elif 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
-            return False
-        elif marker == _SCAN:
-            return layers > 0 and at + 4 < len(data) and data[at + 4] == layers
-        at += 2 + size
     return False

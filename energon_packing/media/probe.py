@@ -134,13 +134,16 @@ def image_info(source: Source, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode: 
             raise SampleRejected("media_too_large", f"Pillow refuses the image: {error}") from error
         except Exception as error:
             # Pillow's plugins raise OSError, SyntaxError, ValueError, struct.error, zlib.error, ... for bad bytes.
-            raise SampleRejected("corrupt_media", f"not a readable image: {_words(error)}") from error
+            reason = str(error) or type(error).__name__
+            if "BytesIO object at" in reason or "cannot identify image file" in reason:
+                reason = "no known image format"  # without an address: a rejects file is the same in every run
+            raise SampleRejected("corrupt_media", f"not a readable image: {reason}") from error
     turned = orientation in (5, 6, 7, 8)
     width, height = (stored_height, stored_width) if turned else (stored_width, stored_height)
     return ImageInfo(width, height, *info, stored_width, stored_height, transparent)
 
 
-_JFIF, _SCAN, _QUANTISATION = 0xE0, 0xDA, 0xDB
+_JFIF, JPEG_SCAN, _QUANTISATION = 0xE0, 0xDA, 0xDB
 _FRAMES = frozenset((0xC0, 0xC1, 0xC2))  # baseline, extended, progressive
 _SKIPPED = frozenset((0xC4, 0xDD, 0xFE))  # Huffman tables, restart interval, comment
 
@@ -155,13 +158,8 @@ def jpeg_info(head: bytes) -> ImageInfo | None:
     None if the file is not of the usual form, or if its first scan begins after ``head``.
     """
     info: ImageInfo | None = None
-    at = 2 if head[:3] == b"\xff\xd8\xff" else len(head)
-    while at + 4 <= len(head) and head[at] == 0xFF:
-        marker, size = head[at + 1], head[at + 2] << 8 | head[at + 3]
-        body = head[at + 4 : at + 2 + size]
-        if size < 2 or len(body) != size - 2:
-            return None
-        if marker == _SCAN:
+    for marker, body in jpeg_segments(head):
+        if marker == JPEG_SCAN:
             return info
         if marker in _FRAMES and info is None and len(body) >= 6 and len(body) == 6 + 3 * body[5]:
             height, width, mode = body[1] << 8 | body[2], body[3] << 8 | body[4], {1: "L", 3: "RGB"}.get(body[5])
@@ -173,8 +171,19 @@ def jpeg_info(head: bytes) -> ImageInfo | None:
                 return None
         elif marker not in _SKIPPED and (marker != _JFIF or len(body) != 14 or body[:5] != b"JFIF\0"):
             return None
-        at += 2 + size
     return None
+
+
+def jpeg_segments(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yields marker and content of the segments at the beginning of a JPEG file, as far as they are whole."""
+    at = 2 if data[:3] == b"\xff\xd8\xff" else len(data)
+    while at + 4 <= len(data) and data[at] == 0xFF:
+        size = data[at + 2] << 8 | data[at + 3]
+        body = data[at + 4 : at + 2 + size]
+        if size < 2 or len(body) != size - 2:
+            return
+        yield data[at + 1], body
+        at += 2 + size
 
 
 def _stored_size(image: Image.Image) -> tuple[int, int]:
@@ -185,22 +194,6 @@ def _stored_size(image: Image.Image) -> tuple[int, int]:
     if image.format == "TIFF" and tags is not None:
         return int(tags[ExifTags.Base.ImageWidth]), int(tags[ExifTags.Base.ImageLength])
     return image.size
-
-
-def probe_image(source: Source, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[int, int]:
-    """Returns width and height in pixels as displayed, that is after EXIF orientation; decodes nothing. See
-    `image_info`.
-    """
-    info = image_info(source, max_pixels=max_pixels)
-    return info.width, info.height
-
-
-def _words(error: Exception) -> str:
-    """The error's text without object addresses, so that a rejects file is the same in every run."""
-    text = str(error) or type(error).__name__
-    if "BytesIO object at" in text or "cannot identify image file" in text:
-        return "no known image format"
-    return text
 
 
 class _Count(NamedTuple):

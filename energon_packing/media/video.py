@@ -224,7 +224,7 @@ class FrameStack:
         """Keeps the pixels of a wanted frame; ``corrupt_media`` if it is rotated differently from the first one
         taken."""
         rgb = self._reformatter.reformat(frame, format="rgb24", threads=1).to_ndarray()
-        pixels = np.rot90(rgb, quarter_turns(frame.rotation))
+        pixels = np.rot90(rgb, round(frame.rotation / 90))  # counter-clockwise, like the rotation
         if self._frames is None:
             self._frames = np.empty((len(self._indices), *pixels.shape), dtype=np.uint8)
         if pixels.shape != self._frames.shape[1:]:
@@ -242,10 +242,6 @@ class FrameStack:
             first = self.wanted[len(self.wanted) - self.missing]
             raise SampleRejected("corrupt_media", f"the video ends before frame {first}, but more frames were measured")
         return torch.from_numpy(self._frames).permute(0, 3, 1, 2)
-
-
-_BEGINNING = -(1 << 60)
-"""A time before every packet, in any unit."""
 
 
 def decode_frames(
@@ -349,11 +345,6 @@ def _decode_run(codec: Any, packets: Sequence[Any], run: Run, frames: FrameStack
     return whole and times == sorted(times) and [time for time in times if time >= first] == sorted(expected)
 
 
-def quarter_turns(degrees: float) -> int:
-    """Returns the counter-clockwise quarter turns that make a frame of this ``rotation`` upright."""
-    return round(degrees / 90) % 4
-
-
 def decode_frame_files(
     read: Callable[[str], bytes],
     names: Sequence[str],
@@ -372,8 +363,7 @@ def decode_frame_files(
     """
     frames: torch.Tensor | None = None
     for number, name in enumerate(names):
-        if deadline is not None and time.monotonic() > deadline:
-            raise SampleRejected("decode_timeout", f"frame {number} was not decoded within encoder.decode_seconds")
+        _check_deadline(deadline, number)
         frame = decode_image(read(name), max_pixels=max_pixels, max_bytes=max_bytes, on_white=on_white)
         if frames is None:
             check_decoded_bytes(len(names), frame.shape[2], frame.shape[1], max_bytes)

@@ -85,9 +85,9 @@ def trained(chat: Any) -> list[str]:
 words = st.text(st.sampled_from("ab c9?.\n{}<>&é你😀'\"\\"), min_size=1, max_size=24).filter(str.strip)
 
 
-@pytest.mark.parametrize("name", PLAIN)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(
+    name=st.sampled_from(PLAIN),
     texts=st.lists(words, min_size=2, max_size=8).filter(lambda texts: len(texts) % 2 == 0),
     system=st.none() | words,
 )

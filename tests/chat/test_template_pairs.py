@@ -19,8 +19,17 @@ TEMPLATES = templates()
 if not TEMPLATES:
     pytest.skip("trl, whose templates are read, is not installed", allow_module_level=True)
 RECORDS = records()
-NAMES = [pytest.param(name, marks=[pytest.mark.full] * name.endswith("_training")) for name in sorted(TEMPLATES)]
-UNMARKED = [name for name in sorted(TEMPLATES) if not name.endswith("_training")]
+VERSIONS = (
+    *("cohere", "gemma", "gemma4_v3", "gemma4_v4", "lfm2_2_5", "lfm2_v2", "llama3", "llama3_1", "phi3", "qwen2_5_vl"),
+    *("nemotron_3_super", "nemotron_3_ultra", "qwen3_instruct_2507", "qwen3_vl", "smolvlm", "qwen3_5_nothink"),
+)
+"""Templates that write and mark thinking as another one of their family does."""
+NAMES = [
+    pytest.param(name, marks=[pytest.mark.full] * name.endswith("_training"))
+    for name in sorted(TEMPLATES)
+    if name.removesuffix("_training") == name or name.removesuffix("_training") not in VERSIONS
+]
+UNMARKED = [name for name in sorted(TEMPLATES) if not name.endswith("_training") and name not in VERSIONS]
 """Without trl's variants for training, which write the same text."""
 
 # What opens and closes thinking, and the line ends after an empty one, by the beginning of a template's name.

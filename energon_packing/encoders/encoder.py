@@ -26,7 +26,7 @@ from energon_packing.encoders.fitting import Bounds, Resizer, Settings, beginnin
 from energon_packing.encoders.joinable_rows import PADDED_MEDIA, SHARED_PLACEHOLDER
 from energon_packing.encoders.measured import Measured, MeasuredPair
 from energon_packing.encoders.sample_encoder import SampleEncoder
-from energon_packing.encoders.splitting import Fits, MeasuredSplit, SampleText, split
+from energon_packing.encoders.splitting import Fits, MeasuredSplit, split
 from energon_packing.encoders.targets import enough_targets, extra_values, spread, target_weight, trained_tokens
 from energon_packing.encoders.tokenized import (
     Expanded,
@@ -262,8 +262,9 @@ class ConversationEncoder(SampleEncoder):
             end = self.template.turn_end(kept, rendered, turns)
             return None if end is None else chat.moved(end)
 
-        whole = SampleText(offsets=tokenized.offsets, media=chat.media, turns=kept.turns, turn_end=turn_end)
-        pieces = split(measured, whole, fits, at)
+        pieces = split(
+            measured, fits, at, offsets=tokenized.offsets, media=chat.media, turns=kept.turns, turn_end=turn_end
+        )
         if positions == "continue":
             starts = np.cumsum([0, *(piece.length for piece in pieces[:-1])])
             if self.config.position_ids == "mrope":

@@ -37,26 +37,14 @@ def trained_tokens(text: TokenizedText, spans: Sequence[TrainedSpan]) -> tuple[n
     Returns:
         bool ``[L]``; and float32 ``[L]``, 0 where nothing is trained, or None if all weights are 1.
     """
-    trained = np.zeros(len(text.ids), dtype=bool)
-    plain = all(span.weight in (0.0, 1.0) for span in spans)
-    weights = None if plain else np.zeros(len(text.ids), dtype=np.float32)
-    for span in spans:
-        if span.weight <= 0:
-            continue
+    weights = np.zeros(len(text.ids), dtype=np.float32)
+    for span in sorted(spans, key=lambda span: span.weight <= 0):  # those that are not trained have the last word
         first, last = text.tokens_of(span.start, span.end)
-        while last > first and text.reaches_over(last - 1, span.end):
+        while span.weight > 0 and last > first and text.reaches_over(last - 1, span.end):
             last -= 1
-        trained[first:last] = True
-        if weights is not None:
-            weights[first:last] = span.weight
-    for span in spans:
-        if span.weight <= 0:
-            first, last = text.tokens_of(span.start, span.end)
-            trained[first:last] = False
-    if weights is not None:
-        weights[~trained] = 0.0
-        trained = weights > 0  # a weight may be too small for float32
-    return trained, weights
+        weights[first:last] = max(span.weight, 0.0)
+    plain = all(span.weight in (0.0, 1.0) for span in spans)
+    return weights > 0, None if plain else weights  # a weight may be too small for float32
 
 
 def enough_targets(measured: Measured, ratio: float) -> Measured:
@@ -82,25 +70,23 @@ def extra_values(conversation: Conversation, names: Sequence[str], targets: int)
         SampleRejected: ``missing_extra`` if the record lacks a field, ``extra_mismatch`` if its number of values is not
             the sample's number of targets.
     """
-    found: dict[str, float | np.ndarray] = {}
+    given = {PREFERENCE: 0.0, **conversation.extras}
+    values: dict[str, float | np.ndarray] = {}
     for name in names:
-        if name == PREFERENCE:
-            found[name] = float(conversation.extras.get(name, 0.0))
-            continue
-        if name not in conversation.extras:
+        if name not in given:
             raise SampleRejected(
                 "missing_extra", f"the record has no extras {name!r}, which encoder.extra_fields requires"
             )
-        value = conversation.extras[name]
+        value = given[name]
         if isinstance(value, int | float):
-            found[name] = float(value)
+            values[name] = float(value)
             continue
         if len(value) != targets:
             raise SampleRejected(
                 "extra_mismatch", f"extras {name!r} has {len(value)} numbers for {targets} trained tokens"
             )
-        found[name] = np.array(value, dtype=np.float32)
-    return found
+        values[name] = np.array(value, dtype=np.float32)
+    return values
 
 
 def spread(extras: Mapping[str, float | np.ndarray], learned: np.ndarray) -> dict[str, torch.Tensor]:

@@ -1,7 +1,5 @@
 """A text as tokens, and which tokens hold which characters."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os
@@ -31,6 +29,89 @@ _FIRST_STAND_IN, _STAND_INS = 0x17000, 6136
 """Tangut characters: printable, changed by no normalizer, and in hardly any text."""
 
 
+class TokenizedText:
+    """Tokens of one text, as the tokenizers library returns them; ``ids`` is int32 ``[n]``."""
+
+    def __init__(self, text: str, encoding: Any) -> None:
+        self.ids = np.array(encoding.ids, dtype=np.int32)
+        self._encoding = encoding
+        self._text = text
+
+    @cached_property
+    def offsets(self) -> np.ndarray:
+        """Characters ``[start, end)`` of each token, int64 ``[n, 2]``. All of them cost a fifth of the tokenization."""
+        return np.array(self._encoding.offsets, dtype=np.int64).reshape(-1, 2)
+
+    def tokens_of(self, start: int, end: int) -> tuple[int, int]:
+        """Returns tokens ``[first, last)`` that hold any of the characters ``[start, end)``; ``(0, 0)`` if none does.
+
+        For a character of several tokens (an emoji in a byte-level vocabulary) ``char_to_token`` returns only the
+        first, so a span that ends with one would lose the others: it is asked where the character after the span
+        begins.
+        """
+        first = self._encoding.char_to_token(start) if start < end else None
+        behind = self._encoding.char_to_token(end) if end < len(self._text) else len(self.ids) - 1
+        if first is None or behind is None or behind < first:
+            # No token holds the character, for example because it was normalised away: look at all offsets.
+            held = np.flatnonzero((self.offsets[:, 0] < end) & (self.offsets[:, 1] > start))
+            return (int(held[0]), int(held[-1]) + 1) if len(held) else (0, 0)
+        # A token may hold characters on both sides of the end, and tokens before it may hold none at all.
+        for last in range(behind, first - 1, -1):
+            begin, stop = self._encoding.token_to_chars(last) or (0, 0)
+            if begin < end and stop > start:
+                return first, last + 1
+        return first, first
+
+    def reaches_over(self, token: int, end: int) -> bool:
+        """Whether a token holds more than white space from the character ``end`` on.
+
+        White space does not count, because some tokenizers have an end of turn that includes the next line break.
+        """
+        _, stop = self._encoding.token_to_chars(token) or (0, 0)
+        return stop > end and not self._text[end:stop].isspace()
+
+
+class ByteText(TokenizedText):
+    """Tokens of one text in a byte-level vocabulary whose bytes are those of the text.
+
+    ``ends`` holds the bytes of the text up to the end of each token, ``[n]``.
+    """
+
+    def __init__(self, backend: Any, text: str, add_special_tokens: bool, ids: np.ndarray, ends: np.ndarray) -> None:
+        self.ids = ids
+        self._backend, self._text, self._add_special_tokens = backend, text, add_special_tokens
+        self._ends = ends
+        self._known = 0, 0  # a place in the text, and the bytes before it
+
+    @cached_property
+    def offsets(self) -> np.ndarray:
+        """Characters ``[start, end)`` of each token, int64 ``[n, 2]``, computed by the tokenizer on first use."""
+        encoding = self._backend.encode(self._text, add_special_tokens=self._add_special_tokens)
+        return np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+
+    def tokens_of(self, start: int, end: int) -> tuple[int, int]:
+        """Returns tokens ``[first, last)`` that hold a character of ``[start, end)``, from the byte where each ends."""
+        start, end = self._bytes_before(start), self._bytes_before(end)
+        # The first token that ends after the start, and the first token that reaches the end.
+        first, last = self._ends.searchsorted(start, side="right"), self._ends.searchsorted(end) + 1
+        return (int(first), int(last)) if first < last and end > 0 else (0, 0)
+
+    def reaches_over(self, token: int, end: int) -> bool:
+        """Whether a token holds more than white space from the character ``end`` on."""
+        start, stop = self._bytes_before(end), int(self._ends[token])
+        return stop > start and not self._text.encode()[start:stop].isspace()
+
+    def _bytes_before(self, place: int) -> int:
+        """Bytes of the text up to a character; spans are asked for in order, so only what follows is counted."""
+        if self._text.isascii():
+            return place
+        known, count = self._known
+        if place < known:
+            known = count = 0
+        self._known = place, count + len(self._text[known:place].encode())
+        return self._known[1]
+
+
 class SpecialTexts:
     """What becomes of special tokens that a record's texts contain, see ``encoder.special_tokens_in_text``.
 
@@ -51,13 +132,26 @@ class SpecialTexts:
             raise _no_text(f"it has {len(names)} special tokens, more than {_STAND_INS}")
         self._other: dict[str, str] = {}
         if choice == "text":
-            pairs = {name: chr(_FIRST_STAND_IN + at) * len(name) for at, name in enumerate(names)}
-            self._other = pairs | {stand_in: name for name, stand_in in pairs.items()}
+            stand_ins = {name: chr(_FIRST_STAND_IN + at) * len(name) for at, name in enumerate(names)}
+            self._other = stand_ins | {stand_in: name for name, stand_in in stand_ins.items()}
         longest_first = sorted(self._other or names, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._stand_in = re.compile(f"[{chr(_FIRST_STAND_IN)}-{chr(_FIRST_STAND_IN + _STAND_INS - 1)}]")
         if choice == "text":
-            self._copy, self._ids = self._copied(tokenizer.backend_tokenizer)
+            from tokenizers import Tokenizer  # type: ignore[import-untyped]
+
+            backend = tokenizer.backend_tokenizer
+            state = json.loads(backend.to_str())
+            named = {}
+            for token in state["added_tokens"]:
+                name = token["content"]
+                named[name] = token["content"] = self._other.get(name, name)
+            copy = Tokenizer.from_str(json.dumps(state))
+            pairs = {copy.token_to_id(new): backend.token_to_id(name) for name, new in named.items()}
+            # For each id of the copy that of the tokenizer, int32 [largest id + 1].
+            self._ids = np.arange(max(*copy.get_vocab().values(), *pairs) + 1, dtype=np.int32)
+            self._ids[list(pairs)] = list(pairs.values())
+            self._copy = TextTokenizer(copy)
             for name in names:
                 self._check(name, special)
 
@@ -122,21 +216,6 @@ class SpecialTexts:
         tokenized = self._copy(self.exchanged(text), add_special_tokens=add_special_tokens)
         tokenized.ids = self._ids.take(tokenized.ids)
         return tokenized
-
-    def _copied(self, backend: Any) -> tuple[TextTokenizer, np.ndarray]:
-        """Returns the copy, and for each of its ids that of the tokenizer, int32 ``[largest id + 1]``."""
-        from tokenizers import Tokenizer  # type: ignore[import-untyped]
-
-        state = json.loads(backend.to_str())
-        named = {}
-        for token in state["added_tokens"]:
-            name = token["content"]
-            named[name] = token["content"] = self._other.get(name, name)
-        copy = Tokenizer.from_str(json.dumps(state))
-        pairs = {copy.token_to_id(new): backend.token_to_id(name) for name, new in named.items()}
-        ids = np.arange(max(*copy.get_vocab().values(), *pairs) + 1, dtype=np.int32)
-        ids[list(pairs)] = list(pairs.values())
-        return TextTokenizer(copy), ids
 
     def _check(self, name: str, special: Mapping[str, int]) -> None:
         own, text = (
@@ -243,89 +322,6 @@ def use_one_thread() -> None:
 def _one_thread() -> bool:
     value = os.environ.get(_THREADS)
     return value is not None and value.lower() in ("", "off", "false", "f", "no", "n", "0")
-
-
-class TokenizedText:
-    """Tokens of one text, as the tokenizers library returns them; ``ids`` is int32 ``[n]``."""
-
-    def __init__(self, text: str, encoding: Any) -> None:
-        self.ids = np.array(encoding.ids, dtype=np.int32)
-        self._encoding = encoding
-        self._text = text
-
-    @cached_property
-    def offsets(self) -> np.ndarray:
-        """Characters ``[start, end)`` of each token, int64 ``[n, 2]``. All of them cost a fifth of the tokenization."""
-        return np.array(self._encoding.offsets, dtype=np.int64).reshape(-1, 2)
-
-    def tokens_of(self, start: int, end: int) -> tuple[int, int]:
-        """Returns tokens ``[first, last)`` that hold any of the characters ``[start, end)``; ``(0, 0)`` if none does.
-
-        For a character of several tokens (an emoji in a byte-level vocabulary) ``char_to_token`` returns only the
-        first, so a span that ends with one would lose the others: it is asked where the character after the span
-        begins.
-        """
-        first = self._encoding.char_to_token(start) if start < end else None
-        behind = self._encoding.char_to_token(end) if end < len(self._text) else len(self.ids) - 1
-        if first is None or behind is None or behind < first:
-            # No token holds the character, for example because it was normalised away: look at all offsets.
-            held = np.flatnonzero((self.offsets[:, 0] < end) & (self.offsets[:, 1] > start))
-            return (int(held[0]), int(held[-1]) + 1) if len(held) else (0, 0)
-        # A token may hold characters on both sides of the end, and tokens before it may hold none at all.
-        for last in range(behind, first - 1, -1):
-            begin, stop = self._encoding.token_to_chars(last) or (0, 0)
-            if begin < end and stop > start:
-                return first, last + 1
-        return first, first
-
-    def reaches_over(self, token: int, end: int) -> bool:
-        """Whether a token holds more than white space from the character ``end`` on.
-
-        White space does not count, because some tokenizers have an end of turn that includes the next line break.
-        """
-        _, stop = self._encoding.token_to_chars(token) or (0, 0)
-        return stop > end and not self._text[end:stop].isspace()
-
-
-class ByteText(TokenizedText):
-    """Tokens of one text in a byte-level vocabulary whose bytes are those of the text.
-
-    ``ends`` holds the bytes of the text up to the end of each token, ``[n]``.
-    """
-
-    def __init__(self, backend: Any, text: str, add_special_tokens: bool, ids: np.ndarray, ends: np.ndarray) -> None:
-        self.ids = ids
-        self._backend, self._text, self._add_special_tokens = backend, text, add_special_tokens
-        self._ends = ends
-        self._known = 0, 0  # a place in the text, and the bytes before it
-
-    @cached_property
-    def offsets(self) -> np.ndarray:
-        """Characters ``[start, end)`` of each token, int64 ``[n, 2]``, computed by the tokenizer on first use."""
-        encoding = self._backend.encode(self._text, add_special_tokens=self._add_special_tokens)
-        return np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-
-    def tokens_of(self, start: int, end: int) -> tuple[int, int]:
-        """Returns tokens ``[first, last)`` that hold a character of ``[start, end)``, from the byte where each ends."""
-        start, end = self._bytes_before(start), self._bytes_before(end)
-        # The first token that ends after the start, and the first token that reaches the end.
-        first, last = self._ends.searchsorted(start, side="right"), self._ends.searchsorted(end) + 1
-        return (int(first), int(last)) if first < last and end > 0 else (0, 0)
-
-    def reaches_over(self, token: int, end: int) -> bool:
-        """Whether a token holds more than white space from the character ``end`` on."""
-        start, stop = self._bytes_before(end), int(self._ends[token])
-        return stop > start and not self._text.encode()[start:stop].isspace()
-
-    def _bytes_before(self, place: int) -> int:
-        """Bytes of the text up to a character; spans are asked for in order, so only what follows is counted."""
-        if self._text.isascii():
-            return place
-        known, count = self._known
-        if place < known:
-            known = count = 0
-        self._known = place, count + len(self._text[known:place].encode())
-        return self._known[1]
 
 
 def any_of(ids: np.ndarray, wanted: Sequence[int]) -> np.ndarray:

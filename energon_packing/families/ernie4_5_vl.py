@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import ImageFont
 
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media
@@ -54,6 +55,7 @@ class Ernie45VL(Qwen25VL):
     """
 
     name = "ernie4_5_vl"
+    takes_seconds = False
     processor_classes = ("Ernie4_5_VLMoeProcessor", "Ernie4_5_VL_MoeProcessor")
     token_fields = (
         TokenField(name="mm_token_type_ids", dtype=torch.int64),
@@ -71,14 +73,9 @@ class Ernie45VL(Qwen25VL):
         if config.video_fps is not None:
             self.videos.num_frames = None  # which the processor would prefer to a rate
         self.video_fps = config.video_fps or getattr(self.videos, "fps", None)
-        if self.videos.draw_on_frames:
-            self._check_font()
-
-    def _check_font(self) -> None:
-        from PIL import ImageFont
-
         try:
-            ImageFont.truetype(self.videos.font)
+            if self.videos.draw_on_frames:
+                ImageFont.truetype(self.videos.font)
         except (OSError, ImportError, TypeError, AttributeError) as error:  # the last two of None
             raise ConfigError(
                 f"The video processor draws the time on each frame, but its font {self.videos.font!r} cannot be opened "
@@ -123,9 +120,6 @@ class Ernie45VL(Qwen25VL):
         made = ask(self.videos, raw, videos=drawn, video_metadata=metadata, do_sample_frames=False)
         grids = made["video_grid_thw"].to(torch.int64)
         return {"pixel_values_videos": made["pixel_values_videos"], "video_grid_thw": grids}
-
-    def _video_extras(self, plans: Sequence[MediaPlan]) -> dict[str, torch.Tensor]:
-        return {}
 
     def _rope_grids(self, plan: MediaPlan) -> list[tuple[int, int, int, int]]:
         steps = plan.grid[0] // self.videos.temporal_patch_size if plan.kind == "video" else 1

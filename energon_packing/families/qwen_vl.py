@@ -91,6 +91,8 @@ class Qwen25VL(VisionFamily):
     name = "qwen2_5_vl"
     processor_classes: ClassVar[tuple[str, ...]] = ("Qwen2_5_VLProcessor",)
     reads: ClassVar[tuple[str, ...]] = (*IMAGE_SIZES, *VIDEO_SIZES, *VIDEO_FRAMES, "jpeg_scaled_decoding")
+    takes_seconds: ClassVar[bool] = True
+    """Whether the model takes ``second_per_grid_ts``."""
 
     def __init__(self, processor: Any, config: EncoderConfig) -> None:
         super().__init__(processor, config)
@@ -211,15 +213,16 @@ class Qwen25VL(VisionFamily):
         videos = [tensor for plan, tensor in zip(plans, media, strict=True) if plan.kind == "video"]
         clips = [plan for plan in plans if plan.kind == "video"]
         result = self._image_patches(images, raw=raw) if images else {}
-        return result | self._patches_of_videos(clips, videos, raw) | self._video_extras(clips) if clips else result
+        if clips:
+            result |= self._patches_of_videos(clips, videos, raw)
+        if clips and self.takes_seconds:
+            result["second_per_grid_ts"] = torch.tensor([plan.seconds_per_grid or 0.0 for plan in clips]).float()
+        return result
 
     def _patches_of_videos(
         self, plans: Sequence[MediaPlan], videos: Sequence[torch.Tensor], raw: bool
     ) -> dict[str, torch.Tensor]:
         return self._video_patches(videos, raw=raw)
-
-    def _video_extras(self, plans: Sequence[MediaPlan]) -> dict[str, torch.Tensor]:
-        return {"second_per_grid_ts": torch.tensor([plan.seconds_per_grid or 0.0 for plan in plans]).float()}
 
     def positions(self, input_ids: np.ndarray, plans: Sequence[MediaPlan]) -> np.ndarray:
         """Returns positions ``[3, L]`` of one sample, the same as ``Qwen2_5_VLModel.get_rope_index``."""
@@ -240,12 +243,10 @@ class Qwen2VL(Qwen25VL):
 
     name = "qwen2_vl"
     processor_classes = ("Qwen2VLProcessor",)
+    takes_seconds = False
 
     def _rope_grids(self, plan: MediaPlan) -> list[tuple[int, int, int, int]]:
         return [(*plan.grid, 1)]
-
-    def _video_extras(self, plans: Sequence[MediaPlan]) -> dict[str, torch.Tensor]:
-        return {}
 
 
 class LlavaOneVision15(Qwen25VL):
@@ -269,11 +270,10 @@ class TimeSteps(Qwen25VL):
     ``replacement``). The model counts the positions of a step like those of an image.
     """
 
+    takes_seconds = False
+
     def _video_runs(self, grid: tuple[int, int, int]) -> tuple[int, ...]:
         return (grid[1] * grid[2] // self.merge**2,) * grid[0]
-
-    def _video_extras(self, plans: Sequence[MediaPlan]) -> dict[str, torch.Tensor]:
-        return {}
 
     def _rope_grids(self, plan: MediaPlan) -> list[tuple[int, int, int, int]]:
         return [(1, plan.grid[1], plan.grid[2], 1)] * plan.grid[0]

@@ -18,16 +18,11 @@ Transparent pixels are shown on white. Pillow's conversion to RGB drops the alph
 the colour that the file happens to hold there, mostly black: a black drawing on transparency becomes all black.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from PIL import Image
 
 from energon_packing.errors import SampleRejected
-
-if TYPE_CHECKING:
-    import numpy as np
 
 _SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
 _BITS_PER_SAMPLE, _PHOTOMETRIC, _SAMPLE_FORMAT = 258, 262, 339
@@ -95,24 +90,17 @@ def to_rgb(image: Image.Image, grey: GreyRange | None, *, on_white: bool = True)
 
         samples = np.asarray(image)
         if samples.dtype.kind == "f":
-            levels = np.rint(_between_0_and_1(samples) * np.float32(255)).astype(np.uint8)
+            low, high = float(samples.min()), float(samples.max())
+            if not (low >= 0.0 and high <= 1.0):  # both are NaN if a sample is
+                shown = "that are not numbers" if low != low else f"from {low:g} to {high:g}"
+                why = "only 0 (black) to 1 (white) has a defined meaning: scale them, or " + _WAY_OUT
+                raise SampleRejected("unsupported_depth", f"float samples {shown}; {why}")
+            levels = np.rint(samples * np.float32(255)).astype(np.uint8)
         else:
             levels = (samples.astype(np.uint32) * 255 // int(grey.white)).astype(np.uint8)
             if on_white and "transparency" in image.info:
                 levels[samples == image.info["transparency"]] = 255
         image = Image.fromarray(255 - levels if grey.inverted else levels)
     elif on_white and image.has_transparency_data:
-        shown = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", shown.size, "white"), shown)
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
     return image if image.mode == "RGB" else image.convert("RGB")
-
-
-def _between_0_and_1(samples: np.ndarray) -> np.ndarray:
-    low, high = float(samples.min()), float(samples.max())
-    if not (low >= 0.0 and high <= 1.0):  # both are NaN if a sample is
-        found = "float samples that are not numbers" if low != low else f"float samples from {low:g} to {high:g}"
-        raise SampleRejected(
-            "unsupported_depth",
-            f"{found}; only 0 (black) to 1 (white) has a defined meaning: scale them, or {_WAY_OUT}",
-        )
-    return samples

@@ -148,8 +148,7 @@ def _decoder() -> Callable[[bytes], torch.Tensor] | None:
         return None
 
     def decoded(data: bytes) -> torch.Tensor:
-        pixels: torch.Tensor = decode(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode=ImageReadMode.RGB)
-        return pixels
+        return decode(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode=ImageReadMode.RGB)
 
     noise = np.random.default_rng(0).integers(0, 256, (45, 61, 3), dtype=np.uint8)
     for subsampling in (0, 2):

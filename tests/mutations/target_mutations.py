@@ -79,8 +79,8 @@ TARGET_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "encoders/targets.py",
-                "text.tokens_of(span.start, span.end)\n            trained[first:last] = False\n",
-                "text.tokens_of(span.start + 2, span.end - 2)\n            trained[first:last] = False\n",
+                "text.tokens_of(span.start, span.end)\n",
+                "text.tokens_of(span.start + 2 * (not span.weight), span.end - 2 * (not span.weight))\n",
             ),
         ),
     ),

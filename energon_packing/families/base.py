@@ -23,6 +23,7 @@ from energon_packing.families.pixel_forms import RAW, proven
 from energon_packing.thd.fields import TokenField
 from energon_packing.thd.pixels import PixelForm
 
+MEDIA_KINDS: tuple[MediaKind, ...] = ("image", "video")
 IMAGE_SIZES = ("min_pixels", "max_pixels")
 VIDEO_SIZES = ("video_min_pixels", "video_max_pixels")
 FAMILY_FIELDS = marked(EncoderConfig, "by_family")
@@ -117,7 +118,11 @@ class VisionFamily(ABC):
 
     def measured(self, media: Media, geometry: Callable[[Media, int, int], MediaPlan]) -> MediaPlan:
         """Returns ``geometry(media, height, width)``, checked as `plan` is."""
-        self.check_kind(media)
+        if media.kind not in self.placeholders:
+            raise SampleRejected(
+                "unsupported_media",
+                f"{media.kind} {media.name!r}: the family {self.name} does not accept {media.kind}s",
+            )
         width, height = require(media.width, media, "width"), require(media.height, media, "height")
         try:
             return geometry(media, height, width)
@@ -125,14 +130,6 @@ class VisionFamily(ABC):
             raise SampleRejected(
                 "media_geometry", f"{media.kind} {media.name!r} of {width}x{height} pixels: {error}"
             ) from error
-
-    def check_kind(self, media: Media) -> None:
-        """Refuses an image or a video if the family does not accept it; for `plan`."""
-        if media.kind not in self.placeholders:
-            raise SampleRejected(
-                "unsupported_media",
-                f"{media.kind} {media.name!r}: the family {self.name} does not accept {media.kind}s",
-            )
 
     def check_tiles(self, plans: Sequence[MediaPlan], counts: Iterable[int]) -> None:
         """Refuses media that became other numbers of tiles than planned, as ``media_changed``; for `pixels`."""
@@ -195,11 +192,8 @@ class VisionFamily(ABC):
 
     def visual_kinds(self, input_ids: np.ndarray) -> np.ndarray:
         """Returns the kind of each token ``[L]``: 1 for an image, 2 for a video, else 0; 1 if both share one token."""
-        kinds = np.zeros(len(input_ids), dtype=np.int64)
-        for number, kind in ((2, "video"), (1, "image")):
-            if kind in self.placeholder_ids:
-                kinds[input_ids == self.placeholder_ids[kind]] = number  # type: ignore[index]
-        return kinds
+        images, videos = (input_ids == self.placeholder_ids.get(kind, -1) for kind in MEDIA_KINDS)
+        return np.where(images, 1, np.where(videos, 2, 0))
 
     def stand_for_media(self, placeholders: Mapping[MediaKind, str], *edges: str) -> None:
         """Sets ``placeholders`` to tokens that stand for media as they are; ``edges`` are tokens around them."""
@@ -213,15 +207,14 @@ class VisionFamily(ABC):
         Raises:
             ConfigError: the tokenizer does not have it as a single token.
         """
-        token_id = self.tokenizer.get_added_vocab().get(token)
-        if token_id is None:  # last, because every call builds the whole vocabulary as a new dictionary
-            token_id = self.tokenizer.get_vocab().get(token)
-        if token_id is None:
-            raise ConfigError(
-                f"The tokenizer of {type(self.processor).__name__} has no token {token!r}, which the family "
-                f"{self.name} needs; use the processor that belongs to the model."
-            )
-        return int(token_id)
+        # The second builds the whole vocabulary as a new dictionary.
+        for vocabulary in (self.tokenizer.get_added_vocab, self.tokenizer.get_vocab):
+            if (token_id := vocabulary().get(token)) is not None:
+                return int(token_id)
+        raise ConfigError(
+            f"The tokenizer of {type(self.processor).__name__} has no token {token!r}, which the family "
+            f"{self.name} needs; use the processor that belongs to the model."
+        )
 
 
 def ask(processor: Any, raw: bool, **media: Any) -> Any:

@@ -71,10 +71,17 @@ def chosen_frames(
 ) -> tuple[int, ...]:
     """Returns the indices of the frames that represent a video: all of a list of images, else the processor's choice.
 
-    A list is thinned out to ``most`` frames; by default to ``video_max_frames``.
+    The author of such a list has already sampled it, and the processors use every frame of it. A list of more than
+    ``most`` frames (by default ``video_max_frames``) is thinned out evenly and keeps its first and last one.
     """
-    listed = listed_frames(media, config.video_max_frames if most is None else most)
-    return by_processor() if listed is None else listed
+    count, most = len(media.frame_names), config.video_max_frames if most is None else most
+    if not count:
+        return by_processor()
+    if most is None or count <= most:
+        return tuple(range(count))
+    if most == 1:
+        return (count // 2,)
+    return tuple(round(at * (count - 1) / (most - 1)) for at in range(most))
 
 
 def sampled_frames(
@@ -106,22 +113,6 @@ def uniform_frames(
     wanted = most if rate is None else int(total / float(fps) * rate)
     wanted = max(1, min(max(wanted, fewest), most, total))
     return tuple(sorted(set(sampled_frames(processor, total, fps, num_frames=wanted))))[:wanted]
-
-
-def listed_frames(media: Media, most: int | None) -> tuple[int, ...] | None:
-    """Returns the frame indices of a video that is a list of images; None for any other video.
-
-    The author of such a list has already sampled it, and the processors use every frame of it. A list of more than
-    ``most`` frames is thinned out evenly and keeps its first and last one.
-    """
-    if not media.frame_names:
-        return None
-    count = len(media.frame_names)
-    if most is None or count <= most:
-        return tuple(range(count))
-    if most == 1:
-        return (count // 2,)
-    return tuple(round(at * (count - 1) / (most - 1)) for at in range(most))
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------

@@ -68,12 +68,12 @@ class HuggingFace(VisionFamily):
         overheads = {count - run for count, run in zip(counted, runs, strict=True)}
         if len(set(around)) != 1 or len(overheads) != 1:
             raise self._refusal("it counts different tokens for an image than it writes")
-        (before, after), (start, end) = around[0], self._edges()
+        (before, after), ((start, end), _) = around[0], self._split(list(self.tokenizer(self.image_token)["input_ids"]))
         if before[: len(start)] != start or after[len(after) - len(end) :] != end:
             raise self._refusal("it moves the tokenizer's special tokens")
         before, after = before[len(start) :], after[: len(after) - len(end)]
         text = self.tokenizer.decode(before) + self.image_token + self.tokenizer.decode(after)
-        if self._encode(text) != [*start, *before, self.image_id, *after, *end]:
+        if list(self.tokenizer(text)["input_ids"]) != [*start, *before, self.image_id, *after, *end]:
             raise self._refusal("the text around an image does not survive decoding and encoding")
         expected = [token for run in runs for token in (*before, *[self.image_id] * run, *after)]
         if together[0] != [*start, *expected, *end]:
@@ -105,15 +105,6 @@ class HuggingFace(VisionFamily):
         if not at or at[-1] - at[0] + 1 != len(at):
             raise self._refusal(f"the {len(at)} tokens {self.image_token!r} of an image are not one uninterrupted run")
         return (tuple(ids[: at[0]]), tuple(ids[at[-1] + 1 :])), len(at)
-
-    def _edges(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Returns the tokens that the tokenizer itself adds before and after a text."""
-        ids = self._encode(self.image_token)
-        at = ids.index(self.image_id)
-        return tuple(ids[:at]), tuple(ids[at + 1 :])
-
-    def _encode(self, text: str) -> list[int]:
-        return list(self.tokenizer(text)["input_ids"])
 
     def geometry(self, media: Media, height: int, width: int) -> MediaPlan:
         """Returns one run with as many tokens as the processor counts for the size; ``media_geometry`` if it counts

@@ -39,7 +39,9 @@ class InternVL(VisionFamily):
         self._start: str = processor.start_image_token
         self._end: str = processor.end_image_token
         image_id = self.check_token(self.image_token)
-        self.placeholders: dict[MediaKind, str] = {"image": self._image_placeholder()}
+        # The chat template of Qianfan-VL writes another token; the model sees the one that replaces it.
+        image = str(getattr(processor, "image_placeholder_token", self.image_token))
+        self.placeholders: dict[MediaKind, str] = {"image": image}
         self.placeholder_ids = {"image": image_id}
         self.images = processor.image_processor
         self.videos = processor.video_processor
@@ -54,7 +56,20 @@ class InternVL(VisionFamily):
                     "video_preprocessor_config.json."
                 )
         self.reserved = (self.image_token, self._start, self._end, *self.placeholders.values())
-        self._limit_tiles(config)
+        area = self.images.size["height"] * self.images.size["width"]
+        self.most_pixels = MOST_TILES * area
+        where = "max_patches of the image processor"
+        if config.min_pixels is not None:
+            self.images.min_patches = max(1, math.ceil(config.min_pixels / area))
+        if config.max_pixels is not None:
+            self.images.max_patches = config.max_pixels // area
+            where = f"encoder.max_pixels={config.max_pixels} with tiles of {area} pixels"
+        check_tiles(self.images.max_patches, where)
+        if not 1 <= self.images.min_patches <= self.images.max_patches:
+            raise ConfigError(
+                f"No grid has between {self.images.min_patches} and {self.images.max_patches} tiles of {area} pixels; "
+                "encoder.min_pixels and encoder.max_pixels limit the area of the whole grid."
+            )
         self.video_fps = config.video_fps or getattr(self.videos, "fps", None)
         self.video_frames = config.video_max_frames or getattr(self.videos, "num_frames", None) or DEFAULT_VIDEO_FRAMES
         self._fewest = config.video_min_frames or 1
@@ -62,28 +77,6 @@ class InternVL(VisionFamily):
             raise ConfigError(
                 f"encoder.video_min_frames is {self._fewest}, but at most {self.video_frames} frames are sampled; set "
                 "encoder.video_max_frames too."
-            )
-
-    def _image_placeholder(self) -> str:
-        return self.image_token
-
-    def _limit_tiles(self, config: EncoderConfig) -> None:
-        area = self.images.size["height"] * self.images.size["width"]
-        if config.min_pixels is not None:
-            self.images.min_patches = max(1, math.ceil(config.min_pixels / area))
-        if config.max_pixels is not None:
-            self.images.max_patches = config.max_pixels // area
-        self.most_pixels = MOST_TILES * area
-        check_tiles(
-            self.images.max_patches,
-            "max_patches of the image processor"
-            if config.max_pixels is None
-            else f"encoder.max_pixels={config.max_pixels} with tiles of {area} pixels",
-        )
-        if not 1 <= self.images.min_patches <= self.images.max_patches:
-            raise ConfigError(
-                f"No grid has between {self.images.min_patches} and {self.images.max_patches} tiles of {area} pixels; "
-                "encoder.min_pixels and encoder.max_pixels limit the area of the whole grid."
             )
 
     def geometry(self, media: Media, height: int, width: int) -> MediaPlan:
@@ -181,7 +174,3 @@ class QianfanVL(InternVL):
     name = "qianfan_vl"
     processor_classes = ("QianfanOCRProcessor", "InternVLProcessor")
     by_name_only = ("InternVLProcessor",)
-
-    def _image_placeholder(self) -> str:
-        # The chat template writes this token; the model sees the one that replaces it.
-        return str(getattr(self.processor, "image_placeholder_token", self.image_token))

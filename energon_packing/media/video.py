@@ -73,26 +73,13 @@ class Run(NamedTuple):
     frames: dict[int, int]
 
 
-class PacketRuns(NamedTuple):
-    """Which packets of a clip to decode.
-
-    Attributes:
-        runs: in the order of the stream. The first one always holds the first packet, which tells the decoder about the
-            encoder.
-        packets: of the clip.
-    """
-
-    runs: list[Run]
-    packets: list[Any]
-
-
 def may_have_runs(container: Any, stream: Any) -> bool:
     """Whether `packet_runs` knows the container and the codec; reads nothing."""
     known = stream.codec_context.codec.canonical_name in _CODECS
     return known and bool(set(container.format.name.split(",")) & SIZED_CONTAINERS)
 
 
-def packet_runs(container: Any, stream: Any, wanted: Sequence[int]) -> PacketRuns | None:
+def packet_runs(container: Any, stream: Any, wanted: Sequence[int]) -> tuple[list[Run], list[Any]] | None:
     """Finds the packets that the wanted frames need.
 
     Args:
@@ -100,7 +87,9 @@ def packet_runs(container: Any, stream: Any, wanted: Sequence[int]) -> PacketRun
         wanted: numbers of frames in display order, ascending, without repetition.
 
     Returns:
-        None if it is not known beforehand that decoding these packets gives the frames of a full decode.
+        The packets to decode, in the order of the stream, and all packets; None if it is not known beforehand that
+        decoding the former gives the frames of a full decode. The first run always holds the first packet, which tells
+        the decoder about the encoder.
     """
     if not may_have_runs(container, stream):
         return None
@@ -133,7 +122,7 @@ def packet_runs(container: Any, stream: Any, wanted: Sequence[int]) -> PacketRun
         if start > spans[-1][1]:
             spans.append((start, stop))
         spans[-1] = spans[-1][0], max(spans[-1][1], stop)
-    return PacketRuns([_run(times, set(shown), *span, by_number) for span in spans], packets)
+    return [_run(times, set(shown), *span, by_number) for span in spans], packets
 
 
 def _filtered(stream: Any, description: str, packets: Sequence[Any]) -> Iterator[tuple[int, Any]]:
@@ -313,11 +302,12 @@ def _decode_needed(container: Any, stream: Any, frames: FrameStack, deadline: fl
     import av
 
     try:
-        clip = packet_runs(container, stream, frames.wanted)
-        if clip is None:
+        found = packet_runs(container, stream, frames.wanted)
+        if found is None:
             return False
+        runs, packets = found
         stream.codec_context.options |= {"err_detect": "explode"}
-        whole = all(_decode_run(stream.codec_context, clip.packets, run, frames, deadline) for run in clip.runs)
+        whole = all(_decode_run(stream.codec_context, packets, run, frames, deadline) for run in runs)
         return whole and not frames.missing
     except av.FFmpegError:
         return False  # decoding from the start says which frame is damaged

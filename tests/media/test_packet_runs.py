@@ -108,7 +108,7 @@ def full_decode(data: bytes) -> list[np.ndarray] | None:
 def runs_of(data: bytes, wanted: list[int]) -> list[Run] | None:
     with open_video(io.BytesIO(data)) as container:
         found = packet_runs(container, container.streams.video[0], wanted)
-    return None if found is None else found.runs
+    return None if found is None else found[0]
 
 
 def steps(count: int) -> st.SearchStrategy[list[int]]:

@@ -99,8 +99,7 @@ class ChatTemplate:
         # As apply_chat_template passes them: strings, or a list if a tokenizer keeps several under one name.
         named = dict(tokenizer.special_tokens_map)
         self.renderer = TemplateRenderer(source, named, date=date)
-        form = self.renderer.thinking
-        if thinking in ("mask", "trim_empty") and not (form.opening and form.closing):
+        if thinking in ("mask", "trim_empty") and not self.renderer.thinking.has_marks:
             raise ConfigError(
                 f"encoder.thinking is {thinking!r}, but the chat template writes no mark before or after thinking that "
                 "tells it from the answer; use keep or strip, or another encoder.chat_template."

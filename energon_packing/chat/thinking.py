@@ -50,6 +50,11 @@ class ThinkingForm(NamedTuple):
     closing: str
     breaks: int
 
+    @property
+    def has_marks(self) -> bool:
+        """Whether thinking can be told from the answer."""
+        return bool(self.opening and self.closing)
+
     def before(self, text: str, start: int, end: int) -> int | None:
         """Returns where the marks begin that end at ``end``, white space aside; None if none is in ``[start, end)``."""
         found = re.search(rf"(?:{re.escape(self.opening)}\s*)+\Z", text[start:end])

@@ -292,13 +292,15 @@ class TextTokenizer:
             return [None] * len(texts)
         kept = [text for text in texts if self._keeps(text)]
         encodings = iter(self._backend.encode_batch_fast(kept, add_special_tokens=add_special_tokens))
-        quick: list[ByteText | None] = []
-        for text in texts:
-            ids = np.array(next(encodings).ids if self._keeps(text) else (), dtype=np.int32)
-            ends = self._lengths.take(ids).cumsum()
-            # Bytes of tokens that are not those of the text tell no places.
-            same = (ends[-1] if len(ids) else 0) == (len(text) if text.isascii() else len(text.encode()))
-            quick.append(ByteText(self._backend, text, add_special_tokens, ids, ends) if same else None)
+        quick: list[ByteText | None] = [None] * len(texts)
+        for at, text in enumerate(texts):
+            if self._keeps(text):
+                tokens = next(encodings).ids
+                ids = np.fromiter(tokens, dtype=np.int32, count=len(tokens))
+                ends = self._lengths.take(ids).cumsum()
+                # Bytes of tokens that are not those of the text tell no places.
+                if (ends[-1] if len(ids) else 0) == (len(text) if text.isascii() else len(text.encode())):
+                    quick[at] = ByteText(self._backend, text, add_special_tokens, ids, ends)
         return quick
 
     @cached_property

@@ -118,11 +118,7 @@ class VisionFamily(ABC):
 
     def measured(self, media: Media, geometry: Callable[[Media, int, int], MediaPlan]) -> MediaPlan:
         """Returns ``geometry(media, height, width)``, checked as `plan` is."""
-        if media.kind not in self.placeholders:
-            raise SampleRejected(
-                "unsupported_media",
-                f"{media.kind} {media.name!r}: the family {self.name} does not accept {media.kind}s",
-            )
+        self.check_kind(media)
         width, height = require(media.width, media, "width"), require(media.height, media, "height")
         try:
             return geometry(media, height, width)
@@ -130,6 +126,14 @@ class VisionFamily(ABC):
             raise SampleRejected(
                 "media_geometry", f"{media.kind} {media.name!r} of {width}x{height} pixels: {error}"
             ) from error
+
+    def check_kind(self, media: Media) -> None:
+        """Refuses an image or a video if the family does not accept it; for `plan`."""
+        if media.kind not in self.placeholders:
+            raise SampleRejected(
+                "unsupported_media",
+                f"{media.kind} {media.name!r}: the family {self.name} does not accept {media.kind}s",
+            )
 
     def check_tiles(self, plans: Sequence[MediaPlan], counts: Iterable[int]) -> None:
         """Refuses media that became other numbers of tiles than planned, as ``media_changed``; for `pixels`."""

@@ -57,8 +57,7 @@ class Passing:
         arguments_as_text: arguments of calls are JSON text, not objects (DeepSeek-V3).
         name_results: a tool's result carries the name of the tool.
         thinking_apart: thinking of a field stays a field; otherwise it opens the text.
-        thinking_split: thinking that opens a text becomes a field, for templates that know no tags (gpt-oss, Gemma 4,
-            Qwen3.8).
+        thinking_split: thinking that opens a text becomes a field (gpt-oss, Gemma 4, Qwen3.8 know no tags).
     """
 
     no_text_is_none: bool = False
@@ -230,7 +229,7 @@ class Layout:
     Attributes:
         frames: the template's text around the marks, one more than there are marks.
         order: index of the piece of each mark; a piece that is shown twice has two marks.
-        pieces: of the conversation that this was made from; others of its structure have the same, with other values.
+        pieces: of the conversation that this was made from.
     """
 
     frames: tuple[str, ...]

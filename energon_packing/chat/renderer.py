@@ -86,11 +86,7 @@ class TemplateRenderer:
     def messages(
         self, conversation: Conversation, marks: Marks | None = None, passing: Passing | None = None
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-        """Returns messages and tool definitions in the form that the template reads; see `to_messages`.
-
-        Raises:
-            SampleRejected: ``bad_record`` if the arguments of a call are nested beyond the recursion limit.
-        """
+        """Returns messages and tool definitions in the form that the template reads; see `to_messages`."""
         try:
             return to_messages(conversation, marks, passing or self.passing, as_list=self.content_as_list)
         except RecursionError as error:

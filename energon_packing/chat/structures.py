@@ -34,7 +34,6 @@ class Answer(NamedTuple):
     """An assistant turn in a layout.
 
     Attributes:
-        turn: its index.
         first: its first mark, an index into `Layout.order`; the answer begins ``before`` characters before it.
         last: its last mark; the answer ends ``after`` characters after it.
         added: the text at which generation stops, if the template writes it only before another turn and none follows.
@@ -96,13 +95,11 @@ def _any_of(tokens: Sequence[str]) -> re.Pattern[str]:
 def find_answers(
     layout: Layout, messages: Sequence[dict[str, Any]], render: Render, stops: StopTokens, thinking: str
 ) -> list[Answer]:
-    """All answers with at least one mark.
+    """Returns all answers with at least one mark.
 
     Args:
-        layout: of the whole conversation.
         messages: with marks, those that the layout was made from.
         render: runs the template.
-        stops: of the tokenizer.
         thinking: what the template writes before thinking; a generation prompt that holds it opens the thinking.
 
     Raises:
@@ -299,13 +296,8 @@ class Structure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """A conversation as the template renders it.
-
-    Attributes:
-        structure: of the conversation.
-        places: characters ``[start, end)`` of the text for each mark of the structure's layout.
-        text: the rendering.
-        generated: characters ``[start, end)`` that the template marks as generated.
+    """A conversation as the template renders it: for each mark of the structure's layout the characters ``[start,
+    end)`` of the text, and those that the template marks as generated.
     """
 
     structure: Structure
@@ -327,7 +319,7 @@ class TemplateReader:
         Raises:
             SampleRejected: ``template_omits`` if something is missing, ``unstable_prefix`` if a turn appears before
                 turns that it followed, ``template_error`` if the template refuses the conversation, ``bad_record`` if
-                the conversation cannot be passed to it.
+                it cannot be passed to it.
             ConfigError: the template is not valid Jinja.
         """
         if (

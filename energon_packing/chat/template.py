@@ -1,13 +1,10 @@
 """Renders a conversation with a Hugging Face chat template, and finds the characters that are trained.
 
-Everything that a conversation says must appear in the text, in order. To check this, the conversation is rendered again
-with marks in place of its words (`energon_packing.chat.marks`); the text must equal that rendering with the words
-in place of the marks. If the template leaves something out, the sample is rejected, and the error names what is
-missing. The same comparison finds the answers:
+Everything that a conversation says must appear in the text, in order: the conversation is rendered again with marks in
+place of its words (`energon_packing.chat.marks`), and the text must equal that rendering with the words in place of the
+marks. The same comparison finds the answers:
 
-* a template with ``{% generation %}`` marks them itself: the marked spans are taken, as ``apply_chat_template`` does
-  with ``return_assistant_tokens_mask``, and assigned to the turns that they belong to; an end-of-turn token that
-  directly follows a span joins it;
+* a template with ``{% generation %}`` marks them itself: the marked spans are taken, as ``apply_chat_template`` does with ``return_assistant_tokens_mask``, and assigned to the turns that they belong to; an end-of-turn token that directly follows a span joins it;
 * for any other template they are found by comparing renderings (`energon_packing.chat.structures`).
 """
 

@@ -37,10 +37,8 @@ class ThinkingForm(NamedTuple):
 
     Attributes:
         field: whether it shows a field of the message.
-        inline: whether it takes tags in the text for the same; false for templates that know the field alone (gpt-oss,
-            Gemma 4, Qwen3.8).
-        opening: what stands before thinking, without the white space around it.
-        closing: what stands after it.
+        inline: whether it takes tags in the text for the same (gpt-oss, Gemma 4 and Qwen3.8 know the field alone).
+        opening, closing: what stands before and after thinking, without the white space around it.
         breaks: line ends that belong to an empty thinking with which the template opens an answer that has none.
     """
 

@@ -123,11 +123,8 @@ def decode_media(
 
 
 def decodable(measured: Measured, config: EncoderConfig) -> Measured:
-    """Returns the sample, unless its decoded media would take more than ``config.max_decoded_bytes``.
-
-    Raises:
-        SampleRejected: ``media_too_large``.
-    """
+    """Returns the sample; ``media_too_large`` if its decoded media would take more than
+    ``config.max_decoded_bytes``."""
     size = sum(
         3 * max(1, len(plan.frame_indices)) * (media.width or 0) * (media.height or 0)
         for media, plan in zip(measured.media, measured.plans, strict=True)

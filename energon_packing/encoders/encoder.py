@@ -47,12 +47,7 @@ IGNORE_INDEX = -100
 
 
 class ConversationEncoder(SampleEncoder):
-    """Turns conversations into token rows, for one processor.
-
-    Args:
-        config: see `EncoderConfig`.
-        processor: an already loaded processor or tokenizer; None loads ``config.processor``.
-        modality: media that the encoder accepts; None uses ``config.modality``.
+    """Turns conversations into token rows, for one processor (by default the one that ``config`` names) and modality.
 
     Raises:
         ConfigError: the processor cannot be loaded, has no fast tokenizer, no chat template, or no family; or the
@@ -213,10 +208,8 @@ class ConversationEncoder(SampleEncoder):
         """Measures both answers of a preference pair as one sample, which is packed or dropped as a whole.
 
         The limits hold for both answers together. A pair may be resized, equally in both answers, but never truncated.
-
-        Raises:
-            SampleRejected: as for `measure`, and ``no_pair`` if the conversation is not a pair.
-            ConfigError: ``train_on`` is ``all``, which would train the common beginning twice.
+        Raises as `measure`, and ``no_pair`` if the conversation is not a pair; ConfigError where ``train_on`` is
+        ``all``, which would train the common beginning twice.
         """
         if self.config.train_on == "all":
             raise ConfigError("encoder.train_on is 'all', but only the answers of a chosen/rejected pair are trained.")

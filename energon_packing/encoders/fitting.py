@@ -42,11 +42,7 @@ class Resizer:
         self._ladders: dict[str, tuple[int, ...]] = {}
 
     def family(self, settings: Settings) -> VisionFamily:
-        """Returns the run's family with other upper limits.
-
-        Raises:
-            ConfigError: the family does not read one of the settings, or a limit is too low for it.
-        """
+        """Returns the run's family with other upper limits."""
         family = self._try(settings)
         if family is None:
             raise ConfigError(f"The family {self._family.name} cannot be limited to {dict(settings)}.")

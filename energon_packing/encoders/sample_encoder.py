@@ -23,7 +23,6 @@ class PlainMeasured:
     """The minimum that `SampleEncoder.measure` must return; for encoders that do not build a `Measured`.
 
     Attributes:
-        key: of the conversation.
         length: exact number of tokens that `SampleEncoder.render` will return for the sample.
         images: images that the vision encoder sees; each tile counts.
         patches: rows of the vision encoder's input, over all media.
@@ -105,11 +104,7 @@ class SampleEncoder(ABC):
         """
 
     def measure_pair(self, conversation: Conversation) -> MeasuredPair:
-        """Measures both answers of a preference pair.
-
-        Raises:
-            SampleRejected: ``no_pair``, unless the encoder overrides this.
-        """
+        """Measures both answers of a preference pair; ``no_pair`` unless the encoder overrides this."""
         raise SampleRejected("no_pair", f"{type(self).__name__} does not support chosen/rejected pairs")
 
 

@@ -48,11 +48,8 @@ def trained_tokens(text: TokenizedText, spans: Sequence[TrainedSpan]) -> tuple[n
 
 
 def enough_targets(measured: Measured, ratio: float) -> Measured:
-    """Returns the sample if the share of targets among its tokens is strictly above ``ratio``.
-
-    Raises:
-        SampleRejected: ``too_few_targets``.
-    """
+    """Returns the sample; ``too_few_targets`` unless the share of targets among its tokens is strictly above
+    ``ratio``."""
     if measured.targets <= ratio * measured.length:
         raise SampleRejected(
             "too_few_targets",

@@ -397,7 +397,6 @@ class Expanded(NamedTuple):
     """A rendered conversation with the texts of its images and videos in place of their placeholders.
 
     Attributes:
-        text: what is tokenized.
         spans: its trained characters, ascending, and with weight 0 those of ``media``: no trained token touches them.
         media: characters ``[start, end)`` of each image and video in conversation order: everything that its family
             inserts (tokens, times, numbers of frames, sentences about crops, line breaks), and its frame.
@@ -432,10 +431,8 @@ class Placeholders:
         return found
 
     def expand(self, chat: RenderedChat, plans: Sequence[MediaPlan]) -> Expanded:
-        """Replaces the placeholder of each image and video with its text.
-
-        Raises:
-            SampleRejected: ``placeholder_mismatch`` if the placeholders are not those of ``plans``.
+        """Replaces the placeholder of each image and video; ``placeholder_mismatch`` if they are not those of
+        ``plans``.
         """
         if not plans and not any(text in chat.text for text in self.family.placeholders.values()):
             return Expanded(chat.text, chat.spans, (), lambda at: at)  # the search takes a tenth of the tokenization
@@ -472,10 +469,8 @@ class Placeholders:
 
 
 def check_reserved(conversation: Conversation, tokens: Sequence[str]) -> None:
-    """Refuses a conversation if a text, tool call or tool definition contains a token that stands for media.
-
-    Raises:
-        SampleRejected: ``reserved_token``.
+    """Refuses a conversation if a text, tool call or tool definition contains a token that stands for media
+    (``reserved_token``).
     """
     called = [turn for turn in conversation.turns if turn.tool_calls or turn.tool_call_id]
     texts = [f"{turn.thinking or ''}{turn.text}" for turn in conversation.turns]

@@ -21,7 +21,6 @@ class MediaPlan:
     """What one image or video will become, known from its size alone.
 
     Attributes:
-        kind: ``image`` or ``video``.
         grid: patches in time, height and width ``(t, h, w)``.
         runs: number of placeholder tokens of each uninterrupted run that stands for it, in text order.
         frame_indices: frames to decode, ascending, as indices into the clip; empty for images.

@@ -65,11 +65,8 @@ def generation_stops(config: EncoderConfig, tokenizer: Any) -> tuple[str, ...]:
 
 
 def build_family(processor: Any, config: EncoderConfig) -> VisionFamily:
-    """Returns the family that serves a processor.
-
-    Raises:
-        ConfigError: ``config.family`` is unknown, or ``auto`` finds no family for the processor's class.
-    """
+    """Returns the family that serves a processor; ConfigError if ``config.family`` is unknown, or ``auto`` finds
+    none."""
     kind = type(processor).__name__
     if config.family != "auto":
         family = FAMILIES.find(config.family)

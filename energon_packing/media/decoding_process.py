@@ -141,9 +141,8 @@ class SharedRoom:
         return tensor.data_ptr() - self._address
 
     def leave_alone(self, start: int) -> None:
-        """Lets this process, the child, write nowhere but from byte `start` on, and not to files.
-
-        A decoder that writes where it should not then ends its process, and changes no tensor of another sample.
+        """Lets this process, the child, write nowhere but from byte `start` on, and not to files: a decoder that writes
+        where it should not ends its process, and changes no tensor of another sample.
         """
         self._protect(0, start, _READ)
         self._protect(start, self.room, _READ | _WRITE)
@@ -462,7 +461,7 @@ def _file(room: SharedRoom, files: Mapping[str, bytes | Place | Exception], name
 
 
 def _portable(error: Exception) -> Exception:
-    """The error, without what refers to this process; one of its text if it cannot be sent."""
+    """Returns the error without what refers to this process; one of its text if it cannot be sent."""
     error = error.with_traceback(None)
     error.__cause__ = error.__context__ = None
     try:

@@ -107,9 +107,8 @@ def image_info(source: Source, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode: 
     files.
 
     Raises:
-        SampleRejected: ``corrupt_media`` (no image, empty, damaged), ``media_too_large`` (more than ``max_pixels``,
-            checked before decoding), ``unsupported_depth`` (see `energon_packing.media.depth`; for float samples only
-            if ``decode`` is set).
+        SampleRejected: ``corrupt_media``, ``media_too_large`` (more than ``max_pixels``, checked before decoding),
+            ``unsupported_depth`` (see `energon_packing.media.depth`; for float samples only if ``decode`` is set).
         OSError: the path cannot be opened.
     """
     with _opened(source) as stream:

@@ -58,11 +58,9 @@ packet; Motion JPEG, whose tables may be those of an earlier frame."""
 
 
 class Run(NamedTuple):
-    """Packets to decode in one go, from one at which decoding may start.
+    """Packets to decode in one go, from one at which decoding may start: the numbers of the first and the last one.
 
     Attributes:
-        start: number of the first packet.
-        stop: number of the last packet.
         left_out: numbers of packets between them that no other frame needs and that are far from any wanted one.
         frames: number of each wanted frame, by its time in the stream's units.
     """

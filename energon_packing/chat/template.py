@@ -4,7 +4,9 @@ Everything that a conversation says must appear in the text, in order: the conve
 place of its words (`energon_packing.chat.marks`), and the text must equal that rendering with the words in place of the
 marks. The same comparison finds the answers:
 
-* a template with ``{% generation %}`` marks them itself: the marked spans are taken, as ``apply_chat_template`` does with ``return_assistant_tokens_mask``, and assigned to the turns that they belong to; an end-of-turn token that directly follows a span joins it;
+* a template with ``{% generation %}`` marks them itself: the marked spans are taken, as ``apply_chat_template`` does
+  with ``return_assistant_tokens_mask``, and assigned to the turns that they belong to; an end-of-turn token that
+  directly follows a span joins it;
 * for any other template they are found by comparing renderings (`energon_packing.chat.structures`).
 """
 

@@ -125,13 +125,6 @@ def test_an_opaque_image_keeps_its_pixels_and_is_not_counted(name: str) -> None:
     assert not image_info(OPAQUE[name], decode=True).transparent
 
 
-@pytest.mark.parametrize(("width", "height"), [(30_000, 30_000), (2**31 - 1, 2**31 - 1), (10_001, 10_000)])
-def test_a_decompression_bomb_is_refused_by_its_header(width: int, height: int) -> None:
-    with pytest.raises(SampleRejected) as caught:
-        decode_image(png_of(width, height, 8, 2, b"\0" * 1000), max_pixels=LIMIT)
-    assert caught.value.reason == "media_too_large"
-
-
 GOOD = {
     "jpeg": saved(smooth(60, 40, "RGB"), "JPEG"),
     "png": saved(smooth(60, 40, "RGBA"), "PNG"),

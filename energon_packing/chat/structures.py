@@ -173,12 +173,17 @@ def _own_header(messages: Sequence[dict[str, Any]], render: Render, thinking: st
     questions = [at for at, message in enumerate(messages) if message.get("role") == "user"]
     if not questions or questions[-1] + 1 == len(messages):
         return ""  # the question directly precedes the answer, so its prompt was already compared
+    without, prompted = (_shown(render, messages[: questions[-1] + 1], prompt) for prompt in (False, True))
+    name = prompted[len(without) :] if without and prompted.startswith(without) else ""
+    return name.partition(thinking)[0]
+
+
+def _shown(render: Render, messages: Sequence[dict[str, Any]], prompt: bool = False) -> str:
+    """Returns the text of messages; an empty one if the template refuses them."""
     try:
-        without, prompted = (render(messages[: questions[-1] + 1], prompt) for prompt in (False, True))
+        return render(messages, prompt)
     except SampleRejected:
         return ""
-    name = prompted[len(without) :] if prompted.startswith(without) else ""
-    return name.partition(thinking)[0]
 
 
 def _behind(text: str, piece: int | None) -> str | None:
@@ -196,12 +201,8 @@ def _last_mark(layout: Layout, messages: Sequence[dict[str, Any]], render: Rende
         again += 1
     if again == last or turn + 1 == len(messages):
         return again
-    try:
-        alone = render(messages[: turn + 1], False)
-    except SampleRejected:
-        return last
     whole = list(layout.order[: again + 1])
-    shown = [piece for _, _, piece in find_marks(alone)]
+    shown = [piece for _, _, piece in find_marks(_shown(render, messages[: turn + 1]))]
     while again > last and shown.count(layout.order[again]) < whole.count(layout.order[again]):
         whole.pop()
         again -= 1
@@ -224,10 +225,7 @@ def _end(
         return (stops.rest(frame, end) if is_last else end), "", False
     if is_last:
         return _open_end(layout, messages, render, stops, last, frame)
-    try:
-        alone = _behind(render(messages[: turn + 1], False), layout.order[last])
-    except SampleRejected:
-        alone = None
+    alone = _behind(_shown(render, messages[: turn + 1]), layout.order[last])
     closing = common_prefix(alone or "", frame)
     if end is not None and end <= closing:
         return end, "", False
@@ -251,11 +249,8 @@ def _open_end(
         content = [{"type": "text", "text": _PROBE}]
     piece = layout.order[last]
     role = "tool" if messages[-1].get("tool_calls") else "user"
-    try:
-        followed = _behind(render([*messages, {"role": role, "content": content}], False), piece)
-    except SampleRejected:
-        return len(frame), "", False
-    if followed is None:  # before another turn, the template drops the answer
+    followed = _behind(_shown(render, [*messages, {"role": role, "content": content}]), piece)
+    if followed is None:  # the template refuses another turn, or drops the answer before it
         return len(frame), "", False
     behind = followed.partition(_PROBE)[0]
     closing = common_prefix(frame, behind)

@@ -18,7 +18,6 @@ import math
 import mmap
 import os
 import pickle
-import select
 import signal
 import threading
 import warnings
@@ -239,7 +238,6 @@ class _Child(NamedTuple):
     pid: int
     owner: int
     connection: Connection
-    answers: select.poll
     room: SharedRoom
 
 
@@ -297,8 +295,7 @@ class DecodingProcess:
             self.close()
             child = self._started()
             start = _ask(child, request, files)
-        left = None if self._seconds is None else self._seconds + GRACE
-        if not child.answers.poll(None if left is None else left * 1000):
+        if not child.connection.poll(None if self._seconds is None else self._seconds + GRACE):
             self.close()
             raise self._ended(TIMEOUT, f"decoding hung and was ended after {self._named}={self._seconds} s")
         try:
@@ -380,9 +377,7 @@ def _fork(work: Work, seconds: float | None) -> _Child:
         finally:
             os._exit(1)
     theirs.close()
-    answers = select.poll()
-    answers.register(ours, select.POLLIN)
-    return _Child(pid, owner, ours, answers, room)
+    return _Child(pid, owner, ours, room)
 
 
 def _end(child: _Child) -> int:
@@ -399,12 +394,12 @@ def _end(child: _Child) -> int:
 
 
 def _cause(status: int) -> str:
-    if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        known = {each.value: each.name for each in signal.Signals}
-        out = ", as where memory runs out" if number == signal.SIGKILL else ""
-        return f"its process ended by {known.get(number, f'signal {number}')}{out}"
-    return f"its process ended with exit code {os.waitstatus_to_exitcode(status)}"
+    if not os.WIFSIGNALED(status):
+        return f"its process ended with exit code {os.waitstatus_to_exitcode(status)}"
+    number = os.WTERMSIG(status)
+    names = {each.value: each.name for each in signal.Signals}
+    names[signal.SIGKILL] = "SIGKILL, as where memory runs out"
+    return f"its process ended by {names.get(number, f'signal {number}')}"
 
 
 def _send(connection: Connection, message: Any) -> None:

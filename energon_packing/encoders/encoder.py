@@ -91,9 +91,8 @@ class ConversationEncoder(SampleEncoder):
             date=config.template_date,
         )
         self._placeholders = Placeholders(self.family, self.template)
-        self._backend = self.tokenizer.backend_tokenizer
         self._specials = SpecialTexts(self.tokenizer, config.special_tokens_in_text)
-        self._tokens = TextTokenizer(self._backend, self._specials)
+        self._tokens = TextTokenizer(self.tokenizer.backend_tokenizer, self._specials)
         self._resizer = Resizer(self.family)
         # Not a method of this encoder: in a circle of references the child would outlive its encoder.
         self._make_pixels = functools.partial(visual_inputs, config, self._resizer, self.family)
@@ -120,24 +119,19 @@ class ConversationEncoder(SampleEncoder):
     def fingerprint(self) -> dict[str, str]:
         """What tokens and pixels depend on, by name; a state saved with different values is refused."""
         config = self.config
-        backend = hashlib.sha256(self.family.tokenizer.backend_tokenizer.to_str().encode()).hexdigest()[:16]
-        parts = [
-            self.family.processor,
-            *(getattr(self.family.processor, name, None) for name in ("image_processor", "video_processor")),
-        ]
+        backend = hashlib.sha256(self.tokenizer.backend_tokenizer.to_str().encode()).hexdigest()[:16]
+        processor = self.family.processor
+        parts = processor, *(getattr(processor, name, None) for name in ("image_processor", "video_processor"))
         names = (*PROCESSOR_SETTINGS, *self.family.processor_settings)
-        limits = repr(
-            [
-                {name: repr(getattr(part, name)) for name in names if getattr(part, name, None) is not None}
-                for part in parts
-            ]
-        )
+        limits = [
+            {name: repr(getattr(part, name)) for name in names if getattr(part, name, None) is not None}
+            for part in parts
+        ]
         return {
             "tokenizer": backend,
             "chat_template": hashlib.sha256(self.template.source.encode()).hexdigest()[:16],
             "family": self.family.name,
-            # Settings that are entries themselves; newer ones only where they are set, so that states from before them
-            # are still accepted.
+            # Newer settings only where they are set, so that states from before them are still accepted.
             **{
                 name: _value(getattr(config, name))
                 for name, entries in entries_of(config).items()
@@ -146,7 +140,7 @@ class ConversationEncoder(SampleEncoder):
             },
             "modality": self.takes,
             "stop_tokens": " ".join(self.template.stops.stops),
-            "vision_limits": hashlib.sha256(limits.encode()).hexdigest()[:16],
+            "vision_limits": hashlib.sha256(repr(limits).encode()).hexdigest()[:16],
             # Not stored in the processor: the family passes it to the processor's frame sampling.
             "video_fps": str(getattr(self.family, "video_fps", None)),
             "video_frames": str(getattr(self.family, "video_frames", None)),

@@ -487,7 +487,7 @@ def test_a_template_that_asks_for_the_date_is_told_the_date_of_the_setting(
 
 
 @needs_trl
-@pytest.mark.parametrize("name", [*ASKS_FOR_THE_DATE, "llama3_1", "qwen3", "gptoss"])
+@pytest.mark.parametrize("name", [*ASKS_FOR_THE_DATE, "llama3_1", "qwen3"])
 def test_a_template_that_asks_for_the_date_is_refused_at_the_start_unless_it_is_set(name: str) -> None:
     if name in ASKS_FOR_THE_DATE:
         with pytest.raises(ConfigError, match=r"set encoder\.template_date"):

@@ -20,7 +20,7 @@ from energon_packing.thd.pixels import PIXEL_FORMS, PIXELS, PixelForm, finish
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaToDecode:
-    """The part of a sample that decoding needs, which is small enough to send to another process; see `Measured`."""
+    """The part of a `Measured` that decoding needs, which is small enough to send to another process."""
 
     media: tuple[Media, ...] = ()
     plans: tuple[MediaPlan, ...] = ()

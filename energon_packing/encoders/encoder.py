@@ -439,10 +439,8 @@ def takes(model: Any, name: str) -> bool:
 
 
 def refuse_untaken(model: Any, names: Iterable[str], encoder: Callable[[], EncoderConfig]) -> None:
-    """Refuses a model that would not see what the family's processor made for it: the fields ``names``.
-
-    Raises:
-        ConfigError: the model's forward does not take one of them.
+    """Refuses a model (ConfigError) whose forward does not take what the family's processor made for it: the fields
+    ``names``.
     """
     untaken = [name for name in names if not takes(model, name)]
     if untaken:

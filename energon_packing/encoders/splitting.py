@@ -2,11 +2,9 @@
 
 A piece is as long as a pack allows. With ``at="turn"`` it ends after the last answer that fits, so that no question is
 separated from its answer; only an exchange longer than a pack is cut inside, between two tokens. With ``at="token"``
-every piece is filled. The text of an image or video (all tiles or all frames, and what the template writes around
-them) stays in one piece.
-
-Joined together, the pieces are the sample: tokens, weights and media. A piece cannot learn its first token because
-nothing precedes it, as in any sample. A cut between turns costs no target, because a turn's header is not a target.
+every piece is filled. The text of an image or video (all tiles or frames, and what the template writes around them)
+stays in one piece. Joined together, the pieces are the sample: tokens, weights and media. A piece cannot learn its
+first token because nothing precedes it. A cut between turns costs no target, because a turn's header is not a target.
 """
 
 import dataclasses

@@ -242,13 +242,12 @@ class _Child(NamedTuple):
 
 
 class DecodingProcess:
-    """Calls a function in a child process that can be killed.
+    """Calls ``work`` in a child process that can be killed.
 
     Args:
         work: takes a request, which is pickled, and a function that reads a file by its name. It returns a mapping
             whose values are tensors, mappings of tensors, or what pickle takes.
-        seconds: wall-clock limit of one call, reading excluded; None sets none.
-        named: the setting of the limit, for messages.
+        seconds: wall-clock limit of one call, reading excluded, by the setting ``named``; None sets none.
     """
 
     def __init__(self, work: Work, seconds: float | None, *, named: str = "encoder.decode_seconds") -> None:

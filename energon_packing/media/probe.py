@@ -35,14 +35,8 @@ Source = bytes | str | Path
 
 
 class ImageInfo(NamedTuple):
-    """What an image's header says.
-
-    Attributes:
-        width, height: pixels as displayed, after EXIF orientation.
-        format: Pillow's name, such as ``"JPEG"``.
-        mode: Pillow's pixel mode, such as ``"RGB"``.
-        stored_width, stored_height: pixels as stored, before EXIF orientation.
-        transparent: whether a pixel is not opaque; of an image that is not decoded, whether one may be.
+    """What an image's header says: width and height as displayed, after EXIF orientation, and as stored; Pillow's names
+    of format and mode; whether a pixel is not opaque (of an image that is not decoded, whether one may be).
     """
 
     width: int

@@ -135,10 +135,9 @@ def _filtered(stream: Any, description: str, packets: Sequence[Any]) -> Iterator
 
 
 def _starts(packets: Sequence[Any], candidates: Set[int], parameters: Mapping[int, bytes]) -> list[int] | None:
-    """Returns the packets at which a run may start; None if times contradict what random access means.
-
-    Every frame before such a packet is shown before it. Times that say otherwise (edits that overlap, a damaged table)
-    do not tell the order in which a decoder gives frames.
+    """Returns the packets at which a run may start; None if times contradict what random access means: every frame
+    before such a packet is shown before it. Times that say otherwise (edits that overlap, a damaged table) do not tell
+    the order in which a decoder gives frames.
     """
     if 0 not in candidates or len(set(parameters.values())) > 1:
         return None
@@ -247,17 +246,15 @@ def decode_frames(
 
     Args:
         indices: frame numbers from 0, ascending, at least one; a number may occur twice.
-        max_pixels: a frame with more is refused before it is decoded.
-        max_bytes: the most bytes that the requested frames together may take, checked before memory is allocated.
+        max_pixels, max_bytes: as for `decode_image`, the latter for all requested frames together.
         deadline: a `time.monotonic` value after which decoding gives up; None sets no limit.
 
     Returns:
         uint8 ``[len(indices), 3, H, W]``, rotated as the container says; a view of rows of pixels (channels last).
 
     Raises:
-        SampleRejected: ``corrupt_media`` if the clip cannot be read or is shorter than measured, ``media_too_large``
-            for too many pixels or bytes, ``decode_timeout`` after the deadline.
-        ValueError: there is no index.
+        SampleRejected: ``corrupt_media`` if the clip cannot be read or is shorter than measured, ``media_too_large``,
+            ``decode_timeout`` after the deadline.
     """
     import av
 
@@ -342,12 +339,8 @@ def decode_frame_files(
     deadline: float | None = None,
     on_white: bool = True,
 ) -> torch.Tensor:
-    """Decodes images as the frames of one video, uint8 ``[len(names), 3, H, W]``; arguments as for `decode_frames`.
-
-    Raises:
-        SampleRejected: as `energon_packing.media.image.decode_image`; ``corrupt_media`` if the frames differ in size,
-            ``decode_timeout`` after the deadline.
-        ValueError: there is no name.
+    """Decodes images as the frames of one video, uint8 ``[len(names), 3, H, W]``; as `decode_frames`, and
+    ``corrupt_media`` if the frames differ in size.
     """
     frames: torch.Tensor | None = None
     for number, name in enumerate(names):

@@ -247,17 +247,17 @@ class DecodingProcess:
     Args:
         work: takes a request, which is pickled, and a function that reads a file by its name. It returns a mapping
             whose values are tensors, mappings of tensors, or what pickle takes.
-        seconds: wall-clock limit of one call, reading excluded, by the setting ``named``; None sets none.
+        seconds: wall-clock limit of one call (``encoder.decode_seconds``), reading excluded; None sets none.
     """
 
-    def __init__(self, work: Work, seconds: float | None, *, named: str = "encoder.decode_seconds") -> None:
-        self._work, self._seconds, self._named = work, seconds, named
+    def __init__(self, work: Work, seconds: float | None) -> None:
+        self._work, self._seconds = work, seconds
         self._child: _Child | None = None
         self._in_a_row = 0
         self._busy = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial(DecodingProcess, named=self._named), (self._work, self._seconds)
+        return DecodingProcess, (self._work, self._seconds)
 
     def __call__(self, request: Any, read: Read, names: Sequence[str] = ()) -> dict[str, Any]:
         """Returns what ``work(request, read)`` returns there.
@@ -296,7 +296,7 @@ class DecodingProcess:
             start = _ask(child, request, files)
         if not child.connection.poll(None if self._seconds is None else self._seconds + GRACE):
             self.close()
-            raise self._ended(TIMEOUT, f"decoding hung and was ended after {self._named}={self._seconds} s")
+            raise self._ended(TIMEOUT, f"decoding hung and was ended after encoder.decode_seconds={self._seconds} s")
         try:
             has_failed, answer, end = pickle.loads(child.connection.recv_bytes())
         except (EOFError, OSError):

@@ -473,15 +473,10 @@ def check_reserved(conversation: Conversation, tokens: Sequence[str]) -> None:
     (``reserved_token``).
     """
     called = [turn for turn in conversation.turns if turn.tool_calls or turn.tool_call_id]
-    texts = [f"{turn.thinking or ''}{turn.text}" for turn in conversation.turns]
-    calls = [text for turn in called for text in _strings([turn.tool_calls, turn.tool_call_id])]
-    tools = list(_strings(conversation.tools)) if conversation.tools else []
-    everything = "\n".join((*texts, *calls, *tools))
-    if not any(token in everything for token in tokens):
-        return
-    named = [f"a {turn.role} turn" for turn in conversation.turns]
-    named += ["a tool call"] * len(calls) + ["a tool definition"] * len(tools)
-    for where, text in zip(named, (*texts, *calls, *tools), strict=True):
+    texts = [(f"a {turn.role} turn", f"{turn.thinking or ''}{turn.text}") for turn in conversation.turns]
+    texts += [("a tool call", text) for turn in called for text in _strings([turn.tool_calls, turn.tool_call_id])]
+    texts += [("a tool definition", text) for text in _strings(conversation.tools)]
+    for where, text in texts:
         for token in tokens:
             if token in text:
                 raise SampleRejected("reserved_token", f"{where} holds {token!r}, which stands for media")

@@ -66,12 +66,9 @@ class LlavaOneVision(LlavaNext):
         if media.kind == "image":
             return super().geometry(media, height, width)
         total, fps = require(media.frames, media, "frame count"), require(media.rate, media, "fps")
-        most = self.video_frames
+        wanted: dict[str, Any] = {"rate": None, "fewest": 1, "most": self.video_frames}
         indices = chosen_frames(
-            media,
-            self.config,
-            lambda: uniform_frames(self.videos, total, fps, rate=None, fewest=1, most=most),
-            most=most,
+            media, self.config, lambda: uniform_frames(self.videos, total, fps, **wanted), most=self.video_frames
         )
         rows, columns = self.tile_grid
         pooled = -(-rows // 2) * -(-columns // 2)

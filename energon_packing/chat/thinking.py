@@ -143,10 +143,10 @@ def _changed(conversation: Conversation, change: Callable[[str], str], *, keep: 
         if "think>" in turn.text:
             changed = (change(part) if isinstance(part, str) else part for part in parts)
             parts = tuple(part for part in changed if part != "")
-        same = turn.role != "assistant" or (turn.thinking, turn.parts) == (thinking, parts)
+        same = (turn.thinking, turn.parts) == (thinking, parts)
         return turn if same else dataclasses.replace(turn, parts=parts, thinking=thinking)
 
-    turns = tuple(map(rewritten, conversation.turns))
+    turns = tuple(rewritten(turn) if turn.role == "assistant" else turn for turn in conversation.turns)
     return conversation if turns == conversation.turns else dataclasses.replace(conversation, turns=turns)
 
 

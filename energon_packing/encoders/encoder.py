@@ -333,20 +333,17 @@ class ConversationEncoder(SampleEncoder):
         labels = np.where(learned, np.roll(ids, -1), IGNORE_INDEX)
         mrope = self.config.position_ids == "mrope"
         positions = self.family.positions(ids, measured.plans) if mrope else np.arange(len(ids), dtype=np.int64)
-        values = {name: torch.from_numpy(array) for name, array in self.family.token_values(ids).items()}
-        return (
-            spread(measured.extras, learned)
-            | values
-            | {
-                "key": measured.key,
-                "expected_length": measured.length,
-                "position_start": measured.position_start,
-                "input_ids": torch.from_numpy(ids),
-                "labels": torch.from_numpy(labels),
-                "loss_mask": torch.from_numpy(loss_mask),
-                "position_ids": torch.from_numpy(np.ascontiguousarray(positions + measured.position_start)),
-            }
-        )
+        return {
+            **spread(measured.extras, learned),
+            **{name: torch.from_numpy(array) for name, array in self.family.token_values(ids).items()},
+            "key": measured.key,
+            "expected_length": measured.length,
+            "position_start": measured.position_start,
+            "input_ids": torch.from_numpy(ids),
+            "labels": torch.from_numpy(labels),
+            "loss_mask": torch.from_numpy(loss_mask),
+            "position_ids": torch.from_numpy(np.ascontiguousarray(positions + measured.position_start)),
+        }
 
     def visual_fields(self, measured: HasMedia, read: Callable[[str], bytes]) -> dict[str, Any]:
         """Decodes the media of one sample; returns the fields of its row that come from them. Raises as `render`."""

@@ -87,7 +87,10 @@ def extra_values(conversation: Conversation, names: Sequence[str], targets: int)
 
 
 def spread(extras: Mapping[str, float | np.ndarray], learned: np.ndarray) -> dict[str, torch.Tensor]:
-    """Returns each field as float32 ``[L]``: its values at the learned positions (bool ``[L]``), 0 elsewhere."""
+    """Returns each field as float32 ``[L]``: its values at the learned positions (bool ``[L]``), 0 elsewhere.
+
+    As in the labels, position t holds the value of the token predicted there, t + 1.
+    """
     rows = {}
     for name, value in extras.items():
         row = np.zeros(len(learned), dtype=np.float32)

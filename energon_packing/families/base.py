@@ -199,7 +199,13 @@ class VisionFamily(ABC):
         return np.where(input_ids == image, 1, np.where(input_ids == video, 2, 0))
 
     def stand_for_media(self, placeholders: Mapping[MediaKind, str], *edges: str) -> None:
-        """Sets ``placeholders`` to tokens that stand for media as they are; ``edges`` are tokens around them."""
+        """Sets ``placeholders`` to tokens that stand for media as they are; ``edges`` are tokens around them.
+
+        Raises:
+            ConfigError: the tokenizer lacks one of them as a single token.
+        """
+        for token in edges:
+            self.check_token(token)
         self.placeholders = dict(placeholders)
         self.placeholder_ids = {kind: self.check_token(token) for kind, token in placeholders.items()}
         self.reserved = (*placeholders.values(), *edges)

@@ -98,9 +98,8 @@ class Qwen25VL(VisionFamily):
         super().__init__(processor, config)
         self.image_token: str = processor.image_token
         self.video_token: str = processor.video_token
-        self.stand_for_media(
-            {"image": self.image_token, "video": self.video_token}, "<|vision_start|>", "<|vision_end|>"
-        )
+        self.stand_for_media({"image": self.image_token, "video": self.video_token})
+        self.reserved += ("<|vision_start|>", "<|vision_end|>")
         self.images = processor.image_processor
         self.videos = processor.video_processor
         self.merge: int = self.images.merge_size

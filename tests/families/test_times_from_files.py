@@ -34,7 +34,7 @@ RATES = tuple(
 CONTAINERS = {"mp4": "libx264", "mkv": "libx264", "webm": "libvpx-vp9", "avi": "mpeg4"}
 SIDE = 64
 LONGEST = 130
-CLIPS = 20
+CLIPS = 16
 SETTINGS = ({}, {"fps": 1.0}, {"fps": 0.7}, {"max_frames": 6}, {"min_frames": 12})
 """Of the video processor, changed one at a time."""
 CASES = [

@@ -163,12 +163,12 @@ def _media_seeds(folder: Path) -> list[bytes]:
 def _read_media(data: bytes, folder: Path) -> None:
     from energon_packing.errors import SampleRejected
     from energon_packing.media.image import decode_image, decode_scaled_image, is_plain
-    from energon_packing.media.probe import probe_image, probe_video
+    from energon_packing.media.probe import image_info, probe_video
     from energon_packing.media.video import decode_frames
 
     is_plain(data)
     for read in (
-        lambda: probe_image(data, max_pixels=10**6),
+        lambda: image_info(data, max_pixels=10**6),
         lambda: decode_image(data, max_pixels=10**6, max_bytes=10**7),
         lambda: decode_scaled_image(data, (6, 8), max_pixels=10**6, max_bytes=10**7),
         lambda: probe_video(data, max_pixels=10**6),

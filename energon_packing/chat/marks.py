@@ -5,14 +5,12 @@ twice: as it is, and with every piece (a text, a name, an argument) replaced by 
 space around texts and thinking tags stay, since templates strip the former and split at the latter.
 """
 
-from __future__ import annotations
-
 import html
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 from energon_packing.chat.thinking import CLOSE, OPEN, TAG, joined_answer, split_answer
 from energon_packing.conversation import Conversation, MediaPart, Part, Turn
@@ -27,20 +25,14 @@ _MARK = re.compile(r"Zq(\d{6})Xv|7083(\d{6})4417(?:\.25)?")
 
 
 class Piece(NamedTuple):
-    """One thing that a conversation says.
-
-    Attributes:
-        turn: index of its turn, or `DEFINITIONS`.
-        kind: what it is.
-        value: a text without surrounding white space, or a number.
-    """
+    """One thing that a conversation says; a text (``value``) without surrounding white space, or a number."""
 
     turn: int
     kind: PieceKind
     value: str | int | float
 
     def forms(self) -> Iterator[str]:
-        """The forms in which a template may write the value: as it is, or escaped for JSON, HTML or Python."""
+        """Yields the forms in which a template may write the value: as it is, or escaped for JSON, HTML or Python."""
         if not isinstance(self.value, str):
             yield from dict.fromkeys((json.dumps(self.value), str(self.value)))
             return
@@ -65,8 +57,7 @@ class Passing:
         arguments_as_text: arguments of calls are JSON text, not objects (DeepSeek-V3).
         name_results: a tool's result carries the name of the tool.
         thinking_apart: thinking of a field stays a field; otherwise it opens the text.
-        thinking_split: thinking that opens a text becomes a field, for templates that know no tags (gpt-oss, Gemma 4,
-            Qwen3.8).
+        thinking_split: thinking that opens a text becomes a field (gpt-oss, Gemma 4, Qwen3.8 know no tags).
     """
 
     no_text_is_none: bool = False
@@ -77,14 +68,11 @@ class Passing:
 
 
 class Marks:
-    """Writes a mark for every piece and remembers what it stands for.
+    """Writes a mark for every piece and collects these in ``pieces``, in the order of the conversation.
 
     Args:
         markup: leave tags inside texts as they are, for templates that look for them.
         calls: mark calls, arguments and definitions too.
-
-    Attributes:
-        pieces: what was marked, in the order of the conversation.
     """
 
     def __init__(self, *, markup: bool = False, calls: bool = True) -> None:
@@ -100,7 +88,7 @@ class Marks:
         return int(f"7083{number:06d}4417") + (0.25 if isinstance(value, float) else 0)
 
     def core(self, turn: int, kind: PieceKind, text: str) -> str:
-        """A text with one mark in place of it, white space around it aside."""
+        """Returns a text with one mark in place of it, white space around it aside."""
         core = text.strip()
         if not core:
             return text
@@ -108,7 +96,7 @@ class Marks:
         return text[:start] + str(self._mark(turn, kind, core)) + text[start + len(core) :]
 
     def text(self, turn: int, text: str, *, answer: bool) -> str:
-        """A text of a turn with one mark, or one per stretch between tags."""
+        """Returns a text of a turn with one mark, or one per stretch between tags."""
         depth = self._depth[1] if self._depth[0] == turn else 0  # an image may stand between the tags
         if not self._markup and not (answer and (depth or "think>" in text)):  # nearly all texts
             return self.core(turn, "text", text)
@@ -126,12 +114,11 @@ class Marks:
         return "".join(pieces)
 
     def name(self, turn: int, kind: PieceKind, name: str) -> str:
-        """One mark for the name of a call or of a definition."""
         return str(self._mark(turn, kind, name)) if self._calls else name
 
     def arguments(self, turn: int, value: Any) -> Any:
-        """A mark for every key, text and number; booleans and nulls stay."""
-        if not self._calls:
+        """Returns the value with a mark for every key, text and number; booleans and nulls stay."""
+        if not self._calls or isinstance(value, bool) or value is None:
             return value
         if isinstance(value, Mapping):
             # Marks ascend like the keys, so a template that sorts keys (Gemma 4's) sorts the marks the same way.
@@ -140,11 +127,7 @@ class Marks:
             return {keys[key]: self.arguments(turn, entry) for key, entry in value.items()}
         if isinstance(value, list | tuple):
             return [self.arguments(turn, entry) for entry in value]
-        if isinstance(value, str):
-            return self.core(turn, "argument", value)
-        if isinstance(value, bool) or value is None:
-            return value
-        return self._mark(turn, "argument", value)
+        return self.core(turn, "argument", value) if isinstance(value, str) else self._mark(turn, "argument", value)
 
 
 def find_marks(text: str) -> Iterator[tuple[int, int, int]]:
@@ -156,15 +139,11 @@ def find_marks(text: str) -> Iterator[tuple[int, int, int]]:
 def to_messages(
     conversation: Conversation, marks: Marks | None, passing: Passing, *, as_list: bool
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-    """Messages and tool definitions for a chat template.
+    """Returns messages, one per turn, and tool definitions for a chat template (None if there are none).
 
     Args:
         marks: writes marks in place of what the conversation says; None leaves it as it is.
-        passing: the form that the template expects.
         as_list: whether every content is a list of parts.
-
-    Returns:
-        Messages, one per turn, and the definitions, or None if there are none.
 
     Raises:
         SampleRejected: ``bad_record`` if a tool call has no name or no arguments.
@@ -206,18 +185,16 @@ def to_messages(
 def _content(
     conversation: Conversation, number: int, turn: Turn, parts: tuple[Part, ...], marks: Marks | None, as_list: bool
 ) -> str | list[dict[str, Any]]:
-    def written(text: str) -> str:
-        return marks.text(number, text, answer=turn.role == "assistant") if marks else text
-
-    if any(isinstance(part, MediaPart) for part in parts):
-        return [
-            {"type": "text", "text": written(part)}
-            if isinstance(part, str)
-            else {"type": conversation.media[part.index].kind}
-            for part in parts
-        ]
-    text = written("".join(part for part in parts if isinstance(part, str)))
-    return [{"type": "text", "text": text}] if as_list else text
+    has_media = any(isinstance(part, MediaPart) for part in parts)
+    if not has_media:
+        parts = ("".join(part for part in parts if isinstance(part, str)),)
+    content: list[dict[str, Any]] = [
+        {"type": conversation.media[part.index].kind}
+        if isinstance(part, MediaPart)
+        else {"type": "text", "text": marks.text(number, part, answer=turn.role == "assistant") if marks else part}
+        for part in parts
+    ]
+    return content if has_media or as_list else content[0]["text"]
 
 
 def _call(turn: int, call: Mapping[str, Any], marks: Marks | None, passing: Passing) -> tuple[dict[str, Any], str]:
@@ -252,7 +229,7 @@ class Layout:
     Attributes:
         frames: the template's text around the marks, one more than there are marks.
         order: index of the piece of each mark; a piece that is shown twice has two marks.
-        pieces: of the conversation that this was made from; others of its structure have the same, with other values.
+        pieces: of the conversation that this was made from.
     """
 
     frames: tuple[str, ...]
@@ -260,7 +237,7 @@ class Layout:
     pieces: tuple[Piece, ...]
 
     @classmethod
-    def of(cls, marked: str, pieces: Sequence[Piece]) -> Layout:
+    def of(cls, marked: str, pieces: Sequence[Piece]) -> Self:
         """Splits a rendering at its marks."""
         frames, order, cursor = [], [], 0
         for start, end, piece in find_marks(marked):
@@ -272,12 +249,11 @@ class Layout:
         return cls(frames=(*frames, marked[cursor:]), order=tuple(order), pieces=tuple(pieces))
 
     def missing(self) -> list[int]:
-        """Indices of the pieces that are not shown."""
-        shown = set(self.order)
-        return [piece for piece in range(len(self.pieces)) if piece not in shown]
+        """Returns the indices of the pieces that are not shown."""
+        return sorted({*range(len(self.pieces))} - {*self.order})
 
     def disorder(self) -> tuple[int, int] | None:
-        """Two turns (earlier, later) of which the later one is shown first; None if all are in order."""
+        """Returns two turns (earlier, later) of which the later one is shown first; None if all are in order."""
         latest = DEFINITIONS
         for _, turn in self._first_marks():
             if turn < latest:
@@ -286,7 +262,7 @@ class Layout:
         return None
 
     def places_of_turns(self) -> dict[int, tuple[int, int]]:
-        """First and last mark of every turn that has one, repetitions left out."""
+        """Returns the first and last mark of every turn that has one, repetitions left out."""
         places: dict[int, tuple[int, int]] = {}
         for at, turn in self._first_marks():
             places[turn] = (places.get(turn, (at, at))[0], at)
@@ -302,11 +278,8 @@ class Layout:
                 yield at, turn
 
     def walk(self, text: str, pieces: Sequence[Piece]) -> tuple[list[tuple[int, int]], int | None]:
-        """Finds the characters ``[start, end)`` that stand in place of each mark.
-
-        Args:
-            text: a rendering of a conversation of this structure.
-            pieces: of that conversation.
+        """Finds the characters ``[start, end)`` that stand in place of each mark in a rendering of a conversation of
+        this structure with these ``pieces``.
 
         Returns:
             The places and None; if a piece appears in an unknown form, the places before it and its index.
@@ -330,7 +303,7 @@ class Layout:
 
 
 def names_of(pieces: Sequence[Piece], turns: Sequence[Turn], missing: Sequence[int]) -> str:
-    """What is missing, in words: ``the call 'weather' of turn 2 (assistant)``."""
+    """Returns what is missing, in words: ``the call 'weather' of turn 2 (assistant)``."""
     words: list[str] = []
     called = {pieces[index].turn for index in missing if pieces[index].kind == "call"}
     for index in missing:
@@ -339,9 +312,7 @@ def names_of(pieces: Sequence[Piece], turns: Sequence[Turn], missing: Sequence[i
             continue  # its call is missing too
         value = str(piece.value)
         short = repr(value if len(value) <= 40 else value[:39] + "…")
-        if piece.kind == "definition":
-            words.append(f"the definition of the tool {short}")
-            continue
-        words.append(f"the {piece.kind} {short} of turn {piece.turn + 1} ({turns[piece.turn].role})")
+        of_turn = f"the {piece.kind} {short} of turn {piece.turn + 1} ({turns[piece.turn].role})"
+        words.append(f"the definition of the tool {short}" if piece.kind == "definition" else of_turn)
     more = f" and {len(words) - 3} more" if len(words) > 3 else ""
     return ", ".join(words[:3]) + more

@@ -13,8 +13,6 @@ the template finds it as ``lacking`` and refuses tools. A template with ``tokens
 for an image or video in ``media`` (`energon_packing.chat.template.media_texts`). Any other template is taken as it is.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import re
@@ -37,10 +35,9 @@ def builtin_prompts() -> list[str]:
 
 
 def template_source(name: str, tokenizer: Any, media: Mapping[str, str]) -> str:
-    """Returns the Jinja text that ``encoder.chat_template`` stands for.
+    """Returns the Jinja text that ``encoder.chat_template`` stands for: a built-in name, or the path of a Jinja file.
 
     Args:
-        name: a built-in name, or the path of a Jinja file. A built-in name wins over a file.
         tokenizer: must have the tokens that a prompt format declares.
         media: texts of ``image``, ``video``, ``image_token`` and ``video_token``, as far as the processor has them.
 
@@ -78,11 +75,7 @@ def template_source(name: str, tokenizer: Any, media: Mapping[str, str]) -> str:
 
 
 def prompt_text(name: str) -> str:
-    """Returns the text of a built-in prompt format or of a Jinja file.
-
-    Raises:
-        ConfigError: there is none, it cannot be read, or it is a prompt format in YAML, of before.
-    """
+    """Returns the text of a built-in prompt format or of a Jinja file."""
     names = builtin_prompts()
     path = _DIRECTORY / f"{name}.jinja" if name in names else Path(name)
     if path.suffix in (".yaml", ".yml"):

@@ -1,7 +1,5 @@
 """A chat template as a program: how it receives a conversation, and how it renders a few probes."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Mapping
@@ -54,11 +52,7 @@ class TemplateRenderer:
     def run(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, *, prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Renders messages.
-
-        Args:
-            messages, tools: for the template.
-            prompt: whether to add the generation prompt.
+        """Renders messages, with the generation prompt if ``prompt``.
 
         Returns:
             The text, and the spans ``[start, end)`` of characters that the template marks as generated.
@@ -92,11 +86,7 @@ class TemplateRenderer:
     def messages(
         self, conversation: Conversation, marks: Marks | None = None, passing: Passing | None = None
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-        """Messages and tool definitions in the form that the template reads; see `to_messages`.
-
-        Raises:
-            SampleRejected: ``bad_record`` if the arguments of a call are nested beyond the recursion limit.
-        """
+        """Returns messages and tool definitions in the form that the template reads; see `to_messages`."""
         try:
             return to_messages(conversation, marks, passing or self.passing, as_list=self.content_as_list)
         except RecursionError as error:
@@ -170,21 +160,12 @@ def render_template(
     special: Mapping[str, Any],
     prompt: bool,
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Renders one conversation as ``apply_chat_template`` does, in the sandbox that transformers makes.
+    """Renders one conversation as ``apply_chat_template`` does, in the sandbox that transformers makes; see
+    `TemplateRenderer.run`.
 
     If transformers has the functions that ``render_jinja_template`` calls, under their names of 5.12, they are called
     directly with the compiled template, which transformers caches: the wrapper searches the template's text again for
     every conversation, which takes a tenth of the time.
-
-    Args:
-        source: the Jinja text.
-        messages: of the conversation.
-        tools: JSON schemas.
-        special: special tokens by name.
-        prompt: whether to add the generation prompt.
-
-    Returns:
-        The text, and the spans ``[start, end)`` of characters marked as generated.
     """
     from transformers.utils import chat_template_utils
 

@@ -3,14 +3,10 @@
 Templates expect input in different forms, so several are tried. The structure of a conversation (everything but its
 words) is rendered once and cached.
 
-Where an answer begins and ends in a rendering with marks.
-
 An answer begins after its header, which is what the template writes as generation prompt. It ends with the text at
-which generation stops: a token that ends turns or, if the template has none, the token that opens the next turn.
-Both are found by comparing renderings, without any knowledge of the template.
+which generation stops: a token that ends turns or, if the template has none, the token that opens the next turn. Both
+are found by comparing renderings, without any knowledge of the template.
 """
-
-from __future__ import annotations
 
 import re
 from collections import OrderedDict
@@ -38,7 +34,6 @@ class Answer(NamedTuple):
     """An assistant turn in a layout.
 
     Attributes:
-        turn: its index.
         first: its first mark, an index into `Layout.order`; the answer begins ``before`` characters before it.
         last: its last mark; the answer ends ``after`` characters after it.
         added: the text at which generation stops, if the template writes it only before another turn and none follows.
@@ -55,11 +50,8 @@ class Answer(NamedTuple):
 
 
 class StopTokens:
-    """The tokens that end an answer, for one tokenizer.
-
-    Args:
-        stops: texts of tokens at which generation stops.
-        special: texts of all special tokens, which may open a turn.
+    """The tokens that end an answer, for one tokenizer: texts of tokens at which generation stops, and of all special
+    tokens, which may open a turn.
     """
 
     def __init__(self, stops: Sequence[str], special: Sequence[str]) -> None:
@@ -69,31 +61,29 @@ class StopTokens:
         self._rest = re.compile(rf"(?:\s*(?:{self._stop.pattern}))+(?=\s*\Z)")
 
     def first_end(self, text: str) -> int | None:
-        """Offset of the end of the first token that ends a turn; None if there is none."""
-        found = self._stop.search(text)
-        return found.end() if found else None
+        """Returns where the first token that ends a turn ends; None if there is none."""
+        return found.end() if (found := self._stop.search(text)) else None
 
     def is_first(self, text: str, end: int) -> bool:
         """Whether the turn-ending token that ends at ``end`` is the first special token of the text."""
-        found = self._special.search(text)
-        return found is None or found.end() >= end
+        return (found := self._special.search(text)) is None or found.end() >= end
 
     def after(self, text: str, start: int) -> int:
-        """The end of the turn-ending token that begins at ``start``; ``start`` if there is none."""
-        found = self._stop.match(text, start)
-        return found.end() if found else start
+        """Returns the end of the turn-ending token that begins at ``start``; ``start`` if there is none."""
+        return found.end() if (found := self._stop.match(text, start)) else start
 
     def rest(self, text: str, start: int) -> int:
-        """The end of tokens from ``start`` on that end the whole text (a turn's, then a sequence's); else ``start``."""
-        found = self._rest.match(text, start)
-        return found.end() if found else start
+        """Returns the end of tokens from ``start`` on that end the whole text (a turn's, then a sequence's); else
+        ``start``.
+        """
+        return found.end() if (found := self._rest.match(text, start)) else start
 
     def whole(self, text: str, at: int) -> int:
-        """``at``, or the beginning of the special token that a cut at ``at`` would split."""
+        """Returns ``at``, or the beginning of the special token that a cut at ``at`` would split."""
         return next((found.start() for found in self._special.finditer(text) if found.start() < at < found.end()), at)
 
     def opening(self, text: str) -> int | None:
-        """Offset of the end of the special token that opens a text, after any white space; None if there is none."""
+        """Returns where the special token ends that opens a text, after any white space; None if there is none."""
         found = self._special.match(text, len(text) - len(text.lstrip()))
         return found.end() if found else None
 
@@ -105,13 +95,11 @@ def _any_of(tokens: Sequence[str]) -> re.Pattern[str]:
 def find_answers(
     layout: Layout, messages: Sequence[dict[str, Any]], render: Render, stops: StopTokens, thinking: str
 ) -> list[Answer]:
-    """All answers with at least one mark.
+    """Returns all answers with at least one mark.
 
     Args:
-        layout: of the whole conversation.
         messages: with marks, those that the layout was made from.
         render: runs the template.
-        stops: of the tokenizer.
         thinking: what the template writes before thinking; a generation prompt that holds it opens the thinking.
 
     Raises:
@@ -139,7 +127,7 @@ def _header(
     turn: int,
     first: int,
 ) -> int:
-    """Length of the frame before an answer up to the end of its header."""
+    """Returns the length of the frame before an answer up to the end of its header."""
     try:
         asked = render(messages[:turn], True)
     except SampleRejected as error:
@@ -185,16 +173,21 @@ def _own_header(messages: Sequence[dict[str, Any]], render: Render, thinking: st
     questions = [at for at, message in enumerate(messages) if message.get("role") == "user"]
     if not questions or questions[-1] + 1 == len(messages):
         return ""  # the question directly precedes the answer, so its prompt was already compared
-    try:
-        without, prompted = (render(messages[: questions[-1] + 1], prompt) for prompt in (False, True))
-    except SampleRejected:
-        return ""
-    name = prompted[len(without) :] if prompted.startswith(without) else ""
+    without, prompted = (_shown(render, messages[: questions[-1] + 1], prompt) for prompt in (False, True))
+    name = prompted[len(without) :] if without and prompted.startswith(without) else ""
     return name.partition(thinking)[0]
 
 
+def _shown(render: Render, messages: Sequence[dict[str, Any]], prompt: bool = False) -> str:
+    """Returns the text of messages; an empty one if the template refuses them."""
+    try:
+        return render(messages, prompt)
+    except SampleRejected:
+        return ""
+
+
 def _behind(text: str, piece: int | None) -> str | None:
-    """The text after the last mark of a piece; the whole text if ``piece`` is None; None if the piece is not shown."""
+    """Returns the text after the last mark of a piece; the whole text if ``piece`` is None; None if it is not shown."""
     if piece is None:
         return text
     ends = [end for _, end, found in find_marks(text) if found == piece]
@@ -208,12 +201,8 @@ def _last_mark(layout: Layout, messages: Sequence[dict[str, Any]], render: Rende
         again += 1
     if again == last or turn + 1 == len(messages):
         return again
-    try:
-        alone = render(messages[: turn + 1], False)
-    except SampleRejected:
-        return last
     whole = list(layout.order[: again + 1])
-    shown = [piece for _, _, piece in find_marks(alone)]
+    shown = [piece for _, _, piece in find_marks(_shown(render, messages[: turn + 1]))]
     while again > last and shown.count(layout.order[again]) < whole.count(layout.order[again]):
         whole.pop()
         again -= 1
@@ -236,10 +225,7 @@ def _end(
         return (stops.rest(frame, end) if is_last else end), "", False
     if is_last:
         return _open_end(layout, messages, render, stops, last, frame)
-    try:
-        alone = _behind(render(messages[: turn + 1], False), layout.order[last])
-    except SampleRejected:
-        alone = None
+    alone = _behind(_shown(render, messages[: turn + 1]), layout.order[last])
     closing = common_prefix(alone or "", frame)
     if end is not None and end <= closing:
         return end, "", False
@@ -263,11 +249,8 @@ def _open_end(
         content = [{"type": "text", "text": _PROBE}]
     piece = layout.order[last]
     role = "tool" if messages[-1].get("tool_calls") else "user"
-    try:
-        followed = _behind(render([*messages, {"role": role, "content": content}], False), piece)
-    except SampleRejected:
-        return len(frame), "", False
-    if followed is None:  # before another turn, the template drops the answer
+    followed = _behind(_shown(render, [*messages, {"role": role, "content": content}]), piece)
+    if followed is None:  # the template refuses another turn, or drops the answer before it
         return len(frame), "", False
     behind = followed.partition(_PROBE)[0]
     closing = common_prefix(frame, behind)
@@ -289,12 +272,9 @@ class Structure:
 
     Attributes:
         messages, tools: with marks.
-        layout: of the rendering.
-        missing, disorder: see `Layout`.
         as_python: whether arguments of a call are shown as Python writes them.
         answers: once they were looked for.
         turns: turn of each mark.
-        roles: of the messages.
     """
 
     def __init__(
@@ -311,13 +291,8 @@ class Structure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """A conversation as the template renders it.
-
-    Attributes:
-        structure: of the conversation.
-        places: characters ``[start, end)`` of the text for each mark of the structure's layout.
-        text: the rendering.
-        generated: characters ``[start, end)`` that the template marks as generated.
+    """A conversation as the template renders it: for each mark of the structure's layout the characters ``[start,
+    end)`` of the text, and those that the template marks as generated.
     """
 
     structure: Structure
@@ -327,12 +302,7 @@ class Reading:
 
 
 class TemplateReader:
-    """Reads conversations through a template.
-
-    Args:
-        renderer: of the template.
-        tool_definitions: whether the template may leave out tool definitions.
-    """
+    """Reads conversations through a template."""
 
     def __init__(self, renderer: TemplateRenderer, tool_definitions: ToolDefinitions) -> None:
         self._renderer, self._tool_definitions = renderer, tool_definitions
@@ -344,7 +314,7 @@ class TemplateReader:
         Raises:
             SampleRejected: ``template_omits`` if something is missing, ``unstable_prefix`` if a turn appears before
                 turns that it followed, ``template_error`` if the template refuses the conversation, ``bad_record`` if
-                the conversation cannot be passed to it.
+                it cannot be passed to it.
             ConfigError: the template is not valid Jinja.
         """
         if (
@@ -408,9 +378,8 @@ class TemplateReader:
         return (None, refusal) if best is None else (best[1:], complaint)
 
     def _left_out(self, conversation: Conversation, pieces: Sequence[Piece], missing: Sequence[int]) -> list[int]:
-        """Of the pieces that are missing, those that may not be.
-
-        Many templates drop thinking before the last question; definitions may be missing if the user allows it.
+        """Returns the missing pieces that may not be: many templates drop thinking before the last question, and
+        definitions may be missing if the user allows it.
         """
         last_question = max((at for at, turn in enumerate(conversation.turns) if turn.role == "user"), default=-1)
         allowed = {"definition"} if self._tool_definitions == "optional" else set()
@@ -462,11 +431,7 @@ class TemplateReader:
     def _structure(
         self, conversation: Conversation, passing: Passing, mode: Mapping[str, bool]
     ) -> tuple[Structure, list[Piece]]:
-        """The structure of a conversation, cached or rendered, and the conversation's pieces.
-
-        Raises:
-            SampleRejected: the template refuses the conversation.
-        """
+        """Returns the structure of a conversation, cached or rendered, and the conversation's pieces."""
         marks = Marks(**mode)
         messages, tools = self._renderer.messages(conversation, marks, passing)
         key = repr((messages, tools))
@@ -527,11 +492,7 @@ def _holds_python(messages: Sequence[Mapping[str, Any]], text: str) -> bool:
 def _check_unmarked(
     conversation: Conversation, structure: Structure, places: list[tuple[int, int]], text: str, *, calls: bool
 ) -> None:
-    """Checks that what had no mark (tags inside texts, and calls) appears between the turns before and after.
-
-    Raises:
-        SampleRejected: ``template_omits``.
-    """
+    """Checks that what had no mark (tags inside texts, and calls) appears between the turns before and after."""
     turns = structure.layout.places_of_turns()
     for number, turn in enumerate(conversation.turns):
         start = max((places[last][1] for other, (_, last) in turns.items() if other < number), default=0)

@@ -1,17 +1,14 @@
 """Renders a conversation with a Hugging Face chat template, and finds the characters that are trained.
 
-Everything that a conversation says must appear in the text, in order. To check this, the conversation is rendered again
-with marks in place of its words (`energon_packing.chat.marks`); the text must equal that rendering with the words
-in place of the marks. If the template leaves something out, the sample is rejected, and the error names what is
-missing. The same comparison finds the answers:
+Everything that a conversation says must appear in the text, in order: the conversation is rendered again with marks in
+place of its words (`energon_packing.chat.marks`), and the text must equal that rendering with the words in place of the
+marks. The same comparison finds the answers:
 
 * a template with ``{% generation %}`` marks them itself: the marked spans are taken, as ``apply_chat_template`` does
   with ``return_assistant_tokens_mask``, and assigned to the turns that they belong to; an end-of-turn token that
   directly follows a span joins it;
 * for any other template they are found by comparing renderings (`energon_packing.chat.structures`).
 """
-
-from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -48,7 +45,7 @@ class RenderedChat:
     Attributes:
         text: the rendering, with one placeholder per image or video.
         spans: trained characters, ascending and disjoint; no trained token may touch a span of weight 0.
-        ends: for each answer that was found, the number of turns up to and including it, and the characters they fill.
+        ends: for each answer that was found, the turns up to and including it, and the characters that they fill.
     """
 
     text: str
@@ -60,14 +57,11 @@ class ChatTemplate:
     """A chat template bound to a tokenizer.
 
     Args:
-        tokenizer: a Hugging Face tokenizer; provides the special tokens that templates use.
         source: the Jinja text; None takes the tokenizer's own.
-        train_on: ``assistant`` trains every assistant turn, ``last_assistant`` the last one, ``all`` every token.
-        thinking: what happens to the assistant's thinking.
-        train_line_break: whether the line break after an answer is trained.
-        tool_definitions: whether the template may leave out tool definitions.
         stops: texts of further tokens at which generation stops, such as those of a generation configuration.
         date: the day that the template is told, see `TemplateRenderer`.
+
+    The other arguments are settings of `EncoderConfig`.
 
     Raises:
         ConfigError: the tokenizer has no chat template or several, thinking cannot be told from the answer as
@@ -104,9 +98,7 @@ class ChatTemplate:
         # As apply_chat_template passes them: strings, or a list if a tokenizer keeps several under one name.
         named = dict(tokenizer.special_tokens_map)
         self.renderer = TemplateRenderer(source, named, date=date)
-        if thinking in ("mask", "trim_empty") and not (
-            self.renderer.thinking.opening and self.renderer.thinking.closing
-        ):
+        if thinking in ("mask", "trim_empty") and not self.renderer.thinking.has_marks:
             raise ConfigError(
                 f"encoder.thinking is {thinking!r}, but the chat template writes no mark before or after thinking that "
                 "tells it from the answer; use keep or strip, or another encoder.chat_template."
@@ -114,8 +106,7 @@ class ChatTemplate:
         self._reader = TemplateReader(self.renderer, tool_definitions)
         known = set(tokenizer.get_added_vocab()) | {str(token) for token in named.values()}
         ends = {*stops, *(token for token in END_OF_TURN if token in known)}
-        if tokenizer.eos_token is not None:
-            ends.add(tokenizer.eos_token)
+        ends |= {tokenizer.eos_token} - {None}
         special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
         self.stops = StopTokens(sorted(ends), sorted({*special, *tokenizer.all_special_tokens}))
 
@@ -123,14 +114,12 @@ class ChatTemplate:
         """Renders one conversation.
 
         Raises:
-            SampleRejected: ``template_error`` if the template itself refuses the conversation,
-                ``template_omits`` if it leaves out something that the conversation says,
-                ``unstable_prefix`` if it puts turns out of order or the answers cannot be told apart,
-                ``assistant_first`` if it does not show where a leading assistant turn begins,
-                ``loss_weight_mismatch`` if it does not show a weighted turn as generated,
-                ``unclosed_thinking`` if thinking is to be stripped or masked and a tag has no partner,
-                ``empty_answer`` if a trained answer has no word, so that it cannot be found,
-                ``nothing_to_learn`` if no character is trained.
+            SampleRejected: ``template_error`` if the template itself refuses the conversation, ``template_omits`` if it
+                leaves out something that the conversation says, ``unstable_prefix`` if it puts turns out of order or
+                the answers cannot be told apart, ``assistant_first`` if it does not show where a leading assistant turn
+                begins, ``loss_weight_mismatch`` if it does not show a weighted turn as generated, ``unclosed_thinking``
+                if thinking is to be stripped or masked and a tag has no partner, ``empty_answer`` if a trained answer
+                has no word, so that it cannot be found, ``nothing_to_learn`` if no character is trained.
             ConfigError: the template is not valid Jinja.
         """
         conversation = self._shown(conversation)
@@ -143,8 +132,7 @@ class ChatTemplate:
             if self.train_on != "all" or any(weight is not None for weight in weights.values()):
                 raise
             answers = []  # everything is trained, wherever answers begin
-        if answers and (added := answers[-1][2]):
-            text += added
+        text += answers[-1][2] if answers else ""
         spans = {turn: found for turn, found, _ in answers}
         if self.thinking == "trim_empty":
             text, spans = _cut(text, spans, self._empty(reading, spans, breaks=True))
@@ -155,17 +143,16 @@ class ChatTemplate:
         kept = tuple(span for span in trained if span.end > span.start)
         if not any(span.weight > 0 for span in kept):
             raise SampleRejected("nothing_to_learn", f"train_on={self.train_on} leaves no token of the text to train")
-        ends = tuple((turn + 1, _with_space(text, found[-1].end)) for turn, found in spans.items() if found)
+        ends = tuple(
+            (turn + 1, len(text) - len(text[found[-1].end :].lstrip())) for turn, found in spans.items() if found
+        )
         return RenderedChat(text=text, spans=kept, ends=ends)
 
     def trained_turns(self, conversation: Conversation) -> frozenset[int]:
-        """The turns of a record that are trained; with ``train_on: all``, every turn.
+        """Returns the turns of a record that are trained; with ``train_on: all``, every turn. Raises as `render`.
 
         A record chooses its targets once. Whatever is cut from it afterwards trains what is left of this choice: no
         earlier answer becomes the last one, and none is trained that the template does not mark in the whole.
-
-        Raises:
-            SampleRejected: as `render`.
         """
         if self.train_on == "all":
             return frozenset(range(len(conversation.turns)))
@@ -175,16 +162,11 @@ class ChatTemplate:
         )
 
     def turn_end(self, conversation: Conversation, chat: RenderedChat, turns: int) -> int | None:
-        """Where the first ``turns`` turns of a conversation end in its rendered text, in characters.
+        """Returns where the first ``turns`` turns of a conversation end in the text that `render` returned, in
+        characters.
 
-        Args:
-            conversation: whole, as passed to `render`.
-            chat: what `render` returned for it.
-            turns: 1 to the number of turns.
-
-        Returns:
-            None if the template does not tell: it refuses those turns alone or renders them differently, and they do
-            not end with an answer.
+        None if the template does not tell: it refuses those turns alone or renders them differently, and they do not
+        end with an answer.
         """
         conversation = self._shown(conversation)
         try:
@@ -198,23 +180,15 @@ class ChatTemplate:
 
     def _shown(self, conversation: Conversation) -> Conversation:
         """The conversation that is passed to the template."""
-        if self.thinking == "strip":
-            return strip_thinking(conversation)
-        if self.thinking == "trim_empty":
-            return trim_empty_thinking(conversation)
         if self.thinking == "mask":
             check_closed(conversation)
-        return conversation
-
-    # -- what is trained ---------------------------------------------------------------------------------------------
+        change = {"strip": strip_thinking, "trim_empty": trim_empty_thinking}.get(self.thinking)
+        return change(conversation) if change else conversation
 
     def _thoughts(self, reading: Reading) -> list[tuple[int, int]]:
-        """Characters ``[start, end)`` of every thinking of an answer, with the marks around it.
+        """Returns the characters ``[start, end)`` of every thinking of an answer, with the marks around it.
 
         A text that the template writes between its marks is thinking too (gpt-oss: beside a call).
-
-        Raises:
-            SampleRejected: ``unclosed_thinking`` if the marks are not where the template writes them.
         """
         form, places, text = self.renderer.thinking, reading.places, reading.text
         pieces = [reading.structure.layout.pieces[piece] for piece in reading.structure.layout.order]
@@ -242,10 +216,8 @@ class ChatTemplate:
     def _empty(
         self, reading: Reading, spans: Mapping[int, list[TrainedSpan]], *, breaks: bool
     ) -> list[tuple[int, int]]:
-        """Characters ``[start, end)`` of empty thinking in answers.
-
-        Args:
-            breaks: with its line ends, and only where an answer opens with it; else wherever it stands.
+        """Returns the characters ``[start, end)`` of empty thinking in answers; if ``breaks``, with its line ends, and
+        only where an answer opens with it.
         """
         form = self.renderer.thinking if breaks else self.renderer.thinking._replace(breaks=0)
         found = []
@@ -347,16 +319,11 @@ class ChatTemplate:
 
 
 def media_texts(tokenizer: Any, source: str | None, placeholders: Mapping[MediaKind, str]) -> dict[str, str]:
-    """The text that stands for one image or video, for prompt formats that leave it to the processor.
-
-    Args:
-        tokenizer: of the processor.
-        source: the processor's own chat template, or None.
-        placeholders: of the family, by kind.
+    """Returns the text that stands for one image or video, for prompt formats that leave it to the processor.
 
     Returns:
-        ``image`` and ``video``: what the processor's own template writes for one between two texts, frame included, or
-        the placeholder if it writes none; ``image_token`` and ``video_token``: the placeholder alone.
+        ``image`` and ``video``: what the processor's own template (``source``) writes for one between two texts, frame
+        included, or the placeholder if it writes none; ``image_token`` and ``video_token``: the placeholder alone.
     """
     before, after = "text before a medium", "text after a medium"
     texts: dict[str, str] = {}
@@ -375,7 +342,7 @@ def media_texts(tokenizer: Any, source: str | None, placeholders: Mapping[MediaK
 
 
 def media_frames(template: ChatTemplate, placeholders: Mapping[MediaKind, str]) -> dict[MediaKind, tuple[str, str]]:
-    """What a template adds to a message with one image or video, before and after the placeholder, by kind.
+    """Returns what a template adds to a message with one image or video, before and after the placeholder, by kind.
 
     It is the difference to the same message without it, wherever the template puts it: between two texts, or before
     both, as LLaVA's do. Both sides are empty if the template does not take this kind.
@@ -403,10 +370,6 @@ def _with_line_break(text: str, end: int) -> int:
     return end + 1 if text.startswith("\n", end) else end
 
 
-def _with_space(text: str, end: int) -> int:
-    return len(text) - len(text[end:].lstrip())
-
-
 def _with_gaps(spans: list[TrainedSpan], length: int) -> list[TrainedSpan]:
     """The spans, and everything before, between and after them with weight 1."""
     result: list[TrainedSpan] = []
@@ -425,12 +388,10 @@ def _cut(
     def moved(at: int) -> int:
         return at - sum(min(end, at) - start for start, end in cuts if start < at)
 
-    shown, cursor = [], 0
-    for start, end in cuts:
-        shown.append(text[cursor:start])
-        cursor = end
     shifted = {
         turn: [span._replace(start=moved(span.start), end=moved(span.end)) for span in found]
         for turn, found in spans.items()
     }
-    return "".join([*shown, text[cursor:]]), shifted
+    for start, end in reversed(cuts):
+        text = text[:start] + text[end:]
+    return text, shifted

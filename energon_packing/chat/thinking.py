@@ -5,8 +5,6 @@ notation of the data. How a chat template writes thinking is not known here but 
 surrounds its thinking are the template's marks (`find_form`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
@@ -39,10 +37,8 @@ class ThinkingForm(NamedTuple):
 
     Attributes:
         field: whether it shows a field of the message.
-        inline: whether it takes tags in the text for the same; false for templates that know the field alone (gpt-oss,
-            Gemma 4, Qwen3.8).
-        opening: what stands before thinking, without the white space around it.
-        closing: what stands after it.
+        inline: whether it takes tags in the text for the same (gpt-oss, Gemma 4 and Qwen3.8 know the field alone).
+        opening, closing: what stands before and after thinking, without the white space around it.
         breaks: line ends that belong to an empty thinking with which the template opens an answer that has none.
     """
 
@@ -52,18 +48,24 @@ class ThinkingForm(NamedTuple):
     closing: str
     breaks: int
 
+    @property
+    def has_marks(self) -> bool:
+        """Whether thinking can be told from the answer."""
+        return bool(self.opening and self.closing)
+
     def before(self, text: str, start: int, end: int) -> int | None:
-        """Where the marks begin that end at ``end``, white space aside; None if there is none in ``[start, end)``."""
+        """Returns where the marks begin that end at ``end``, white space aside; None if none is in ``[start, end)``."""
         found = re.search(rf"(?:{re.escape(self.opening)}\s*)+\Z", text[start:end])
         return start + found.start() if found else None
 
     def after(self, text: str, start: int, end: int) -> int | None:
-        """Where the marks end that begin at ``start``, white space aside; None if there is none in ``[start, end)``."""
+        """Returns where the marks end that begin at ``start``, white space aside; None if none is in ``[start,
+        end)``."""
         found = re.compile(rf"(?:\s*{re.escape(self.closing)})+").match(text, start, end)
         return found.end() if found else None
 
     def empty(self, text: str, start: int, end: int) -> tuple[int, int] | None:
-        """The first thinking without words in ``[start, end)``, with the line ends that the template adds."""
+        """Returns the first thinking without words in ``[start, end)``, with the line ends that the template adds."""
         marks = rf"{re.escape(self.opening)}\s*{re.escape(self.closing)}\n{{0,{self.breaks}}}"
         found = re.compile(marks).search(text, start, end)
         return found.span() if found else None
@@ -76,8 +78,7 @@ PLAIN = ThinkingForm(field=False, inline=True, opening=OPEN, closing=CLOSE, brea
 def find_form(render: Callable[[list[dict[str, Any]], bool], str]) -> ThinkingForm:
     """Finds out how a template writes thinking, by probes with a text and with a call after the thinking.
 
-    Args:
-        render: the text of messages, with or without the generation prompt; empty if the template refuses them.
+    ``render`` returns the text of messages, with or without the generation prompt; empty if the template refuses them.
     """
     asked = [{"role": "user", "content": "energon packing probe"}]
     header = render(asked, True)[len(render(asked, False)) :].strip()
@@ -115,13 +116,12 @@ def find_form(render: Callable[[list[dict[str, Any]], bool], str]) -> ThinkingFo
 
 
 def tagged(thinking: str) -> str:
-    """Thinking of a field as text before an answer, as Qwen3's published template writes it."""
-    thinking = thinking.strip("\n")
-    return f"{OPEN}\n{thinking}\n{CLOSE}\n\n"
+    """Returns thinking of a field as text before an answer, as Qwen3's published template writes it."""
+    return f"{OPEN}\n{thinking.strip('\n')}\n{CLOSE}\n\n"
 
 
 def strip_thinking(conversation: Conversation) -> Conversation:
-    """The conversation without the assistant's thinking, its tags and the line ends after them.
+    """Returns the conversation without the assistant's thinking, its tags and the line ends after them.
 
     Raises:
         SampleRejected: ``unclosed_thinking`` if a tag has no partner in its text.
@@ -130,23 +130,24 @@ def strip_thinking(conversation: Conversation) -> Conversation:
 
 
 def trim_empty_thinking(conversation: Conversation) -> Conversation:
-    """The conversation without empty thinking spans at the beginning of answers."""
+    """Returns the conversation without empty thinking spans at the beginning of answers."""
     return _changed(
         conversation, lambda text: text[found.end() :] if (found := _EMPTY_OPENING.match(text)) else text, keep=True
     )
 
 
 def _changed(conversation: Conversation, change: Callable[[str], str], *, keep: bool = False) -> Conversation:
-    turns = tuple(_rewritten(turn, change, keep) if turn.role == "assistant" else turn for turn in conversation.turns)
+    def rewritten(turn: Turn) -> Turn:
+        thinking = turn.thinking if keep and (turn.thinking or "").strip() else None
+        parts = turn.parts
+        if "think>" in turn.text:
+            changed = (change(part) if isinstance(part, str) else part for part in parts)
+            parts = tuple(part for part in changed if part != "")
+        same = (turn.thinking, turn.parts) == (thinking, parts)
+        return turn if same else dataclasses.replace(turn, parts=parts, thinking=thinking)
+
+    turns = tuple(rewritten(turn) if turn.role == "assistant" else turn for turn in conversation.turns)
     return conversation if turns == conversation.turns else dataclasses.replace(conversation, turns=turns)
-
-
-def _rewritten(turn: Turn, change: Callable[[str], str], keep: bool) -> Turn:
-    thinking = turn.thinking if keep and (turn.thinking or "").strip() else None
-    if "think>" not in turn.text:
-        return turn if turn.thinking == thinking else dataclasses.replace(turn, thinking=thinking)
-    parts = tuple(change(part) if isinstance(part, str) else part for part in turn.parts)
-    return dataclasses.replace(turn, parts=tuple(part for part in parts if part != ""), thinking=thinking)
 
 
 def _without_thinking(text: str) -> str:
@@ -160,20 +161,18 @@ def _without_thinking(text: str) -> str:
         depth -= 1
         if depth < 0:
             break
-        cursor = tag.end()
-        while not depth and cursor < len(text) and text[cursor] in LINE_ENDS:
-            cursor += 1
+        cursor = len(text) - len(text[tag.end() :].lstrip("" if depth else LINE_ENDS))
     if depth:
         raise SampleRejected("unclosed_thinking", f"an assistant turn has {OPEN} or {CLOSE} without its matching tag")
     return "".join([*pieces, text[cursor:]])
 
 
 def split_answer(parts: tuple[Part, ...]) -> tuple[str | None, tuple[Part, ...]]:
-    """The thinking at the beginning of an answer, and the answer without it; line ends beside the tags belong to them.
+    """Returns the thinking at the beginning of an answer, and the answer without it; line ends beside the tags belong
+    to them.
 
-    Returns:
-        None and the parts as they are, unless the answer opens with thinking and has no other tag. Data of models whose
-        prompt opens the thinking may hold the closing tag alone. Empty thinking is None.
+    None and the parts as they are, unless the answer opens with thinking and has no other tag. Data of models whose
+    prompt opens the thinking may hold the closing tag alone. Empty thinking is None.
     """
     first = parts[0] if parts else None
     if not isinstance(first, str) or CLOSE not in first:
@@ -188,29 +187,25 @@ def split_answer(parts: tuple[Part, ...]) -> tuple[str | None, tuple[Part, ...]]
 
 
 def joined_answer(thinking: str, parts: tuple[Part, ...]) -> tuple[Part, ...]:
-    """An answer with the thinking of its field in its text."""
-    if parts and isinstance(parts[0], str):
-        return tagged(thinking) + parts[0], *parts[1:]
-    return tagged(thinking), *parts
+    """Returns an answer with the thinking of its field in its text."""
+    first, others = (parts[0], parts[1:]) if parts and isinstance(parts[0], str) else ("", parts)
+    return tagged(thinking) + first, *others
 
 
 def check_closed(conversation: Conversation) -> None:
-    """Checks that no thinking in a text stays open.
-
-    Raises:
-        SampleRejected: ``unclosed_thinking``.
-    """
+    """Checks that no thinking in a text stays open; raises SampleRejected ``unclosed_thinking``."""
     for turn in conversation.turns:
-        tags = TAG.findall(turn.text) if turn.role == "assistant" else []
         depth = 0
-        for tag in tags:
+        for tag in TAG.findall(turn.text) if turn.role == "assistant" else ():
             depth = depth + 1 if tag == OPEN else max(depth - 1, 0)
         if depth:
             raise SampleRejected("unclosed_thinking", f"an assistant turn has {OPEN} without {CLOSE}")
 
 
 def without_spans(spans: Sequence[TrainedSpan], hidden: Sequence[tuple[int, int]]) -> list[TrainedSpan]:
-    """Trained spans, with weight 0 where they meet one of the ascending ranges of characters that are not trained."""
+    """Returns trained spans, with weight 0 where they meet one of the ascending ranges of characters that are not
+    trained.
+    """
     result: list[TrainedSpan] = []
     for span in spans:
         cursor = span.start

@@ -1,7 +1,5 @@
 """The media of one measured sample: decoded within the run's limits, and as the model's visual inputs."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ from energon_packing.thd.pixels import PIXEL_FORMS, PIXELS, PixelForm, finish
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaToDecode:
-    """The part of a sample that decoding needs, which is small enough to send to another process; see `Measured`."""
+    """The part of a `Measured` that decoding needs, which is small enough to send to another process."""
 
     media: tuple[Media, ...] = ()
     plans: tuple[MediaPlan, ...] = ()
@@ -37,11 +35,7 @@ class MediaToDecode:
         return list(dict.fromkeys(names))
 
     def is_plain(self, read: Callable[[str], bytes]) -> bool:
-        """Whether all media are images whose decoders need no supervision, see `energon_packing.media.image`.
-
-        Args:
-            read: returns the bytes of an image; where it raises, there is nothing to supervise.
-        """
+        """Whether all media are images whose decoders need no supervision, see `energon_packing.media.image`."""
         if any(plan.kind != "image" for plan in self.plans):
             return False
         try:
@@ -59,7 +53,6 @@ def visual_inputs(
     """Decodes the media of a sample and makes the model's inputs of them.
 
     Args:
-        config, measured, read: as for `decode_media`; ``config.pixels`` says what pixels are.
         resizer: has the families with the limits of single samples.
         own: the run's family; other limits only change sizes, so its ``pixel_forms`` hold for all samples.
 
@@ -72,8 +65,10 @@ def visual_inputs(
     family, forms = resizer.family(measured.settings), own.pixel_forms
     decoded = decode_media(measured, read, config, family)
     visual = family.pixels(measured.plans, decoded, raw=True) if forms else family.pixels(measured.plans, decoded)
-    if family.plans_grids:
-        check_grids(visual, measured)
+    for kind, name in (("image", "image_grid_thw"), ("video", "video_grid_thw")) if family.plans_grids else ():
+        planned = [list(plan.grid) for plan in measured.plans if plan.kind == kind]
+        if planned and name in visual and planned != (grids := visual[name].tolist()):
+            raise SampleRejected("media_changed", f"the {kind}s became grids {grids}, but {planned} were measured")
     return as_configured(visual, {name: form for name, form in forms.items() if name in visual}, config)
 
 
@@ -82,12 +77,10 @@ def as_configured(
 ) -> dict[str, Any]:
     """Returns the fields ``visual_inputs`` and ``pixel_forms`` of a row, with pixels as ``config.pixels`` says.
 
-    Args:
-        visual: name -> tensor; those that ``forms`` names are bytes.
-        forms: how they become numbers.
+    ``forms`` says how those of ``visual`` that are bytes become numbers.
     """
     if config.pixels == "bytes":
-        return {"visual_inputs": dict(visual), PIXEL_FORMS: dict(forms)} if forms else {"visual_inputs": dict(visual)}
+        return {"visual_inputs": dict(visual)} | ({PIXEL_FORMS: dict(forms)} if forms else {})
     visual = finish(visual, forms)
     if config.pixels == "bfloat16":
         visual |= {name: visual[name].bfloat16() for name in PIXELS if name in visual}
@@ -99,20 +92,12 @@ def decode_media(
 ) -> list[torch.Tensor]:
     """Decodes the media of a sample; of a video, only the planned frames.
 
-    Args:
-        measured: the sample.
-        read: returns the bytes of an image or video by its name.
-        config: its ``decode_seconds``, ``jpeg_scaled_decoding``, ``max_decoded_bytes``, ``max_source_pixels`` and
-            ``transparency`` apply.
-        family: with the limits of this sample.
-
     Returns:
         uint8 ``[3, H, W]`` of an image and ``[frames, 3, H, W]`` of a video, in the order of ``measured.media``. With
         ``jpeg_scaled_decoding``, images already have the size that the family's processor gives them.
 
     Raises:
-        SampleRejected: ``missing_media``, ``corrupt_media``, ``media_too_large``, ``decode_timeout``, or
-            ``media_changed`` if an image or video does not have the size that was measured.
+        SampleRejected: as for `ConversationEncoder.render`.
     """
     limit = config.decode_seconds
     deadline = None if limit is None else time.monotonic() + limit
@@ -138,11 +123,8 @@ def decode_media(
 
 
 def decodable(measured: Measured, config: EncoderConfig) -> Measured:
-    """Returns the sample, unless its decoded media would take more than ``config.max_decoded_bytes``.
-
-    Raises:
-        SampleRejected: ``media_too_large``.
-    """
+    """Returns the sample; ``media_too_large`` if its decoded media would take more than
+    ``config.max_decoded_bytes``."""
     size = sum(
         3 * max(1, len(plan.frame_indices)) * (media.width or 0) * (media.height or 0)
         for media, plan in zip(measured.media, measured.plans, strict=True)
@@ -155,19 +137,6 @@ def decodable(measured: Measured, config: EncoderConfig) -> Measured:
     return measured
 
 
-def check_grids(visual: Mapping[str, torch.Tensor], measured: HasMedia) -> None:
-    """Refuses pixels whose grids of patches differ from those measured.
-
-    Raises:
-        SampleRejected: ``media_changed``.
-    """
-    for kind, name in (("image", "image_grid_thw"), ("video", "video_grid_thw")):
-        planned = [list(plan.grid) for plan in measured.plans if plan.kind == kind]
-        made = visual[name].tolist() if name in visual else []
-        if planned and name in visual and planned != made:
-            raise SampleRejected("media_changed", f"the {kind}s became grids {made}, but {planned} were measured")
-
-
 def _decode(
     media: Media,
     plan: MediaPlan,
@@ -177,7 +146,6 @@ def _decode(
     deadline: float | None,
     family: VisionFamily,
 ) -> torch.Tensor:
-    """Decodes one image, or the planned frames of one video, into at most ``left`` bytes."""
     pixels, on_white = config.max_source_pixels, config.transparency == "white"
     if plan.kind == "image" and config.jpeg_scaled_decoding is not None:
         height, width = family.image_size(plan)

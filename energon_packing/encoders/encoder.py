@@ -1,16 +1,8 @@
 """The conversation encoder: `measure` before selection, `render` after it.
 
-Both halves use the same tokenizer, chat template and family. The predicted and the rendered length of a sample can
-therefore differ only if an image or video does not match its metadata; such a sample is rejected.
-
-Encoders by modality: `ConversationEncoder` restricted to the media that a model or a data set may have.
-
-Use a restriction if an image or video would be a mistake: for a language model whose data contain an image by accident,
-or a vision tower that was never trained on video. Samples that an encoder does not accept are dropped as
-``other_modality``, in the ledger.
+Both use the same tokenizer, chat template and family. The predicted and the rendered length of a sample can therefore
+differ only if an image or video does not match its metadata; such a sample is rejected.
 """
-
-from __future__ import annotations
 
 import contextlib
 import copy
@@ -19,7 +11,7 @@ import functools
 import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -34,7 +26,7 @@ from energon_packing.encoders.fitting import Bounds, Resizer, Settings, beginnin
 from energon_packing.encoders.joinable_rows import PADDED_MEDIA, SHARED_PLACEHOLDER
 from energon_packing.encoders.measured import Measured, MeasuredPair
 from energon_packing.encoders.sample_encoder import SampleEncoder
-from energon_packing.encoders.splitting import Fits, MeasuredSplit, SampleText, split
+from energon_packing.encoders.splitting import Fits, MeasuredSplit, split
 from energon_packing.encoders.targets import enough_targets, extra_values, spread, target_weight, trained_tokens
 from energon_packing.encoders.tokenized import (
     Expanded,
@@ -44,7 +36,6 @@ from energon_packing.encoders.tokenized import (
     TokenizedText,
     any_of,
     check_reserved,
-    own_template,
 )
 from energon_packing.errors import ConfigError, PackingError, SampleRejected
 from energon_packing.families.base import PROCESSOR_SETTINGS, MediaPlan, VisionFamily
@@ -56,12 +47,7 @@ IGNORE_INDEX = -100
 
 
 class ConversationEncoder(SampleEncoder):
-    """Turns conversations into token rows, for one processor.
-
-    Args:
-        config: see `EncoderConfig`.
-        processor: an already loaded processor or tokenizer; None loads ``config.processor``.
-        modality: media that the encoder accepts; None uses ``config.modality``.
+    """Turns conversations into token rows, for one processor (by default the one that ``config`` names) and modality.
 
     Raises:
         ConfigError: the processor cannot be loaded, has no fast tokenizer, no chat template, or no family; or the
@@ -89,9 +75,14 @@ class ConversationEncoder(SampleEncoder):
                 f"{type(self.tokenizer).__name__} is not a fast tokenizer; labels need character offsets. "
                 "Convert it with transformers (tokenizer.json)."
             )
+        source = getattr(self.processor, "chat_template", None)
+        source = source if isinstance(source, str) else None  # several by name
+        if config.chat_template is not None:
+            shown = media_texts(self.tokenizer, source, self.family.placeholders)
+            source = template_source(config.chat_template, self.tokenizer, shown)
         self.template = ChatTemplate(
             self.tokenizer,
-            source=self._template_source(),
+            source=source,
             train_on=config.train_on,
             thinking=config.thinking,
             train_line_break=config.train_line_break,
@@ -100,15 +91,15 @@ class ConversationEncoder(SampleEncoder):
             date=config.template_date,
         )
         self._placeholders = Placeholders(self.family, self.template)
-        self._backend = self.tokenizer.backend_tokenizer
         self._specials = SpecialTexts(self.tokenizer, config.special_tokens_in_text)
-        self._tokens = TextTokenizer(self._backend, self._specials)
+        self._tokens = TextTokenizer(self.tokenizer.backend_tokenizer, self._specials)
         self._resizer = Resizer(self.family)
         # Not a method of this encoder: in a circle of references the child would outlive its encoder.
         self._make_pixels = functools.partial(visual_inputs, config, self._resizer, self.family)
         self._decoding = DecodingProcess(self._make_pixels, config.decode_seconds)
         self._run_ids = sorted(set(self.family.placeholder_ids.values()))
-        self._prepared: dict[int, _Prepared] = {}
+        self._prepared: dict[int, tuple[Conversation, tuple[MediaPlan, ...], Expanded, TokenizedText]] = {}
+        """Conversations that are rendered and tokenized, by `id`; they are kept, so that no other has it."""
 
     @property
     def pad_token_id(self) -> int:
@@ -128,24 +119,19 @@ class ConversationEncoder(SampleEncoder):
     def fingerprint(self) -> dict[str, str]:
         """What tokens and pixels depend on, by name; a state saved with different values is refused."""
         config = self.config
-        backend = hashlib.sha256(self.family.tokenizer.backend_tokenizer.to_str().encode()).hexdigest()[:16]
-        parts = [
-            self.family.processor,
-            *(getattr(self.family.processor, name, None) for name in ("image_processor", "video_processor")),
-        ]
+        backend = hashlib.sha256(self.tokenizer.backend_tokenizer.to_str().encode()).hexdigest()[:16]
+        processor = self.family.processor
+        parts = processor, *(getattr(processor, name, None) for name in ("image_processor", "video_processor"))
         names = (*PROCESSOR_SETTINGS, *self.family.processor_settings)
-        limits = repr(
-            [
-                {name: repr(getattr(part, name)) for name in names if getattr(part, name, None) is not None}
-                for part in parts
-            ]
-        )
+        limits = [
+            {name: repr(getattr(part, name)) for name in names if getattr(part, name, None) is not None}
+            for part in parts
+        ]
         return {
             "tokenizer": backend,
             "chat_template": hashlib.sha256(self.template.source.encode()).hexdigest()[:16],
             "family": self.family.name,
-            # Settings that are entries themselves; newer ones only where they are set, so that states from before them
-            # are still accepted.
+            # Newer settings only where they are set, so that states from before them are still accepted.
             **{
                 name: _value(getattr(config, name))
                 for name, entries in entries_of(config).items()
@@ -154,7 +140,7 @@ class ConversationEncoder(SampleEncoder):
             },
             "modality": self.takes,
             "stop_tokens": " ".join(self.template.stops.stops),
-            "vision_limits": hashlib.sha256(limits.encode()).hexdigest()[:16],
+            "vision_limits": hashlib.sha256(repr(limits).encode()).hexdigest()[:16],
             # Not stored in the processor: the family passes it to the processor's frame sampling.
             "video_fps": str(getattr(self.family, "video_fps", None)),
             "video_frames": str(getattr(self.family, "video_frames", None)),
@@ -166,7 +152,7 @@ class ConversationEncoder(SampleEncoder):
             "pixels": "rounded" if config.pixels == "bfloat16" else "exact",
         }
 
-    def under(self, limits: LimitsConfig) -> ConversationEncoder:
+    def under(self, limits: LimitsConfig) -> Self:
         """Returns the same encoder with other limits of a sample; template, tokenizer and family are shared."""
         other = copy.copy(self)
         other.config = dataclasses.replace(self.config, limits=limits)
@@ -177,16 +163,12 @@ class ConversationEncoder(SampleEncoder):
 
         A sample over a limit of ``config.limits`` is changed as ``when_over`` allows, with ``changes`` set.
 
-        Args:
-            truncate_to: a longer sample is cut after the last assistant turn that fits into this many tokens.
-
         Raises:
             SampleRejected: a reason of `ChatTemplate.render`, of the family or of `energon_packing.encoders.fitting`;
-                ``other_modality`` if the encoder does not accept one of the media;
-                ``reserved_token`` if a text contains a token that stands for media, ``placeholder_mismatch`` if the
-                template lost or moved an image or video, ``bad_text`` if a text is not valid Unicode,
-                ``special_token`` if a text contains a special token and ``special_tokens_in_text`` is ``refuse``,
-                ``too_few_targets`` if no more than ``min_active_ratio`` of the tokens are targets.
+                ``other_modality`` for media that the encoder does not accept, ``reserved_token`` if a text contains a
+                token that stands for media, ``placeholder_mismatch`` if the template lost or moved an image or video,
+                ``bad_text`` if a text is not valid Unicode, ``special_token`` if one contains a special token and
+                ``special_tokens_in_text`` is ``refuse``, ``too_few_targets`` below ``min_active_ratio``.
             ConfigError: the sample is over a limit and ``when_over`` contains ``raise``.
         """
         self._check_modality(conversation)
@@ -199,7 +181,7 @@ class ConversationEncoder(SampleEncoder):
     def prepare(self, conversations: Sequence[Conversation]) -> None:
         """Renders and tokenizes conversations together, which is quicker; `measure` finds it done.
 
-        Whatever stands in the way of one of them is for `measure` to say. Those of an earlier call are forgotten.
+        Errors are left for `measure` to raise. Conversations of an earlier call are forgotten.
         """
         self._prepared.clear()
         chats: dict[bool, list[tuple[Conversation, tuple[MediaPlan, ...], Expanded]]] = {}
@@ -214,16 +196,14 @@ class ConversationEncoder(SampleEncoder):
                 texts = self._tokens.several([chat.text for _, _, chat in found], add_special_tokens=add)
                 for (conversation, plans, chat), text in zip(found, texts, strict=True):
                     if text is not None:
-                        self._prepared[id(conversation)] = _Prepared(conversation, plans, chat, text)
+                        self._prepared[id(conversation)] = conversation, plans, chat, text
 
     def measure_pair(self, conversation: Conversation) -> MeasuredPair:
         """Measures both answers of a preference pair as one sample, which is packed or dropped as a whole.
 
         The limits hold for both answers together. A pair may be resized, equally in both answers, but never truncated.
-
-        Raises:
-            SampleRejected: as for `measure`, and ``no_pair`` if the conversation is not a pair.
-            ConfigError: ``train_on`` is ``all``, which would train the common beginning twice.
+        Raises as `measure`, and ``no_pair`` if the conversation is not a pair; ConfigError where ``train_on`` is
+        ``all``, which would train the common beginning twice.
         """
         if self.config.train_on == "all":
             raise ConfigError("encoder.train_on is 'all', but only the answers of a chosen/rejected pair are trained.")
@@ -252,8 +232,6 @@ class ConversationEncoder(SampleEncoder):
         Args:
             conversation, measured: the argument and the result of `measure`.
             fits: whether a pack holds a given number of tokens, images and patches.
-            at: see ``packing.split_at``.
-            positions: see ``packing.split_positions``.
 
         Raises:
             SampleRejected: ``oversize`` if a single image or video fits no pack.
@@ -271,8 +249,9 @@ class ConversationEncoder(SampleEncoder):
             end = self.template.turn_end(kept, rendered, turns)
             return None if end is None else chat.moved(end)
 
-        whole = SampleText(offsets=tokenized.offsets, media=chat.media, turns=kept.turns, turn_end=turn_end)
-        pieces = split(measured, whole, fits, at)
+        pieces = split(
+            measured, fits, at, offsets=tokenized.offsets, media=chat.media, turns=kept.turns, turn_end=turn_end
+        )
         if positions == "continue":
             starts = np.cumsum([0, *(piece.length for piece in pieces[:-1])])
             if self.config.position_ids == "mrope":
@@ -293,10 +272,9 @@ class ConversationEncoder(SampleEncoder):
         return enough_targets(measured, self.config.limits.min_active_ratio)
 
     def _measure(self, conversation: Conversation, settings: Settings) -> Measured:
-        """Measures the sample as it is, with the limits of ``settings``."""
         prepared = None if settings else self._prepared.pop(id(conversation), None)
         if prepared is not None:
-            plans, chat, text = prepared.plans, prepared.chat, prepared.text
+            _, plans, chat, text = prepared
         else:
             plans, chat = self._rendered(conversation, self._resizer.family(settings))
             text = self._tokenize(chat.text)
@@ -329,24 +307,16 @@ class ConversationEncoder(SampleEncoder):
         )
 
     def _rendered(self, conversation: Conversation, family: VisionFamily) -> tuple[tuple[MediaPlan, ...], Expanded]:
-        """Geometry of the media, and the text with what stands for them."""
         plans = family.plans(conversation.media)
         return plans, self._placeholders.expand(self.template.render(conversation), plans)
 
     def render(self, measured: Measured, read: Callable[[str], bytes]) -> dict[str, Any]:
         """Decodes the media of one sample and returns its row.
 
-        Args:
-            measured: what `measure` returned.
-            read: returns the bytes of an image or video by its name.
-
         Returns:
-            ``input_ids``, ``labels`` (already shifted; -100 where nothing is learned) and ``position_ids`` int64
-            ``[L]`` (``[3, L]`` for mRoPE), ``loss_mask`` float32 ``[L]``, ``visual_inputs`` (name -> tensor), with
-            ``pixel_forms`` if some of them are bytes, ``key`` and ``expected_length``; each of ``config.extra_fields``
-            as float32 ``[L]``, 0 outside the targets; each of `token_fields` as ``[L]``; ``padded_media`` and
-            ``shared_placeholder`` if the family's images and videos need `energon_packing.encoders.joinable_rows` to
-            share a pack.
+            The fields of `SampleEncoder.render`; ``position_ids`` is ``[3, L]`` for mRoPE, and ``pixel_forms`` says
+            which ``visual_inputs`` are bytes. Further: ``key``, ``expected_length``; each of ``config.extra_fields`` as
+            float32 ``[L]``, 0 outside the targets; each of `token_fields` as ``[L]``; `joining_fields`.
 
         Raises:
             SampleRejected: ``missing_media``, ``corrupt_media``, ``media_too_large``, ``decode_timeout``, or
@@ -357,34 +327,26 @@ class ConversationEncoder(SampleEncoder):
     def text_row(self, measured: Measured) -> dict[str, Any]:
         """Returns the row of `render` without the fields of `visual_fields`."""
         ids, weights = measured.expand()
-        labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int64)
         loss_mask = np.zeros(len(ids), dtype=np.float32)
         loss_mask[:-1] = weights[1:]
         learned = loss_mask > 0
-        labels[:-1][learned[:-1]] = ids[1:][learned[:-1]]
-        if self.config.position_ids == "mrope":
-            positions = self.family.positions(ids, measured.plans)
-        else:
-            positions = np.arange(len(ids), dtype=np.int64)
-        positions = positions + measured.position_start
-        row: dict[str, Any] = spread(measured.extras, learned)
-        row |= {name: torch.from_numpy(array) for name, array in self.family.token_values(ids).items()}
-        return row | {
+        labels = np.where(learned, np.roll(ids, -1), IGNORE_INDEX)
+        mrope = self.config.position_ids == "mrope"
+        positions = self.family.positions(ids, measured.plans) if mrope else np.arange(len(ids), dtype=np.int64)
+        return {
+            **spread(measured.extras, learned),
+            **{name: torch.from_numpy(array) for name, array in self.family.token_values(ids).items()},
             "key": measured.key,
             "expected_length": measured.length,
             "position_start": measured.position_start,
             "input_ids": torch.from_numpy(ids),
             "labels": torch.from_numpy(labels),
             "loss_mask": torch.from_numpy(loss_mask),
-            "position_ids": torch.from_numpy(np.ascontiguousarray(positions)),
+            "position_ids": torch.from_numpy(np.ascontiguousarray(positions + measured.position_start)),
         }
 
     def visual_fields(self, measured: HasMedia, read: Callable[[str], bytes]) -> dict[str, Any]:
-        """Decodes the media of one sample; returns the fields of its row that come from them.
-
-        Raises:
-            SampleRejected: as for `render`.
-        """
+        """Decodes the media of one sample; returns the fields of its row that come from them. Raises as `render`."""
         if not measured.plans:
             return {"visual_inputs": {}}
         _ = self.family.pixel_forms  # compared with the processor once here, and not in every child
@@ -417,24 +379,8 @@ class ConversationEncoder(SampleEncoder):
         return self._tokens(text, add_special_tokens=self._adds_tokens(text))
 
     def _adds_tokens(self, text: str) -> bool:
-        """Whether the tokenizer puts its own tokens around a text."""
         bos = self.tokenizer.bos_token
         return self.family.special_tokens and not (bos is not None and text.startswith(bos))
-
-    def _template_source(self) -> str | None:
-        if self.config.chat_template is None:
-            return own_template(self.processor)
-        shown = media_texts(self.tokenizer, own_template(self.processor), self.family.placeholders)
-        return template_source(self.config.chat_template, self.tokenizer, shown)
-
-
-class _Prepared(NamedTuple):
-    """A conversation that is rendered and tokenized; it is kept, so that no other has its `id`."""
-
-    conversation: Conversation
-    plans: tuple[MediaPlan, ...]
-    chat: Expanded
-    text: TokenizedText
 
 
 def _value(value: Any) -> str:
@@ -478,7 +424,7 @@ class MixedEncoder(_OfModality):
 
 
 def innermost(model: Any) -> Any:
-    """The model without its wrappers (data parallel, mixed precision)."""
+    """Returns the model without its wrappers (data parallel, mixed precision)."""
     while isinstance(getattr(model, "module", None), torch.nn.Module):
         model = model.module
     return model
@@ -490,15 +436,8 @@ def takes(model: Any, name: str) -> bool:
 
 
 def refuse_untaken(model: Any, names: Iterable[str], encoder: Callable[[], EncoderConfig]) -> None:
-    """Refuses a model that would not see what the family's processor made for it.
-
-    Args:
-        model: wrapped or not.
-        names: of the family's fields per token, and of media.
-        encoder: returns the run's configuration, for the message.
-
-    Raises:
-        ConfigError: the model's forward does not take one of them.
+    """Refuses a model (ConfigError) whose forward does not take what the family's processor made for it: the fields
+    ``names``.
     """
     untaken = [name for name in names if not takes(model, name)]
     if untaken:

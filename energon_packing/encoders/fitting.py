@@ -2,14 +2,10 @@
 
 An action either brings the sample within every limit or leaves it unchanged, and the next action is tried.
 
-Makes the media of one sample smaller than the run's limits require, by the family's own rules.
-
-A sample over a limit is planned again with lower upper limits (`FIELDS`) for this sample alone. The family and its
+To resize, a sample is planned again with lower upper limits (`FIELDS`) for this sample alone. The family and its
 processor are rebuilt with those limits, so the plan made here and the pixels made by `render` follow from the same
 numbers. All media of a sample are lowered by the same number of steps.
 """
-
-from __future__ import annotations
 
 import contextlib
 import copy
@@ -18,7 +14,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from energon_packing.config import LimitsConfig
 from energon_packing.conversation import PREFERENCE, Conversation, Media, MediaKind, MediaPart
@@ -38,11 +34,7 @@ FAMILIES_KEPT = 512
 
 
 class Resizer:
-    """Finds lower limits for single samples.
-
-    Args:
-        family: of the run; its processor is never changed.
-    """
+    """Finds lower limits for single samples; the processor of the run's ``family`` is never changed."""
 
     def __init__(self, family: VisionFamily) -> None:
         self._family = family
@@ -50,11 +42,7 @@ class Resizer:
         self._ladders: dict[str, tuple[int, ...]] = {}
 
     def family(self, settings: Settings) -> VisionFamily:
-        """Returns the run's family with other upper limits.
-
-        Raises:
-            ConfigError: the family does not read one of the settings, or a limit is too low for it.
-        """
+        """Returns the run's family with other upper limits."""
         family = self._try(settings)
         if family is None:
             raise ConfigError(f"The family {self._family.name} cannot be limited to {dict(settings)}.")
@@ -66,7 +54,7 @@ class Resizer:
         videos = [len(plan.frame_indices) for plan in plans or () if plan.kind == "video"]
         if not videos or most < len(videos):
             return None
-        cap = _level(videos, most)
+        cap = _largest(1, max(videos), lambda cap: sum(min(count, cap) for count in videos) <= most) or 1
 
         def fits(frames: int) -> bool:
             tried = self._plans(media, (*settings, ("video_max_frames", frames)))
@@ -83,15 +71,15 @@ class Resizer:
             return None
         before = tokens_of(plans)
 
-        def tokens(more: Settings) -> int | None:
+        def tokens(more: Settings, refused: int) -> int:
             tried = self._plans(media, (*settings, *more))
-            return None if tried is None else tokens_of(tried)
+            return refused if tried is None else tokens_of(tried)
 
         ladders: list[tuple[str, tuple[int, ...]]] = []
         for name in [FIELDS[kind] for kind in sorted({plan.kind for plan in plans})]:
             values = self._ladder(name)
             # The lowest value that still changes nothing; from there on, each step down affects all media equally.
-            top = _climb(len(values) - 1, lambda at: (tokens(((name, values[at]),)) or 0) >= before)  # noqa: B023
+            top = _climb(len(values) - 1, lambda at: tokens(((name, values[at]),), 0) >= before)  # noqa: B023
             if top:
                 ladders.append((name, values[: top + 1]))
         if not ladders:
@@ -100,11 +88,9 @@ class Resizer:
         def lowered(steps: int) -> Settings:
             return tuple((name, values[max(0, len(values) - 1 - steps)]) for name, values in ladders)
 
-        def fits(steps: int) -> bool:
-            found = tokens(lowered(steps))
-            return found is not None and found <= most
-
-        steps = _smallest(1, max(len(values) - 1 for _, values in ladders), fits)
+        steps = _smallest(
+            1, max(len(values) - 1 for _, values in ladders), lambda steps: tokens(lowered(steps), most + 1) <= most
+        )
         return None if steps is None else (*settings, *lowered(steps))
 
     def _ladder(self, name: str) -> tuple[int, ...]:
@@ -154,11 +140,6 @@ def tokens_of(plans: Sequence[MediaPlan]) -> int:
     return sum(plan.tokens for plan in plans)
 
 
-def _level(counts: Sequence[int], most: int) -> int:
-    """Returns the largest cap c for which the sum of ``min(count, c)`` is at most ``most``."""
-    return _largest(1, max(counts), lambda cap: sum(min(count, cap) for count in counts) <= most) or 1
-
-
 def _smallest(low: int, high: int, holds: Callable[[int], bool]) -> int | None:
     """Returns the smallest number in ``[low, high]`` for which ``holds``; once true, it stays true."""
     if low > high or not holds(high):
@@ -167,10 +148,8 @@ def _smallest(low: int, high: int, holds: Callable[[int], bool]) -> int | None:
 
 
 def _climb(high: int, holds: Callable[[int], bool]) -> int | None:
-    """Like `_smallest` from 0 on, but never tries values far above the result.
-
-    A limit that is far too high can be expensive to try: InternVL's processor lists every grid up to its tile limit, so
-    its time grows with the square of that limit.
+    """Like `_smallest` from 0 on, but never tries values far above the result, which can be expensive: InternVL's
+    processor lists every grid up to its tile limit, so its time grows with the square of that limit.
     """
     below = 0
     while below <= high:
@@ -203,40 +182,23 @@ COUNTS: dict[str, Callable[[Measured], int]] = {
 """What ``max_images``, ``max_frames``, ``max_visual_tokens`` and ``max_tokens`` of `LimitsConfig` count."""
 
 
-class Excess(NamedTuple):
-    """One limit that a sample exceeds.
-
-    Attributes:
-        reason: for the ledger.
-        detail: ``5120 tokens of at most 4096``.
-    """
-
-    reason: str
-    detail: str
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """The limits of one run, the longest row included.
-
-    Attributes:
-        limits: of the configuration.
-        row: tokens of a row if longer samples are to be cut; None if that is decided elsewhere.
-    """
+    """The limits of one run; ``row``: tokens of a row if longer samples are to be cut here, else None."""
 
     limits: LimitsConfig
     row: int | None = None
 
-    def excess(self, *segments: Measured) -> Excess | None:
+    def excess(self, *segments: Measured) -> SampleRejected | None:
         """Returns the first limit that the segments of a sample exceed together, or None."""
         for what in COUNTS:
             limit, number = getattr(self.limits, f"max_{what}"), count(what, segments)
             if limit is not None and number > limit:
                 named = what.replace("_", " ")
-                return Excess(f"too_many_{what}", f"{number} {named}, over encoder.limits.max_{what}={limit}")
+                return SampleRejected(f"too_many_{what}", f"{number} {named}, over encoder.limits.max_{what}={limit}")
         number = count("tokens", segments)
         if self.row is not None and number > self.row:
-            return Excess("oversize", f"{number} tokens, over packing.seq_length={self.row}")
+            return SampleRejected("oversize", f"{number} tokens, over packing.seq_length={self.row}")
         return None
 
 
@@ -251,9 +213,7 @@ def fit(
     """Measures a conversation, or both answers of a pair, and if needed changes it to fit all limits together.
 
     Both answers of a pair get the same media settings. All media are in the common beginning, so each counts twice.
-
-    Args:
-        choose: None for a pair, which is never truncated.
+    ``choose`` is None for a pair, which is never truncated.
 
     Raises:
         SampleRejected: ``too_many_images``, ``too_many_frames``, ``too_many_visual_tokens``, ``too_many_tokens`` or
@@ -295,7 +255,6 @@ def resized(
     limits, media, copies = bounds.limits, answers[0].media, len(answers)
     if limits.max_images is not None and count("images", measured) > limits.max_images:
         return None
-    settings: Settings | None
     if limits.max_frames is not None and count("frames", measured) > limits.max_frames:
         settings = resizer.fewer_frames(media, measured[0].settings, limits.max_frames // copies)
         if settings is None:
@@ -319,9 +278,8 @@ def truncated(
 ) -> Measured | None:
     """Returns the longest beginning of the conversation that ends with an assistant turn and is within the limits.
 
-    It is rendered as a conversation of its own, but trains what the whole record chose: of the turns that are trained
-    there, those that are left. A cut between two turns never separates an image or video from its tokens. Lengths are
-    searched by halves; a template that hides earlier thinking may have a longer beginning that fits.
+    It is rendered as a conversation of its own, but of the turns that the whole record trains, it trains those that are
+    left. Lengths are searched by halves; a template that hides earlier thinking may have a longer beginning that fits.
 
     The result is None if not even the first answer fits, or if no target is left. Extras describe the trained answers
     of the whole record, so a sample that has any is cut only after the last of these answers, or not at all.
@@ -361,7 +319,10 @@ def beginning(conversation: Conversation, turns: int, trained: Collection[int]) 
 
 
 def _noted(
-    before: Sequence[Measured], after: Sequence[Measured] | Measured | None, over: Excess, conversation: Conversation
+    before: Sequence[Measured],
+    after: Sequence[Measured] | Measured | None,
+    over: SampleRejected,
+    conversation: Conversation,
 ) -> list[Measured]:
     """The changed sample, whose first segment says what was changed; the sample as it was if it was not changed."""
     if after is None:

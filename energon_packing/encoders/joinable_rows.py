@@ -1,12 +1,9 @@
 """Makes the rows of a pack joinable, for families whose samples have visual inputs of different shapes.
 
 `energon_packing.thd.assemble` joins visual inputs along their first axis, so their other axes must agree. Pixtral's
-processor pads the images of one call to the largest of them. Here the images of all samples of a pack are padded to
-the largest of the pack, as if the processor had been called once for all of them. The models crop the padding by
-``image_sizes``. GLM's videos become images if a pack holds both, see `videos_as_images`.
+processor pads the images of one call to the largest of them; here those of all samples of a pack are padded to the
+largest of the pack, as by one call. The models crop the padding by ``image_sizes``.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,16 +24,17 @@ IMAGE, VIDEO = 1, 2
 
 
 def joinable(rows: Sequence[Mapping[str, Any]], fields: Sequence[TokenField] = ()) -> list[Mapping[str, Any]]:
-    """Returns the rows in a form that can be joined.
+    """Returns the rows in a form that can be joined; the given ones are not changed.
 
     Images that a row names under `PADDED_MEDIA` are padded with zeros below and to the right. Videos become images if
-    the model needs that.
-
-    Args:
-        rows: of the samples that will share a pack; they are not changed.
-        fields: of the pack; a row without one (of text, of another encoder, or a filler) gets the value of padding.
+    the model needs that (`videos_as_images`). A row without one of the pack's ``fields`` (of text, of another encoder,
+    or a filler) gets the value of padding.
     """
-    rows = videos_as_images([_with_fields(row, fields) for row in rows])
+    filled = [
+        {**{field.name: field.filled(len(row["input_ids"])) for field in fields if field.name not in row}, **row}
+        for row in rows
+    ]
+    rows = videos_as_images(filled)
     names = {name for row in rows for name in row.get(PADDED_MEDIA, ())}
     if not names:
         return rows
@@ -52,22 +50,14 @@ def joinable(rows: Sequence[Mapping[str, Any]], fields: Sequence[TokenField] = (
     return list(result)
 
 
-def _with_fields(row: Mapping[str, Any], fields: Sequence[TokenField]) -> Mapping[str, Any]:
-    return {**{field.name: field.filled(len(row["input_ids"])) for field in fields if field.name not in row}, **row}
-
-
 def videos_as_images(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Returns the rows of one pack; if they contain images and videos and set `SHARED_PLACEHOLDER`, with images only.
 
     This is for models that use one token for both: GLM-4.1V and GLM-4.5V. ``Glm4vModel.get_placeholder_mask``
     (transformers 5, which Megatron-Bridge's model calls too) treats every placeholder of a row as an image when it
-    places images, and as a video when it places videos. It refuses a row that contains both, from one sample or from
-    two that share a pack. To the model a video is a series of time steps, each an image: ``get_video_features`` and
-    ``get_rope_index`` first cut it into grids ``(1, height, width)``. So the videos of such a row are passed as those
-    images, in the order of their tokens, which yields the same features and positions.
-
-    Args:
-        rows: with ``visual_inputs`` and int64 `TYPES` ``[L]``; they are not changed.
+    places images, and as a video when it places videos, and refuses a row that contains both. To the model a video is a
+    series of time steps, each an image: ``get_video_features`` and ``get_rope_index`` first cut it into grids ``(1,
+    height, width)``. Passed as those images, in the order of their tokens, it yields the same features and positions.
     """
     named = {name for row in rows if row.get(SHARED_PLACEHOLDER) for name in row.get("visual_inputs") or {}}
     if not {"pixel_values", "pixel_values_videos"} <= named:

@@ -1,9 +1,8 @@
 """A measured sample: everything that is known about a conversation before a pixel is decoded."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
 
@@ -16,21 +15,18 @@ class Measured:
     """A sample between selection and rendering. It is small because a packing window holds hundreds of them.
 
     Attributes:
-        key: of the conversation.
         token_ids: int32 ``[n]``; each run of placeholders is still ONE token.
         trained: uint8 ``[ceil(n / 8)]``; bit i is set if token i is a target.
         weights: float32 ``[n]`` loss weight of each target, or None if all weigh 1.
         run_positions: int32 ``[r]``, positions of the runs in ``token_ids``.
         run_lengths: int32 ``[r]``, tokens that each run expands to.
-        plans: geometry of each image and video, in conversation order.
-        media: the media, in conversation order.
+        plans, media: geometry of each image and video, and these, in conversation order.
         scale: factor of every weight, from ``loss_weighting``.
         length: tokens of the sample once every run is expanded.
         turns: of the conversation that was measured, after any truncation.
         settings: fields of the configuration that were lowered for this sample's media, by name.
         changes: how the sample differs from its record, as ``(how, detail)`` for the ledger.
-        position_start: position of the first token; above 0 only for a piece that continues the positions of its
-            sample.
+        position_start: position of the first token; above 0 only for a piece that continues its sample's positions.
         extras: name -> one number for all targets, or float32 ``[targets]``.
     """
 
@@ -51,7 +47,7 @@ class Measured:
     extras: Mapping[str, float | np.ndarray] = field(default_factory=dict)
 
     @property
-    def segments(self) -> tuple[Measured, ...]:
+    def segments(self) -> tuple[Self, ...]:
         """The rows that this sample becomes: itself."""
         return (self,)
 
@@ -97,10 +93,8 @@ class Measured:
 class MeasuredPair:
     """A preference pair: two measured answers to the same beginning, packed or dropped together.
 
-    They are two adjacent segments of one row, the chosen answer first.
-
-    Attributes:
-        key: of the record; those of the segments end with ``/chosen`` and ``/rejected``.
+    They are two adjacent segments of one row, the chosen answer first; their keys end with ``/chosen`` and
+    ``/rejected``.
     """
 
     key: str

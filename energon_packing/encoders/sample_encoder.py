@@ -4,12 +4,10 @@
 ``PackingTaskEncoder([your_encoder, ...], packing)``; docs/encoders.md has a tested example.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -25,7 +23,6 @@ class PlainMeasured:
     """The minimum that `SampleEncoder.measure` must return; for encoders that do not build a `Measured`.
 
     Attributes:
-        key: of the conversation.
         length: exact number of tokens that `SampleEncoder.render` will return for the sample.
         images: images that the vision encoder sees; each tile counts.
         patches: rows of the vision encoder's input, over all media.
@@ -41,7 +38,7 @@ class PlainMeasured:
     changes: tuple[tuple[str, str], ...] = ()
 
     @property
-    def segments(self) -> tuple[PlainMeasured, ...]:
+    def segments(self) -> tuple[Self, ...]:
         """The rows that this sample becomes: itself."""
         return (self,)
 
@@ -52,12 +49,9 @@ class PlainMeasured:
 
 
 class SampleEncoder(ABC):
-    """Encodes one sample in two steps.
+    """Encodes one sample in two steps. `measure` must be a pure function: a restored loader repeats it.
 
-    `measure` must be a pure function of its arguments, because a restored loader repeats it.
-
-    Args:
-        config: the packing encoder reads its ``extra_fields``, ``position_ids`` and ``limits``.
+    The packing encoder reads ``extra_fields``, ``position_ids`` and ``limits`` of ``config``.
     """
 
     def __init__(self, config: EncoderConfig) -> None:
@@ -103,20 +97,14 @@ class SampleEncoder(ABC):
         """Returns the row: ``input_ids``, ``labels`` (shifted, -100 where nothing is learned) and ``position_ids``
         int64 ``[L]``, ``loss_mask`` float32 ``[L]``, and if there are media ``visual_inputs`` (name -> tensor).
 
-        Args:
-            measured: what `measure` returned.
-            read: returns the bytes of an image or video by its name.
+        ``read`` returns the bytes of an image or video by its name.
 
         Raises:
             SampleRejected: this sample alone is left out of its pack.
         """
 
     def measure_pair(self, conversation: Conversation) -> MeasuredPair:
-        """Measures both answers of a preference pair.
-
-        Raises:
-            SampleRejected: ``no_pair``, unless the encoder overrides this.
-        """
+        """Measures both answers of a preference pair; ``no_pair`` unless the encoder overrides this."""
         raise SampleRejected("no_pair", f"{type(self).__name__} does not support chosen/rejected pairs")
 
 

@@ -2,21 +2,18 @@
 
 A piece is as long as a pack allows. With ``at="turn"`` it ends after the last answer that fits, so that no question is
 separated from its answer; only an exchange longer than a pack is cut inside, between two tokens. With ``at="token"``
-every piece is filled. The text of an image or video (all tiles or all frames, and what the template writes around
-them) stays in one piece.
-
-Joined together, the pieces are the sample: tokens, weights and media. A piece cannot learn its first token because
-nothing precedes it, as in any sample. A cut between turns costs no target, because a turn's header is not a target.
+every piece is filled. The text of an image or video (all tiles or frames, and what the template writes around them)
+stays in one piece. Joined together, the pieces are the sample: tokens, weights and media. A piece cannot learn its
+first token because nothing precedes it. A cut between turns costs no target, because a turn's header is not a target.
 """
 
-from __future__ import annotations
-
 import dataclasses
+import functools
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -31,12 +28,9 @@ Fits = Callable[[int, int, int], bool]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MeasuredSplit:
-    """A sample that is emitted in pieces.
+    """A sample that is emitted in pieces, named ``key#0``, ``key#1`` and so on; ``length`` is that of the whole sample.
 
-    Attributes:
-        key: of the conversation; the pieces are named ``key#0``, ``key#1`` and so on.
-        length: tokens of the whole sample.
-        pieces: in order; a piece that may not be trained on is replaced by the reason.
+    A piece that may not be trained on is replaced by the reason.
     """
 
     key: str
@@ -44,34 +38,30 @@ class MeasuredSplit:
     pieces: tuple[Measured | SampleRejected, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class SampleText:
-    """What the cuts of a sample depend on besides its sizes.
+def split(
+    measured: Measured,
+    fits: Fits,
+    at: SplitAt,
+    *,
+    offsets: np.ndarray,
+    media: Sequence[tuple[int, int]],
+    turns: Sequence[Turn],
+    turn_end: Callable[[int], int | None],
+) -> list[Measured]:
+    """Returns the pieces, each of which fits a pack; a sample that fits is returned as the only piece.
 
-    Attributes:
+    Args:
         offsets: int64 ``[n, 2]``, characters ``[start, end)`` of each token of `Measured.token_ids`.
         media: characters ``[start, end)`` of each image and video in conversation order, including its frame.
-        turns: of the conversation.
-        turn_end: maps ``n`` to the number of characters that the first ``n`` turns take; None if the template does not
-            tell.
-    """
-
-    offsets: np.ndarray
-    media: tuple[tuple[int, int], ...]
-    turns: tuple[Turn, ...]
-    turn_end: Callable[[int], int | None]
-
-
-def split(measured: Measured, text: SampleText, fits: Fits, at: SplitAt) -> list[Measured]:
-    """Returns the pieces, each of which fits a pack; a sample that fits is returned as the only piece.
+        turn_end: maps ``n`` to the characters that the first ``n`` turns take; None if the template does not tell.
 
     Raises:
         SampleRejected: ``oversize`` if a single image, video or character fits no pack.
     """
     sizes = _Sizes.of(measured)
-    cuts = _allowed_cuts(text)
+    cuts = _allowed_cuts(offsets, media)
     ends = [*cuts, len(measured.token_ids)]
-    turns = _turn_cuts(text, cuts)
+    last_turn = _turn_cuts(offsets, turns, turn_end, cuts)
     bounds = [0]
     while bounds[-1] < ends[-1]:
         start = bounds[-1]
@@ -89,7 +79,7 @@ def split(measured: Measured, text: SampleText, fits: Fits, at: SplitAt) -> list
             )
         end = ends[low - 1]
         if at == "turn" and end < ends[-1]:
-            end = turns(start, end) or end
+            end = last_turn(start, end) or end
         bounds.append(end)
     spans = list(pairwise(bounds))
     return [_piece(measured, sizes, number, len(spans), *span) for number, span in enumerate(spans)]
@@ -106,7 +96,7 @@ class _Sizes(NamedTuple):
     targets: np.ndarray
 
     @classmethod
-    def of(cls, measured: Measured) -> _Sizes:
+    def of(cls, measured: Measured) -> Self:
         count = len(measured.token_ids)
         sizes = cls(*np.zeros((6, count + 1), dtype=np.int64))
         sizes.tokens[1:] = 1
@@ -126,48 +116,46 @@ class _Sizes(NamedTuple):
         return tokens, images, patches
 
 
-def _allowed_cuts(text: SampleText) -> list[int]:
+def _allowed_cuts(offsets: np.ndarray, media: Sequence[tuple[int, int]]) -> list[int]:
     """Returns the tokens before which the sample may be cut, so that no character, image or video is split."""
     # A token that the tokenizer adds has offsets (0, 0); it stays with the token before it.
-    starts, ends = np.maximum.accumulate(text.offsets, axis=0).T
+    starts, ends = np.maximum.accumulate(offsets, axis=0).T
     allowed = np.zeros(len(starts), dtype=bool)
     allowed[1:] = ends[:-1] <= starts[1:]
-    for start, end in text.media:
+    for start, end in media:
         held = np.flatnonzero((starts < end) & (ends > start))
         allowed[held[1:]] = False
-    found: list[int] = np.flatnonzero(allowed).tolist()
-    return found
+    return np.flatnonzero(allowed).tolist()
 
 
-def _turn_cuts(text: SampleText, cuts: list[int]) -> Callable[[int, int], int | None]:
+def _turn_cuts(
+    offsets: np.ndarray, turns: Sequence[Turn], turn_end: Callable[[int], int | None], cuts: list[int]
+) -> Callable[[int, int], int | None]:
     """Returns a function of two tokens: the last cut after an answer that lies between them, or None."""
-    starts = np.maximum.accumulate(text.offsets[:, 0]).tolist()
-    found: dict[int, int | None] = {}
+    starts = np.maximum.accumulate(offsets[:, 0]).tolist()
+    allowed = {*cuts}
 
-    def cut(turns: int) -> int | None:
-        """Returns the token before which the first ``turns`` turns end; None if no cut is allowed there."""
-        if turns not in found:
-            end = text.turn_end(turns)
-            token = None if end is None else bisect_left(starts, end)
-            at = len(cuts) if token is None else bisect_left(cuts, token)
-            found[turns] = token if at < len(cuts) and cuts[at] == token else None
-        return found[turns]
+    @functools.cache
+    def cut(count: int) -> int | None:
+        """Returns the token before which the first ``count`` turns end; None if no cut is allowed there."""
+        end = turn_end(count)
+        token = None if end is None else bisect_left(starts, end)
+        return token if token in allowed else None
 
-    answers = [turns for turns in range(1, len(text.turns)) if text.turns[turns - 1].role == "assistant"]
+    answers = [count for count in range(1, len(turns)) if turns[count - 1].role == "assistant"]
 
     def last(start: int, end: int) -> int | None:
-        for turns in reversed(answers[: _count_up_to(answers, cut, end)]):
-            token = cut(turns)
-            if token is not None:
-                return token if token > start else None
-        return None
+        tokens = map(cut, reversed(answers[: _count_up_to(answers, cut, end)]))
+        token = next((token for token in tokens if token is not None), start)
+        return token if token > start else None
 
     return last
 
 
 def _count_up_to(turns: Sequence[int], cut: Callable[[int], int | None], end: int) -> int:
-    """Returns how many of the ascending ``turns`` end at or before a token, with few calls of `cut`, which renders a
-    prompt each time."""
+    """Returns how many of the ascending ``turns`` end at or before a token; few calls of `cut`, which renders each
+    time.
+    """
     low, high = 0, len(turns)
     while low < high:
         middle = (low + high) // 2

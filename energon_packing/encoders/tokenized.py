@@ -1,7 +1,5 @@
 """A text as tokens, and which tokens hold which characters."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os
@@ -31,17 +29,96 @@ _FIRST_STAND_IN, _STAND_INS = 0x17000, 6136
 """Tangut characters: printable, changed by no normalizer, and in hardly any text."""
 
 
+class TokenizedText:
+    """Tokens of one text, as the tokenizers library returns them; ``ids`` is int32 ``[n]``."""
+
+    def __init__(self, text: str, encoding: Any) -> None:
+        self.ids = np.array(encoding.ids, dtype=np.int32)
+        self._encoding = encoding
+        self._text = text
+
+    @cached_property
+    def offsets(self) -> np.ndarray:
+        """Characters ``[start, end)`` of each token, int64 ``[n, 2]``. All of them cost a fifth of the tokenization."""
+        return np.array(self._encoding.offsets, dtype=np.int64).reshape(-1, 2)
+
+    def tokens_of(self, start: int, end: int) -> tuple[int, int]:
+        """Returns tokens ``[first, last)`` that hold any of the characters ``[start, end)``; ``(0, 0)`` if none does.
+
+        For a character of several tokens (an emoji in a byte-level vocabulary) ``char_to_token`` returns only the
+        first, so a span that ends with one would lose the others: it is asked where the character after the span
+        begins.
+        """
+        first = self._encoding.char_to_token(start) if start < end else None
+        behind = self._encoding.char_to_token(end) if end < len(self._text) else len(self.ids) - 1
+        if first is None or behind is None or behind < first:
+            # No token holds the character, for example because it was normalised away: look at all offsets.
+            held = np.flatnonzero((self.offsets[:, 0] < end) & (self.offsets[:, 1] > start))
+            return (int(held[0]), int(held[-1]) + 1) if len(held) else (0, 0)
+        # A token may hold characters on both sides of the end, and tokens before it may hold none at all.
+        for last in range(behind, first - 1, -1):
+            begin, stop = self._encoding.token_to_chars(last) or (0, 0)
+            if begin < end and stop > start:
+                return first, last + 1
+        return first, first
+
+    def reaches_over(self, token: int, end: int) -> bool:
+        """Whether a token holds more than white space from the character ``end`` on.
+
+        White space does not count, because some tokenizers have an end of turn that includes the next line break.
+        """
+        _, stop = self._encoding.token_to_chars(token) or (0, 0)
+        return stop > end and not self._text[end:stop].isspace()
+
+
+class ByteText(TokenizedText):
+    """Tokens of one text in a byte-level vocabulary whose bytes are those of the text.
+
+    ``ends`` holds the bytes of the text up to the end of each token, ``[n]``.
+    """
+
+    def __init__(self, backend: Any, text: str, add_special_tokens: bool, ids: np.ndarray, ends: np.ndarray) -> None:
+        self.ids = ids
+        self._backend, self._text, self._add_special_tokens = backend, text, add_special_tokens
+        self._ends = ends
+        self._known = 0, 0  # a place in the text, and the bytes before it
+
+    @cached_property
+    def offsets(self) -> np.ndarray:
+        """Characters ``[start, end)`` of each token, int64 ``[n, 2]``, computed by the tokenizer on first use."""
+        encoding = self._backend.encode(self._text, add_special_tokens=self._add_special_tokens)
+        return np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+
+    def tokens_of(self, start: int, end: int) -> tuple[int, int]:
+        """Returns tokens ``[first, last)`` that hold a character of ``[start, end)``, from the byte where each ends."""
+        start, end = self._bytes_before(start), self._bytes_before(end)
+        # The first token that ends after the start, and the first token that reaches the end.
+        first, last = self._ends.searchsorted(start, side="right"), self._ends.searchsorted(end) + 1
+        return (int(first), int(last)) if first < last and end > 0 else (0, 0)
+
+    def reaches_over(self, token: int, end: int) -> bool:
+        """Whether a token holds more than white space from the character ``end`` on."""
+        start, stop = self._bytes_before(end), int(self._ends[token])
+        return stop > start and not self._text.encode()[start:stop].isspace()
+
+    def _bytes_before(self, place: int) -> int:
+        """Bytes of the text up to a character; spans are asked for in order, so only what follows is counted."""
+        if self._text.isascii():
+            return place
+        known, count = self._known
+        if place < known:
+            known = count = 0
+        self._known = place, count + len(self._text[known:place].encode())
+        return self._known[1]
+
+
 class SpecialTexts:
-    """What becomes of special tokens that a record's texts contain.
+    """What becomes of special tokens that a record's texts contain, see ``encoder.special_tokens_in_text``.
 
     For ``text``, a record is rendered with stand-ins in their place, of the same length. In the rendered text, the real
     ones are then the template's own. Tokenizing exchanges the two: a copy of the tokenizer has the stand-ins as its
-    special tokens, so that the record's are text to it, and every character stays where it is.
-
-    Args:
-        tokenizer: a fast tokenizer of transformers. Its special tokens count, except for thinking tags, which records
-            have as marks.
-        choice: see ``encoder.special_tokens_in_text``.
+    special tokens, so that the record's are text to it, and every character stays where it is. Thinking tags do not
+    count, which records have as marks.
 
     Raises:
         ConfigError: for ``text``, if the tokenizer cannot write a special token as ordinary text.
@@ -55,13 +132,26 @@ class SpecialTexts:
             raise _no_text(f"it has {len(names)} special tokens, more than {_STAND_INS}")
         self._other: dict[str, str] = {}
         if choice == "text":
-            pairs = {name: chr(_FIRST_STAND_IN + at) * len(name) for at, name in enumerate(names)}
-            self._other = pairs | {stand_in: name for name, stand_in in pairs.items()}
+            stand_ins = {name: chr(_FIRST_STAND_IN + at) * len(name) for at, name in enumerate(names)}
+            self._other = stand_ins | {stand_in: name for name, stand_in in stand_ins.items()}
         longest_first = sorted(self._other or names, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._stand_in = re.compile(f"[{chr(_FIRST_STAND_IN)}-{chr(_FIRST_STAND_IN + _STAND_INS - 1)}]")
         if choice == "text":
-            self._copy, self._ids = self._copied(tokenizer.backend_tokenizer)
+            from tokenizers import Tokenizer  # type: ignore[import-untyped]
+
+            backend = tokenizer.backend_tokenizer
+            state = json.loads(backend.to_str())
+            named = {}
+            for token in state["added_tokens"]:
+                name = token["content"]
+                named[name] = token["content"] = self._other.get(name, name)
+            copy = Tokenizer.from_str(json.dumps(state))
+            pairs = {copy.token_to_id(new): backend.token_to_id(name) for name, new in named.items()}
+            # For each id of the copy that of the tokenizer, int32 [largest id + 1].
+            self._ids = np.arange(max(*copy.get_vocab().values(), *pairs) + 1, dtype=np.int32)
+            self._ids[list(pairs)] = list(pairs.values())
+            self._copy = TextTokenizer(copy)
             for name in names:
                 self._check(name, special)
 
@@ -114,7 +204,7 @@ class SpecialTexts:
         return replace(conversation, turns=turns, chosen=chosen, rejected=rejected, tools=tools)
 
     def exchanged(self, text: str) -> str:
-        """A text with stand-ins in place of special tokens, and these in place of stand-ins."""
+        """Returns a text with stand-ins in place of special tokens, and these in place of stand-ins."""
         return self._pattern.sub(lambda match: self._other[match[0]], text)
 
     def holds_stand_ins(self, text: str) -> bool:
@@ -122,25 +212,10 @@ class SpecialTexts:
         return bool(self._other) and not text.isascii() and self._stand_in.search(text) is not None
 
     def tokens(self, text: str, *, add_special_tokens: bool) -> TokenizedText:
-        """Tokens of a rendered text, in which the record's special tokens are text."""
+        """Returns the tokens of a rendered text, in which the record's special tokens are text."""
         tokenized = self._copy(self.exchanged(text), add_special_tokens=add_special_tokens)
         tokenized.ids = self._ids.take(tokenized.ids)
         return tokenized
-
-    def _copied(self, backend: Any) -> tuple[TextTokenizer, np.ndarray]:
-        """The copy, and for each of its ids that of the tokenizer, int32 ``[largest id + 1]``."""
-        from tokenizers import Tokenizer  # type: ignore[import-untyped]
-
-        state = json.loads(backend.to_str())
-        named = {}
-        for token in state["added_tokens"]:
-            name = token["content"]
-            named[name] = token["content"] = self._other.get(name, name)
-        copy = Tokenizer.from_str(json.dumps(state))
-        pairs = {copy.token_to_id(new): backend.token_to_id(name) for name, new in named.items()}
-        ids = np.arange(max(*copy.get_vocab().values(), *pairs) + 1, dtype=np.int32)
-        ids[list(pairs)] = list(pairs.values())
-        return TextTokenizer(copy), ids
 
     def _check(self, name: str, special: Mapping[str, int]) -> None:
         own, text = (
@@ -168,31 +243,23 @@ def _each(value: Any, change: Callable[[str], str]) -> Any:
 
 
 class TextTokenizer:
-    """Makes `TokenizedText`.
+    """Makes `TokenizedText`; ``specials`` tokenizes texts of records whose special tokens are text.
 
-    Args:
-        backend: a ``tokenizers.Tokenizer``. Padding, truncation and ``split_special_tokens`` are switched off whenever
-            they are on: they may have been saved with it, and a processor that is also used elsewhere may switch them
-            on at any call.
-        specials: tokenizes texts of records whose special tokens are text.
+    Padding, truncation and ``split_special_tokens`` are switched off whenever they are on: they may have been saved
+    with the tokenizer, and a processor that is also used elsewhere may switch them on at any call.
     """
 
     def __init__(self, backend: Any, specials: SpecialTexts | None = None) -> None:
         self._backend = backend
         self._specials = specials
-        resize = getattr(backend.model, "_resize_cache", None)  # tokenizers 0.21
-        if resize is not None:
+        if resize := getattr(backend.model, "_resize_cache", None):  # tokenizers 0.21
             resize(_KEPT_WORDS)
         if _one_thread():
             _ = self._lengths  # before a fork, which shares them
         self._is_nfc = backend.normalizer is not None
 
     def __call__(self, text: str, *, add_special_tokens: bool) -> TokenizedText:
-        """Tokens of one text.
-
-        Args:
-            text: to be tokenized.
-            add_special_tokens: whether the tokenizer may put its own tokens around the text.
+        """Returns the tokens of one text.
 
         Raises:
             SampleRejected: ``bad_text`` where the text is not valid Unicode.
@@ -210,12 +277,8 @@ class TextTokenizer:
         return TokenizedText(text, encoding)
 
     def several(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[ByteText | None]:
-        """Tokens of each text; None where the quick way is not open.
-
-        Texts that follow each other find the tokenizer's tables in the processor's cache.
-
-        Raises:
-            TypeError, UnicodeEncodeError: one of them is not valid Unicode.
+        """Returns the tokens of each text; None where the quick way is not open. Raises TypeError or UnicodeEncodeError
+        if one is not valid Unicode. Texts that follow each other find the tokenizer's tables in the processor's cache.
         """
         if self._backend.padding is not None:
             self._backend.no_padding()
@@ -229,17 +292,16 @@ class TextTokenizer:
             return [None] * len(texts)
         kept = [text for text in texts if self._keeps(text)]
         encodings = iter(self._backend.encode_batch_fast(kept, add_special_tokens=add_special_tokens))
-        return [self._quick(text, next(encodings), add_special_tokens) if self._keeps(text) else None for text in texts]
-
-    def _quick(self, text: str, encoding: Any, add_special_tokens: bool) -> ByteText | None:
-        """None if the bytes of the tokens are not those of the text."""
-        assert self._lengths is not None, "the caller asked"
-        found = encoding.ids
-        ids = np.fromiter(found, dtype=np.int32, count=len(found))
-        ends = self._lengths.take(ids).cumsum()
-        if (ends[-1] if len(ids) else 0) != (len(text) if text.isascii() else len(text.encode())):
-            return None
-        return ByteText(self._backend, text, add_special_tokens, ids, ends)
+        quick: list[ByteText | None] = [None] * len(texts)
+        for at, text in enumerate(texts):
+            if self._keeps(text):
+                tokens = next(encodings).ids
+                ids = np.fromiter(tokens, dtype=np.int32, count=len(tokens))
+                ends = self._lengths.take(ids).cumsum()
+                # Bytes of tokens that are not those of the text tell no places.
+                if (ends[-1] if len(ids) else 0) == (len(text) if text.isascii() else len(text.encode())):
+                    quick[at] = ByteText(self._backend, text, add_special_tokens, ids, ends)
+        return quick
 
     @cached_property
     def _lengths(self) -> np.ndarray | None:
@@ -253,8 +315,8 @@ class TextTokenizer:
 def use_one_thread() -> None:
     """Lets the tokenizers library work without threads in this process, unless the user has said otherwise.
 
-    For processes of our own: one that measures many texts one after the other has nothing to divide among threads, and
-    `TextTokenizer` is a fifth faster without.
+    A process that measures many texts one after the other has nothing to divide among threads, and `TextTokenizer` is a
+    fifth faster without.
     """
     os.environ.setdefault(_THREADS, "false")
 
@@ -262,102 +324,6 @@ def use_one_thread() -> None:
 def _one_thread() -> bool:
     value = os.environ.get(_THREADS)
     return value is not None and value.lower() in ("", "off", "false", "f", "no", "n", "0")
-
-
-class TokenizedText:
-    """Tokens of one text, as the tokenizers library returns them.
-
-    Attributes:
-        ids: int32 ``[n]``.
-    """
-
-    def __init__(self, text: str, encoding: Any) -> None:
-        self.ids = np.array(encoding.ids, dtype=np.int32)
-        self._encoding = encoding
-        self._text = text
-        self._characters = len(text)
-
-    @cached_property
-    def offsets(self) -> np.ndarray:
-        """Characters ``[start, end)`` of each token, int64 ``[n, 2]``. All of them cost a fifth of the tokenization."""
-        return np.array(self._encoding.offsets, dtype=np.int64).reshape(-1, 2)
-
-    def tokens_of(self, start: int, end: int) -> tuple[int, int]:
-        """Returns tokens ``[first, last)`` that hold any of the characters ``[start, end)``; ``(0, 0)`` if none does.
-
-        transformers maps generation spans with ``char_to_token`` alone. For a character of several tokens (an emoji in
-        a byte-level vocabulary) it returns only the first token, so a span that ends with one would lose the others.
-        Here it is asked where the character after the span begins.
-        """
-        first = self._encoding.char_to_token(start) if start < end else None
-        behind = self._encoding.char_to_token(end) if end < self._characters else len(self.ids) - 1
-        if first is None or behind is None or behind < first:
-            # No token holds the character, for example because it was normalised away: look at all offsets.
-            held = np.flatnonzero((self.offsets[:, 0] < end) & (self.offsets[:, 1] > start))
-            return (int(held[0]), int(held[-1]) + 1) if len(held) else (0, 0)
-        # A token may hold characters on both sides of the end, and tokens before it may hold none at all.
-        last = behind
-        while last >= first and not self._touches(last, start, end):
-            last -= 1
-        return first, last + 1
-
-    def reaches_over(self, token: int, end: int) -> bool:
-        """Whether a token holds more than white space from the character ``end`` on.
-
-        White space does not count, because some tokenizers have an end of turn that includes the next line break.
-        """
-        _, stop = self._encoding.token_to_chars(token) or (0, 0)
-        return stop > end and not self._text[end:stop].isspace()
-
-    def _touches(self, token: int, start: int, end: int) -> bool:
-        begin, stop = self._encoding.token_to_chars(token) or (0, 0)
-        return bool(begin < end and stop > start)
-
-
-class ByteText(TokenizedText):
-    """Tokens of one text in a byte-level vocabulary whose bytes are those of the text.
-
-    Args:
-        backend: tokenizes again for `offsets`, which are rarely needed.
-        text: that was tokenized.
-        add_special_tokens: the value that it was tokenized with.
-        ids: int32 ``[n]``.
-        ends: bytes of the text up to the end of each token, ``[n]``.
-    """
-
-    def __init__(self, backend: Any, text: str, add_special_tokens: bool, ids: np.ndarray, ends: np.ndarray) -> None:
-        self.ids = ids
-        self._backend, self._text, self._add_special_tokens = backend, text, add_special_tokens
-        self._ends = ends
-        self._known = 0, 0  # a place in the text, and the bytes before it
-
-    @cached_property
-    def offsets(self) -> np.ndarray:
-        """Characters ``(start, end)`` of each token, int64 ``[n, 2]``, computed by the tokenizer on first use."""
-        encoding = self._backend.encode(self._text, add_special_tokens=self._add_special_tokens)
-        return np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-
-    def tokens_of(self, start: int, end: int) -> tuple[int, int]:
-        """Returns tokens ``[first, last)`` that hold a character of ``[start, end)``, from the byte where each ends."""
-        start, end = self._bytes_before(start), self._bytes_before(end)
-        # The first token that ends after the start, and the first token that reaches the end.
-        first, last = self._ends.searchsorted(start, side="right"), self._ends.searchsorted(end) + 1
-        return (int(first), int(last)) if first < last and end > 0 else (0, 0)
-
-    def reaches_over(self, token: int, end: int) -> bool:
-        """Whether a token holds more than white space from the character ``end`` on."""
-        start, stop = self._bytes_before(end), int(self._ends[token])
-        return stop > start and not self._text.encode()[start:stop].isspace()
-
-    def _bytes_before(self, place: int) -> int:
-        """Bytes of the text up to a character; spans are asked for in order, so only what follows is counted."""
-        if self._text.isascii():
-            return place
-        known, count = self._known
-        if place < known:
-            known = count = 0
-        self._known = place, count + len(self._text[known:place].encode())
-        return self._known[1]
 
 
 def any_of(ids: np.ndarray, wanted: Sequence[int]) -> np.ndarray:
@@ -379,68 +345,58 @@ _LOSSLESS = frozenset({"Sequence", "Split", "ByteLevel", "Digits"})
 
 
 def byte_lengths(backend: Any) -> np.ndarray | None:
-    """Returns the number of text bytes that each token of a byte-level vocabulary represents.
+    """Returns the number of text bytes that each token of a byte-level vocabulary represents, int32 ``[largest id +
+    1]``.
 
     Their cumulative sum locates every token, for a fraction of the time that the tokenizers library needs to record the
     characters of every token. This holds for lossless byte-level BPE (GPT-2's, which Qwen, InternVL 3 and DeepSeek
-    use). A tokenizer that adds, drops or changes characters is detected, and has no byte lengths.
-
-    Args:
-        backend: a ``tokenizers.Tokenizer``. If its normalizer changes a text (only NFC is accepted) or its
-            post-processor adds tokens, text and tokens differ in bytes: compare the two for every text.
-
-    Returns:
-        int32 ``[largest id + 1]``, 0 for ids without a token; None if bytes do not locate the tokens.
+    use); for any other tokenizer the result is None. If the normalizer changes a text (only NFC is accepted) or the
+    post-processor adds tokens, text and tokens differ in bytes: compare the two for every text.
     """
     from tokenizers import models, pre_tokenizers
 
     model, added = backend.model, backend.get_added_tokens_decoder()
-    if not isinstance(model, models.BPE) or model.dropout:
-        return None
-    if model.continuing_subword_prefix or model.end_of_word_suffix:
-        return None
-    if _state(backend.normalizer).get("type", "NFC") != "NFC" or not _only_cuts(_state(backend.pre_tokenizer)):
-        return None
-    if _state(backend.decoder).get("type") != "ByteLevel" or not _keeps_offsets(_state(backend.post_processor)):
-        return None
-    if any(token.lstrip or token.rstrip for token in added.values()):
+    if (
+        not isinstance(model, models.BPE)
+        or model.dropout
+        or model.continuing_subword_prefix
+        or model.end_of_word_suffix
+        or _state(backend.normalizer).get("type", "NFC") != "NFC"
+        or not _only_cuts(_state(backend.pre_tokenizer))
+        or _state(backend.decoder).get("type") != "ByteLevel"
+        or not _keeps_offsets(_state(backend.post_processor))
+        or any(token.lstrip or token.rstrip for token in added.values())
+    ):
         return None
     alphabet = set(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {name: number for name, number in backend.get_vocab(False).items() if number not in added}
     if not alphabet <= vocabulary.keys() or not set("".join(vocabulary)) <= alphabet:
         return None
-    found = np.zeros(max([*vocabulary.values(), *added]) + 1, dtype=np.int32)
-    found[list(vocabulary.values())] = [len(name) for name in vocabulary]
-    for number, token in added.items():
-        found[number] = len(token.content.encode())
-    return found
+    lengths = np.zeros(max([*vocabulary.values(), *added]) + 1, dtype=np.int32)
+    lengths[list(vocabulary.values())] = [len(name) for name in vocabulary]
+    lengths[list(added)] = [len(token.content.encode()) for token in added.values()]
+    return lengths
 
 
 def _state(part: Any) -> dict[str, Any]:
-    if part is None:
-        return {}
-    found: dict[str, Any] = json.loads(part.__getstate__())
-    return found
+    return {} if part is None else dict(json.loads(part.__getstate__()))
 
 
 def _only_cuts(state: dict[str, Any]) -> bool:
-    if state.get("type") not in _LOSSLESS or state.get("add_prefix_space") or state.get("behavior") == "Removed":
-        return False
-    return all(_only_cuts(inner) for inner in state.get("pretokenizers", ()))
+    changes = state.get("type") not in _LOSSLESS or state.get("add_prefix_space") or state.get("behavior") == "Removed"
+    return not changes and all(map(_only_cuts, state.get("pretokenizers", ())))
 
 
 def _keeps_offsets(state: dict[str, Any]) -> bool:
     """Whether offsets include a token's leading space; with Llama 3's post-processor they do not."""
-    if state.get("type") == "ByteLevel" and state.get("trim_offsets"):
-        return False
-    return all(_keeps_offsets(inner) for inner in state.get("processors", ()))
+    trims = state.get("type") == "ByteLevel" and state.get("trim_offsets")
+    return not trims and all(map(_keeps_offsets, state.get("processors", ())))
 
 
 class Expanded(NamedTuple):
     """A rendered conversation with the texts of its images and videos in place of their placeholders.
 
     Attributes:
-        text: what is tokenized.
         spans: its trained characters, ascending, and with weight 0 those of ``media``: no trained token touches them.
         media: characters ``[start, end)`` of each image and video in conversation order: everything that its family
             inserts (tokens, times, numbers of frames, sentences about crops, line breaks), and its frame.
@@ -456,10 +412,7 @@ class Expanded(NamedTuple):
 class Placeholders:
     """Finds and replaces what the chat template writes for an image or video.
 
-    Args:
-        family: of the run; it defines the placeholders.
-        template: of the run; it defines the frames, which it writes around a placeholder: ``<|vision_start|>``,
-            ``Picture 1:``, a line break.
+    The template defines the frames around a placeholder: ``<|vision_start|>``, ``Picture 1:``, a line break.
     """
 
     def __init__(self, family: VisionFamily, template: ChatTemplate) -> None:
@@ -478,10 +431,8 @@ class Placeholders:
         return found
 
     def expand(self, chat: RenderedChat, plans: Sequence[MediaPlan]) -> Expanded:
-        """Replaces the placeholder of each image and video with its text.
-
-        Raises:
-            SampleRejected: ``placeholder_mismatch`` if the placeholders are not those of ``plans``.
+        """Replaces the placeholder of each image and video; ``placeholder_mismatch`` if they are not those of
+        ``plans``.
         """
         if not plans and not any(text in chat.text for text in self.family.placeholders.values()):
             return Expanded(chat.text, chat.spans, (), lambda at: at)  # the search takes a tenth of the tokenization
@@ -517,28 +468,15 @@ class Placeholders:
         return Expanded("".join(parts), tuple(sorted(spans)), tuple(media), moved)
 
 
-def own_template(processor: Any) -> str | None:
-    """Returns a processor's own chat template; None if it has none, or several by name."""
-    source = getattr(processor, "chat_template", None)
-    return source if isinstance(source, str) else None
-
-
 def check_reserved(conversation: Conversation, tokens: Sequence[str]) -> None:
-    """Refuses a conversation if a text, tool call or tool definition contains a token that stands for media.
-
-    Raises:
-        SampleRejected: ``reserved_token``.
+    """Refuses a conversation if a text, tool call or tool definition contains a token that stands for media
+    (``reserved_token``).
     """
     called = [turn for turn in conversation.turns if turn.tool_calls or turn.tool_call_id]
-    texts = [f"{turn.thinking or ''}{turn.text}" for turn in conversation.turns]
-    calls = [text for turn in called for text in _strings([turn.tool_calls, turn.tool_call_id])]
-    tools = list(_strings(conversation.tools)) if conversation.tools else []
-    everything = "\n".join((*texts, *calls, *tools))
-    if not any(token in everything for token in tokens):
-        return
-    named = [f"a {turn.role} turn" for turn in conversation.turns]
-    named += ["a tool call"] * len(calls) + ["a tool definition"] * len(tools)
-    for where, text in zip(named, (*texts, *calls, *tools), strict=True):
+    texts = [(f"a {turn.role} turn", f"{turn.thinking or ''}{turn.text}") for turn in conversation.turns]
+    texts += [("a tool call", text) for turn in called for text in _strings([turn.tool_calls, turn.tool_call_id])]
+    texts += [("a tool definition", text) for text in _strings(conversation.tools)]
+    for where, text in texts:
         for token in tokens:
             if token in text:
                 raise SampleRejected("reserved_token", f"{where} holds {token!r}, which stands for media")

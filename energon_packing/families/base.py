@@ -5,8 +5,6 @@ an image or video of a given size costs (`geometry`), which text stands for it (
 (`pixels`) and the positions of its tokens (`positions`).
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -50,10 +48,7 @@ fingerprint has all of them, in this order, and ``processor_settings`` of the fa
 class VisionFamily(ABC):
     """One family of vision-language models, bound to a processor and to the configured limits.
 
-    Args:
-        processor: the family's Hugging Face processor.
-        config: limits that replace the processor's own; they are set on the processor itself, so that geometry and
-            pixels always agree.
+    Limits of ``config`` are set on the processor itself, so that geometry and pixels always agree.
     """
 
     name: ClassVar[str]
@@ -104,11 +99,7 @@ class VisionFamily(ABC):
             )
 
     def plans(self, media: Sequence[Media]) -> tuple[MediaPlan, ...]:
-        """Returns the geometry of all media of one sample; override it if one depends on the others.
-
-        Raises:
-            SampleRejected: as for `plan`.
-        """
+        """Returns the geometry of all media of one sample, see `plan`; override it if one depends on the others."""
         return tuple(self.plan(item) for item in media)
 
     def plan(self, media: Media) -> MediaPlan:
@@ -136,11 +127,7 @@ class VisionFamily(ABC):
             ) from error
 
     def check_kind(self, media: Media) -> None:
-        """Refuses an image or a video if the family does not accept it; for `plan`.
-
-        Raises:
-            SampleRejected: ``unsupported_media``.
-        """
+        """Refuses an image or a video if the family does not accept it; for `plan`."""
         if media.kind not in self.placeholders:
             raise SampleRejected(
                 "unsupported_media",
@@ -148,11 +135,7 @@ class VisionFamily(ABC):
             )
 
     def check_tiles(self, plans: Sequence[MediaPlan], counts: Iterable[int]) -> None:
-        """Refuses media that became other numbers of tiles than planned; for `pixels`.
-
-        Raises:
-            SampleRejected: ``media_changed``.
-        """
+        """Refuses media that became other numbers of tiles than planned, as ``media_changed``; for `pixels`."""
         for plan, count in zip(plans, counts, strict=True):
             if int(count) != plan.tiles:
                 raise SampleRejected(
@@ -212,18 +195,17 @@ class VisionFamily(ABC):
 
     def visual_kinds(self, input_ids: np.ndarray) -> np.ndarray:
         """Returns the kind of each token ``[L]``: 1 for an image, 2 for a video, else 0; 1 if both share one token."""
-        kinds = np.zeros(len(input_ids), dtype=np.int64)
-        for number, kind in ((2, "video"), (1, "image")):
-            if kind in self.placeholder_ids:
-                kinds[input_ids == self.placeholder_ids[kind]] = number  # type: ignore[index]
-        return kinds
+        image, video = self.placeholder_ids.get("image", -1), self.placeholder_ids.get("video", -1)
+        return np.where(input_ids == image, 1, np.where(input_ids == video, 2, 0))
 
     def stand_for_media(self, placeholders: Mapping[MediaKind, str], *edges: str) -> None:
         """Sets ``placeholders`` to tokens that stand for media as they are; ``edges`` are tokens around them.
 
         Raises:
-            ConfigError: the tokenizer does not have a placeholder as a single token.
+            ConfigError: the tokenizer lacks one of them as a single token.
         """
+        for token in edges:
+            self.check_token(token)
         self.placeholders = dict(placeholders)
         self.placeholder_ids = {kind: self.check_token(token) for kind, token in placeholders.items()}
         self.reserved = (*placeholders.values(), *edges)
@@ -234,15 +216,14 @@ class VisionFamily(ABC):
         Raises:
             ConfigError: the tokenizer does not have it as a single token.
         """
-        token_id = self.tokenizer.get_added_vocab().get(token)
-        if token_id is None:  # last, because every call builds the whole vocabulary as a new dictionary
-            token_id = self.tokenizer.get_vocab().get(token)
-        if token_id is None:
-            raise ConfigError(
-                f"The tokenizer of {type(self.processor).__name__} has no token {token!r}, which the family "
-                f"{self.name} needs; use the processor that belongs to the model."
-            )
-        return int(token_id)
+        # The second builds the whole vocabulary as a new dictionary.
+        for vocabulary in (self.tokenizer.get_added_vocab, self.tokenizer.get_vocab):
+            if (token_id := vocabulary().get(token)) is not None:
+                return int(token_id)
+        raise ConfigError(
+            f"The tokenizer of {type(self.processor).__name__} has no token {token!r}, which the family "
+            f"{self.name} needs; use the processor that belongs to the model."
+        )
 
 
 def ask(processor: Any, raw: bool, **media: Any) -> Any:

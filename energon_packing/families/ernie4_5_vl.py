@@ -1,7 +1,5 @@
 """Ernie 4.5 VL: native resolution, the time drawn on each frame of a video, and a token for two frames."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import ImageFont
 
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media
@@ -29,7 +28,7 @@ HINT = "put the font file beside the processor's files, or set draw_on_frames to
 
 
 def missing_font(folder: str) -> str:
-    """Says which font is missing beside a processor's files; empty if none is, or if it is no directory.
+    """Returns which font is missing beside a processor's files; empty if none is, or if it is no directory.
 
     transformers 5.12 loads the font with the processor, and of a missing one it says only that None cannot be read.
     """
@@ -56,6 +55,7 @@ class Ernie45VL(Qwen25VL):
     """
 
     name = "ernie4_5_vl"
+    takes_seconds = False
     processor_classes = ("Ernie4_5_VLMoeProcessor", "Ernie4_5_VL_MoeProcessor")
     token_fields = (
         TokenField(name="mm_token_type_ids", dtype=torch.int64),
@@ -73,14 +73,9 @@ class Ernie45VL(Qwen25VL):
         if config.video_fps is not None:
             self.videos.num_frames = None  # which the processor would prefer to a rate
         self.video_fps = config.video_fps or getattr(self.videos, "fps", None)
-        if self.videos.draw_on_frames:
-            self._check_font()
-
-    def _check_font(self) -> None:
-        from PIL import ImageFont
-
         try:
-            ImageFont.truetype(self.videos.font)
+            if self.videos.draw_on_frames:
+                ImageFont.truetype(self.videos.font)
         except (OSError, ImportError, TypeError, AttributeError) as error:  # the last two of None
             raise ConfigError(
                 f"The video processor draws the time on each frame, but its font {self.videos.font!r} cannot be opened "
@@ -88,7 +83,6 @@ class Ernie45VL(Qwen25VL):
             ) from error
 
     def sample_frames(self, total: int, fps: Fraction) -> tuple[int, ...]:
-        """Indices of the frames that stand for a clip of ``total`` frames, by the video processor."""
         rate = {"fps": self.video_fps, "num_frames": self.videos.num_frames}
         return tuple(sampled_frames(self.videos, total, fps, **rate))
 
@@ -109,7 +103,6 @@ class Ernie45VL(Qwen25VL):
         return tuple((torch.tensor(indices, dtype=torch.int32) / fps).tolist())
 
     def _timestamps(self, seconds: tuple[float, ...]) -> tuple[float, ...]:
-        """Seconds of each frame, as they are drawn on it."""
         return seconds
 
     def _patches_of_videos(
@@ -128,15 +121,12 @@ class Ernie45VL(Qwen25VL):
         grids = made["video_grid_thw"].to(torch.int64)
         return {"pixel_values_videos": made["pixel_values_videos"], "video_grid_thw": grids}
 
-    def _video_extras(self, plans: Sequence[MediaPlan]) -> dict[str, torch.Tensor]:
-        return {}
-
     def _rope_grids(self, plan: MediaPlan) -> list[tuple[int, int, int, int]]:
         steps = plan.grid[0] // self.videos.temporal_patch_size if plan.kind == "video" else 1
         return [(steps, plan.grid[1], plan.grid[2], 1)]
 
     def token_values(self, input_ids: np.ndarray) -> dict[str, np.ndarray]:
-        """What the model counts positions by, and what it chooses experts by; both ``[L]``.
+        """Returns what the model counts positions by, and what it chooses experts by; both ``[L]``.
 
         In ``moe_mm_token_type_ids`` the tokens before and after an image or video have its type, too.
         """

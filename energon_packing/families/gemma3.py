@@ -1,7 +1,5 @@
 """Gemma 3: one square of 256 tokens per image, and with pan-and-scan one more per crop of an elongated image."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,8 +24,7 @@ class Gemma3(VisionFamily):
     between words that the processor writes.
 
     The processor passes its own defaults for these settings to the image processor, and they override those of
-    ``preprocessor_config.json`` (``Gemma3ProcessorKwargs``). So a file cannot turn pan-and-scan on. A caller of the
-    processor passes ``do_pan_and_scan=True``; our configuration sets ``encoder.pan_and_scan``.
+    ``preprocessor_config.json`` (``Gemma3ProcessorKwargs``). So a file cannot turn pan-and-scan on.
     """
 
     name = "gemma3"
@@ -37,16 +34,11 @@ class Gemma3(VisionFamily):
 
     def __init__(self, processor: Any, config: EncoderConfig) -> None:
         super().__init__(processor, config)
-        tokenizer = self.tokenizer
-        self._start: str = tokenizer.boi_token
-        self._end: str = tokenizer.eoi_token
-        self.image_token: str = tokenizer.image_token
-        for token in (self._start, self._end):
-            self.check_token(token)
-        # The chat template writes the start token for an image.
-        self.placeholders = {"image": self._start}
-        self.placeholder_ids = {"image": self.check_token(self.image_token)}
-        self.reserved = (self._start, self._end, self.image_token)
+        self._start: str = self.tokenizer.boi_token
+        self._end: str = self.tokenizer.eoi_token
+        self.image_token: str = self.tokenizer.image_token
+        self.stand_for_media({"image": self.image_token}, self._start, self._end)
+        self.placeholders = {"image": self._start}  # which the chat template writes for an image
         self.square_tokens: int = processor.image_seq_length
         self.images = processor.image_processor
         size = self.images.size
@@ -62,7 +54,6 @@ class Gemma3(VisionFamily):
         self.images.do_pan_and_scan = bool(config.pan_and_scan)
 
     def geometry(self, media: Media, height: int, width: int) -> MediaPlan:
-        """Returns one square, or one and its crops, by the processor's own rule."""
         squares = 1 + (self._crops(height, width) if self.images.do_pan_and_scan else 0)
         return MediaPlan(
             kind="image", grid=(squares, *self._patches), runs=(self.square_tokens,) * squares, tiles=squares
@@ -89,17 +80,12 @@ class Gemma3(VisionFamily):
         return f"Here is the original image {square} and here are some crops to help you see better {crops}"
 
     def byte_forms(self) -> dict[str, PixelForm]:
-        """Returns the form of squares."""
         return image_forms(self.images)
 
     def pixels(
         self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False
     ) -> dict[str, torch.Tensor]:
-        """Returns ``pixel_values`` ``[squares, 3, H, W]``: each image before its crops.
-
-        Raises:
-            SampleRejected: ``media_changed`` if an image became a different number of squares than planned.
-        """
+        """Returns ``pixel_values`` ``[squares, 3, H, W]``: each image before its crops."""
         if not media:
             return {}
         made = ask(self.images, raw, images=list(media), input_data_format="channels_first")

@@ -4,8 +4,6 @@ Nothing here is guessed: families call these with their processor's own numbers,
 the processor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -23,7 +21,6 @@ class MediaPlan:
     """What one image or video will become, known from its size alone.
 
     Attributes:
-        kind: ``image`` or ``video``.
         grid: patches in time, height and width ``(t, h, w)``.
         runs: number of placeholder tokens of each uninterrupted run that stands for it, in text order.
         frame_indices: frames to decode, ascending, as indices into the clip; empty for images.
@@ -73,24 +70,24 @@ def chosen_frames(
 ) -> tuple[int, ...]:
     """Returns the indices of the frames that represent a video: all of a list of images, else the processor's choice.
 
-    Args:
-        media: the video.
-        config: of the encoder; its settings for the choice of frames are read here.
-        by_processor: the family's own choice, as its video processor makes it.
-        most: frames that a list is thinned out to; by default ``video_max_frames``.
+    The author of such a list has already sampled it, and the processors use every frame of it. A list of more than
+    ``most`` frames (by default ``video_max_frames``) is thinned out evenly and keeps its first and last one.
     """
-    listed = listed_frames(media, config.video_max_frames if most is None else most)
-    return by_processor() if listed is None else listed
+    count, most = len(media.frame_names), config.video_max_frames if most is None else most
+    if not count:
+        return by_processor()
+    if most is None or count <= most:
+        return tuple(range(count))
+    if most == 1:
+        return (count // 2,)
+    return tuple(round(at * (count - 1) / (most - 1)) for at in range(most))
 
 
 def sampled_frames(
     processor: Any, total: int, rate: Fraction, /, *, duration: float | None = None, **how: Any
 ) -> list[int]:
-    """Returns the indices that a Hugging Face video processor samples from a clip; see `uniform_frames`.
-
-    Args:
-        duration: seconds of the clip, for processors that read it.
-        how: arguments of its ``sample_frames``.
+    """Returns the indices that a Hugging Face video processor samples from a clip; ``how`` goes to its
+    ``sample_frames``.
     """
     from transformers.video_utils import VideoMetadata
 
@@ -102,7 +99,8 @@ def sampled_frames(
 def uniform_frames(
     processor: Any, total: int, fps: Fraction, *, rate: float | None, fewest: int, most: int
 ) -> tuple[int, ...]:
-    """Returns the indices of the sampled frames, ascending and distinct, as the video processor itself spreads them.
+    """Returns the indices of the sampled frames, ascending and distinct, as the video processor itself spreads them: at
+    least one and at most ``min(most, total)``.
 
     Args:
         processor: a Hugging Face video processor whose ``sample_frames`` takes ``num_frames``.
@@ -110,33 +108,10 @@ def uniform_frames(
         fps: frames per second of the clip; processors compute with the nearest float.
         rate: frames per second to sample; None samples ``most`` frames of every clip.
         fewest: minimum frames of a clip under ``rate``, if it has that many.
-        most: maximum frames of a clip.
-
-    Returns:
-        At least one and at most ``min(most, total)`` indices.
     """
     wanted = most if rate is None else int(total / float(fps) * rate)
     wanted = max(1, min(max(wanted, fewest), most, total))
     return tuple(sorted(set(sampled_frames(processor, total, fps, num_frames=wanted))))[:wanted]
-
-
-def listed_frames(media: Media, most: int | None) -> tuple[int, ...] | None:
-    """Returns the frame indices of a video that is a list of images; None for any other video.
-
-    The author of such a list has already sampled it, and the processors use every frame of it.
-
-    Args:
-        media: the video.
-        most: ``encoder.video_max_frames``; a longer list is thinned out evenly and keeps its first and last frame.
-    """
-    if not media.frame_names:
-        return None
-    count = len(media.frame_names)
-    if most is None or count <= most:
-        return tuple(range(count))
-    if most == 1:
-        return (count // 2,)
-    return tuple(round(at * (count - 1) / (most - 1)) for at in range(most))
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------
@@ -152,11 +127,7 @@ a number meant as "no limit" never ends. 4,096 tiles of 448 pixels a side are 82
 
 
 def check_tiles(tiles: Any, where: str) -> None:
-    """Refuses a tile limit up to which listing the grids would take too long.
-
-    Raises:
-        ConfigError: ``tiles`` is above `MOST_TILES`.
-    """
+    """Refuses a tile limit above `MOST_TILES`, up to which listing the grids would take too long."""
     if isinstance(tiles, int | float) and tiles > MOST_TILES:
         raise ConfigError(
             f"{where} allows {tiles} tiles per image; more than {MOST_TILES} take too long to list, so lower it."
@@ -164,15 +135,13 @@ def check_tiles(tiles: Any, where: str) -> None:
 
 
 def check_pinpoints(pinpoints: Any, most_pixels: int) -> None:
-    """Refuses grid resolutions that are missing, malformed, too many or too large.
+    """Refuses grid resolutions ``[[height, width], ...]`` that are missing, malformed, too many or too large.
 
-    Args:
-        pinpoints: ``image_grid_pinpoints`` of an image processor, ``[[height, width], ...]``.
-        most_pixels: ``encoder.max_source_pixels``; an image is padded to the resolution that is chosen for it.
+    Each image is compared with all of them, and padded to the one that is chosen for it.
 
     Raises:
-        ConfigError: the list is empty or not one of pairs of whole numbers above 0, has more than `MOST_TILES` of them
-            (each image is compared with all), or one of them exceeds ``most_pixels``.
+        ConfigError: the list is empty or not one of pairs of whole numbers above 0, has more than `MOST_TILES` of them,
+            or one of them exceeds ``most_pixels`` (``encoder.max_source_pixels``).
     """
     where = "image_grid_pinpoints of the image processor"
     if not isinstance(pinpoints, Sequence) or isinstance(pinpoints, str) or not pinpoints:
@@ -196,13 +165,7 @@ def check_pinpoints(pinpoints: Any, most_pixels: int) -> None:
 def set_pixel_limits(processor: Any, smallest: int | None, largest: int | None) -> None:
     """Replaces the pixel limits of an image or video processor, so that geometry and pixels follow the same numbers.
 
-    Args:
-        processor: its ``size`` has ``shortest_edge`` and ``longest_edge``, areas in pixels.
-        smallest: ``encoder.min_pixels`` or ``encoder.video_min_pixels``; None keeps the processor's.
-        largest: ``encoder.max_pixels`` or ``encoder.video_max_pixels``; None keeps the processor's.
-
-    Raises:
-        ConfigError: the smallest is above the largest.
+    Its ``size`` has ``shortest_edge`` and ``longest_edge``, areas in pixels; None keeps the processor's.
     """
     if smallest is None and largest is None:
         return
@@ -226,19 +189,15 @@ def rope_positions(
     grids: Sequence[tuple[int, int, int, int]],
     merge: int,
 ) -> np.ndarray:
-    """Returns the three-axis positions of a sample.
+    """Returns the three-axis positions of a sample, int64 ``[3, L]``: time, height, width.
 
-    A text token has the same position on all three axes. A visual token in a run that starts at position ``p`` has
-    ``p + (time, row, column)``, and the text after the run continues at ``p + max(rows, columns)``.
+    A text token has the same position on all three axes. A visual token in a run that starts at position ``p`` has ``p
+    + (time, row, column)``, and the text after the run continues at ``p + max(rows, columns)``.
 
     Args:
         input_ids: expanded token ids ``[L]``.
-        visual_ids: ids of placeholder tokens.
         grids: for each run ``(t, h, w, interval)`` in patches; time steps are ``interval`` positions apart.
         merge: patches of one token along each spatial axis.
-
-    Returns:
-        int64 ``[3, L]``: time, height, width.
 
     Raises:
         ValueError: a run and its grid differ in their number of tokens, or there are more of one than of the other.

@@ -1,7 +1,5 @@
 """GLM-4.1V and GLM-4.5V: a video as one run of image tokens per time step, each followed by its second as text."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Any processor that reports what an image costs: geometry and pixels come from the processor alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,12 +68,12 @@ class HuggingFace(VisionFamily):
         overheads = {count - run for count, run in zip(counted, runs, strict=True)}
         if len(set(around)) != 1 or len(overheads) != 1:
             raise self._refusal("it counts different tokens for an image than it writes")
-        (before, after), (start, end) = around[0], self._edges()
+        (before, after), ((start, end), _) = around[0], self._split(list(self.tokenizer(self.image_token)["input_ids"]))
         if before[: len(start)] != start or after[len(after) - len(end) :] != end:
             raise self._refusal("it moves the tokenizer's special tokens")
         before, after = before[len(start) :], after[: len(after) - len(end)]
         text = self.tokenizer.decode(before) + self.image_token + self.tokenizer.decode(after)
-        if self._encode(text) != [*start, *before, self.image_id, *after, *end]:
+        if list(self.tokenizer(text)["input_ids"]) != [*start, *before, self.image_id, *after, *end]:
             raise self._refusal("the text around an image does not survive decoding and encoding")
         expected = [token for run in runs for token in (*before, *[self.image_id] * run, *after)]
         if together[0] != [*start, *expected, *end]:
@@ -108,21 +106,9 @@ class HuggingFace(VisionFamily):
             raise self._refusal(f"the {len(at)} tokens {self.image_token!r} of an image are not one uninterrupted run")
         return (tuple(ids[: at[0]]), tuple(ids[at[-1] + 1 :])), len(at)
 
-    def _edges(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Returns the tokens that the tokenizer itself adds before and after a text."""
-        ids = self._encode(self.image_token)
-        at = ids.index(self.image_id)
-        return tuple(ids[:at]), tuple(ids[at + 1 :])
-
-    def _encode(self, text: str) -> list[int]:
-        return list(self.tokenizer(text)["input_ids"])
-
     def geometry(self, media: Media, height: int, width: int) -> MediaPlan:
-        """Returns one run with as many tokens as the processor counts for the size.
-
-        Raises:
-            ValueError: the processor refuses the size, in whatever way.
-            SampleRejected: ``media_geometry`` if it counts no tokens.
+        """Returns one run with as many tokens as the processor counts for the size; ``media_geometry`` if it counts
+        none.
         """
         try:
             run = self._count(height, width) - self._overhead
@@ -134,7 +120,6 @@ class HuggingFace(VisionFamily):
         return MediaPlan(kind="image", grid=(1, 1, run), runs=(run,))
 
     def replacement(self, plan: MediaPlan) -> str:
-        """Returns what the processor writes around an image, with one placeholder in between."""
         return self._text
 
     def byte_forms(self) -> dict[str, PixelForm]:
@@ -145,11 +130,7 @@ class HuggingFace(VisionFamily):
     def pixels(
         self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False
     ) -> dict[str, torch.Tensor]:
-        """Returns everything but text that the processor makes, in one call with all images of the sample.
-
-        Raises:
-            SampleRejected: ``media_changed`` if it writes a different number of tokens than it counted.
-        """
+        """Returns everything but text that the processor makes, in one call with all images of the sample."""
         if not media:
             return {}
         ids, visual = self._ask(list(media), raw=raw)

@@ -1,7 +1,5 @@
 """InternVL 2.5, 3 and 3.5: images cut into tiles with a thumbnail, and videos as one tile per frame."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -41,7 +39,9 @@ class InternVL(VisionFamily):
         self._start: str = processor.start_image_token
         self._end: str = processor.end_image_token
         image_id = self.check_token(self.image_token)
-        self.placeholders: dict[MediaKind, str] = {"image": self._image_placeholder()}
+        # The chat template of Qianfan-VL writes another token; the model sees the one that replaces it.
+        image = str(getattr(processor, "image_placeholder_token", self.image_token))
+        self.placeholders: dict[MediaKind, str] = {"image": image}
         self.placeholder_ids = {"image": image_id}
         self.images = processor.image_processor
         self.videos = processor.video_processor
@@ -56,7 +56,20 @@ class InternVL(VisionFamily):
                     "video_preprocessor_config.json."
                 )
         self.reserved = (self.image_token, self._start, self._end, *self.placeholders.values())
-        self._limit_tiles(config)
+        area = self.images.size["height"] * self.images.size["width"]
+        self.most_pixels = MOST_TILES * area
+        where = "max_patches of the image processor"
+        if config.min_pixels is not None:
+            self.images.min_patches = max(1, math.ceil(config.min_pixels / area))
+        if config.max_pixels is not None:
+            self.images.max_patches = config.max_pixels // area
+            where = f"encoder.max_pixels={config.max_pixels} with tiles of {area} pixels"
+        check_tiles(self.images.max_patches, where)
+        if not 1 <= self.images.min_patches <= self.images.max_patches:
+            raise ConfigError(
+                f"No grid has between {self.images.min_patches} and {self.images.max_patches} tiles of {area} pixels; "
+                "encoder.min_pixels and encoder.max_pixels limit the area of the whole grid."
+            )
         self.video_fps = config.video_fps or getattr(self.videos, "fps", None)
         self.video_frames = config.video_max_frames or getattr(self.videos, "num_frames", None) or DEFAULT_VIDEO_FRAMES
         self._fewest = config.video_min_frames or 1
@@ -66,34 +79,9 @@ class InternVL(VisionFamily):
                 "encoder.video_max_frames too."
             )
 
-    def _image_placeholder(self) -> str:
-        return self.image_token
-
-    def _limit_tiles(self, config: EncoderConfig) -> None:
-        area = self.images.size["height"] * self.images.size["width"]
-        if config.min_pixels is not None:
-            self.images.min_patches = max(1, math.ceil(config.min_pixels / area))
-        if config.max_pixels is not None:
-            self.images.max_patches = config.max_pixels // area
-        self.most_pixels = MOST_TILES * area
-        check_tiles(
-            self.images.max_patches,
-            "max_patches of the image processor"
-            if config.max_pixels is None
-            else f"encoder.max_pixels={config.max_pixels} with tiles of {area} pixels",
-        )
-        if not 1 <= self.images.min_patches <= self.images.max_patches:
-            raise ConfigError(
-                f"No grid has between {self.images.min_patches} and {self.images.max_patches} tiles of {area} pixels; "
-                "encoder.min_pixels and encoder.max_pixels limit the area of the whole grid."
-            )
-
     def geometry(self, media: Media, height: int, width: int) -> MediaPlan:
-        """Returns the tiles of an image as its processor counts them, or the sampled frames of a video, one tile each.
-
-        Raises:
-            SampleRejected: ``unmeasured_media``.
-        """
+        """Returns the tiles of an image as its processor counts them, or the sampled frames of a video, one tile
+        each."""
         if media.kind == "image":
             tiles = int(self.images.get_number_of_image_patches(height, width, {"crop_to_patches": True}))
             return self._tiled("image", tiles, (tiles * self.tile_tokens,))
@@ -115,7 +103,6 @@ class InternVL(VisionFamily):
         return "\n".join(f"Frame{number}: {tile}" for number in range(1, plan.tiles + 1))
 
     def byte_forms(self) -> dict[str, PixelForm]:
-        """Returns the form of tiles and frames, if it is one."""
         form = form_of(self.images, "images")
         if form is None or (self.videos is not None and form_of(self.videos, "images") != form):
             return {}
@@ -139,11 +126,11 @@ class InternVL(VisionFamily):
         return {"pixel_values": torch.cat(parts) if len(parts) > 1 else parts[0]} if parts else {}
 
     def _bytes(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Makes the tiles of a sample as bytes in one tensor.
+        """Makes the tiles of a sample as bytes in one tensor; `pixel_forms` compares them with the processor's.
 
         ``GotOcr2ImageProcessor`` and ``InternVLVideoProcessor`` (transformers 5) stack images before they resize them
         and tiles after it, plane by plane. Here the processor's own function resizes rows of pixels, and each tile is
-        copied to its place. `pixel_forms` compares the result with the processor's.
+        copied to its place.
         """
         height, width = int(self.images.size["height"]), int(self.images.size["width"])
         grids = [
@@ -187,7 +174,3 @@ class QianfanVL(InternVL):
     name = "qianfan_vl"
     processor_classes = ("QianfanOCRProcessor", "InternVLProcessor")
     by_name_only = ("InternVLProcessor",)
-
-    def _image_placeholder(self) -> str:
-        # The chat template writes this token; the model sees the one that replaces it.
-        return str(getattr(self.processor, "image_placeholder_token", self.image_token))

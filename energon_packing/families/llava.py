@@ -1,7 +1,5 @@
 """LLaVA-1.5: every image becomes one square, so every image costs the same."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -65,7 +63,6 @@ class Llava(VisionFamily):
         return int(self.processor.vision_feature_select_strategy == "default")
 
     def geometry(self, media: Media, height: int, width: int) -> MediaPlan:
-        """Returns one square, whatever the size."""
         edge = getattr(self.images.size, "shortest_edge", None)
         if edge is not None:  # the long side is scaled too, before the square is cut out of the middle
             self.check_area(edge, edge * max(height, width) // min(height, width))
@@ -74,12 +71,9 @@ class Llava(VisionFamily):
         return MediaPlan(kind="image", grid=(1, rows, columns), runs=(tokens,))
 
     def check_area(self, height: int, width: int) -> None:
-        """Refuses an image whose intermediate size exceeds ``encoder.max_source_pixels``.
+        """Refuses an image whose intermediate size exceeds ``encoder.max_source_pixels``, by a ValueError.
 
         An image one pixel wide becomes huge if it is resized by its short side or padded to a square.
-
-        Raises:
-            ValueError: it does.
         """
         if height * width > self.config.max_source_pixels:
             raise ValueError(
@@ -88,11 +82,9 @@ class Llava(VisionFamily):
             )
 
     def replacement(self, plan: MediaPlan) -> str:
-        """Returns the placeholder alone."""
         return self.image_token
 
     def byte_forms(self) -> dict[str, PixelForm]:
-        """Returns the form of squares and tiles."""
         return image_forms(self.images)
 
     def pixels(

@@ -1,7 +1,5 @@
 """LLaVA-NeXT: the whole image, and the same image at the best of several resolutions, cut into tiles."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,11 +28,7 @@ class LlavaNext(Llava):
         super().__init__(processor, config)  # reads the tile size from the image processor
 
     def geometry(self, media: Media, height: int, width: int) -> MediaPlan:
-        """Returns the image, and its tiles at the best resolution.
-
-        Raises:
-            ValueError: none of the resolutions fits.
-        """
+        """Returns the image, and its tiles at the best resolution."""
         from transformers.image_processing_utils import select_best_resolution
 
         best = select_best_resolution((height, width), self.images.image_grid_pinpoints)

@@ -1,7 +1,5 @@
 """LLaVA-OneVision: anyres tiles for a single image, one square per image for several, pooled frames for a video."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -51,11 +49,7 @@ class LlavaOneVision(LlavaNext):
         return side, side
 
     def plans(self, media: Sequence[Media]) -> tuple[MediaPlan, ...]:
-        """Returns the plan of each image and video; if a sample has several images, each is padded to a square.
-
-        Raises:
-            SampleRejected: as for `plan`.
-        """
+        """Returns the plan of each image and video; if a sample has several images, each is padded to a square."""
         several = sum(item.kind == "image" for item in media) > 1
         return tuple(
             self.measured(item, self._squared) if several and item.kind == "image" else self.plan(item)
@@ -69,16 +63,12 @@ class LlavaOneVision(LlavaNext):
         return MediaPlan(kind="image", grid=(1, *self.tile_grid), runs=(tokens,))
 
     def geometry(self, media: Media, height: int, width: int) -> MediaPlan:
-        """Returns the tiles of a single image, or the pooled frames of a video."""
         if media.kind == "image":
             return super().geometry(media, height, width)
         total, fps = require(media.frames, media, "frame count"), require(media.rate, media, "fps")
-        most = self.video_frames
+        wanted: dict[str, Any] = {"rate": None, "fewest": 1, "most": self.video_frames}
         indices = chosen_frames(
-            media,
-            self.config,
-            lambda: uniform_frames(self.videos, total, fps, rate=None, fewest=1, most=most),
-            most=most,
+            media, self.config, lambda: uniform_frames(self.videos, total, fps, **wanted), most=self.video_frames
         )
         rows, columns = self.tile_grid
         pooled = -(-rows // 2) * -(-columns // 2)
@@ -91,11 +81,9 @@ class LlavaOneVision(LlavaNext):
         )
 
     def replacement(self, plan: MediaPlan) -> str:
-        """Returns the placeholder of the kind alone."""
         return self.image_token if plan.kind == "image" else self.video_token
 
     def byte_forms(self) -> dict[str, PixelForm]:
-        """Returns the forms of tiles and frames."""
         forms = super().byte_forms()
         if not forms or self.videos is None:
             return forms
@@ -107,8 +95,7 @@ class LlavaOneVision(LlavaNext):
     ) -> dict[str, torch.Tensor]:
         """Returns `LlavaNext`'s inputs and ``pixel_values_videos`` ``[videos, video_frames, 3, H, W]``.
 
-        With images there is also ``batch_num_images`` ``[1]``, the number of images in the sample, which distinguishes
-        a single image from one of several.
+        With images there is also ``batch_num_images`` ``[1]``, which distinguishes a single image from one of several.
         """
         result = super().pixels(plans, media, raw=raw)
         clips = [self.spread(tensor) for plan, tensor in zip(plans, media, strict=True) if plan.kind == "video"]
@@ -118,10 +105,8 @@ class LlavaOneVision(LlavaNext):
         return result
 
     def spread(self, clip: torch.Tensor) -> torch.Tensor:
-        """Returns ``video_frames`` frames: a short clip's are repeated evenly, as all samples' videos share a tensor.
-
-        Args:
-            clip: ``[frames, 3, H, W]``.
+        """Returns ``video_frames`` frames of a clip ``[frames, 3, H, W]``: a short clip's are repeated evenly, as all
+        samples' videos share a tensor.
         """
         if len(clip) == self.video_frames:
             return clip

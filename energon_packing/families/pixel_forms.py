@@ -5,8 +5,6 @@ they give bytes. Whether `energon_packing.thd.pixels` makes exactly the processo
 probes. If it does not, the family keeps floats.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -27,14 +25,9 @@ PROBE_FRAMES = 3
 
 
 def form_of(processor: Any, layout: Layout, *, repeat: int = 1, sizes: str | None = None) -> PixelForm | None:
-    """Returns the form of a processor's bytes, from its own mean, deviation and rescaling.
+    """Returns the form of a processor's bytes, from its own mean, deviation and rescaling; see `PixelForm`.
 
-    Args:
-        processor: an image or video processor of transformers.
-        layout, repeat, sizes: see `PixelForm`.
-
-    Returns:
-        None if the processor does not rescale and normalise three channels.
+    None if the processor does not rescale and normalise three channels.
     """
     if not (getattr(processor, "do_rescale", False) and getattr(processor, "do_normalize", False)):
         return None
@@ -62,9 +55,7 @@ def proven(
     """Compares the forms with a family's own floats, bit for bit, on a probe of every kind.
 
     Args:
-        kinds: what the family accepts.
         plans, pixels: the family's methods.
-        forms: what its `byte_forms` says.
 
     Returns:
         The forms and None; or no form and the reason why the family keeps floats.
@@ -105,10 +96,8 @@ def _probes(
 
 
 def resized(processor: Any, image: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Returns uint8 ``[3, height, width]`` of an image ``[3, H, W]``, as an image or video processor resizes it.
-
-    This is the processor's own function, with pixels stored as rows of pixels, which torch filters three times as fast
-    as three planes.
+    """Returns uint8 ``[3, height, width]`` of an image ``[3, H, W]``, by the processor's own function: with pixels
+    stored as rows of pixels, which torch filters three times as fast as three planes.
     """
     from transformers.image_utils import SizeDict
 

@@ -1,7 +1,5 @@
 """Pixtral, Mistral Small 3.1 and Ministral 3: native resolution, one run of placeholders per row of the image."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -38,8 +36,6 @@ class Pixtral(VisionFamily):
         self.image_token: str = processor.image_token
         self._break: str = processor.image_break_token
         self._end: str = processor.image_end_token
-        for token in (self._break, self._end):
-            self.check_token(token)
         self.stand_for_media({"image": self.image_token}, self._break, self._end)
         self.images = processor.image_processor
         self.merge: int = processor.spatial_merge_size
@@ -59,11 +55,7 @@ class Pixtral(VisionFamily):
             self.images.size = type(self.images.size)(longest_edge=min(edge, self.images.size.longest_edge))
 
     def geometry(self, media: Media, height: int, width: int) -> MediaPlan:
-        """Returns the rows and columns of tokens after the processor's own resizing.
-
-        Raises:
-            SampleRejected: ``media_geometry`` if the processor leaves no pixel of the shorter side.
-        """
+        """Returns the rows and columns of tokens after the processor's own resizing."""
         from transformers.models.pixtral.image_processing_pixtral import get_resize_output_image_size
 
         edge = self.images.size.longest_edge
@@ -93,13 +85,10 @@ class Pixtral(VisionFamily):
     def pixels(
         self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False
     ) -> dict[str, torch.Tensor]:
-        """Returns ``pixel_values`` ``[images, 3, H, W]`` and ``image_sizes`` ``[images, 2]``.
+        """Returns ``pixel_values`` ``[images, 3, H, W]`` and ``image_sizes`` ``[images, 2]`` (height, width without
+        padding).
 
-        Images are padded below and to the right to the largest of the sample. The models cut the padding off by
-        ``image_sizes`` (height, width without padding).
-
-        Raises:
-            SampleRejected: ``media_changed`` if an image became another size than planned.
+        Images are padded below and to the right to the largest of the sample; the models cut the padding off.
         """
         if not media:
             return {}

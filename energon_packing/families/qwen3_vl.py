@@ -1,7 +1,5 @@
 """Qwen3-VL and Qwen3.5: 32-pixel tokens, and a video as one run per time step, each after its time as text."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Qwen2-VL, Qwen2.5-VL and what has their processor: native resolution, 28-pixel tokens, a run per image or video."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, ClassVar
@@ -38,9 +36,6 @@ class QwenPatches:
         processor: its limits already set.
         kind: ``image`` or ``video``: what the processor takes.
         grid: patches ``(rows, columns)`` of ``(frames, height, width)``; an image is one frame.
-
-    Attributes:
-        form: how the bytes become the processor's floats; None if it does not normalise bytes.
     """
 
     def __init__(self, processor: Any, kind: str, grid: Callable[[int, int, int], tuple[int, int]]) -> None:
@@ -55,15 +50,10 @@ class QwenPatches:
         self.form = form_of(processor, "patches", repeat=repeat)
 
     def __call__(self, media: Sequence[torch.Tensor], *, raw: bool) -> dict[str, torch.Tensor]:
-        """Returns patches and grids.
+        """Returns ``pixel_values`` or ``pixel_values_videos`` ``[patches, values]``, as bytes in ``form`` if ``raw``,
+        and ``image_grid_thw`` or ``video_grid_thw`` int64 ``[media, 3]``.
 
-        Args:
-            media: uint8 ``[3, H, W]`` images, or ``[frames, 3, H, W]`` videos.
-            raw: whether patches are bytes in ``form``; otherwise they are the processor's floats.
-
-        Returns:
-            ``pixel_values`` or ``pixel_values_videos`` ``[patches, values]``; ``image_grid_thw`` or ``video_grid_thw``
-            int64 ``[media, 3]``.
+        ``media`` are uint8 ``[3, H, W]`` images, or ``[frames, 3, H, W]`` videos.
         """
         if raw:
             return self._make(media)
@@ -101,14 +91,15 @@ class Qwen25VL(VisionFamily):
     name = "qwen2_5_vl"
     processor_classes: ClassVar[tuple[str, ...]] = ("Qwen2_5_VLProcessor",)
     reads: ClassVar[tuple[str, ...]] = (*IMAGE_SIZES, *VIDEO_SIZES, *VIDEO_FRAMES, "jpeg_scaled_decoding")
+    takes_seconds: ClassVar[bool] = True
+    """Whether the model takes ``second_per_grid_ts``."""
 
     def __init__(self, processor: Any, config: EncoderConfig) -> None:
         super().__init__(processor, config)
         self.image_token: str = processor.image_token
         self.video_token: str = processor.video_token
-        self.stand_for_media(
-            {"image": self.image_token, "video": self.video_token}, "<|vision_start|>", "<|vision_end|>"
-        )
+        self.stand_for_media({"image": self.image_token, "video": self.video_token})
+        self.reserved += ("<|vision_start|>", "<|vision_end|>")
         self.images = processor.image_processor
         self.videos = processor.video_processor
         self.merge: int = self.images.merge_size
@@ -125,7 +116,7 @@ class Qwen25VL(VisionFamily):
         """Returns the patches after the processor's own resizing, merged two by two into tokens.
 
         Raises:
-            SampleRejected: ``too_few_frames`` if the processor finds no time step in a clip, ``unmeasured_media``.
+            SampleRejected: ``too_few_frames`` if the processor finds no time step in a clip.
         """
         if media.kind == "video":
             return self._plan_video(media, height, width)
@@ -146,10 +137,8 @@ class Qwen25VL(VisionFamily):
         return rows // patch, columns // patch
 
     def sample_frames(self, total: int, fps: Fraction) -> tuple[int, ...]:
-        """Returns the indices of the frames that the processor samples evenly from a clip of ``total`` frames.
-
-        Raises:
-            ValueError: no frame is left.
+        """Returns the indices of the frames that the processor samples evenly from a clip; a ValueError if none is
+        left.
         """
         result = tuple(sampled_frames(self.videos, total, fps, fps=self.video_fps))
         if not result:
@@ -203,7 +192,6 @@ class Qwen25VL(VisionFamily):
         return self.image_token if plan.kind == "image" else self.video_token
 
     def image_size(self, plan: MediaPlan) -> tuple[int, int]:
-        """Returns the height and width of the grid of patches in pixels."""
         return plan.grid[1] * self.images.patch_size, plan.grid[2] * self.images.patch_size
 
     def resize_image(self, image: torch.Tensor, plan: MediaPlan) -> torch.Tensor:
@@ -211,7 +199,6 @@ class Qwen25VL(VisionFamily):
         return resized(self.images, image, *self.image_size(plan))
 
     def byte_forms(self) -> dict[str, PixelForm]:
-        """Returns the forms of both kinds of patches."""
         images, videos = self._image_patches.form, self._video_patches.form
         return {} if images is None or videos is None else {"pixel_values": images, "pixel_values_videos": videos}
 
@@ -225,15 +212,16 @@ class Qwen25VL(VisionFamily):
         videos = [tensor for plan, tensor in zip(plans, media, strict=True) if plan.kind == "video"]
         clips = [plan for plan in plans if plan.kind == "video"]
         result = self._image_patches(images, raw=raw) if images else {}
-        return result | self._patches_of_videos(clips, videos, raw) | self._video_extras(clips) if clips else result
+        if clips:
+            result |= self._patches_of_videos(clips, videos, raw)
+        if clips and self.takes_seconds:
+            result["second_per_grid_ts"] = torch.tensor([plan.seconds_per_grid or 0.0 for plan in clips]).float()
+        return result
 
     def _patches_of_videos(
         self, plans: Sequence[MediaPlan], videos: Sequence[torch.Tensor], raw: bool
     ) -> dict[str, torch.Tensor]:
         return self._video_patches(videos, raw=raw)
-
-    def _video_extras(self, plans: Sequence[MediaPlan]) -> dict[str, torch.Tensor]:
-        return {"second_per_grid_ts": torch.tensor([plan.seconds_per_grid or 0.0 for plan in plans]).float()}
 
     def positions(self, input_ids: np.ndarray, plans: Sequence[MediaPlan]) -> np.ndarray:
         """Returns positions ``[3, L]`` of one sample, the same as ``Qwen2_5_VLModel.get_rope_index``."""
@@ -254,12 +242,10 @@ class Qwen2VL(Qwen25VL):
 
     name = "qwen2_vl"
     processor_classes = ("Qwen2VLProcessor",)
+    takes_seconds = False
 
     def _rope_grids(self, plan: MediaPlan) -> list[tuple[int, int, int, int]]:
         return [(*plan.grid, 1)]
-
-    def _video_extras(self, plans: Sequence[MediaPlan]) -> dict[str, torch.Tensor]:
-        return {}
 
 
 class LlavaOneVision15(Qwen25VL):
@@ -279,17 +265,14 @@ class LlavaOneVision15(Qwen25VL):
 
 
 class TimeSteps(Qwen25VL):
-    """The base of families that write a video step by step, with the time of each step in the text.
-
-    A subclass defines the text between the steps (``_timestamps`` and ``replacement``) and how a clip is resized. The
-    model counts the positions of a step like those of an image, so it needs no ``second_per_grid_ts``.
+    """The base of families that write a video step by step, with the time of each step in the text (``_timestamps`` and
+    ``replacement``). The model counts the positions of a step like those of an image.
     """
+
+    takes_seconds = False
 
     def _video_runs(self, grid: tuple[int, int, int]) -> tuple[int, ...]:
         return (grid[1] * grid[2] // self.merge**2,) * grid[0]
-
-    def _video_extras(self, plans: Sequence[MediaPlan]) -> dict[str, torch.Tensor]:
-        return {}
 
     def _rope_grids(self, plan: MediaPlan) -> list[tuple[int, int, int, int]]:
         return [(1, plan.grid[1], plan.grid[2], 1)] * plan.grid[0]

@@ -1,7 +1,5 @@
 """Families by name and by processor class, and the loading of processors."""
 
-from __future__ import annotations
-
 from types import ModuleType
 from typing import Any
 
@@ -22,11 +20,7 @@ FAMILIES = Registry("model family", folder="energon_packing.families", declared=
 
 
 def register_family(family: type[VisionFamily]) -> type[VisionFamily]:
-    """Registers a family under its ``name``; usable as a class decorator.
-
-    Raises:
-        ConfigError: the name is taken.
-    """
+    """Registers a family under its ``name``, which must be free; usable as a class decorator."""
     FAMILIES.add(family.name, family)
     return family
 
@@ -37,11 +31,7 @@ def families() -> list[str]:
 
 
 def load_processor(config: EncoderConfig) -> Any:
-    """Loads the processor that ``config.processor`` names, or the tokenizer if the directory has nothing else.
-
-    Raises:
-        ConfigError: no name was given, nothing can be loaded from it, or it wants remote code that was not allowed.
-    """
+    """Loads the processor that ``config.processor`` names, or the tokenizer if the directory has nothing else."""
     if not config.processor:
         raise ConfigError("encoder.processor is empty; name the directory or hub name of a Hugging Face processor.")
     from transformers import AutoProcessor
@@ -60,10 +50,6 @@ def generation_stops(config: EncoderConfig, tokenizer: Any) -> tuple[str, ...]:
     """Returns the tokens, as text, at which generation stops, from the generation configuration next to a processor.
 
     GLM-4.5 and Gemma 4 stop at tokens that no tokenizer marks as an end (``<|observation|>``, ``<|tool_response>``).
-
-    Args:
-        config: names the processor; without a name there is no generation configuration.
-        tokenizer: of the processor.
     """
     if not config.processor:
         return ()
@@ -79,11 +65,8 @@ def generation_stops(config: EncoderConfig, tokenizer: Any) -> tuple[str, ...]:
 
 
 def build_family(processor: Any, config: EncoderConfig) -> VisionFamily:
-    """Returns the family that serves a processor.
-
-    Raises:
-        ConfigError: ``config.family`` is unknown, or ``auto`` finds no family for the processor's class.
-    """
+    """Returns the family that serves a processor; ConfigError if ``config.family`` is unknown, or ``auto`` finds
+    none."""
     kind = type(processor).__name__
     if config.family != "auto":
         family = FAMILIES.find(config.family)

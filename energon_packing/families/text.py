@@ -1,7 +1,5 @@
 """Text alone: any Hugging Face tokenizer with a chat template."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,22 +26,15 @@ class Text(VisionFamily):
         self.stand_for_media({})
 
     def plan(self, media: Media) -> MediaPlan:
-        """Refuses any image or video.
-
-        Raises:
-            SampleRejected: ``unsupported_media``.
-        """
         raise SampleRejected(
             "unsupported_media",
             f"{media.kind} {media.name!r}: the family {self.name} accepts only text; set encoder.family",
         )
 
     def replacement(self, plan: MediaPlan) -> str:
-        """Returns nothing: `plan` refuses any image or video."""
         return ""
 
     def pixels(
         self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False
     ) -> dict[str, torch.Tensor]:
-        """Returns an empty dictionary: there are no media."""
         return {}

@@ -1,7 +1,5 @@
 """Reading image, video and tensor files that strangers wrote; how large what they hold may be."""
 
-from __future__ import annotations
-
 from energon_packing.errors import SampleRejected
 
 DEFAULT_MAX_PIXELS = 89_478_485
@@ -9,16 +7,7 @@ DEFAULT_MAX_PIXELS = 89_478_485
 
 
 def check_decoded_bytes(frames: int, width: int, height: int, max_bytes: int | None) -> None:
-    """Refuses images or frames that would take more memory than is left, from their size alone.
-
-    Args:
-        frames: number of frames of that size; 1 for an image.
-        width, height: pixels.
-        max_bytes: bytes that may be used, at 3 per pixel; None sets no limit.
-
-    Raises:
-        SampleRejected: ``media_too_large``.
-    """
+    """Refuses images or frames that would take more than ``max_bytes`` at 3 per pixel, as ``media_too_large``."""
     needed = 3 * frames * width * height
     if max_bytes is not None and needed > max_bytes:
         raise SampleRejected(

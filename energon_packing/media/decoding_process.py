@@ -2,18 +2,13 @@
 
 Decoders are C libraries that read what strangers wrote. One that loops forever, or writes outside of its memory, would
 hold or end the process that calls it. The child is forked when the first sample needs it and serves one sample after
-another. Files are read in the parent, which has the open shards; they travel with the request, and tensors come back,
-in memory that both map (`energon_packing.media.decoding_process`).
+another. Files are read in the parent, which has the open shards.
 
-Memory that a process and its decoding child both map: files travel in it one way, and tensors the other.
-
-A tensor is made where the parent reads it (`empty_result`), and the parent's tensors are that memory: nothing is
-copied, and the same pages serve one sample after another, in the caches of both processes. A part of it is used again
-when the last tensor in it is gone; until then the child can only read it. Small tensors, and those beyond `KEPT`, are
-copied.
+Files and tensors travel in memory that both map. A tensor is made where the parent reads it (`empty_result`), and the
+parent's tensors are that memory: nothing is copied, and the same pages serve one sample after another, in the caches of
+both processes. A part of it is used again when the last tensor in it is gone; until then the child can only read it.
+Small tensors, and those beyond `KEPT`, are copied.
 """
-
-from __future__ import annotations
 
 import contextlib
 import ctypes
@@ -23,7 +18,6 @@ import math
 import mmap
 import os
 import pickle
-import select
 import signal
 import threading
 import warnings
@@ -77,11 +71,7 @@ class Placed(NamedTuple):
 
 
 class SharedRoom:
-    """The memory; made by the parent, before it forks.
-
-    Args:
-        room: bytes for tensors.
-    """
+    """The memory, with ``room`` bytes for tensors; made by the parent, before it forks."""
 
     def __init__(self, room: int = ROOM) -> None:
         flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
@@ -103,11 +93,7 @@ class SharedRoom:
         return _whole_pages(max(self._held.values(), default=0))
 
     def put_files(self, files: Mapping[str, bytes]) -> dict[str, Place]:
-        """Writes files; the next call overwrites them.
-
-        Returns:
-            Where each lies, by name, without those that do not fit.
-        """
+        """Writes files over those of the last call; returns where each lies, by name, without those that do not fit."""
         self._used_files = self._given_back(self.room + _KEPT_FILES, self.room + self._used_files) - self.room
         places: dict[str, Place] = {}
         at = 0
@@ -120,15 +106,11 @@ class SharedRoom:
         return places
 
     def file(self, place: Place) -> bytes:
-        """Returns a copy of a file."""
         return bytes(self._view[place[0] : place[0] + place[1]])
 
     def taken(self, made: Mapping[str, Any], start: int, end: int) -> dict[str, Any]:
-        """Returns what a child described, with its tensors.
-
-        Args:
-            made: what `Results.put` returned there.
-            start, end: the part of the memory that its tensors lie in.
+        """Returns what a child described (`Results.put`), with its tensors, which lie between the bytes ``start`` and
+        ``end``.
         """
         self._used = max(self._used, end)
         held = None
@@ -152,17 +134,14 @@ class SharedRoom:
         return _tensor(held, value, value.place - start)
 
     def tensor(self, placed: Placed) -> torch.Tensor:
-        """Returns the memory of a tensor, as a tensor."""
         return _tensor(self._view, placed, placed.place)
 
     def place_of(self, tensor: torch.Tensor) -> int:
-        """Returns where the first byte of a tensor lies, if it lies in this memory."""
         return tensor.data_ptr() - self._address
 
     def leave_alone(self, start: int) -> None:
-        """Lets this process, the child, write nowhere but from byte `start` on, and not to files.
-
-        A decoder that writes where it should not then ends its process, and changes no tensor of another sample.
+        """Lets this process, the child, write nowhere but from byte `start` on, and not to files: a decoder that writes
+        where it should not ends its process, and changes no tensor of another sample.
         """
         self._protect(0, start, _READ)
         self._protect(start, self.room, _READ | _WRITE)
@@ -181,12 +160,7 @@ class SharedRoom:
 
 
 class Results:
-    """The part of the memory that a child makes the tensors of one sample in.
-
-    Args:
-        room: the memory.
-        start: its first free byte.
-    """
+    """The part of the memory, from ``start`` on, that a child makes the tensors of one sample in."""
 
     def __init__(self, room: SharedRoom, start: int) -> None:
         self._room, self.start, self.end = room, start, start
@@ -197,13 +171,10 @@ class Results:
         placed = self._place(dtype, size, torch.empty(size, device="meta").stride())
         return None if placed is None else self._room.tensor(placed)
 
-    def put(self, made: Mapping[str, Any]) -> dict[str, Any]:
+    def put(self, value: Any) -> Any:
         """Returns a mapping with its tensors, in mappings in it too, as `Placed`; those elsewhere are copied."""
-        return {name: self._put(value) for name, value in made.items()}
-
-    def _put(self, value: Any) -> Any:
         if isinstance(value, Mapping):
-            return {name: self._put(inner) for name, inner in value.items()}
+            return {name: self.put(inner) for name, inner in value.items()}
         if not isinstance(value, torch.Tensor):
             return value
         size, stride = tuple(value.shape), tuple(torch.empty_like(value, device="meta").stride())
@@ -228,12 +199,7 @@ class Results:
 
 
 _results: Results | None = None
-
-
-def make_results_in(results: Results | None) -> None:
-    """Sets where `empty_result` takes memory in this process."""
-    global _results
-    _results = results
+"""Where `empty_result` takes memory in this process."""
 
 
 def empty_result(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -272,34 +238,31 @@ class _Child(NamedTuple):
     pid: int
     owner: int
     connection: Connection
-    answers: select.poll
     room: SharedRoom
 
 
 class DecodingProcess:
-    """Calls a function in a child process that can be killed.
+    """Calls ``work`` in a child process that can be killed.
 
     Args:
         work: takes a request, which is pickled, and a function that reads a file by its name. It returns a mapping
             whose values are tensors, mappings of tensors, or what pickle takes.
-        seconds: wall-clock limit of one call, reading excluded; None sets none.
-        named: the setting of the limit, for messages.
+        seconds: wall-clock limit of one call (``encoder.decode_seconds``), reading excluded; None sets none.
     """
 
-    def __init__(self, work: Work, seconds: float | None, *, named: str = "encoder.decode_seconds") -> None:
-        self._work, self._seconds, self._named = work, seconds, named
+    def __init__(self, work: Work, seconds: float | None) -> None:
+        self._work, self._seconds = work, seconds
         self._child: _Child | None = None
         self._in_a_row = 0
         self._busy = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial(DecodingProcess, named=self._named), (self._work, self._seconds)
+        return DecodingProcess, (self._work, self._seconds)
 
     def __call__(self, request: Any, read: Read, names: Sequence[str] = ()) -> dict[str, Any]:
         """Returns what ``work(request, read)`` returns there.
 
         Args:
-            request: what is decoded.
             read: called in this process; its errors reach the function, where that reads the file.
             names: of the files that the function reads: they travel with the request.
 
@@ -331,22 +294,25 @@ class DecodingProcess:
             self.close()
             child = self._started()
             start = _ask(child, request, files)
-        left = None if self._seconds is None else self._seconds + GRACE
-        if not child.answers.poll(None if left is None else left * 1000):
+        if not child.connection.poll(None if self._seconds is None else self._seconds + GRACE):
             self.close()
-            raise self._ended(TIMEOUT, f"decoding hung and was ended after {self._named}={self._seconds} s")
+            raise self._ended(TIMEOUT, f"decoding hung and was ended after encoder.decode_seconds={self._seconds} s")
         try:
             has_failed, answer, end = pickle.loads(child.connection.recv_bytes())
         except (EOFError, OSError):
-            raise self._ended(CRASH, f"the decoder crashed: {_cause(self._reap())}") from None
+            raise self._ended(CRASH, f"the decoder crashed: {_cause(self.close())}") from None
         self._in_a_row = 0
         if has_failed:
             raise answer
         return child.room.taken(answer, start, end)
 
-    def close(self) -> None:
-        """Ends the child, whatever it does."""
-        self._reap()
+    def close(self) -> int:
+        """Ends the child, whatever it does; returns its wait status, or 0 if there is none."""
+        child, self._child = self._child, None
+        if child is None:
+            return 0
+        self._finalizer.detach()
+        return _end(child)
 
     def is_idle(self) -> bool:
         """Whether a child of this process waits for work. One that is busy serves another thread."""
@@ -368,14 +334,6 @@ class DecodingProcess:
             child = self._child = _fork(self._work, self._seconds)
             self._finalizer = weakref.finalize(self, _end, child)
         return child
-
-    def _reap(self) -> int:
-        """Ends the child; returns its wait status, or 0 if there is none."""
-        child, self._child = self._child, None
-        if child is None:
-            return 0
-        self._finalizer.detach()
-        return _end(child)
 
     def _ended(self, reason: str, detail: str) -> Exception:
         self._in_a_row += 1
@@ -418,9 +376,7 @@ def _fork(work: Work, seconds: float | None) -> _Child:
         finally:
             os._exit(1)
     theirs.close()
-    answers = select.poll()
-    answers.register(ours, select.POLLIN)
-    return _Child(pid, owner, ours, answers, room)
+    return _Child(pid, owner, ours, room)
 
 
 def _end(child: _Child) -> int:
@@ -437,12 +393,12 @@ def _end(child: _Child) -> int:
 
 
 def _cause(status: int) -> str:
-    if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        known = {each.value: each.name for each in signal.Signals}
-        out = ", as where memory runs out" if number == signal.SIGKILL else ""
-        return f"its process ended by {known.get(number, f'signal {number}')}{out}"
-    return f"its process ended with exit code {os.waitstatus_to_exitcode(status)}"
+    if not os.WIFSIGNALED(status):
+        return f"its process ended with exit code {os.waitstatus_to_exitcode(status)}"
+    number = os.WTERMSIG(status)
+    names = {each.value: each.name for each in signal.Signals}
+    names[signal.SIGKILL] = "SIGKILL, as where memory runs out"
+    return f"its process ended by {names.get(number, f'signal {number}')}"
 
 
 def _send(connection: Connection, message: Any) -> None:
@@ -459,6 +415,7 @@ def _ask(child: _Child, request: Any, files: Mapping[str, bytes | Exception]) ->
 
 def _serve(connection: Connection, room: SharedRoom, work: Work, seconds: float | None, parent: int) -> NoReturn:
     """The child: decodes until its parent is gone."""
+    global _results
     for number in _OURS:
         signal.signal(number, signal.SIG_DFL)  # torch's workers say in theirs that a worker died
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -476,11 +433,10 @@ def _serve(connection: Connection, room: SharedRoom, work: Work, seconds: float 
         if seconds is not None:  # the kernel ends this process should nobody else do it: the parent hangs or is gone
             signal.setitimer(signal.ITIMER_REAL, seconds + 30 * GRACE)
         room.leave_alone(start)
-        results = Results(room, start)
-        make_results_in(results)
+        _results = Results(room, start)
         try:
-            made = results.put(work(request, functools.partial(_file, room, files)))
-            answer: tuple[bool, Any, int] = (False, made, results.end)
+            made = _results.put(work(request, functools.partial(_file, room, files)))
+            answer: tuple[bool, Any, int] = (False, made, _results.end)
         except Exception as error:
             answer = (True, _portable(error), start)
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -499,7 +455,7 @@ def _file(room: SharedRoom, files: Mapping[str, bytes | Place | Exception], name
 
 
 def _portable(error: Exception) -> Exception:
-    """The error, without what refers to this process; one of its text if it cannot be sent."""
+    """Returns the error without what refers to this process; one of its text if it cannot be sent."""
     error = error.with_traceback(None)
     error.__cause__ = error.__context__ = None
     try:

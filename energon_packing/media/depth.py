@@ -18,16 +18,11 @@ Transparent pixels are shown on white. Pillow's conversion to RGB drops the alph
 the colour that the file happens to hold there, mostly black: a black drawing on transparency becomes all black.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from PIL import Image
 
 from energon_packing.errors import SampleRejected
-
-if TYPE_CHECKING:
-    import numpy as np
 
 _SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
 _BITS_PER_SAMPLE, _PHOTOMETRIC, _SAMPLE_FORMAT = 258, 262, 339
@@ -36,11 +31,8 @@ _WAY_OUT = "save it with 8 or 16 unsigned bits per sample"
 
 
 class GreyRange(NamedTuple):
-    """What the samples of a deep grey image mean.
-
-    Attributes:
-        white: the value of full intensity; no intensity is 0.
-        inverted: whether 0 is shown white and ``white`` black (PhotometricInterpretation 0 of TIFF).
+    """What the samples of a deep grey image mean: the value of full intensity (no intensity is 0), and whether 0 is
+    shown white instead (PhotometricInterpretation 0 of TIFF).
     """
 
     white: float
@@ -48,10 +40,9 @@ class GreyRange(NamedTuple):
 
 
 def grey_range(image: Image.Image) -> GreyRange | None:
-    """The range of an opened image's samples, from its header alone; None for 8 bits, which are not scaled.
+    """Returns the range of an opened image's samples, from its header alone; None for 8 bits, which are not scaled.
 
-    Raises:
-        SampleRejected: ``unsupported_depth`` if the format does not define which samples are black and white.
+    ``unsupported_depth`` if the format does not define which samples are black and white.
     """
     white: float | None = {"F": 1.0, "I": None}.get(image.mode, 65535.0 if image.mode in _SIXTEEN_BITS else 0.0)
     inverted = False
@@ -85,12 +76,9 @@ def is_transparent(image: Image.Image) -> bool:
 
 
 def to_rgb(image: Image.Image, grey: GreyRange | None, *, on_white: bool = True) -> Image.Image:
-    """A decoded image of any mode as RGB.
+    """Returns a decoded image of any mode, or a part of it, as RGB, by the `grey_range` of the opened file.
 
-    Args:
-        image: the whole image, or a part of it.
-        grey: what `grey_range` returned for it when it was opened.
-        on_white: show transparent pixels on white; else their alpha is dropped.
+    If ``on_white`` is false, the alpha of transparent pixels is dropped.
 
     Raises:
         SampleRejected: ``unsupported_depth`` for float samples outside 0 to 1.
@@ -101,24 +89,17 @@ def to_rgb(image: Image.Image, grey: GreyRange | None, *, on_white: bool = True)
 
         samples = np.asarray(image)
         if samples.dtype.kind == "f":
-            levels = np.rint(_between_0_and_1(samples) * np.float32(255)).astype(np.uint8)
+            low, high = float(samples.min()), float(samples.max())
+            if not (low >= 0.0 and high <= 1.0):  # both are NaN if a sample is
+                shown = "that are not numbers" if low != low else f"from {low:g} to {high:g}"
+                why = "only 0 (black) to 1 (white) has a defined meaning: scale them, or " + _WAY_OUT
+                raise SampleRejected("unsupported_depth", f"float samples {shown}; {why}")
+            levels = np.rint(samples * np.float32(255)).astype(np.uint8)
         else:
             levels = (samples.astype(np.uint32) * 255 // int(grey.white)).astype(np.uint8)
             if on_white and "transparency" in image.info:
                 levels[samples == image.info["transparency"]] = 255
         image = Image.fromarray(255 - levels if grey.inverted else levels)
     elif on_white and image.has_transparency_data:
-        shown = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", shown.size, "white"), shown)
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
     return image if image.mode == "RGB" else image.convert("RGB")
-
-
-def _between_0_and_1(samples: np.ndarray) -> np.ndarray:
-    low, high = float(samples.min()), float(samples.max())
-    if not (low >= 0.0 and high <= 1.0):  # both are NaN if a sample is
-        found = "float samples that are not numbers" if low != low else f"float samples from {low:g} to {high:g}"
-        raise SampleRejected(
-            "unsupported_depth",
-            f"{found}; only 0 (black) to 1 (white) has a defined meaning: scale them, or {_WAY_OUT}",
-        )
-    return samples

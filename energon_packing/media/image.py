@@ -1,7 +1,5 @@
 """Decoding an image as a person sees it: upright, RGB, and never larger than allowed."""
 
-from __future__ import annotations
-
 import functools
 import io
 import math
@@ -16,23 +14,18 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from energon_packing.errors import SampleRejected
 from energon_packing.media import check_decoded_bytes
 from energon_packing.media.depth import grey_range, to_rgb
-from energon_packing.media.probe import known_formats
+from energon_packing.media.probe import JPEG_SCAN, jpeg_segments, known_formats
 
 ORIENTATION = 0x0112
 """The EXIF tag of an image's orientation; 1 is upright."""
 _PNG = b"\x89PNG\r\n\x1a\n"
 _SEQUENTIAL = (0xC0, 0xC1)  # baseline and extended, with Huffman codes
-_SCAN = 0xDA
-_WITHOUT_LENGTH = frozenset((0x01, *range(0xD0, 0xD9)))
+_NOT_PLAIN = frozenset((0x01, *range(0xD0, 0xD9), 0xFF))  # without a length, or a fill byte
 
 
 class ScaledImage(NamedTuple):
-    """An image that may have been decoded at a part of its size.
-
-    Attributes:
-        pixels: uint8 ``[3, h, w]``, a read-only view of rows of pixels.
-        width: of the whole image in pixels, as displayed.
-        height: of the whole image in pixels, as displayed.
+    """An image that may have been decoded at a part of its size: uint8 ``[3, h, w]``, a read-only view of rows of
+    pixels; and the width and height of the whole image in pixels, as displayed.
     """
 
     pixels: torch.Tensor
@@ -42,52 +35,17 @@ class ScaledImage(NamedTuple):
 
 def decode_scaled_image(
     data: bytes,
-    least: tuple[float, float],
+    least: tuple[float, float] | None,
     *,
     max_pixels: int,
     max_bytes: int | None = None,
     on_white: bool = True,
 ) -> ScaledImage:
-    """Decodes an image; a JPEG file at the smallest of 1/2, 1/4 and 1/8 of its size that is large enough.
+    """Decodes an image as `decode_image` does; a JPEG file at the smallest of 1/2, 1/4 and 1/8 of its size that is at
+    least ``least`` (height, width as displayed), the size of the whole image unless that is None.
 
-    libjpeg computes fewer values of each block of 8x8 pixels instead of all of them.
-
-    Args:
-        data: the file's bytes.
-        least: height and width, as displayed, that the decoded image has at least, unless the whole one is smaller.
-        max_pixels, max_bytes, on_white: as for `decode_image`; the size of the whole image counts.
-
-    Raises:
-        SampleRejected: as for `decode_image`.
+    libjpeg then computes fewer values of each block of 8x8 pixels. Limits hold for the whole image.
     """
-    return _decode(data, least, max_pixels, max_bytes, on_white)
-
-
-def decode_image(data: bytes, *, max_pixels: int, max_bytes: int | None = None, on_white: bool = True) -> torch.Tensor:
-    """Decodes an encoded image.
-
-    EXIF orientation is applied, as ``transformers.image_utils.load_image`` does. Of an animation, the first frame is
-    decoded. Every mode becomes RGB, deep grey ones as `energon_packing.media.depth` describes.
-
-    Args:
-        data: the file's bytes.
-        max_pixels: an image with more is refused from its header, before any pixel is decoded.
-        max_bytes: the same for its bytes, at 3 per pixel; None sets no limit.
-        on_white: show transparent pixels on white; else drop their alpha, as ``load_image`` does.
-
-    Returns:
-        uint8 ``[3, H, W]``, a read-only view of rows of pixels (channels last), the fastest layout for resizing.
-
-    Raises:
-        SampleRejected: ``corrupt_media`` if the image cannot be decoded completely, ``media_too_large`` above a limit,
-            ``unsupported_depth`` for samples without a defined black and white.
-    """
-    return _decode(data, None, max_pixels, max_bytes, on_white).pixels
-
-
-def _decode(
-    data: bytes, least: tuple[float, float] | None, max_pixels: int, max_bytes: int | None, on_white: bool
-) -> ScaledImage:
     whole = None
     if not data:
         raise SampleRejected("corrupt_media", "the image file is empty")
@@ -122,6 +80,27 @@ def _decode(
     return ScaledImage(pixels.permute(2, 0, 1), width, height)
 
 
+def decode_image(data: bytes, *, max_pixels: int, max_bytes: int | None = None, on_white: bool = True) -> torch.Tensor:
+    """Decodes an encoded image.
+
+    EXIF orientation is applied, as ``transformers.image_utils.load_image`` does. Of an animation, the first frame is
+    decoded. Every mode becomes RGB, deep grey ones as `energon_packing.media.depth` describes.
+
+    Args:
+        max_pixels: an image with more is refused from its header, before any pixel is decoded.
+        max_bytes: the same for its bytes, at 3 per pixel; None sets no limit.
+        on_white: show transparent pixels on white; else drop their alpha, as ``load_image`` does.
+
+    Returns:
+        uint8 ``[3, H, W]``, a read-only view of rows of pixels (channels last), the fastest layout for resizing.
+
+    Raises:
+        SampleRejected: ``corrupt_media`` if the image cannot be decoded completely, ``media_too_large`` above a limit,
+            ``unsupported_depth`` for samples without a defined black and white.
+    """
+    return decode_scaled_image(data, None, max_pixels=max_pixels, max_bytes=max_bytes, on_white=on_white).pixels
+
+
 def _scale(image: Image.Image, least: tuple[float, float]) -> tuple[int, int] | None:
     """Makes Pillow decode a JPEG file at a part of its size; returns width and height as displayed, None if not."""
     if image.format != "JPEG":
@@ -140,10 +119,6 @@ def decode_jpeg(data: bytes, image: Image.Image) -> torch.Tensor | None:
 
     Both call libjpeg-turbo; torchvision writes to the tensor itself. They may ship different versions of the library,
     so the two are compared on a probe once in each process.
-
-    Args:
-        data: the file's bytes.
-        image: the same file, opened by Pillow and not yet decoded; its size is already checked.
 
     Returns:
         uint8 ``[3, H, W]``, a view of rows of pixels; None if Pillow has to decode it, or to say what is wrong with it.
@@ -170,8 +145,7 @@ def _decoder() -> Callable[[bytes], torch.Tensor] | None:
         return None
 
     def decoded(data: bytes) -> torch.Tensor:
-        pixels: torch.Tensor = decode(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode=ImageReadMode.RGB)
-        return pixels
+        return decode(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode=ImageReadMode.RGB)
 
     noise = np.random.default_rng(0).integers(0, 256, (45, 61, 3), dtype=np.uint8)
     for subsampling in (0, 2):
@@ -192,30 +166,15 @@ def is_plain(data: bytes) -> bool:
     These are PNG files, and JPEG files of one sequential scan. A progressive file may hold thousands of scans, each of
     which takes as long as the whole picture; so may a sequential one of several scans. Other formats have decoders that
     are younger, larger or both. False wherever it cannot be told.
-
-    Args:
-        data: the whole file.
     """
     if data[:8] == _PNG:
         return True
-    if data[:2] != b"\xff\xd8":
-        return False
-    at, layers = 2, 0
-    while at + 4 <= len(data) and data[at] == 0xFF:
-        marker = data[at + 1]
-        if marker == 0xFF:  # a fill byte
-            at += 1
-            continue
-        if marker in _WITHOUT_LENGTH:
+    layers = 0
+    for marker, body in jpeg_segments(data):
+        if marker == JPEG_SCAN:
+            return layers > 0 and body[:1] == bytes([layers])
+        if marker in _SEQUENTIAL and not layers and len(body) >= 6:
+            layers = body[5]
+        elif marker in _NOT_PLAIN or (0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC)):
             return False
-        size = data[at + 2] << 8 | data[at + 3]
-        if marker in _SEQUENTIAL:
-            if layers or size < 8 or at + 9 >= len(data):
-                return False
-            layers = data[at + 9]
-        elif 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
-            return False
-        elif marker == _SCAN:
-            return layers > 0 and at + 4 < len(data) and data[at + 4] == layers
-        at += 2 + size
     return False

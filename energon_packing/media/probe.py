@@ -4,8 +4,6 @@ Everything here may be called on hostile files: only known formats are opened (n
 starts another program), and the number of pixels is checked from the header before anything is decoded.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections.abc import Callable, Iterable, Iterator
@@ -37,16 +35,8 @@ Source = bytes | str | Path
 
 
 class ImageInfo(NamedTuple):
-    """What an image's header says.
-
-    Attributes:
-        width: pixels as displayed, after EXIF orientation.
-        height: pixels as displayed, after EXIF orientation.
-        format: Pillow's name, such as ``"JPEG"``.
-        mode: Pillow's pixel mode, such as ``"RGB"``.
-        stored_width: pixels as stored, before EXIF orientation.
-        stored_height: pixels as stored, before EXIF orientation.
-        transparent: whether a pixel is not opaque; of an image that is not decoded, whether one may be.
+    """What an image's header says: width and height as displayed, after EXIF orientation, and as stored; Pillow's names
+    of format and mode; whether a pixel is not opaque (of an image that is not decoded, whether one may be).
     """
 
     width: int
@@ -62,14 +52,12 @@ class VideoInfo(NamedTuple):
     """What a video holds.
 
     Attributes:
-        width: pixels as displayed, after the container's rotation (which decoders do not apply by themselves).
-        height: pixels as displayed.
+        width, height: pixels as displayed, after the container's rotation (which decoders do not apply by themselves).
         frames: number of frames that decoding from the start yields.
         fps: average frames per second, the float nearest to the exact fraction: the rate that the container states, as
             processors read it, where the frames' times agree with it; else ``frames`` over the time that they take.
         duration: seconds of the frames at that rate; the float nearest to the exact fraction.
-        stored_width: pixels of a decoded frame, before rotation.
-        stored_height: pixels of a decoded frame, before rotation.
+        stored_width, stored_height: pixels of a decoded frame, before rotation.
         container: FFmpeg's name of the container, such as ``"mov,mp4,m4a,3gp,3g2,mj2"``.
     """
 
@@ -109,15 +97,11 @@ def _check_pixels(width: int, height: int, max_pixels: int) -> None:
 
 
 def image_info(source: Source, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode: bool = False) -> ImageInfo:
-    """Reads an image's header and, if ``decode`` is set, decodes all pixels of its (first) frame.
-
-    Args:
-        source: the encoded bytes, or a path to them.
-        max_pixels: largest ``width * height``, checked before decoding.
-        decode: decode the pixels too, which finds truncated and damaged files.
+    """Reads an image's header and, if ``decode`` is set, decodes all pixels of its (first) frame, which finds damaged
+    files.
 
     Raises:
-        SampleRejected: ``corrupt_media`` (no image, empty, damaged), ``media_too_large`` (more pixels than allowed),
+        SampleRejected: ``corrupt_media``, ``media_too_large`` (more than ``max_pixels``, checked before decoding),
             ``unsupported_depth`` (see `energon_packing.media.depth`; for float samples only if ``decode`` is set).
         OSError: the path cannot be opened.
     """
@@ -143,35 +127,32 @@ def image_info(source: Source, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode: 
             raise SampleRejected("media_too_large", f"Pillow refuses the image: {error}") from error
         except Exception as error:
             # Pillow's plugins raise OSError, SyntaxError, ValueError, struct.error, zlib.error, ... for bad bytes.
-            raise SampleRejected("corrupt_media", f"not a readable image: {_words(error)}") from error
+            reason = str(error) or type(error).__name__
+            if "BytesIO object at" in reason or "cannot identify image file" in reason:
+                reason = "no known image format"  # without an address: a rejects file is the same in every run
+            raise SampleRejected("corrupt_media", f"not a readable image: {reason}") from error
     turned = orientation in (5, 6, 7, 8)
     width, height = (stored_height, stored_width) if turned else (stored_width, stored_height)
     return ImageInfo(width, height, *info, stored_width, stored_height, transparent)
 
 
-_JFIF, _SCAN, _QUANTISATION = 0xE0, 0xDA, 0xDB
+_JFIF, JPEG_SCAN, _QUANTISATION = 0xE0, 0xDA, 0xDB
 _FRAMES = frozenset((0xC0, 0xC1, 0xC2))  # baseline, extended, progressive
 _SKIPPED = frozenset((0xC4, 0xDD, 0xFE))  # Huffman tables, restart interval, comment
 
 
 def jpeg_info(head: bytes) -> ImageInfo | None:
-    """What `image_info` says of a JPEG file of the usual form, from its first bytes, in a tenth of the time.
+    """Returns what `image_info` says of a JPEG file of the usual form, from its first bytes, in a tenth of the time.
 
     Pillow keeps every table of a header, and takes a third of the time of hashing the file. Of the usual form are JFIF
     files of 8 bits, grey or with three colours, whose segments are whole. All others (EXIF, colour profiles, four
     colours, several pictures, damage) are left to Pillow, so that its word is the last one on what is an image.
 
-    Returns:
-        None if the file is not of the usual form, or if its first scan begins after ``head``.
+    None if the file is not of the usual form, or if its first scan begins after ``head``.
     """
     info: ImageInfo | None = None
-    at = 2 if head[:3] == b"\xff\xd8\xff" else len(head)
-    while at + 4 <= len(head) and head[at] == 0xFF:
-        marker, size = head[at + 1], head[at + 2] << 8 | head[at + 3]
-        body = head[at + 4 : at + 2 + size]
-        if size < 2 or len(body) != size - 2:
-            return None
-        if marker == _SCAN:
+    for marker, body in jpeg_segments(head):
+        if marker == JPEG_SCAN:
             return info
         if marker in _FRAMES and info is None and len(body) >= 6 and len(body) == 6 + 3 * body[5]:
             height, width, mode = body[1] << 8 | body[2], body[3] << 8 | body[4], {1: "L", 3: "RGB"}.get(body[5])
@@ -183,38 +164,29 @@ def jpeg_info(head: bytes) -> ImageInfo | None:
                 return None
         elif marker not in _SKIPPED and (marker != _JFIF or len(body) != 14 or body[:5] != b"JFIF\0"):
             return None
-        at += 2 + size
     return None
 
 
-def _stored_size(image: Image.Image) -> tuple[int, int]:
-    """Width and height before any orientation.
+def jpeg_segments(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yields marker and content of the segments at the beginning of a JPEG file, as far as they are whole."""
+    at = 2 if data[:3] == b"\xff\xd8\xff" else len(data)
+    while at + 4 <= len(data) and data[at] == 0xFF:
+        size = data[at + 2] << 8 | data[at + 3]
+        body = data[at + 4 : at + 2 + size]
+        if size < 2 or len(body) != size - 2:
+            return
+        yield data[at + 1], body
+        at += 2 + size
 
-    Recent releases of Pillow report a TIFF's size after its orientation, older ones (10.3) the stored size; the tags
-    hold the stored size in all of them.
+
+def _stored_size(image: Image.Image) -> tuple[int, int]:
+    """Returns width and height before any orientation: recent releases of Pillow report a TIFF's size after its
+    orientation, older ones (10.3) the stored size; the tags hold the stored size in all of them.
     """
     tags = getattr(image, "tag_v2", None)
     if image.format == "TIFF" and tags is not None:
         return int(tags[ExifTags.Base.ImageWidth]), int(tags[ExifTags.Base.ImageLength])
     return image.size
-
-
-def probe_image(source: Source, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[int, int]:
-    """Width and height in pixels as displayed, that is after EXIF orientation; decodes nothing.
-
-    Raises:
-        SampleRejected: see `image_info`.
-    """
-    info = image_info(source, max_pixels=max_pixels)
-    return info.width, info.height
-
-
-def _words(error: Exception) -> str:
-    """The error's text without object addresses, so that a rejects file is the same in every run."""
-    text = str(error) or type(error).__name__
-    if "BytesIO object at" in text or "cannot identify image file" in text:
-        return "no known image format"
-    return text
 
 
 class _Count(NamedTuple):
@@ -225,13 +197,7 @@ class _Count(NamedTuple):
 
 
 def _count(shown: Iterable[Any], what: str, size: tuple[int, int] | None = None) -> _Count:
-    """Counts packets, or decoded frames, which is the only count that is right for every codec.
-
-    Args:
-        shown: those that are shown.
-        what: one of them is called.
-        size: that decoded frames have, width and height.
-    """
+    """Counts shown packets, or decoded frames (of ``size``), which is the only count that is right for every codec."""
     frames, first, last, last_length = 0, None, None, Fraction()
     for each in shown:
         if each.is_corrupt:
@@ -267,19 +233,15 @@ def _rate(count: _Count, stated: Fraction | None) -> Fraction | None:
 
 
 def probe_video(source: Source, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode: bool = False) -> VideoInfo:
-    """Size, exact number of frames and average rate of the first video stream.
+    """Returns size, exact number of frames and average rate of the first video stream.
 
     The first frame is always decoded. Frames are counted as packets if container and codec are known to hold one frame
-    per packet and the container's own count, if any, agrees; otherwise by decoding the whole stream.
-
-    Args:
-        source: the encoded bytes, or a path to them.
-        max_pixels: largest ``width * height`` of a frame, checked before decoding.
-        decode: decode every frame, which finds damage after the first frame and makes the count exact by construction.
+    per packet and the container's own count, if any, agrees; otherwise, and if ``decode`` is set, by decoding the whole
+    stream, which also finds damage after the first frame.
 
     Raises:
         SampleRejected: ``corrupt_media`` (no known container, no video stream, truncated, no frame, no time base),
-            ``media_too_large`` (more pixels than allowed).
+            ``media_too_large`` (a frame of more than ``max_pixels``, checked before decoding).
         OSError: the path cannot be opened.
     """
     import av  # images do not need it
@@ -304,11 +266,7 @@ def open_video(file: BinaryIO) -> Any:
 
 
 def video_stream(container: Any) -> Any:
-    """The video stream of an open container.
-
-    Raises:
-        SampleRejected: ``corrupt_media``; it has none, or none that can be decoded.
-    """
+    """Returns the video stream of an open container; SampleRejected ``corrupt_media`` if none can be decoded."""
     if not container.streams.video:
         raise SampleRejected("corrupt_media", "the file has no video stream")
     stream = container.streams.video[0]
@@ -321,12 +279,10 @@ def video_stream(container: Any) -> Any:
 
 @contextlib.contextmanager
 def decodable(file: BinaryIO, max_pixels: int, check: Callable[[int, int, int], None]) -> Iterator[tuple[Any, Any]]:
-    """The container, opened at its beginning because seeking is not exact in every format, and its video stream.
+    """Yields the container, opened at its beginning because seeking is not exact in every format, and its video stream.
 
-    Its decoder refuses frames far above ``max_pixels`` before it allocates memory for them.
-
-    Args:
-        check: refuses a size that the container announces: its width, its height and ``max_pixels``.
+    Its decoder refuses frames far above ``max_pixels`` before it allocates memory for them. ``check`` refuses a size
+    that the container announces: its width, its height and ``max_pixels``.
     """
     file.seek(0)
     with open_video(file) as container:
@@ -391,7 +347,7 @@ def _probe_video(file: BinaryIO, max_pixels: int, decode: bool) -> VideoInfo:
 
 
 def named_size(file: BinaryIO) -> int | None:
-    """The fewest bytes that the file should have, from its outermost header; None if the header does not say.
+    """Returns the fewest bytes that the file should have, from its outermost header; None if the header does not say.
 
     A container without a frame count has no other sign that it was cut off. Reads RIFF (AVI) and EBML (Matroska, WebM).
     Live recordings leave the size open, which also gives None. Moves the file's position.
@@ -413,10 +369,10 @@ def named_size(file: BinaryIO) -> int | None:
 
 
 def _element(file: BinaryIO) -> tuple[int, int | None]:
-    """Id and size of the EBML element that begins here (RFC 8794, sections 4 to 6); the size is None if unknown.
+    """Returns id and size of the EBML element that begins here (RFC 8794, sections 4 to 6); the size is None if
+    unknown.
 
-    Raises:
-        ValueError: there is none.
+    Raises ValueError if there is none.
     """
     identifier, _ = _variable_integer(file, longest=4)
     size, width = _variable_integer(file, longest=8)
@@ -425,7 +381,7 @@ def _element(file: BinaryIO) -> tuple[int, int | None]:
 
 
 def _variable_integer(file: BinaryIO, *, longest: int) -> tuple[int, int]:
-    """An EBML number and its width in bytes; the zeros before the first 1 bit encode the width."""
+    """Returns an EBML number and its width in bytes; the zeros before the first 1 bit encode the width."""
     first = file.read(1)
     width = 9 - first[0].bit_length() if first else 9
     data = first + file.read(width - 1)

@@ -1,6 +1,4 @@
-"""Decoding chosen frames of a video, by index, upright and RGB.
-
-The packets of a clip that must be decoded for the wanted frames, where that is known to be exact.
+"""Decoding chosen frames of a video, by index, upright and RGB: only the packets that they need, where that is exact.
 
 All packets are read once, which costs a hundredth of decoding them. Nothing but the beginning is ever sought: a
 container's index may be wrong, but the order of packets is what a full decode uses. One packet holds one shown frame,
@@ -10,8 +8,6 @@ decoded, unless it lies before a packet that nothing later is shown before, or i
 
 FFmpeg's own bitstream filters read the bits of a packet: which units it holds, and whether others refer to it.
 """
-
-from __future__ import annotations
 
 import io
 import time
@@ -62,11 +58,9 @@ packet; Motion JPEG, whose tables may be those of an earlier frame."""
 
 
 class Run(NamedTuple):
-    """Packets to decode in one go, from one at which decoding may start.
+    """Packets to decode in one go, from one at which decoding may start: the numbers of the first and the last one.
 
     Attributes:
-        start: number of the first packet.
-        stop: number of the last packet.
         left_out: numbers of packets between them that no other frame needs and that are far from any wanted one.
         frames: number of each wanted frame, by its time in the stream's units.
     """
@@ -77,38 +71,23 @@ class Run(NamedTuple):
     frames: dict[int, int]
 
 
-class PacketRuns(NamedTuple):
-    """Which packets of a clip to decode.
-
-    Attributes:
-        runs: in the order of the stream. The first one always holds the first packet, which tells the decoder about the
-            encoder.
-        packets: of the clip.
-    """
-
-    runs: list[Run]
-    packets: list[Any]
-
-
 def may_have_runs(container: Any, stream: Any) -> bool:
     """Whether `packet_runs` knows the container and the codec; reads nothing."""
     known = stream.codec_context.codec.canonical_name in _CODECS
     return known and bool(set(container.format.name.split(",")) & SIZED_CONTAINERS)
 
 
-def packet_runs(container: Any, stream: Any, wanted: Sequence[int]) -> PacketRuns | None:
+def packet_runs(container: Any, stream: Any, wanted: Sequence[int]) -> tuple[list[Run], list[Any]] | None:
     """Finds the packets that the wanted frames need.
 
     Args:
         container: opened, at its beginning; it is read to its end, and nothing is decoded.
-        stream: of the container.
         wanted: numbers of frames in display order, ascending, without repetition.
 
     Returns:
-        None if it is not known beforehand that decoding these packets gives the frames of a full decode.
-
-    Raises:
-        av.FFmpegError: a packet cannot be read.
+        The packets to decode, in the order of the stream, and all packets; None if it is not known beforehand that
+        decoding the former gives the frames of a full decode. The first run always holds the first packet, which tells
+        the decoder about the encoder.
     """
     if not may_have_runs(container, stream):
         return None
@@ -141,7 +120,7 @@ def packet_runs(container: Any, stream: Any, wanted: Sequence[int]) -> PacketRun
         if start > spans[-1][1]:
             spans.append((start, stop))
         spans[-1] = spans[-1][0], max(spans[-1][1], stop)
-    return PacketRuns([_run(times, set(shown), *span, by_number) for span in spans], packets)
+    return [_run(times, set(shown), *span, by_number) for span in spans], packets
 
 
 def _filtered(stream: Any, description: str, packets: Sequence[Any]) -> Iterator[tuple[int, Any]]:
@@ -156,10 +135,9 @@ def _filtered(stream: Any, description: str, packets: Sequence[Any]) -> Iterator
 
 
 def _starts(packets: Sequence[Any], candidates: Set[int], parameters: Mapping[int, bytes]) -> list[int] | None:
-    """Returns the packets at which a run may start; None if times contradict what random access means.
-
-    Every frame before such a packet is shown before it. Times that say otherwise (edits that overlap, a damaged table)
-    do not tell the order in which a decoder gives frames.
+    """Returns the packets at which a run may start; None if times contradict what random access means: every frame
+    before such a packet is shown before it. Times that say otherwise (edits that overlap, a damaged table) do not tell
+    the order in which a decoder gives frames.
     """
     if 0 not in candidates or len(set(parameters.values())) > 1:
         return None
@@ -183,8 +161,73 @@ def _run(times: Sequence[int], needed: Set[int], start: int, stop: int, wanted: 
     return Run(start, stop, frozenset(left_out), {times[number]: wanted[number] for number in reached})
 
 
-_BEGINNING = -(1 << 60)
-"""A time before every packet, in any unit."""
+class FrameStack:
+    """Takes decoded frames and keeps the pixels of the wanted ones; arguments as for `decode_frames`.
+
+    Attributes:
+        wanted: the numbers without repetition, ascending.
+        missing: how many of them were not taken yet.
+    """
+
+    def __init__(self, indices: Sequence[int], max_pixels: int, max_bytes: int | None) -> None:
+        import av.video.reformatter
+
+        self.wanted = sorted(set(indices))
+        self.missing = len(self.wanted)
+        self._indices = indices
+        self._max_pixels = max_pixels
+        self._max_bytes = max_bytes
+        self._size: tuple[int, int] | None = None
+        self._frames: np.ndarray | None = None  # rows of pixels, like images
+        # Our own: PyAV's shared one keeps a thread pool, which deadlocks in a worker that was forked after its use.
+        self._reformatter = av.video.reformatter.VideoReformatter()
+
+    def check_limits(self, width: int, height: int, max_pixels: int) -> None:
+        """Refuses frames that are too large, as ``media_too_large``."""
+        if width * height > max_pixels:
+            raise SampleRejected(
+                "media_too_large",
+                f"frames of {width}x{height} pixels are over encoder.max_source_pixels={max_pixels}",
+            )
+        check_decoded_bytes(len(self._indices), width, height, self._max_bytes)
+
+    def check_size(self, frame: Any) -> None:
+        """Refuses a frame, wanted or not, whose size differs from that of the first one that was decoded
+        (``corrupt_media``).
+        """
+        size = frame.width, frame.height
+        if self._size is None:
+            # The container only announced a size; that of the decoded frame counts.
+            self.check_limits(*size, self._max_pixels)
+            self._size = size
+        elif size != self._size:
+            raise SampleRejected(
+                "corrupt_media",
+                f"the video changes from {self._size[0]}x{self._size[1]} to {size[0]}x{size[1]} pixels",
+            )
+
+    def take(self, frame: Any, index: int) -> None:
+        """Keeps the pixels of a wanted frame; ``corrupt_media`` if it is rotated differently from the first one
+        taken."""
+        rgb = self._reformatter.reformat(frame, format="rgb24", threads=1).to_ndarray()
+        pixels = np.rot90(rgb, round(frame.rotation / 90))  # counter-clockwise, like the rotation
+        if self._frames is None:
+            self._frames = np.empty((len(self._indices), *pixels.shape), dtype=np.uint8)
+        if pixels.shape != self._frames.shape[1:]:
+            raise SampleRejected(
+                "corrupt_media", f"frame {index} is rotated differently from the first requested frame"
+            )
+        self._frames[bisect_left(self._indices, index) : bisect_right(self._indices, index)] = pixels
+        self.missing -= 1
+
+    def tensor(self) -> torch.Tensor:
+        """Returns uint8 ``[indices, 3, H, W]``, a view of rows of pixels; ``corrupt_media`` if a wanted frame is
+        missing.
+        """
+        if self._frames is None or self.missing:
+            first = self.wanted[len(self.wanted) - self.missing]
+            raise SampleRejected("corrupt_media", f"the video ends before frame {first}, but more frames were measured")
+        return torch.from_numpy(self._frames).permute(0, 3, 1, 2)
 
 
 def decode_frames(
@@ -195,27 +238,23 @@ def decode_frames(
     max_bytes: int | None = None,
     deadline: float | None = None,
 ) -> torch.Tensor:
-    """Decodes the requested frames of a clip.
+    """Decodes the requested frames of a clip, counted in display order.
 
-    Frames are counted in display order. Where `packet_runs` knows which packets the frames need, only these are
-    decoded; the times of the frames are checked. Otherwise, or if a check fails, decoding starts at the first frame and
-    stops after the last requested one. Both give the same pixels.
+    Where `packet_runs` knows which packets the frames need, only these are decoded; the times of the frames are
+    checked. Otherwise, or if a check fails, decoding starts at the first frame and stops after the last requested one.
+    Both give the same pixels.
 
     Args:
-        data: the file's bytes.
         indices: frame numbers from 0, ascending, at least one; a number may occur twice.
-        max_pixels: a frame with more is refused before it is decoded.
-        max_bytes: the most bytes that the requested frames together may take; checked before decoding, and again with
-            the size of the first decoded frame, before memory is allocated. None sets no limit.
+        max_pixels, max_bytes: as for `decode_image`, the latter for all requested frames together.
         deadline: a `time.monotonic` value after which decoding gives up; None sets no limit.
 
     Returns:
         uint8 ``[len(indices), 3, H, W]``, rotated as the container says; a view of rows of pixels (channels last).
 
     Raises:
-        SampleRejected: ``corrupt_media`` if the clip cannot be read or is shorter than measured,
-            ``media_too_large`` for too many pixels or bytes, ``decode_timeout`` after the deadline.
-        ValueError: there is no index.
+        SampleRejected: ``corrupt_media`` if the clip cannot be read or is shorter than measured, ``media_too_large``,
+            ``decode_timeout`` after the deadline.
     """
     import av
 
@@ -258,11 +297,12 @@ def _decode_needed(container: Any, stream: Any, frames: FrameStack, deadline: fl
     import av
 
     try:
-        clip = packet_runs(container, stream, frames.wanted)
-        if clip is None:
+        found = packet_runs(container, stream, frames.wanted)
+        if found is None:
             return False
+        runs, packets = found
         stream.codec_context.options |= {"err_detect": "explode"}
-        whole = all(_decode_run(stream.codec_context, clip.packets, run, frames, deadline) for run in clip.runs)
+        whole = all(_decode_run(stream.codec_context, packets, run, frames, deadline) for run in runs)
         return whole and not frames.missing
     except av.FFmpegError:
         return False  # decoding from the start says which frame is damaged
@@ -290,96 +330,6 @@ def _decode_run(codec: Any, packets: Sequence[Any], run: Run, frames: FrameStack
     return whole and times == sorted(times) and [time for time in times if time >= first] == sorted(expected)
 
 
-class FrameStack:
-    """Takes decoded frames and keeps the pixels of the wanted ones.
-
-    Args:
-        indices: numbers of the wanted frames, ascending, at least one; a number may occur twice.
-        max_pixels: a frame with more is refused.
-        max_bytes: the most bytes that all wanted frames may take; None sets no limit.
-
-    Attributes:
-        wanted: the numbers without repetition, ascending.
-        missing: how many of them were not taken yet.
-    """
-
-    def __init__(self, indices: Sequence[int], max_pixels: int, max_bytes: int | None) -> None:
-        import av.video.reformatter
-
-        self.wanted = sorted(set(indices))
-        self.missing = len(self.wanted)
-        self._indices = indices
-        self._max_pixels = max_pixels
-        self._max_bytes = max_bytes
-        self._size: tuple[int, int] | None = None
-        self._frames: np.ndarray | None = None  # rows of pixels, like images
-        # Our own: PyAV's shared one keeps a thread pool, which deadlocks in a worker that was forked after its use.
-        self._reformatter = av.video.reformatter.VideoReformatter()
-
-    def check_limits(self, width: int, height: int, max_pixels: int) -> None:
-        """Refuses frames that are too large.
-
-        Raises:
-            SampleRejected: ``media_too_large``.
-        """
-        if width * height > max_pixels:
-            raise SampleRejected(
-                "media_too_large",
-                f"frames of {width}x{height} pixels are over encoder.max_source_pixels={max_pixels}",
-            )
-        check_decoded_bytes(len(self._indices), width, height, self._max_bytes)
-
-    def check_size(self, frame: Any) -> None:
-        """Refuses a frame, wanted or not, whose size differs from that of the first one that was decoded.
-
-        Raises:
-            SampleRejected: ``corrupt_media``, or ``media_too_large`` for the first frame.
-        """
-        size = frame.width, frame.height
-        if self._size is None:
-            # The container only announced a size; that of the decoded frame counts.
-            self.check_limits(*size, self._max_pixels)
-            self._size = size
-        elif size != self._size:
-            raise SampleRejected(
-                "corrupt_media",
-                f"the video changes from {self._size[0]}x{self._size[1]} to {size[0]}x{size[1]} pixels",
-            )
-
-    def take(self, frame: Any, index: int) -> None:
-        """Keeps the pixels of a wanted frame.
-
-        Raises:
-            SampleRejected: ``corrupt_media`` for a frame that is rotated differently from the first one taken.
-        """
-        rgb = self._reformatter.reformat(frame, format="rgb24", threads=1).to_ndarray()
-        pixels = np.rot90(rgb, quarter_turns(frame.rotation))
-        if self._frames is None:
-            self._frames = np.empty((len(self._indices), *pixels.shape), dtype=np.uint8)
-        if pixels.shape != self._frames.shape[1:]:
-            raise SampleRejected(
-                "corrupt_media", f"frame {index} is rotated differently from the first requested frame"
-            )
-        self._frames[bisect_left(self._indices, index) : bisect_right(self._indices, index)] = pixels
-        self.missing -= 1
-
-    def tensor(self) -> torch.Tensor:
-        """Returns uint8 ``[indices, 3, H, W]``, a view of rows of pixels (channels last).
-
-        Raises:
-            SampleRejected: ``corrupt_media`` if a wanted frame is missing.
-        """
-        if self._frames is None or self.missing:
-            first = self.wanted[len(self.wanted) - self.missing]
-            raise SampleRejected("corrupt_media", f"the video ends before frame {first}, but more frames were measured")
-        return torch.from_numpy(self._frames).permute(0, 3, 1, 2)
-
-
-def quarter_turns(degrees: float) -> int:
-    """Counter-clockwise quarter turns that make a frame upright; ``frame.rotation`` is counter-clockwise degrees."""
-    return round(degrees / 90) % 4
-
-
 def decode_frame_files(
     read: Callable[[str], bytes],
     names: Sequence[str],
@@ -389,29 +339,12 @@ def decode_frame_files(
     deadline: float | None = None,
     on_white: bool = True,
 ) -> torch.Tensor:
-    """Decodes images as the frames of one video.
-
-    Args:
-        read: returns the bytes of a file by its name; its errors are passed on.
-        names: of the wanted frames, in order, at least one.
-        max_pixels: a frame with more is refused before it is decoded.
-        max_bytes: the most bytes that all frames together may take, checked before the second one is decoded; None
-            sets no limit.
-        deadline: a `time.monotonic` value after which decoding gives up; None sets no limit.
-        on_white: see `energon_packing.media.image.decode_image`.
-
-    Returns:
-        uint8 ``[len(names), 3, H, W]``.
-
-    Raises:
-        SampleRejected: as `energon_packing.media.image.decode_image`; ``corrupt_media`` if the frames differ in size,
-            ``decode_timeout`` after the deadline.
-        ValueError: there is no name.
+    """Decodes images as the frames of one video, uint8 ``[len(names), 3, H, W]``; as `decode_frames`, and
+    ``corrupt_media`` if the frames differ in size.
     """
     frames: torch.Tensor | None = None
     for number, name in enumerate(names):
-        if deadline is not None and time.monotonic() > deadline:
-            raise SampleRejected("decode_timeout", f"frame {number} was not decoded within encoder.decode_seconds")
+        _check_deadline(deadline, number)
         frame = decode_image(read(name), max_pixels=max_pixels, max_bytes=max_bytes, on_white=on_white)
         if frames is None:
             check_decoded_bytes(len(names), frame.shape[2], frame.shape[1], max_bytes)

@@ -7,8 +7,6 @@ a model with the chat template that it was published with. Of trl only the files
 argument, the command counts exact, refused and wrong pairs of a template and a record (`template_pairs`).
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import re

@@ -6,8 +6,6 @@ message is passed as it is, with the thinking in the field, or in the text, that
 different forms, so any form of the same call will do, if everything that the record says is in the text.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

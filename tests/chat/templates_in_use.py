@@ -4,8 +4,6 @@
 template of either kind. They are written anew here, so that no test depends on a download.
 """
 
-from __future__ import annotations
-
 # A system prompt of its own where none is given, tools, calls and responses, one closing token and a line break.
 CHATML = """
 {%- if tools %}

@@ -3,8 +3,6 @@
 In the expected texts, what stands between « and » is trained.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest
@@ -209,7 +207,7 @@ words = st.text(st.sampled_from("ab 9?\n{}<é你😀'\""), min_size=1, max_size=
 
 
 @pytest.mark.parametrize("name", sorted(EXPECTED))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     texts=st.lists(words, min_size=2, max_size=6).filter(lambda texts: len(texts) % 2 == 0), system=st.none() | words
 )
@@ -234,19 +232,6 @@ def test_tokens_and_trained_positions_equal_those_of_a_tokenizer_with_the_origin
 @cache
 def encoder(name: str, tokenizer) -> ConversationEncoder:
     return ConversationEncoder(EncoderConfig(chat_template=name), processor=tokenizer)
-
-
-@pytest.mark.parametrize("name", sorted(EXPECTED))
-@settings(max_examples=25, deadline=None)
-@given(texts=st.lists(words, min_size=2, max_size=6).filter(lambda texts: len(texts) % 2 == 0))
-def test_the_trained_spans_are_the_answers_and_nothing_else(tokenizers, name, texts):
-    rendered = template(name, tokenizers).render(talk(*texts))
-    answers = [text.strip() if name in ("llama3", "gemma", "mistral") else text for text in texts[1::2]]
-    assert len(rendered.spans) == len(answers)
-    for span, answer in zip(rendered.spans, answers, strict=True):
-        trained = rendered.text[span.start : span.end]
-        assert trained.startswith(answer)
-        assert trained[len(answer) :] in ("<|im_end|>", "<|eot_id|>", "</s>", "<｜end▁of▁sentence｜>", "<end_of_turn>")
 
 
 TOOLS = ({"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}},)

@@ -1,7 +1,5 @@
 """A user's own prompt format, one in YAML that is converted, and what becomes of thinking."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

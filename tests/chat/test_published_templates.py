@@ -4,8 +4,6 @@ The oracles are trl's own training variants (marked by their authors, read by ``
 rendering of the same template, and what each format's model card says of the beginning and end of an answer.
 """
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any
@@ -87,9 +85,9 @@ def trained(chat: Any) -> list[str]:
 words = st.text(st.sampled_from("ab c9?.\n{}<>&é你😀'\"\\"), min_size=1, max_size=24).filter(str.strip)
 
 
-@pytest.mark.parametrize("name", PLAIN)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(
+    name=st.sampled_from(PLAIN),
     texts=st.lists(words, min_size=2, max_size=8).filter(lambda texts: len(texts) % 2 == 0),
     system=st.none() | words,
 )

@@ -4,8 +4,6 @@ The oracles are ``apply_chat_template`` on the record's own messages and the mar
 documents (`MARKS`).
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from typing import Any
@@ -20,9 +18,23 @@ from energon_packing.errors import SampleRejected
 TEMPLATES = templates()
 if not TEMPLATES:
     pytest.skip("trl, whose templates are read, is not installed", allow_module_level=True)
-RECORDS = records()
-NAMES = [pytest.param(name, marks=[pytest.mark.full] * name.endswith("_training")) for name in sorted(TEMPLATES)]
-UNMARKED = [name for name in sorted(TEMPLATES) if not name.endswith("_training")]
+THOUGHTS = {
+    kind: record
+    for kind, record in records().items()
+    if not kind.startswith(("answer: ", "both: ", "tight: ")) or "plain" in kind or "prose" in kind
+}
+"""Records with thinking in every form, and some without."""
+VERSIONS = (
+    *("cohere", "gemma", "gemma4_v3", "gemma4_v4", "lfm2_2_5", "lfm2_v2", "llama3", "llama3_1", "phi3", "qwen2_5_vl"),
+    *("nemotron_3_super", "nemotron_3_ultra", "qwen3_instruct_2507", "qwen3_vl", "smolvlm", "qwen3_5_nothink"),
+)
+"""Templates that write and mark thinking as another one of their family does."""
+NAMES = [
+    pytest.param(name, marks=[pytest.mark.full] * name.endswith("_training"))
+    for name in sorted(TEMPLATES)
+    if name.removesuffix("_training") == name or name.removesuffix("_training") not in VERSIONS
+]
+UNMARKED = [name for name in sorted(TEMPLATES) if not name.endswith("_training") and name not in VERSIONS]
 """Without trl's variants for training, which write the same text."""
 
 # What opens and closes thinking, and the line ends after an empty one, by the beginning of a template's name.
@@ -73,7 +85,7 @@ def test_masked_thinking_is_what_stands_between_the_marks_of_the_template_and_no
     keep, mask = template(name, "keep"), template(name, "mask")
     opening, closing, _ = marks_of(name)
     seen, refused = 0, {}
-    for kind, record in RECORDS.items():
+    for kind, record in THOUGHTS.items():
         if "prose" in kind:
             continue  # a tag that is a word
         try:
@@ -96,7 +108,7 @@ def test_masked_thinking_is_what_stands_between_the_marks_of_the_template_and_no
 @pytest.mark.parametrize("name", UNMARKED)
 def test_stripped_thinking_leaves_what_transformers_renders_of_the_record_without_it(name: str) -> None:
     strip, seen = template(name, "strip"), 0
-    for kind, record in RECORDS.items():
+    for kind, record in THOUGHTS.items():
         messages: list[Message] = []
         for each in record["messages"]:
             one = {field: value for field, value in each.items() if field not in FIELDS}
@@ -106,7 +118,7 @@ def test_stripped_thinking_leaves_what_transformers_renders_of_the_record_withou
         found = verdict(strip, oracle_of(name), record, messages)
         assert not found.startswith("wrong"), (kind, found)
         seen += found == "exact"
-    assert seen > 60
+    assert seen > 33
 
 
 @pytest.mark.parametrize("name", UNMARKED)
@@ -114,7 +126,7 @@ def test_empty_thinking_is_trimmed_from_the_record_and_from_what_the_template_wr
     trim, oracle = template(name, "trim_empty"), oracle_of(name)
     opening, closing, breaks = marks_of(name)
     empty = rf"{re.escape(opening)}\s*{re.escape(closing)}\n{{0,{breaks}}}"
-    for kind, record in RECORDS.items():
+    for kind, record in THOUGHTS.items():
         if "prose" in kind:
             continue
         messages = [dict(each) for each in record["messages"]]

@@ -1,7 +1,5 @@
 """What a chat template trains, against transformers' own assistant mask and templates in the shapes in use."""
 
-from __future__ import annotations
-
 import re
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Templates that hide things: calls, definitions, turns, headers, ends. Each trap here trained a model wrong."""
 
-from __future__ import annotations
-
 import datetime
 import re
 from typing import Any
@@ -249,9 +247,6 @@ def test_what_may_be_left_out_costs_nothing_where_other_ways_of_passing_are_refu
 # -- 42: spans and turns -----------------------------------------------------------------------------------------------
 
 
-# Content and end are marked apart, with something between that is not.
-
-
 def test_weights_belong_to_turns_also_where_a_turn_has_two_marks() -> None:
     turns = [
         turn("user", "One?"),
@@ -262,9 +257,6 @@ def test_weights_belong_to_turns_also_where_a_turn_has_two_marks() -> None:
     chat = own(APART).render(talk(*turns))
     found = [(chat.text[span.start : span.end], span.weight) for span in chat.spans]
     assert found == [("First.", 0.5), ("<|im_end|>", 0.5), ("Second.", 0.0), ("<|im_end|>", 0.0)]
-
-
-# -- 43: a header nobody asked for -------------------------------------------------------------------------------------
 
 
 # -- 44: an empty system turn ------------------------------------------------------------------------------------------
@@ -281,9 +273,6 @@ def test_an_empty_system_turn_suppresses_the_default_prompt_or_costs_the_sample(
         )
         why, detail = reason(own(falsy), talk(system, ASKED, ANSWERED))
         assert (why, "default prompt" in detail) == ("template_omits", True)
-
-
-# -- 45: no stable prefixes --------------------------------------------------------------------------------------------
 
 
 # -- 45a: the end of an answer -----------------------------------------------------------------------------------------
@@ -479,7 +468,7 @@ class Frozen(datetime.datetime):
 
 
 @needs_trl
-@pytest.mark.parametrize("day", [DATE, "2024-05-01", "1999-12-26"])
+@pytest.mark.parametrize("day", [DATE, "1999-12-26"])
 @pytest.mark.parametrize("name", [*ASKS_FOR_THE_DATE, "own"])
 def test_a_template_that_asks_for_the_date_is_told_the_date_of_the_setting(
     monkeypatch: pytest.MonkeyPatch, name: str, day: str
@@ -498,7 +487,7 @@ def test_a_template_that_asks_for_the_date_is_told_the_date_of_the_setting(
 
 
 @needs_trl
-@pytest.mark.parametrize("name", sorted(PUBLISHED))
+@pytest.mark.parametrize("name", [*ASKS_FOR_THE_DATE, "llama3_1", "qwen3"])
 def test_a_template_that_asks_for_the_date_is_refused_at_the_start_unless_it_is_set(name: str) -> None:
     if name in ASKS_FOR_THE_DATE:
         with pytest.raises(ConfigError, match=r"set encoder\.template_date"):

@@ -1,7 +1,5 @@
 """Ids of tool calls: from the record through conversion to templates that insist on them."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

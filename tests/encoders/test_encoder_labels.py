@@ -1,7 +1,5 @@
 """Labels, loss masks, positions and fingerprints of encoded samples; what the encoder refuses."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re

@@ -1,7 +1,5 @@
 """Measured and rendered samples on real files, against the Hugging Face processor on the whole sample."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """JPEG files decoded at a part of their size: what stays the same, and how far pixels are from the processor's."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 
@@ -19,7 +17,7 @@ from energon_packing.conversation import Conversation, Media, MediaPart, Turn
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.media.image import decode_image, decode_scaled_image
-from energon_packing.media.probe import probe_image
+from energon_packing.media.probe import image_info
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "ernie4_5_vl")
 PIXELS = 60_000
@@ -34,7 +32,7 @@ def encoder_of(family: str, bound: float | None) -> ConversationEncoder:
 
 
 def about(data: bytes) -> Conversation:
-    width, height = probe_image(data)
+    width, height = image_info(data)[:2]
     turns = (
         Turn(role="user", parts=(MediaPart(index=0), "What is it?")),
         Turn(role="assistant", parts=("A thing.",)),
@@ -65,9 +63,13 @@ def pixels(row: dict[str, Any]) -> torch.Tensor:
     return values.double()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=10, deadline=None)
-@given(width=st.integers(60, 1500), height=st.integers(60, 1500), bound=st.sampled_from([1.0, 1.5, 2.0]))
+@settings(max_examples=40, deadline=None)
+@given(
+    family=st.sampled_from(FAMILIES),
+    width=st.integers(60, 1500),
+    height=st.integers(60, 1500),
+    bound=st.sampled_from([1.0, 1.5, 2.0]),
+)
 def test_tokens_and_grids_of_any_size_stay_the_same(family: str, width: int, height: int, bound: float) -> None:
     data = encoded(picture(width, height), "JPEG", quality=60)
     try:
@@ -82,7 +84,7 @@ def test_tokens_and_grids_of_any_size_stay_the_same(family: str, width: int, hei
     assert pixels(exact).shape == pixels(close).shape
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 @pytest.mark.parametrize(("bound", "mean"), [(1.0, 6.0), (2.0, 1.5)])
 def test_pixels_of_a_photograph_are_close_to_the_processor_s(family: str, bound: float, mean: float) -> None:
     data = encoded(photograph(1400, 900, seed=1), "JPEG", quality=90)
@@ -92,7 +94,7 @@ def test_pixels_of_a_photograph_are_close_to_the_processor_s(family: str, bound:
 
 
 KINDS = {
-    **{f"exif {turn}": lambda turn=turn: turned_by_exif(900, 500, turn) for turn in range(1, 9)},
+    **{f"exif {turn}": lambda turn=turn: turned_by_exif(900, 500, turn) for turn in (2, 3, 6, 8)},
     "progressive": lambda: encoded(photograph(900, 500, 2), "JPEG", quality=90, progressive=True),
     "full chroma": lambda: encoded(photograph(900, 500, 2), "JPEG", quality=90, subsampling=0),
     "grey": lambda: encoded(photograph(900, 500, 3, "L"), "JPEG", quality=90),
@@ -103,7 +105,7 @@ KINDS = {
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_of_jpeg_file_is_upright_and_in_its_colours(name: str) -> None:
     data = KINDS[name]()
-    width, height = probe_image(data)
+    width, height = image_info(data)[:2]
     exact = decode_image(data, max_pixels=10**7)
     image = decode_scaled_image(data, (height / 4, width / 4), max_pixels=10**7)
     assert (image.width, image.height) == (width, height) == (exact.shape[2], exact.shape[1])

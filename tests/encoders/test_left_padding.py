@@ -1,7 +1,5 @@
 """A processor that pads on the left, or cuts, changes nothing: rows are padded by the assembly alone."""
 
-from __future__ import annotations
-
 import pytest
 from transformers import AutoProcessor
 

@@ -1,7 +1,5 @@
 """What happens to a sample over a limit: resized as its own processor would, cut after a turn, dropped, or an error."""
 
-from __future__ import annotations
-
 import copy
 import io
 

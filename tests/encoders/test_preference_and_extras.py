@@ -1,7 +1,5 @@
 """Preference pairs as one sample of two segments, and values of trained tokens from the record to the batch."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Tokens of characters: the quick way through the tokenizer against all offsets."""
 
-from __future__ import annotations
-
 import unicodedata
 from functools import cache
 from itertools import groupby

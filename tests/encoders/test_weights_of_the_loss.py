@@ -1,7 +1,5 @@
 """Loss weights by token, by sample and by square root, through Bridge's own loss function."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from functools import cache
@@ -16,7 +14,6 @@ from energon_packing.demo import processor_path
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.encoders.targets import FIXED_POINT
 
-VOCABULARY = 4096
 SHARE = {"token": lambda x: 1.0, "sample": lambda x: 1 / x, "square": lambda x: 1 / math.sqrt(x)}
 WORDS = ((1, 70, 3), (200,), (9, 9), (2, 2, 2, 2, 120))
 """Words of the answers of each sample, by pack: packs of very uneven numbers of targets."""
@@ -59,14 +56,15 @@ def packs(by: ConversationEncoder, multiple: int = 1):
     ]
 
 
-def reference(weighting: str, logits: torch.Tensor, made) -> torch.Tensor:
+def reference(weighting: str, logits: torch.Tensor, known: torch.Tensor, made) -> torch.Tensor:
     """The weighted mean of all targets of all packs, straight from its definition, in double precision."""
     total = torch.zeros((), dtype=torch.float64)
     norm = 0.0
     for batch in made:
         for row in thd.unpack(batch):
             at = (row["labels"] != -100).nonzero()[:, 0]
-            losses = torch.nn.functional.cross_entropy(logits[row["input_ids"][at]], row["labels"][at], reduction="sum")
+            given, targets = (torch.searchsorted(known, row[name][at]) for name in ("input_ids", "labels"))
+            losses = torch.nn.functional.cross_entropy(logits[given], targets, reduction="sum")
             share = SHARE[weighting](len(at))
             total = total + share * losses
             norm += share * len(at)
@@ -77,14 +75,18 @@ def reference(weighting: str, logits: torch.Tensor, made) -> torch.Tensor:
 @pytest.mark.parametrize("weighting", ["token", "sample", "square"])
 def test_bridges_loss_over_uneven_packs_has_the_gradient_of_the_weighted_mean(bridge_loss, weighting, multiple):
     made = packs(encoder(weighting), multiple)
+    known = torch.cat([batch.tokens[0] for batch in made]).unique()
     torch.manual_seed(0)
-    logits = torch.randn(VOCABULARY, VOCABULARY, dtype=torch.float64, requires_grad=True)  # of a bigram model
-    (expected,) = torch.autograd.grad(reference(weighting, logits, made), logits)
-    value = reference(weighting, logits, made).item()
+    logits = torch.randn(len(known), len(known), dtype=torch.float64, requires_grad=True)  # of a bigram model
+    mean = reference(weighting, logits, known, made)
+    (expected,) = torch.autograd.grad(mean, logits)
+    value = mean.item()
 
     total, tokens = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.int)
     for batch in made:
-        losses = torch.nn.functional.cross_entropy(logits[batch.tokens[0]], batch.labels[0], reduction="none")
+        targets = torch.where(batch.labels[0] == -100, -100, torch.searchsorted(known, batch.labels[0]))
+        given = torch.searchsorted(known, batch.tokens[0])
+        losses = torch.nn.functional.cross_entropy(logits[given], targets, reduction="none")
         loss, count, _ = bridge_loss(batch.loss_mask, losses.float(), check_for_nan_in_loss=False)
         assert count.dtype == torch.int
         exact = batch.loss_mask.double().sum()
@@ -105,12 +107,9 @@ def test_samples_count_the_same_whatever_their_turns_weigh_and_turns_weigh_what_
     made = encoder(weighting)
     for number, given in enumerate(TURNS):
         talks = [sample(3 * at + number + 1, weight) for at, weight in enumerate(given)]
-        measured = made.measure(Conversation(key="k", turns=tuple(turn for talk in talks for turn in talk.turns)))
-        weights = measured.expand()[1]
-        plain = encoder("token").measure(
-            Conversation(key="k", turns=tuple(turn for talk in talks for turn in talk.turns))
-        )
-        own = plain.expand()[1]
+        conversation = Conversation(key="k", turns=tuple(turn for talk in talks for turn in talk.turns))
+        weights = made.measure(conversation).expand()[1]
+        own = encoder("token").measure(conversation).expand()[1]
         assert weights[1:].tolist() == pytest.approx((own[1:] * weights.sum() / own.sum()).tolist())
         # len2weight of InternVL's finetuning script, of the targets that a sample has by its weights
         counts = {"token": own.sum(), "sample": 1.0, "square": own.sum() ** 0.5}[weighting]

@@ -1,7 +1,5 @@
 """Ernie 4.5 VL: native resolution, times drawn on frames, and types of tokens, against processor and model code."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

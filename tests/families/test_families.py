@@ -3,8 +3,6 @@
 What only one family has is in the file of its name.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from types import MethodType, SimpleNamespace
 
@@ -105,7 +103,7 @@ def test_every_family_with_media_is_compared():
 
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_an_image_of_any_size_costs_what_the_processor_counts_and_makes(name):
-    rows = list(predictions.run((name,), sizes=60, videos=12, seed=3))
+    rows = list(predictions.run((name,), sizes=16, videos=5, seed=3))
     assert [row.mismatches for row in rows] == [[]] * len(rows)
 
 
@@ -115,9 +113,11 @@ def test_tokens_types_pixels_and_positions_equal_the_processor_and_model_on_the_
     prepare = (lambda plan, clip: ours.family.spread(clip)) if case == "llava_onevision" else (lambda plan, clip: clip)
     call = {"do_pan_and_scan": True} if case == "gemma3 with crops" else {}
     side = st.sampled_from([1, 255, 256, 511, 512, 614, 615, 768]) | st.integers(1, 1100) if call else None
+    if case.startswith("ernie"):
+        side = st.integers(9, 120)  # of smaller frames, none takes the letters of its time
     compared = 0
 
-    @settings(max_examples=20, database=None)
+    @settings(max_examples=30, database=None)
     @given(conversation=conversations(kinds=kinds, frames=(8 if case.startswith("internvl") else 2, 20), side=side))
     def check(conversation):
         nonlocal compared

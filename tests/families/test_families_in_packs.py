@@ -1,7 +1,5 @@
 """The documented example of a new family, and the visual inputs of all families once samples share a pack."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import sys

@@ -1,7 +1,5 @@
 """A video given as a list of images: every family makes of it what its processor makes of that list."""
 
-from __future__ import annotations
-
 import io
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Gemma 3 with and without pan-and-scan, against its Hugging Face processor."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

@@ -1,34 +1,14 @@
 """The generic family on processors that it has no code for, and the ones that it must refuse."""
 
-from __future__ import annotations
-
-from functools import cache
-
 import pytest
 import torch
-from support.offline_processors import glm46v, internvl, llava, llava_next, minimax_m3_vl, pixtral, tokenizer
+from support.offline_processors import glm46v, internvl, llava_next, pixtral, tokenizer
 from test_llava_against_processor import PINPOINTS, SIDE
 from whole_sample import encoder, image, video
 
 from energon_packing.config import EncoderConfig
-from energon_packing.demo import processor_path
 from energon_packing.errors import ConfigError, SampleRejected
-from energon_packing.families.registry import build_family, load_processor
-
-
-@cache
-def generic(name: str):
-    if name == "qwen2_5_vl":
-        processor = load_processor(EncoderConfig(processor=str(processor_path(name))))
-    else:
-        made = {
-            "glm46v": glm46v,
-            "minimax_m3_vl": minimax_m3_vl,
-            "llava": lambda: llava(SIDE),
-            "internvl": lambda: internvl(28, 4),
-        }
-        processor = made[name]()
-    return encoder(processor, family="huggingface")
+from energon_packing.families.registry import build_family
 
 
 def test_a_processor_whose_images_are_no_single_run_or_no_joined_tensor_is_refused():
@@ -66,6 +46,6 @@ def test_it_is_chosen_by_name_only_and_takes_no_videos():
     with pytest.raises(ConfigError, match="'huggingface', which uses the processor's own counts"):
         build_family(glm46v(), EncoderConfig())
     with pytest.raises(SampleRejected, match="does not accept videos"):
-        generic("glm46v").family.plan(video(8, 2.0, 30, 30))
+        encoder(glm46v(), family="huggingface").family.plan(video(8, 2.0, 30, 30))
     with pytest.raises(ConfigError, match="no image_token"):
         build_family(tokenizer(), EncoderConfig(family="huggingface"))

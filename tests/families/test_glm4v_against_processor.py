@@ -1,7 +1,5 @@
 """GLM-4.1V and GLM-4.5V: images and videos in one kind of token, against processor and model code."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np

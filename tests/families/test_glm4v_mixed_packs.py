@@ -1,7 +1,5 @@
 """GLM's model knows images and videos by one token: a pack that holds both must still be what each sample is alone."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np

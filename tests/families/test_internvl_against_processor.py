@@ -1,7 +1,5 @@
 """InternVL and Qianfan-VL against ``InternVLProcessor`` and ``QianfanOCRProcessor``."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

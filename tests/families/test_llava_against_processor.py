@@ -1,7 +1,5 @@
 """LLaVA-1.5, LLaVA-NeXT and LLaVA-OneVision against their Hugging Face processors and models."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np

@@ -1,7 +1,5 @@
 """On the road of bytes no family makes float pixels on the way, neither of images nor of a clip's frames."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

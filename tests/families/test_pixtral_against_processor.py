@@ -1,7 +1,5 @@
 """Pixtral and Ministral 3, whose images stand in one run of tokens per row, against processor and model."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Geometry, pixels and positions of the Qwen-VL families against the Hugging Face processor and model code."""
 
-from __future__ import annotations
-
 import pytest
 from whole_sample import image
 

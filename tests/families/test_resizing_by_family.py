@@ -1,7 +1,5 @@
 """Which families can make the media of a sample smaller: what docs/families.md says is what they do."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

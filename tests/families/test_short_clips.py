@@ -1,7 +1,5 @@
 """Clips of one, two and three frames: every family takes what its processor takes, and refuses the rest by name."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.offline_processors import processor_of

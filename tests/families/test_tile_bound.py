@@ -1,7 +1,5 @@
 """Limits that somebody meant as "none": refused when the encoder is made, instead of a run that never begins."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

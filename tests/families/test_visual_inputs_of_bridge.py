@@ -1,7 +1,5 @@
 """`to_bridge()` gives each model of the installed Megatron-Bridge the visual inputs that its forward reads."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import sys

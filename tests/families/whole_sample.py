@@ -4,8 +4,6 @@ The processors are Hugging Face's own classes with their default image and video
 demo with the special tokens of the family added to it.
 """
 
-from __future__ import annotations
-
 import torch
 from hypothesis import strategies as st
 

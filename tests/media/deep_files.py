@@ -1,7 +1,5 @@
 """Image files of more than 8 bits a sample, written byte by byte: no image library says what is in them."""
 
-from __future__ import annotations
-
 import struct
 from typing import Any
 

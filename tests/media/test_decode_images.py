@@ -1,7 +1,5 @@
 """Decoded pixels equal those of transformers' own loader; whatever is no whole image of a sane size is refused."""
 
-from __future__ import annotations
-
 import io
 import struct
 from pathlib import Path
@@ -17,7 +15,7 @@ from transformers.image_utils import load_image
 
 from energon_packing.errors import SampleRejected
 from energon_packing.media.image import decode_image
-from energon_packing.media.probe import image_info, probe_image
+from energon_packing.media.probe import image_info
 
 LIMIT = 10**8
 SRGB = ImageCms.createProfile("sRGB")
@@ -70,7 +68,7 @@ def test_pixels_equal_those_of_the_transformers_loader(
     assert found.dtype == torch.uint8
     assert found.permute(1, 2, 0).is_contiguous()  # rows of pixels: what resizing is fastest on
     assert np.array_equal(found.permute(1, 2, 0).numpy(), expected)
-    assert probe_image(data) == (found.shape[2], found.shape[1])
+    assert image_info(data)[:2] == (found.shape[2], found.shape[1])
 
 
 def transparent(mode: str) -> Image.Image:
@@ -125,13 +123,6 @@ def test_an_opaque_image_keeps_its_pixels_and_is_not_counted(name: str) -> None:
     found = decode_image(OPAQUE[name], max_pixels=LIMIT).permute(1, 2, 0).numpy()
     assert np.array_equal(found, np.asarray(load_image(Image.open(io.BytesIO(OPAQUE[name])))))
     assert not image_info(OPAQUE[name], decode=True).transparent
-
-
-@pytest.mark.parametrize(("width", "height"), [(30_000, 30_000), (2**31 - 1, 2**31 - 1), (10_001, 10_000)])
-def test_a_decompression_bomb_is_refused_by_its_header(width: int, height: int) -> None:
-    with pytest.raises(SampleRejected) as caught:
-        decode_image(png_of(width, height, 8, 2, b"\0" * 1000), max_pixels=LIMIT)
-    assert caught.value.reason == "media_too_large"
 
 
 GOOD = {

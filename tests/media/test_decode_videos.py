@@ -1,7 +1,5 @@
 """Frames by number equal those of a full decode; clips that are not what they say are refused."""
 
-from __future__ import annotations
-
 import io
 import time
 from pathlib import Path

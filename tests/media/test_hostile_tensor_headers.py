@@ -1,7 +1,5 @@
 """Damaged files of tensors: each is read or rejected as a sample, never another error, and no value changes."""
 
-from __future__ import annotations
-
 import io
 import json
 import struct

@@ -3,8 +3,6 @@
 The oracle is NumPy on the samples that were written, byte by byte, into the file.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from deep_files import pfm, pgm, png, ppm, tiff

@@ -1,7 +1,5 @@
 """All eight orientations: an image has one size when it is measured and when it is decoded, in every format."""
 
-from __future__ import annotations
-
 import io
 
 import numpy as np

@@ -1,7 +1,5 @@
 """JPEG files: the pixels are Pillow's, and so is every refusal, for good files and damaged ones."""
 
-from __future__ import annotations
-
 import io
 
 import numpy as np

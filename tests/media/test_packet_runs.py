@@ -1,7 +1,5 @@
 """Frames of a clip of which only the needed packets are decoded equal those of a full decode, bit for bit."""
 
-from __future__ import annotations
-
 import io
 from random import Random
 
@@ -110,14 +108,14 @@ def full_decode(data: bytes) -> list[np.ndarray] | None:
 def runs_of(data: bytes, wanted: list[int]) -> list[Run] | None:
     with open_video(io.BytesIO(data)) as container:
         found = packet_runs(container, container.streams.video[0], wanted)
-    return None if found is None else found.runs
+    return None if found is None else found[0]
 
 
 def steps(count: int) -> st.SearchStrategy[list[int]]:
     return st.one_of(st.just([4] * count), st.lists(st.sampled_from([1, 3, 4, 40]), min_size=count, max_size=count))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=35, deadline=None)
 @given(data=st.data(), made=encoders(), count=st.integers(1, 40), seed=st.integers(0, 5))
 def test_chosen_frames_of_any_clip_are_those_of_a_full_decode(
     data: st.DataObject, made: tuple[str, str, dict[str, str]], count: int, seed: int
@@ -189,7 +187,7 @@ def edited(clip: bytes, units: int, share: float) -> bytes:
     return bytes(result)
 
 
-@pytest.mark.parametrize("units", [0, 512, 1536, 7000])
+@pytest.mark.parametrize("units", [0, 512, 7000])
 @pytest.mark.parametrize("share", [1.0, 0.6])
 @pytest.mark.parametrize("bframes", [0, 3])
 def test_frames_that_an_edit_list_hides_are_not_counted(units: int, share: float, bframes: int) -> None:
@@ -204,7 +202,7 @@ def test_frames_that_an_edit_list_hides_are_not_counted(units: int, share: float
         assert np.array_equal(found, np.stack([everything[index] for index in wanted]))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_an_index_of_key_frames_that_is_wrong_changes_nothing(seed: int) -> None:
     """A sample that is listed as a key frame and is none would give grey pictures if decoding began there."""
     options = {"preset": "ultrafast"} | x264(keyint=8, bframes=2)
@@ -246,9 +244,8 @@ def test_parameters_that_change_inside_a_clip_reach_the_decoder() -> None:
     assert np.array_equal(found, np.stack([everything[3], everything[33]]))
 
 
-@pytest.mark.parametrize("bframes", [0, 3])
-@settings(max_examples=40, deadline=None)
-@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+@given(bframes=st.sampled_from([0, 3]), data=st.data())
 def test_damaged_tables_of_an_mp4_file_never_give_another_frame(
     tables: dict[int, bytes], bframes: int, data: st.DataObject
 ) -> None:

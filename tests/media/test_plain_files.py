@@ -1,7 +1,5 @@
 """Which image files are decoded without supervision; Pillow's own files are the oracle."""
 
-from __future__ import annotations
-
 import io
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Sizes of images as they are displayed, and what is refused before it is decoded."""
 
-from __future__ import annotations
-
 import io
 import warnings
 
@@ -10,7 +8,7 @@ from PIL import Image
 from support.media_files import png_of
 
 from energon_packing.errors import SampleRejected
-from energon_packing.media.probe import image_info, probe_image
+from energon_packing.media.probe import image_info
 
 
 def encoded(image: Image.Image, form: str = "JPEG", **options: object) -> bytes:
@@ -62,6 +60,6 @@ def test_a_decompression_bomb_is_refused_from_its_header(side: int, monkeypatch:
 
 def test_the_pixel_limit_is_exact() -> None:
     data = encoded(Image.new("L", (100, 50)), "PNG")
-    assert probe_image(data, max_pixels=5000) == (100, 50)
+    assert image_info(data, max_pixels=5000)[:2] == (100, 50)
     with pytest.raises(SampleRejected, match="100x50"):
-        probe_image(data, max_pixels=4999)
+        image_info(data, max_pixels=4999)

@@ -1,7 +1,5 @@
 """Frame counts equal to what decoding yields, upright sizes, true average rates."""
 
-from __future__ import annotations
-
 import io
 from fractions import Fraction
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Memory of a process and its decoding child: what lies in it stays as it was made for as long as it is used."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import mmap

@@ -121,7 +121,7 @@ FAMILY_MUTATIONS: tuple[Mutation, ...] = (
         name="a pack of images and videos goes to GLM's model as the processor names them",
         test=GLM_MIXED + "test_the_model_refuses_a_row_that_holds_images_and_videos_and_takes_ours",
         oracle="Hugging Face's model",
-        edits=(("encoders/joinable_rows.py", "rows = videos_as_images([", "rows = list(["),),
+        edits=(("encoders/joinable_rows.py", "rows = videos_as_images(filled)", "rows = filled"),),
     ),
     Mutation(
         trap=23,
@@ -146,14 +146,14 @@ FAMILY_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=83,
         name="the rate of a clip is its frames over their rounded times",
-        test=FROM_FILES + "[qwen3_vl-setting10-40]",
+        test=FROM_FILES + "[qwen3_vl-setting10]",
         oracle="transformers' reader of files, and Hugging Face's processor",
         edits=(("media/probe.py", "if stated and abs((span + length) * stated - count.frames) <= 1:", "if False:"),),
     ),
     Mutation(
         trap=83,
         name="GLM's clip has the length that floats give it",
-        test=FROM_FILES + "[glm4v-setting20-40]",
+        test=FROM_FILES + "[glm4v-setting20]",
         oracle="transformers' reader of files, and Hugging Face's processor",
         edits=(("families/glm4v.py", "duration=float(total / fps)", "duration=float(total / fps) - 1e-15"),),
     ),
@@ -178,7 +178,7 @@ FAMILY_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=84,
         name="times that Ernie draws are float64",
-        test=FROM_FILES + "[ernie4_5_vl-setting23-40]",
+        test=FROM_FILES + "[ernie4_5_vl-setting23]",
         oracle="Hugging Face's processor",
         edits=(
             (

@@ -105,8 +105,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "encoders/encoder.py",
-                "positions = np.arange(len(ids), dtype=np.int64)",
-                "positions = np.full(len(ids), -1 if not measured.plans else 0, dtype=np.int64)",
+                "np.arange(len(ids), dtype=np.int64)",
+                "np.full(len(ids), -1 if not measured.plans else 0, dtype=np.int64)",
             ),
         ),
     ),
@@ -308,8 +308,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "encoders/encoder.py",
-                "labels[:-1][learned[:-1]] = ids[1:][learned[:-1]]",
-                "labels[:] = np.roll(ids, -1)",
+                "labels = np.where(learned, np.roll(ids, -1), IGNORE_INDEX)",
+                "labels = np.roll(ids, -1)",
             ),
         ),
     ),

@@ -165,7 +165,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "media/decoding_process.py",
-                "if not child.answers.poll(None if left is None else left * 1000):",
+                "if not child.connection.poll(None if self._seconds is None else self._seconds + GRACE):",
                 "if False:",
             ),
         ),

@@ -18,7 +18,7 @@ TARGET_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=69,
         name="a cut conversation chooses its targets anew",
-        test=CHOSEN + "test_what_a_cut_conversation_trains_is_what_the_whole_one_trains_of_it[last_assistant]",
+        test=CHOSEN + "test_what_a_cut_conversation_trains_is_what_the_whole_one_trains_of_it",
         oracle=WHOLE,
         edits=(("encoders/fitting.py", "chosen = choose(conversation)", "chosen = range(len(conversation.turns))"),),
     ),
@@ -79,8 +79,8 @@ TARGET_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "encoders/targets.py",
-                "text.tokens_of(span.start, span.end)\n            trained[first:last] = False\n",
-                "text.tokens_of(span.start + 2, span.end - 2)\n            trained[first:last] = False\n",
+                "text.tokens_of(span.start, span.end)\n",
+                "text.tokens_of(span.start + 2 * (not span.weight), span.end - 2 * (not span.weight))\n",
             ),
         ),
     ),

@@ -24,7 +24,7 @@ TEMPLATE_MUTATIONS: tuple[Mutation, ...] = (
         name="what is missing from the text is not looked for",
         test=TRAPS + "test_what_a_template_hides_is_refused_by_name[a short name that stands elsewhere in the text]",
         oracle=WORDS,
-        edits=(("chat/marks.py", "if piece not in shown]", "if False]"),),
+        edits=(("chat/marks.py", "sorted({*range(len(self.pieces))} - {*self.order})", "[]"),),
     ),
     Mutation(
         trap=41,
@@ -179,7 +179,7 @@ TEMPLATE_MUTATIONS: tuple[Mutation, ...] = (
         name="strip takes the indentation with the thinking",
         test=PAIRS + "test_stripped_thinking_leaves_what_transformers_renders_of_the_record_without_it[qwen2_5]",
         oracle="transformers on the record without thinking",
-        edits=(("chat/thinking.py", "text[cursor] in LINE_ENDS", "text[cursor].isspace()"),),
+        edits=(("chat/thinking.py", '"" if depth else LINE_ENDS', '"" if depth else None'),),
     ),
     Mutation(
         trap=73,

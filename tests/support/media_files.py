@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from energon_packing.conversation import Media
-from energon_packing.media.probe import probe_image, probe_video
+from energon_packing.media.probe import image_info, probe_video
 
 
 def picture(width: int, height: int, mode: str = "RGB", seed: int = 0) -> Image.Image:
@@ -160,7 +160,7 @@ class Folder:
             video = probe_video(data)
             names = ("width", "height", "frames", "fps", "duration")
             return Media(kind="video", name=name, **{each: getattr(video, each) for each in names})
-        width, height = probe_image(data)
+        width, height = image_info(data)[:2]
         return Media(kind="image", name=name, width=width, height=height)
 
     def read(self, name: str) -> bytes:

@@ -54,7 +54,7 @@ def _epochs_need_whole_batches(view: RunView) -> Finding | None:
     place="energon_packing.encoders",
     applies=_measured,
     severity="warning",
-    sources=(SourceLine("energon_packing/encoders/fitting.py", 'return Excess("oversize"'),),
+    sources=(SourceLine("energon_packing/encoders/fitting.py", 'return SampleRejected("oversize"'),),
 )
 def _longest_sample(view: RunView) -> Finding | None:
     data = view.data

@@ -1,10 +1,8 @@
 """`RunView`: everything that a rule reads about a training run, each value with its place in the run's description.
 
-A rule never reads a configuration object. It reads this view, so the same rule judges our YAML, a Bridge
-``ConfigContainer`` and Megatron-LM's arguments. Imports neither torch nor Bridge.
+So the same rule judges our YAML, a Bridge ``ConfigContainer`` and Megatron-LM's arguments. Imports neither torch nor
+Bridge.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import functools
@@ -13,7 +11,7 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from energon_packing.thd.alignment import alignment_multiple
 from energon_packing.validate.run_facts import DataFacts, TokenFacts
@@ -34,27 +32,25 @@ def at[T](default: T, *, bridge: str = "", ours: str = "", argument: str = "") -
     Args:
         default: where a source does not state it.
         bridge: path in a ``ConfigContainer``; ``final`` is the model's provider after its ``finalize()``.
-        ours: path in our `energon_packing.config.RunConfig`.
+        ours: path in a `RunConfig`.
         argument: of Megatron-LM.
     """
     return dataclasses.field(default=default, metadata={"bridge": bridge, "ours": ours, "argument": argument})
 
 
 def stated(source: Any, kind: Literal["bridge", "ours"]) -> dict[str, Any]:
-    """Returns the fields of the view that a description of a run states in the places that `RunView` declares.
+    """Returns the fields of the view that a run states in the places that `RunView` declares for this kind of source.
 
-    Args:
-        source: an object with the attributes that begin the paths.
-        kind: of the source.
+    Paths begin with attributes of ``source``.
     """
-    found = {}
+    fields = {}
     for entry in dataclasses.fields(RunView):
-        if path := entry.metadata.get(kind):
-            value = functools.reduce(lambda place, name: getattr(place, name, None), path.split("."), source)
-            if value is not None:
-                value = tuple(value) if isinstance(value, list) else value
-                found[entry.name] = bool(value) if isinstance(entry.default, bool) else value
-    return found
+        path = entry.metadata.get(kind)
+        value = path and functools.reduce(lambda at, name: getattr(at, name, None), path.split("."), source)
+        if path and value is not None:
+            value = tuple(value) if isinstance(value, list) else value
+            fields[entry.name] = bool(value) if isinstance(entry.default, bool) else value
+    return fields
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -235,23 +231,40 @@ class RunView:
     bridge_version: str | None = None
 
     @classmethod
-    def of(cls, **fields: Any) -> RunView:
-        """A view with these fields."""
+    def of(cls, **fields: Any) -> Self:
+        """Returns a view with these fields."""
         return cls(**fields)
 
-    def changed(self, **fields: Any) -> RunView:
-        """A copy of the view with changed fields."""
+    def changed(self, **fields: Any) -> Self:
+        """Returns a copy of the view with changed fields."""
         return dataclasses.replace(self, **fields)
 
     @property
     def multiple(self) -> int:
         """Every segment is padded to a multiple of this many tokens."""
         return alignment_multiple(
-            self.tensor_parallel,
-            self.context_parallel,
-            self.sequence_parallel,
-            self.eval_context_parallel,
+            self.tensor_parallel, self.context_parallel, self.sequence_parallel, self.eval_context_parallel
         )
+
+    @property
+    def ranks_of_a_row(self) -> int:
+        """Ranks over which the tokens of a row are spread."""
+        return self.context_parallel * (self.tensor_parallel if self.sequence_parallel else 1)
+
+    def next_length(self, multiple: int) -> int:
+        """Returns the first length of rows from the data set's on that this multiple and the alignment divide."""
+        both = math.lcm(multiple, self.multiple)
+        return math.ceil(self.dataset_seq_length / both) * both
+
+    @property
+    def wide(self) -> bool:
+        """Whether ranks share rows by context parallelism, in training or in evaluation."""
+        return max(self.context_parallel, self.eval_context_parallel or 1) > 1
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the model is known to be a mixture of experts."""
+        return self.expert_parallel > 1 or (self.num_moe_experts or 0) > 0
 
     @property
     def packed(self) -> bool:
@@ -259,9 +272,25 @@ class RunView:
         return self.enable_offline_packing or self.enable_in_batch_packing or self.packs_natively
 
     @property
+    def packed_not_natively(self) -> bool:
+        """As `packed`, without the rows of Bridge's own packing, about which ``bridge/native-*`` speak."""
+        return self.packed and not self.packs_natively
+
+    @property
+    def comm_types(self) -> tuple[str, ...]:
+        """How context-parallel ranks communicate: of each layer, or one name for all."""
+        kinds = self.cp_comm_type or "p2p"
+        return kinds if isinstance(kinds, tuple) else (kinds,)
+
+    @property
+    def bridge_name(self) -> str:
+        """The version of Bridge as findings name it."""
+        return self.bridge_version or "0.6"
+
+    @property
     def packs_natively(self) -> bool:
         """Whether Bridge's own online packing makes the rows; 0.6 accepts ``packing_buffer_size`` but does not pack."""
-        return self.dataset_kind == "energon" and self.packing_buffer_size is not None and self.bridge_packs_natively
+        return self.dataset_kind == "energon" and self.packing_buffer_size is not None and self.bridge_release >= (0, 7)
 
     @property
     def rows_are_packs(self) -> bool:
@@ -271,8 +300,7 @@ class RunView:
     @property
     def reaches_the_step_packed(self) -> bool:
         """As `packed`, without the rows that the forward step packs itself."""
-        deferred = self.enable_in_batch_packing and self.defer_in_batch_packing_to_step
-        return self.packed and not deferred
+        return self.packed and not (self.enable_in_batch_packing and self.defer_in_batch_packing_to_step)
 
     @property
     def as_wide_as_its_samples(self) -> bool:
@@ -313,11 +341,6 @@ class RunView:
         if self.data is None:
             return None
         return self.data.packs_per_epoch if self.rows_are_packs else self.data.samples_per_epoch
-
-    @property
-    def bridge_packs_natively(self) -> bool:
-        """Whether the installed Bridge has its own online packing, which came with 0.7."""
-        return self.bridge_release >= (0, 7)
 
     @property
     def bridge_release(self) -> tuple[int, int]:
@@ -362,22 +385,23 @@ class RunView:
     @property
     def full_iteration_graph(self) -> bool:
         """As `is_full_iteration_cuda_graph` of ``megatron/bridge/utils/cuda_graph.py``."""
-        if self.cuda_graph_impl == "full_iteration":
-            return True
-        return self.cuda_graph_impl == "local" and "full_iteration" in self.cuda_graph_modules
+        local = self.cuda_graph_impl == "local" and "full_iteration" in self.cuda_graph_modules
+        return local or self.cuda_graph_impl == "full_iteration"
+
+    @property
+    def _partial_graph_modules(self) -> list[str]:
+        return [name for name in self.cuda_graph_modules if not name.startswith("full")]
 
     @property
     def local_layer_graph(self) -> bool:
         """As `validate_cuda_graph_configuration` there: local graphs of less than an iteration, in training."""
-        if self.cuda_graph_impl != "local" or self.full_iteration_graph:
-            return False
-        modules = [m for m in self.cuda_graph_modules if not m.startswith("full")]
-        return bool(modules) or not {"layer", "block"} & set(self.inference_graph_scopes)
+        for_inference = not self._partial_graph_modules and {"layer", "block"} & set(self.inference_graph_scopes)
+        return self.cuda_graph_impl == "local" and not self.full_iteration_graph and not for_inference
 
     @property
     def graphs_capture_attention(self) -> bool:
         """As in ``ConfigContainer.validate()``: the whole iteration, whole layers, or the attention module."""
-        modules = [m for m in self.cuda_graph_modules if not m.startswith("full")]
+        modules = self._partial_graph_modules
         scoped = self.cuda_graph_impl == "transformer_engine" and (not modules or "attn" in modules)
         return self.full_iteration_graph or scoped
 

@@ -1,12 +1,10 @@
 """The verdict of the installed Bridge: its own unmodified ``ConfigContainer.validate()`` on an equivalent run.
 
 Bridge skips some of its rules for a ``DatasetProvider``, which our data set is. The equivalent run therefore uses
-Bridge's own data set classes: for ours an ``EnergonDatasetConfig`` that carries the offline-packing fields, which
-Bridge reads by name from any data set. The model is the cheapest GPT provider with the same parallel layout; nothing
-is built and no process group is opened. Without CUDA or Transformer Engine, `stand_ins` is installed first.
+Bridge's own data set classes: for ours an ``EnergonDatasetConfig`` with the offline-packing fields, which Bridge reads
+by name from any data set. The model is the cheapest GPT provider with the same parallel layout; nothing is built, and
+no process group is opened.
 """
-
-from __future__ import annotations
 
 import contextlib
 import dataclasses
@@ -68,10 +66,8 @@ class _PlaceholdersFor(importlib.abc.MetaPathFinder):
         self.module = module
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """The usual spec of the one module, with a loader that lends it the placeholders; None for other modules."""
-        if fullname != self.module:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        """Returns the usual spec of the one module, with a loader that lends it the placeholders."""
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target) if fullname == self.module else None
         if spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module
@@ -79,9 +75,9 @@ class _PlaceholdersFor(importlib.abc.MetaPathFinder):
         def exec_module(module: types.ModuleType) -> None:
             """Runs the module while the placeholders can be imported, and removes them afterwards."""
             names = ("transformer_engine", "transformer_engine.pytorch")
-            placeholders = [_Placeholder(name) for name in names]
-            placeholders[0].pytorch = placeholders[1]  # type: ignore[attr-defined]
-            sys.modules.update(zip(names, placeholders, strict=True))
+            placeholders = {name: _Placeholder(name) for name in names}
+            vars(placeholders[names[0]])["pytorch"] = placeholders[names[1]]
+            sys.modules |= placeholders
             try:
                 execute(module)
             finally:
@@ -134,11 +130,8 @@ class BridgeVerdict:
 
 
 def bridge_verdict(view: RunView) -> BridgeVerdict:
-    """Asks the installed Bridge about a run. Importing Bridge takes several seconds.
-
-    Args:
-        view: kinds ``packed_energon``, ``energon`` and ``gpt_sft``.
-    """
+    """Asks the installed Bridge about a run of the kinds ``packed_energon``, ``energon`` and ``gpt_sft``; importing
+    Bridge takes several seconds."""
     version = installed_version("megatron-bridge")
     if version is None:
         return BridgeVerdict(version=None, accepted=None, message="megatron-bridge is not installed")
@@ -170,16 +163,16 @@ def container_verdict(container: Any, *, world_size: int) -> BridgeVerdict:
 
 
 def _judged(check: Callable[[], None], size: int) -> BridgeVerdict:
-    version = installed_version("megatron-bridge")
+    accepted = BridgeVerdict(version=installed_version("megatron-bridge"), accepted=True)
     with without_output(), believed_world_size(size):
         try:
             check()
         except Exception as error:  # Bridge rejects with ValueError, AssertionError, TypeError, and the like
             message = " ".join(str(error).split()) or type(error).__name__
-            return BridgeVerdict(
-                version=version, accepted=False, message=message, rule=rule_that_bridge_named(str(error))
+            return dataclasses.replace(
+                accepted, accepted=False, message=message, rule=rule_that_bridge_named(str(error))
             )
-    return BridgeVerdict(version=version, accepted=True)
+    return accepted
 
 
 def prepare_bridge() -> None:
@@ -200,15 +193,13 @@ def equivalent_container(view: RunView) -> Any:
     from megatron.core.transformer.enums import CudaGraphModule
 
     tensor, pipeline = view.tensor_parallel, view.pipeline_parallel
-    experts = view.num_moe_experts or (view.expert_parallel if view.expert_parallel > 1 else None)
-    comm = view.cp_comm_type
-    sizes = view.hierarchical_context_parallel_sizes
+    comm, sizes = view.cp_comm_type, view.hierarchical_context_parallel_sizes
     model = GPTModelProvider(
         # The smallest shape that TP, PP and EP divide, so that only the rules in question can fail.
         num_layers=view.num_layers or pipeline,
         num_attention_heads=tensor,
         hidden_size=16 * tensor,
-        num_moe_experts=experts,
+        num_moe_experts=view.num_moe_experts or (view.expert_parallel if view.expert_parallel > 1 else None),
         add_bias_linear=False,  # experts over tensor ranks have none
         seq_length=view.model_seq_length,
         tensor_model_parallel_size=tensor,
@@ -257,12 +248,6 @@ def _equivalent_dataset(view: RunView) -> Any:
     from megatron.bridge.data.builders.gpt_sft import GPTSFTDatasetConfig
     from megatron.bridge.data.packing.config import PackedSequenceSpecs
 
-    specs = None
-    if view.has_offline_packing_specs:
-        specs = PackedSequenceSpecs(
-            packed_sequence_size=-1 if view.packed_sequence_size is None else view.packed_sequence_size,
-            pad_cu_seqlens=view.pad_cu_seqlens,
-        )
     data: Any
     if view.dataset_kind == "gpt_sft":
         data = GPTSFTDatasetConfig(
@@ -275,12 +260,12 @@ def _equivalent_dataset(view: RunView) -> Any:
         )
     elif view.dataset_kind in ("energon", "packed_energon"):
         micro = view.dataset_micro_batch_size
-        known = view.task_encoder or (TASK_ENCODER if view.packs_natively else "HFEnergonTaskEncoderConfig")
+        task_encoder = view.task_encoder or (TASK_ENCODER if view.packs_natively else "HFEnergonTaskEncoderConfig")
         data = energon.EnergonDatasetConfig(
             path="unused",
             seq_length=view.dataset_seq_length,
             micro_batch_size=view.micro_batch_size if micro is None else micro,
-            task_encoder=_equivalent_task_encoder(getattr(energon, known)),
+            task_encoder=_equivalent_task_encoder(getattr(energon, task_encoder)),
             packing_buffer_size=view.packing_buffer_size if view.dataset_kind == "energon" else None,
             do_validation=view.do_validation,
             pad_to_max_length=view.pad_to_max_length,
@@ -288,7 +273,12 @@ def _equivalent_dataset(view: RunView) -> Any:
     else:
         raise ValueError(f"no equivalent of a {view.dataset_kind} data set")
     data.enable_offline_packing = view.enable_offline_packing
-    data.offline_packing_specs = specs
+    data.offline_packing_specs = None
+    if view.has_offline_packing_specs:
+        data.offline_packing_specs = PackedSequenceSpecs(
+            packed_sequence_size=-1 if view.packed_sequence_size is None else view.packed_sequence_size,
+            pad_cu_seqlens=view.pad_cu_seqlens,
+        )
     data.enable_in_batch_packing = view.enable_in_batch_packing
     if view.packs_natively:
         data.defer_in_batch_packing_to_step = view.defer_in_batch_packing_to_step

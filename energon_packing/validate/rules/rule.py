@@ -1,17 +1,12 @@
-"""What a rule is: an identity, a check of a `RunView`, and a finding with the values and the fix.
-
-All rules, and the judgement of a run by them. Needs neither torch nor Bridge, and takes microseconds.
+"""What a rule is, all rules, and the judgement of a run by them. Needs neither torch nor Bridge.
 
 Bridge stops at its first error; `judge` lists every rule that does not hold, each with the values and the fix. A
 conformance test compares the verdicts with the installed Bridge, rule by rule.
 """
 
-from __future__ import annotations
-
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 from energon_packing.errors import PackingError
@@ -39,7 +34,7 @@ class Versioned:
     before: tuple[int, int] | None = None
 
     def speaks_of(self, release: tuple[int, int]) -> bool:
-        """Returns whether it is true of, or alongside, this version of Megatron-Bridge."""
+        """Returns whether it is true of this version of Megatron-Bridge."""
         return self.since <= release and (self.before is None or release < self.before)
 
 
@@ -56,17 +51,25 @@ class SourceLine(Versioned):
     says: str
 
 
+def core(file: str, says: str, **versions: tuple[int, int]) -> SourceLine:
+    """Returns a line of Megatron-Core; versions are those of Bridge."""
+    return SourceLine(f"megatron/core/{file}", says, **versions)
+
+
+def bridge(file: str, says: str, **versions: tuple[int, int]) -> SourceLine:
+    """Returns a line of Megatron-Bridge."""
+    return SourceLine(f"megatron/bridge/{file}", says, **versions)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule(Versioned):
     """One rule.
 
     Attributes:
-        id: stable name for people and machines, ``origin/name``; it never changes and is never reused.
+        id: ``origin/name``; it never changes and is never reused.
         checks: what is true when the rule holds.
         place: where the rule comes from.
-        finds: returns why the rule does not hold, or None if it holds after all.
-        applies: whether the rule applies to such a run.
-        holds: whether it holds; else ``finds`` is asked.
+        finds: returns why the rule does not hold, or None if it holds after all; asked where ``holds`` is false.
         order: place among all rules. Below 1000: where Bridge's ``validate()`` tests it, in steps of ten so that a new
             one fits between two; silent changes by Bridge come last. From there on: the others.
         provider_escapes: whether Bridge tests it for its own data set classes only, and no other ``DatasetProvider``.
@@ -117,7 +120,7 @@ def rule(
     return lambda finds: Rule(finds=finds, applies=applies, holds=holds, **settings)
 
 
-bridges_rule = functools.partial(rule, place="megatron.bridge.training.config.ConfigContainer.validate")
+bridges_rule = partial(rule, place="megatron.bridge.training.config.ConfigContainer.validate")
 """`rule` for those of Bridge's ``validate()``."""
 
 

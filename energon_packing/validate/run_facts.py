@@ -152,13 +152,14 @@ def processor_facts(processor: str | None) -> TokenFacts | None:
     texts = [_read(folder / name) for name in _PROCESSOR_FILES if (folder / name).is_file()]
     return TokenFacts(
         size=max([last, *added.values()]) + 1,
-        placeholders=_numbers(ids),
+        placeholders=numbers(ids),
         geometry=model_geometry(*_stated_sizes(texts), names={name: name for name in GEOMETRY}),
         processor=next((text["processor_class"] for text in texts if text.get("processor_class")), None),
     )
 
 
-def _numbers(ids: Mapping[str, Any]) -> dict[str, int]:
+def numbers(ids: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the ids that are stated."""
     return {kind: number for kind, number in ids.items() if isinstance(number, int)}
 
 
@@ -211,7 +212,7 @@ def model_facts(config_file: Path) -> dict[str, Any]:
         "num_moe_experts": text.get("num_experts"),
         "model_tokens": TokenFacts(
             size=text.get("vocab_size") or values.get("vocab_size"),
-            placeholders=_numbers(stated),
+            placeholders=numbers(stated),
             # Mistral 3 states its merge size beside the vision encoder.
             geometry=model_geometry(vision, {"spatial_merge_size": values.get("spatial_merge_size")}),
         ),

@@ -65,10 +65,10 @@ def commands() -> str:
 
 def rules() -> str:
     """docs/validate.md, with the table of all rules between the lines that mark it."""
-    from energon_packing.validate.rules.rule import RULES
+    from energon_packing.validate.rules.rule import all_rules
 
     rows = ["| rule | severity | what holds | a provider | versions | place |", "| --- | --- | --- | --- | --- | --- |"]
-    for rule in RULES:
+    for rule in all_rules():
         versions = "{}.{} on".format(*rule.since) if rule.since > (0, 6) else "all"
         if rule.before is not None:
             versions = "before {}.{}".format(*rule.before)

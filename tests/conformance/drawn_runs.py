@@ -20,7 +20,7 @@ from typing import Any
 
 from energon_packing.thd.alignment import alignment_multiple
 from energon_packing.validate import verdict
-from energon_packing.validate.rules.rule import RULES, violations
+from energon_packing.validate.rules.rule import all_rules, violations
 from energon_packing.validate.run_facts import TokenFacts
 from energon_packing.validate.run_view import RunView, installed_version, smallest_world_size
 from energon_packing.validate.verdict import bridge_verdict
@@ -468,7 +468,7 @@ def main(runs: int) -> int:
     found = tallied(drawn(runs, SEED))
     print(f"Megatron-Bridge {found.version}: {found.runs} runs, {found.accepted} accepted by Bridge,")
     print(f"{found.by_ours_alone} of them not by us, {len(found.disagreements)} judged differently")
-    for rule in RULES:
+    for rule in all_rules():
         if found.violated[rule.id] and not rule.bridge_says:
             print(f"{rule.id:50}{found.violated[rule.id]:>7}  {rule.sources[0].file}: {rule.sources[0].says}")
     print("\n".join(found.disagreements[:5]), file=sys.stderr)

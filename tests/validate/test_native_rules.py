@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from energon_packing.cli.validate import packing_of, resolved_summary
-from energon_packing.validate.rules.rule import RULES, judge, violations
+from energon_packing.validate.rules.rule import all_rules, judge, violations
 from energon_packing.validate.run_facts import DataFacts
 from energon_packing.validate.run_view import RunView, installed_version
 
@@ -127,7 +127,7 @@ def test_what_a_rule_says_of_a_run(base: RunView, rule: str, changes: dict[str, 
 
 
 def test_rules_of_0_7_say_nothing_of_0_6_and_the_other_way_round() -> None:
-    versioned = [rule for rule in RULES if rule.since > (0, 6) or rule.before]
+    versioned = [rule for rule in all_rules() if rule.since > (0, 6) or rule.before]
     assert len(versioned) >= 11
     for rule in versioned:
         old, new = (NATIVE.changed(bridge_version=version) for version in ("0.6.2", "0.7.0rc1"))

@@ -13,11 +13,11 @@ import pytest
 from energon_packing.errors import ConfigError, PackingError
 from energon_packing.validate import rules
 from energon_packing.validate.rules import rule as registry
-from energon_packing.validate.rules.rule import LAST, RULES, judge
+from energon_packing.validate.rules.rule import LAST, all_rules, judge
 from energon_packing.validate.run_view import RunView
 
 ROOT = Path(__file__).resolve().parents[2]
-BRIDGES = [rule for rule in RULES if rule.origin == "bridge"]
+BRIDGES = [rule for rule in all_rules() if rule.origin == "bridge"]
 
 
 def test_a_file_in_the_folder_is_all_that_a_rule_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,7 +31,7 @@ def _even(view):
     monkeypatch.delitem(vars(registry._REGISTRY), "_entries")
     registry.all_rules.cache_clear()
     try:
-        (last,) = judge(RunView(enable_offline_packing=True))[len(RULES) :]
+        (last,) = judge(RunView(enable_offline_packing=True))[len(all_rules()) :]
         assert (last.rule.id, last.outcome) == ("ours/even", "error")
     finally:
         monkeypatch.undo()
@@ -40,7 +40,7 @@ def _even(view):
 
 
 def test_a_rule_of_another_package_is_judged_last_and_its_id_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = dataclasses.replace(RULES[-1], id="ours/theirs", order=LAST)
+    theirs = dataclasses.replace(all_rules()[-1], id="ours/theirs", order=LAST)
     monkeypatch.setattr(registry._REGISTRY, "_entries", dict(registry._REGISTRY._entries))
     registry.register_rule(theirs)
     try:
@@ -53,7 +53,7 @@ def test_a_rule_of_another_package_is_judged_last_and_its_id_is_taken_once(monke
 
 
 def test_no_rule_is_named_elsewhere_in_the_package_by_an_id_that_does_not_exist() -> None:
-    known = {rule.id for rule in RULES}
+    known = {rule.id for rule in all_rules()}
     named = {}
     for file in [*(ROOT / "energon_packing").rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"]:
         for found in re.findall(r"[`\"(](?:rule )?((?:bridge|core|ours)/[a-z0-9-]+)[`\")]", file.read_text()):
@@ -63,11 +63,11 @@ def test_no_rule_is_named_elsewhere_in_the_package_by_an_id_that_does_not_exist(
 
 
 def test_bridges_rules_come_first_in_bridges_own_order() -> None:
-    assert [rule.order for rule in RULES] == sorted({rule.order for rule in RULES})
-    assert all((rule.order < 1000) == (rule.origin == "bridge") for rule in RULES)
+    assert [rule.order for rule in all_rules()] == sorted({rule.order for rule in all_rules()})
+    assert all((rule.order < 1000) == (rule.origin == "bridge") for rule in all_rules())
     sources = "".join(file.read_text() for file in (ROOT / "energon_packing/validate/rules").glob("*.py"))
-    assert len(re.findall('^    id="', sources, re.MULTILINE)) == len(RULES), "an id is used twice"
-    assert all(re.fullmatch("(bridge|core|ours)/[a-z0-9-]+", rule.id) for rule in RULES)
+    assert len(re.findall('^    id="', sources, re.MULTILINE)) == len(all_rules()), "an id is used twice"
+    assert all(re.fullmatch("(bridge|core|ours)/[a-z0-9-]+", rule.id) for rule in all_rules())
     with pytest.raises(PackingError, match="no source line"):
         dataclasses.replace(BRIDGES[0], id="ours/length")
 

@@ -11,7 +11,7 @@ import pytest
 
 from energon_packing.config import ParallelConfig, RunConfig, TrainingConfig
 from energon_packing.validate.rules import packing
-from energon_packing.validate.rules.rule import RULES, judge, rule_that_bridge_named, violations
+from energon_packing.validate.rules.rule import all_rules, judge, rule_that_bridge_named, violations
 from energon_packing.validate.run_facts import DataFacts, TokenFacts
 from energon_packing.validate.run_source import view_of_config
 from energon_packing.validate.run_view import RunView
@@ -504,7 +504,7 @@ def test_nobody_is_sent_to_our_step_where_its_hooks_are_bypassed() -> None:
 
 
 def test_no_message_of_bridge_is_claimed_by_two_rules() -> None:
-    fragments = [(fragment, rule) for rule in RULES for fragment in rule.bridge_says]
+    fragments = [(fragment, rule) for rule in all_rules() for fragment in rule.bridge_says]
     assert all(rule_that_bridge_named(f"before {fragment} after") is rule for fragment, rule in fragments)
 
 

@@ -154,7 +154,10 @@ _REGISTRY: Registry[Rule] = Registry(
 
 @cache
 def all_rules() -> tuple[Rule, ...]:
-    """Returns Bridge's rules in the order in which it tests them, then Megatron-Core's and ours, then others'."""
+    """Returns Bridge's rules in the order in which it tests them, then Megatron-Core's and ours, then others'.
+
+    Not to be called while modules are imported: a rule's own may be the first of them, and would be found empty.
+    """
     return tuple(sorted(map(_REGISTRY.find, _REGISTRY.names()), key=lambda rule: rule.order))
 
 
@@ -167,9 +170,6 @@ def register_rule(rule: Rule) -> None:
     _REGISTRY.add(rule.id, rule)
     all_rules.cache_clear()
 
-
-RULES = all_rules()
-"""Those of this package, and those that installed packages declare."""
 
 Outcome = Literal["ok", "error", "warning", "note", "not applicable"]
 

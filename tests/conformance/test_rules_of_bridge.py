@@ -1,7 +1,7 @@
 """Our verdicts, the rules' sources and the table of families against Bridge: its ``validate()``, its sources.
 
 Every run is judged by Bridge's unmodified ``ConfigContainer.validate()``. Bridge stops at its first complaint and
-`all_rules()` keeps its order, so our first error must be the one that it names. ``pytest -s`` prints the counts by rule.
+`all_rules` keeps its order, so our first error must be the one that it names. ``pytest -s`` prints the counts by rule.
 """
 
 from __future__ import annotations

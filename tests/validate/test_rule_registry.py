@@ -31,7 +31,7 @@ def _even(view):
     monkeypatch.delitem(vars(registry._REGISTRY), "_entries")
     registry.all_rules.cache_clear()
     try:
-        (last,) = judge(RunView(enable_offline_packing=True))[len(all_rules()) :]
+        last = judge(RunView(enable_offline_packing=True))[-1]
         assert (last.rule.id, last.outcome) == ("ours/even", "error")
     finally:
         monkeypatch.undo()

@@ -1,11 +1,8 @@
 """`PackingMetrics`: what a run's packs are like, in Bridge's TensorBoard and Weights & Biases loggers.
 
-from energon_packing.bridge.metrics import PackingMetrics
 cfg.dataset.metrics.directory = "run/metrics"
 pretrain(cfg, forward_step, callbacks=[PackingMetrics()])
 """
-
-from __future__ import annotations
 
 from typing import Any
 

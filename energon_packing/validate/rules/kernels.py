@@ -83,10 +83,12 @@ def _attention_kernel(view: RunView) -> Finding | None:
         return Finding(why=f"attention_backend is 'local', {why}", fix=fix)
     if view.multiple == 1 or backend == "fused":
         return None
-    padded = f"does not support padding between samples, but each is padded to a multiple of {view.multiple}"
+    lacks = "does not support padding between samples"
+    padded = f"but each is padded to a multiple of {view.multiple}"
     if backend == "unfused":
-        return Finding(why=f"attention_backend is 'unfused', which {padded}", fix=fix)
+        return Finding(why=f"attention_backend is 'unfused', which {lacks}, {padded}", fix=fix)
     return Finding(
-        why=f"attention_backend is 'flash', and FlashAttention 2 {padded}: without version 3 no kernel is left",
+        why=f"attention_backend is 'flash', and FlashAttention 2 {lacks} (version 3 does), {padded}: without version 3 "
+        "no kernel is left",
         fix=f"{fix}; cuDNN's fused attention supports such rows",
     )

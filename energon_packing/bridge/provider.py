@@ -163,10 +163,8 @@ def frozen[T](config: type[T], section: Any, *, where: str, **others: Any) -> T:
     """
     values = values_of(section)
     if not isinstance(values, Mapping):
-        known = typing.get_type_hints(config)
-        raise ConfigError(
-            f"{where} is {values!r}; it must be a section with its own fields, such as {where}.{[*known][-1]}."
-        )
+        *_, some = typing.get_type_hints(config)
+        raise ConfigError(f"{where} is {values!r}; it must be a section with its own fields, such as {where}.{some}.")
     return from_mapping(config, {**values, **others}, where=where)
 
 
@@ -407,7 +405,7 @@ class PackProvider(DatasetProvider):
         self._run = container
 
     def evaluate_on(self, groups: Any) -> None:
-        """Sets the process groups of the evaluation (a ``ProcessGroupCollection``) where they differ from the training's.
+        """Sets the groups of the evaluation (a ``ProcessGroupCollection``) where they differ from the training's.
 
         Bridge reads the groups of an evaluation with another context-parallel size from ``GlobalState._eval_pgs``,
         which the caller sets, and never tells a data set. Call this where you set them, before the iterators are built,
@@ -447,6 +445,7 @@ class PackProvider(DatasetProvider):
                 replica = Replica.of(groups)
             split = self.validation_split
             data = replace(config.data, workers=workers, path=self.validation_path or config.data.path, split=split)
+            # Metrics are of the training.
             config = ledger_apart(replace(config, data=data, metrics=MetricsConfig()), "validation")
             groups = groups or context.pg_collection
             evaluation = self._packs_of_evaluation(groups, context.valid_samples)
@@ -466,8 +465,8 @@ class PackProvider(DatasetProvider):
         return packs_of_steps(settings.eval_iters, batch // micro, ranks)
 
     def _packs_left(self, resumed: tuple[int, str | None] | None, ranks: int) -> int | None:
-        """Packs that the run has still to read, over all ranks; None if no ``setup`` is calling (`step_and_folder`), the
-        data set was not told about its run, or its batch grows."""
+        """Packs that the run has still to read, over all ranks; None if no ``setup`` is calling, the data set was not
+        told about its run, or its batch grows."""
         train = getattr(self._run, "train", None)
         if resumed is None or train is None or train.train_iters is None or train.rampup_batch_size:
             return None

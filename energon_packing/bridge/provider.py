@@ -123,7 +123,7 @@ def twin(config: type, left_out: tuple[str, ...] = (), *, module: str = __name__
     hints = typing.get_type_hints(config)
     entries: list[tuple[str, Any, Any]] = []
     for entry in fields(config):
-        hint, default = hints[entry.name], field(default=entry.default, default_factory=entry.default_factory)  # type: ignore[call-overload]
+        hint, default = hints[entry.name], field(default=entry.default, default_factory=entry.default_factory)
         if dataclasses.is_dataclass(hint):
             hint = twin(typing.cast("type", hint), module=module)
             default = field(default_factory=hint)

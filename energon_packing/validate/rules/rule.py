@@ -51,13 +51,13 @@ class SourceLine(Versioned):
     says: str
 
 
-def core(file: str, says: str, **versions: tuple[int, int]) -> SourceLine:
-    """Returns a line of Megatron-Core; versions are those of Bridge."""
-    return SourceLine(f"megatron/core/{file}", says, **versions)
+def core(file: str, says: str) -> SourceLine:
+    """Returns a line of Megatron-Core."""
+    return SourceLine(f"megatron/core/{file}", says)
 
 
-def bridge(file: str, says: str, **versions: tuple[int, int]) -> SourceLine:
-    """Returns a line of Megatron-Bridge."""
+def bridge(file: str, says: str, **versions: Any) -> SourceLine:
+    """Returns a line of Megatron-Bridge, maybe ``since`` one of its versions and ``before`` another."""
     return SourceLine(f"megatron/bridge/{file}", says, **versions)
 
 

@@ -17,7 +17,7 @@ import transformers
 from energon_packing.conversation import Conversation, MediaPart, Turn
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.encoders.joinable_rows import SHARED_PLACEHOLDER
-from support.parity.tiny_native import tiny_config
+from support.parity.tiny_families import tiny_config
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "families"))  # for `whole_sample`, here and in tests
 

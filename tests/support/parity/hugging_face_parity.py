@@ -27,9 +27,7 @@ from energon_packing.thd import (
     slice_for_context_parallel,
     unpack,
 )
-from support.parity.ranked_attention import ranked_attention
-from support.parity.span_kernels import kernel_arguments, linear_layers, span_kernels
-from support.parity.written_masks import written_mask
+from support.parity.attention import kernel_arguments, linear_layers, ranked_attention, span_kernels, written_mask
 
 Attention = Literal["mask", "positions"]
 Break = Literal["boundaries", "positions", "labels"]
@@ -45,16 +43,11 @@ class SegmentParity:
     """One sample in its pack compared with the same sample alone.
 
     Attributes:
-        pack: number of the pack, from 0.
-        index: place in the pack, from 0.
-        key: of the sample.
         tokens: real length.
         logits: largest absolute difference of a logit.
         at: token of the segment where that is.
         loss: weighted mean token loss in the pack.
-        loss_alone: the same, alone.
         gradient_norm: norm of the gradient of the segment's loss over all parameters, in the pack.
-        gradient_norm_alone: the same, alone.
         gradient: norm of the difference of both gradients, divided by the norm alone.
     """
 
@@ -73,14 +66,13 @@ class SegmentParity:
     def failures(self, tolerance: float) -> list[str]:
         """Returns what differs by more than `tolerance`, one sentence each; NaN counts as a difference."""
         name = f"pack {self.pack}, segment {self.index} ({self.key}, {self.tokens} tokens)"
-        found = []
-        if not self.logits <= tolerance:
-            found.append(f"{name}: logits differ by {self.logits:.2e} at token {self.at}")
-        if not abs(self.loss - self.loss_alone) <= tolerance * max(1.0, abs(self.loss_alone)):
-            found.append(f"{name}: the loss is {self.loss:.6f}, alone {self.loss_alone:.6f}")
-        if not self.gradient <= tolerance:
-            found.append(f"{name}: the gradient differs by {self.gradient:.2e} of its norm")
-        return found
+        gap = abs(self.loss - self.loss_alone) / max(1.0, abs(self.loss_alone))
+        compared = (
+            (self.logits, f"logits differ by {self.logits:.2e} at token {self.at}"),
+            (gap, f"the loss is {self.loss:.6f}, alone {self.loss_alone:.6f}"),
+            (self.gradient, f"the gradient differs by {self.gradient:.2e} of its norm"),
+        )
+        return [f"{name}: {sentence}" for difference, sentence in compared if not difference <= tolerance]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,17 +95,10 @@ class Perturbation:
 
     def failures(self, tolerance: float) -> list[str]:
         """Returns what does not hold, one sentence each."""
-        found = []
-        if not self.others <= tolerance:
-            found.append(
-                f"pack {self.pack}: changing segment {self.index} changes logits of segment {self.where} by "
-                f"{self.others:.2e}"
-            )
-        if not self.own > tolerance:
-            found.append(
-                f"pack {self.pack}: changing segment {self.index} changes its own logits by only {self.own:.2e}"
-            )
-        return found
+        changing = f"pack {self.pack}: changing segment {self.index} changes"
+        leak = f"{changing} logits of segment {self.where} by {self.others:.2e}"
+        nothing = f"{changing} its own logits by only {self.own:.2e}"
+        return [leak] * (not self.others <= tolerance) + [nothing] * (not self.own > tolerance)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

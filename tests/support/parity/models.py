@@ -6,19 +6,14 @@ import inspect
 from typing import Any
 
 import torch
+import transformers
 
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.errors import UserError
-from support.parity import tiny_native, tiny_tiles
+from support.parity import tiny_families
 from support.parity.hugging_face_parity import Attention, Subject
 
-_TINY = {"qwen2_5_vl": "qwen2_5_vl", "qwen3_vl": "qwen3_vl", "text": "text"}
-_MADE = {name: module.tiny_config for module in (tiny_tiles, tiny_native) for name in module.FAMILIES}
-
-
-def tiny_family(encoder: ConversationEncoder) -> str | None:
-    """Returns the name of the tiny Bridge model that serves the encoder's family; None if there is none."""
-    return _TINY.get(encoder.family.name)
+_OF_BRIDGE = ("qwen2_5_vl", "qwen3_vl", "text")
 
 
 def load_subject(
@@ -30,15 +25,13 @@ def load_subject(
     device: str = "cpu",
     seed: int = 1234,
 ) -> Subject:
-    """Loads a model in fp32 and evaluation mode.
+    """Returns a model in fp32 and evaluation mode.
 
     Args:
         encoder: of the packs; names the family and its media tokens.
         model: directory or hub name of a Hugging Face model; None makes a tiny one with random weights.
         seq_length: longest row, for the tiny model.
         attention: see `Subject`; ``positions`` on a CUDA device takes flash attention (bf16) if it is installed.
-        device: ``"cpu"``, ``"cuda"``.
-        seed: of random weights.
 
     Raises:
         UserError: a model that cannot be loaded, has too small a vocabulary, or a family without a tiny model.
@@ -58,24 +51,18 @@ def load_subject(
     loaded.set_attn_implementation("flash_attention_2" if flash else "sdpa")
     loaded = loaded.to(device=device, dtype=torch.bfloat16 if flash else torch.float32).eval()
     special = set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
-    plain = torch.tensor(sorted(set(tokenizer.get_vocab().values()) - special), dtype=torch.int64)
-    kinds_field = _kinds_field(loaded) if encoder.family.placeholder_ids else ""
     asked = inspect.signature(loaded.forward).parameters
+    fields = ("mm_token_type_ids", "token_type_ids") if encoder.family.placeholder_ids else ()
+    kinds_field = next((name for name in fields if name in asked), "")
     needed = [field.name for field in encoder.family.token_fields]
     return Subject(
         model=loaded,
         kinds=encoder.family.visual_kinds,
         kinds_field=kinds_field,
         token_fields=tuple(name for name in needed if name in asked and name != kinds_field),
-        plain_ids=plain,
+        plain_ids=torch.tensor(sorted(set(tokenizer.get_vocab().values()) - special), dtype=torch.int64),
         attention=attention,
     )
-
-
-def _kinds_field(model: Any) -> str:
-    """Returns the model's argument for which tokens stand for media; empty if it has none."""
-    asked = inspect.signature(model.forward).parameters
-    return next((name for name in ("mm_token_type_ids", "token_type_ids") if name in asked), "")
 
 
 def has_flash_attention() -> bool:
@@ -86,16 +73,12 @@ def has_flash_attention() -> bool:
 
 
 def _auto_class(config: Any) -> Any:
-    import transformers
-
     # Qwen3.5's configuration is in both lists; its causal model is the one without vision.
     sees = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
 
 
 def _load(model: str) -> Any:
-    import transformers
-
     try:
         config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
         return _auto_class(config).from_pretrained(
@@ -109,21 +92,14 @@ def _load(model: str) -> Any:
 def _tiny(encoder: ConversationEncoder, vocab_size: int, seq_length: int) -> Any:
     from support.bridge_cpu.tiny_models import hugging_face_config, special_tokens
 
-    longest = max(seq_length, 64)
-    tokens = special_tokens(encoder.tokenizer.get_vocab())
-    family = tiny_family(encoder)
-    if family is not None:
-        config = hugging_face_config(
-            family,
-            vocab_size=vocab_size,
-            tokens=tokens,
-            seq_length=longest,
-        )
-    elif encoder.family.name in _MADE:
-        config = _MADE[encoder.family.name](encoder, vocab_size=vocab_size, seq_length=longest)
+    family, sizes = encoder.family.name, {"vocab_size": vocab_size, "seq_length": max(seq_length, 64)}
+    if family in _OF_BRIDGE:
+        config = hugging_face_config(family, tokens=special_tokens(encoder.tokenizer.get_vocab()), **sizes)
+    elif family in tiny_families.FAMILIES:
+        config = tiny_families.tiny_config(encoder, **sizes)
     else:
         raise UserError(
-            f"There is no tiny model for the family {encoder.family.name!r}; name one with --model (families with a "
-            f"tiny model: {', '.join(sorted((*_TINY, *_MADE)))})."
+            f"There is no tiny model for the family {family!r}; name one with --model (families with a tiny model: "
+            f"{', '.join(sorted((*_OF_BRIDGE, *tiny_families.FAMILIES)))})."
         )
     return _auto_class(config).from_config(config)

@@ -65,19 +65,12 @@ class SegmentAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        """Attends inside segments.
+        """Returns attention inside segments, ``[t, heads * width]`` or ``[s, b, heads * width]``.
 
         Args:
             query: ``[t, heads, width]`` with ``packed_seq_params``, else ``[s, b, heads, width]``.
-            key: as ``query``, with ``groups`` heads.
-            value: as ``key``.
-            attention_mask: must be None; the boundaries are the mask.
+            key, value: as ``query``, with ``groups`` heads.
             attn_mask_type: overrides the layer's own.
-            attention_bias: must be None.
-            packed_seq_params: the boundaries, ``int32 [segments + 1]``.
-
-        Returns:
-            ``[t, heads * width]`` or ``[s, b, heads * width]``.
         """
         if attention_bias is not None:
             raise NotImplementedError("the CPU stand-in for attention does not support a bias")
@@ -96,13 +89,11 @@ class SegmentAttention(MegatronModule):
             return self._attend_over_ranks(query, key, value, packed_seq_params, causal).flatten(1)
         pieces: list[torch.Tensor] = []
         end = 0
-        for start, stop in physical_segments(packed_seq_params):
-            if start > end:
-                pieces.append(query.new_zeros(start - end, *query.shape[1:-1], value.size(-1)))
-            pieces.append(self._attend(query[start:stop], key[start:stop], value[start:stop], causal))
+        for start, stop in (*physical_segments(packed_seq_params), (query.size(0),) * 2):
+            pieces.append(query.new_zeros(start - end, *query.shape[1:-1], value.size(-1)))
+            if stop > start:
+                pieces.append(self._attend(query[start:stop], key[start:stop], value[start:stop], causal))
             end = stop
-        if query.size(0) > end:
-            pieces.append(query.new_zeros(query.size(0) - end, *query.shape[1:-1], value.size(-1)))
         return torch.cat(pieces).flatten(1)
 
     def _attend_over_ranks(

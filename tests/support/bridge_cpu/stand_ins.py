@@ -82,7 +82,6 @@ class _NoStream:
     wait_stream = synchronize = _nothing
 
     def record_event(self) -> _NoStream:
-        """Returns the stream itself, since there is nothing to wait for."""
         return self
 
 
@@ -237,11 +236,7 @@ def replaced() -> tuple[Replacement, ...]:
 
 
 def install() -> str:
-    """Applies `REPLACED`; a second call does nothing.
-
-    Returns:
-        One sentence that states what was done.
-    """
+    """Applies `REPLACED`; a second call does nothing. Returns one sentence that states what was done."""
     if not needed():
         return "A CUDA device and Transformer Engine are present: nothing is replaced."
     if _originals:

@@ -118,7 +118,7 @@ layouts = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(layout=layouts, length=st.integers(1, 400), kind=st.sampled_from(["energon", "packed_energon"]))
 def test_the_alignment_multiple_is_bridges_for_any_layout_and_length(
     layout: dict[str, Any], length: int, kind: Any

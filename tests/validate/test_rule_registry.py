@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -37,6 +38,17 @@ def _even(view):
         monkeypatch.undo()
         registry.all_rules.cache_clear()
         sys.modules.pop("energon_packing.validate.rules.even", None)
+
+
+def test_all_rules_are_there_whatever_module_is_imported_first() -> None:
+    """A module of rules that is imported first was taken for one without rules."""
+    program = (
+        "import energon_packing.validate.rules.native\n"
+        "from energon_packing.validate.rules.rule import all_rules\n"
+        "print(len(all_rules()))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert int(done.stdout) == len(all_rules())
 
 
 def test_a_rule_of_another_package_is_judged_last_and_its_id_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,6 @@ Energon reads them and the run's own task encoder measures them, in this process
 is refused here is one that the run's ledger would name.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import tempfile
 import time
@@ -31,9 +29,9 @@ def measuring_encoder(
 ) -> Any:
     """Returns the run's task encoder, changed to yield measured samples instead of packing them.
 
+    Samples that are too long are dropped, and no ledger is written.
+
     Args:
-        config: of the run. Samples that are too long are dropped, and no ledger is written.
-        parallel: determines the alignment multiple.
         processor: loaded; None loads it.
         deals: whether samples come in the places that a run's readers share out.
     """
@@ -57,9 +55,6 @@ def measure_data(config: RunConfig, parallel: ParallelConfig, *, samples: int, o
     """Measures the first samples of the training split as the loader would, and packs them.
 
     Args:
-        config: data set, processor and packing.
-        parallel: determines the alignment multiple.
-        samples: how many are measured; the whole split if it has fewer.
         one_a_row: the run reads single samples, where a preference pair cannot be two rows.
 
     Raises:
@@ -123,9 +118,6 @@ def look_at_samples(
     """One look per data set.
 
     Args:
-        config: of the run.
-        processor: loaded.
-        data: what is known of the directories of shards.
         at: setting and value of ``data.path``.
         data_parallel: ranks that read different samples.
     """
@@ -167,14 +159,12 @@ def _unreadable(leaf: Leaf, found: Inspected) -> str:
     if any(REMOTE in address for address in leaf.aux.values()):
         return "its media are not on this machine"
     kind = kind_of_subflavors(found.subflavors)
-    if kind is not None and kind.record_format:
-        return f"it holds {kind.title}; only their paths were looked at"
     if kind is None:
         return (
             f"its records are not those of 'energon-packing convert' (no subflavor {_MARK}: {SUBFLAVORS[_MARK]}); "
             "only a cooker of your own reads them"
         )
-    return ""
+    return f"it holds {kind.title}; only their paths were looked at" if kind.record_format else ""
 
 
 def _measured(config: RunConfig, encoder: Any, leaf: Leaf, at: str, samples: int) -> Look:
@@ -246,8 +236,7 @@ def _error(at: str, why: str, fix: str, samples: int = 0, refused: Sequence[Refu
 def _read(config: RunConfig, encoder: Any, leaf: Leaf, samples: int) -> Iterator[Any]:
     """Conversations from all over one data set of so many, each a measured sample or one with a problem.
 
-    Opens a metadataset that refers to that directory alone, so that media store and subflavors are included and a small
-    data set of a blend is not left to chance.
+    Opens a metadataset of that directory alone, so that a small data set of a blend is not left to chance.
     """
     from megatron.energon import get_loader
 
@@ -256,16 +245,8 @@ def _read(config: RunConfig, encoder: Any, leaf: Leaf, samples: int) -> Iterator
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "one.yaml"
         file.write_text(yaml.safe_dump(_metadataset(leaf), sort_keys=False, allow_unicode=True), encoding="utf-8")
-        data = dataclasses.replace(
-            config.data,
-            path=str(file),
-            split=leaf.split,
-            workers=0,
-            shuffle_buffer=1,
-            shuffle_over_epochs=1,
-            repeat=False,
-            epoch_end="uneven",
-        )
+        plain: dict[str, Any] = {"shuffle_buffer": 1, "shuffle_over_epochs": 1, "epoch_end": "uneven"}
+        data = dataclasses.replace(config.data, path=str(file), split=leaf.split, workers=0, repeat=False, **plain)
         once = dataclasses.replace(config, data=data)
         places = build_dataset(once, task_encoder=encoder, workers=0, sequence=-(-samples // MOST_PLACES) or 1)
         deadline = None

@@ -48,10 +48,9 @@ def _family_takes_packs(view: RunView) -> Finding | None:
     if line is not None and not (line.packed and (line.in_batch or not view.enable_in_batch_packing)):
         fix = "turn training.enable_in_batch_packing off" if line.packed else "train it unpacked"
         return Finding(why=f"{line.name} of Megatron-Bridge {view.bridge_name} {line.why}", fix=fix)
-    for name, reason in NAMED_TEXT_MODELS.items():
-        if line is None and view.family.startswith(name):
-            return Finding(why=f"{view.model} does not support packed rows: {reason}", fix="train it unpacked")
-    return None
+    reason = next((why for name, why in NAMED_TEXT_MODELS.items() if view.family.startswith(name)), "")
+    why = f"{view.model} does not support packed rows: {reason}"
+    return unless(line is not None or not reason, why=why, fix="train it unpacked")
 
 
 @rule(

@@ -17,12 +17,10 @@ WIDEST_HEAD = 256
     sources=(core("fp8_utils.py", '"""Get the alignment size required for fp8 GEMM."""'),),
 )
 def _fp8_multiple(view: RunView) -> Finding | None:
-    needed = 32 if view.fp8_recipe == "mxfp8" else 16
-    shards = view.ranks_of_a_row
+    needed, shards = 32 if view.fp8_recipe == "mxfp8" else 16, view.ranks_of_a_row
+    width, what = view.multiple, f"rows whose width is a multiple of {view.multiple}"
     if view.rows_of_one_width:
         width, what = view.dataset_seq_length, f"rows of {view.dataset_seq_length} tokens"
-    else:
-        width, what = view.multiple, f"rows whose width is a multiple of {view.multiple}"
     if width % (needed * shards) == 0:
         return None
     why = (

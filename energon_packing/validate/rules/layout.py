@@ -8,7 +8,6 @@ from energon_packing.validate.rules.rule import (
     bridge,
     bridge_is_silent_on_loss,
     bridges_rule,
-    context_parallel,
     core,
     rule,
     unless,
@@ -100,7 +99,7 @@ def _core_slices_packs(view: RunView) -> Finding | None:
     id="bridge/comm-type-of-each-layer",
     order=220,
     checks="a list of cp_comm_type names every layer",
-    applies=context_parallel,
+    applies=lambda view: view.context_parallel > 1,
     bridge_says=("Length of cp_comm_type",),  # Megatron-Core raises it first, when the model is finalised
 )
 def _comm_type_of_each_layer(view: RunView) -> Finding | None:

@@ -173,9 +173,7 @@ def _packer_of_bridge(view: RunView) -> str | None:
         return f"the packer in {view.step}" if view.defer_in_batch_packing_to_step and view.step else "in-batch packing"
     if view.dataset_kind == "gpt_sft" and view.enable_offline_packing and (view.pad_seq_to_multiple or 1) > 1:
         return "offline packing"
-    if view.packs_natively:
-        return "online packing"
-    return None
+    return "online packing" if view.packs_natively else None
 
 
 def _cut_over_ranks(view: RunView) -> bool:
@@ -267,12 +265,10 @@ def _metadata_beside_packed_file(view: RunView) -> Finding | None:
 )
 def _alignment_used(view: RunView) -> Finding | None:
     used = view.pad_seq_to_multiple or 1
-    if used % view.multiple == 0:
-        return None
     width = view.packed_sequence_size or view.dataset_seq_length
     # Context parallelism slices every sample; sequence parallelism alone slices the row, so the row's width decides.
     return unless(
-        not view.wide and view.pad_to_max_length and width % view.multiple == 0,
+        used % view.multiple == 0 or (not view.wide and view.pad_to_max_length and width % view.multiple == 0),
         why=f"samples are padded to multiples of {used} (pad_seq_to_mult), and this layout slices them by "
         f"{view.multiple}: tokens of two samples would share a slice",
         fix=f"set offline_packing_specs.pad_seq_to_mult to {math.lcm(used, view.multiple)} and prepare the packs again",

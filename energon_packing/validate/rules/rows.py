@@ -6,7 +6,7 @@ needs them just as much, so all of them apply to the kind ``packed_energon``.
 
 import math
 
-from energon_packing.validate.rules.rule import Finding, bridges_rule, context_parallel, packed_offline, unless
+from energon_packing.validate.rules.rule import Finding, bridges_rule, unless
 from energon_packing.validate.run_view import COLLATED, DatasetKind, RunView
 
 # The data set classes that rules of Bridge test for.
@@ -110,7 +110,8 @@ def _no_average_in_collective(view: RunView) -> Finding | None:
     id="bridge/one-pack-a-micro-batch",
     order=340,
     checks="packed rows come one per micro-batch",
-    applies=packed_offline,
+    # With both modes on, bridge/one-packing-mode speaks.
+    applies=lambda view: view.enable_offline_packing and not view.enable_in_batch_packing,
     bridge_says=("Micro batch size should be 1 when training with packed sequence",),
 )
 def _one_pack_a_micro_batch(view: RunView) -> Finding | None:
@@ -161,7 +162,7 @@ def _seq_length_multiple(view: RunView) -> Finding | None:
     id="bridge/model-seq-length",
     order=280,
     checks="the model's seq_length is a multiple of 2 x CP",
-    applies=context_parallel,
+    applies=lambda view: view.context_parallel > 1,
     bridge_says=("Sequence length must be divisible by 2 * context parallel size",),
 )
 def _model_seq_length_multiple(view: RunView) -> Finding | None:
@@ -177,7 +178,8 @@ def _model_seq_length_multiple(view: RunView) -> Finding | None:
     id="bridge/pack-size",
     order=330,
     checks="a pack has a size",
-    applies=packed_offline,
+    # With both modes on, bridge/one-packing-mode speaks.
+    applies=lambda view: view.enable_offline_packing and not view.enable_in_batch_packing,
     holds=lambda view: view.packed_sequence_size is None or view.packed_sequence_size > 0,
     bridge_says=("packed_sequence_size must be greater than 0",),
 )

@@ -129,16 +129,6 @@ def unless(holds: bool, *, why: str, fix: str) -> Finding | None:
     return None if holds else Finding(why=why, fix=fix)
 
 
-def packed_offline(view: RunView) -> bool:
-    """For rules about rows that arrive packed; with both modes on, ``bridge/one-packing-mode`` speaks."""
-    return view.enable_offline_packing and not view.enable_in_batch_packing
-
-
-def context_parallel(view: RunView) -> bool:
-    """For rules about rows that several ranks share."""
-    return view.context_parallel > 1
-
-
 def bridge_is_silent_on_loss(view: RunView) -> bool:
     """For rules about the loss where Bridge has none: at CP 1, and on data sets that escape its rules."""
     return view.context_parallel == 1 or view.dataset_kind in ("gpt_pretraining", "provider")

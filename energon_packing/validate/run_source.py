@@ -105,8 +105,7 @@ class RunSource(ABC):
         """Measures this many samples of the data set, as the run reads them; the view then holds the results.
 
         Raises:
-            ConfigError: as `measured`.
-            UserError: the data set or the processor cannot be used, or a package that measuring needs is missing.
+            UserError: as `measured`; the data set or the processor cannot be used, or a package is missing.
         """
         config, parallel = self.measured()
         one_a_row = not self.view().enable_offline_packing
@@ -216,16 +215,14 @@ class ContainerRun(RunSource):
         """See `RunSource.measured`."""
         dataset, view = self.container.dataset, self.view()
         if not hasattr(dataset, "run_config"):
-            raise ConfigError(
-                f"--measure reads our data set, but {self.name} has a {type(dataset).__name__}: give "
-                "--tokens-per-sample."
-            )
+            named = f"{self.name} has a {type(dataset).__name__}"
+            raise ConfigError(f"--measure reads our data set, but {named}: give --tokens-per-sample.")
         names = ("tensor_parallel", "context_parallel", "sequence_parallel", "eval_context_parallel")
         parallel = ParallelConfig(**{name: getattr(view, name) for name in names})
         return dataset.run_config(parallel), parallel
 
     def reads(self) -> RunReads:
-        """See `RunSource.reads`; a data set that is not ours is ignored."""
+        """See `RunSource.reads`."""
         dataset, validation = self.container.dataset, self.container.validation
         if not hasattr(dataset, "run_config"):
             return RunReads(unread=f"the data set is a {type(dataset).__name__}, not ours")
@@ -271,8 +268,8 @@ class ArgumentsRun(RunSource):
             config = run_config_of(args)
         except ConfigError as error:
             return RunReads(problem=str(error).rstrip("."))
-        splits = {"--packing-valid-split": args.packing_valid_split if args.eval_iters else None}
-        splits["--packing-test-split"] = args.packing_test_split
+        valid = args.packing_valid_split if args.eval_iters else None
+        splits = {"--packing-valid-split": valid, "--packing-test-split": args.packing_test_split}
         return RunReads(config=config, other_splits={name: split for name, split in splits.items() if split})
 
     def verdict(self) -> BridgeVerdict:

@@ -309,9 +309,9 @@ class RunView:
         Bridge's ``prepare_sequence_batch`` then limits each sample to ``seq_length`` but never the row, and ignores
         ``pad_to_max_length``. Nemotron Omni's collator has its own packer, which limits the row and reads the setting.
         """
-        if not self.enable_in_batch_packing or self.enable_offline_packing or self.defer_in_batch_packing_to_step:
-            return False
-        return self.dataset_kind == "packed_energon" or not self.family.startswith("nemotronomni")
+        elsewhere = self.enable_offline_packing or self.defer_in_batch_packing_to_step
+        own_packer = self.dataset_kind != "packed_energon" and self.family.startswith("nemotronomni")
+        return self.enable_in_batch_packing and not elsewhere and not own_packer
 
     @property
     def width_fixed_by_bridge(self) -> bool:
@@ -413,9 +413,8 @@ class RunView:
     @property
     def may_show_images(self) -> bool:
         """Whether images or videos may reach the model: not on text data sets, nor with a text tokenizer."""
-        if self.dataset_kind in ("gpt_sft", "gpt_pretraining"):
-            return False
-        return self.processor_tokens is None or bool(self.processor_tokens.placeholders)
+        sees = self.processor_tokens is None or bool(self.processor_tokens.placeholders)
+        return sees and self.dataset_kind not in ("gpt_sft", "gpt_pretraining")
 
     @property
     def model_forces_sequence_parallel(self) -> bool:
@@ -436,7 +435,6 @@ def smallest_world_size(
 
 @functools.cache
 def _release(version: str) -> tuple[int, int]:
-    """The first two numbers of a version of Bridge; asked for by every rule of every run."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     return (int(numbers[1]), int(numbers[2])) if numbers else (0, 6)
 

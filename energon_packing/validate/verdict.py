@@ -135,20 +135,19 @@ def bridge_verdict(view: RunView) -> BridgeVerdict:
     version = installed_version("megatron-bridge")
     if version is None:
         return BridgeVerdict(version=None, accepted=None, message="megatron-bridge is not installed")
-    with without_output():
-        try:
+    try:
+        with without_output():
             prepare_bridge()
             container = equivalent_container(view)
-        except ImportError as error:
-            return BridgeVerdict(version=version, accepted=None, message=f"it cannot be imported: {error}")
+    except ImportError as error:
+        return BridgeVerdict(version=version, accepted=None, message=f"it cannot be imported: {error}")
     return _judged(container.validate, view.world_size)
 
 
 def container_verdict(container: Any, *, world_size: int) -> BridgeVerdict:
-    """Calls what Bridge's ``pretrain()`` calls first on a ``ConfigContainer``; it ends with ``validate()``.
+    """Calls what Bridge's ``pretrain()`` calls first on a ``ConfigContainer``, which it changes; ends with ``validate()``.
 
-    It changes the container: names of precisions become settings, and derived settings are filled in. On a machine
-    without Transformer Engine, which Megatron-Core already looks for here, fused kernels are turned off first.
+    Without Transformer Engine, which Megatron-Core already looks for here, fused kernels are turned off first.
     """
     from unittest import mock
 

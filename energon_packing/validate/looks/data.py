@@ -221,13 +221,12 @@ class Inspected:
     """What was found in one directory.
 
     Attributes:
-        shards, samples: of the part that the run reads.
+        samples: of the part that the run reads.
         names: of its shards, in order.
         media: whether media metadata of its media store name anything; None where there is no table of them.
         subflavors: of its samples, with those of the references.
     """
 
-    shards: int = 0
     samples: int = 0
     names: tuple[str, ...] = ()
     media: bool | None = None
@@ -304,12 +303,10 @@ def _find(entry: str, into: _Found) -> None:
         leaves, broken = leaves_of(entry, part)
         into.flaws += [(setting, flaw) for flaw in broken]
         into.elsewhere += [leaf.path for leaf in leaves if REMOTE in leaf.path]
-        for leaf in leaves:
-            if REMOTE not in leaf.path:
-                inspected = Inspected()
-                flaws = [(setting, flaw) for flaw in _flaws(leaf, inspected)]
-                into.flaws += flaws
-                into.sound[setting] += [] if flaws else [(leaf, inspected)]
+        for leaf, inspected in [(leaf, Inspected()) for leaf in leaves if REMOTE not in leaf.path]:
+            flaws = [(setting, flaw) for flaw in _flaws(leaf, inspected)]
+            into.flaws += flaws
+            into.sound[setting] += [] if flaws else [(leaf, inspected)]
 
 
 def _looks_of(id: str, at: str, found: _Found) -> Iterator[Look]:
@@ -344,7 +341,8 @@ def _split_looks(setting: str, found: _Found, training: str) -> list[Look]:
         return [Look(id, at, "error", flaw.why, flaw.fix + more) for flaw in own]
     if not sound:
         return [Look(id, at, "not looked at", _NOTHING)]
-    samples, shards = (sum(getattr(inspected, what) for _, inspected in sound) for what in ("samples", "shards"))
+    samples = sum(inspected.samples for _, inspected in sound)
+    shards = sum(len(inspected.names) for _, inspected in sound)
     return [Look(id, at, "ok", f"{_counted(samples, 'sample')} in {_counted(shards, 'shard')}")]
 
 
@@ -417,8 +415,7 @@ def _flaws_of_part(
         return
     excluded = set(_expanded(splits.get("exclude") or ()))
     shards = [name for name in _expanded(parts[leaf.split] or ()) if name not in excluded]
-    found.names = tuple(shards)
-    found.shards, found.samples = len(shards), sum(int(counts.get(name, 0)) for name in shards)
+    found.names, found.samples = tuple(shards), sum(int(counts.get(name, 0)) for name in shards)
     prepare = f"run 'energon prepare {leaf.path}' again"
     if unknown := [name for name in shards if name not in counts]:
         yield Flaw("data-index", f"{leaf.path}: {INFO_FILE} does not count {_some(unknown)}", prepare)

@@ -23,7 +23,7 @@ from energon_packing.megatron_lm.arguments import run_config_of
 from energon_packing.validate.looks.samples import measure_data
 from energon_packing.validate.recipes import config_file, container_of_file, container_of_recipe, view_of
 from energon_packing.validate.run_facts import DataFacts, model_facts, processor_facts
-from energon_packing.validate.run_view import RunView, installed_version, stated
+from energon_packing.validate.run_view import RunView, installed_version, place_of, stated
 from energon_packing.validate.verdict import BridgeVerdict, bridge_verdict, container_verdict, without_output
 
 PLACES = {
@@ -330,8 +330,7 @@ _READ_BY_THE_RUN: dict[str, tuple[str, Any]] = {
 
 def _arguments() -> list[tuple[Any, str]]:
     """Each field of the view that an argument states, with the argument."""
-    fields = dataclasses.fields(RunView)
-    return [(entry, entry.metadata["argument"]) for entry in fields if entry.metadata.get("argument")]
+    return [(entry, name) for entry in dataclasses.fields(RunView) if (name := place_of(entry, "argument"))]
 
 
 def namespace_of(words: Sequence[str]) -> SimpleNamespace:

@@ -26,16 +26,24 @@ PACKING_STEPS = ("qwen3_vl_step", "audio_lm_step")
 """Forward steps of Bridge 0.6.2 that join the samples of a micro-batch themselves."""
 
 
-def at[T](default: T, *, bridge: str = "", ours: str = "", argument: str = "") -> T:
-    """A field of the view, with the places where sources state it.
+def at[T](default: T, *, bridge: str = "", ours: str = "", argument: str | bool = "") -> T:
+    """A field of the view, with the places where sources state it; a path that ends in a dot goes on with its name.
 
     Args:
         default: where a source does not state it.
         bridge: path in a ``ConfigContainer``; ``final`` is the model's provider after its ``finalize()``.
         ours: path in a `RunConfig`.
-        argument: of Megatron-LM.
+        argument: of Megatron-LM; True where it has Bridge's name.
     """
     return dataclasses.field(default=default, metadata={"bridge": bridge, "ours": ours, "argument": argument})
+
+
+def place_of(field: dataclasses.Field[Any], kind: Literal["bridge", "ours", "argument"]) -> str:
+    """Returns where a source of this kind states a field; empty if nowhere."""
+    place = field.metadata.get(kind, "")
+    if place is True:
+        return f"--{place_of(field, 'bridge').rpartition('.')[2].replace('_', '-')}"
+    return f"{place}{field.name}" if place.endswith(".") else place
 
 
 def stated(source: Any, kind: Literal["bridge", "ours"]) -> dict[str, Any]:
@@ -45,9 +53,9 @@ def stated(source: Any, kind: Literal["bridge", "ours"]) -> dict[str, Any]:
     """
     fields = {}
     for entry in dataclasses.fields(RunView):
-        path = entry.metadata.get(kind)
-        value = path and functools.reduce(lambda at, name: getattr(at, name, None), path.split("."), source)
-        if path and value is not None:
+        path = place_of(entry, kind)
+        value = functools.reduce(lambda at, name: getattr(at, name, None), path.split("."), source) if path else None
+        if value is not None:
             value = tuple(value) if isinstance(value, list) else value
             fields[entry.name] = bool(value) if isinstance(entry.default, bool) else value
     return fields
@@ -62,149 +70,95 @@ class RunView:
     """
 
     dataset_kind: DatasetKind = "packed_energon"
-    step: str | None = at(None, ours="training.step")
+    step: str | None = at(None, ours="training.")
     """Forward step by function or module name."""
 
     # How GPUs share the model and its rows.
-    tensor_parallel: int = at(
-        1,
-        bridge="model.tensor_model_parallel_size",
-        ours="parallel.tensor_parallel",
-        argument="--tensor-model-parallel-size",
-    )
-    context_parallel: int = at(
-        1, bridge="model.context_parallel_size", ours="parallel.context_parallel", argument="--context-parallel-size"
-    )
-    pipeline_parallel: int = at(
-        1,
-        bridge="model.pipeline_model_parallel_size",
-        ours="parallel.pipeline_parallel",
-        argument="--pipeline-model-parallel-size",
-    )
-    expert_parallel: int = at(
-        1,
-        bridge="model.expert_model_parallel_size",
-        ours="parallel.expert_parallel",
-        argument="--expert-model-parallel-size",
-    )
-    expert_tensor_parallel: int | None = at(
-        None, bridge="model.expert_tensor_parallel_size", argument="--expert-tensor-parallel-size"
-    )
+    tensor_parallel: int = at(1, bridge="model.tensor_model_parallel_size", ours="parallel.", argument=True)
+    context_parallel: int = at(1, bridge="model.context_parallel_size", ours="parallel.", argument=True)
+    pipeline_parallel: int = at(1, bridge="model.pipeline_model_parallel_size", ours="parallel.", argument=True)
+    expert_parallel: int = at(1, bridge="model.expert_model_parallel_size", ours="parallel.", argument=True)
+    expert_tensor_parallel: int | None = at(None, bridge="model.expert_tensor_parallel_size", argument=True)
     """Tensor parallelism inside experts; None means the model's."""
-    sequence_parallel: bool = at(
-        False, bridge="final.sequence_parallel", ours="parallel.sequence_parallel", argument="--sequence-parallel"
-    )
-    eval_context_parallel: int | None = at(
-        None, bridge="dist.eval_context_parallel_size", ours="parallel.eval_context_parallel"
-    )
+    sequence_parallel: bool = at(False, bridge="final.", ours="parallel.", argument=True)
+    eval_context_parallel: int | None = at(None, bridge="dist.eval_context_parallel_size", ours="parallel.")
     world_size: int = 1
-    cp_comm_type: str | tuple[str, ...] | None = at(
-        None, bridge="model.cp_comm_type", ours="parallel.cp_comm_type", argument="--cp-comm-type"
-    )
+    cp_comm_type: str | tuple[str, ...] | None = at(None, bridge="model.", ours="parallel.", argument=True)
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = at(
-        None,
-        bridge="model.hierarchical_context_parallel_sizes",
-        ours="parallel.hierarchical_context_parallel_sizes",
-        argument="--hierarchical-context-parallel-sizes",
+        None, bridge="model.", ours="parallel.", argument=True
     )
     dist_train: bool = at(False, bridge="model.dist_train.use_dist_train")
     """Whether vision encoder and language model run on separate GPUs (Qwen3-VL's DistTrain)."""
 
     # Batch sizes, in rows of ``seq_length``: packs if rows are packed.
-    micro_batch_size: int = at(
-        1, bridge="train.micro_batch_size", ours="training.micro_batch_size", argument="--micro-batch-size"
-    )
-    global_batch_size: int = at(
-        1, bridge="train.global_batch_size", ours="training.global_batch_size", argument="--global-batch-size"
-    )
-    eval_micro_batch_size: int | None = at(
-        None, bridge="validation.eval_micro_batch_size", ours="training.eval_micro_batch_size"
-    )
-    eval_global_batch_size: int | None = at(
-        None, bridge="validation.eval_global_batch_size", ours="training.eval_global_batch_size"
-    )
+    micro_batch_size: int = at(1, bridge="train.", ours="training.", argument=True)
+    global_batch_size: int = at(1, bridge="train.", ours="training.", argument=True)
+    eval_micro_batch_size: int | None = at(None, bridge="validation.", ours="training.")
+    eval_global_batch_size: int | None = at(None, bridge="validation.", ours="training.")
     dataset_micro_batch_size: int | None = at(None, bridge="dataset.micro_batch_size", ours="training.micro_batch_size")
     """The data set's own micro-batch size if it has one (Energon); None if it follows the trainer."""
-    do_validation: bool = at(True, bridge="dataset.do_validation")
+    do_validation: bool = at(True, bridge="dataset.")
 
     # Lengths and padding of rows, in tokens.
-    dataset_seq_length: int = at(4096, bridge="dataset.seq_length", ours="packing.seq_length", argument="--seq-length")
-    model_seq_length: int = at(
-        4096, bridge="model.seq_length", ours="training.model_seq_length", argument="--seq-length"
-    )
-    packed_sequence_size: int | None = at(None, bridge="dataset.offline_packing_specs.packed_sequence_size")
-    pad_cu_seqlens: bool = at(False, bridge="dataset.offline_packing_specs.pad_cu_seqlens")
-    pad_to_max_length: bool = at(False, ours="packing.pad_to_max_length")
+    dataset_seq_length: int = at(4096, bridge="dataset.seq_length", ours="packing.seq_length", argument=True)
+    model_seq_length: int = at(4096, bridge="model.seq_length", ours="training.", argument=True)
+    packed_sequence_size: int | None = at(None, bridge="dataset.offline_packing_specs.")
+    pad_cu_seqlens: bool = at(False, bridge="dataset.offline_packing_specs.")
+    pad_to_max_length: bool = at(False, ours="packing.")
     pad_seq_to_multiple: int | None = at(None, bridge="dataset.offline_packing_specs.pad_seq_to_mult")
     """Multiple to which packs that Bridge prepares offline pad each sample."""
 
     # Who packs, and where.
-    enable_offline_packing: bool = at(False, bridge="dataset.enable_offline_packing")
+    enable_offline_packing: bool = at(False, bridge="dataset.")
     """Bridge's flag for rows that arrive packed; our data set sets it for its rows."""
-    enable_in_batch_packing: bool = at(
-        False, bridge="dataset.enable_in_batch_packing", ours="training.enable_in_batch_packing"
-    )
-    defer_in_batch_packing_to_step: bool = at(False, bridge="dataset.defer_in_batch_packing_to_step")
+    enable_in_batch_packing: bool = at(False, bridge="dataset.", ours="training.")
+    defer_in_batch_packing_to_step: bool = at(False, bridge="dataset.")
     """Bridge's flag for forward steps that do the in-batch packing themselves."""
     has_offline_packing_specs: bool = False
     packed_metadata_missing: str | None = None
     """Path of the metadata of packs prepared offline, if it is needed and missing."""
-    packing_buffer_size: int | None = at(None, bridge="dataset.packing_buffer_size")
+    packing_buffer_size: int | None = at(None, bridge="dataset.")
     """Samples that Bridge's own online packing chooses from."""
 
     # What the loss sums and divides by, and how its gradient is reduced.
-    calculate_per_token_loss: bool = at(
-        True,
-        bridge="final.calculate_per_token_loss",
-        ours="training.calculate_per_token_loss",
-        argument="--calculate-per-token-loss",
-    )
-    average_in_collective: bool = at(
-        False,
-        bridge="ddp.average_in_collective",
-        ours="training.average_in_collective",
-        argument="--ddp-average-in-collective",
-    )
-    overlap_grad_reduce: bool | None = at(None, bridge="ddp.overlap_grad_reduce", argument="--overlap-grad-reduce")
-    mtp_num_layers: int = at(0, bridge="model.mtp_num_layers", argument="--mtp-num-layers")
-    loss_weighting: str | None = at(None, bridge="dataset.encoder.loss_weighting", ours="encoder.loss_weighting")
+    calculate_per_token_loss: bool = at(True, bridge="final.", ours="training.", argument=True)
+    average_in_collective: bool = at(False, bridge="ddp.", ours="training.", argument="--ddp-average-in-collective")
+    overlap_grad_reduce: bool | None = at(None, bridge="ddp.", argument=True)
+    mtp_num_layers: int = at(0, bridge="model.", argument=True)
+    loss_weighting: str | None = at(None, bridge="dataset.encoder.", ours="encoder.")
 
     # What runs under CUDA graphs.
-    cuda_graph_impl: str = at("none", bridge="model.cuda_graph_impl", argument="--cuda-graph-impl")
+    cuda_graph_impl: str = at("none", bridge="model.", argument=True)
     cuda_graph_modules: tuple[str, ...] = at((), argument="--cuda-graph-scope")
     """Captured module names; ``full_iteration`` among them, which Bridge allows, means the whole iteration."""
     inference_graph_scopes: tuple[str, ...] = ()
-    check_for_nan_in_loss: bool = at(False, bridge="rerun_state_machine.check_for_nan_in_loss")
-    vision_cuda_graph_impl: str = at("none", bridge="model.vision_cuda_graph_impl")
+    check_for_nan_in_loss: bool = at(False, bridge="rerun_state_machine.")
+    vision_cuda_graph_impl: str = at("none", bridge="model.")
 
     # The model, and the kernels that compute it.
-    model: str | None = at(None, ours="training.model")
+    model: str | None = at(None, ours="training.")
     """Model family, as `family` normalises it."""
-    num_layers: int | None = at(None, bridge="model.num_layers", argument="--num-layers")
+    num_layers: int | None = at(None, bridge="model.", argument=True)
     head_dim: int | None = None
     attention_backend: str | None = at(None, bridge="model.attention_backend.name")
     fp8_recipe: str | None = None
     """None if the model computes without fp8."""
-    recompute_granularity: str | None = at(
-        None, bridge="model.recompute_granularity", argument="--recompute-granularity"
-    )
+    recompute_granularity: str | None = at(None, bridge="model.", argument=True)
     vision_frozen: bool = False
     """Whether both the vision encoder and its projection are frozen."""
     has_weights: bool | None = None
     """Whether the run names trained weights to begin with, or continues from a checkpoint."""
 
     # Mixtures of experts.
-    num_moe_experts: int | None = at(None, bridge="model.num_moe_experts", argument="--num-experts")
+    num_moe_experts: int | None = at(None, bridge="model.", argument="--num-experts")
     expert_dispatcher: str | None = None
     """Backend of the flex dispatcher of tokens to experts (``hybridep``); None for the other dispatchers."""
     pads_uneven_dispatch: bool = at(False, bridge="model.moe_hybridep_pad_uneven_dispatch_inputs")
     """Whether HybridEP's inputs are padded to the size of the rank with most tokens."""
-    expert_capacity_factor: float | None = at(
-        None, bridge="final.moe_expert_capacity_factor", argument="--moe-expert-capacity-factor"
-    )
+    expert_capacity_factor: float | None = at(None, bridge="final.moe_expert_capacity_factor", argument=True)
     """Tokens that an expert takes, relative to its share of all; None if it takes every token that is sent to it."""
     load_balancing: str | tuple[str, ...] | None = at(
-        None, bridge="final.moe_router_load_balancing_type", argument="--moe-router-load-balancing-type"
+        None, bridge="final.moe_router_load_balancing_type", argument=True
     )
     """The losses that balance the load of experts (``aux_loss``, ``seq_aux_loss``); None where the run does not say."""
     balance_coefficients: tuple[float, ...] = at((), argument="--moe-aux-loss-coeff")
@@ -214,11 +168,11 @@ class RunView:
     # How the data is read, and for how long.
     task_encoder: str | None = None
     """Class of the settings of Bridge's task encoder."""
-    num_epochs: int | None = at(None, bridge="train.num_epochs")
-    dataloader_type: str | None = at(None, bridge="dataset.dataloader_type")
+    num_epochs: int | None = at(None, bridge="train.")
+    dataloader_type: str | None = at(None, bridge="dataset.")
     window: int | None = None
-    balance_window: int | None = at(None, bridge="dataset.packing.balance_window", ours="packing.balance_window")
-    workers: int | None = at(None, bridge="dataset.num_workers", ours="data.workers")
+    balance_window: int | None = at(None, bridge="dataset.packing.", ours="packing.")
+    workers: int | None = at(None, bridge="dataset.num_workers", ours="data.")
     failure_tolerance: int | None = None
     """Consecutive failures that Energon tolerates in a function of the task encoder; 0 allows any number."""
 

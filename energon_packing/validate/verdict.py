@@ -145,7 +145,7 @@ def bridge_verdict(view: RunView) -> BridgeVerdict:
 
 
 def container_verdict(container: Any, *, world_size: int) -> BridgeVerdict:
-    """Calls what Bridge's ``pretrain()`` calls first on a ``ConfigContainer``, which it changes; ends with ``validate()``.
+    """Calls what Bridge's ``pretrain()`` calls first on a ``ConfigContainer``, changing it; ends with ``validate()``.
 
     Without Transformer Engine, which Megatron-Core already looks for here, fused kernels are turned off first.
     """

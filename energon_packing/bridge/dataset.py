@@ -33,7 +33,6 @@ from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, Par
 from energon_packing.config.run import MetricsConfig
 from energon_packing.energon.loader import LoaderBase, build_task_encoder, data_fingerprint
 from energon_packing.energon.sample_task_encoder import MicroBatchTaskEncoder, refuse_unread
-from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import ConfigError, PackingError
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.sample_kind import all_kinds
@@ -176,18 +175,6 @@ def check_mode(dataset: Any) -> None:
         )
 
 
-def form_of(dataset: Any, multiple: int) -> MicroBatchForm:
-    """Returns the form of a `PackedEnergonDatasetConfig` whose mode is ``in_batch`` or ``padded``."""
-    return MicroBatchForm(
-        packed=dataset.mode == "in_batch" and not dataset.defer_in_batch_packing_to_step,
-        samples=dataset.micro_batch_size,
-        seq_length=dataset.seq_length,
-        multiple=multiple,
-        pad_to_multiple_of=dataset.pad_to_multiple_of,
-        pad_to_max_length=dataset.pad_to_max_length,
-    )
-
-
 @dataclass(kw_only=True)
 class PackedEnergonDatasetConfig(PackProvider):
     """Packs an Energon data set of conversations online, one THD row per micro-batch; or feeds Bridge single samples.
@@ -247,9 +234,14 @@ class PackedEnergonDatasetConfig(PackProvider):
         check_mode(self)
 
     def check_run(self, container: ConfigContainer) -> None:
-        """Enforces every rule of severity error; see `PackProvider.check_run`."""
+        """Enforces every rule of severity error, and refuses skipped iterations in pipelines: Bridge's dummy step reads
+        on the first and last stage only, so those between would go on with the boundaries of the skipped packs."""
         _enforce_rules(container)
-        _refuse_skipped_steps(container)
+        if container.train.iterations_to_skip and container.model.pipeline_model_parallel_size > 2:
+            raise ConfigError(
+                "train.iterations_to_skip is set with more than 2 pipeline stages, but Bridge skips data on the first "
+                "and last stage only, so the others would train on wrong boundaries; leave it empty."
+            )
 
     def run_config(self, parallel: ParallelConfig) -> RunConfig:
         """See `PackProvider.run_config`."""
@@ -275,24 +267,29 @@ class PackedEnergonDatasetConfig(PackProvider):
 
     def make_loader(self, config: RunConfig, **arguments: Any) -> LoaderBase:
         """See `PackProvider.make_loader`."""
-        encoder = self._task_encoder(config)
+        parts = (config.encoder, config.packing, config.parallel)
+        encoder = (
+            build_task_encoder(config)
+            if self.mode == "packs"
+            else MicroBatchTaskEncoder(
+                *parts, micro_batch_size=self.micro_batch_size, fingerprint=data_fingerprint(config)
+            )
+        )
         if self._run is not None:  # the processor may have been downloaded just now, and no rule has seen it
             _enforce_rules(self._run)
         return open_loader(config, task_encoder=encoder, **arguments)
 
     def make_form(self, config: RunConfig) -> Callable[[Any], dict[str, Any]]:
         """See `PackProvider.make_form`; in the modes that do not pack here, Bridge's own functions form the batches."""
-        return to_bridge if self.mode == "packs" else form_of(self, config.parallel.multiple)
-
-    def _task_encoder(self, config: RunConfig) -> PackingTaskEncoder:
         if self.mode == "packs":
-            return build_task_encoder(config)
-        return MicroBatchTaskEncoder(
-            config.encoder,
-            config.packing,
-            config.parallel,
-            micro_batch_size=self.micro_batch_size,
-            fingerprint=data_fingerprint(config),
+            return to_bridge
+        return MicroBatchForm(
+            packed=self.mode == "in_batch" and not self.defer_in_batch_packing_to_step,
+            samples=self.micro_batch_size,
+            seq_length=self.seq_length,
+            multiple=config.parallel.multiple,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            pad_to_max_length=self.pad_to_max_length,
         )
 
 
@@ -309,16 +306,6 @@ def _enforce_rules(container: ConfigContainer) -> None:
     for judgement in violations(view_of(container, world_size=get_world_size_safe())):
         if judgement.finding is not None:
             raise ConfigError(f"{judgement.finding.why}; {judgement.finding.fix} (rule {judgement.rule.id}).")
-
-
-def _refuse_skipped_steps(container: ConfigContainer) -> None:
-    """Refuses skipped iterations in pipelines: Bridge's dummy step reads on the first and last pipeline stage only, so
-    the stages between would continue with the boundaries of the skipped packs."""
-    if container.train.iterations_to_skip and container.model.pipeline_model_parallel_size > 2:
-        raise ConfigError(
-            "train.iterations_to_skip is set with more than 2 pipeline stages, but Bridge skips data on the first and "
-            "last stage only, so the others would train on wrong boundaries; leave it empty."
-        )
 
 
 def use_packed_data(

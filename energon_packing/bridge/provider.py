@@ -143,13 +143,6 @@ DataSection: Any = twin(DataConfig, left_out=("path", "workers", "repeat", "epoc
 MetricsSection: Any = twin(MetricsConfig)
 
 
-def values_of(section: Any) -> Any:
-    """Returns the plain values of a section, nested ones included."""
-    if dataclasses.is_dataclass(section) and not isinstance(section, type):
-        return {entry.name: values_of(getattr(section, entry.name)) for entry in dataclasses.fields(section)}
-    return section
-
-
 def frozen[T](config: type[T], section: Any, *, where: str, **others: Any) -> T:
     """Returns the frozen twin of a section (or of a mapping of its fields), validated.
 
@@ -161,7 +154,8 @@ def frozen[T](config: type[T], section: Any, *, where: str, **others: Any) -> T:
     Raises:
         ConfigError: no section, an unknown field, a wrong type, or a value that the class refuses.
     """
-    values = values_of(section)
+    a_section = dataclasses.is_dataclass(section) and not isinstance(section, type)
+    values = dataclasses.asdict(section) if a_section else section
     if not isinstance(values, Mapping):
         *_, some = typing.get_type_hints(config)
         raise ConfigError(f"{where} is {values!r}; it must be a section with its own fields, such as {where}.{some}.")
@@ -188,7 +182,7 @@ def container_under_validation() -> ConfigContainer | None:
 
 
 def _callers(most: int) -> list[Mapping[str, Any]]:
-    """Returns the variables of the functions that are being called, the innermost first."""
+    """Returns the variables of the calling functions, the innermost first."""
     return [frame.f_locals for frame, _ in itertools.islice(traceback.walk_stack(sys._getframe(2)), most)]
 
 
@@ -231,7 +225,7 @@ def saved_state(dataset: Any, resumed: tuple[int, str | None] | None, *, rank: i
         f'set dataset.data.accept_changed=["{MISSING_STATE}"] to begin the data anew (and dataset.dataloader_load="" '
         "so that Bridge looks for none)."
     )
-    path = None if not folder else Path(folder) / f"iter_{step:07d}" / FILE.format(rank)
+    path = Path(folder) / f"iter_{step:07d}" / FILE.format(rank) if folder else None
     if path is not None and path.is_file():
         return read_state(path, missing=anew)
     if MISSING_STATE in accepted:
@@ -363,7 +357,10 @@ class PackProvider(DatasetProvider):
                 stacklevel=2,
             )
             return
-        if has_global_packs(self.path) and not self.validation_path and self.do_validation and _evaluates(container):
+        evaluates = self.do_validation and getattr(
+            getattr(container, "validation", None) or container.train, "eval_iters", 0
+        )
+        if has_global_packs(self.path) and not self.validation_path and evaluates:
             raise ConfigError(
                 f"dataset.path {self.path} is a plan, or packed from one, which has no other split to evaluate on; "
                 "name the data set in dataset.validation_path, or set dataset.do_validation to false."
@@ -484,12 +481,6 @@ class PackProvider(DatasetProvider):
         else:
             reader = OneReader(source, replica, depth=depth, pixels_to_device=True)
         return BridgePackIterator(reader, self.make_form(config), metrics=metrics)
-
-
-def _evaluates(container: Any) -> bool:
-    """Whether the run asks for validation batches."""
-    settings = getattr(container, "validation", None) or container.train
-    return bool(getattr(settings, "eval_iters", 0))
 
 
 def check_types(dataset: Any) -> None:

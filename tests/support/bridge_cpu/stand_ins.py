@@ -25,7 +25,6 @@ import torch
 
 from energon_packing.errors import UserError
 from energon_packing.validate.verdict import import_bridge
-from support.bridge_cpu.context_parallel import PartitionedIndices
 
 
 @contextlib.contextmanager
@@ -49,7 +48,7 @@ try:
         from megatron.core.extensions import transformer_engine as mcore_te
         from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-        from support.bridge_cpu.attention import SegmentAttention
+        from support.bridge_cpu.attention import PartitionedIndices, SegmentAttention
         from support.bridge_cpu.modules import CpuSpecProvider, NormColumnParallelLinear, TorchNorm
 except ImportError as error:
     raise UserError(

@@ -80,8 +80,6 @@ class Perturbation:
     """The pack again, with other tokens in one segment.
 
     Attributes:
-        pack: number of the pack.
-        index: the segment that was changed.
         own: largest change of a logit in it; must exceed the tolerance, or the experiment shows nothing.
         others: largest change of a logit in any other segment; should be 0.
         where: the segment of ``others``; None in a pack of one segment.
@@ -106,8 +104,6 @@ class PackParity:
     """Outcome of `compare_pack`.
 
     Attributes:
-        segments: one entry for each sample.
-        perturbation: the pack again, with one sample changed.
         boundaries_ignored: the control that must fail: largest difference of a logit from the sample alone if attention
             sees the whole row. None for a pack of one sample, for attention by ``positions``, and if another mistake
             was asked for.
@@ -232,22 +228,19 @@ def compare_pack(
                 gradient=gap / norm_alone if norm_alone > 0 else (0.0 if gap == 0 else math.inf),
             )
         )
-    changed = _perturbed(subject, whole, rows)
-    isolate = break_ != "boundaries"
+    index, other = _perturbed(subject, whole, rows)
     with torch.no_grad():
-        after = _packed_logits(subject, changed[1], cp_size=cp_size, isolate=isolate)
+        after = _packed_logits(subject, other, cp_size=cp_size, isolate=break_ != "boundaries")
+    change = (logits.detach() - after).abs().amax(dim=-1)
     return PackParity(
         segments=tuple(segments),
-        perturbation=_perturbation(batch, number, changed[0], logits.detach(), after),
+        perturbation=_perturbation(batch, number, index, change),
         boundaries_ignored=None if leaky is None else ignored,
     )
 
 
-def _perturbation(
-    batch: PackedBatch, number: int, index: int, before: torch.Tensor, after: torch.Tensor
-) -> Perturbation:
+def _perturbation(batch: PackedBatch, number: int, index: int, change: torch.Tensor) -> Perturbation:
     starts = batch.boundaries.tolist()
-    change = (before - after).abs().amax(dim=-1)
     each = [float(change[s : s + n].max()) for s, n in zip(starts, batch.sample_lengths, strict=False)]
     others = {other: value for other, value in enumerate(each) if other != index}
     where = max(others, key=lambda other: others[other]) if others else None

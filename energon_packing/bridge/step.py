@@ -131,7 +131,7 @@ def _bridge_step(inner: Any) -> Any:
 
 def _forwards_batches_whole(step: Any) -> bool:
     """Whether a Bridge step passes boundaries and mask to models and schedule plans: gpt_step of 0.7."""
-    view = RunView.of(bridge_version=installed_version("megatron-bridge"), step=step.__module__.rpartition(".")[2])
+    view = RunView(bridge_version=installed_version("megatron-bridge"), step=step.__module__.rpartition(".")[2])
     return view.bridge_release >= (0, 7) and view.goes_through_gpt_step
 
 

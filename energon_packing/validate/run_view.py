@@ -184,11 +184,6 @@ class RunView:
     megatron_core_version: str | None = None
     bridge_version: str | None = None
 
-    @classmethod
-    def of(cls, **fields: Any) -> Self:
-        """Returns a view with these fields."""
-        return cls(**fields)
-
     def changed(self, **fields: Any) -> Self:
         """Returns a copy of the view with changed fields."""
         return dataclasses.replace(self, **fields)

@@ -29,7 +29,7 @@ from energon_packing.validate.run_view import RunView, installed_version
 
 
 class _Absent(type):
-    """The metaclass of placeholder classes: each of their attributes is a placeholder class too (``te.ops.Linear``)."""
+    """The metaclass of placeholders: classes, and modules of them, which are classes too (``te.ops.Linear``)."""
 
     def __getattr__(cls, attribute: str) -> type:
         if attribute.startswith("_"):
@@ -40,23 +40,9 @@ class _Absent(type):
 def _absent(name: str) -> type:
     import torch  # late: the rules alone are judged without it
 
-    return _Absent(name, (torch.nn.Module,), {})
-
-
-class _Placeholder(types.ModuleType):
-    """A module whose attributes are empty classes, which is enough for ``import transformer_engine.pytorch as te``."""
-
-    __version__ = "0.0.0"  # what Megatron-Core reports where TE is absent
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.__spec__ = importlib.machinery.ModuleSpec(name, loader=None, is_package=True)
-        self.__path__ = []
-
-    def __getattr__(self, attribute: str) -> type:
-        if attribute.startswith("__"):
-            raise AttributeError(attribute)
-        return _absent(attribute)
+    # The version is what Megatron-Core reports where TE is absent.
+    spec = importlib.machinery.ModuleSpec(name, loader=None, is_package=True)
+    return _Absent(name, (torch.nn.Module,), {"__version__": "0.0.0", "__spec__": spec, "__path__": []})
 
 
 class _PlaceholdersFor(importlib.abc.MetaPathFinder):
@@ -75,9 +61,7 @@ class _PlaceholdersFor(importlib.abc.MetaPathFinder):
         def exec_module(module: types.ModuleType) -> None:
             """Runs the module while the placeholders can be imported, and removes them afterwards."""
             names = ("transformer_engine", "transformer_engine.pytorch")
-            placeholders = {name: _Placeholder(name) for name in names}
-            vars(placeholders[names[0]])["pytorch"] = placeholders[names[1]]
-            sys.modules |= placeholders
+            sys.modules |= {name: _absent(name) for name in names}  # type: ignore[misc]
             try:
                 execute(module)
             finally:

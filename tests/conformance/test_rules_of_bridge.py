@@ -72,7 +72,7 @@ def consistent(**changes: Any) -> RunView:
         "dataset_seq_length": 96,
         "model_seq_length": changes.get("dataset_seq_length", 96),
     }
-    view = RunView.of(**(base | changes))
+    view = RunView(**(base | changes))
     return view.changed(packed_sequence_size=view.dataset_seq_length) if view.enable_offline_packing else view
 
 
@@ -202,7 +202,7 @@ def _provider(dataset: Any) -> Any:
 RUNS = 10_000
 ALONE = 20
 """Runs in which a rule must be the only one violated."""
-HERE = RunView.of(bridge_version=installed_version("megatron-bridge")).bridge_release
+HERE = RunView(bridge_version=installed_version("megatron-bridge")).bridge_release
 ERRORS = [rule.id for rule in all_rules() if rule.severity == "error" and rule.speaks_of(HERE)]
 BRIDGES = [rule.id for rule in all_rules() if rule.bridge_says and rule.speaks_of(HERE)]
 MEETING = [rule for rule in BRIDGES if not rule.startswith(("bridge/epochs-", "bridge/native-"))]
@@ -296,14 +296,14 @@ def test_a_schedule_plan_is_refused_exactly_where_the_step_gives_it_no_boundarie
     source: BridgeSource, step: str
 ) -> None:
     (plan,) = source.keywords_of_calls(f"training/{step}.py", "build_schedule_plan")
-    view = RunView.of(bridge_version=source.version, step=step, overlap_moe_expert_parallel_comm=True, **PACKED)
+    view = RunView(bridge_version=source.version, step=step, overlap_moe_expert_parallel_comm=True, **PACKED)
     assert outcome("ours/no-schedule-plan", view) == ("ok" if "packed_seq_params" in plan else "error")
 
 
 @pytest.mark.parametrize("source", sources())
 def test_bridges_own_packing_is_known_exactly_where_its_validate_judges_it(source: BridgeSource) -> None:
     there = "packing_buffer_size" in source.text("training/config.py")
-    assert (RunView.of(bridge_version=source.version).bridge_release >= (0, 7)) == there
+    assert (RunView(bridge_version=source.version).bridge_release >= (0, 7)) == there
 
 
 @pytest.mark.parametrize("source", sources())
@@ -312,8 +312,8 @@ def test_the_provider_that_turns_sequence_parallelism_on_is_the_one_that_the_vie
     dense, experts = text.split("class Qwen3VLMoEModelProvider")
     assert "self.sequence_parallel = True" in experts
     assert "self.sequence_parallel = True" not in dense
-    assert RunView.of(model="Qwen3VLMoE").model_forces_sequence_parallel
-    assert not RunView.of(model="Qwen3VL").model_forces_sequence_parallel
+    assert RunView(model="Qwen3VLMoE").model_forces_sequence_parallel
+    assert not RunView(model="Qwen3VL").model_forces_sequence_parallel
 
 
 NOT_RAISED = [rule for rule in all_rules() if rule.origin != "bridge"]
@@ -354,7 +354,7 @@ def test_a_rule_of_ours_names_lines_that_the_installed_programs_have(rule: Rule)
 
 @pytest.mark.parametrize("source", sources())
 def test_lines_of_bridge_are_there_in_the_versions_that_they_speak_of(source: BridgeSource) -> None:
-    release = RunView.of(bridge_version=source.version).bridge_release
+    release = RunView(bridge_version=source.version).bridge_release
     lines = [line for rule in all_rules() for line in rule.sources if line.file.startswith("megatron/bridge/")]
     assert len(lines) >= 15
     for line in lines:
@@ -364,7 +364,7 @@ def test_lines_of_bridge_are_there_in_the_versions_that_they_speak_of(source: Br
 
 @pytest.mark.parametrize("source", sources())
 def test_what_validate_says_is_in_the_source_of_the_versions_that_have_the_rule(source: BridgeSource) -> None:
-    release = RunView.of(bridge_version=source.version).bridge_release
+    release = RunView(bridge_version=source.version).bridge_release
     files = ("training/config.py", "data/builders/energon.py", "utils/cuda_graph.py", "data/packing/config.py")
     text = "".join(" ".join(source.text(file).replace('"\n', "").split()) for file in files)
     for rule in all_rules():
@@ -398,7 +398,7 @@ def test_every_family_of_the_table_has_a_provider_by_whose_name_a_run_finds_it(s
 def test_a_run_is_refused_for_its_family_exactly_where_the_table_says_no(
     line: FamilyLine, cp: int, in_batch: bool
 ) -> None:
-    view = RunView.of(
+    view = RunView(
         model=line.prefix,
         bridge_version=f"{line.since[0]}.{line.since[1]}.0",
         context_parallel=cp,

@@ -88,7 +88,7 @@ def provider_runs() -> list[RunView]:
     """Runs of another ``DatasetProvider``, in all layouts, batches and packing modes that a rule asks for."""
     draw = random.Random(5)
     return [
-        RunView.of(
+        RunView(
             dataset_kind="provider",
             context_parallel=draw.choice([1, 2]),
             pipeline_parallel=draw.choice([1, 2]),

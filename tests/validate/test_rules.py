@@ -19,10 +19,10 @@ from energon_packing.validate.run_view import RunView, installed_version
 
 ROOT = Path(__file__).resolve().parents[2]
 
-PACKED = RunView.of(enable_offline_packing=True, has_offline_packing_specs=True, packed_sequence_size=4096)
+PACKED = RunView(enable_offline_packing=True, has_offline_packing_specs=True, packed_sequence_size=4096)
 
 
-NATIVE = RunView.of(
+NATIVE = RunView(
     dataset_kind="energon",
     packing_buffer_size=64,
     task_encoder="QwenVLEnergonTaskEncoderConfig",
@@ -664,7 +664,7 @@ def test_rules_of_0_7_say_nothing_of_0_6_and_the_other_way_round() -> None:
 
 
 def test_epochs_are_counted_for_whole_batches_of_data_whose_size_is_known() -> None:
-    finite = RunView.of(dataset_kind="gpt_sft", num_epochs=2, dataloader_type="batch")
+    finite = RunView(dataset_kind="gpt_sft", num_epochs=2, dataloader_type="batch")
     assert errors(finite) == []
     assert errors(finite.changed(dataloader_type="cyclic")) == ["bridge/epochs-need-whole-batches"]
     for kind in ("packed_energon", "energon", "hf_sft", "gpt_pretraining", "provider"):

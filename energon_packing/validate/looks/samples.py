@@ -132,7 +132,7 @@ def look_at_samples(
             if data.whole and not any(left_alone):  # does Energon open it? It refuses a misspelt key of a blend, say
                 shares = described_shares(build_dataset(config, task_encoder=encoder, world_size=data_parallel))
     except ImportError as error:
-        return [_unread(at, f"this needs Energon: {error}")]
+        return [Look("samples", at, "not looked at", f"this needs Energon: {error}")]
     except UserError as error:
         return [_error(at, str(error), "change what it names")]
     except Exception as error:  # Energon's parser and its data set classes raise all kinds
@@ -140,16 +140,18 @@ def look_at_samples(
     looks = []
     for (leaf, found), why in zip(data.readable[:MOST_LEAVES], left_alone, strict=False):
         place = at if not leaf.named_in or len(data.readable) == 1 else f"{at}: {leaf.path}"
-        looks.append(_unread(place, why) if why else _measured(config, encoder, leaf, place, found.samples))
+        looks.append(
+            Look("samples", place, "not looked at", why)
+            if why
+            else _measured(config, encoder, leaf, place, found.samples)
+        )
     if more := len(data.readable[MOST_LEAVES:]):
-        looks.append(_unread(at, f"{more} further data sets: only the first {MOST_LEAVES} are read"))
+        looks.append(
+            Look("samples", at, "not looked at", f"{more} further data sets: only the first {MOST_LEAVES} are read")
+        )
     if looks and shares:
         looks[0] = dataclasses.replace(looks[0], why="; ".join([looks[0].why, *shares[:MOST_LEAVES]]))
     return looks
-
-
-def _unread(at: str, why: str) -> Look:
-    return Look(id="samples", at=at, outcome="not looked at", why=why)
 
 
 def _unreadable(leaf: Leaf, found: Inspected) -> str:

@@ -21,15 +21,13 @@ def _fp8_multiple(view: RunView) -> Finding | None:
     width, what = view.multiple, f"rows whose width is a multiple of {view.multiple}"
     if view.rows_of_one_width:
         width, what = view.dataset_seq_length, f"rows of {view.dataset_seq_length} tokens"
-    if width % (needed * shards) == 0:
-        return None
     why = (
         f"fp8 ({view.fp8_recipe}) multiplies matrices of a multiple of {needed} tokens, and {what} are spread "
         f"over {shards} ranks"
     )
     fix = f"set pad_to_max_length to true and seq_length to {view.next_length(needed * shards)}"
-    if not view.as_wide_as_its_samples:
-        return Finding(why=why, fix=fix)
+    if not view.as_wide_as_its_samples or width % (needed * shards) == 0:
+        return unless(width % (needed * shards) == 0, why=why, fix=fix)
     # Without in-batch packing Bridge's data set is unpacked: the user decides.
     named = (
         "in-batch packing off (mode 'packs')"

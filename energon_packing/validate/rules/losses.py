@@ -3,7 +3,15 @@
 Nothing else reports these before GPUs are taken.
 """
 
-from energon_packing.validate.rules.rule import Finding, SourceLine, bridge, bridge_is_silent_on_loss, core, rule
+from energon_packing.validate.rules.rule import (
+    Finding,
+    SourceLine,
+    bridge,
+    bridge_is_silent_on_loss,
+    core,
+    rule,
+    unless,
+)
 from energon_packing.validate.run_view import RunView
 
 
@@ -35,15 +43,14 @@ def _tokens_weigh_the_same(view: RunView) -> Finding | None:
 )
 def _no_multi_token_prediction(view: RunView) -> Finding | None:
     # Megatron-Core shifts labels at the real boundaries (roll_tensor): correct if there is no padding between samples.
-    if view.mtp_num_layers == 0 or (view.bridge_release >= (0, 7) and view.multiple == 1):
-        return None
+    holds = view.mtp_num_layers == 0 or (view.bridge_release >= (0, 7) and view.multiple == 1)
     reason = (
         f"Megatron-Bridge {view.bridge_name} documents it as unsupported over packed rows"
         if view.multiple == 1
         else "Megatron-Core shifts its labels at cu_seqlens_q, the real boundaries; after the first padded sample "
         "they lie elsewhere, and labels come from other samples"
     )
-    return Finding(why=f"mtp_num_layers is {view.mtp_num_layers}: {reason}", fix="set mtp_num_layers to 0")
+    return unless(holds, why=f"mtp_num_layers is {view.mtp_num_layers}: {reason}", fix="set mtp_num_layers to 0")
 
 
 @rule(

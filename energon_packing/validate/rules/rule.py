@@ -174,11 +174,10 @@ class Judgement:
 
 
 def judge(view: RunView) -> list[Judgement]:
-    """Applies every rule to a run.
+    """Returns one judgement per rule on a run, in the order of `all_rules`.
 
-    Returns:
-        One judgement per rule, in the order of `all_rules`. The first error among those with ``bridge_says`` is what
-        Bridge's ``validate()`` raises; only ``bridge/pack-size`` comes earlier for Bridge's own text data sets.
+    The first error among those with ``bridge_says`` is what Bridge's ``validate()`` raises; only ``bridge/pack-size``
+    comes earlier for Bridge's own text data sets.
     """
     judgements = []
     for rule in all_rules():
@@ -196,8 +195,6 @@ def violations(view: RunView) -> list[Judgement]:
 
 def rule_that_bridge_named(message: str) -> Rule | None:
     """Returns the rule for a message of ``ConfigContainer.validate()``; None if it concerns something else."""
-    for rule in all_rules():
-        # Our data set config enforces what a provider escapes, by id.
-        if f"(rule {rule.id})" in message or any(fragment in message for fragment in rule.bridge_says):
-            return rule
-    return None
+    # Our data set config enforces what a provider escapes, by id.
+    named = (rule for rule in all_rules() if any(said in message for said in (f"(rule {rule.id})", *rule.bridge_says)))
+    return next(named, None)

@@ -151,10 +151,8 @@ def _models_from(folder: Path | None) -> contextlib.AbstractContextManager[Any]:
 
 
 def _gpu_of_recipes() -> contextlib.AbstractContextManager[Any]:
-    """Inside the block, on a machine without CUDA, a recipe that asks which GPU it runs on sees an H100.
-
-    Recipes for mixtures of experts choose their dispatcher by the GPU.
-    """
+    """Inside the block, on a machine without CUDA, a recipe that chooses by the GPU (dispatchers of experts) sees an
+    H100."""
     from unittest import mock
 
     import torch
@@ -204,6 +202,7 @@ def view_of(container: Any, *, world_size: int, step: str | None = None, data: D
     classes = {cls.__name__ for cls in type(dataset).__mro__}
     kind = next((kind for name, kind in _KIND_OF_CLASS.items() if name in classes), "provider")
     coefficients = getattr(final, "moe_aux_loss_coeff", 0.0)
+    width, heads = (getattr(model, name, None) for name in ("hidden_size", "num_attention_heads"))
     # In the other modes of our data set the window holds a micro-batch.
     packing = getattr(dataset, "packing", None) if getattr(dataset, "mode", "packs") == "packs" else None
     fields = stated(source, "bridge")
@@ -234,7 +233,7 @@ def view_of(container: Any, *, world_size: int, step: str | None = None, data: D
             "vision_frozen": all(
                 getattr(model, name, False) for name in ("freeze_vision_model", "freeze_vision_projection")
             ),
-            "head_dim": getattr(model, "kv_channels", None) or _quotient(model, "hidden_size", "num_attention_heads"),
+            "head_dim": getattr(model, "kv_channels", None) or (width // heads if width and heads else None),
             "model_tokens": TokenFacts(
                 size=getattr(model, "vocab_size", None),
                 placeholders=numbers({kind: getattr(model, f"{kind}_token_id", None) for kind in PLACEHOLDERS}),
@@ -254,11 +253,11 @@ def view_of(container: Any, *, world_size: int, step: str | None = None, data: D
 
 
 def finalised(model: Any) -> Any:
-    """A copy of a model provider after its own ``finalize()``; the given one is unchanged.
+    """Returns a copy of a model provider after its own ``finalize()``.
 
-    ``validate()`` finalises the model after the data set, and providers change settings there. Qwen3-VL's provider with
-    experts turns sequence parallelism on at TP > 1, every GPT's turns it off at TP 1, and those of Qwen3-VL and
-    Qwen3.5-VL compute the loss per token at CP > 1.
+    ``validate()`` finalises the model after the data set, and providers change settings there: Qwen3-VL's with experts
+    turns sequence parallelism on at TP > 1, every GPT's turns it off at TP 1, and those of Qwen3-VL and Qwen3.5-VL
+    compute the loss per token at CP > 1.
     """
     if not hasattr(model, "finalize"):
         return model
@@ -271,11 +270,6 @@ def finalised(model: Any) -> Any:
         warnings.simplefilter("ignore")
         changed.finalize()
     return changed
-
-
-def _quotient(model: Any, whole: str, parts: str) -> int | None:
-    size, number = getattr(model, whole, None), getattr(model, parts, None)
-    return size // number if size and number else None
 
 
 def _has_weights(container: Any) -> bool:

@@ -85,15 +85,13 @@ def import_bridge(*, placeholders: bool) -> None:
     Args:
         placeholders: whether Transformer Engine is absent, so that this one module needs placeholders.
     """
-    finder = _PlaceholdersFor("megatron.bridge.peft.lora_layers")
-    if placeholders:
-        sys.meta_path.insert(0, finder)
+    finder = _PlaceholdersFor("megatron.bridge.peft.lora_layers" if placeholders else "")
+    sys.meta_path.insert(0, finder)
     try:
         for name in ("models.qwen_vl", "training.setup", "training.train", "training.eval", "training.vlm_step"):
             importlib.import_module(f"megatron.bridge.{name}")
     finally:
-        if finder in sys.meta_path:
-            sys.meta_path.remove(finder)
+        sys.meta_path.remove(finder)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

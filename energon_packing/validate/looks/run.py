@@ -127,7 +127,7 @@ def look_at_run(reads: RunReads, *, data_parallel: int = 1) -> list[Look]:
     data = look_at_data(config.data.path, config.data.split, places, reads.other_splits)
     ledger = look_at_ledger(config.packing.ledger, places["packing.ledger"])
     at = f"{places['data.path']}: {config.data.path}" if config.data.path else places["data.path"]
-    unread = Look(id="samples", at=at, outcome="not looked at", why="there is no data set to read")
+    unread = Look("samples", at, "not looked at", "there is no data set to read")
     with without_output():
         of_processor, processor = look_at_processor(
             config.encoder, places["encoder.processor"], places["encoder.chat_template"]
@@ -157,7 +157,7 @@ def look_at_run(reads: RunReads, *, data_parallel: int = 1) -> list[Look]:
 def look_at_ledger(ledger: str | None, place: str) -> Look:
     """Whether files can be created in ``packing.ledger`` hours into a run, or the directory itself. Writes nothing."""
     if ledger is None:
-        return Look(id="packing-ledger", at=place, outcome="ok", why="no ledger is written to disk")
+        return Look("packing-ledger", place, "ok", "no ledger is written to disk")
     directory = Path(ledger).absolute()
     there = next(place for place in (directory, *directory.parents) if place.exists())
     why = ""
@@ -167,8 +167,9 @@ def look_at_ledger(ledger: str | None, place: str) -> Look:
         why = f"{there} is a file, so no ledger can be written to {ledger}"
     elif not os.access(there, os.W_OK | os.X_OK):
         why = f"{there} cannot be written"
-    ok = Look(id="packing-ledger", at=f"{place}: {ledger}", outcome="ok", why="it can be written")
-    return replace(ok, outcome="error", why=why, fix="name another directory") if why else ok
+    at = f"{place}: {ledger}"
+    error = Look("packing-ledger", at, "error", why, "name another directory")
+    return error if why else Look("packing-ledger", at, "ok", "it can be written")
 
 
 def _with_pairs(look: Look, config: RunConfig, counts: PairCounts) -> Look:

@@ -140,15 +140,11 @@ def look_at_samples(
     looks = []
     for (leaf, found), why in zip(data.readable[:MOST_LEAVES], left_alone, strict=False):
         place = at if not leaf.named_in or len(data.readable) == 1 else f"{at}: {leaf.path}"
-        looks.append(
-            Look("samples", place, "not looked at", why)
-            if why
-            else _measured(config, encoder, leaf, place, found.samples)
-        )
+        unread = Look("samples", place, "not looked at", why)
+        looks.append(unread if why else _measured(config, encoder, leaf, place, found.samples))
     if more := len(data.readable[MOST_LEAVES:]):
-        looks.append(
-            Look("samples", at, "not looked at", f"{more} further data sets: only the first {MOST_LEAVES} are read")
-        )
+        why = f"{more} further data sets: only the first {MOST_LEAVES} are read"
+        looks.append(Look("samples", at, "not looked at", why))
     if looks and shares:
         looks[0] = dataclasses.replace(looks[0], why="; ".join([looks[0].why, *shares[:MOST_LEAVES]]))
     return looks
@@ -221,8 +217,7 @@ def _judged(at: str, number: int, refused: list[RefusedSample], frequent: Freque
         why = f"{len(refused)} of {number} conversations would be dropped ({listed}), none for its template"
         why = " ".join([f"{why}.", *frequent.news(final=True)])
         return dataclasses.replace(_error(at, why, "see 'preview'", number, refused), outcome="note")
-    why = f"{number} conversations were measured, and none is refused"
-    return Look(id="samples", at=at, outcome="ok", why=why, samples=number)
+    return Look("samples", at, "ok", f"{number} conversations were measured, and none is refused", samples=number)
 
 
 def is_of_the_template(reason: str) -> bool:
@@ -231,8 +226,7 @@ def is_of_the_template(reason: str) -> bool:
 
 
 def _error(at: str, why: str, fix: str, samples: int = 0, refused: Sequence[RefusedSample] = ()) -> Look:
-    why = why.rstrip(".")
-    return Look(id="samples", at=at, outcome="error", why=why, fix=fix, samples=samples, refused=tuple(refused))
+    return Look("samples", at, "error", why.rstrip("."), fix, samples, tuple(refused))
 
 
 def _read(config: RunConfig, encoder: Any, leaf: Leaf, samples: int) -> Iterator[Any]:

@@ -159,38 +159,41 @@ def provider(
     )
     with stand_ins.without_warnings():
         made = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
-    fields: dict[str, Any] = {
-        "seq_length": seq_length,
-        "fp16": False,
-        "bf16": False,
-        "params_dtype": torch.float32,
-        "pipeline_dtype": torch.float32,
-        "autocast_dtype": torch.float32,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        # The fused kernels are CUDA (or inductor) code; the plain ones compute the same.
-        "masked_softmax_fusion": False,
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "cross_entropy_loss_fusion": False,
-        "gradient_accumulation_fusion": False,
-        "apply_rope_fusion": False,
-        "persist_layer_norm": False,
-        # Loss and gradient are sums over tokens divided by the number of trained tokens of the whole step.
-        "calculate_per_token_loss": True,
-        "make_vocab_size_divisible_by": 1,
-    }
+    fields: dict[str, Any] = {"seq_length": seq_length, "make_vocab_size_divisible_by": 1}
     if family == "qwen2_5_vl":  # Bridge 0.6.2 leaves the sections of the released sizes in place
         fields["mrope_section"] = _QWEN25_SECTIONS
     if family == "qwen3_vl":
         fields["language_max_sequence_length"] = seq_length
-    if experts:  # grouped and fused expert kernels are CUDA code too
-        fields |= {"moe_grouped_gemm": False, "moe_permute_fusion": False, "moe_router_fusion": False}
-        fields |= {"moe_token_dispatcher_type": "alltoall", "moe_shared_expert_overlap": False}
+    return with_fields(made, ON_CPU | (EXPERTS_ON_CPU if experts else {}) | fields)
+
+
+ON_CPU: dict[str, Any] = {
+    **dict.fromkeys(("fp16", "bf16"), False),
+    **dict.fromkeys(("params_dtype", "pipeline_dtype", "autocast_dtype"), torch.float32),
+    **dict.fromkeys(("hidden_dropout", "attention_dropout"), 0.0),
+    # The fused kernels are CUDA (or inductor) code; the plain ones compute the same.
+    **dict.fromkeys(("masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion"), False),
+    **dict.fromkeys(("cross_entropy_loss_fusion", "gradient_accumulation_fusion", "apply_rope_fusion"), False),
+    "persist_layer_norm": False,
+    # Loss and gradient are sums over tokens divided by the number of trained tokens of the whole step.
+    "calculate_per_token_loss": True,
+}
+"""Settings of a provider in fp32, of what a CPU can run."""
+
+EXPERTS_ON_CPU: dict[str, Any] = {
+    **dict.fromkeys(("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion"), False),
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_shared_expert_overlap": False,
+}
+"""Grouped and fused kernels of experts are CUDA code too."""
+
+
+def with_fields(provider: Any, fields: Mapping[str, Any]) -> Any:
+    """Returns the provider, with fields that it must have set."""
     for name, value in fields.items():
-        assert hasattr(made, name), name
-        setattr(made, name, value)
-    return made
+        assert hasattr(provider, name), name
+        setattr(provider, name, value)
+    return provider
 
 
 def special_tokens(ids: Mapping[str, int]) -> SpecialTokens | None:

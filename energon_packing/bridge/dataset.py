@@ -175,6 +175,18 @@ def check_mode(dataset: Any) -> None:
         )
 
 
+def form_of(dataset: Any, multiple: int) -> MicroBatchForm:
+    """Returns the form of a `PackedEnergonDatasetConfig` whose mode is ``in_batch`` or ``padded``."""
+    return MicroBatchForm(
+        packed=dataset.mode == "in_batch" and not dataset.defer_in_batch_packing_to_step,
+        samples=dataset.micro_batch_size,
+        seq_length=dataset.seq_length,
+        multiple=multiple,
+        pad_to_multiple_of=dataset.pad_to_multiple_of,
+        pad_to_max_length=dataset.pad_to_max_length,
+    )
+
+
 @dataclass(kw_only=True)
 class PackedEnergonDatasetConfig(PackProvider):
     """Packs an Energon data set of conversations online, one THD row per micro-batch; or feeds Bridge single samples.
@@ -281,16 +293,7 @@ class PackedEnergonDatasetConfig(PackProvider):
 
     def make_form(self, config: RunConfig) -> Callable[[Any], dict[str, Any]]:
         """See `PackProvider.make_form`; in the modes that do not pack here, Bridge's own functions form the batches."""
-        if self.mode == "packs":
-            return to_bridge
-        return MicroBatchForm(
-            packed=self.mode == "in_batch" and not self.defer_in_batch_packing_to_step,
-            samples=self.micro_batch_size,
-            seq_length=self.seq_length,
-            multiple=config.parallel.multiple,
-            pad_to_multiple_of=self.pad_to_multiple_of,
-            pad_to_max_length=self.pad_to_max_length,
-        )
+        return to_bridge if self.mode == "packs" else form_of(self, config.parallel.multiple)
 
 
 # Bridge instantiates a class that a YAML file names in ``_target_`` only from registered modules: these and no others.

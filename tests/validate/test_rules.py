@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -36,10 +37,8 @@ OVER_HYBRIDEP = EXPERTS.changed(expert_dispatcher="hybridep", pad_to_max_length=
 
 
 def packed(**changes: Any) -> RunView:
-    layout = {"tensor_parallel", "context_parallel", "pipeline_parallel"}
-    world = 1
-    for name in layout:
-        world *= changes.get(name, 1)
+    layout = ("tensor_parallel", "context_parallel", "pipeline_parallel")
+    world = math.prod(changes.get(name, 1) for name in layout)
     return PACKED.changed(**({"world_size": world} | changes))
 
 

@@ -4,7 +4,6 @@ The rules read the table, ``docs/families.md`` shows it, and `tests/conformance/
 line against the source of the installed Bridge (and of a checkout of main). A family that is not in it is not judged.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -203,13 +202,3 @@ PROCESSOR_CLASSES = frozenset(
     }
 )
 """Classes that are known to belong to some family; any other may be a model's own."""
-
-
-def markdown_rows() -> Iterator[str]:
-    """The table of ``docs/families.md``, line by line."""
-    yield "| family in Bridge | from version | packed rows | packed rows over CP | Bridge's in-batch packing | source |"
-    yield "| --- | --- | --- | --- | --- | --- |"
-    for line in FAMILY_TABLE:
-        said = " | ".join("yes" if yes else "no" for yes in (line.packed, line.context_parallel, line.in_batch))
-        reason = f": {line.why}" if line.why else ""
-        yield f"| {line.name} | {line.since[0]}.{line.since[1]} | {said} | `{line.source}`{reason} |"

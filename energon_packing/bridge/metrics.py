@@ -17,8 +17,7 @@ class PackingMetrics(Callback):
     """Posts the metrics of all ranks (``dataset.metrics``) on the rank that has Bridge's loggers; with any forward
     step. Does nothing on other ranks, without ``dataset.metrics.directory``, and with other data sets."""
 
-    def __init__(self) -> None:
-        self._log: MetricsLog | None = None
+    _log: MetricsLog | None = None
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Begins to follow the run's lines."""

@@ -105,10 +105,6 @@ class Rule(Versioned):
             return False
         return self.speaks_of(view.bridge_release) and self.applies(view)
 
-    def check(self, view: RunView) -> Finding | None:
-        """Returns None if the rule holds."""
-        return None if self.holds(view) else self.finds(view)
-
 
 def rule(
     *,
@@ -182,7 +178,7 @@ def judge(view: RunView) -> list[Judgement]:
     judgements = []
     for rule in all_rules():
         concerned = rule.concerns(view)
-        finding = rule.check(view) if concerned else None
+        finding = rule.finds(view) if concerned and not rule.holds(view) else None
         outcome: Outcome = rule.severity if finding else "ok" if concerned else "not applicable"
         judgements.append(Judgement(rule=rule, outcome=outcome, finding=finding))
     return judgements

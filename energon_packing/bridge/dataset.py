@@ -279,14 +279,12 @@ class PackedEnergonDatasetConfig(PackProvider):
 
     def make_loader(self, config: RunConfig, **arguments: Any) -> LoaderBase:
         """See `PackProvider.make_loader`."""
-        parts = (config.encoder, config.packing, config.parallel)
-        encoder = (
-            build_task_encoder(config)
-            if self.mode == "packs"
-            else MicroBatchTaskEncoder(
-                *parts, micro_batch_size=self.micro_batch_size, fingerprint=data_fingerprint(config)
-            )
-        )
+        if self.mode == "packs":
+            encoder = build_task_encoder(config)
+        else:
+            size, fingerprint = self.micro_batch_size, data_fingerprint(config)
+            sections = (config.encoder, config.packing, config.parallel)
+            encoder = MicroBatchTaskEncoder(*sections, micro_batch_size=size, fingerprint=fingerprint)
         if self._run is not None:  # the processor may have been downloaded just now, and no rule has seen it
             _enforce_rules(self._run)
         return open_loader(config, task_encoder=encoder, **arguments)

@@ -74,12 +74,12 @@ def _raise(error: str) -> None:
 
 def plant() -> None:
     """Puts the faults into this process, and those that it forks."""
-    from energon_packing import errors as read_again
+    from energon_packing import errors
     from energon_packing.encoders import encoder
     from energon_packing.encoders.encoder import ConversationEncoder
     from energon_packing.energon import cookers
 
-    read_again.PAUSES = (0.0,) * len(read_again.PAUSES)
+    errors.PAUSES = (0.0,) * len(errors.PAUSES)
 
     def wrapped(stage: str, original: Callable[..., Any], key_at: Callable[..., str]) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:

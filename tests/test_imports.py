@@ -35,11 +35,8 @@ HEAVY = (
 # each other. A unit is a subpackage or a module.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("file_lock", "line_file", "read_again", "registry"),
-    (
-        *("executors", "ledger_report", "metrics_report"),
-        *("plain_yaml", "remote_files", "stored_record", "thd"),
-    ),
+    ("line_file", "registry"),
+    (*("executors", "plain_yaml", "remote_files", "stored_record", "thd"),),
     ("conversation", "packing"),
     ("config",),
     ("drops", "sample_kind"),

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 # Public name -> the module that defines it.
 _PUBLIC = {
     "PackDataloader": "dataloader",
-    "StageBatch": "batch",
+    "StageBatch": "dataloader",
     "add_energon_packing_args": "arguments",
-    "get_batch": "batch",
+    "get_batch": "dataloader",
     "loss_func": "gpt",
     "parse_and_validate_args": "arguments",
     "run_config_of": "arguments",

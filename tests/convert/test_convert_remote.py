@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 from source_files import rejects, sharegpt, write_image, write_json, write_lines
 
-from energon_packing import errors as read_again
-from energon_packing import remote_files
+from energon_packing import errors, remote_files
 from energon_packing.convert import ConversionReport, ConvertConfig, convert
 from energon_packing.convert.workspace import MARK
 from energon_packing.demo.generate import make_data
@@ -39,7 +38,7 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("MSC_CONFIG", str(config))
         patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("tmp")))
         patch.setattr(tempfile, "tempdir", None)
-        patch.setattr(read_again, "PAUSES", (0.0, 0.0, 0.0))
+        patch.setattr(errors, "PAUSES", (0.0, 0.0, 0.0))
         yield root
 
 

@@ -33,6 +33,7 @@ from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, Par
 from energon_packing.config.run import MetricsConfig
 from energon_packing.energon.loader import LoaderBase, build_task_encoder, data_fingerprint
 from energon_packing.energon.sample_task_encoder import MicroBatchTaskEncoder, refuse_unread
+from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import ConfigError, PackingError
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.sample_kind import all_kinds
@@ -279,12 +280,7 @@ class PackedEnergonDatasetConfig(PackProvider):
 
     def make_loader(self, config: RunConfig, **arguments: Any) -> LoaderBase:
         """See `PackProvider.make_loader`."""
-        if self.mode == "packs":
-            encoder = build_task_encoder(config)
-        else:
-            size, fingerprint = self.micro_batch_size, data_fingerprint(config)
-            sections = (config.encoder, config.packing, config.parallel)
-            encoder = MicroBatchTaskEncoder(*sections, micro_batch_size=size, fingerprint=fingerprint)
+        encoder = self._task_encoder(config)
         if self._run is not None:  # the processor may have been downloaded just now, and no rule has seen it
             _enforce_rules(self._run)
         return open_loader(config, task_encoder=encoder, **arguments)
@@ -292,6 +288,13 @@ class PackedEnergonDatasetConfig(PackProvider):
     def make_form(self, config: RunConfig) -> Callable[[Any], dict[str, Any]]:
         """See `PackProvider.make_form`; in the modes that do not pack here, Bridge's own functions form the batches."""
         return to_bridge if self.mode == "packs" else form_of(self, config.parallel.multiple)
+
+    def _task_encoder(self, config: RunConfig) -> PackingTaskEncoder:
+        if self.mode == "packs":
+            return build_task_encoder(config)
+        size, fingerprint = self.micro_batch_size, data_fingerprint(config)
+        sections = (config.encoder, config.packing, config.parallel)
+        return MicroBatchTaskEncoder(*sections, micro_batch_size=size, fingerprint=fingerprint)
 
 
 # Bridge instantiates a class that a YAML file names in ``_target_`` only from registered modules: these and no others.

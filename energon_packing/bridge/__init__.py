@@ -1,10 +1,4 @@
-"""Megatron-Bridge: the data set configurations, the rules, and what makes Bridge run on a CPU.
-
-``from energon_packing.bridge import PackedEnergonDatasetConfig`` needs Megatron-Bridge;
-the rules do not.
-"""
-
-from __future__ import annotations
+"""Packs as data sets of Megatron-Bridge, which must be installed."""
 
 from typing import TYPE_CHECKING, Any
 

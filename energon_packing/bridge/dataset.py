@@ -1,15 +1,9 @@
-"""`PackedEnergonDatasetConfig`: online packing of conversations as a Megatron-Bridge data set.
+"""`PackedEnergonDatasetConfig`: conversations as a Megatron-Bridge data set.
 
-`energon_packing.bridge.provider` holds what it shares with those of other kinds of sample, and Bridge's contract.
-
-Micro-batches in the form of Megatron-Bridge's collators: packed in the batch, or padded with one sample per row.
-
-Bridge's own functions make them from the samples of one micro-batch, with the values of its Qwen-VL collator (padding
-is token 0). A run that stays on Bridge's in-batch packing keeps Bridge's rows, and adds our measuring, limits, ledger,
-resume and one reader per replica.
+Rows are packed online, or Bridge's own functions pack them in the batch or pad them, one sample per row, with the
+values of its Qwen-VL collator. Such a run keeps Bridge's rows, and adds our measuring, limits, ledger, resume and one
+reader per replica.
 """
-
-from __future__ import annotations
 
 import inspect
 import math
@@ -64,9 +58,8 @@ class MicroBatchForm:
             which a step may pack itself (``defer_in_batch_packing_to_step``).
         samples: rows of an unpacked micro-batch; masked rows of one token replace missing samples.
         seq_length: limit on a sample, in tokens.
-        multiple: the run's layout needs each sample (packed) or the width (unpacked) to be a multiple of it.
-        pad_to_multiple_of: as in Bridge: the width of unpacked rows is a multiple of it, up to ``seq_length``.
-        pad_to_max_length: unpacked rows are ``seq_length`` wide.
+        multiple: of each sample (packed) or of the width (unpacked), which the run's layout needs.
+        pad_to_multiple_of: of the width of unpacked rows too, up to ``seq_length``.
     """
 
     packed: bool
@@ -77,10 +70,7 @@ class MicroBatchForm:
     pad_to_max_length: bool = False
 
     def __call__(self, batch: PackedBatch) -> dict[str, Any]:
-        """The mapping that ``gpt_step``, ``vlm_step`` or ``qwen3_vl_step`` reads.
-
-        Args:
-            batch: samples without padding, as `MicroBatchTaskEncoder` assembles them; or none, as from `padding_pack`.
+        """Returns what ``gpt_step``, ``vlm_step`` or ``qwen3_vl_step`` reads of samples without padding, or of none.
 
         Raises:
             PackingError: positions that are not ``[1, T]``, the only ones that Bridge's packer takes.
@@ -187,11 +177,7 @@ def check_mode(dataset: Any) -> None:
 
 
 def form_of(dataset: Any, multiple: int) -> MicroBatchForm:
-    """The form of a `PackedEnergonDatasetConfig` whose mode is ``in_batch`` or ``padded``.
-
-    Args:
-        multiple: alignment that the run's layout needs.
-    """
+    """Returns the form of a `PackedEnergonDatasetConfig` whose mode is ``in_batch`` or ``padded``."""
     return MicroBatchForm(
         packed=dataset.mode == "in_batch" and not dataset.defer_in_batch_packing_to_step,
         samples=dataset.micro_batch_size,
@@ -206,10 +192,9 @@ def form_of(dataset: Any, multiple: int) -> MicroBatchForm:
 class PackedEnergonDatasetConfig(PackProvider):
     """Packs an Energon data set of conversations online, one THD row per micro-batch; or feeds Bridge single samples.
 
-    Mutable, because Bridge and Hydra override fields of a recipe's configuration. `finalize`, which
-    ``ConfigContainer.validate()`` calls, validates everything. The fields that Bridge reads are here, all others in the
-    sections; each setting has one place. All values are plain, so Bridge's YAML and Hydra overrides reach them:
-    ``dataset.encoder.max_pixels=200704``, ``dataset.packing.window=512``, ``dataset.data.shuffle_buffer=1000``.
+    The fields that Bridge reads are here, all others in the sections; each setting has one place. All values are plain,
+    so Bridge's YAML and Hydra overrides reach them: ``dataset.encoder.max_pixels=200704``,
+    ``dataset.packing.window=512``, ``dataset.data.shuffle_buffer=1000``.
     """
 
     processor: str = ""
@@ -246,8 +231,7 @@ class PackedEnergonDatasetConfig(PackProvider):
     def enable_offline_packing(self) -> bool:
         """Read by ``validate()`` and ``gpt_step``: rows arrive packed.
 
-        It turns on Bridge's own checks for packed rows (micro-batch 1, CUDA graphs), and makes middle pipeline stages
-        fetch ``cu_seqlens``, without which they would attend across samples.
+        It turns on Bridge's own checks for packed rows, and makes middle pipeline stages fetch ``cu_seqlens``.
         """
         return self.mode == "packs"
 
@@ -263,16 +247,17 @@ class PackedEnergonDatasetConfig(PackProvider):
         check_mode(self)
 
     def check_run(self, container: ConfigContainer) -> None:
-        """Enforces every rule of severity error; see `PackProvider.check_run`."""
+        """Enforces every rule of severity error, and refuses skipped iterations in pipelines: Bridge's dummy step reads
+        on the first and last stage only, so those between would go on with the boundaries of the skipped packs."""
         _enforce_rules(container)
-        _refuse_skipped_steps(container)
+        if container.train.iterations_to_skip and container.model.pipeline_model_parallel_size > 2:
+            raise ConfigError(
+                "train.iterations_to_skip is set with more than 2 pipeline stages, but Bridge skips data on the first "
+                "and last stage only, so the others would train on wrong boundaries; leave it empty."
+            )
 
     def run_config(self, parallel: ParallelConfig) -> RunConfig:
-        """The same settings as our own configuration.
-
-        Raises:
-            ConfigError: a value that cannot work.
-        """
+        """See `PackProvider.run_config`."""
         return RunConfig(
             data=frozen(DataConfig, self.data, where="dataset.data", path=self.path, workers=self.num_workers),
             encoder=frozen(
@@ -307,13 +292,9 @@ class PackedEnergonDatasetConfig(PackProvider):
     def _task_encoder(self, config: RunConfig) -> PackingTaskEncoder:
         if self.mode == "packs":
             return build_task_encoder(config)
-        return MicroBatchTaskEncoder(
-            config.encoder,
-            config.packing,
-            config.parallel,
-            micro_batch_size=self.micro_batch_size,
-            fingerprint=data_fingerprint(config),
-        )
+        size, fingerprint = self.micro_batch_size, data_fingerprint(config)
+        sections = (config.encoder, config.packing, config.parallel)
+        return MicroBatchTaskEncoder(*sections, micro_batch_size=size, fingerprint=fingerprint)
 
 
 # Bridge instantiates a class that a YAML file names in ``_target_`` only from registered modules: these and no others.
@@ -322,24 +303,13 @@ for _class in (PackedEnergonDatasetConfig, *SECTIONS.values()):
 
 
 def _enforce_rules(container: ConfigContainer) -> None:
-    """Enforces every rule of severity error that a container can break, as ``energon-packing validate`` does.
+    """Enforces every rule of severity error, as ``energon-packing validate`` does.
 
-    Bridge's ``validate()`` applies several of its rules to its own data set classes only, and has none of the others. A
-    run that breaks them starts anyway, and then trains wrongly or dies on the GPUs.
+    Bridge's ``validate()`` applies several of its rules to its own data set classes only, and has none of the others.
     """
     for judgement in violations(view_of(container, world_size=get_world_size_safe())):
         if judgement.finding is not None:
             raise ConfigError(f"{judgement.finding.why}; {judgement.finding.fix} (rule {judgement.rule.id}).")
-
-
-def _refuse_skipped_steps(container: ConfigContainer) -> None:
-    """Refuses skipped iterations in pipelines: Bridge's dummy step reads on the first and last pipeline stage only, so
-    the stages between would continue with the boundaries of the skipped packs."""
-    if container.train.iterations_to_skip and container.model.pipeline_model_parallel_size > 2:
-        raise ConfigError(
-            "train.iterations_to_skip is set with more than 2 pipeline stages, but Bridge skips data on the first and "
-            "last stage only, so the others would train on wrong boundaries; leave it empty."
-        )
 
 
 def use_packed_data(
@@ -351,31 +321,27 @@ def use_packed_data(
     global_batch_size: int | None = None,
     num_workers: int = 4,
 ) -> Any:
-    """Gives a Bridge configuration packed data and the settings that packed data needs.
+    """Gives a Bridge configuration packed data and the settings that packed data needs; returns the configuration.
 
     Besides ``cfg.dataset`` it sets: one row per micro-batch in training and evaluation; the loss of a step divided by
     its trained tokens, because rows hold different numbers of them; no averaging in the collective, which Megatron-Core
     refuses together with that loss; the model's length. Everything can be changed afterwards.
 
     Args:
-        cfg: a ``ConfigContainer``, for example from a recipe; changed in place. Its model decides the
-            kind of sample (`SampleKind.bridge_dataset`).
+        cfg: a ``ConfigContainer``; changed in place. Its model decides the kind of sample.
         path: data set that ``energon-packing convert`` wrote, or another prepared Energon data set or blend.
         processor: of the model; None takes the one that the recipe names.
         seq_length: tokens (patches) per row; None keeps the model's.
         global_batch_size: packs per step; None keeps the recipe's number, which then counts packs instead of samples.
         num_workers: loader processes per rank.
 
-    Returns:
-        ``cfg``.
-
     Raises:
         ConfigError: the recipe names no processor and none is given.
     """
     length = seq_length or cfg.model.seq_length
     fields = {"path": path, "seq_length": length, "num_workers": num_workers}
-    made = (kind.bridge_dataset(cfg, processor, **fields) for kind in all_kinds())
-    cfg.dataset = next(filter(None, made), None) or _of_conversations(cfg, processor, **fields)
+    datasets = (kind.bridge_dataset(cfg, processor, **fields) for kind in all_kinds())
+    cfg.dataset = next(filter(None, datasets), None) or _of_conversations(cfg, processor, **fields)
     cfg.dataset.follow(cfg)
     cfg.model.seq_length = length
     cfg.model.calculate_per_token_loss = True

@@ -1,11 +1,8 @@
 """`PackingMetrics`: what a run's packs are like, in Bridge's TensorBoard and Weights & Biases loggers.
 
-from energon_packing.bridge.metrics import PackingMetrics
 cfg.dataset.metrics.directory = "run/metrics"
 pretrain(cfg, forward_step, callbacks=[PackingMetrics()])
 """
-
-from __future__ import annotations
 
 from typing import Any
 
@@ -20,8 +17,7 @@ class PackingMetrics(Callback):
     """Posts the metrics of all ranks (``dataset.metrics``) on the rank that has Bridge's loggers; with any forward
     step. Does nothing on other ranks, without ``dataset.metrics.directory``, and with other data sets."""
 
-    def __init__(self) -> None:
-        self._log: MetricsLog | None = None
+    _log: MetricsLog | None = None
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Begins to follow the run's lines."""

@@ -1,20 +1,12 @@
-"""What our Bridge data sets share: Bridge's ``DatasetProvider`` contract, which Bridge calls deprecated.
+"""What our Bridge data sets share: the ``DatasetProvider`` contract, their sections, and the state they continue from.
 
-Each field here and in its subclasses states what Bridge reads by name from a data set, and when;
-`energon_packing.bridge.dataset` is that for conversations.
+**Sections** are mutable twins of our frozen configuration classes, generated from them: Bridge and Hydra set attributes
+of nested dataclasses in place, which a frozen one ignores with a warning. They validate nothing; `frozen` hands their
+values to the classes that do.
 
-What a data set learns from Bridge's calls to it: the run's configuration, and whether it continues an earlier run.
-
-Bridge itself restores a state after it has built the iterators, each rank the file of its number, and starts the data
-over with no more than a line in its log where it finds none: 0.6.2 where the folder of the states is missing, its main
-branch also where that of the iteration is. So the state is read here while the iterators are built, where all ranks can
-refuse together, and where ranks that are new to a plan can take the first rank's.
-
-The sections of our Bridge data sets: mutable twins of our frozen configuration classes.
-
-Bridge and Hydra set attributes of nested dataclasses in place, which a frozen one ignores with a warning. The twins are
-generated, so a field that is added to a frozen class can be overridden in Bridge at once. The twins validate nothing:
-`frozen` hands their values to the classes that do. Imports neither torch nor Bridge.
+**States.** Bridge restores a state after it has built the iterators, each rank the file of its number, and starts the
+data over with no more than a line in its log where it finds none. So the state is read here while the iterators are
+built, where all ranks can refuse together, and where ranks that are new to a plan can take the first rank's.
 """
 
 from __future__ import annotations
@@ -52,22 +44,20 @@ from energon_packing.validate.recipes import finalised
 
 
 def to_bridge(batch: Any) -> dict[str, Any]:
-    """A packed row as the mapping that Bridge's forward step reads."""
-    made: dict[str, Any] = batch.to_bridge()
-    return made
+    """Returns a packed row as the mapping that Bridge's forward step reads."""
+    return typing.cast("dict[str, Any]", batch.to_bridge())
 
 
 class BridgePackIterator:
     """An endless iterator of Bridge batches with a state that Bridge's checkpoints save.
 
-    ``setup_data_iterators`` wraps it for reruns; ``checkpointing`` calls `save_state` on the first tensor-, context-
-    and pipeline-parallel rank, which is the one that reads, and `restore_state` on every rank. With virtual pipeline
-    stages Bridge itself hands each model chunk the same batches (``make_data_iterator_list``), so a rank has one
-    iterator and one state.
+    ``checkpointing`` calls `save_state` on the first tensor-, context- and pipeline-parallel rank, which is the one
+    that reads, and `restore_state` on every rank. With virtual pipeline stages Bridge itself hands each model chunk the
+    same batches (``make_data_iterator_list``), so a rank has one iterator and one state.
 
     Args:
         reader: yields the batches.
-        form: turns each batch into what Bridge's steps read; packed rows by default.
+        form: turns each batch into what Bridge's steps read.
         metrics: counts each batch, on the rank that writes them for its replica.
     """
 
@@ -120,36 +110,30 @@ SECTIONS: dict[str, type] = {}
 
 
 def twin(config: type, left_out: tuple[str, ...] = (), *, module: str = __name__) -> Any:
-    """A mutable dataclass with the fields and defaults of ``config``, added to this module under its name.
+    """Returns a mutable dataclass with the fields and defaults of ``config``, nested ones included.
 
     It has slots, so that setting a misspelt field raises at once.
 
     Args:
-        config: one of our frozen dataclasses, nested ones allowed.
+        config: one of our frozen dataclasses.
         left_out: fields that are set elsewhere.
         module: that holds the class under its name; other modules than this one assign it themselves.
     """
     name = config.__name__.removesuffix("Config") + "Section"
     hints = typing.get_type_hints(config)
-    fields: list[tuple[str, Any, Any]] = []
-    for entry in dataclasses.fields(config):
-        if entry.name in left_out:
-            continue
-        hint = hints[entry.name]
+    entries: list[tuple[str, Any, Any]] = []
+    for entry in fields(config):
+        hint, default = hints[entry.name], field(default=entry.default, default_factory=entry.default_factory)
         if dataclasses.is_dataclass(hint):
-            nested = twin(typing.cast("type", hint), module=module)
-            fields.append((entry.name, nested, dataclasses.field(default_factory=nested)))
-        elif entry.default_factory is not dataclasses.MISSING:
-            fields.append((entry.name, hint, dataclasses.field(default_factory=entry.default_factory)))
-        else:
-            fields.append((entry.name, hint, dataclasses.field(default=entry.default)))
-    made = dataclasses.make_dataclass(name, fields, kw_only=True, slots=True, module=module)
-    made.__doc__ = f"The fields of `{config.__module__}.{config.__name__}`" + (
-        f", except {', '.join(left_out)}, which the data set has itself." if left_out else "."
-    )
+            hint = twin(typing.cast("type", hint), module=module)
+            default = field(default_factory=hint)
+        entries += [] if entry.name in left_out else [(entry.name, hint, default)]
+    section = dataclasses.make_dataclass(name, entries, kw_only=True, slots=True, module=module)
+    without = f", except {', '.join(left_out)}, which the data set has itself" if left_out else ""
+    section.__doc__ = f"The fields of `{config.__module__}.{config.__name__}`{without}."
     if module == __name__:
-        globals()[name] = SECTIONS[name] = made
-    return made
+        globals()[name] = SECTIONS[name] = section
+    return section
 
 
 EncoderSection: Any = twin(EncoderConfig, left_out=("processor", "trust_remote_code"))
@@ -159,35 +143,23 @@ DataSection: Any = twin(DataConfig, left_out=("path", "workers", "repeat", "epoc
 MetricsSection: Any = twin(MetricsConfig)
 
 
-def values_of(section: Any) -> Any:
-    """The plain values of a section, nested ones included."""
-    if dataclasses.is_dataclass(section) and not isinstance(section, type):
-        return {entry.name: values_of(getattr(section, entry.name)) for entry in dataclasses.fields(section)}
-    return section
-
-
 def frozen[T](config: type[T], section: Any, *, where: str, **others: Any) -> T:
-    """The frozen twin of a section, validated.
+    """Returns the frozen twin of a section (or of a mapping of its fields), validated.
 
     Args:
         config: the class that the section was made from.
-        section: a section, or a mapping of its fields.
         where: its name in the run's configuration, for messages.
         others: the fields that the section leaves out.
 
     Raises:
         ConfigError: no section, an unknown field, a wrong type, or a value that the class refuses.
     """
-    values = values_of(section)
+    a_section = dataclasses.is_dataclass(section) and not isinstance(section, type)
+    values = dataclasses.asdict(section) if a_section else section
     if not isinstance(values, Mapping):
-        raise ConfigError(
-            f"{where} is {values!r}; it must be a section with its own fields, such as {where}.{_some(config)}."
-        )
+        *_, some = typing.get_type_hints(config)
+        raise ConfigError(f"{where} is {values!r}; it must be a section with its own fields, such as {where}.{some}.")
     return from_mapping(config, {**values, **others}, where=where)
-
-
-def _some(config: Any) -> str:
-    return dataclasses.fields(config)[-1].name
 
 
 FILE = "train_dataloader_dprank{:03d}.pt"
@@ -199,40 +171,41 @@ _FRAMES = 60
 
 
 def container_under_validation() -> ConfigContainer | None:
-    """The ``ConfigContainer`` whose ``validate()`` is calling ``finalize()``; None for a direct call.
+    """Returns the ``ConfigContainer`` whose ``validate()`` is calling ``finalize()``; None for a direct call.
 
     ``finalize()`` takes no argument, and a data set never learns of the model: the caller's frame is the only place
-    where both are visible before any GPU is taken. It is used to enforce rules; the layout is read later, see
-    `PackProvider.follow`. A test checks this against the installed Bridge.
+    where both are visible before any GPU is taken. It serves the rules; the layout is read later, see
+    `PackProvider.follow`.
     """
-    containers = (known.get("self") for known in _callers(9))
-    return next((found for found in containers if isinstance(found, ConfigContainer)), None)
+    selves = (variables.get("self") for variables in _callers(9))
+    return next((container for container in selves if isinstance(container, ConfigContainer)), None)
 
 
 def _callers(most: int) -> list[Mapping[str, Any]]:
-    """Returns the variables of the functions that are being called, the innermost first."""
+    """Returns the variables of the calling functions, the innermost first."""
     return [frame.f_locals for frame, _ in itertools.islice(traceback.walk_stack(sys._getframe(2)), most)]
 
 
 def step_and_folder() -> tuple[int, str | None] | None:
-    """The step from which Bridge's ``setup`` is about to continue, and the folder of the loader's states that its
-    checkpoint names; None if no ``setup`` is calling.
+    """Returns the step from which Bridge's ``setup`` is about to continue, and the folder of the loader's states that
+    its checkpoint names; None if no ``setup`` is calling.
 
     A data set is told neither, so both are read from the callers' variables ``train_state`` and ``checkpoint_manager``,
     which a test looks up in the sources of Bridge.
     """
     step: int | None = None
-    for known in _callers(_FRAMES):
-        found = getattr(known.get("train_state"), "step", None)
-        step = found if isinstance(found, int) else step
-        context = getattr(known.get("checkpoint_manager"), "checkpointing_context", None)
+    for variables in _callers(_FRAMES):
+        of_state = getattr(variables.get("train_state"), "step", None)
+        step = of_state if isinstance(of_state, int) else step
+        context = getattr(variables.get("checkpoint_manager"), "checkpointing_context", None)
         if isinstance(context, dict) and step is not None:
             return step, context.get("dataloader_state_dir")
     return None if step is None else (step, None)
 
 
 def saved_state(dataset: Any, resumed: tuple[int, str | None] | None, *, rank: int, accepted: tuple[str, ...]) -> Any:
-    """Reads the state of the training loader, of the one iteration that the run continues from.
+    """Returns the state of the training loader at the iteration that the run continues from; None if the run begins,
+    or may begin its data anew.
 
     Args:
         dataset: its ``dataloader_load`` names the folder of the states, if it is set.
@@ -240,22 +213,19 @@ def saved_state(dataset: Any, resumed: tuple[int, str | None] | None, *, rank: i
         rank: whose file is read: the data-parallel rank, or the first of a plan.
         accepted: ``data.accept_changed``.
 
-    Returns:
-        The state; None if the run begins, or may begin its data anew.
-
     Raises:
         ConfigError: the run continues, and there is no state, or it is damaged.
     """
     if resumed is None or not resumed[0]:
         return None
-    step, folder = resumed
-    if (given := getattr(dataset, "dataloader_load", None)) is not None:
-        folder = given
+    step, of_checkpoint = resumed
+    given = getattr(dataset, "dataloader_load", None)
+    folder = of_checkpoint if given is None else given
     anew = (
         f'set dataset.data.accept_changed=["{MISSING_STATE}"] to begin the data anew (and dataset.dataloader_load="" '
         "so that Bridge looks for none)."
     )
-    path = None if not folder else Path(folder) / f"iter_{step:07d}" / FILE.format(rank)
+    path = Path(folder) / f"iter_{step:07d}" / FILE.format(rank) if folder else None
     if path is not None and path.is_file():
         return read_state(path, missing=anew)
     if MISSING_STATE in accepted:
@@ -277,9 +247,7 @@ class PackProvider(DatasetProvider):
 
     Mutable, because Bridge and Hydra override fields of a recipe's configuration. `finalize`, which
     ``ConfigContainer.validate()`` calls, validates everything. The fields that Bridge reads are here and in the
-    subclass, all others in the subclass's sections. Each setting has one place, and all values are plain.
-
-    A subclass defines `run_config`, `check_fields` and `check_run`.
+    subclass, all others in the subclass's sections.
     """
 
     path: str = ""
@@ -315,25 +283,19 @@ class PackProvider(DatasetProvider):
 
     def sections(self) -> dict[str, type]:
         """Class of each section by the name of its field."""
-        made = ((entry.name, entry.default_factory) for entry in fields(self))
-        return {name: section for name, section in made if dataclasses.is_dataclass(section)}  # type: ignore[misc]
+        factories = ((entry.name, entry.default_factory) for entry in fields(self))
+        return {name: section for name, section in factories if dataclasses.is_dataclass(section)}  # type: ignore[misc]
 
     @abstractmethod
     def run_config(self, parallel: ParallelConfig) -> Any:
-        """The same settings as our own frozen configuration.
+        """Returns the same settings as our own frozen configuration.
 
         Raises:
             ConfigError: a value that cannot work.
         """
 
     def make_loader(self, config: Any, **arguments: Any) -> LoaderBase:
-        """The loader of one data-parallel rank.
-
-        Args:
-            config: what `run_config` returned.
-            arguments: ``rank``, ``world_size``, ``data_parallel_group``, and for validation ``split`` and
-                ``evaluation``.
-        """
+        """Returns the loader of one data-parallel rank; ``config`` is what `run_config` returned."""
         return open_loader(config, **arguments)
 
     def make_form(self, config: Any) -> Callable[[Any], dict[str, Any]]:
@@ -395,7 +357,10 @@ class PackProvider(DatasetProvider):
                 stacklevel=2,
             )
             return
-        if has_global_packs(self.path) and not self.validation_path and self.do_validation and _evaluates(container):
+        evaluates = self.do_validation and getattr(
+            getattr(container, "validation", None) or container.train, "eval_iters", 0
+        )
+        if has_global_packs(self.path) and not self.validation_path and evaluates:
             raise ConfigError(
                 f"dataset.path {self.path} is a plan, or packed from one, which has no other split to evaluate on; "
                 "name the data set in dataset.validation_path, or set dataset.do_validation to false."
@@ -404,9 +369,12 @@ class PackProvider(DatasetProvider):
         self.follow(container)
 
     def parallel_config(self, groups: Any) -> ParallelConfig:
-        """Sizes of the run's process groups (a ``ProcessGroupCollection``); all 1 where there are none."""
-        found = {name: getattr(groups, name, None) for name in ("tp", "cp", "pp")}
-        sizes = {name: 1 if group is None else group.size() for name, group in found.items()}
+        """Returns the layout by the run's process groups (a ``ProcessGroupCollection``); all 1 where there are none."""
+
+        def size(name: str) -> int:
+            group = getattr(groups, name, None)
+            return 1 if group is None else int(group.size())
+
         run = self._run
         if run is None:
             warnings.warn(
@@ -415,10 +383,10 @@ class PackProvider(DatasetProvider):
                 stacklevel=2,
             )
         return ParallelConfig(
-            tensor_parallel=sizes["tp"],
-            context_parallel=sizes["cp"],
-            pipeline_parallel=sizes["pp"],
-            sequence_parallel=sizes["tp"] > 1 and (run is None or bool(finalised(run.model).sequence_parallel)),
+            tensor_parallel=size("tp"),
+            context_parallel=size("cp"),
+            pipeline_parallel=size("pp"),
+            sequence_parallel=size("tp") > 1 and (run is None or bool(finalised(run.model).sequence_parallel)),
             eval_context_parallel=None if run is None else run.dist.eval_context_parallel_size,
         )
 
@@ -426,33 +394,25 @@ class PackProvider(DatasetProvider):
         """Sets the run to whose layout rows are aligned. The layout is read when the iterators are built.
 
         Bridge does not tell a data set about sequence parallelism or the evaluation's context parallelism, and models
-        change the former in their own ``finalize()``, which runs after the data set's. So nothing is read here, and the
-        final values count. `use_packed_data` and ``validate()`` call this; if neither does, call it yourself, for
-        example in an ``on_data_init_start`` callback. Without a run, rows are aligned as if there were sequence
-        parallelism, which wastes at most ``CP * TP - 1`` tokens per sample, and a warning says so.
-
-        Args:
-            container: the run's, with this data set.
+        change the former in their own ``finalize()``, which runs after the data set's. `use_packed_data` and
+        ``validate()`` call this; if neither does, call it yourself, for example in an ``on_data_init_start`` callback.
+        Without a run, rows are aligned as if there were sequence parallelism, which wastes at most ``CP * TP - 1``
+        tokens per sample, and a warning says so.
         """
         self._run = container
 
     def evaluate_on(self, groups: Any) -> None:
-        """Sets the process groups of the evaluation where they differ from the training's.
+        """Sets the groups of the evaluation (a ``ProcessGroupCollection``) where they differ from the training's.
 
         Bridge reads the groups of an evaluation with another context-parallel size from ``GlobalState._eval_pgs``,
-        which the caller sets, and never tells a data set. Call this where you set them, before the iterators are built
-        (for example in an ``on_data_init_start`` callback), on every rank.
-
-        Args:
-            groups: a ``ProcessGroupCollection``, or None for the training's own.
+        which the caller sets, and never tells a data set. Call this where you set them, before the iterators are built,
+        on every rank.
         """
         self._evaluation_groups = groups
 
     def build_datasets(self, context: DatasetBuildContext) -> tuple[Any | None, Any | None, None]:
-        """Builds the endless training and validation iterators of this rank. Each evaluation gets the same packs.
-
-        Ranks of one replica (tensor, context, pipeline) get the same packs, data-parallel ranks different ones. This is
-        a collective call: all ranks make it, as in Bridge's ``setup``.
+        """Returns the endless training and validation iterators of this rank; a collective call, as in Bridge's
+        ``setup``. Ranks of one replica get the same packs, and so does each evaluation.
 
         Raises:
             UserError: no data set at ``path``, a missing split, an unusable processor, or a run that continues without
@@ -480,23 +440,18 @@ class PackProvider(DatasetProvider):
             workers = self.num_workers if self.num_val_workers is None else self.num_val_workers
             if (groups := self._evaluation_groups) is not None:
                 replica = Replica.of(groups)
-            path = self.validation_path or config.data.path
             split = self.validation_split
-            data = replace(config.data, workers=workers, path=path, split=split)
-            config = replace(config, data=data, metrics=MetricsConfig())  # metrics are of the training
-            config = ledger_apart(config, "validation")
+            data = replace(config.data, workers=workers, path=self.validation_path or config.data.path, split=split)
+            # Metrics are of the training.
+            config = ledger_apart(replace(config, data=data, metrics=MetricsConfig()), "validation")
             groups = groups or context.pg_collection
             evaluation = self._packs_of_evaluation(groups, context.valid_samples)
             validation = self._iterator(config, groups, replica, split=split, evaluation=evaluation)
         return train, validation, None
 
     def _packs_of_evaluation(self, groups: Any, samples: int) -> int:
-        """Packs that one call of Bridge's ``evaluate`` reads, over all ranks.
-
-        Args:
-            groups: of the evaluation.
-            samples: of all evaluations, which count as one where the data set was not told about its run.
-        """
+        """Packs that one call of Bridge's ``evaluate`` reads, over all ranks of these groups; ``samples`` of all
+        evaluations count as one where the data set was not told about its run."""
         ranks = 1 if getattr(groups, "dp", None) is None else groups.dp.size()
         if self._run is None:
             return max(samples // self.micro_batch_size // ranks, 1) * ranks
@@ -507,15 +462,8 @@ class PackProvider(DatasetProvider):
         return packs_of_steps(settings.eval_iters, batch // micro, ranks)
 
     def _packs_left(self, resumed: tuple[int, str | None] | None, ranks: int) -> int | None:
-        """Packs that the run has still to read, over all ranks.
-
-        Args:
-            resumed: what `step_and_folder` returned.
-
-        Returns:
-            None if that is not known: no ``setup`` is calling, the data set was not told about its run, or its batch
-            grows.
-        """
+        """Packs that the run has still to read, over all ranks; None if no ``setup`` is calling, the data set was not
+        told about its run, or its batch grows."""
         train = getattr(self._run, "train", None)
         if resumed is None or train is None or train.train_iters is None or train.rampup_batch_size:
             return None
@@ -535,12 +483,6 @@ class PackProvider(DatasetProvider):
         return BridgePackIterator(reader, self.make_form(config), metrics=metrics)
 
 
-def _evaluates(container: Any) -> bool:
-    """Whether the run asks for validation batches."""
-    settings = getattr(container, "validation", None) or container.train
-    return bool(getattr(settings, "eval_iters", 0))
-
-
 def check_types(dataset: Any) -> None:
     """Checks the fields outside the sections against their annotations, as for a configuration file."""
     hints = typing.get_type_hints(type(dataset))
@@ -550,22 +492,17 @@ def check_types(dataset: Any) -> None:
 
 
 def refuse_unknown_names(dataset: Any, sections: Mapping[str, type]) -> None:
-    """Refuses an attribute that was meant as a setting: a misspelt one, or one that belongs to a section.
+    """Refuses an attribute that was meant as a setting: a misspelt one, or one that belongs to a section (name of its
+    field -> class).
 
     Other attributes pass: Bridge itself attaches objects to a data set (its tokenizer, paddings).
-
-    Args:
-        sections: class of each section by the name of its field.
     """
-    known = {entry.name for entry in dataclasses.fields(dataset)}
-    for name in set(vars(dataset)) - known:
-        if name.startswith("_"):
-            continue
+    known = {entry.name for entry in fields(dataset)}
+    for name in (name for name in set(vars(dataset)) - known if not name.startswith("_")):
         for section, twin in sections.items():
-            if name in {entry.name for entry in dataclasses.fields(twin)}:
+            if name in {entry.name for entry in fields(twin)}:
                 raise ConfigError(f"dataset.{name} is not a setting; use dataset.{section}.{name}.")
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-        if near:
+        if near := difflib.get_close_matches(name, known, n=1, cutoff=0.8):
             raise ConfigError(f"dataset.{name} is not a setting; did you mean dataset.{near[0]}?")
 
 

@@ -4,9 +4,8 @@
 
 * **Padding reaches the routers.** Both steps of 0.6 drop ``padding_mask``, so experts balance their load over padding
   tokens too. In 0.7 ``gpt_step`` passes it; with ``vlm_step`` Qwen3-VL derives one from the boundaries, which count the
-  masked rest of a row as a sample. Here every layer with experts gets the mask of its own tokens. The mask travels on
-  the row's ``PackedSeqParams``, which Megatron-Core hands to every layer of every pipeline stage, and again to a layer
-  that is recomputed. So it is the mask of the right micro-batch even where several are in flight.
+  masked rest of a row as a sample. Here the mask travels on the row's ``PackedSeqParams``, which Megatron-Core hands to
+  every layer of every pipeline stage, and again to one that is recomputed, so several micro-batches may be in flight.
 * **Routers count real tokens** under that mask, also where ranks share a row: `energon_packing.thd.routers`.
 * **Boundaries reach middle stages.** ``gpt_step`` reads no batch on middle pipeline stages of a data set that does not
   declare packed rows; those stages would attend across samples.
@@ -42,23 +41,16 @@ from energon_packing.validate.run_view import RunView, installed_version
 def forward_step(
     state: GlobalState, data_iterator: Any, model: Any, return_schedule_plan: bool = False
 ) -> tuple[Any, Any]:
-    """One micro-batch forward, as Bridge calls it.
+    """One micro-batch forward, as Bridge calls it; returns the model's output and its loss function.
 
     Args:
-        state: of the run.
         data_iterator: yields batches as `PackedBatch.to_bridge` makes them; batches of other data sets pass through.
         model: the model chunk of this rank, wrapped or not.
-        return_schedule_plan: as in Bridge; refused for packed rows, except with ``gpt_step`` of 0.7.
-
-    Returns:
-        The model's output and its loss function.
 
     Raises:
-        ConfigError: a schedule plan is asked for (``overlap_moe_expert_parallel_comm``) with packed rows: Bridge's
-            plans take no boundaries, so every token would attend to the samples before its own. ``gpt_step`` of 0.7
-            passes them boundaries; experts then balance over padding (rule ours/experts-see-padding). Also where the
-            model's forward does not take what the family's processor makes per token, and where a router would take a
-            packed row for one sequence.
+        ConfigError: a schedule plan is asked for with packed rows, whose boundaries only the plans of ``gpt_step`` of
+            0.7 take; the model's forward does not take what the family's processor makes per token; or a router would
+            take a packed row for one sequence.
     """
     inner = innermost(model)
     step = _bridge_step(inner)
@@ -83,30 +75,24 @@ def forward_step(
 
 
 def pads_between_sequences(batch: Mapping[str, Any]) -> bool:
-    """Whether any segment of a packed row is shorter than its place.
+    """Whether any segment of a packed row is shorter than its place, by its boundaries (int32).
 
-    Boundaries on the host are compared by value. Boundaries on a device are not waited for: two tensors count as
-    padding there, which is correct for every row and slower than necessary for one without padding.
-
-    Args:
-        batch: with ``cu_seqlens_q`` and, where segments are aligned, ``cu_seqlens_q_padded``; int32.
+    Boundaries on a device are not waited for: two tensors count as padding there, which is correct for every row and
+    slower than necessary for one without padding.
     """
     real, physical = batch["cu_seqlens_q"], batch.get("cu_seqlens_q_padded")
     if physical is None or physical is real:
         return False
-    if real.device.type != "cpu" or physical.device.type != "cpu":
-        return True
-    return not torch.equal(real, physical)
+    return real.device.type != "cpu" or physical.device.type != "cpu" or not torch.equal(real, physical)
 
 
 def local_padding_mask(mask: torch.Tensor, params: Any, groups: Any, *, sequence_parallel: bool) -> torch.Tensor:
-    """The part of a row's padding mask whose tokens a rank's layers hold.
+    """Returns the part of a row's padding mask whose tokens a rank's layers hold.
 
     Args:
         mask: ``[1, T]`` bool, True where the token is padding.
         params: the row's ``PackedSeqParams``.
         groups: the ``ProcessGroupCollection`` of the model.
-        sequence_parallel: whether layers hold ``1 / TP`` of their tokens.
 
     Returns:
         ``[1, T / CP]``, or ``[1, T / (CP * TP)]`` with sequence parallelism; bool.
@@ -128,11 +114,7 @@ def local_padding_mask(mask: torch.Tensor, params: Any, groups: Any, *, sequence
 
 
 def _refuse_another_model(inner: Any, batch: Mapping[str, Any], dataset: Any) -> None:
-    """Refuses a model whose forward does not take the family's fields per token; Bridge leaves them out in silence.
-
-    Raises:
-        ConfigError: see `refuse_untaken`.
-    """
+    """Refuses a model whose forward does not take the family's fields per token; Bridge leaves them out in silence."""
     if batch.get("visual_inputs") is not None and hasattr(dataset, "run_config"):  # a data set of ours
         fields = [name for name in batch["visual_inputs"].as_model_kwargs() if name in batch]
         refuse_untaken(inner, fields, lambda: dataset.run_config(ParallelConfig()).encoder)
@@ -149,7 +131,7 @@ def _bridge_step(inner: Any) -> Any:
 
 def _forwards_batches_whole(step: Any) -> bool:
     """Whether a Bridge step passes boundaries and mask to models and schedule plans: gpt_step of 0.7."""
-    view = RunView.of(bridge_version=installed_version("megatron-bridge"), step=step.__module__.rpartition(".")[2])
+    view = RunView(bridge_version=installed_version("megatron-bridge"), step=step.__module__.rpartition(".")[2])
     return view.bridge_release >= (0, 7) and view.goes_through_gpt_step
 
 
@@ -162,16 +144,8 @@ def _declared_packed(dataset: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def _refuse_graphs(model: Any, step: Any) -> None:
-    """Refuses Transformer Engine's CUDA graphs, which bypass the hooks of layers.
-
-    As the rule ``ours/padding-mask-under-graphs`` does.
-
-    It refuses them for every batch, whatever its mask holds, because ranks must not differ. ``gpt_step`` of 0.7 passes
-    the mask itself, and has its own check.
-
-    Raises:
-        ConfigError: ``cuda_graph_impl`` is ``transformer_engine`` and nothing else passes the mask.
-    """
+    """Refuses Transformer Engine's CUDA graphs, which bypass the hooks of layers; for every batch, whatever its mask
+    holds, because ranks must not differ. ``gpt_step`` of 0.7 passes the mask itself, and has its own check."""
     graphs = getattr(get_model_config(model), "cuda_graph_impl", "none")
     if graphs == "transformer_engine" and not _forwards_batches_whole(step):
         raise ConfigError(
@@ -185,7 +159,6 @@ def _travelling(padded: bool, mask: torch.Tensor | None, inner: Any, model: Any)
     """Adds what the host knows to the ``PackedSeqParams`` that the model is called with."""
 
     def attach(_module: Any, _arguments: Any, keywords: dict[str, Any]) -> None:
-        """Adds to the call's boundaries whether there is padding, and this rank's part of the mask ``[1, tokens]``."""
         params = keywords.get("packed_seq_params")
         if params is None:
             return
@@ -194,14 +167,12 @@ def _travelling(padded: bool, mask: torch.Tensor | None, inner: Any, model: Any)
         if params.cu_seqlens_q_padded is not None and not padded:
             params.cu_seqlens_q_padded = params.cu_seqlens_q
             params.cu_seqlens_kv_padded = params.cu_seqlens_kv
-        if mask is None:
-            return
-        groups, config = get_pg_collection(model), get_model_config(model)
-        device = params.cu_seqlens_q.device
-        local = local_padding_mask(
-            mask.to(device=device, non_blocking=True), params, groups, sequence_parallel=config.sequence_parallel
-        )
-        put_mask(params, local)
+        if mask is not None:
+            on_device = mask.to(device=params.cu_seqlens_q.device, non_blocking=True)
+            parallel = get_model_config(model).sequence_parallel
+            put_mask(
+                params, local_padding_mask(on_device, params, get_pg_collection(model), sequence_parallel=parallel)
+            )
 
     handle = inner.register_forward_pre_hook(attach, with_kwargs=True)
     try:

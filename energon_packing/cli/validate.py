@@ -126,7 +126,7 @@ def validate(
         }
         for judgement in judgements
     ]
-    summary = resolved_summary(view, assumed=source.world_size_assumed, tokens_per_sample=tokens_per_sample)
+    summary = resolved_summary(view, assumed=source.world_size is None, tokens_per_sample=tokens_per_sample)
     if not as_json:  # before transformers and Bridge are imported: that takes long, and this is known now
         _print_rules(f"{source.name} ({source.kind})", rules, summary)
     looks = look_at_run(source.reads(), data_parallel=view.data_parallel) if data else None

@@ -1,7 +1,6 @@
 """The configuration that a YAML file, the command line and the Python classes share. Imports neither torch nor Energon.
 
-A file has up to seven sections, each a frozen dataclass in a module of its name, but for ``parallel``, which is with
-``training``. An unknown key is an error that names the nearest known key::
+A file has up to seven sections, each a frozen dataclass. An unknown key is an error that names the nearest known key::
 
     data:     {path: out/demo, workers: 2}
     encoder:  {processor: path/or/name, train_on: assistant}
@@ -12,22 +11,16 @@ A file has up to seven sections, each a frozen dataclass in a module of its name
     metrics:  {directory: run/metrics, interval: 10}
 """
 
-from __future__ import annotations
-
 from energon_packing.config.encoder import (
     MODALITIES,
     EncoderConfig,
     LimitsConfig,
-    LossWeighting,
     Modality,
-    Pixels,
-    PositionIds,
     SpecialTokensInText,
     Thinking,
     ToolDefinitions,
     TrainLineBreak,
     TrainOn,
-    WhenOver,
 )
 from energon_packing.config.run import (
     MAX_DROPS_WITHOUT_PACK,
@@ -56,15 +49,12 @@ __all__ = [
     "EncoderConfig",
     "EpochEnd",
     "LimitsConfig",
-    "LossWeighting",
     "MetricsConfig",
     "Modality",
     "Oversize",
     "PackingConfig",
     "ParallelConfig",
-    "Pixels",
     "PlanConfig",
-    "PositionIds",
     "RunConfig",
     "SpecialTokensInText",
     "SplitAt",
@@ -74,7 +64,6 @@ __all__ = [
     "TrainLineBreak",
     "TrainOn",
     "TrainingConfig",
-    "WhenOver",
     "from_mapping",
     "load_config",
     "load_values",

@@ -1,7 +1,5 @@
 """The section ``encoder`` of a configuration: how a conversation becomes tokens, labels and pixels."""
 
-from __future__ import annotations
-
 import math
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -12,25 +10,10 @@ from energon_packing.config.setting import check_bounds, setting
 from energon_packing.errors import ConfigError
 
 TrainOn = Literal["assistant", "last_assistant", "all"]
-
-WhenOver = Literal["resize", "truncate", "drop", "raise"]
-
-LossWeighting = Literal["token", "sample", "square"]
-
-Pixels = Literal["bytes", "float32", "bfloat16"]
-
 Thinking = Literal["keep", "strip", "mask", "trim_empty"]
-
 TrainLineBreak = Literal["as_marked", "always", "never"]
-
 ToolDefinitions = Literal["required", "optional"]
-
 SpecialTokensInText = Literal["keep", "text", "refuse"]
-
-Transparency = Literal["white", "processor"]
-
-PositionIds = Literal["auto", "1d", "mrope"]
-
 Modality = Literal["mixed", "text", "text_image", "text_video"]
 
 MODALITIES: dict[str, tuple[str, ...]] = {
@@ -57,7 +40,7 @@ class LimitsConfig:
     """Placeholder tokens, summed over all images and videos."""
     max_tokens: int | None = setting(None, unit="tokens", least=2)
     """Tokens of the whole sample."""
-    when_over: tuple[WhenOver, ...] = ("drop",)
+    when_over: tuple[Literal["resize", "truncate", "drop", "raise"], ...] = ("drop",)
     """Actions tried in order on a sample over a limit: ``resize`` its media down, ``truncate`` it after a turn,
     ``drop`` it, or ``raise``. A sample that is still over the limit after the last action is dropped."""
     min_active_ratio: float = setting(0.0, unit="share, 0 to 1")
@@ -66,15 +49,11 @@ class LimitsConfig:
 
     def __post_init__(self) -> None:
         check_bounds("encoder.limits", self)
+        tried = f"encoder.limits.when_over is {list(self.when_over)}"
         if not self.when_over or len(set(self.when_over)) != len(self.when_over):
-            raise ConfigError(
-                f"encoder.limits.when_over is {list(self.when_over)}; name one or more of resize, truncate, drop and "
-                "raise, each once."
-            )
+            raise ConfigError(f"{tried}; name one or more of resize, truncate, drop and raise, each once.")
         if any(last in self.when_over[:-1] for last in ("drop", "raise")):
-            raise ConfigError(
-                f"encoder.limits.when_over is {list(self.when_over)}; nothing can be tried after 'drop' or 'raise'."
-            )
+            raise ConfigError(f"{tried}; nothing can be tried after 'drop' or 'raise'.")
         if not 0.0 <= self.min_active_ratio < 1.0:
             raise ConfigError(
                 f"encoder.limits.min_active_ratio is {self.min_active_ratio}; it must be at least 0 and below 1."
@@ -114,7 +93,7 @@ class EncoderConfig:
     tool_definitions: ToolDefinitions = "required"
     """``required`` drops a sample (``template_omits``) if the chat template omits its tool definitions; ``optional``
     trains it without them. Calls and results are always required."""
-    loss_weighting: LossWeighting = setting("token", changes="rows")
+    loss_weighting: Literal["token", "sample", "square"] = setting("token", changes="rows")
     """Weight of a target in a sample of x targets: ``token`` 1, ``sample`` 1/x, ``square`` 1/sqrt(x). If turns have
     weights, each target is multiplied by its turn's, and x is their sum."""
     loss_scale: int | None = setting(None, unit="number", changes="rows", entries=("loss_weighting",), least=1)
@@ -122,7 +101,7 @@ class EncoderConfig:
     ``token`` and `energon_packing.encoders.targets.FIXED_POINT` for the others."""
     trust_remote_code: bool = setting(False, changes="nothing")
     """Whether code that comes with the processor may run."""
-    position_ids: PositionIds = setting("auto", changes="rows")
+    position_ids: Literal["auto", "1d", "mrope"] = setting("auto", changes="rows")
     """``1d`` counts tokens; ``mrope`` yields ``[3, 1, T]``; ``auto`` is ``1d``, because Bridge's models compute their
     own positions."""
     tokens_per_second: int = setting(2, unit="positions per second", changes="rows", entries=("position_ids",), least=1)
@@ -150,7 +129,7 @@ class EncoderConfig:
     pan_and_scan: bool | None = setting(None, by_family=True, entries=("vision_limits",))
     """Whether Gemma 3 also sees crops of long images (the processor's ``do_pan_and_scan``); None keeps its default,
     no."""
-    pixels: Pixels = setting("bytes", changes="rows", stated="pixels")
+    pixels: Literal["bytes", "float32", "bfloat16"] = setting("bytes", changes="rows", stated="pixels")
     """What packs carry to the trainer: ``bytes`` are normalised where the batch is used, which gives the processor's
     float32 numbers bit for bit; ``float32`` numbers are made by the workers, and so are ``bfloat16`` ones, which are
     rounded. A family that cannot give exact bytes keeps float32; see docs/encoders.md."""
@@ -160,7 +139,7 @@ class EncoderConfig:
     """Decodes a JPEG file at 1/2, 1/4 or 1/8 of its size while that is at least this many times the size in the model,
     in both axes; 2 is a good value. It is faster, and pixels differ from the processor's; see docs/encoders.md. None
     decodes the whole image."""
-    transparency: Transparency = setting("white")
+    transparency: Literal["white", "processor"] = setting("white")
     """How transparent pixels of an image are shown: on ``white``, or as the ``processor`` gets them from transformers'
     ``load_image``, which drops the alpha channel; they are then mostly black."""
     max_source_pixels: int = setting(120_000_000, unit="pixels", changes="drops", least=1)
@@ -181,11 +160,8 @@ class EncoderConfig:
 
     def __post_init__(self) -> None:
         check_bounds("encoder", self)
-        for low, high in (
-            ("min_pixels", "max_pixels"),
-            ("video_min_pixels", "video_max_pixels"),
-            ("video_min_frames", "video_max_frames"),
-        ):
+        for bounded in ("{}_pixels", "video_{}_pixels", "video_{}_frames"):
+            low, high = bounded.format("min"), bounded.format("max")
             small, large = getattr(self, low), getattr(self, high)
             if small is not None and large is not None and small > large:
                 raise ConfigError(f"encoder.{low} ({small}) is above encoder.{high} ({large}).")

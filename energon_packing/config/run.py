@@ -1,7 +1,5 @@
 """All sections of a configuration, and the YAML file that holds them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +13,6 @@ from energon_packing.errors import ConfigError
 from energon_packing.plain_yaml import load_yaml
 from energon_packing.thd.alignment import alignment_multiple
 
-WeightsBy = Literal["samples", "tokens", "none"]
 LARGEST_EPOCHS = 100_000
 """Bound on ``epochs``, against a plan of unintended size."""
 
@@ -48,7 +45,7 @@ class PlanConfig:
 
     epochs: int = setting(1, unit="epochs", least=1, most=LARGEST_EPOCHS)
     """Passes over the blend of all data sets that the plan holds; each has other packs."""
-    weights_by: WeightsBy = "samples"
+    weights_by: Literal["samples", "tokens", "none"] = "samples"
     """What the weights of data sets share out: ``samples`` (as the ``blend`` of a metadataset does) or ``tokens``.
     ``none``: weights of a metadataset do not count, and every data set occurs ``epochs`` times."""
     datasets: Mapping[str, PlannedDatasetConfig] = field(default_factory=dict)
@@ -145,9 +142,7 @@ class TrainingConfig:
 
 
 Oversize = Literal["drop", "raise", "truncate", "split"]
-
 SplitAt = Literal["turn", "token"]
-
 SplitPositions = Literal["restart", "continue"]
 
 MAX_DROPS_WITHOUT_PACK = 20_000
@@ -280,8 +275,6 @@ def group_name(subflavors: Mapping[str, Any] | None) -> str:
           - {weight: 3, path: chats, subflavors: {group: text}}
           - {weight: 1, path: charts, subflavors: {group: charts}}
 
-    Energon's development branch has the same word as a key of the entry.
-
     Raises:
         ConfigError: the group is no name.
     """
@@ -319,9 +312,9 @@ def load_config(path: str | Path | None, overrides: Iterable[str] = ()) -> RunCo
 
 
 def load_values(path: str | Path | None, overrides: Iterable[str] = ()) -> tuple[dict[str, Any], str]:
-    """The plain values of a configuration file with the overrides applied, and the file's name for messages.
+    """Returns the plain values of a configuration file with the overrides applied, and the file's name for messages.
 
-    Args, raises: as `load_config`, except for keys and types, which `from_mapping` checks.
+    Raises: as `load_config`, except for keys and types, which `from_mapping` checks.
     """
     import yaml
 

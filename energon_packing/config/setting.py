@@ -1,7 +1,5 @@
 """What a field of a configuration says about itself, besides its type, its default and the text below it."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import re
@@ -48,9 +46,9 @@ def setting[T](
         newer: its default leaves fingerprints as they were before the field, which stored lengths, plans and states
             have.
     """
-    marks = {"changes": changes, "stated": stated, "place": place, "entries": entries, "by_family": by_family}
-    bounds = {"unit": unit, "least": least, "most": most}
-    return dataclasses.field(default=default, metadata={**marks, **bounds, "newer": newer})
+    given = {"changes": changes, "stated": stated, "place": place, "entries": entries, "by_family": by_family}
+    given |= {"unit": unit, "least": least, "most": most, "newer": newer}
+    return dataclasses.field(default=default, metadata=given)
 
 
 def check_bounds(section: str, config: Any) -> None:
@@ -74,8 +72,8 @@ def marked(config: Any, mark: str) -> tuple[str, ...]:
 
 def marked_and_set(config: Any, mark: str) -> dict[str, Any]:
     """Returns the fields of a configuration that have a mark and another value than their default."""
-    found = {entry.name: entry.default for entry in dataclasses.fields(config) if entry.metadata.get(mark)}
-    return {name: getattr(config, name) for name, default in found.items() if getattr(config, name) != default}
+    defaults = {entry.name: entry.default for entry in dataclasses.fields(config) if entry.metadata.get(mark)}
+    return {name: getattr(config, name) for name, default in defaults.items() if getattr(config, name) != default}
 
 
 def changing(config: Any, *effects: Effect) -> tuple[str, ...]:
@@ -100,18 +98,16 @@ def entries_of(config: Any) -> dict[str, tuple[str, ...]]:
 
 
 def from_mapping[T](cls: type[T], values: Any, *, where: str) -> T:
-    """Builds a configuration dataclass from plain YAML values, with strict keys and types.
+    """Returns a configuration dataclass of plain YAML values, with strict keys and types, nested ones included.
 
     Args:
-        cls: a configuration dataclass, nested ones included.
         values: mapping of field names to scalars, lists or mappings.
         where: source of the values, for messages; for example ``"run.yaml"`` or ``"packing"``.
 
     Raises:
         ConfigError: an unknown key (the nearest known one is named), a wrong type, or a value that the class refuses.
     """
-    if values is None:
-        values = {}
+    values = {} if values is None else values
     if not isinstance(values, Mapping):
         raise ConfigError(f"{where} holds {type(values).__name__}; expected a mapping of settings.")
     hints = typing.get_type_hints(cls)
@@ -135,17 +131,14 @@ def _convert(hint: Any, value: Any, *, where: str) -> Any:
         return from_mapping(typing.cast("type[Any]", hint), value, where=where)
     if origin in (typing.Union, types.UnionType):
         members = typing.get_args(hint)
-        if value is None and type(None) in members:
-            return None
-        return _convert(next(m for m in members if m is not type(None)), value, where=where)
+        kind = next(member for member in members if member is not type(None))
+        return None if value is None and type(None) in members else _convert(kind, value, where=where)
     if origin is Literal:
         choices = typing.get_args(hint)
         if value not in choices:
             near = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1)
-            hint_text = f" Did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(
-                f"{where} is {_shown(value)}; it must be one of {', '.join(map(repr, choices))}.{hint_text}"
-            )
+            meant = f" Did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"{where} is {_shown(value)}; it must be one of {', '.join(map(repr, choices))}.{meant}")
         return value
     if origin in (dict, Mapping):
         kind = typing.get_args(hint)[1]
@@ -161,10 +154,8 @@ def _convert(hint: Any, value: Any, *, where: str) -> Any:
         return tuple(_convert(kind, entry, where=where) for entry in value)
     if hint is str and type(value) is date:
         return value.isoformat()  # YAML 1.1 takes 2026-01-31 for a date
-    if hint is float and isinstance(value, str) and _SCIENTIFIC.fullmatch(value):
+    if hint is float and (type(value) is int or (isinstance(value, str) and _SCIENTIFIC.fullmatch(value))):
         return float(value)  # YAML 1.1, which PyYAML reads, takes 1e-3 for a text
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         raise ConfigError(f"{where} is {_shown(value)}; expected {hint.__name__}.")
     return value
@@ -176,12 +167,11 @@ def _shown(value: Any) -> str:
 
 
 def to_mapping(config: Any) -> dict[str, Any]:
-    """The plain values of a configuration dataclass; `from_mapping` reads them back to an equal object."""
-    result = dataclasses.asdict(config)
+    """Returns the plain values of a configuration dataclass; `from_mapping` reads them back to an equal object."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: plain(entry) for key, entry in value.items()}
         return [plain(entry) for entry in value] if isinstance(value, tuple) else value
 
-    return typing.cast("dict[str, Any]", plain(result))
+    return typing.cast("dict[str, Any]", plain(dataclasses.asdict(config)))

@@ -1,14 +1,11 @@
 """What each model family of Megatron-Bridge does with packed rows, by version, and the file that shows it.
 
-There is one table: the rules read it, ``docs/families.md`` shows it, and `tests/conformance/test_rules_of_bridge.py`
-checks every line against the source of the installed Bridge (and of a checkout of main). It holds facts, no code of
-Bridge. A family that is not in the table is not judged. Imports neither torch nor Bridge.
+The rules read the table, ``docs/families.md`` shows it, and `tests/conformance/test_rules_of_bridge.py` checks every
+line against the source of the installed Bridge (and of a checkout of main). A family that is not in it is not judged.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +39,7 @@ class FamilyLine:
     lacks: tuple[str, ...] = ()
 
 
+_UNPACKED = partial(FamilyLine, packed=False, context_parallel=False, in_batch=False)
 _RAISES = ("packed_seq_params is not supported",)
 _NO_CP = ("context_parallel", "cp_size", "cp_group.size()")
 
@@ -72,34 +70,25 @@ FAMILY_TABLE: tuple[FamilyLine, ...] = (
         source="models/qwen_vl/qwen35_vl_provider.py",
         holds=("from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model import Qwen3VLModel",),
     ),
-    FamilyLine(
+    _UNPACKED(
         name="Qwen2.5-Omni",
         prefix="qwen25omni",
         processors=("Qwen2_5OmniProcessor",),
-        packed=False,
-        context_parallel=False,
-        in_batch=False,
         why="raises on packed rows",
         source="models/qwen_omni/modeling_qwen25_omni/thinker_model.py",
         holds=_RAISES,
     ),
-    FamilyLine(
+    _UNPACKED(
         name="Qwen3-Omni",
         prefix="qwen3omni",
         processors=("Qwen3OmniMoeProcessor",),
-        packed=False,
-        context_parallel=False,
-        in_batch=False,
         why="raises on packed rows, and its collator refuses in-batch packing",
         source="models/qwen_omni/modeling_qwen3_omni/thinker_model.py",
         holds=("packed sequence support is not implemented yet",),
     ),
-    FamilyLine(
+    _UNPACKED(
         name="Qwen3-ASR",
         prefix="qwen3asr",
-        packed=False,
-        context_parallel=False,
-        in_batch=False,
         why="raises on packed rows",
         source="models/qwen3_asr/modeling_qwen3_asr/thinker_model.py",
         holds=_RAISES,
@@ -139,24 +128,18 @@ FAMILY_TABLE: tuple[FamilyLine, ...] = (
         holds=("packed_seq_params=packed_seq_params", "mm_token_type_ids"),
         lacks=_NO_CP,
     ),
-    FamilyLine(
+    _UNPACKED(
         name="Gemma 3 VL",
         prefix="gemma3vl",
         processors=("Gemma3Processor",),
-        packed=False,
-        context_parallel=False,
-        in_batch=False,
         why="biases attention over the whole row, so samples would see each other",
         source="models/gemma_vl/modeling_gemma3_vl.py",
         holds=('"attention_bias": attention_biases',),
     ),
-    FamilyLine(
+    _UNPACKED(
         name="Gemma 4 VL",
         prefix="gemma4",
         processors=("Gemma4Processor",),
-        packed=False,
-        context_parallel=False,
-        in_batch=False,
         why="masks attention over the whole row, so samples would see each other",
         source="models/gemma_vl/modeling_gemma4_vl.py",
         holds=("self._compute_attention_mask(input_ids)",),
@@ -175,12 +158,9 @@ FAMILY_TABLE: tuple[FamilyLine, ...] = (
         source="models/minimax_m3/modeling_minimax_m3_vl.py",
         holds=("packed_seq_params=packed_seq_params", "slice_batch_for_context_parallel"),
     ),
-    FamilyLine(
+    _UNPACKED(
         name="Nemotron-VL",
         prefix="nemotronvl",
-        packed=False,
-        context_parallel=False,
-        in_batch=False,
         why="expands image embeddings inside the model, past the boundaries, and its collator refuses packing",
         source="models/nemotron_vl/data/collate_fn.py",
         holds=("does not support in-batch packing because image embeddings expand",),
@@ -222,14 +202,3 @@ PROCESSOR_CLASSES = frozenset(
     }
 )
 """Classes that are known to belong to some family; any other may be a model's own."""
-
-
-def markdown_rows() -> Iterator[str]:
-    """The table of ``docs/families.md``, line by line."""
-    yield "| family in Bridge | from version | packed rows | packed rows over CP | Bridge's in-batch packing | source |"
-    yield "| --- | --- | --- | --- | --- | --- |"
-    for line in FAMILY_TABLE:
-        answers = (line.packed, line.context_parallel, line.in_batch)
-        said = " | ".join("yes" if answer else "no" for answer in answers)
-        reason = f": {line.why}" if line.why else ""
-        yield f"| {line.name} | {line.since[0]}.{line.since[1]} | {said} | `{line.source}`{reason} |"

@@ -1,28 +1,30 @@
-"""Bridge configurations: from a recipe function, or from the YAML beside a checkpoint; no network, weights or GPU.
+"""Bridge configurations, from a recipe function or the YAML beside a checkpoint, and each as a `RunView`.
 
-Models of a recipe come from a folder, and the GPU appears to be an H100.
-
-A Bridge ``ConfigContainer`` as a `RunView`, read by attribute names as Bridge itself reads them.
-
-So it imports neither torch nor Bridge, and reads settings that a later Bridge adds if they exist.
+Recipes run without network, weights or GPU: models come from a folder, and the GPU appears to be an H100. The view
+reads attributes by name, as Bridge does, so it imports neither torch nor Bridge.
 """
-
-from __future__ import annotations
 
 import contextlib
 import copy
 import importlib
 import json
 import sys
-import types
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.sample_kind import all_kinds
-from energon_packing.validate.run_facts import PLACEHOLDERS, DataFacts, TokenFacts, model_geometry, processor_facts
+from energon_packing.validate.run_facts import (
+    PLACEHOLDERS,
+    DataFacts,
+    TokenFacts,
+    model_geometry,
+    numbers,
+    processor_facts,
+)
 from energon_packing.validate.run_view import DatasetKind, RunView, installed_version, stated
 from energon_packing.validate.verdict import prepare_bridge, without_output
 
@@ -43,31 +45,36 @@ def container_of_recipe(name: str, model_configs: Path | None) -> Any:
     """
     module_name, _, function_name = name.partition(":")
     _bridge()
-    here = str(Path.cwd())
-    added = here not in sys.path
-    if added:  # as `python -m` does: a recipe may lie where the command is run
-        sys.path.insert(0, here)
-    try:
-        with without_output():
+    with without_output(), _found_here():
+        try:
             module = importlib.import_module(module_name)
             function = getattr(module, function_name, None)
-            if not callable(function):
-                known = [entry for entry in dir(module) if entry.endswith("_config")]
-                listed = f"; it has {', '.join(known[:8])}" if known else ""
-                raise ConfigError(f"The module {module_name} has no function {function_name}{listed}.")
-            try:
-                with _gpu_of_recipes(), _models_from(model_configs):
-                    container = function()
-            except UserError:
-                raise
-            except Exception as error:  # a recipe runs foreign code: any error is about the recipe
-                raise ConfigError(f"The recipe {name} stops with {type(error).__name__}: {_reason(error)}") from error
-    except ImportError as error:
-        raise ConfigError(f"The module of the recipe {name} cannot be imported: {error}.") from error
+        except ImportError as error:
+            raise ConfigError(f"The module of the recipe {name} cannot be imported: {error}.") from error
+        if not callable(function):
+            recipes = [entry for entry in dir(module) if entry.endswith("_config")]
+            listed = f"; it has {', '.join(recipes[:8])}" if recipes else ""
+            raise ConfigError(f"The module {module_name} has no function {function_name}{listed}.")
+        try:
+            with _gpu_of_recipes(), _models_from(model_configs):
+                return _checked(function(), name)
+        except UserError:
+            raise
+        except Exception as error:  # a recipe runs foreign code: any error is about the recipe
+            raise ConfigError(f"The recipe {name} stops with {type(error).__name__}: {_reason(error)}") from error
+
+
+@contextlib.contextmanager
+def _found_here() -> Iterator[None]:
+    """Inside the block, modules are found in the current folder too, as with ``python -m``."""
+    here = str(Path.cwd())
+    added = here not in sys.path
+    sys.path[:0] = [here] * added
+    try:
+        yield
     finally:
         if added:
             sys.path.remove(here)
-    return _checked(container, name)
 
 
 def container_of_file(path: Path) -> Any:
@@ -112,11 +119,9 @@ def _checked(container: Any, name: str) -> Any:
 
 
 def config_file(hub_name: str, folder: Path | None = None) -> Path | None:
-    """Returns ``config.json`` of a model in a folder; None if the folder does not have it.
+    """Returns the ``config.json`` of a model in a folder (None takes `SHIPPED`); None if the folder does not have it.
 
-    Args:
-        hub_name: ``Qwen/Qwen3-VL-8B-Instruct``; the folder holds it as ``Qwen3-VL-8B-Instruct/config.json``.
-        folder: None takes `SHIPPED`.
+    ``Qwen/Qwen3-VL-8B-Instruct`` is there as ``Qwen3-VL-8B-Instruct/config.json``.
     """
     name = hub_name.rstrip("/").rpartition("/")[2]
     file = (folder or SHIPPED) / name / "config.json"
@@ -146,19 +151,17 @@ def _models_from(folder: Path | None) -> contextlib.AbstractContextManager[Any]:
 
 
 def _gpu_of_recipes() -> contextlib.AbstractContextManager[Any]:
-    """Inside the block, on a machine without CUDA, a recipe that asks which GPU it runs on sees an H100.
-
-    Recipes for mixtures of experts choose their dispatcher by the GPU.
-    """
+    """Inside the block, on a machine without CUDA, a recipe that chooses by the GPU (dispatchers of experts) sees an
+    H100."""
     from unittest import mock
 
     import torch
 
-    h100 = types.SimpleNamespace(
-        name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_memory=80 * 2**30, multi_processor_count=132
-    )
     if torch.cuda.is_available():
         return contextlib.nullcontext()
+    h100 = SimpleNamespace(
+        name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_memory=80 * 2**30, multi_processor_count=132
+    )
     return mock.patch.object(torch.cuda, "get_device_properties", return_value=h100)
 
 
@@ -167,31 +170,28 @@ def _read(file: Path) -> Any:
 
     try:
         values = json.loads(file.read_text())
-        kind = values.pop("model_type")
-        return transformers.AutoConfig.for_model(kind, **values)
+        return transformers.AutoConfig.for_model(values.pop("model_type"), **values)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{file} is not a model configuration: {type(error).__name__}: {error}.") from error
 
 
 # By class name, most derived first: a view must not import Bridge.
-_KIND_OF_CLASS: tuple[tuple[str, DatasetKind], ...] = (
-    ("PackedEnergonDatasetConfig", "packed_energon"),
-    ("EnergonDatasetConfig", "energon"),
-    ("DirectHFSFTDatasetConfig", "hf_sft"),
-    ("MockVLMSFTDatasetConfig", "mock_vlm"),
-    ("GPTSFTDatasetConfig", "gpt_sft"),
-    ("GPTDatasetConfig", "gpt_pretraining"),
-)
+_KIND_OF_CLASS: dict[str, DatasetKind] = {
+    "PackedEnergonDatasetConfig": "packed_energon",
+    "EnergonDatasetConfig": "energon",
+    "DirectHFSFTDatasetConfig": "hf_sft",
+    "MockVLMSFTDatasetConfig": "mock_vlm",
+    "GPTSFTDatasetConfig": "gpt_sft",
+    "GPTDatasetConfig": "gpt_pretraining",
+}
 
 
 def view_of(container: Any, *, world_size: int, step: str | None = None, data: DataFacts | None = None) -> RunView:
-    """Returns the view of a Bridge ``ConfigContainer``.
+    """Returns the view of a Bridge ``ConfigContainer``, before or after ``validate()``.
 
     Args:
-        container: the configuration, before or after ``validate()``.
         world_size: GPUs.
         step: name of the forward step, which a container does not hold.
-        data: measurements of the data set.
     """
     model, dataset = container.model, container.dataset
     final = finalised(model)
@@ -199,10 +199,10 @@ def view_of(container: Any, *, world_size: int, step: str | None = None, data: D
     source = SimpleNamespace(model=model, final=final, **{name: getattr(container, name, None) for name in parts})
     specs = getattr(dataset, "offline_packing_specs", None)
     keywords = getattr(dataset, "dataset_kwargs", None) or {}
-    names = {cls.__name__ for cls in type(dataset).__mro__}
-    kind = next((kind for name, kind in _KIND_OF_CLASS if name in names), "provider")
-    ids = {kind: getattr(model, f"{kind}_token_id", None) for kind in PLACEHOLDERS}
+    classes = {cls.__name__ for cls in type(dataset).__mro__}
+    kind = next((kind for name, kind in _KIND_OF_CLASS.items() if name in classes), "provider")
     coefficients = getattr(final, "moe_aux_loss_coeff", 0.0)
+    width, heads = (getattr(model, name, None) for name in ("hidden_size", "num_attention_heads"))
     # In the other modes of our data set the window holds a micro-batch.
     packing = getattr(dataset, "packing", None) if getattr(dataset, "mode", "packs") == "packs" else None
     fields = stated(source, "bridge")
@@ -233,10 +233,10 @@ def view_of(container: Any, *, world_size: int, step: str | None = None, data: D
             "vision_frozen": all(
                 getattr(model, name, False) for name in ("freeze_vision_model", "freeze_vision_projection")
             ),
-            "head_dim": getattr(model, "kv_channels", None) or _quotient(model, "hidden_size", "num_attention_heads"),
+            "head_dim": getattr(model, "kv_channels", None) or (width // heads if width and heads else None),
             "model_tokens": TokenFacts(
                 size=getattr(model, "vocab_size", None),
-                placeholders={kind: number for kind, number in ids.items() if isinstance(number, int)},
+                placeholders=numbers({kind: getattr(model, f"{kind}_token_id", None) for kind in PLACEHOLDERS}),
                 geometry=model_geometry(getattr(model, "vision_config", None), model),
             ),
             "task_encoder": type(dataset.task_encoder).__name__ if hasattr(dataset, "task_encoder") else None,
@@ -253,11 +253,11 @@ def view_of(container: Any, *, world_size: int, step: str | None = None, data: D
 
 
 def finalised(model: Any) -> Any:
-    """A copy of a model provider after its own ``finalize()``; the given one is unchanged.
+    """Returns a copy of a model provider after its own ``finalize()``.
 
-    ``validate()`` finalises the model after the data set, and providers change settings there. Qwen3-VL's provider with
-    experts turns sequence parallelism on at TP > 1, every GPT's turns it off at TP 1, and those of Qwen3-VL and
-    Qwen3.5-VL compute the loss per token at CP > 1.
+    ``validate()`` finalises the model after the data set, and providers change settings there: Qwen3-VL's with experts
+    turns sequence parallelism on at TP > 1, every GPT's turns it off at TP 1, and those of Qwen3-VL and Qwen3.5-VL
+    compute the loss per token at CP > 1.
     """
     if not hasattr(model, "finalize"):
         return model
@@ -272,16 +272,9 @@ def finalised(model: Any) -> Any:
     return changed
 
 
-def _quotient(model: Any, whole: str, parts: str) -> int | None:
-    size, number = getattr(model, whole, None), getattr(model, parts, None)
-    return size // number if size and number else None
-
-
 def _has_weights(container: Any) -> bool:
-    """Whether weights are read: a checkpoint to begin with, one to continue from, or the model's own hooks.
-
-    Recipes name a directory to continue from before it is there.
-    """
+    """Whether weights are read: a checkpoint to begin with, one to continue from (which recipes name before it is
+    there), or the model's own hooks."""
     checkpoint = getattr(container, "checkpoint", None)
     load = getattr(checkpoint, "load", None)
     continues = bool(load) and ("://" in str(load) or Path(str(load)).is_dir())
@@ -295,10 +288,8 @@ def _fp8_recipe(container: Any) -> str | None:
     precision = getattr(container, "mixed_precision", None)
     if isinstance(precision, str):
         return next((name for name in ("mxfp8", "fp8") if name in precision), None)
-    for settings in (precision, container.model):
-        if getattr(settings, "fp8", None):
-            return str(getattr(settings, "fp8_recipe", "delayed"))
-    return None
+    with_fp8 = (settings for settings in (precision, container.model) if getattr(settings, "fp8", None))
+    return next((str(getattr(settings, "fp8_recipe", "delayed")) for settings in with_fp8), None)
 
 
 def _missing_metadata(specs: Any) -> str | None:
@@ -314,12 +305,11 @@ def _missing_metadata(specs: Any) -> str | None:
 
 def _failure_tolerance(dataset: Any, keywords: Any) -> int | None:
     """A value by name from a data set, or from its task encoder if it holds one; there Energon takes None as 0."""
-    for value in (getattr(dataset, "failure_tolerance", None), keywords.get("failure_tolerance")):
-        if isinstance(value, int):
-            return value
-    unset = object()
-    value = getattr(getattr(dataset, "task_encoder", None), "__default_failure_tolerance__", unset)
-    return None if value is unset else int(value or 0)
+    given = (getattr(dataset, "failure_tolerance", None), keywords.get("failure_tolerance"))
+    encoder = getattr(dataset, "task_encoder", None)
+    default = "__default_failure_tolerance__"
+    of_encoder = int(getattr(encoder, default) or 0) if hasattr(encoder, default) else None
+    return next((value for value in given if isinstance(value, int)), of_encoder)
 
 
 def _names(members: Any) -> tuple[str, ...]:

@@ -1,10 +1,7 @@
-"""What is known about a run's model, tokenizer and data besides its settings.
+"""What is known about a run's model, tokenizer and data besides its settings, read as JSON without extra packages.
 
-`processor_facts` and `model_facts` read JSON and need no extra packages. Facts about the data are measured, see
-`looks.samples`.
+Facts about the data are measured, see `looks.samples`.
 """
-
-from __future__ import annotations
 
 import contextlib
 import json
@@ -19,6 +16,7 @@ from energon_packing.errors import ConfigError
 
 # The hub's form of names; a leading dot or slash marks a path, and so does a second slash.
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z")
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 _FILES = ("tokenizer_config.json", "tokenizer.json", "preprocessor_config.json", "processor_config.json", "config.json")
 
 
@@ -37,8 +35,8 @@ def cached_directory(name: str) -> Path | None:
             return None
         from huggingface_hub import try_to_load_from_cache
 
-        found = (try_to_load_from_cache(name, file) for file in _FILES)
-        return next((Path(file).parent for file in found if isinstance(file, str)), None)
+        cached = (try_to_load_from_cache(name, file) for file in _FILES)
+        return next((Path(file).parent for file in cached if isinstance(file, str)), None)
     except (ImportError, ValueError):  # HFValidationError is one
         return None
 
@@ -46,8 +44,7 @@ def cached_directory(name: str) -> Path | None:
 def offline() -> contextlib.AbstractContextManager[Any]:
     """Inside the block everything is loaded from this machine or not at all, repository code (``auto_map``) included.
 
-    ``local_files_only`` does not reach everything that transformers loads with a processor; the hub's own switch
-    refuses each request. It is set on the module, because the environment variable is read only at import.
+    ``local_files_only`` does not reach everything that transformers loads with a processor; the hub's own switch does.
     """
     from unittest import mock
 
@@ -134,17 +131,16 @@ class DataFacts:
 
 
 def processor_facts(processor: str | None) -> TokenFacts | None:
-    """Ids and sizes of the processor in a directory, or of a hub name in this machine's cache.
-
-    None if it is neither, or has no ``tokenizer.json``.
+    """Returns ids and sizes of the processor in a directory, or of a hub name in this machine's cache; None if it is
+    neither, or has no ``tokenizer.json``.
 
     Raises:
         ConfigError: the file cannot be read.
     """
-    folder = None
-    if processor:
-        local = Path(processor).is_dir() or not is_hub_name(processor)
-        folder = Path(processor) if local else cached_directory(processor)
+    if not processor:
+        return None
+    local = Path(processor).is_dir() or not is_hub_name(processor)
+    folder = Path(processor) if local else cached_directory(processor)
     if folder is None or not (folder / "tokenizer.json").is_file():
         return None
     values = _read(folder / "tokenizer.json")
@@ -152,21 +148,19 @@ def processor_facts(processor: str | None) -> TokenFacts | None:
     vocabulary = values.get("model", {}).get("vocab", {})
     # Unigram tokenizers list their tokens; the others map tokens to ids.
     last = max(vocabulary.values(), default=-1) if isinstance(vocabulary, dict) else len(vocabulary) - 1
-    ids = {
-        kind: next(added[text] for text in texts if text in added)
-        for kind, texts in PLACEHOLDERS.items()
-        if any(text in added for text in texts)
-    }
+    ids = {kind: next((added[text] for text in texts if text in added), None) for kind, texts in PLACEHOLDERS.items()}
     texts = [_read(folder / name) for name in _PROCESSOR_FILES if (folder / name).is_file()]
     return TokenFacts(
         size=max([last, *added.values()]) + 1,
-        placeholders=ids,
+        placeholders=numbers(ids),
         geometry=model_geometry(*_stated_sizes(texts), names={name: name for name in GEOMETRY}),
         processor=next((text["processor_class"] for text in texts if text.get("processor_class")), None),
     )
 
 
-_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
+def numbers(ids: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the ids that are stated."""
+    return {kind: number for kind, number in ids.items() if isinstance(number, int)}
 
 
 def _stated_sizes(texts: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -193,11 +187,11 @@ def model_geometry(*sources: Any, names: Mapping[str, str] = GEOMETRY) -> dict[s
         sources: configurations, as mappings or as objects with attributes, or None.
         names: of the sizes in the sources.
     """
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for source in sources:
         read = source.get if isinstance(source, Mapping) else partial(getattr, source)
-        found = {name: side for name, theirs in names.items() if (side := _side(read(theirs, None)))} | found
-    return found
+        sizes = {name: side for name, theirs in names.items() if (side := _side(read(theirs, None)))} | sizes
+    return sizes
 
 
 def model_facts(config_file: Path) -> dict[str, Any]:
@@ -210,7 +204,6 @@ def model_facts(config_file: Path) -> dict[str, Any]:
     text = values.get("text_config") or values
     heads = text.get("num_attention_heads")
     width = text.get("head_dim") or (text["hidden_size"] // heads if heads and "hidden_size" in text else None)
-    size = text.get("vocab_size") or values.get("vocab_size")
     stated = {kind: values.get(f"{kind}_token_id", values.get(f"{kind}_token_index")) for kind in PLACEHOLDERS}
     vision = values.get("vision_config") or {}
     return {
@@ -218,8 +211,8 @@ def model_facts(config_file: Path) -> dict[str, Any]:
         "num_layers": text.get("num_hidden_layers"),
         "num_moe_experts": text.get("num_experts"),
         "model_tokens": TokenFacts(
-            size=size,
-            placeholders={kind: number for kind, number in stated.items() if isinstance(number, int)},
+            size=text.get("vocab_size") or values.get("vocab_size"),
+            placeholders=numbers(stated),
             # Mistral 3 states its merge size beside the vision encoder.
             geometry=model_geometry(vision, {"spatial_merge_size": values.get("spatial_merge_size")}),
         ),

@@ -1,10 +1,7 @@
 """What `validate` is given: our YAML, a Bridge recipe, a serialised Bridge configuration, or Megatron-LM arguments.
 
-Each source provides the same: a `RunView` for the static rules, what the run reads from disk, measurements of its data
-set, and a verdict of the installed Bridge if one is possible. Only the two Bridge sources import Bridge.
+Only the two sources of Bridge import it.
 """
-
-from __future__ import annotations
 
 import copy
 import dataclasses
@@ -26,7 +23,7 @@ from energon_packing.megatron_lm.arguments import run_config_of
 from energon_packing.validate.looks.samples import measure_data
 from energon_packing.validate.recipes import config_file, container_of_file, container_of_recipe, view_of
 from energon_packing.validate.run_facts import DataFacts, model_facts, processor_facts
-from energon_packing.validate.run_view import RunView, installed_version, stated
+from energon_packing.validate.run_view import RunView, installed_version, place_of, stated
 from energon_packing.validate.verdict import BridgeVerdict, bridge_verdict, container_verdict, without_output
 
 PLACES = {
@@ -49,10 +46,10 @@ class RunReads:
     """What one run names on this machine: its data set, processor, chat template and ledger.
 
     Attributes:
-        config: of the run; its sections ``data``, ``encoder`` and ``packing`` are read. If None, ``unread`` or
-            ``problem`` states why.
+        config: its sections ``data``, ``encoder`` and ``packing`` are read; None where ``unread`` or ``problem`` says
+            why.
         places: setting of our YAML -> its name in the run.
-        other_splits: parts of the data set besides ``data.split`` (for evaluation): setting -> part.
+        other_splits: parts of the data set for evaluation: setting -> part.
         unread: why the run names nothing to look at.
         problem: why the names cannot be determined; the run would stop for the same reason.
     """
@@ -71,7 +68,7 @@ class RunSource(ABC):
     Attributes:
         name: as the user gave it.
         kind: of the source, in words.
-        world_size: GPUs; None takes the smallest number that works.
+        world_size: GPUs; None takes the smallest number that holds one replica.
         data: measurements of the data set, once `measure` made them.
     """
 
@@ -79,11 +76,6 @@ class RunSource(ABC):
     kind: str
     world_size: int | None = None
     data: DataFacts | None = field(default=None, repr=False)
-
-    @property
-    def world_size_assumed(self) -> bool:
-        """Whether the number of GPUs was assumed."""
-        return self.world_size is None
 
     @abstractmethod
     def view(self) -> RunView:
@@ -113,8 +105,7 @@ class RunSource(ABC):
         """Measures this many samples of the data set, as the run reads them; the view then holds the results.
 
         Raises:
-            ConfigError: as `measured`.
-            UserError: the data set or the processor cannot be used, or a package that measuring needs is missing.
+            UserError: as `measured`; the data set or the processor cannot be used, or a package is missing.
         """
         config, parallel = self.measured()
         one_a_row = not self.view().enable_offline_packing
@@ -141,14 +132,14 @@ class YamlRun(RunSource):
     def view(self) -> RunView:
         """See `RunSource.view`."""
         model = self.config.training.model
-        known = config_file(model, self.model_configs) if model else None
-        if known is None and self.model_configs is not None:
+        model_config = config_file(model, self.model_configs) if model else None
+        if model_config is None and self.model_configs is not None:
             raise ConfigError(
                 f"{self.model_configs} has no {model}/config.json; training.model and --model-configs do not agree."
                 if model
                 else "--model-configs is read for training.model, which is not set."
             )
-        return view_of_config(self.config, world_size=self.world_size, model_config=known, data=self.data)
+        return view_of_config(self.config, world_size=self.world_size, model_config=model_config, data=self.data)
 
     def measured(self) -> tuple[RunConfig, ParallelConfig]:
         """See `RunSource.measured`."""
@@ -165,10 +156,8 @@ def view_of_config(
     """Returns the view of our YAML: a run that trains on a `PackedEnergonDatasetConfig` made from it.
 
     Args:
-        config: the configuration.
         world_size: GPUs; None takes the smallest number that holds one replica.
         model_config: the model's ``config.json``, if there is one.
-        data: measurements of the data set.
     """
     packed, length = not config.training.enable_in_batch_packing, config.packing.seq_length
     view = RunView(
@@ -216,26 +205,24 @@ class ContainerRun(RunSource):
         view = view_of(self.container, world_size=self.world_size or 1, step=self.step, data=self.data)
         if self.world_size is not None:
             return view
-        size, experts = view.smallest_world_size, view.expert_parallel or 1
-        if experts > 1:  # experts form a group too
+        size = view.smallest_world_size
+        if view.expert_parallel > 1:  # experts form a group too
             inside = view.expert_tensor_parallel or view.tensor_parallel
-            size = math.lcm(size, inside * view.pipeline_parallel * experts)
+            size = math.lcm(size, inside * view.pipeline_parallel * view.expert_parallel)
         return view.changed(world_size=size)
 
     def measured(self) -> tuple[RunConfig, ParallelConfig]:
         """See `RunSource.measured`."""
         dataset, view = self.container.dataset, self.view()
         if not hasattr(dataset, "run_config"):
-            raise ConfigError(
-                f"--measure reads our data set, but {self.name} has a {type(dataset).__name__}: give "
-                "--tokens-per-sample."
-            )
+            named = f"{self.name} has a {type(dataset).__name__}"
+            raise ConfigError(f"--measure reads our data set, but {named}: give --tokens-per-sample.")
         names = ("tensor_parallel", "context_parallel", "sequence_parallel", "eval_context_parallel")
         parallel = ParallelConfig(**{name: getattr(view, name) for name in names})
         return dataset.run_config(parallel), parallel
 
     def reads(self) -> RunReads:
-        """See `RunSource.reads`; a data set that is not ours is ignored."""
+        """See `RunSource.reads`."""
         dataset, validation = self.container.dataset, self.container.validation
         if not hasattr(dataset, "run_config"):
             return RunReads(unread=f"the data set is a {type(dataset).__name__}, not ours")
@@ -257,16 +244,12 @@ class ContainerRun(RunSource):
 
 @dataclass(kw_only=True)
 class ArgumentsRun(RunSource):
-    """Megatron-LM arguments.
-
-    Attributes:
-        words: ``["--tensor-model-parallel-size", "2", "--seq-length=4096", ...]``.
-        step: the forward step of the run, which no argument names.
-    """
+    """Megatron-LM arguments: ``["--tensor-model-parallel-size", "2", "--seq-length=4096", ...]``."""
 
     kind: str = "Megatron-LM arguments"
     words: list[str]
     step: str | None = None
+    """The forward step of the run, which no argument names."""
 
     def view(self) -> RunView:
         """See `RunSource.view`."""
@@ -285,8 +268,8 @@ class ArgumentsRun(RunSource):
             config = run_config_of(args)
         except ConfigError as error:
             return RunReads(problem=str(error).rstrip("."))
-        splits = {"--packing-valid-split": args.packing_valid_split if args.eval_iters else None}
-        splits["--packing-test-split"] = args.packing_test_split
+        valid = args.packing_valid_split if args.eval_iters else None
+        splits = {"--packing-valid-split": valid, "--packing-test-split": args.packing_test_split}
         return RunReads(config=config, other_splits={name: split for name, split in splits.items() if split})
 
     def verdict(self) -> BridgeVerdict:
@@ -295,14 +278,7 @@ class ArgumentsRun(RunSource):
 
 
 def view_of_arguments(words: Sequence[str], *, world_size: int | None = None, step: str | None = None) -> RunView:
-    """Returns the view of a Megatron-LM run whose rows are our packs.
-
-    Only the arguments that a rule needs are read; the others, several hundred, pass. A name that is nearly one of those
-    that are read is refused, because Megatron-LM itself would stop on it.
-
-    Args:
-        words, step: as in `ArgumentsRun`.
-        world_size: GPUs; None takes the smallest number that holds one replica.
+    """Returns the view of a Megatron-LM run whose rows are our packs; arguments that no rule needs pass.
 
     Raises:
         ConfigError: a value of the wrong kind, a name that is nearly one of those read, or no ``--seq-length``.
@@ -354,13 +330,12 @@ _READ_BY_THE_RUN: dict[str, tuple[str, Any]] = {
 
 def _arguments() -> list[tuple[Any, str]]:
     """Each field of the view that an argument states, with the argument."""
-    fields = dataclasses.fields(RunView)
-    return [(entry, entry.metadata["argument"]) for entry in fields if entry.metadata.get("argument")]
+    return [(entry, name) for entry in dataclasses.fields(RunView) if (name := place_of(entry, "argument"))]
 
 
 def namespace_of(words: Sequence[str]) -> SimpleNamespace:
     """Returns what Megatron-LM's parser makes of arguments, as far as `run_config_of` reads it."""
-    values: dict[str, Any] = {name: False if entry.type == "bool" else None for entry, name in _arguments()}
+    values: dict[str, Any] = {name: False if entry.type is bool else None for entry, name in _arguments()}
     values |= {name: default for name, (_, default) in _READ_BY_THE_RUN.items()}
     sizes = ("tensor-model", "context", "pipeline-model", "expert-model")
     values |= dict.fromkeys((f"--{kind}-parallel-size" for kind in sizes), 1) | _parsed(words)
@@ -375,9 +350,10 @@ def _parsed(words: Sequence[str]) -> dict[str, Any]:
     """Values by argument, of those that are read here.
 
     Raises:
-        ConfigError: a value of the wrong kind, or a name that is nearly one of those that the view reads.
+        ConfigError: a value of the wrong kind, or a name that is nearly one of those that the view reads, on which
+            Megatron-LM itself would stop.
     """
-    types = {name: str(entry.type) for entry, name in _arguments()}
+    types = {name: entry.type.__name__ if type(entry.type) is type else str(entry.type) for entry, name in _arguments()}
     known = types | {name: kind for name, (kind, _) in _READ_BY_THE_RUN.items()}
     values: dict[str, Any] = {}
     for name, texts in grouped(words):
@@ -441,7 +417,6 @@ def run_source(
     Args:
         given: one name (a YAML file, a file of arguments, ``module:function``), or the arguments themselves.
         overrides: ``section.key=value`` for our YAML, Hydra overrides for Bridge.
-        world_size: GPUs; None takes the smallest number that holds one replica.
         step: forward step, for sources that do not hold it.
         model_configs: folder of ``NAME/config.json`` of models, used instead of the hub if it has the model.
 

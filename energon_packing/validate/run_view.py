@@ -1,10 +1,8 @@
 """`RunView`: everything that a rule reads about a training run, each value with its place in the run's description.
 
-A rule never reads a configuration object. It reads this view, so the same rule judges our YAML, a Bridge
-``ConfigContainer`` and Megatron-LM's arguments. Imports neither torch nor Bridge.
+So the same rule judges our YAML, a Bridge ``ConfigContainer`` and Megatron-LM's arguments. Imports neither torch nor
+Bridge.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import functools
@@ -13,7 +11,7 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from energon_packing.thd.alignment import alignment_multiple
 from energon_packing.validate.run_facts import DataFacts, TokenFacts
@@ -28,33 +26,39 @@ PACKING_STEPS = ("qwen3_vl_step", "audio_lm_step")
 """Forward steps of Bridge 0.6.2 that join the samples of a micro-batch themselves."""
 
 
-def at[T](default: T, *, bridge: str = "", ours: str = "", argument: str = "") -> T:
-    """A field of the view, with the places where sources state it.
+def at[T](default: T, *, bridge: str = "", ours: str = "", argument: str | bool = "") -> T:
+    """A field of the view, with the places where sources state it; a path that ends in a dot goes on with its name.
 
     Args:
         default: where a source does not state it.
         bridge: path in a ``ConfigContainer``; ``final`` is the model's provider after its ``finalize()``.
-        ours: path in our `energon_packing.config.RunConfig`.
-        argument: of Megatron-LM.
+        ours: path in a `RunConfig`.
+        argument: of Megatron-LM; True where it has Bridge's name.
     """
     return dataclasses.field(default=default, metadata={"bridge": bridge, "ours": ours, "argument": argument})
 
 
-def stated(source: Any, kind: Literal["bridge", "ours"]) -> dict[str, Any]:
-    """Returns the fields of the view that a description of a run states in the places that `RunView` declares.
+def place_of(field: dataclasses.Field[Any], kind: Literal["bridge", "ours", "argument"]) -> str:
+    """Returns where a source of this kind states a field; empty if nowhere."""
+    place = field.metadata.get(kind, "")
+    if place is True:
+        return f"--{place_of(field, 'bridge').rpartition('.')[2].replace('_', '-')}"
+    return f"{place}{field.name}" if place.endswith(".") else place
 
-    Args:
-        source: an object with the attributes that begin the paths.
-        kind: of the source.
+
+def stated(source: Any, kind: Literal["bridge", "ours"]) -> dict[str, Any]:
+    """Returns the fields of the view that a run states in the places that `RunView` declares for this kind of source.
+
+    Paths begin with attributes of ``source``.
     """
-    found = {}
+    fields = {}
     for entry in dataclasses.fields(RunView):
-        if path := entry.metadata.get(kind):
-            value = functools.reduce(lambda place, name: getattr(place, name, None), path.split("."), source)
-            if value is not None:
-                value = tuple(value) if isinstance(value, list) else value
-                found[entry.name] = bool(value) if isinstance(entry.default, bool) else value
-    return found
+        path = place_of(entry, kind)
+        value = functools.reduce(lambda at, name: getattr(at, name, None), path.split("."), source) if path else None
+        if value is not None:
+            value = tuple(value) if isinstance(value, list) else value
+            fields[entry.name] = bool(value) if isinstance(entry.default, bool) else value
+    return fields
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,149 +70,95 @@ class RunView:
     """
 
     dataset_kind: DatasetKind = "packed_energon"
-    step: str | None = at(None, ours="training.step")
+    step: str | None = at(None, ours="training.")
     """Forward step by function or module name."""
 
     # How GPUs share the model and its rows.
-    tensor_parallel: int = at(
-        1,
-        bridge="model.tensor_model_parallel_size",
-        ours="parallel.tensor_parallel",
-        argument="--tensor-model-parallel-size",
-    )
-    context_parallel: int = at(
-        1, bridge="model.context_parallel_size", ours="parallel.context_parallel", argument="--context-parallel-size"
-    )
-    pipeline_parallel: int = at(
-        1,
-        bridge="model.pipeline_model_parallel_size",
-        ours="parallel.pipeline_parallel",
-        argument="--pipeline-model-parallel-size",
-    )
-    expert_parallel: int = at(
-        1,
-        bridge="model.expert_model_parallel_size",
-        ours="parallel.expert_parallel",
-        argument="--expert-model-parallel-size",
-    )
-    expert_tensor_parallel: int | None = at(
-        None, bridge="model.expert_tensor_parallel_size", argument="--expert-tensor-parallel-size"
-    )
+    tensor_parallel: int = at(1, bridge="model.tensor_model_parallel_size", ours="parallel.", argument=True)
+    context_parallel: int = at(1, bridge="model.context_parallel_size", ours="parallel.", argument=True)
+    pipeline_parallel: int = at(1, bridge="model.pipeline_model_parallel_size", ours="parallel.", argument=True)
+    expert_parallel: int = at(1, bridge="model.expert_model_parallel_size", ours="parallel.", argument=True)
+    expert_tensor_parallel: int | None = at(None, bridge="model.expert_tensor_parallel_size", argument=True)
     """Tensor parallelism inside experts; None means the model's."""
-    sequence_parallel: bool = at(
-        False, bridge="final.sequence_parallel", ours="parallel.sequence_parallel", argument="--sequence-parallel"
-    )
-    eval_context_parallel: int | None = at(
-        None, bridge="dist.eval_context_parallel_size", ours="parallel.eval_context_parallel"
-    )
+    sequence_parallel: bool = at(False, bridge="final.", ours="parallel.", argument=True)
+    eval_context_parallel: int | None = at(None, bridge="dist.eval_context_parallel_size", ours="parallel.")
     world_size: int = 1
-    cp_comm_type: str | tuple[str, ...] | None = at(
-        None, bridge="model.cp_comm_type", ours="parallel.cp_comm_type", argument="--cp-comm-type"
-    )
+    cp_comm_type: str | tuple[str, ...] | None = at(None, bridge="model.", ours="parallel.", argument=True)
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = at(
-        None,
-        bridge="model.hierarchical_context_parallel_sizes",
-        ours="parallel.hierarchical_context_parallel_sizes",
-        argument="--hierarchical-context-parallel-sizes",
+        None, bridge="model.", ours="parallel.", argument=True
     )
     dist_train: bool = at(False, bridge="model.dist_train.use_dist_train")
     """Whether vision encoder and language model run on separate GPUs (Qwen3-VL's DistTrain)."""
 
     # Batch sizes, in rows of ``seq_length``: packs if rows are packed.
-    micro_batch_size: int = at(
-        1, bridge="train.micro_batch_size", ours="training.micro_batch_size", argument="--micro-batch-size"
-    )
-    global_batch_size: int = at(
-        1, bridge="train.global_batch_size", ours="training.global_batch_size", argument="--global-batch-size"
-    )
-    eval_micro_batch_size: int | None = at(
-        None, bridge="validation.eval_micro_batch_size", ours="training.eval_micro_batch_size"
-    )
-    eval_global_batch_size: int | None = at(
-        None, bridge="validation.eval_global_batch_size", ours="training.eval_global_batch_size"
-    )
+    micro_batch_size: int = at(1, bridge="train.", ours="training.", argument=True)
+    global_batch_size: int = at(1, bridge="train.", ours="training.", argument=True)
+    eval_micro_batch_size: int | None = at(None, bridge="validation.", ours="training.")
+    eval_global_batch_size: int | None = at(None, bridge="validation.", ours="training.")
     dataset_micro_batch_size: int | None = at(None, bridge="dataset.micro_batch_size", ours="training.micro_batch_size")
     """The data set's own micro-batch size if it has one (Energon); None if it follows the trainer."""
-    do_validation: bool = at(True, bridge="dataset.do_validation")
+    do_validation: bool = at(True, bridge="dataset.")
 
     # Lengths and padding of rows, in tokens.
-    dataset_seq_length: int = at(4096, bridge="dataset.seq_length", ours="packing.seq_length", argument="--seq-length")
-    model_seq_length: int = at(
-        4096, bridge="model.seq_length", ours="training.model_seq_length", argument="--seq-length"
-    )
-    packed_sequence_size: int | None = at(None, bridge="dataset.offline_packing_specs.packed_sequence_size")
-    pad_cu_seqlens: bool = at(False, bridge="dataset.offline_packing_specs.pad_cu_seqlens")
-    pad_to_max_length: bool = at(False, ours="packing.pad_to_max_length")
+    dataset_seq_length: int = at(4096, bridge="dataset.seq_length", ours="packing.seq_length", argument=True)
+    model_seq_length: int = at(4096, bridge="model.seq_length", ours="training.", argument=True)
+    packed_sequence_size: int | None = at(None, bridge="dataset.offline_packing_specs.")
+    pad_cu_seqlens: bool = at(False, bridge="dataset.offline_packing_specs.")
+    pad_to_max_length: bool = at(False, ours="packing.")
     pad_seq_to_multiple: int | None = at(None, bridge="dataset.offline_packing_specs.pad_seq_to_mult")
     """Multiple to which packs that Bridge prepares offline pad each sample."""
 
     # Who packs, and where.
-    enable_offline_packing: bool = at(False, bridge="dataset.enable_offline_packing")
+    enable_offline_packing: bool = at(False, bridge="dataset.")
     """Bridge's flag for rows that arrive packed; our data set sets it for its rows."""
-    enable_in_batch_packing: bool = at(
-        False, bridge="dataset.enable_in_batch_packing", ours="training.enable_in_batch_packing"
-    )
-    defer_in_batch_packing_to_step: bool = at(False, bridge="dataset.defer_in_batch_packing_to_step")
+    enable_in_batch_packing: bool = at(False, bridge="dataset.", ours="training.")
+    defer_in_batch_packing_to_step: bool = at(False, bridge="dataset.")
     """Bridge's flag for forward steps that do the in-batch packing themselves."""
     has_offline_packing_specs: bool = False
     packed_metadata_missing: str | None = None
     """Path of the metadata of packs prepared offline, if it is needed and missing."""
-    packing_buffer_size: int | None = at(None, bridge="dataset.packing_buffer_size")
+    packing_buffer_size: int | None = at(None, bridge="dataset.")
     """Samples that Bridge's own online packing chooses from."""
 
     # What the loss sums and divides by, and how its gradient is reduced.
-    calculate_per_token_loss: bool = at(
-        True,
-        bridge="final.calculate_per_token_loss",
-        ours="training.calculate_per_token_loss",
-        argument="--calculate-per-token-loss",
-    )
-    average_in_collective: bool = at(
-        False,
-        bridge="ddp.average_in_collective",
-        ours="training.average_in_collective",
-        argument="--ddp-average-in-collective",
-    )
-    overlap_grad_reduce: bool | None = at(None, bridge="ddp.overlap_grad_reduce", argument="--overlap-grad-reduce")
-    mtp_num_layers: int = at(0, bridge="model.mtp_num_layers", argument="--mtp-num-layers")
-    loss_weighting: str | None = at(None, bridge="dataset.encoder.loss_weighting", ours="encoder.loss_weighting")
+    calculate_per_token_loss: bool = at(True, bridge="final.", ours="training.", argument=True)
+    average_in_collective: bool = at(False, bridge="ddp.", ours="training.", argument="--ddp-average-in-collective")
+    overlap_grad_reduce: bool | None = at(None, bridge="ddp.", argument=True)
+    mtp_num_layers: int = at(0, bridge="model.", argument=True)
+    loss_weighting: str | None = at(None, bridge="dataset.encoder.", ours="encoder.")
 
     # What runs under CUDA graphs.
-    cuda_graph_impl: str = at("none", bridge="model.cuda_graph_impl", argument="--cuda-graph-impl")
+    cuda_graph_impl: str = at("none", bridge="model.", argument=True)
     cuda_graph_modules: tuple[str, ...] = at((), argument="--cuda-graph-scope")
     """Captured module names; ``full_iteration`` among them, which Bridge allows, means the whole iteration."""
     inference_graph_scopes: tuple[str, ...] = ()
-    check_for_nan_in_loss: bool = at(False, bridge="rerun_state_machine.check_for_nan_in_loss")
-    vision_cuda_graph_impl: str = at("none", bridge="model.vision_cuda_graph_impl")
+    check_for_nan_in_loss: bool = at(False, bridge="rerun_state_machine.")
+    vision_cuda_graph_impl: str = at("none", bridge="model.")
 
     # The model, and the kernels that compute it.
-    model: str | None = at(None, ours="training.model")
+    model: str | None = at(None, ours="training.")
     """Model family, as `family` normalises it."""
-    num_layers: int | None = at(None, bridge="model.num_layers", argument="--num-layers")
+    num_layers: int | None = at(None, bridge="model.", argument=True)
     head_dim: int | None = None
     attention_backend: str | None = at(None, bridge="model.attention_backend.name")
     fp8_recipe: str | None = None
     """None if the model computes without fp8."""
-    recompute_granularity: str | None = at(
-        None, bridge="model.recompute_granularity", argument="--recompute-granularity"
-    )
+    recompute_granularity: str | None = at(None, bridge="model.", argument=True)
     vision_frozen: bool = False
     """Whether both the vision encoder and its projection are frozen."""
     has_weights: bool | None = None
     """Whether the run names trained weights to begin with, or continues from a checkpoint."""
 
     # Mixtures of experts.
-    num_moe_experts: int | None = at(None, bridge="model.num_moe_experts", argument="--num-experts")
+    num_moe_experts: int | None = at(None, bridge="model.", argument="--num-experts")
     expert_dispatcher: str | None = None
     """Backend of the flex dispatcher of tokens to experts (``hybridep``); None for the other dispatchers."""
     pads_uneven_dispatch: bool = at(False, bridge="model.moe_hybridep_pad_uneven_dispatch_inputs")
     """Whether HybridEP's inputs are padded to the size of the rank with most tokens."""
-    expert_capacity_factor: float | None = at(
-        None, bridge="final.moe_expert_capacity_factor", argument="--moe-expert-capacity-factor"
-    )
+    expert_capacity_factor: float | None = at(None, bridge="final.moe_expert_capacity_factor", argument=True)
     """Tokens that an expert takes, relative to its share of all; None if it takes every token that is sent to it."""
     load_balancing: str | tuple[str, ...] | None = at(
-        None, bridge="final.moe_router_load_balancing_type", argument="--moe-router-load-balancing-type"
+        None, bridge="final.moe_router_load_balancing_type", argument=True
     )
     """The losses that balance the load of experts (``aux_loss``, ``seq_aux_loss``); None where the run does not say."""
     balance_coefficients: tuple[float, ...] = at((), argument="--moe-aux-loss-coeff")
@@ -218,11 +168,11 @@ class RunView:
     # How the data is read, and for how long.
     task_encoder: str | None = None
     """Class of the settings of Bridge's task encoder."""
-    num_epochs: int | None = at(None, bridge="train.num_epochs")
-    dataloader_type: str | None = at(None, bridge="dataset.dataloader_type")
+    num_epochs: int | None = at(None, bridge="train.")
+    dataloader_type: str | None = at(None, bridge="dataset.")
     window: int | None = None
-    balance_window: int | None = at(None, bridge="dataset.packing.balance_window", ours="packing.balance_window")
-    workers: int | None = at(None, bridge="dataset.num_workers", ours="data.workers")
+    balance_window: int | None = at(None, bridge="dataset.packing.", ours="packing.")
+    workers: int | None = at(None, bridge="dataset.num_workers", ours="data.")
     failure_tolerance: int | None = None
     """Consecutive failures that Energon tolerates in a function of the task encoder; 0 allows any number."""
 
@@ -234,24 +184,36 @@ class RunView:
     megatron_core_version: str | None = None
     bridge_version: str | None = None
 
-    @classmethod
-    def of(cls, **fields: Any) -> RunView:
-        """A view with these fields."""
-        return cls(**fields)
-
-    def changed(self, **fields: Any) -> RunView:
-        """A copy of the view with changed fields."""
+    def changed(self, **fields: Any) -> Self:
+        """Returns a copy of the view with changed fields."""
         return dataclasses.replace(self, **fields)
 
     @property
     def multiple(self) -> int:
         """Every segment is padded to a multiple of this many tokens."""
         return alignment_multiple(
-            self.tensor_parallel,
-            self.context_parallel,
-            self.sequence_parallel,
-            self.eval_context_parallel,
+            self.tensor_parallel, self.context_parallel, self.sequence_parallel, self.eval_context_parallel
         )
+
+    @property
+    def ranks_of_a_row(self) -> int:
+        """Ranks over which the tokens of a row are spread."""
+        return self.context_parallel * (self.tensor_parallel if self.sequence_parallel else 1)
+
+    def next_length(self, multiple: int) -> int:
+        """Returns the first length of rows from the data set's on that this multiple and the alignment divide."""
+        both = math.lcm(multiple, self.multiple)
+        return math.ceil(self.dataset_seq_length / both) * both
+
+    @property
+    def wide(self) -> bool:
+        """Whether ranks share rows by context parallelism, in training or in evaluation."""
+        return max(self.context_parallel, self.eval_context_parallel or 1) > 1
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the model is known to be a mixture of experts."""
+        return self.expert_parallel > 1 or (self.num_moe_experts or 0) > 0
 
     @property
     def packed(self) -> bool:
@@ -259,9 +221,25 @@ class RunView:
         return self.enable_offline_packing or self.enable_in_batch_packing or self.packs_natively
 
     @property
+    def packed_not_natively(self) -> bool:
+        """As `packed`, without the rows of Bridge's own packing, about which ``bridge/native-*`` speak."""
+        return self.packed and not self.packs_natively
+
+    @property
+    def comm_types(self) -> tuple[str, ...]:
+        """How context-parallel ranks communicate: of each layer, or one name for all."""
+        kinds = self.cp_comm_type or "p2p"
+        return kinds if isinstance(kinds, tuple) else (kinds,)
+
+    @property
+    def bridge_name(self) -> str:
+        """The version of Bridge as findings name it."""
+        return self.bridge_version or "0.6"
+
+    @property
     def packs_natively(self) -> bool:
         """Whether Bridge's own online packing makes the rows; 0.6 accepts ``packing_buffer_size`` but does not pack."""
-        return self.dataset_kind == "energon" and self.packing_buffer_size is not None and self.bridge_packs_natively
+        return self.dataset_kind == "energon" and self.packing_buffer_size is not None and self.bridge_release >= (0, 7)
 
     @property
     def rows_are_packs(self) -> bool:
@@ -271,8 +249,7 @@ class RunView:
     @property
     def reaches_the_step_packed(self) -> bool:
         """As `packed`, without the rows that the forward step packs itself."""
-        deferred = self.enable_in_batch_packing and self.defer_in_batch_packing_to_step
-        return self.packed and not deferred
+        return self.packed and not (self.enable_in_batch_packing and self.defer_in_batch_packing_to_step)
 
     @property
     def as_wide_as_its_samples(self) -> bool:
@@ -281,9 +258,9 @@ class RunView:
         Bridge's ``prepare_sequence_batch`` then limits each sample to ``seq_length`` but never the row, and ignores
         ``pad_to_max_length``. Nemotron Omni's collator has its own packer, which limits the row and reads the setting.
         """
-        if not self.enable_in_batch_packing or self.enable_offline_packing or self.defer_in_batch_packing_to_step:
-            return False
-        return self.dataset_kind == "packed_energon" or not self.family.startswith("nemotronomni")
+        elsewhere = self.enable_offline_packing or self.defer_in_batch_packing_to_step
+        own_packer = self.dataset_kind != "packed_energon" and self.family.startswith("nemotronomni")
+        return self.enable_in_batch_packing and not elsewhere and not own_packer
 
     @property
     def width_fixed_by_bridge(self) -> bool:
@@ -313,11 +290,6 @@ class RunView:
         if self.data is None:
             return None
         return self.data.packs_per_epoch if self.rows_are_packs else self.data.samples_per_epoch
-
-    @property
-    def bridge_packs_natively(self) -> bool:
-        """Whether the installed Bridge has its own online packing, which came with 0.7."""
-        return self.bridge_release >= (0, 7)
 
     @property
     def bridge_release(self) -> tuple[int, int]:
@@ -362,22 +334,23 @@ class RunView:
     @property
     def full_iteration_graph(self) -> bool:
         """As `is_full_iteration_cuda_graph` of ``megatron/bridge/utils/cuda_graph.py``."""
-        if self.cuda_graph_impl == "full_iteration":
-            return True
-        return self.cuda_graph_impl == "local" and "full_iteration" in self.cuda_graph_modules
+        local = self.cuda_graph_impl == "local" and "full_iteration" in self.cuda_graph_modules
+        return local or self.cuda_graph_impl == "full_iteration"
+
+    @property
+    def _partial_graph_modules(self) -> list[str]:
+        return [name for name in self.cuda_graph_modules if not name.startswith("full")]
 
     @property
     def local_layer_graph(self) -> bool:
         """As `validate_cuda_graph_configuration` there: local graphs of less than an iteration, in training."""
-        if self.cuda_graph_impl != "local" or self.full_iteration_graph:
-            return False
-        modules = [m for m in self.cuda_graph_modules if not m.startswith("full")]
-        return bool(modules) or not {"layer", "block"} & set(self.inference_graph_scopes)
+        for_inference = not self._partial_graph_modules and {"layer", "block"} & set(self.inference_graph_scopes)
+        return self.cuda_graph_impl == "local" and not self.full_iteration_graph and not for_inference
 
     @property
     def graphs_capture_attention(self) -> bool:
         """As in ``ConfigContainer.validate()``: the whole iteration, whole layers, or the attention module."""
-        modules = [m for m in self.cuda_graph_modules if not m.startswith("full")]
+        modules = self._partial_graph_modules
         scoped = self.cuda_graph_impl == "transformer_engine" and (not modules or "attn" in modules)
         return self.full_iteration_graph or scoped
 
@@ -389,9 +362,8 @@ class RunView:
     @property
     def may_show_images(self) -> bool:
         """Whether images or videos may reach the model: not on text data sets, nor with a text tokenizer."""
-        if self.dataset_kind in ("gpt_sft", "gpt_pretraining"):
-            return False
-        return self.processor_tokens is None or bool(self.processor_tokens.placeholders)
+        sees = self.processor_tokens is None or bool(self.processor_tokens.placeholders)
+        return sees and self.dataset_kind not in ("gpt_sft", "gpt_pretraining")
 
     @property
     def model_forces_sequence_parallel(self) -> bool:
@@ -412,7 +384,6 @@ def smallest_world_size(
 
 @functools.cache
 def _release(version: str) -> tuple[int, int]:
-    """The first two numbers of a version of Bridge; asked for by every rule of every run."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     return (int(numbers[1]), int(numbers[2])) if numbers else (0, 6)
 

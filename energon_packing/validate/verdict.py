@@ -1,12 +1,10 @@
 """The verdict of the installed Bridge: its own unmodified ``ConfigContainer.validate()`` on an equivalent run.
 
 Bridge skips some of its rules for a ``DatasetProvider``, which our data set is. The equivalent run therefore uses
-Bridge's own data set classes: for ours an ``EnergonDatasetConfig`` that carries the offline-packing fields, which
-Bridge reads by name from any data set. The model is the cheapest GPT provider with the same parallel layout; nothing
-is built and no process group is opened. Without CUDA or Transformer Engine, `stand_ins` is installed first.
+Bridge's own data set classes: for ours an ``EnergonDatasetConfig`` with the offline-packing fields, which Bridge reads
+by name from any data set. The model is the cheapest GPT provider with the same parallel layout; nothing is built, and
+no process group is opened.
 """
-
-from __future__ import annotations
 
 import contextlib
 import dataclasses
@@ -31,7 +29,7 @@ from energon_packing.validate.run_view import RunView, installed_version
 
 
 class _Absent(type):
-    """The metaclass of placeholder classes: each of their attributes is a placeholder class too (``te.ops.Linear``)."""
+    """The metaclass of placeholders: classes, and modules of them, which are classes too (``te.ops.Linear``)."""
 
     def __getattr__(cls, attribute: str) -> type:
         if attribute.startswith("_"):
@@ -42,23 +40,9 @@ class _Absent(type):
 def _absent(name: str) -> type:
     import torch  # late: the rules alone are judged without it
 
-    return _Absent(name, (torch.nn.Module,), {})
-
-
-class _Placeholder(types.ModuleType):
-    """A module whose attributes are empty classes, which is enough for ``import transformer_engine.pytorch as te``."""
-
-    __version__ = "0.0.0"  # what Megatron-Core reports where TE is absent
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.__spec__ = importlib.machinery.ModuleSpec(name, loader=None, is_package=True)
-        self.__path__ = []
-
-    def __getattr__(self, attribute: str) -> type:
-        if attribute.startswith("__"):
-            raise AttributeError(attribute)
-        return _absent(attribute)
+    # The version is what Megatron-Core reports where TE is absent.
+    spec = importlib.machinery.ModuleSpec(name, loader=None, is_package=True)
+    return _Absent(name, (torch.nn.Module,), {"__version__": "0.0.0", "__spec__": spec, "__path__": []})
 
 
 class _PlaceholdersFor(importlib.abc.MetaPathFinder):
@@ -68,10 +52,8 @@ class _PlaceholdersFor(importlib.abc.MetaPathFinder):
         self.module = module
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """The usual spec of the one module, with a loader that lends it the placeholders; None for other modules."""
-        if fullname != self.module:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        """Returns the usual spec of the one module, with a loader that lends it the placeholders."""
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target) if fullname == self.module else None
         if spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module
@@ -79,9 +61,7 @@ class _PlaceholdersFor(importlib.abc.MetaPathFinder):
         def exec_module(module: types.ModuleType) -> None:
             """Runs the module while the placeholders can be imported, and removes them afterwards."""
             names = ("transformer_engine", "transformer_engine.pytorch")
-            placeholders = [_Placeholder(name) for name in names]
-            placeholders[0].pytorch = placeholders[1]  # type: ignore[attr-defined]
-            sys.modules.update(zip(names, placeholders, strict=True))
+            sys.modules |= {name: _absent(name) for name in names}  # type: ignore[misc]
             try:
                 execute(module)
             finally:
@@ -105,15 +85,13 @@ def import_bridge(*, placeholders: bool) -> None:
     Args:
         placeholders: whether Transformer Engine is absent, so that this one module needs placeholders.
     """
-    finder = _PlaceholdersFor("megatron.bridge.peft.lora_layers")
-    if placeholders:
-        sys.meta_path.insert(0, finder)
+    finder = _PlaceholdersFor("megatron.bridge.peft.lora_layers" if placeholders else "")
+    sys.meta_path.insert(0, finder)
     try:
         for name in ("models.qwen_vl", "training.setup", "training.train", "training.eval", "training.vlm_step"):
             importlib.import_module(f"megatron.bridge.{name}")
     finally:
-        if finder in sys.meta_path:
-            sys.meta_path.remove(finder)
+        sys.meta_path.remove(finder)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,28 +112,24 @@ class BridgeVerdict:
 
 
 def bridge_verdict(view: RunView) -> BridgeVerdict:
-    """Asks the installed Bridge about a run. Importing Bridge takes several seconds.
-
-    Args:
-        view: kinds ``packed_energon``, ``energon`` and ``gpt_sft``.
-    """
+    """Asks the installed Bridge about a run of the kinds ``packed_energon``, ``energon`` and ``gpt_sft``; importing
+    Bridge takes several seconds."""
     version = installed_version("megatron-bridge")
     if version is None:
         return BridgeVerdict(version=None, accepted=None, message="megatron-bridge is not installed")
-    with without_output():
-        try:
+    try:
+        with without_output():
             prepare_bridge()
             container = equivalent_container(view)
-        except ImportError as error:
-            return BridgeVerdict(version=version, accepted=None, message=f"it cannot be imported: {error}")
+    except ImportError as error:
+        return BridgeVerdict(version=version, accepted=None, message=f"it cannot be imported: {error}")
     return _judged(container.validate, view.world_size)
 
 
 def container_verdict(container: Any, *, world_size: int) -> BridgeVerdict:
-    """Calls what Bridge's ``pretrain()`` calls first on a ``ConfigContainer``; it ends with ``validate()``.
+    """Calls what Bridge's ``pretrain()`` calls first on a ``ConfigContainer``, changing it; ends with ``validate()``.
 
-    It changes the container: names of precisions become settings, and derived settings are filled in. On a machine
-    without Transformer Engine, which Megatron-Core already looks for here, fused kernels are turned off first.
+    Without Transformer Engine, which Megatron-Core already looks for here, fused kernels are turned off first.
     """
     from unittest import mock
 
@@ -170,16 +144,16 @@ def container_verdict(container: Any, *, world_size: int) -> BridgeVerdict:
 
 
 def _judged(check: Callable[[], None], size: int) -> BridgeVerdict:
-    version = installed_version("megatron-bridge")
+    accepted = BridgeVerdict(version=installed_version("megatron-bridge"), accepted=True)
     with without_output(), believed_world_size(size):
         try:
             check()
         except Exception as error:  # Bridge rejects with ValueError, AssertionError, TypeError, and the like
             message = " ".join(str(error).split()) or type(error).__name__
-            return BridgeVerdict(
-                version=version, accepted=False, message=message, rule=rule_that_bridge_named(str(error))
+            return dataclasses.replace(
+                accepted, accepted=False, message=message, rule=rule_that_bridge_named(str(error))
             )
-    return BridgeVerdict(version=version, accepted=True)
+    return accepted
 
 
 def prepare_bridge() -> None:
@@ -200,15 +174,13 @@ def equivalent_container(view: RunView) -> Any:
     from megatron.core.transformer.enums import CudaGraphModule
 
     tensor, pipeline = view.tensor_parallel, view.pipeline_parallel
-    experts = view.num_moe_experts or (view.expert_parallel if view.expert_parallel > 1 else None)
-    comm = view.cp_comm_type
-    sizes = view.hierarchical_context_parallel_sizes
+    comm, sizes = view.cp_comm_type, view.hierarchical_context_parallel_sizes
     model = GPTModelProvider(
         # The smallest shape that TP, PP and EP divide, so that only the rules in question can fail.
         num_layers=view.num_layers or pipeline,
         num_attention_heads=tensor,
         hidden_size=16 * tensor,
-        num_moe_experts=experts,
+        num_moe_experts=view.num_moe_experts or (view.expert_parallel if view.expert_parallel > 1 else None),
         add_bias_linear=False,  # experts over tensor ranks have none
         seq_length=view.model_seq_length,
         tensor_model_parallel_size=tensor,
@@ -257,12 +229,6 @@ def _equivalent_dataset(view: RunView) -> Any:
     from megatron.bridge.data.builders.gpt_sft import GPTSFTDatasetConfig
     from megatron.bridge.data.packing.config import PackedSequenceSpecs
 
-    specs = None
-    if view.has_offline_packing_specs:
-        specs = PackedSequenceSpecs(
-            packed_sequence_size=-1 if view.packed_sequence_size is None else view.packed_sequence_size,
-            pad_cu_seqlens=view.pad_cu_seqlens,
-        )
     data: Any
     if view.dataset_kind == "gpt_sft":
         data = GPTSFTDatasetConfig(
@@ -275,12 +241,12 @@ def _equivalent_dataset(view: RunView) -> Any:
         )
     elif view.dataset_kind in ("energon", "packed_energon"):
         micro = view.dataset_micro_batch_size
-        known = view.task_encoder or (TASK_ENCODER if view.packs_natively else "HFEnergonTaskEncoderConfig")
+        task_encoder = view.task_encoder or (TASK_ENCODER if view.packs_natively else "HFEnergonTaskEncoderConfig")
         data = energon.EnergonDatasetConfig(
             path="unused",
             seq_length=view.dataset_seq_length,
             micro_batch_size=view.micro_batch_size if micro is None else micro,
-            task_encoder=_equivalent_task_encoder(getattr(energon, known)),
+            task_encoder=_equivalent_task_encoder(getattr(energon, task_encoder)),
             packing_buffer_size=view.packing_buffer_size if view.dataset_kind == "energon" else None,
             do_validation=view.do_validation,
             pad_to_max_length=view.pad_to_max_length,
@@ -288,7 +254,12 @@ def _equivalent_dataset(view: RunView) -> Any:
     else:
         raise ValueError(f"no equivalent of a {view.dataset_kind} data set")
     data.enable_offline_packing = view.enable_offline_packing
-    data.offline_packing_specs = specs
+    data.offline_packing_specs = None
+    if view.has_offline_packing_specs:
+        data.offline_packing_specs = PackedSequenceSpecs(
+            packed_sequence_size=-1 if view.packed_sequence_size is None else view.packed_sequence_size,
+            pad_cu_seqlens=view.pad_cu_seqlens,
+        )
     data.enable_in_batch_packing = view.enable_in_batch_packing
     if view.packs_natively:
         data.defer_in_batch_packing_to_step = view.defer_in_batch_packing_to_step

@@ -187,7 +187,7 @@ def parity_checks(device: str = "cuda", *, families: tuple[str, ...] | None = No
     The second uses flash attention's variable-length kernels (bfloat16) if the package is installed.
     """
     from support.parity import families as every
-    from support.parity.models import has_flash_attention
+    from support.parity.run import has_flash_attention
 
     for attention in ("mask", "positions"):
         flash = attention == "positions" and device.startswith("cuda") and has_flash_attention()

@@ -52,7 +52,7 @@ def sound(rng: random.Random) -> RunView:
     )
     rows = micro * math.lcm(world // (tp * pp * cp), world // (tp * pp * (eval_cp or cp)))
     own_eval = rng.random() < 0.3
-    return RunView.of(
+    return RunView(
         dataset_kind=kind,  # type: ignore[arg-type]
         tensor_parallel=tp,
         context_parallel=cp,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import bridge_here  # noqa: F401
 import pytest
@@ -48,17 +49,15 @@ def train(tiny_provider, ready_batches):
 
 
 @pytest.mark.parametrize(("family", "multiple"), [("qwen2_5_vl", 1), ("qwen3_vl", 8), ("text", 8)])
-def test_the_first_ten_losses_equal_those_of_the_same_samples_one_a_row(family, multiple, train, make_samples):
-    packs = packs_of(make_samples, family, 10, seed=50)
+def test_the_first_losses_equal_those_of_the_same_samples_one_a_row(family, multiple, train, make_samples):
+    packs = packs_of(make_samples, family, 4, seed=50)
     singles, size = parity.one_a_row(packs)
-    packed = train(family, [thd.assemble(rows, multiple=multiple).to_bridge() for rows in packs], steps=10)
-    alone = train(family, singles, steps=10, rows_a_step=size)
-    differences = [abs(left - right) for left, right in zip(packed.losses, alone.losses, strict=True)]
-    print(f"\n{family}, multiple {multiple}: ten losses differ by at most {max(differences):.1e}")
-    assert max(differences) < 1e-4
-    assert max(packed.losses) - min(packed.losses) > 0.01  # ten equal numbers would prove nothing
-    norms = [abs(left.grad_norm - right.grad_norm) for left, right in zip(packed.steps, alone.steps, strict=True)]
-    assert max(norms) < 1e-4
+    packed = train(family, [thd.assemble(rows, multiple=multiple).to_bridge() for rows in packs], steps=4)
+    alone = train(family, singles, steps=4, rows_a_step=size)
+    assert packed.losses == pytest.approx(alone.losses, abs=1e-4)
+    assert max(packed.losses) - min(packed.losses) > 0.01  # equal numbers would prove nothing
+    norms = [[step.grad_norm for step in run.steps] for run in (packed, alone)]
+    assert norms[0] == pytest.approx(norms[1], abs=1e-4)
 
 
 def test_ignoring_the_boundaries_changes_the_first_loss(train, make_samples):
@@ -74,9 +73,9 @@ def test_two_packs_a_step_weigh_tokens_alike_whatever_pack_they_are_in(train, ma
     uneven = [thd.assemble(part).to_bridge() for part in (rows[:1], rows[1:])]
     together = train("qwen2_5_vl", [thd.assemble(rows).to_bridge()], steps=2)
     apart = train("qwen2_5_vl", uneven, steps=2, rows_a_step=2)
-    for left, right in zip(together.steps, apart.steps, strict=True):
-        assert abs(left.loss - right.loss) < 1e-4
-        assert abs(left.grad_norm - right.grad_norm) < 1e-4
+    assert together.losses == pytest.approx(apart.losses, abs=1e-4)
+    norms = [[step.grad_norm for step in run.steps] for run in (together, apart)]
+    assert norms[0] == pytest.approx(norms[1], abs=1e-4)
 
 
 def test_a_run_leaves_no_process_group_and_no_megatron_state_behind(train, make_samples):
@@ -130,33 +129,27 @@ def online(conversations):
 
 
 @pytest.mark.parametrize("family", VISION)
-def test_twenty_steps_on_online_packs_learn_as_the_same_samples_one_a_row(family, online, ready_batches):
-    packs = []
-    for pack in build_loader(online(family).run_config(ParallelConfig())):
-        packs.append(thd.unpack(pack.batch))
-        if len(packs) == 10:
-            break
-    assert sum(len(rows) for rows in packs) > 20
+def test_steps_on_online_packs_learn_as_the_same_samples_one_a_row(family, online, ready_batches):
+    loader = build_loader(online(family).run_config(ParallelConfig()))
+    packs = [thd.unpack(pack.batch) for pack in itertools.islice(loader, 4)]
+    assert sum(len(rows) for rows in packs) > 8
     assert any("visual_inputs" in row for rows in packs for row in rows)
     singles, size = parity.one_a_row(packs)
     results, seen = [], []
-    for batches, steps, rows_a_step in ((online(family), 20, 1), (ready_batches(train=singles), 10, size)):
+    for batches, steps, rows_a_step in ((online(family), 12, 1), (ready_batches(train=singles), 4, size)):
         with training_run.process_groups():
             config = training_run.make_config(
                 model_of(family),
                 batches,
                 steps=steps,
                 global_batch_size=rows_a_step,
-                eval_iters=2 if rows_a_step == 1 else 0,
-                learning_rate=2e-3,
+                eval_iters=rows_a_step == 1,
+                learning_rate=4e-3,
             )
             results.append(training_run.run(config, forward_step="vlm", on_step=seen.append))
     packed, alone = results
-    assert [report.step for report in seen] == [*range(1, 21), *range(1, 11)]
-    differences = [abs(left - right) for left, right in zip(packed.losses, alone.losses, strict=False)]
-    print(f"\n{family}: held out {packed.held_out_before:.3f} -> {packed.held_out_after:.3f}")
-    print(f"{family}: ten losses on online packs differ by at most {max(differences):.1e}")
-    assert max(differences) < 1e-4
+    assert [report.step for report in seen] == [*range(1, 13), *range(1, 5)]
+    assert packed.losses[:4] == pytest.approx(alone.losses, abs=1e-4)
     assert packed.losses[-1] < packed.losses[0] - 0.5
     assert packed.held_out_after < packed.held_out_before - 0.5
 
@@ -178,11 +171,11 @@ def test_every_evaluation_of_bridge_reports_the_loss_on_the_same_packs_and_so_do
     for name in ("run", "next run"):
         losses = found[name] = []
         with training_run.process_groups():
-            made = online("qwen2_5_vl")
-            made.validation_split = "train"  # of several packs
-            config = training_run.make_config(model_of("qwen2_5_vl"), made, steps=4, learning_rate=0.0)
-            config.validation.eval_iters, config.validation.eval_interval = 2, 2
-            training_run.run(config, forward_step="vlm", callbacks=[noting(losses)])
+            made = online("text")
+            made.packing.drop_budget, made.validation_split = 1.0, "train"  # of several packs
+            config = training_run.make_config(model_of("text"), made, steps=2, learning_rate=0.0)
+            config.validation.eval_iters, config.validation.eval_interval = 2, 1
+            training_run.run(config, forward_step="gpt", callbacks=[noting(losses)])
         assert len(losses) == 2
         assert losses[0] == losses[1]
     assert found["run"] == found["next run"]
@@ -202,12 +195,12 @@ def test_the_loss_on_the_whole_split_is_that_of_its_samples_one_a_row_whatever_p
             num_workers=0,
             mode=mode,
         )
-        made.micro_batch_size, made.packing.drop_budget, made.validation_split = size, 1.0, "train"
+        made.micro_batch_size, made.packing.drop_budget = size, 1.0
         model = model_of("text")
         with training_run.process_groups():
             config = training_run.make_config(model, made, steps=1, global_batch_size=2 * size, learning_rate=0.0)
             config.train.micro_batch_size = size
-            config.validation.eval_iters, config.validation.eval_interval = 20, 1
+            config.validation.eval_iters, config.validation.eval_interval = 5, 1
             training_run.run(config, forward_step="gpt", callbacks=[noting(losses)])
     alone = found.pop(("padded", 1))
     assert all(losses == pytest.approx(alone, rel=1e-6) for losses in found.values())
@@ -220,9 +213,9 @@ def test_losses_and_gradients_of_pixels_as_bytes_are_those_of_floats_bit_for_bit
         made = online(family)
         made.encoder.pixels = pixels
         with training_run.process_groups():
-            config = training_run.make_config(model_of(family), made, steps=4)
+            config = training_run.make_config(model_of(family), made, steps=2)
             results.append(training_run.run(config, forward_step="vlm"))
     carried, floats = results
-    assert len(carried.losses) == 4
+    assert len(carried.losses) == 2
     assert carried.losses == floats.losses
     assert [step.grad_norm for step in carried.steps] == [step.grad_norm for step in floats.steps]

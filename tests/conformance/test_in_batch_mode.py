@@ -436,7 +436,7 @@ def boundaries_of_audio_lm_step(batch: dict[str, Any], config: Any) -> list[int]
 
 
 def rule_on_step(*, deferred: bool, step: str, in_batch: bool) -> str:
-    view = RunView.of(
+    view = RunView(
         enable_offline_packing=not in_batch,
         has_offline_packing_specs=not in_batch,
         enable_in_batch_packing=in_batch,
@@ -550,7 +550,7 @@ def test_our_rows_are_as_wide_as_bridges_and_as_the_rules_say(fixed: bool, mode:
     width = rows_as_bridge_gets_them(made)["input_ids"].shape[1]
     assert width == width_by_bridge(packed=packed, pad_to_max_length=fixed)
     assert width == (sum(THREE) if packed else FIXED if fixed else 384)
-    view = RunView.of(
+    view = RunView(
         enable_in_batch_packing=made.enable_in_batch_packing,
         defer_in_batch_packing_to_step=deferred,
         pad_to_max_length=fixed,
@@ -586,9 +586,7 @@ def test_nemotron_omnis_own_packer_gives_its_rows_the_width_that_the_rules_say(f
         pad_to_multiple_of=1,
         pad_token_id=0,
     )
-    view = RunView.of(
-        dataset_kind="hf_sft", model="NemotronOmni", enable_in_batch_packing=True, pad_to_max_length=fixed
-    )
+    view = RunView(dataset_kind="hf_sft", model="NemotronOmni", enable_in_batch_packing=True, pad_to_max_length=fixed)
     assert view.rows_of_one_width == (batch["input_ids"].shape[1] == FIXED) == fixed
     assert not view.as_wide_as_its_samples
     assert view.changed(dataset_kind="packed_energon").as_wide_as_its_samples  # our rows for it
@@ -601,7 +599,7 @@ def test_bridge_fixes_the_width_for_pipelines_and_experts_where_the_rule_says_so
 ) -> None:
     from energon_packing.validate.verdict import believed_world_size, equivalent_container
 
-    view = RunView.of(
+    view = RunView(
         dataset_kind=kind,
         pipeline_parallel=pipeline,
         expert_parallel=experts,

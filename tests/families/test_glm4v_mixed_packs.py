@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from support.offline_processors import glm4v
-from support.parity.tiny_native import tiny_config
+from support.parity.tiny_families import tiny_config
 from whole_sample import both_ways, conversations, encoder, image, video
 
 from energon_packing import thd

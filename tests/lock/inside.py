@@ -41,5 +41,5 @@ def outcomes(run: Mapping[str, Any], version: str) -> list[str]:
         version: of Megatron-Bridge.
     """
     fields = {name: TokenFacts(**value) if name.endswith("_tokens") else value for name, value in run.items()}
-    judged = judge(RunView.of(**fields, bridge_version=version))
+    judged = judge(RunView(**fields, bridge_version=version))
     return [f"{one.rule.id}={one.outcome}" for one in judged if one.outcome not in ("ok", "not applicable")]

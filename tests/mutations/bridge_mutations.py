@@ -18,7 +18,7 @@ BRIDGE_TRAPS = {
     101: "every reader opens every shard when it starts, and makes the groups of all replicas",
 }
 
-NATIVE = "tests/validate/test_native_rules.py::"
+NATIVE = "tests/validate/test_rules.py::"
 LAYOUT = "tests/conformance/test_dataset_config.py::"
 IMAGES = "test_sequence_parallelism_that_loses_gradients_of_images_is_refused_also_where_the_model_turns_it_on"
 TOGETHER = "tests/conformance/test_ranks_together.py::"
@@ -74,8 +74,8 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "validate/rules/steps.py",
-                "set cuda_graph_impl to 'none' and train with the forward step",
-                "train with the forward step",
+                "fix = f\"set cuda_graph_impl to 'none' and {fix}\"",
+                "pass",
             ),
         ),
     ),
@@ -87,8 +87,8 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "validate/rules/families.py",
-                "    if not view.sequence_parallel:\n",
-                "    if view.sequence_parallel:\n",
+                "unless(not view.sequence_parallel, why",
+                "unless(view.sequence_parallel, why",
             ),
         ),
         needs_bridge=True,
@@ -141,8 +141,8 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "validate/rules/steps.py",
-                "return view.enable_offline_packing or view.multiple > 1",
-                "return False",
+                "(view.enable_offline_packing or view.multiple > 1)",
+                "False",
             ),
         ),
     ),

@@ -112,8 +112,7 @@ def prepare() -> None:
         from megatron.training import get_args
 
         import energon_packing.megatron_lm.vlm  # noqa: F401 (before the forks)
-        from support.bridge_cpu.attention import SegmentAttention
-        from support.bridge_cpu.context_parallel import PartitionedIndices
+        from support.bridge_cpu.attention import PartitionedIndices, SegmentAttention
 
     start = initialize._initialize_distributed
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,8 +18,7 @@ from energon_packing.validate.rules.rule import LAST, all_rules, judge
 from energon_packing.validate.run_view import RunView
 
 ROOT = Path(__file__).resolve().parents[2]
-RULES = all_rules()
-BRIDGES = [rule for rule in RULES if rule.origin == "bridge"]
+BRIDGES = [rule for rule in all_rules() if rule.origin == "bridge"]
 
 
 def test_a_file_in_the_folder_is_all_that_a_rule_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,7 +32,7 @@ def _even(view):
     monkeypatch.delitem(vars(registry._REGISTRY), "_entries")
     registry.all_rules.cache_clear()
     try:
-        (last,) = judge(RunView(enable_offline_packing=True))[len(RULES) :]
+        last = judge(RunView(enable_offline_packing=True))[-1]
         assert (last.rule.id, last.outcome) == ("ours/even", "error")
     finally:
         monkeypatch.undo()
@@ -40,8 +40,19 @@ def _even(view):
         sys.modules.pop("energon_packing.validate.rules.even", None)
 
 
+def test_all_rules_are_there_whatever_module_is_imported_first() -> None:
+    """A module of rules that is imported first was taken for one without rules."""
+    program = (
+        "import energon_packing.validate.rules.native\n"
+        "from energon_packing.validate.rules.rule import all_rules\n"
+        "print(len(all_rules()))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert int(done.stdout) == len(all_rules())
+
+
 def test_a_rule_of_another_package_is_judged_last_and_its_id_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = dataclasses.replace(RULES[-1], id="ours/theirs", order=LAST)
+    theirs = dataclasses.replace(all_rules()[-1], id="ours/theirs", order=LAST)
     monkeypatch.setattr(registry._REGISTRY, "_entries", dict(registry._REGISTRY._entries))
     registry.register_rule(theirs)
     try:
@@ -54,7 +65,7 @@ def test_a_rule_of_another_package_is_judged_last_and_its_id_is_taken_once(monke
 
 
 def test_no_rule_is_named_elsewhere_in_the_package_by_an_id_that_does_not_exist() -> None:
-    known = {rule.id for rule in RULES}
+    known = {rule.id for rule in all_rules()}
     named = {}
     for file in [*(ROOT / "energon_packing").rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"]:
         for found in re.findall(r"[`\"(](?:rule )?((?:bridge|core|ours)/[a-z0-9-]+)[`\")]", file.read_text()):
@@ -64,11 +75,11 @@ def test_no_rule_is_named_elsewhere_in_the_package_by_an_id_that_does_not_exist(
 
 
 def test_bridges_rules_come_first_in_bridges_own_order() -> None:
-    assert [rule.order for rule in RULES] == sorted({rule.order for rule in RULES})
-    assert all((rule.order < 1000) == (rule.origin == "bridge") for rule in RULES)
+    assert [rule.order for rule in all_rules()] == sorted({rule.order for rule in all_rules()})
+    assert all((rule.order < 1000) == (rule.origin == "bridge") for rule in all_rules())
     sources = "".join(file.read_text() for file in (ROOT / "energon_packing/validate/rules").glob("*.py"))
-    assert len(re.findall('^    id="', sources, re.MULTILINE)) == len(RULES), "an id is used twice"
-    assert all(re.fullmatch("(bridge|core|ours)/[a-z0-9-]+", rule.id) for rule in RULES)
+    assert len(re.findall('^    id="', sources, re.MULTILINE)) == len(all_rules()), "an id is used twice"
+    assert all(re.fullmatch("(bridge|core|ours)/[a-z0-9-]+", rule.id) for rule in all_rules())
     with pytest.raises(PackingError, match="no source line"):
         dataclasses.replace(BRIDGES[0], id="ours/length")
 
@@ -77,7 +88,7 @@ def provider_runs() -> list[RunView]:
     """Runs of another ``DatasetProvider``, in all layouts, batches and packing modes that a rule asks for."""
     draw = random.Random(5)
     return [
-        RunView.of(
+        RunView(
             dataset_kind="provider",
             context_parallel=draw.choice([1, 2]),
             pipeline_parallel=draw.choice([1, 2]),

@@ -159,24 +159,11 @@ def test_what_the_run_itself_refuses_is_refused_with_its_own_sentence(tmp_path):
     config = RunConfig(encoder=EncoderConfig(chat_template=str(tmp_path / "own.yaml")))
     (look,) = [look for look in look_at_run(RunReads(config=config)) if look.id == "chat-template"]
     assert (look.outcome, "python scripts/prompt_yaml.py" in look.fix) == ("error", True)
-    words = [
-        "--packing-set",
-        "packing.window=9",
-        "--seq-length",
-        "4096",
-        "--micro-batch-size",
-        "1",
-        "--global-batch-size",
-        "8",
-    ]
-    good = ArgumentsRun(name="arguments", words=[*words, "--calculate-per-token-loss"])
+    words = "--packing-set packing.window=9 --seq-length 4096 --micro-batch-size 1 --global-batch-size 8"
+    good = ArgumentsRun(name="arguments", words=[*words.split(), "--calculate-per-token-loss"])
     assert good.reads().config.packing.seq_length == 4096
-    for wrong in (
-        ["--dataloader-type", "cyclic"],
-        ["--num-virtual-stages-per-pipeline-rank", "2"],
-        ["--full-validation"],
-    ):
-        run = ArgumentsRun(name="arguments", words=[*good.words, *wrong])
+    for wrong in ("--dataloader-type cyclic", "--num-virtual-stages-per-pipeline-rank 2", "--full-validation"):
+        run = ArgumentsRun(name="arguments", words=[*good.words, *wrong.split()])
         with pytest.raises(ConfigError) as refused:
             run_config_of(namespace_of(run.words))
         assert look_at_run(run.reads())[0].why == str(refused.value).rstrip(".")

@@ -21,10 +21,9 @@ def made(tmp_path_factory):
     """Layout -> a data set of 12 conversations with images, in one split."""
     folder = tmp_path_factory.mktemp("shards")
     source = make_data(folder / "made", conversations=12, seed=3, defects=False)
-    sets = {}
-    for layout in ("polylithic", "monolithic"):
-        sets[layout] = folder / layout
-        convert(ConvertConfig(sources=(source,), out=sets[layout], layout=layout, split={"train": 1.0}, workers=0))
+    sets = {layout: folder / layout for layout in ("polylithic", "monolithic")}
+    for layout, out in sets.items():
+        convert(ConvertConfig(sources=(source,), out=out, layout=layout, split={"train": 1.0}, workers=0))
     return sets
 
 

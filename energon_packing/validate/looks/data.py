@@ -1,14 +1,8 @@
 """Looks at the data set of a run: path, parts, index, media. Reads JSON, YAML and SQLite; imports no torch, no Energon.
 
-A directory of shards is complete if it holds everything that Energon's loader and our cookers open.
-
-The data sets behind ``data.path``: a metadataset's references, followed to the directories that hold shards.
-
-Energon's loader stops at the first reference that it cannot open. Here all are followed, so that every missing one is
-named. Only the documented YAML is read; nothing in it is instantiated, and Energon is not imported.
+A directory of shards is complete if it holds everything that Energon's loader and our cookers open. The loader stops at
+the first reference of a metadataset that it cannot open; here all are followed, so that every missing one is named.
 """
-
-from __future__ import annotations
 
 import contextlib
 import json
@@ -24,7 +18,7 @@ from typing import Any
 from energon_packing.convert.layout import DATASET_FILE, INFO_FILE, META_DIRECTORY, dataset_entry
 from energon_packing.errors import UserError
 from energon_packing.plain_yaml import MOST_OF_DATA, load_yaml
-from energon_packing.validate.looks.look import Look, LookOutcome
+from energon_packing.validate.looks.look import LOOKS, Look
 
 REMOTE = "://"
 _LISTS = ("blend", "blend_epochized", "join", "datasets")
@@ -37,13 +31,12 @@ class Leaf:
 
     Attributes:
         path: of the directory, or an address with ``://``.
-        split: part of it.
         named_in: the metadataset that refers to it; empty for ``data.path`` itself.
         split_config, dataset_config: names of its files in ``.nv-meta``.
         aux: auxiliary data sets, name -> directory or address, as Energon takes it.
         subflavors: added by the references to those of the directory.
         joined: whether samples combine several such directories.
-        weight: share of the directory in the whole, where a ``blend`` mixes it in; None where none does.
+        weight: share of the directory in the whole, where a ``blend`` mixes it in.
         repetitions: how often an epoch has each of its samples, where a ``blend_epochized`` says so.
         subset: whether only a part of its samples is read (``subset`` of a reference).
     """
@@ -61,7 +54,7 @@ class Leaf:
     subset: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Flaw:
     """Something that stops the loader: the look it belongs to, why it stops, and what to change."""
 
@@ -71,17 +64,14 @@ class Flaw:
 
 
 def leaves_of(entry: str, split: str) -> tuple[list[Leaf], list[Flaw]]:
-    """Returns the directories that a part of a data set consists of.
+    """Returns the directories that a part of a data set consists of, in the order of the references, and what keeps
+    references from being followed.
 
     Args:
         entry: a directory with ``.nv-meta``, or a metadataset YAML file; see `convert.layout.dataset_entry`.
-        split: part of the data set.
-
-    Returns:
-        The leaves in the order of the references, and what keeps references from being followed.
     """
     followed = list(_follow(Leaf(path=os.path.abspath(entry), split=split), ()))
-    return [found for found in followed if isinstance(found, Leaf)], [f for f in followed if isinstance(f, Flaw)]
+    return [leaf for leaf in followed if isinstance(leaf, Leaf)], [flaw for flaw in followed if isinstance(flaw, Flaw)]
 
 
 def _follow(reference: Leaf, above: tuple[str, ...]) -> Iterator[Leaf | Flaw]:
@@ -91,19 +81,16 @@ def _follow(reference: Leaf, above: tuple[str, ...]) -> Iterator[Leaf | Flaw]:
         yield reference
         return
     if file in above:
-        yield Flaw(look="data-path", why=f"{file} refers to itself", fix="remove the reference to itself")
+        yield Flaw("data-path", f"{file} refers to itself", "remove the reference to itself")
         return
     try:
         splits = (mapping_in(Path(file)) or {}).get("splits")
     except ValueError as error:
-        yield Flaw(look="data-path", why=str(error), fix="correct the file")
+        yield Flaw("data-path", str(error), "correct the file")
         return
     if not isinstance(splits, Mapping):
-        yield Flaw(
-            look="data-path",
-            why=f"{file} is not a metadataset: it has no mapping 'splits'",
-            fix="name a data set that 'energon-packing convert' wrote, or a metadataset of Energon",
-        )
+        fix = "name a data set that 'energon-packing convert' wrote, or a metadataset of Energon"
+        yield Flaw("data-path", f"{file} is not a metadataset: it has no mapping 'splits'", fix)
         return
     chosen = splits.get(reference.split)
     if not isinstance(chosen, Mapping):
@@ -116,31 +103,26 @@ def _references(values: Mapping[str, Any], parent: Leaf, above: tuple[str, ...])
     """Leaves of the entry of a split, or of a list of references."""
     listed = next((name for name in _LISTS if name in values), None)
     if listed is None:
-        if not isinstance(values.get("path"), str):
-            yield Flaw(
-                look="data-path",
-                why=f"a reference of {above[-1]} has no path ({', '.join(map(str, values)) or 'empty'})",
-                fix="give it 'path: DIRECTORY'",
-            )
-            return
-        yield from _follow(_leaf(values, parent, above[-1]), above)
+        if isinstance(values.get("path"), str):
+            yield from _follow(_leaf(values, parent, above[-1]), above)
+        else:
+            keys = ", ".join(map(str, values)) or "empty"
+            yield Flaw("data-path", f"a reference of {above[-1]} has no path ({keys})", "give it 'path: DIRECTORY'")
         return
     inner = values[listed]
     entries = list(inner.values()) if isinstance(inner, Mapping) else inner
     if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries) or not entries:
-        yield Flaw(
-            look="data-path", why=f"'{listed}' of {above[-1]} lists no references", fix="list one or more with a path"
-        )
+        yield Flaw("data-path", f"'{listed}' of {above[-1]} lists no references", "list one or more with a path")
         return
-    joined = parent.joined or listed == "join"
-    split = str(values["split_part"]) if listed == "join" and values.get("split_part") else parent.split
-    subflavors = {**(values.get("subflavors") or {}), **parent.subflavors} if listed == "join" else parent.subflavors
-    subset = parent.subset or bool(values.get("subset"))
-    below = replace(parent, split=split, subflavors=subflavors, joined=joined, subset=subset)
+    below = replace(parent, subset=parent.subset or bool(values.get("subset")))
+    if listed == "join":
+        subflavors = {**(values.get("subflavors") or {}), **parent.subflavors}
+        split = str(values.get("split_part") or parent.split)
+        below = replace(below, split=split, subflavors=subflavors, joined=True)
     try:
         shared = _shares(listed, entries, below)
     except ValueError as error:
-        yield Flaw(look="data-path", why=f"'{listed}' of {above[-1]}: {error}", fix="correct the metadataset")
+        yield Flaw("data-path", f"'{listed}' of {above[-1]}: {error}", "correct the metadataset")
         return
     for entry, share in zip(entries, shared, strict=True):
         yield from _references(entry, share, above)
@@ -223,18 +205,14 @@ def mapping_in(file: Path) -> Mapping[str, Any] | None:
 def missing_split(where: str, split: str, known: Mapping[str, Any]) -> Flaw:
     """States that a data set lacks a part, and names those that it has."""
     names = ", ".join(repr(str(name)) for name in known) or "none"
-    return Flaw(
-        look="data-split",
-        why=f"{where} has no split {split!r}; it has {names}",
-        fix="name one that exists, or write it with 'energon-packing convert --split'",
-    )
+    fix = "name one that exists, or write it with 'energon-packing convert --split'"
+    return Flaw("data-split", f"{where} has no split {split!r}; it has {names}", fix)
 
 
 INDEX_FILE = "index.sqlite"
 SHARD_INDEX_SUFFIX = ".tar.idx"
 PREPARE_MEDIA = "run 'energon prepare-media --media-metadata-by-extension DIR'"
 
-_IDS = ("data-path", "data-split", "data-index", "data-media")
 _NOTHING = "there is nothing readable to look at"
 
 
@@ -243,13 +221,12 @@ class Inspected:
     """What was found in one directory.
 
     Attributes:
-        shards, samples: of the part that the run reads.
+        samples: of the part that the run reads.
         names: of its shards, in order.
         media: whether media metadata of its media store name anything; None where there is no table of them.
         subflavors: of its samples, with those of the references.
     """
 
-    shards: int = 0
     samples: int = 0
     names: tuple[str, ...] = ()
     media: bool | None = None
@@ -275,8 +252,6 @@ def look_at_data(path: str, split: str, places: Mapping[str, str], others: Mappi
     """Looks at everything that the training and the evaluation read of one data set.
 
     Args:
-        path: ``data.path``; may be empty.
-        split: part to train on.
         places: names of ``data.path`` and ``data.split`` in the run.
         others: parts to evaluate on, setting -> part.
     """
@@ -298,14 +273,14 @@ def look_at_data(path: str, split: str, places: Mapping[str, str], others: Mappi
     except UserError as error:
         why, _, fix = str(error).partition("; ")
         broken = "data-index" if (Path(path) / META_DIRECTORY).is_dir() else "data-path"
-        found.flaws.append((training, Flaw(look=broken, why=why, fix=fix)))
+        found.flaws.append((training, Flaw(broken, why, fix)))
     except OSError as error:
         why = f"{path} cannot be read: {error.strerror or error}"
-        found.flaws.append((training, Flaw(look="data-path", why=why, fix="give the run the right to read it")))
+        found.flaws.append((training, Flaw("data-path", why, "give the run the right to read it")))
     except ImportError as error:  # brace patterns of shard names need a package that comes with Energon
         unread = f"this needs Energon: {error}"
     if unread:
-        return DataLooks(looks=[_look(id, at, "not looked at", unread) for id in _IDS])
+        return DataLooks(looks=[Look(id, at, "not looked at", unread) for id in LOOKS if id.startswith("data-")])
     splits = [look for setting in found.parts for look in _split_looks(setting, found, training)]
     path_looks, *others_of_it = (_looks_of(id, at, found) for id in ("data-path", "data-index", "data-media"))
     whole = not found.elsewhere and not any(setting == training for setting, _ in found.flaws)
@@ -328,35 +303,33 @@ def _find(entry: str, into: _Found) -> None:
         leaves, broken = leaves_of(entry, part)
         into.flaws += [(setting, flaw) for flaw in broken]
         into.elsewhere += [leaf.path for leaf in leaves if REMOTE in leaf.path]
-        for leaf in leaves:
-            if REMOTE not in leaf.path:
-                inspected = Inspected()
-                flaws = [(setting, flaw) for flaw in _flaws(leaf, inspected)]
-                into.flaws += flaws
-                into.sound[setting] += [] if flaws else [(leaf, inspected)]
+        for leaf, inspected in [(leaf, Inspected()) for leaf in leaves if REMOTE not in leaf.path]:
+            flaws = [(setting, flaw) for flaw in _flaws(leaf, inspected)]
+            into.flaws += flaws
+            into.sound[setting] += [] if flaws else [(leaf, inspected)]
 
 
 def _looks_of(id: str, at: str, found: _Found) -> Iterator[Look]:
     """One look or more at all parts together."""
     good = [pair for pairs in found.sound.values() for pair in pairs]
     flaws = dict.fromkeys(flaw for _, flaw in found.flaws if flaw.look == id)
-    yield from (_look(id, at, "error", flaw.why, flaw.fix) for flaw in flaws)
+    yield from (Look(id, at, "error", flaw.why, flaw.fix) for flaw in flaws)
     if id == "data-path":
         if found.elsewhere:
-            yield _look(id, at, "not looked at", f"{_named(found.elsewhere)} is not on this machine")
+            yield Look(id, at, "not looked at", f"{_named(found.elsewhere)} is not on this machine")
         if not flaws and (good or not found.elsewhere):
             there = _counted(len({leaf.path for leaf, _ in good}), "data set") if good else "it is there"
-            yield _look(id, at, "ok", there)
+            yield Look(id, at, "ok", there)
         return
     if id == "data-media" and (without_sizes := [leaf.path for leaf, inspected in good if inspected.media is None]):
         why = "has no media metadata; an image or video whose record does not say its size is dropped"
-        yield _look(id, at, "note", f"{_named(without_sizes)} {why}", PREPARE_MEDIA)
+        yield Look(id, at, "note", f"{_named(without_sizes)} {why}", PREPARE_MEDIA)
     elif not flaws and not good:
-        yield _look(id, at, "not looked at", _NOTHING)
+        yield Look(id, at, "not looked at", _NOTHING)
     elif not flaws:
         media = any(inspected.media for _, inspected in good)
         sizes = "the sizes of its media are known" if media else "it has no media"
-        yield _look(id, at, "ok", sizes if id == "data-media" else "shards and index files are complete")
+        yield Look(id, at, "ok", sizes if id == "data-media" else "shards and index files are complete")
 
 
 def _split_looks(setting: str, found: _Found, training: str) -> list[Look]:
@@ -365,15 +338,12 @@ def _split_looks(setting: str, found: _Found, training: str) -> list[Look]:
     own = dict.fromkeys(flaw for where, flaw in found.flaws if where == setting and flaw.look == id)
     more = "" if setting == training else ", or turn the evaluation off"
     if own:
-        return [_look(id, at, "error", flaw.why, flaw.fix + more) for flaw in own]
+        return [Look(id, at, "error", flaw.why, flaw.fix + more) for flaw in own]
     if not sound:
-        return [_look(id, at, "not looked at", _NOTHING)]
-    samples, shards = (sum(getattr(inspected, what) for _, inspected in sound) for what in ("samples", "shards"))
-    return [_look(id, at, "ok", f"{_counted(samples, 'sample')} in {_counted(shards, 'shard')}")]
-
-
-def _look(id: str, at: str, outcome: LookOutcome, why: str, fix: str = "") -> Look:
-    return Look(id=id, at=at, outcome=outcome, why=why, fix=fix)
+        return [Look(id, at, "not looked at", _NOTHING)]
+    samples = sum(inspected.samples for _, inspected in sound)
+    shards = sum(len(inspected.names) for _, inspected in sound)
+    return [Look(id, at, "ok", f"{_counted(samples, 'sample')} in {_counted(shards, 'shard')}")]
 
 
 def _counted(number: int, one: str) -> str:
@@ -403,11 +373,11 @@ def _flaws(leaf: Leaf, found: Inspected) -> Iterator[Flaw]:
         splits = mapping_in(meta / leaf.split_config) or mapping_in(meta / older)
         own = mapping_in(meta / leaf.dataset_config)
     except ValueError as error:
-        yield Flaw(look="data-index", why=f"{error}{named}", fix=prepare)
+        yield Flaw("data-index", f"{error}{named}", prepare)
         return
     for name, values in ((INFO_FILE, counts), (leaf.split_config, splits), (leaf.dataset_config, own)):
         if values is None:
-            yield Flaw(look="data-index", why=f"{meta} lacks {name}{named}", fix=prepare)
+            yield Flaw("data-index", f"{meta} lacks {name}{named}", prepare)
     if own is not None:
         found.subflavors = {**(own.get("subflavors") or {}), **leaf.subflavors}
     if counts is not None and splits is not None:
@@ -415,7 +385,7 @@ def _flaws(leaf: Leaf, found: Inspected) -> Iterator[Flaw]:
     try:  # the data set itself is the store of a sample's own files
         found.media = _has_media(meta / INDEX_FILE)
     except (OSError, sqlite3.Error) as error:
-        yield Flaw(look="data-index", why=f"{meta / INDEX_FILE} cannot be read: {error}", fix=prepare)
+        yield Flaw("data-index", f"{meta / INDEX_FILE} cannot be read: {error}", prepare)
     for name, address in leaf.aux.items():
         yield from _flaws_of_media(found, address, f"the auxiliary data set {name!r} of {leaf.path}")
 
@@ -432,7 +402,7 @@ def _no_data_set(directory: Path, named: str) -> Flaw:
     else:
         why = f"{directory} is not an Energon data set{named}: it has neither {DATASET_FILE} nor {META_DIRECTORY}"
         fix = f"make one with 'energon-packing convert', or run 'energon prepare {directory}'"
-    return Flaw(look="data-path", why=why, fix=fix)
+    return Flaw("data-path", why, fix)
 
 
 def _flaws_of_part(
@@ -445,21 +415,18 @@ def _flaws_of_part(
         return
     excluded = set(_expanded(splits.get("exclude") or ()))
     shards = [name for name in _expanded(parts[leaf.split] or ()) if name not in excluded]
-    found.names = tuple(shards)
-    found.shards, found.samples = len(shards), sum(int(counts.get(name, 0)) for name in shards)
+    found.names, found.samples = tuple(shards), sum(int(counts.get(name, 0)) for name in shards)
     prepare = f"run 'energon prepare {leaf.path}' again"
     if unknown := [name for name in shards if name not in counts]:
-        yield Flaw(look="data-index", why=f"{leaf.path}: {INFO_FILE} does not count {_some(unknown)}", fix=prepare)
+        yield Flaw("data-index", f"{leaf.path}: {INFO_FILE} does not count {_some(unknown)}", prepare)
     elif not found.samples:
         fix = "convert records into it, or remove it from the run"
-        yield Flaw(look="data-split", why=f"{leaf.path} has no sample in split {leaf.split!r}", fix=fix)
-    gone = [name for name in shards if not (Path(leaf.path) / name).is_file()]
-    if gone:
-        fix = "copy the shards there, or convert again"
-        yield Flaw(look="data-index", why=f"{leaf.path} lacks {_some(gone)}", fix=fix)
+        yield Flaw("data-split", f"{leaf.path} has no sample in split {leaf.split!r}", fix)
+    if gone := [name for name in shards if not (Path(leaf.path) / name).is_file()]:
+        yield Flaw("data-index", f"{leaf.path} lacks {_some(gone)}", "copy the shards there, or convert again")
     indices = [str(Path(name).with_suffix(SHARD_INDEX_SUFFIX)) for name in shards if name not in gone]
     if lost := [name for name in indices if not (Path(leaf.path) / name).is_file()]:
-        yield Flaw(look="data-index", why=f"{leaf.path} lacks {_some(lost)}", fix=prepare)
+        yield Flaw("data-index", f"{leaf.path} lacks {_some(lost)}", prepare)
 
 
 def _flaws_of_media(found: Inspected, address: str, what: str) -> Iterator[Flaw]:
@@ -469,19 +436,16 @@ def _flaws_of_media(found: Inspected, address: str, what: str) -> Iterator[Flaw]
         return
     if directory != address:
         if not os.path.isdir(directory):
-            why = f"{directory}, {what}, does not exist"
-            yield Flaw(look="data-media", why=why, fix="copy it there, or correct 'aux'")
+            yield Flaw("data-media", f"{directory}, {what}, does not exist", "copy it there, or correct 'aux'")
         return
     try:
         found.media = _has_media(Path(address) / META_DIRECTORY / INDEX_FILE)
         counts = _counts(Path(address) / META_DIRECTORY) or {}
     except (OSError, ValueError, sqlite3.Error) as error:
-        why = f"{address}, {what}, cannot be opened: {error}"
-        yield Flaw(look="data-media", why=why, fix="copy it there, or convert again")
+        yield Flaw("data-media", f"{address}, {what}, cannot be opened: {error}", "copy it there, or convert again")
         return
     if gone := [shard for shard in counts if not (Path(address) / shard).is_file()]:
-        why = f"{address}, {what}, lacks {_some(gone)}"
-        yield Flaw(look="data-media", why=why, fix="copy the shards there, or convert again")
+        yield Flaw("data-media", f"{address}, {what}, lacks {_some(gone)}", "copy the shards there, or convert again")
 
 
 def _counts(meta: Path) -> Mapping[str, int] | None:
@@ -506,12 +470,12 @@ def _has_media(index: Path) -> bool | None:
 def _expanded(names: Any) -> Iterator[str]:
     """Names with their braces expanded, as Energon expands them."""
     for name in map(str, names):
-        if "{" not in name:
-            yield name
-            continue
-        from braceexpand import braceexpand
+        if "{" in name:
+            from braceexpand import braceexpand
 
-        yield from braceexpand(name)
+            yield from braceexpand(name)
+        else:
+            yield name
 
 
 def _some(names: list[str]) -> str:

@@ -1,7 +1,5 @@
 """`Look`: one thing that a run reads, and what a look at it found."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,14 +16,14 @@ class RefusedSample:
     detail: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Look:
     """One look.
 
     Attributes:
         id: stable name for people and machines, one of `LOOKS`.
         at: the setting and its value, such as ``data.path: out/data``.
-        outcome: of the look; an ``error`` makes the run impossible or wrong.
+        outcome: an ``error`` makes the run impossible or wrong.
         why: one sentence of what was found, or of why nothing was looked at.
         fix: what to change; empty where nothing is wrong.
         samples: conversations that were measured; of the look at samples only.

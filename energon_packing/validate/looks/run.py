@@ -1,7 +1,5 @@
 """All looks at what a run reads, in the order of `LOOKS`."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -28,14 +26,13 @@ def look_at_processor(config: EncoderConfig, place: str, template_place: str) ->
     Returns the looks at processor and chat template, and the processor: None unless both ended with ``ok``.
 
     Args:
-        config: the run's section.
         place, template_place: names of ``encoder.processor`` and ``encoder.chat_template`` in the run.
     """
     name, own = config.processor, config.chat_template is None
     outcome, why, fix, processor = _processor(config)
-    look = Look(id="processor", at=f"{place}: {name}" if name else place, outcome=outcome, why=why, fix=fix)
+    look = Look("processor", f"{place}: {name}" if name else place, outcome, why, fix)
     at = f"{template_place}: {'of the processor' if own else config.chat_template}"
-    fits = Look(id="chat-template", at=at, outcome="ok", why="it fits the tokenizer")
+    fits = Look("chat-template", at, "ok", "it fits the tokenizer")
     try:
         if config.chat_template is not None:
             prompt_text(config.chat_template)
@@ -113,17 +110,12 @@ def _plain(error: Exception) -> str:
 
 
 def look_at_run(reads: RunReads, *, data_parallel: int = 1) -> list[Look]:
-    """Looks at everything on this machine. Downloads nothing, decodes no media, starts no process.
+    """Returns one or more looks per id of `LOOKS`, in that order. Downloads and decodes nothing, starts no process.
 
-    Files of the data set are looked at first, which takes milliseconds; torch, transformers and Energon are imported
-    only where the run names a processor.
+    torch, transformers and Energon are imported only where the run names a processor.
 
     Args:
-        reads: what it reads.
         data_parallel: ranks that read different samples.
-
-    Returns:
-        One or more looks per id of `LOOKS`, in that order.
     """
     if reads.config is None:
         why = "its settings cannot be used" if reads.problem else reads.unread
@@ -135,36 +127,37 @@ def look_at_run(reads: RunReads, *, data_parallel: int = 1) -> list[Look]:
     data = look_at_data(config.data.path, config.data.split, places, reads.other_splits)
     ledger = look_at_ledger(config.packing.ledger, places["packing.ledger"])
     at = f"{places['data.path']}: {config.data.path}" if config.data.path else places["data.path"]
-    unread = Look(id="samples", at=at, outcome="not looked at", why="there is no data set to read")
+    unread = Look("samples", at, "not looked at", "there is no data set to read")
     with without_output():
         of_processor, processor = look_at_processor(
             config.encoder, places["encoder.processor"], places["encoder.chat_template"]
         )
-        if not data.readable:
-            samples = [unread]
-        elif refused := _refused_pairs(config):
-            why, _, fix = refused.partition("; ")
-            samples = [replace(unread, outcome="error", why=why, fix=fix.rstrip("."))]
-        else:
+        samples = [unread]
+        if data.readable:
+            try:  # the run stops where it does not choose what is trained of the pairs that `convert` counted
+                counts = known_pairs(config.data.path, config.data.split)
+                counts.check(config.data.path, config.packing.pairs)
+            except ConfigError as error:
+                why, _, fix = str(error).partition("; ")
+                return [
+                    *data.looks,
+                    ledger,
+                    *of_processor,
+                    replace(unread, outcome="error", why=why, fix=fix.rstrip(".")),
+                ]
             samples = [replace(unread, why="without a processor and a template nothing can be rendered")]
             if processor is not None:
                 from energon_packing.validate.looks.samples import look_at_samples
 
                 samples = look_at_samples(config, processor, data, at, data_parallel=data_parallel)
-            if counts := known_pairs(config.data.path, config.data.split):
-                samples[0] = _with_pairs(samples[0], config, counts)
+            samples[0] = _with_pairs(samples[0], config, counts) if counts else samples[0]
     return [*data.looks, ledger, *of_processor, *samples]
 
 
 def look_at_ledger(ledger: str | None, place: str) -> Look:
-    """Whether files can be created in the directory, or the directory itself if it does not exist. Writes nothing.
-
-    Args:
-        ledger: ``packing.ledger``, which workers write hours into a run.
-        place: name of that setting in the run.
-    """
+    """Whether files can be created in ``packing.ledger`` hours into a run, or the directory itself. Writes nothing."""
     if ledger is None:
-        return Look(id="packing-ledger", at=place, outcome="ok", why="no ledger is written to disk")
+        return Look("packing-ledger", place, "ok", "no ledger is written to disk")
     directory = Path(ledger).absolute()
     there = next(place for place in (directory, *directory.parents) if place.exists())
     why = ""
@@ -174,17 +167,9 @@ def look_at_ledger(ledger: str | None, place: str) -> Look:
         why = f"{there} is a file, so no ledger can be written to {ledger}"
     elif not os.access(there, os.W_OK | os.X_OK):
         why = f"{there} cannot be written"
-    ok = Look(id="packing-ledger", at=f"{place}: {ledger}", outcome="ok", why="it can be written")
-    return replace(ok, outcome="error", why=why, fix="name another directory") if why else ok
-
-
-def _refused_pairs(config: RunConfig) -> str:
-    """Why the run stops at what `convert` counted in the data sets, where it did not choose what is trained."""
-    try:
-        known_pairs(config.data.path, config.data.split).check(config.data.path, config.packing.pairs)
-    except ConfigError as error:
-        return str(error)
-    return ""
+    at = f"{place}: {ledger}"
+    error = Look("packing-ledger", at, "error", why, "name another directory")
+    return error if why else Look("packing-ledger", at, "ok", "it can be written")
 
 
 def _with_pairs(look: Look, config: RunConfig, counts: PairCounts) -> Look:

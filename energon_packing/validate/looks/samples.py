@@ -4,8 +4,6 @@ Energon reads them and the run's own task encoder measures them, in this process
 is refused here is one that the run's ledger would name.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import tempfile
 import time
@@ -31,9 +29,9 @@ def measuring_encoder(
 ) -> Any:
     """Returns the run's task encoder, changed to yield measured samples instead of packing them.
 
+    Samples that are too long are dropped, and no ledger is written.
+
     Args:
-        config: of the run. Samples that are too long are dropped, and no ledger is written.
-        parallel: determines the alignment multiple.
         processor: loaded; None loads it.
         deals: whether samples come in the places that a run's readers share out.
     """
@@ -57,9 +55,6 @@ def measure_data(config: RunConfig, parallel: ParallelConfig, *, samples: int, o
     """Measures the first samples of the training split as the loader would, and packs them.
 
     Args:
-        config: data set, processor and packing.
-        parallel: determines the alignment multiple.
-        samples: how many are measured; the whole split if it has fewer.
         one_a_row: the run reads single samples, where a preference pair cannot be two rows.
 
     Raises:
@@ -123,9 +118,6 @@ def look_at_samples(
     """One look per data set.
 
     Args:
-        config: of the run.
-        processor: loaded.
-        data: what is known of the directories of shards.
         at: setting and value of ``data.path``.
         data_parallel: ranks that read different samples.
     """
@@ -140,7 +132,7 @@ def look_at_samples(
             if data.whole and not any(left_alone):  # does Energon open it? It refuses a misspelt key of a blend, say
                 shares = described_shares(build_dataset(config, task_encoder=encoder, world_size=data_parallel))
     except ImportError as error:
-        return [_unread(at, f"this needs Energon: {error}")]
+        return [Look("samples", at, "not looked at", f"this needs Energon: {error}")]
     except UserError as error:
         return [_error(at, str(error), "change what it names")]
     except Exception as error:  # Energon's parser and its data set classes raise all kinds
@@ -148,16 +140,14 @@ def look_at_samples(
     looks = []
     for (leaf, found), why in zip(data.readable[:MOST_LEAVES], left_alone, strict=False):
         place = at if not leaf.named_in or len(data.readable) == 1 else f"{at}: {leaf.path}"
-        looks.append(_unread(place, why) if why else _measured(config, encoder, leaf, place, found.samples))
+        unread = Look("samples", place, "not looked at", why)
+        looks.append(unread if why else _measured(config, encoder, leaf, place, found.samples))
     if more := len(data.readable[MOST_LEAVES:]):
-        looks.append(_unread(at, f"{more} further data sets: only the first {MOST_LEAVES} are read"))
+        why = f"{more} further data sets: only the first {MOST_LEAVES} are read"
+        looks.append(Look("samples", at, "not looked at", why))
     if looks and shares:
         looks[0] = dataclasses.replace(looks[0], why="; ".join([looks[0].why, *shares[:MOST_LEAVES]]))
     return looks
-
-
-def _unread(at: str, why: str) -> Look:
-    return Look(id="samples", at=at, outcome="not looked at", why=why)
 
 
 def _unreadable(leaf: Leaf, found: Inspected) -> str:
@@ -167,14 +157,12 @@ def _unreadable(leaf: Leaf, found: Inspected) -> str:
     if any(REMOTE in address for address in leaf.aux.values()):
         return "its media are not on this machine"
     kind = kind_of_subflavors(found.subflavors)
-    if kind is not None and kind.record_format:
-        return f"it holds {kind.title}; only their paths were looked at"
     if kind is None:
         return (
             f"its records are not those of 'energon-packing convert' (no subflavor {_MARK}: {SUBFLAVORS[_MARK]}); "
             "only a cooker of your own reads them"
         )
-    return ""
+    return f"it holds {kind.title}; only their paths were looked at" if kind.record_format else ""
 
 
 def _measured(config: RunConfig, encoder: Any, leaf: Leaf, at: str, samples: int) -> Look:
@@ -229,8 +217,7 @@ def _judged(at: str, number: int, refused: list[RefusedSample], frequent: Freque
         why = f"{len(refused)} of {number} conversations would be dropped ({listed}), none for its template"
         why = " ".join([f"{why}.", *frequent.news(final=True)])
         return dataclasses.replace(_error(at, why, "see 'preview'", number, refused), outcome="note")
-    why = f"{number} conversations were measured, and none is refused"
-    return Look(id="samples", at=at, outcome="ok", why=why, samples=number)
+    return Look("samples", at, "ok", f"{number} conversations were measured, and none is refused", samples=number)
 
 
 def is_of_the_template(reason: str) -> bool:
@@ -239,15 +226,13 @@ def is_of_the_template(reason: str) -> bool:
 
 
 def _error(at: str, why: str, fix: str, samples: int = 0, refused: Sequence[RefusedSample] = ()) -> Look:
-    why = why.rstrip(".")
-    return Look(id="samples", at=at, outcome="error", why=why, fix=fix, samples=samples, refused=tuple(refused))
+    return Look("samples", at, "error", why.rstrip("."), fix, samples, tuple(refused))
 
 
 def _read(config: RunConfig, encoder: Any, leaf: Leaf, samples: int) -> Iterator[Any]:
     """Conversations from all over one data set of so many, each a measured sample or one with a problem.
 
-    Opens a metadataset that refers to that directory alone, so that media store and subflavors are included and a small
-    data set of a blend is not left to chance.
+    Opens a metadataset of that directory alone, so that a small data set of a blend is not left to chance.
     """
     from megatron.energon import get_loader
 
@@ -256,16 +241,8 @@ def _read(config: RunConfig, encoder: Any, leaf: Leaf, samples: int) -> Iterator
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "one.yaml"
         file.write_text(yaml.safe_dump(_metadataset(leaf), sort_keys=False, allow_unicode=True), encoding="utf-8")
-        data = dataclasses.replace(
-            config.data,
-            path=str(file),
-            split=leaf.split,
-            workers=0,
-            shuffle_buffer=1,
-            shuffle_over_epochs=1,
-            repeat=False,
-            epoch_end="uneven",
-        )
+        plain: dict[str, Any] = {"shuffle_buffer": 1, "shuffle_over_epochs": 1, "epoch_end": "uneven"}
+        data = dataclasses.replace(config.data, path=str(file), split=leaf.split, workers=0, repeat=False, **plain)
         once = dataclasses.replace(config, data=data)
         places = build_dataset(once, task_encoder=encoder, workers=0, sequence=-(-samples // MOST_PLACES) or 1)
         deadline = None

@@ -1,1 +1,1 @@
-"""The rules, one file per topic. Imports neither torch nor Bridge."""
+"""The rules, one file per topic."""

@@ -1,29 +1,17 @@
 """Rules about experts with packed rows: how tokens reach them, and what padding costs them.
 
-Nothing else reports these before GPUs are taken. Imports neither torch nor Megatron.
+Nothing else reports these before GPUs are taken.
 """
 
-from __future__ import annotations
-
-import math
-
-from energon_packing.validate.rules.rule import Finding, SourceLine, rule, unless
+from energon_packing.validate.rules.rule import Finding, bridge, core, rule, unless
 from energon_packing.validate.run_view import RunView
 
 HYBRIDEP_CHUNK = 128
 """Tokens per chunk of HybridEP's kernels, DeepEP's default (``NUM_OF_TOKENS_PER_CHUNK_DISPATCH_API``)."""
 
 
-def _has_experts(view: RunView) -> bool:
-    return view.expert_parallel > 1 or (view.num_moe_experts or 0) > 0
-
-
 def _packed_over_hybridep(view: RunView) -> bool:
     return view.packed and view.expert_parallel > 1 and view.expert_dispatcher == "hybridep"
-
-
-def _shards(view: RunView) -> int:
-    return view.context_parallel * (view.tensor_parallel if view.sequence_parallel else 1)
 
 
 @rule(
@@ -33,12 +21,9 @@ def _shards(view: RunView) -> int:
     place="megatron.bridge.models.transformer_config._enable_safe_hybridep_dispatch",
     applies=_packed_over_hybridep,
     sources=(
-        SourceLine(
-            "megatron/core/transformer/moe/token_dispatcher.py", "HybridEP dispatch expects equal per-rank input sizes."
-        ),
-        SourceLine(
-            "megatron/bridge/models/transformer_config.py",
-            "synchronization is not capture-safe; those configs require equal inputs.",
+        core("transformer/moe/token_dispatcher.py", "HybridEP dispatch expects equal per-rank input sizes."),
+        bridge(
+            "models/transformer_config.py", "synchronization is not capture-safe; those configs require equal inputs."
         ),
     ),
 )
@@ -59,14 +44,13 @@ def _equal_dispatch(view: RunView) -> Finding | None:
     place="megatron.core.transformer.moe.fused_a2a.HYBRIDEP_TOKEN_ALIGNMENT (DeepEP#638)",
     applies=_packed_over_hybridep,
     severity="warning",
-    sources=(SourceLine("megatron/core/transformer/moe/fused_a2a.py", "HYBRIDEP_TOKEN_ALIGNMENT = 64"),),
+    sources=(core("transformer/moe/fused_a2a.py", "HYBRIDEP_TOKEN_ALIGNMENT = 64"),),
 )
 def _hybridep_chunks(view: RunView) -> Finding | None:
-    shards = _shards(view)
+    shards = view.ranks_of_a_row
     if view.rows_of_one_width and view.dataset_seq_length % (HYBRIDEP_CHUNK * shards) == 0:
         return None
-    good = math.lcm(HYBRIDEP_CHUNK * shards, view.multiple)
-    length = math.ceil(view.dataset_seq_length / good) * good
+    length = view.next_length(HYBRIDEP_CHUNK * shards)
     rows = f"rows of {view.dataset_seq_length} tokens" if view.rows_of_one_width else "rows that differ in width"
     why = (
         f"{rows} are spread over {shards} rank{'s' if shards > 1 else ''}, Megatron-Core pads each rank's tokens to a "
@@ -76,10 +60,7 @@ def _hybridep_chunks(view: RunView) -> Finding | None:
     told = "set the three variables NUM_OF_TOKENS_PER_CHUNK_*_API to 64"
     if view.as_wide_as_its_samples:
         return Finding(why=why, fix=f"{told}, or turn in-batch packing off and pad_to_max_length on")
-    return Finding(
-        why=why,
-        fix=f"set pad_to_max_length to true and seq_length to {length}, or {told}",
-    )
+    return Finding(why=why, fix=f"set pad_to_max_length to true and seq_length to {length}, or {told}")
 
 
 @rule(
@@ -87,14 +68,12 @@ def _hybridep_chunks(view: RunView) -> Finding | None:
     order=1140,
     checks="padding does not use up the capacity of experts",
     place="megatron.core.transformer.moe.router.TopKRouter.routing",
-    applies=lambda view: view.packed and _has_experts(view) and (view.expert_capacity_factor or 0) > 0,
+    applies=lambda view: view.packed and view.has_experts and (view.expert_capacity_factor or 0) > 0,
     holds=lambda view: view.multiple == 1 and not view.rows_of_one_width,
     severity="warning",
     sources=(
-        SourceLine("megatron/core/transformer/moe/router.py", "probs, routing_map = apply_router_token_dropping("),
-        SourceLine(
-            "megatron/core/transformer/moe/router.py", "capacity_factor=self.config.moe_expert_capacity_factor,"
-        ),
+        core("transformer/moe/router.py", "probs, routing_map = apply_router_token_dropping("),
+        core("transformer/moe/router.py", "capacity_factor=self.config.moe_expert_capacity_factor,"),
     ),
 )
 def _capacity_and_padding(view: RunView) -> Finding | None:
@@ -110,18 +89,12 @@ def _capacity_and_padding(view: RunView) -> Finding | None:
     order=1150,
     checks="the balance of experts counts no pack as one sequence",
     place="megatron.core.transformer.moe.router.TopKRouter._apply_seq_aux_loss",
-    applies=lambda view: view.packed and _has_experts(view) and view.load_balancing is not None,
-    sources=(
-        SourceLine(
-            "megatron/core/transformer/moe/router.py",
-            "scores_for_aux_loss = scores_for_aux_loss.reshape(seq_length, -1)",
-        ),
-    ),
+    applies=lambda view: view.packed and view.has_experts and view.load_balancing is not None,
+    sources=(core("transformer/moe/router.py", "scores_for_aux_loss = scores_for_aux_loss.reshape(seq_length, -1)"),),
 )
 def _balance_per_sequence(view: RunView) -> Finding | None:
     # As `energon_packing.thd.routers.count_real_tokens` refuses it of a router.
-    kinds = view.load_balancing
-    names = (kinds,) if isinstance(kinds, str) else kinds or ()
+    names = (view.load_balancing,) if isinstance(view.load_balancing, str) else view.load_balancing or ()
     return unless(
         dict(zip(names, view.balance_coefficients, strict=False)).get("seq_aux_loss", 0.0) <= 0,
         why="moe_router_load_balancing_type is 'seq_aux_loss', which balances each sequence, but a packed row holds "

@@ -1,15 +1,12 @@
 """Rules about what model families do with packed rows: the family table, vision gradients, deepstack features.
 
-Nothing else reports these: the run starts, and computes something other than what it claims. Imports neither torch nor
-Bridge.
+Nothing else reports these: the run starts, and computes something other than what it claims.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 
 from energon_packing.validate.family_table import FAMILY_TABLE, NAMED_TEXT_MODELS, FamilyLine, line_of
-from energon_packing.validate.rules.rule import Finding, SourceLine, rule, unless
+from energon_packing.validate.rules.rule import Finding, SourceLine, bridge, core, rule, unless
 from energon_packing.validate.run_view import RunView
 
 _VISION = ("qwen2vl", "qwen25vl", "qwen3vl", "qwen35vl", "gemma3vl", "internvl", "llava", "glm45v")
@@ -19,8 +16,7 @@ UNSCALED_POSITIONS = 16384
 
 def _known_family_with_cp(view: RunView) -> bool:
     line = line_of(view.family, view.bridge_release)
-    wide = max(view.context_parallel, view.eval_context_parallel or 1) > 1
-    return line is not None and line.packed and wide  # if it takes no packs, ours/family-takes-packs reports it
+    return line is not None and line.packed and view.wide  # if it takes no packs, ours/family-takes-packs reports it
 
 
 def _qwen3_vl_over_tensor_ranks(view: RunView) -> bool:
@@ -30,14 +26,13 @@ def _qwen3_vl_over_tensor_ranks(view: RunView) -> bool:
 
 def _lines_where(refused: Callable[[FamilyLine], bool]) -> tuple[SourceLine, ...]:
     """The table lines that a rule is about, each with the first text that its file contains."""
-    found = []
-    for line in FAMILY_TABLE:
-        later = [other.since for other in FAMILY_TABLE if other.prefix == line.prefix and other.since > line.since]
-        if refused(line):
-            file = f"megatron/bridge/{line.source}"
-            before = min(later, default=None)
-            found.append(SourceLine(file=file, says=line.holds[0], since=line.since, before=before))
-    return tuple(found)
+
+    def before(line: FamilyLine) -> tuple[int, int] | None:
+        later = (other.since for other in FAMILY_TABLE if other.prefix == line.prefix and other.since > line.since)
+        return min(later, default=None)
+
+    lines = filter(refused, FAMILY_TABLE)
+    return tuple(bridge(line.source, line.holds[0], since=line.since, before=before(line)) for line in lines)
 
 
 @rule(
@@ -50,14 +45,12 @@ def _lines_where(refused: Callable[[FamilyLine], bool]) -> tuple[SourceLine, ...
 )
 def _family_takes_packs(view: RunView) -> Finding | None:
     line = line_of(view.family, view.bridge_release)
-    version = view.bridge_version or "0.6"
     if line is not None and not (line.packed and (line.in_batch or not view.enable_in_batch_packing)):
         fix = "turn training.enable_in_batch_packing off" if line.packed else "train it unpacked"
-        return Finding(why=f"{line.name} of Megatron-Bridge {version} {line.why}", fix=fix)
-    for name, reason in NAMED_TEXT_MODELS.items():
-        if line is None and view.family.startswith(name):
-            return Finding(why=f"{view.model} does not support packed rows: {reason}", fix="train it unpacked")
-    return None
+        return Finding(why=f"{line.name} of Megatron-Bridge {view.bridge_name} {line.why}", fix=fix)
+    reason = next((why for name, why in NAMED_TEXT_MODELS.items() if view.family.startswith(name)), "")
+    why = f"{view.model} does not support packed rows: {reason}"
+    return unless(line is not None or not reason, why=why, fix="train it unpacked")
 
 
 @rule(
@@ -73,8 +66,8 @@ def _family_has_context_parallelism(view: RunView) -> Finding | None:
     if line is None or line.context_parallel:
         return None
     return Finding(
-        why=f"{line.name} of Megatron-Bridge {view.bridge_version or '0.6'} {line.why}, although validate() "
-        f"accepts CP {max(view.context_parallel, view.eval_context_parallel or 1)}",
+        why=f"{line.name} of Megatron-Bridge {view.bridge_name} {line.why}, although validate() accepts CP "
+        f"{max(view.context_parallel, view.eval_context_parallel or 1)}",
         fix="set parallel.context_parallel to 1, or train a family of docs/families.md that has it",
     )
 
@@ -87,9 +80,8 @@ def _family_has_context_parallelism(view: RunView) -> Finding | None:
     applies=lambda view: view.packed and view.overlap_grad_reduce is not None and view.family.startswith(_VISION),
     holds=lambda view: not view.overlap_grad_reduce,
     sources=(
-        SourceLine(
-            "megatron/core/distributed/param_and_grad_buffer.py",
-            "assert len(self.per_param_grad_ready_counts) == len(self.params)",
+        core(
+            "distributed/param_and_grad_buffer.py", "assert len(self.per_param_grad_ready_counts) == len(self.params)"
         ),
     ),
 )
@@ -109,8 +101,8 @@ def _packs_without_media(view: RunView) -> Finding | None:
     applies=lambda view: view.family.startswith("qwen3vl"),
     holds=lambda view: view.recompute_granularity != "full",
     sources=(
-        SourceLine(
-            "megatron/bridge/models/qwen_vl/modelling_qwen3_vl/transformer_block.py",
+        bridge(
+            "models/qwen_vl/modelling_qwen3_vl/transformer_block.py",
             "return hidden_states, deepstack_feature_lists, context",
         ),
     ),
@@ -130,8 +122,8 @@ def _deepstack_gradient(view: RunView) -> Finding | None:
     place="megatron.bridge.models.qwen_vl.modelling_qwen3_vl.utils.split_deepstack_embs",
     applies=_qwen3_vl_over_tensor_ranks,
     sources=(
-        SourceLine(
-            "megatron/bridge/models/qwen_vl/modelling_qwen3_vl/utils.py",
+        bridge(
+            "models/qwen_vl/modelling_qwen3_vl/utils.py",
             "cp_tp_part_list = split_part_by_cp_tp(cp_size, cp_rank, tp_size, tp_rank, split_size)",
         ),
     ),
@@ -139,22 +131,18 @@ def _deepstack_gradient(view: RunView) -> Finding | None:
 def _deepstack_over_tensor_ranks(view: RunView) -> Finding | None:
     # Measured at TP 2 on 0.6.2 and on the development branch: gradient norm 2.5358 compared with 2.5443. No known
     # version has equal gradients; the first that does ends this rule.
-    if not view.sequence_parallel:
-        return None
     why = (
         f"sequence_parallel at TP {view.tensor_parallel}: each rank of Qwen3-VL keeps the gradients of its "
         "own stretch of the row for the deepstack features, and Bridge never adds them up"
     )
+    fix = "set sequence_parallel to false"
     if view.model_forces_sequence_parallel:  # how to avoid TP is the user's decision
-        return Finding(
-            why=f"{why}; the provider of the mixture of experts turns it on at TP > 1 whatever is set",
-            fix="set tensor parallelism to 1 (experts are spread by expert parallelism, layers by pipeline "
-            "parallelism, rows by context parallelism), or freeze the vision model and its projection",
+        why += "; the provider of the mixture of experts turns it on at TP > 1 whatever is set"
+        fix = (
+            "set tensor parallelism to 1 (experts are spread by expert parallelism, layers by pipeline parallelism, "
+            "rows by context parallelism)"
         )
-    return Finding(
-        why=why,
-        fix="set sequence_parallel to false, or freeze the vision model and its projection",
-    )
+    return unless(not view.sequence_parallel, why=why, fix=f"{fix}, or freeze the vision model and its projection")
 
 
 @rule(
@@ -165,8 +153,8 @@ def _deepstack_over_tensor_ranks(view: RunView) -> Finding | None:
     severity="warning",
     applies=lambda view: view.packed and view.family.startswith("ministral3"),
     sources=(
-        SourceLine(
-            "megatron/bridge/models/ministral3/ministral3_provider.py",
+        bridge(
+            "models/ministral3/ministral3_provider.py",
             "positions_ids = torch.arange(query.shape[0], device=query.device)",
         ),
     ),

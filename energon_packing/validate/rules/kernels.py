@@ -1,19 +1,10 @@
-"""Rules about the kernels that compute packed rows: fp8 and attention. Imports neither torch nor Bridge."""
+"""Rules about the kernels that compute packed rows: fp8 and attention."""
 
-from __future__ import annotations
-
-import math
-
-from energon_packing.validate.rules.rule import Finding, SourceLine, rule, unless
+from energon_packing.validate.rules.rule import Finding, SourceLine, core, rule, unless
 from energon_packing.validate.run_view import RunView
 
 WIDEST_HEAD = 256
 """Head dimension up to which FlashAttention 2 and cuDNN have kernels for packed rows with a gradient."""
-
-
-def _packed_in_fp8(view: RunView) -> bool:
-    # A step that packs makes its own rows: qwen3_vl_step pads them to 16 tokens for fp8.
-    return view.reaches_the_step_packed and view.fp8_recipe is not None
 
 
 @rule(
@@ -21,33 +12,31 @@ def _packed_in_fp8(view: RunView) -> bool:
     order=1270,
     checks="each rank holds as many tokens as fp8 needs",
     place="megatron.core.fp8_utils.get_fp8_align_size",
-    applies=_packed_in_fp8,
-    sources=(SourceLine("megatron/core/fp8_utils.py", '"""Get the alignment size required for fp8 GEMM."""'),),
+    # A step that packs makes its own rows: qwen3_vl_step pads them to 16 tokens for fp8.
+    applies=lambda view: view.reaches_the_step_packed and view.fp8_recipe is not None,
+    sources=(core("fp8_utils.py", '"""Get the alignment size required for fp8 GEMM."""'),),
 )
 def _fp8_multiple(view: RunView) -> Finding | None:
-    needed = 32 if view.fp8_recipe == "mxfp8" else 16
-    shards = view.context_parallel * (view.tensor_parallel if view.sequence_parallel else 1)
+    needed, shards = 32 if view.fp8_recipe == "mxfp8" else 16, view.ranks_of_a_row
+    width, what = view.multiple, f"rows whose width is a multiple of {view.multiple}"
     if view.rows_of_one_width:
         width, what = view.dataset_seq_length, f"rows of {view.dataset_seq_length} tokens"
-    else:
-        width, what = view.multiple, f"rows whose width is a multiple of {view.multiple}"
-    if width % (needed * shards) == 0:
-        return None
-    good = math.lcm(needed * shards, view.multiple)
-    length = math.ceil(view.dataset_seq_length / good) * good
     why = (
         f"fp8 ({view.fp8_recipe}) multiplies matrices of a multiple of {needed} tokens, and {what} are spread "
         f"over {shards} ranks"
     )
-    fix = f"pad_to_max_length to true and seq_length to {length}"
-    if not view.as_wide_as_its_samples:
-        return Finding(why=why, fix=f"set {fix}")
-    why += "; pad_to_max_length does not widen rows that are packed in the batch"
-    if view.dataset_kind != "packed_energon":  # without in-batch packing Bridge's is unpacked: the user decides
-        return Finding(why=why, fix=f"turn enable_in_batch_packing off and set {fix}, or compute without fp8")
+    fix = f"set pad_to_max_length to true and seq_length to {view.next_length(needed * shards)}"
+    if not view.as_wide_as_its_samples or width % (needed * shards) == 0:
+        return unless(width % (needed * shards) == 0, why=why, fix=fix)
+    # Without in-batch packing Bridge's data set is unpacked: the user decides.
+    named = (
+        "in-batch packing off (mode 'packs')"
+        if view.dataset_kind == "packed_energon"
+        else "enable_in_batch_packing off"
+    )
     return Finding(
-        why=why,
-        fix=f"turn in-batch packing off (mode 'packs') and set {fix}, or compute without fp8",
+        why=f"{why}; pad_to_max_length does not widen rows that are packed in the batch",
+        fix=f"turn {named} and {fix}, or compute without fp8",
     )
 
 
@@ -80,30 +69,22 @@ def _head_dimension(view: RunView) -> Finding | None:
             "transformer_engine/pytorch/attention/dot_product_attention/utils.py",
             "Disabling UnfusedDotProductAttention for pad_between_seqs = True",
         ),
-        SourceLine(
-            "megatron/core/transformer/dot_product_attention.py",
-            "Packed sequence is not supported by DotProductAttention.",
-        ),
+        core("transformer/dot_product_attention.py", "Packed sequence is not supported by DotProductAttention."),
     ),
 )
 def _attention_kernel(view: RunView) -> Finding | None:
-    backend = view.attention_backend
+    backend, fix = view.attention_backend, "set model.attention_backend to auto"
     if backend == "local":
-        return Finding(
-            why="attention_backend is 'local', Megatron-Core's own attention, which ignores boundaries: samples of a "
-            "row would attend to each other",
-            fix="set model.attention_backend to auto",
-        )
+        why = "Megatron-Core's own attention, which ignores boundaries: samples of a row would attend to each other"
+        return Finding(why=f"attention_backend is 'local', {why}", fix=fix)
     if view.multiple == 1 or backend == "fused":
         return None
+    lacks = "does not support padding between samples"
+    padded = f"but each is padded to a multiple of {view.multiple}"
     if backend == "unfused":
-        return Finding(
-            why=f"attention_backend is 'unfused', which does not support padding between samples, but each is padded "
-            f"to a multiple of {view.multiple}",
-            fix="set model.attention_backend to auto",
-        )
+        return Finding(why=f"attention_backend is 'unfused', which {lacks}, {padded}", fix=fix)
     return Finding(
-        why=f"attention_backend is 'flash', and FlashAttention 2 does not support padding between samples (version 3 "
-        f"does), but each is padded to a multiple of {view.multiple}: without version 3 no kernel is left",
-        fix="set model.attention_backend to auto; cuDNN's fused attention supports such rows",
+        why=f"attention_backend is 'flash', and FlashAttention 2 {lacks} (version 3 does), {padded}: without version 3 "
+        "no kernel is left",
+        fix=f"{fix}; cuDNN's fused attention supports such rows",
     )

@@ -1,19 +1,14 @@
-"""Rules about how GPUs are divided: those of Bridge's ``validate()``, and those that Megatron-Core enforces later.
-
-Imports neither torch nor Megatron.
-"""
-
-from __future__ import annotations
+"""Rules about how GPUs are divided: those of Bridge's ``validate()``, and those that Megatron-Core enforces later."""
 
 import math
 import re
 
 from energon_packing.validate.rules.rule import (
     Finding,
-    SourceLine,
+    bridge,
     bridge_is_silent_on_loss,
     bridges_rule,
-    context_parallel,
+    core,
     rule,
     unless,
 )
@@ -25,7 +20,7 @@ from energon_packing.validate.run_view import RunView, smallest_world_size
     order=1010,
     checks="the global batch divides over the replicas",
     place="megatron.core.num_microbatches_calculator",
-    sources=(SourceLine("megatron/core/num_microbatches_calculator.py", "is not divisible by micro batch size"),),
+    sources=(core("num_microbatches_calculator.py", "is not divisible by micro batch size"),),
 )
 def _global_batch(view: RunView) -> Finding | None:
     rows = view.micro_batch_size * view.data_parallel or 1  # too few GPUs: bridge/world-size speaks
@@ -43,11 +38,7 @@ def _global_batch(view: RunView) -> Finding | None:
     checks="the world size is a multiple of expert TP x EP x PP",
     place="megatron.core.parallel_state.initialize_model_parallel",
     applies=lambda view: view.expert_parallel > 1,
-    sources=(
-        SourceLine(
-            "megatron/core/parallel_state.py", "if world_size % expert_tensor_model_pipeline_parallel_size != 0:"
-        ),
-    ),
+    sources=(core("parallel_state.py", "if world_size % expert_tensor_model_pipeline_parallel_size != 0:"),),
 )
 def _expert_world_size(view: RunView) -> Finding | None:
     inside = view.expert_tensor_parallel or view.tensor_parallel
@@ -69,11 +60,7 @@ def _expert_world_size(view: RunView) -> Finding | None:
     place="megatron.core.distributed.DistributedDataParallel",
     applies=bridge_is_silent_on_loss,
     holds=lambda view: not (view.calculate_per_token_loss and view.average_in_collective),
-    sources=(
-        SourceLine(
-            "megatron/core/distributed/distributed_data_parallel.py", "not self.ddp_config.average_in_collective"
-        ),
-    ),
+    sources=(core("distributed/distributed_data_parallel.py", "not self.ddp_config.average_in_collective"),),
 )
 def _no_average_with_token_loss(view: RunView) -> Finding | None:
     return Finding(
@@ -90,9 +77,8 @@ def _no_average_with_token_loss(view: RunView) -> Finding | None:
     place="megatron.bridge.training.utils.packed_seq_utils.get_thd_cp_partition_indices",
     applies=lambda view: view.packed and view.context_parallel > 1 and view.megatron_core_version is not None,
     sources=(
-        SourceLine(
-            "megatron/bridge/training/utils/packed_seq_utils.py",
-            "THD context-parallel partitioning requires Megatron-Core >= 0.18.0",
+        bridge(
+            "training/utils/packed_seq_utils.py", "THD context-parallel partitioning requires Megatron-Core >= 0.18.0"
         ),
     ),
 )
@@ -109,24 +95,17 @@ def _core_slices_packs(view: RunView) -> Finding | None:
     )
 
 
-def _comm_types(view: RunView) -> tuple[str, ...]:
-    kinds = view.cp_comm_type
-    return kinds if isinstance(kinds, tuple) else (kinds or "p2p",)
-
-
 @bridges_rule(
     id="bridge/comm-type-of-each-layer",
     order=220,
     checks="a list of cp_comm_type names every layer",
-    applies=context_parallel,
+    applies=lambda view: view.context_parallel > 1,
     bridge_says=("Length of cp_comm_type",),  # Megatron-Core raises it first, when the model is finalised
 )
 def _comm_type_of_each_layer(view: RunView) -> Finding | None:
-    kinds = view.cp_comm_type
-    if not isinstance(kinds, tuple) or view.num_layers is None or len(kinds) == view.num_layers:
-        return None
-    return Finding(
-        why=f"cp_comm_type lists {len(kinds)} layers, but the model has {view.num_layers}",
+    return unless(
+        not isinstance(view.cp_comm_type, tuple) or view.num_layers in (None, len(view.cp_comm_type)),
+        why=f"cp_comm_type lists {len(view.comm_types)} layers, but the model has {view.num_layers}",
         fix="give one name for all layers, or one per layer",
     )
 
@@ -168,7 +147,7 @@ def _eval_world_size(view: RunView) -> Finding | None:
     order=310,
     checks="a2a+p2p comes with hierarchical sizes",
     holds=lambda view: (
-        view.hierarchical_context_parallel_sizes is not None or not any("a2a+p2p" in k for k in _comm_types(view))
+        view.hierarchical_context_parallel_sizes is not None or not any("a2a+p2p" in k for k in view.comm_types)
     ),
     bridge_says=("hierarchical_context_parallel_sizes must be set when cp_comm_type",),
 )
@@ -187,10 +166,9 @@ def _hierarchical_sizes_present(view: RunView) -> Finding | None:
     bridge_says=("Product of hierarchical_context_parallel_sizes",),
 )
 def _hierarchical_sizes_product(view: RunView) -> Finding | None:
-    sizes = view.hierarchical_context_parallel_sizes
-    if sizes is None or math.prod(sizes) == view.context_parallel:
-        return None
-    return Finding(
+    sizes = view.hierarchical_context_parallel_sizes or ()
+    return unless(
+        view.hierarchical_context_parallel_sizes is None or math.prod(sizes) == view.context_parallel,
         why=f"hierarchical_context_parallel_sizes {list(sizes)} multiply to {math.prod(sizes)}, CP is "
         f"{view.context_parallel}",
         fix=f"choose sizes whose product is {view.context_parallel}",

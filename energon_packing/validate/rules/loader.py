@@ -1,16 +1,7 @@
-"""Rules about epochs, the measured data, and the processes that read it: their memory, and when they give up.
+"""Rules about epochs, the measured data, and the processes that read it: their memory, and when they give up."""
 
-Imports neither torch nor Bridge.
-"""
-
-from __future__ import annotations
-
-from energon_packing.validate.rules.rule import Finding, SourceLine, bridges_rule, rule, unless
+from energon_packing.validate.rules.rule import Finding, SourceLine, bridges_rule, core, rule, unless
 from energon_packing.validate.run_view import RunView
-
-
-def _measured(view: RunView) -> bool:
-    return view.data is not None
 
 
 @bridges_rule(
@@ -52,7 +43,7 @@ def _epochs_need_whole_batches(view: RunView) -> Finding | None:
     order=1330,
     checks="the longest samples fit into a row",
     place="energon_packing.encoders",
-    applies=_measured,
+    applies=lambda view: view.data is not None,
     severity="warning",
     sources=(SourceLine("energon_packing/encoders/fitting.py", 'return SampleRejected("oversize"'),),
 )
@@ -72,16 +63,15 @@ def _longest_sample(view: RunView) -> Finding | None:
     order=1340,
     checks="an epoch gives every replica a step",
     place="energon_packing.energon.loader",
-    applies=_measured,
+    applies=lambda view: view.data is not None,
     severity="warning",
-    sources=(SourceLine("megatron/core/num_microbatches_calculator.py", "self.global_batch_size"),),
+    sources=(core("num_microbatches_calculator.py", "self.global_batch_size"),),
 )
 def _steps_an_epoch(view: RunView) -> Finding | None:
-    rows = view.rows_per_epoch
-    if rows is None or rows >= view.global_batch_size:
-        return None
+    rows = view.rows_per_epoch or 0
     what = "packs" if view.rows_are_packs else "samples that can be trained on"
-    return Finding(
+    return unless(
+        rows >= view.global_batch_size,
         why=f"an epoch has about {rows} {what}, fewer than the {view.global_batch_size} of one step: each step "
         "would see samples more than once",
         fix="set a smaller global_batch_size, or a smaller seq_length",

@@ -1,16 +1,18 @@
 """Rules about what a packed run's loss sums (weights of tokens, shifted labels) and about the weights it begins with.
 
-Nothing else reports these before GPUs are taken. Imports neither torch nor Bridge.
+Nothing else reports these before GPUs are taken.
 """
 
-from __future__ import annotations
-
-from energon_packing.validate.rules.rule import Finding, SourceLine, bridge_is_silent_on_loss, rule
+from energon_packing.validate.rules.rule import (
+    Finding,
+    SourceLine,
+    bridge,
+    bridge_is_silent_on_loss,
+    core,
+    rule,
+    unless,
+)
 from energon_packing.validate.run_view import RunView
-
-
-def _packed_not_natively(view: RunView) -> bool:
-    return view.packed and not view.packs_natively  # for its own packing Bridge reports it: bridge/native-*
 
 
 @rule(
@@ -18,12 +20,10 @@ def _packed_not_natively(view: RunView) -> bool:
     order=1160,
     checks="a token weighs the same in every pack",
     place="Bridge's development branch asks it of its own online packing at any CP",
-    applies=lambda view: view.packed and bridge_is_silent_on_loss(view) and not view.packs_natively,
+    applies=lambda view: view.packed_not_natively and bridge_is_silent_on_loss(view),
     holds=lambda view: view.calculate_per_token_loss,
     severity="warning",
-    sources=(
-        SourceLine("megatron/core/pipeline_parallel/schedules.py", "output_tensor /= torch.clamp(num_tokens, min=1)"),
-    ),
+    sources=(core("pipeline_parallel/schedules.py", "output_tensor /= torch.clamp(num_tokens, min=1)"),),
 )
 def _tokens_weigh_the_same(view: RunView) -> Finding | None:
     return Finding(
@@ -38,27 +38,19 @@ def _tokens_weigh_the_same(view: RunView) -> Finding | None:
     order=1170,
     checks="no multi-token prediction over packed rows",
     place="megatron.core.transformer.multi_token_prediction.roll_tensor",
-    applies=_packed_not_natively,
-    sources=(
-        SourceLine(
-            "megatron/core/transformer/multi_token_prediction.py", "cu_seqlens = packed_seq_params.cu_seqlens_q"
-        ),
-    ),
+    applies=lambda view: view.packed_not_natively,
+    sources=(core("transformer/multi_token_prediction.py", "cu_seqlens = packed_seq_params.cu_seqlens_q"),),
 )
 def _no_multi_token_prediction(view: RunView) -> Finding | None:
     # Megatron-Core shifts labels at the real boundaries (roll_tensor): correct if there is no padding between samples.
-    if view.mtp_num_layers == 0 or (view.bridge_release >= (0, 7) and view.multiple == 1):
-        return None
+    holds = view.mtp_num_layers == 0 or (view.bridge_release >= (0, 7) and view.multiple == 1)
     reason = (
-        f"Megatron-Bridge {view.bridge_version or '0.6'} documents it as unsupported over packed rows"
+        f"Megatron-Bridge {view.bridge_name} documents it as unsupported over packed rows"
         if view.multiple == 1
         else "Megatron-Core shifts its labels at cu_seqlens_q, the real boundaries; after the first padded sample "
         "they lie elsewhere, and labels come from other samples"
     )
-    return Finding(
-        why=f"mtp_num_layers is {view.mtp_num_layers}: {reason}",
-        fix="set mtp_num_layers to 0",
-    )
+    return unless(holds, why=f"mtp_num_layers is {view.mtp_num_layers}: {reason}", fix="set mtp_num_layers to 0")
 
 
 @rule(
@@ -78,22 +70,17 @@ def _weights_need_token_loss(view: RunView) -> Finding | None:
     )
 
 
-def _fine_tunes(view: RunView) -> bool:
-    """Whether the run trains on conversations and says where its weights come from; our YAML names no model."""
-    return view.dataset_kind == "packed_energon" and view.has_weights is not None
-
-
 @rule(
     id="ours/initial-weights",
     order=1410,
     checks="training on conversations begins with trained weights",
     place="recipes of Bridge name no checkpoint; its finetune() asks for one, its pretrain() draws weights at random",
-    applies=_fine_tunes,
+    applies=lambda view: view.dataset_kind == "packed_energon" and view.has_weights is not None,
     holds=lambda view: bool(view.has_weights),
     severity="warning",
     sources=(
-        SourceLine(
-            "megatron/bridge/training/finetune.py",
+        bridge(
+            "training/finetune.py",
             "Finetuning requires a loading from a pretrained checkpoint or resuming from a checkpoint",
         ),
     ),

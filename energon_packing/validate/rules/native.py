@@ -1,10 +1,8 @@
 """Rules about Megatron-Bridge's own online packing.
 
 The packing (``EnergonDatasetConfig.packing_buffer_size``) came with 0.7; 0.6 has the setting but does not pack, see
-``ours/bridges-own-packing``. Imports neither torch nor Bridge.
+``ours/bridges-own-packing``.
 """
-
-from __future__ import annotations
 
 import functools
 
@@ -154,17 +152,11 @@ def _no_mtp(view: RunView) -> Finding | None:
     bridge_says=("Energon native sequence packing does not support CUDA graphs",),
 )
 def _no_graphs(view: RunView) -> Finding | None:
-    found = [
-        f"{name} is {value!r}"
-        for name, value in (
-            ("cuda_graph_impl", view.cuda_graph_impl),
-            ("vision_cuda_graph_impl", view.vision_cuda_graph_impl),
-        )
-        if value != "none"
-    ]
+    graphs = {"cuda_graph_impl": view.cuda_graph_impl, "vision_cuda_graph_impl": view.vision_cuda_graph_impl}
+    used = [f"{name} is {value!r}" for name, value in graphs.items() if value != "none"]
     return unless(
-        not found,
-        why=f"{' and '.join(found)}, and Bridge's own packing refuses CUDA graphs",
+        not used,
+        why=f"{' and '.join(used)}, and Bridge's own packing refuses CUDA graphs",
         fix="set both to 'none'",
     )
 

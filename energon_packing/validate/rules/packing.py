@@ -5,21 +5,11 @@ run. Nobody else checks before GPUs are taken what forward steps and loader do w
 neither torch nor Bridge.
 """
 
-from __future__ import annotations
-
 import math
 import re
 
-from energon_packing.validate.rules.rule import Finding, SourceLine, bridges_rule, rule, unless
+from energon_packing.validate.rules.rule import Finding, SourceLine, bridge, bridges_rule, rule, unless
 from energon_packing.validate.run_view import PACKING_STEPS, RunView, installed_version
-
-
-def _with_specs(view: RunView) -> bool:
-    return view.has_offline_packing_specs
-
-
-def _graphs(view: RunView) -> bool:
-    return view.cuda_graph_impl != "none"
 
 
 @bridges_rule(
@@ -48,21 +38,17 @@ def _one_packing_mode(view: RunView) -> Finding | None:
 )
 def _specs_with_offline(view: RunView) -> Finding | None:
     if view.enable_offline_packing:
-        return Finding(
-            why="enable_offline_packing is on, but offline_packing_specs is not set",
-            fix=f"set offline_packing_specs=PackedSequenceSpecs(packed_sequence_size={view.dataset_seq_length})",
-        )
-    return Finding(
-        why="offline_packing_specs is set, but enable_offline_packing is off",
-        fix="set enable_offline_packing=True, or remove the specs",
-    )
+        fix = f"set offline_packing_specs=PackedSequenceSpecs(packed_sequence_size={view.dataset_seq_length})"
+        return Finding(why="enable_offline_packing is on, but offline_packing_specs is not set", fix=fix)
+    fix = "set enable_offline_packing=True, or remove the specs"
+    return Finding(why="offline_packing_specs is set, but enable_offline_packing is off", fix=fix)
 
 
 @bridges_rule(
     id="bridge/fixed-boundaries-need-fixed-width",
     order=50,
     checks="pad_cu_seqlens comes with pad_to_max_length",
-    applies=_with_specs,
+    applies=lambda view: view.has_offline_packing_specs,
     holds=lambda view: not view.pad_cu_seqlens or view.pad_to_max_length,
     bridge_says=("offline_packing_specs.pad_cu_seqlens=True requires dataset pad_to_max_length=True",),
 )
@@ -77,7 +63,7 @@ def _fixed_boundaries_need_fixed_width(view: RunView) -> Finding | None:
     id="bridge/graphs-need-fixed-width",
     order=60,
     checks="training CUDA graphs come with pad_to_max_length",
-    applies=_with_specs,
+    applies=lambda view: view.has_offline_packing_specs,
     holds=lambda view: (
         not (view.full_iteration_graph or view.cuda_graph_impl == "transformer_engine") or view.pad_to_max_length
     ),
@@ -94,7 +80,7 @@ def _graphs_need_fixed_width(view: RunView) -> Finding | None:
     id="bridge/graphs-need-fixed-boundaries",
     order=70,
     checks="CUDA graphs over packed attention come with pad_cu_seqlens",
-    applies=_with_specs,
+    applies=lambda view: view.has_offline_packing_specs,
     holds=lambda view: not view.graphs_capture_attention or view.pad_cu_seqlens,
     bridge_says=("Packed attention CUDA graphs require offline_packing_specs.pad_cu_seqlens=True",),
 )
@@ -109,7 +95,7 @@ def _graphs_need_fixed_boundaries(view: RunView) -> Finding | None:
     id="bridge/local-graphs-of-iterations",
     order=210,
     checks="local CUDA graphs hold a whole iteration",
-    applies=_graphs,
+    applies=lambda view: view.cuda_graph_impl != "none",
     holds=lambda view: not view.local_layer_graph,
     bridge_says=('cuda_graph_impl="local" only for',),
 )
@@ -125,7 +111,7 @@ def _local_graphs(view: RunView) -> Finding | None:
     id="bridge/no-nan-check-in-graph",
     order=270,
     checks="a graph of the whole iteration does not check for NaN",
-    applies=_graphs,
+    applies=lambda view: view.cuda_graph_impl != "none",
     holds=lambda view: not (view.full_iteration_graph and view.check_for_nan_in_loss),
     bridge_says=("check_for_nan_in_loss must be disabled when using full_iteration CUDA graph",),
 )
@@ -144,8 +130,8 @@ def _no_nan_check(view: RunView) -> Finding | None:
     applies=lambda view: view.enable_in_batch_packing and view.defer_in_batch_packing_to_step and view.step is not None,
     holds=lambda view: view.step_packs,
     sources=(
-        SourceLine(
-            "megatron/bridge/training/vlm_step.py",
+        bridge(
+            "training/vlm_step.py",
             "vlm_step requires collate-time in-batch packing; set defer_in_batch_packing_to_step=False",
         ),
     ),
@@ -165,9 +151,7 @@ def _step_packs_in_batch(view: RunView) -> Finding | None:
     place="megatron.bridge.data.packing.in_batch.build_mcore_thd_sequence_batch_from_rows",
     applies=lambda view: view.as_wide_as_its_samples,
     severity="note",
-    sources=(
-        SourceLine("megatron/bridge/data/packing/in_batch.py", "exceeds configured sequence_length {sequence_length}."),
-    ),
+    sources=(bridge("data/packing/in_batch.py", "exceeds configured sequence_length {sequence_length}."),),
 )
 def _in_batch_rows_may_be_long(view: RunView) -> Finding | None:
     size, length = view.micro_batch_size, view.dataset_seq_length
@@ -189,17 +173,13 @@ def _packer_of_bridge(view: RunView) -> str | None:
         return f"the packer in {view.step}" if view.defer_in_batch_packing_to_step and view.step else "in-batch packing"
     if view.dataset_kind == "gpt_sft" and view.enable_offline_packing and (view.pad_seq_to_multiple or 1) > 1:
         return "offline packing"
-    if view.packs_natively:
-        return "online packing"
-    return None
+    return "online packing" if view.packs_natively else None
 
 
 def _cut_over_ranks(view: RunView) -> bool:
     """Whether the lengths of Bridge's rows are cut for the steps of a ring."""
-    if max(view.context_parallel, view.eval_context_parallel or 1) == 1 or _packer_of_bridge(view) is None:
-        return False
-    kinds = (view.cp_comm_type,) if isinstance(view.cp_comm_type, str) else view.cp_comm_type
-    return not kinds or any("p2p" in kind for kind in kinds)
+    over_ring = any("p2p" in kind for kind in view.comm_types)
+    return view.wide and over_ring and _packer_of_bridge(view) is not None
 
 
 @rule(
@@ -237,7 +217,7 @@ def _padding_is_visible(view: RunView) -> Finding | None:
     applies=lambda view: view.dataset_kind == "energon" and (view.packing_buffer_size or 0) > 0,
     before=(0, 7),  # from then on bridge/native-* tell what it needs
     sources=(
-        SourceLine("megatron/bridge/data/builders/energon.py", "packing_buffer_size=self.config.packing_buffer_size,"),
+        bridge("data/builders/energon.py", "packing_buffer_size=self.config.packing_buffer_size,"),
         SourceLine(
             "megatron/energon/task_encoder/base.py",
             "Both select_samples_to_pack and pack_selected_samples methods must be provided in the TaskEncoder",
@@ -247,7 +227,7 @@ def _padding_is_visible(view: RunView) -> Finding | None:
 def _own_packing_of_bridge(view: RunView) -> Finding | None:
     return Finding(
         why=f"packing_buffer_size is {view.packing_buffer_size}, and the task encoders of Megatron-Bridge "
-        f"{view.bridge_version or '0.6'} have no packing: Energon stops with the first buffer",
+        f"{view.bridge_name} have no packing: Energon stops with the first buffer",
         fix="leave packing_buffer_size out, or use energon_packing.bridge.dataset.use_packed_data",
     )
 
@@ -259,11 +239,7 @@ def _own_packing_of_bridge(view: RunView) -> Finding | None:
     place="megatron.bridge.data.packing.gpt_sft",
     applies=lambda view: view.pad_cu_seqlens and view.dataset_kind == "gpt_sft",
     holds=lambda view: view.packed_metadata_missing is None,
-    sources=(
-        SourceLine(
-            "megatron/bridge/data/packing/gpt_sft.py", "a metadata json file is required when pad_cu_seqlens is enabled"
-        ),
-    ),
+    sources=(bridge("data/packing/gpt_sft.py", "a metadata json file is required when pad_cu_seqlens is enabled"),),
 )
 def _metadata_beside_packed_file(view: RunView) -> Finding | None:
     return Finding(
@@ -281,21 +257,18 @@ def _metadata_beside_packed_file(view: RunView) -> Finding | None:
     place="megatron.bridge.data.packing.config.PackedSequenceSpecs",
     applies=lambda view: view.enable_offline_packing and view.pad_seq_to_multiple is not None,
     sources=(
-        SourceLine(
-            "megatron/bridge/data/builders/gpt_sft.py",
+        bridge(
+            "data/builders/gpt_sft.py",
             "None if config.offline_packing_specs is None else config.offline_packing_specs.pad_seq_to_mult",
         ),
     ),
 )
 def _alignment_used(view: RunView) -> Finding | None:
     used = view.pad_seq_to_multiple or 1
-    if used % view.multiple == 0:
-        return None
-    wide = max(view.context_parallel, view.eval_context_parallel or 1) > 1
     width = view.packed_sequence_size or view.dataset_seq_length
     # Context parallelism slices every sample; sequence parallelism alone slices the row, so the row's width decides.
     return unless(
-        not wide and view.pad_to_max_length and width % view.multiple == 0,
+        used % view.multiple == 0 or (not view.wide and view.pad_to_max_length and width % view.multiple == 0),
         why=f"samples are padded to multiples of {used} (pad_seq_to_mult), and this layout slices them by "
         f"{view.multiple}: tokens of two samples would share a slice",
         fix=f"set offline_packing_specs.pad_seq_to_mult to {math.lcm(used, view.multiple)} and prepare the packs again",

@@ -1,18 +1,17 @@
 """Rules of ``ConfigContainer.validate()`` in Megatron-Bridge 0.6.2 about batches, lengths of rows, and their loss.
 
 Bridge tests for its own data set classes, so a ``DatasetProvider`` escapes some of these rules. Ours is a provider and
-needs them just as much, so all of them apply to the kind ``packed_energon``. Imports neither torch nor Bridge.
+needs them just as much, so all of them apply to the kind ``packed_energon``.
 """
-
-from __future__ import annotations
 
 import math
 
-from energon_packing.validate.rules.rule import Finding, bridges_rule, context_parallel, packed_offline, unless
+from energon_packing.validate.rules.rule import Finding, bridges_rule, unless
 from energon_packing.validate.run_view import COLLATED, DatasetKind, RunView
 
-# The data set classes that a rule of Bridge tests for.
+# The data set classes that rules of Bridge test for.
 _FINETUNING: tuple[DatasetKind, ...] = (*COLLATED, "gpt_sft")
+_SIZED: tuple[DatasetKind, ...] = (*_FINETUNING, "gpt_pretraining")
 
 
 def _own_micro_batch(view: RunView) -> bool:
@@ -111,15 +110,14 @@ def _no_average_in_collective(view: RunView) -> Finding | None:
     id="bridge/one-pack-a-micro-batch",
     order=340,
     checks="packed rows come one per micro-batch",
-    applies=packed_offline,
+    # With both modes on, bridge/one-packing-mode speaks.
+    applies=lambda view: view.enable_offline_packing and not view.enable_in_batch_packing,
     bridge_says=("Micro batch size should be 1 when training with packed sequence",),
 )
 def _one_pack_a_micro_batch(view: RunView) -> Finding | None:
-    size = view.micro_batch_size
-    if size <= 1:
-        return None
-    width = view.packed_sequence_size or view.dataset_seq_length
-    return Finding(
+    size, width = view.micro_batch_size, view.packed_sequence_size or view.dataset_seq_length
+    return unless(
+        size <= 1,
         why=f"micro_batch_size is {size}, and a micro-batch of packed rows is one row",
         fix=f"set micro_batch_size to 1, global_batch_size to {max(1, view.global_batch_size // size)} (from "
         f"{view.global_batch_size}) and seq_length to {width * size} (from {width}): the same tokens per step",
@@ -141,15 +139,6 @@ def _in_batch_needs_several(view: RunView) -> Finding | None:
     )
 
 
-# The data set classes that a rule of Bridge tests for.
-_SIZED: tuple[DatasetKind, ...] = (*COLLATED, "gpt_sft", "gpt_pretraining")
-
-
-def _needs_fixed_width(view: RunView) -> bool:
-    # The in-batch packer never widens a row, whatever the value of `pad_to_max_length`.
-    return view.width_fixed_by_bridge and not view.as_wide_as_its_samples
-
-
 @bridges_rule(
     id="bridge/seq-length-multiple",
     order=200,
@@ -159,15 +148,12 @@ def _needs_fixed_width(view: RunView) -> bool:
     bridge_says=("seq_length must be divisible by the CP/SP collate padding multiple",),
 )
 def _seq_length_multiple(view: RunView) -> Finding | None:
-    multiple, length = view.multiple, view.dataset_seq_length
-    if length % multiple == 0:
-        return None
-    above = math.ceil(length / multiple) * multiple
+    multiple, length, above = view.multiple, view.dataset_seq_length, view.next_length(1)
     evaluation = "" if view.eval_context_parallel is None else f", evaluation CP {view.eval_context_parallel}"
-    return Finding(
+    return unless(
+        length == above,
         why=f"seq_length {length} is not divisible by {multiple}, the multiple of TP {view.tensor_parallel}, "
-        f"CP {view.context_parallel}{evaluation}, sequence parallel "
-        f"{'on' if view.sequence_parallel else 'off'}",
+        f"CP {view.context_parallel}{evaluation}, sequence parallel {'on' if view.sequence_parallel else 'off'}",
         fix=f"set seq_length to {f'{above - multiple} or ' if above > multiple else ''}{above}",
     )
 
@@ -176,7 +162,7 @@ def _seq_length_multiple(view: RunView) -> Finding | None:
     id="bridge/model-seq-length",
     order=280,
     checks="the model's seq_length is a multiple of 2 x CP",
-    applies=context_parallel,
+    applies=lambda view: view.context_parallel > 1,
     bridge_says=("Sequence length must be divisible by 2 * context parallel size",),
 )
 def _model_seq_length_multiple(view: RunView) -> Finding | None:
@@ -192,7 +178,8 @@ def _model_seq_length_multiple(view: RunView) -> Finding | None:
     id="bridge/pack-size",
     order=330,
     checks="a pack has a size",
-    applies=packed_offline,
+    # With both modes on, bridge/one-packing-mode speaks.
+    applies=lambda view: view.enable_offline_packing and not view.enable_in_batch_packing,
     holds=lambda view: view.packed_sequence_size is None or view.packed_sequence_size > 0,
     bridge_says=("packed_sequence_size must be greater than 0",),
 )
@@ -224,7 +211,8 @@ def _same_seq_length(view: RunView) -> Finding | None:
     order=370,
     provider_escapes=True,
     checks="rows of pipelines and experts have one width",
-    applies=_needs_fixed_width,
+    # The in-batch packer never widens a row, whatever the value of `pad_to_max_length`.
+    applies=lambda view: view.width_fixed_by_bridge and not view.as_wide_as_its_samples,
     holds=lambda view: view.pad_to_max_length,
     severity="note",
 )

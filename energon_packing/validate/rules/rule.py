@@ -1,17 +1,12 @@
-"""What a rule is: an identity, a check of a `RunView`, and a finding with the values and the fix.
-
-All rules, and the judgement of a run by them. Needs neither torch nor Bridge, and takes microseconds.
+"""What a rule is, all rules, and the judgement of a run by them. Needs neither torch nor Bridge.
 
 Bridge stops at its first error; `judge` lists every rule that does not hold, each with the values and the fix. A
 conformance test compares the verdicts with the installed Bridge, rule by rule.
 """
 
-from __future__ import annotations
-
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 from energon_packing.errors import PackingError
@@ -39,7 +34,7 @@ class Versioned:
     before: tuple[int, int] | None = None
 
     def speaks_of(self, release: tuple[int, int]) -> bool:
-        """Returns whether it is true of, or alongside, this version of Megatron-Bridge."""
+        """Returns whether it is true of this version of Megatron-Bridge."""
         return self.since <= release and (self.before is None or release < self.before)
 
 
@@ -56,17 +51,25 @@ class SourceLine(Versioned):
     says: str
 
 
+def core(file: str, says: str) -> SourceLine:
+    """Returns a line of Megatron-Core."""
+    return SourceLine(f"megatron/core/{file}", says)
+
+
+def bridge(file: str, says: str, **versions: Any) -> SourceLine:
+    """Returns a line of Megatron-Bridge, maybe ``since`` one of its versions and ``before`` another."""
+    return SourceLine(f"megatron/bridge/{file}", says, **versions)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule(Versioned):
     """One rule.
 
     Attributes:
-        id: stable name for people and machines, ``origin/name``; it never changes and is never reused.
+        id: ``origin/name``; it never changes and is never reused.
         checks: what is true when the rule holds.
         place: where the rule comes from.
-        finds: returns why the rule does not hold, or None if it holds after all.
-        applies: whether the rule applies to such a run.
-        holds: whether it holds; else ``finds`` is asked.
+        finds: returns why the rule does not hold, or None if it holds after all; asked where ``holds`` is false.
         order: place among all rules. Below 1000: where Bridge's ``validate()`` tests it, in steps of ten so that a new
             one fits between two; silent changes by Bridge come last. From there on: the others.
         provider_escapes: whether Bridge tests it for its own data set classes only, and no other ``DatasetProvider``.
@@ -102,10 +105,6 @@ class Rule(Versioned):
             return False
         return self.speaks_of(view.bridge_release) and self.applies(view)
 
-    def check(self, view: RunView) -> Finding | None:
-        """Returns None if the rule holds."""
-        return None if self.holds(view) else self.finds(view)
-
 
 def rule(
     *,
@@ -117,23 +116,13 @@ def rule(
     return lambda finds: Rule(finds=finds, applies=applies, holds=holds, **settings)
 
 
-bridges_rule = functools.partial(rule, place="megatron.bridge.training.config.ConfigContainer.validate")
+bridges_rule = partial(rule, place="megatron.bridge.training.config.ConfigContainer.validate")
 """`rule` for those of Bridge's ``validate()``."""
 
 
 def unless(holds: bool, *, why: str, fix: str) -> Finding | None:
     """Returns a finding, or None where the rule holds after all."""
     return None if holds else Finding(why=why, fix=fix)
-
-
-def packed_offline(view: RunView) -> bool:
-    """For rules about rows that arrive packed; with both modes on, ``bridge/one-packing-mode`` speaks."""
-    return view.enable_offline_packing and not view.enable_in_batch_packing
-
-
-def context_parallel(view: RunView) -> bool:
-    """For rules about rows that several ranks share."""
-    return view.context_parallel > 1
 
 
 def bridge_is_silent_on_loss(view: RunView) -> bool:
@@ -151,7 +140,10 @@ _REGISTRY: Registry[Rule] = Registry(
 
 @cache
 def all_rules() -> tuple[Rule, ...]:
-    """Returns Bridge's rules in the order in which it tests them, then Megatron-Core's and ours, then others'."""
+    """Returns Bridge's rules in the order in which it tests them, then Megatron-Core's and ours, then others'.
+
+    Not to be called while modules are imported: a rule's own may be the first of them, and would be found empty.
+    """
     return tuple(sorted(map(_REGISTRY.find, _REGISTRY.names()), key=lambda rule: rule.order))
 
 
@@ -178,16 +170,15 @@ class Judgement:
 
 
 def judge(view: RunView) -> list[Judgement]:
-    """Applies every rule to a run.
+    """Returns one judgement per rule on a run, in the order of `all_rules`.
 
-    Returns:
-        One judgement per rule, in the order of `all_rules`. The first error among those with ``bridge_says`` is what
-        Bridge's ``validate()`` raises; only ``bridge/pack-size`` comes earlier for Bridge's own text data sets.
+    The first error among those with ``bridge_says`` is what Bridge's ``validate()`` raises; only ``bridge/pack-size``
+    comes earlier for Bridge's own text data sets.
     """
     judgements = []
     for rule in all_rules():
         concerned = rule.concerns(view)
-        finding = rule.check(view) if concerned else None
+        finding = rule.finds(view) if concerned and not rule.holds(view) else None
         outcome: Outcome = rule.severity if finding else "ok" if concerned else "not applicable"
         judgements.append(Judgement(rule=rule, outcome=outcome, finding=finding))
     return judgements
@@ -200,8 +191,6 @@ def violations(view: RunView) -> list[Judgement]:
 
 def rule_that_bridge_named(message: str) -> Rule | None:
     """Returns the rule for a message of ``ConfigContainer.validate()``; None if it concerns something else."""
-    for rule in all_rules():
-        # Our data set config enforces what a provider escapes, by id.
-        if f"(rule {rule.id})" in message or any(fragment in message for fragment in rule.bridge_says):
-            return rule
-    return None
+    # Our data set config enforces what a provider escapes, by id.
+    named = (rule for rule in all_rules() if any(said in message for said in (f"(rule {rule.id})", *rule.bridge_says)))
+    return next(named, None)

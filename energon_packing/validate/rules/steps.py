@@ -1,12 +1,9 @@
 """Rules about what the forward steps of Megatron-Bridge 0.6.2 do with packed rows.
 
-Nothing else reports these: the run starts, and computes something other than what it claims. Imports neither torch nor
-Bridge.
+Nothing else reports these: the run starts, and computes something other than what it claims.
 """
 
-from __future__ import annotations
-
-from energon_packing.validate.rules.rule import Finding, SourceLine, rule
+from energon_packing.validate.rules.rule import Finding, bridge, core, rule, unless
 from energon_packing.validate.run_view import RunView
 
 OUR_STEP = "energon_packing.bridge.step"
@@ -14,9 +11,8 @@ OUR_STEP = "energon_packing.bridge.step"
 
 
 def _packed_mixture(view: RunView) -> bool:
-    mixture = view.expert_parallel > 1 or (view.num_moe_experts or 0) > 0
     known = view.step is None or view.step.endswith(("vlm_step", "gpt_step"))
-    return view.reaches_the_step_packed and mixture and (known or view.overlap_moe_expert_parallel_comm)
+    return view.reaches_the_step_packed and view.has_experts and (known or view.overlap_moe_expert_parallel_comm)
 
 
 def _shares_masked_rows(view: RunView) -> bool:
@@ -24,10 +20,6 @@ def _shares_masked_rows(view: RunView) -> bool:
     shared = view.context_parallel > 1 or (view.tensor_parallel > 1 and view.sequence_parallel)
     masked = _model_makes_the_mask(view) or (_step_gives_the_mask_itself(view) and _rows_bring_a_mask(view))
     return _packed_mixture(view) and view.step is not None and OUR_STEP not in view.step and shared and masked
-
-
-def _packed_not_natively(view: RunView) -> bool:
-    return view.packed and not view.packs_natively  # there Bridge turns the overlap off: bridge/native-no-overlap
 
 
 _ROUTER_SCOPES = {"moe", "moe_router", "moe_preprocess"}
@@ -48,11 +40,9 @@ def _rows_bring_a_mask(view: RunView) -> bool:
     """Whether the batches of a data set have a padding mask: ours, and on 0.7 those of Bridge's collators for text."""
     if view.dataset_kind == "packed_energon" or _model_makes_the_mask(view):
         return True
-    if view.bridge_release < (0, 7):
-        return False
-    if view.dataset_kind == "gpt_sft":
-        return view.enable_offline_packing or view.multiple > 1
-    return view.dataset_kind == "hf_sft" and view.enable_in_batch_packing and view.multiple > 1
+    of_text = view.dataset_kind == "gpt_sft" and (view.enable_offline_packing or view.multiple > 1)
+    in_batch = view.dataset_kind == "hf_sft" and view.enable_in_batch_packing and view.multiple > 1
+    return view.bridge_release >= (0, 7) and (of_text or in_batch)
 
 
 def _masked_experts_under_graphs(view: RunView) -> bool:
@@ -61,9 +51,8 @@ def _masked_experts_under_graphs(view: RunView) -> bool:
 
 
 def _packed_rows_over_cp(view: RunView) -> bool:
-    wide = max(view.context_parallel, view.eval_context_parallel or 1) > 1
     follows_the_trainer = view.dataset_micro_batch_size is None  # otherwise bridge/micro-batch-size speaks
-    return view.enable_offline_packing and wide and follows_the_trainer
+    return view.enable_offline_packing and view.wide and follows_the_trainer
 
 
 def _undeclared_provider_in_a_long_pipeline(view: RunView) -> bool:
@@ -79,18 +68,14 @@ def _undeclared_provider_in_a_long_pipeline(view: RunView) -> bool:
     applies=lambda view: view.reaches_the_step_packed and view.step is not None,
     holds=lambda view: not view.step_packs,
     sources=(
-        SourceLine(
-            "megatron/bridge/models/qwen_vl/qwen3_vl_step.py",
-            "qwen3_vl_step does not support collate-time in-batch packing.",
-        ),
-        SourceLine("megatron/bridge/training/audio_lm_step.py", 'required_host_keys.add("cu_seqlens_argmin")'),
+        bridge("models/qwen_vl/qwen3_vl_step.py", "qwen3_vl_step does not support collate-time in-batch packing."),
+        bridge("training/audio_lm_step.py", 'required_host_keys.add("cu_seqlens_argmin")'),
     ),
 )
 def _step_reads_packs(view: RunView) -> Finding | None:
+    why = f"{view.step} packs rows itself and overlooks the boundaries of packed ones: samples would see each other"
     if "qwen3_vl_step" in (view.step or ""):
         why = "qwen3_vl_step, the default of the Qwen3-VL recipes, packs rows itself and refuses packed ones"
-    else:
-        why = f"{view.step} packs rows itself and overlooks the boundaries of packed ones: samples would see each other"
     return Finding(why=why, fix="set training.step to vlm_step")
 
 
@@ -103,18 +88,12 @@ def _step_reads_packs(view: RunView) -> Finding | None:
     holds=lambda view: view.multiple == 1 and not view.rows_of_one_width,
     severity="warning",
     sources=(
-        SourceLine(
-            "megatron/bridge/training/vlm_step.py",
-            'required_device_keys.update(("tokens", "input_ids", "position_ids"))',
-        ),
-        SourceLine(
-            "megatron/core/transformer/moe/router.py",
+        bridge("training/vlm_step.py", 'required_device_keys.update(("tokens", "input_ids", "position_ids"))'),
+        core(
+            "transformer/moe/router.py",
             "def routing(self, logits: torch.Tensor, padding_mask: Optional[torch.Tensor] = None):",
         ),
-        SourceLine(
-            "megatron/core/models/gpt/fine_grained_callables.py",
-            "probs, routing_map = layer.mlp.route(pre_mlp_layernorm_output)",
-        ),
+        core("models/gpt/fine_grained_callables.py", "probs, routing_map = layer.mlp.route(pre_mlp_layernorm_output)"),
     ),
 )
 def _experts_see_padding(view: RunView) -> Finding | None:
@@ -127,16 +106,14 @@ def _experts_see_padding(view: RunView) -> Finding | None:
     if _model_makes_the_mask(view) or (_step_gives_the_mask_itself(view) and view.step is not None):
         return None
     why = (
-        f"{view.step or 'the forward step'} drops padding_mask in Megatron-Bridge "
-        f"{view.bridge_version or '0.6'}: padding is routed to experts and counts in their load balance"
+        f"{view.step or 'the forward step'} drops padding_mask in Megatron-Bridge {view.bridge_name}: padding is "
+        "routed to experts and counts in their load balance"
     )
+    fix = f"train with the forward step {OUR_STEP}.forward_step"
     if view.cuda_graph_impl == "transformer_engine":  # where our step cannot help either
-        return Finding(
-            why=f"{why}; our forward step passes the mask by hooks, which cuda_graph_impl 'transformer_engine' "
-            "bypasses",
-            fix=f"set cuda_graph_impl to 'none' and train with the forward step {OUR_STEP}.forward_step",
-        )
-    return Finding(why=why, fix=f"train with the forward step {OUR_STEP}.forward_step")
+        why += "; our forward step passes the mask by hooks, which cuda_graph_impl 'transformer_engine' bypasses"
+        fix = f"set cuda_graph_impl to 'none' and {fix}"
+    return Finding(why=why, fix=fix)
 
 
 @rule(
@@ -147,9 +124,7 @@ def _experts_see_padding(view: RunView) -> Finding | None:
     applies=_shares_masked_rows,
     holds=lambda view: view.load_balancing is not None and not any(view.balance_coefficients),
     severity="warning",
-    sources=(
-        SourceLine("megatron/core/tensor_parallel/mappings.py", "torch.distributed.all_reduce(input_, group=group)"),
-    ),
+    sources=(core("tensor_parallel/mappings.py", "torch.distributed.all_reduce(input_, group=group)"),),
 )
 def _balance_over_ranks(view: RunView) -> Finding | None:
     return Finding(
@@ -166,9 +141,9 @@ def _balance_over_ranks(view: RunView) -> Finding | None:
     place="megatron.core.transformer.module.GraphableMegatronModule.__call__",
     applies=_masked_experts_under_graphs,
     sources=(
-        SourceLine("megatron/core/transformer/module.py", "return cuda_graph_func(*args, **kwargs)"),
-        SourceLine(
-            "megatron/bridge/training/gpt_step.py",
+        core("transformer/module.py", "return cuda_graph_func(*args, **kwargs)"),
+        bridge(
+            "training/gpt_step.py",
             "Packed MoE padding masks do not support router-scoped Transformer Engine CUDA graphs in the pinned",
             since=(0, 7),
         ),
@@ -189,11 +164,8 @@ def _mask_under_graphs(view: RunView) -> Finding | None:
             f"padding mask there: {end}",
             fix="capture attention only (cuda_graph_modules), or set cuda_graph_impl to 'none'",
         )
-    if OUR_STEP not in (
-        view.step or ""
-    ):  # Bridge's own steps drop the mask with and without graphs: ours/experts-see-padding
-        return None
-    return Finding(
+    return unless(
+        OUR_STEP not in (view.step or ""),  # Bridge's own drop the mask also without graphs: ours/experts-see-padding
         why=f"cuda_graph_impl is 'transformer_engine' ({scopes}): graphs bypass the hooks through which our forward "
         "step passes the padding mask, so experts would count padding",
         fix="set cuda_graph_impl to 'none'",
@@ -207,16 +179,12 @@ def _mask_under_graphs(view: RunView) -> Finding | None:
     place="megatron.bridge.training.gpt_step._cu_seqlens_for_cp_partition",
     applies=_packed_rows_over_cp,
     sources=(
-        SourceLine(
-            "megatron/bridge/training/gpt_step.py",
-            "Packed THD batches expect micro-batch size 1 for context-parallel slicing",
-        ),
+        bridge("training/gpt_step.py", "Packed THD batches expect micro-batch size 1 for context-parallel slicing"),
     ),
 )
 def _one_packed_row_over_cp(view: RunView) -> Finding | None:
-    if (view.eval_micro_batch_size or 1) <= 1:  # of training: bridge/one-pack-a-micro-batch
-        return None
-    return Finding(
+    return unless(
+        (view.eval_micro_batch_size or 1) <= 1,  # of training: bridge/one-pack-a-micro-batch
         why=f"eval_micro_batch_size is {view.eval_micro}, and packed rows are sliced over CP one row at a time: the "
         "first evaluation stops the run",
         fix="set training.eval_micro_batch_size to 1",
@@ -231,10 +199,7 @@ def _one_packed_row_over_cp(view: RunView) -> Finding | None:
     applies=_undeclared_provider_in_a_long_pipeline,
     severity="warning",
     sources=(
-        SourceLine(
-            "megatron/bridge/training/gpt_step.py",
-            "return uses_custom_attention_mask or _uses_packed_sequence_metadata(cfg)",
-        ),
+        bridge("training/gpt_step.py", "return uses_custom_attention_mask or _uses_packed_sequence_metadata(cfg)"),
     ),
 )
 def _middle_stages_see_boundaries(view: RunView) -> Finding | None:
@@ -251,14 +216,11 @@ def _middle_stages_see_boundaries(view: RunView) -> Finding | None:
     order=1110,
     checks="boundaries survive overlapped expert communication",
     place="megatron.bridge.training.vlm_step and gpt_step",
-    applies=_packed_not_natively,
+    applies=lambda view: view.packed_not_natively,
     sources=(
-        SourceLine(
-            "megatron/bridge/training/vlm_step.py",
-            "tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask",
-        ),
-        SourceLine(
-            "megatron/bridge/training/gpt_step.py",
+        bridge("training/vlm_step.py", "tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask"),
+        bridge(
+            "training/gpt_step.py",
             "tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask",
             before=(0, 7),
         ),
@@ -266,12 +228,10 @@ def _middle_stages_see_boundaries(view: RunView) -> Finding | None:
 )
 def _no_schedule_plan(view: RunView) -> Finding | None:
     # gpt_step of 0.7 passes packed_seq_params and padding_mask to its plan; vlm_step passes neither, in both versions.
-    if not view.overlap_moe_expert_parallel_comm or (view.bridge_release >= (0, 7) and view.goes_through_gpt_step):
-        return None
     step = "gpt_step" if view.goes_through_gpt_step else "vlm_step"
-    return Finding(
-        why=f"overlap_moe_expert_parallel_comm is on: {step} of Megatron-Bridge "
-        f"{view.bridge_version or '0.6'} builds a schedule plan without the boundaries of packed rows, so "
-        "every token attends to the samples before its own",
+    return unless(
+        not view.overlap_moe_expert_parallel_comm or _step_gives_the_mask_itself(view),
+        why=f"overlap_moe_expert_parallel_comm is on: {step} of Megatron-Bridge {view.bridge_name} builds a schedule "
+        "plan without the boundaries of packed rows, so every token attends to the samples before its own",
         fix="set comm_overlap.overlap_moe_expert_parallel_comm to false",
     )

@@ -1,12 +1,7 @@
-"""Rules about the processor: it and the model must agree on tokens, sizes and class.
-
-Imports neither torch nor Bridge.
-"""
-
-from __future__ import annotations
+"""Rules about the processor: it and the model must agree on tokens, sizes and class."""
 
 from energon_packing.validate.family_table import PROCESSOR_CLASSES, line_of
-from energon_packing.validate.rules.rule import Finding, SourceLine, rule, unless
+from energon_packing.validate.rules.rule import Finding, bridge, core, rule, unless
 from energon_packing.validate.run_view import RunView
 
 
@@ -29,7 +24,7 @@ def _expected_classes(view: RunView) -> tuple[str, ...]:
     checks="every token id has a row in the model's embedding",
     place="megatron.core.tensor_parallel.layers.VocabParallelEmbedding",
     applies=lambda view: bool(getattr(view.model_tokens, "size", 0) and getattr(view.processor_tokens, "size", 0)),
-    sources=(SourceLine("megatron/core/tensor_parallel/layers.py", "masked_input[input_mask] = 0"),),
+    sources=(core("tensor_parallel/layers.py", "masked_input[input_mask] = 0"),),
 )
 def _vocabulary(view: RunView) -> Finding | None:
     rows, ids = (getattr(facts, "size", None) or 0 for facts in (view.model_tokens, view.processor_tokens))
@@ -47,8 +42,8 @@ def _vocabulary(view: RunView) -> Finding | None:
     place="megatron.bridge.models.qwen_vl",
     applies=lambda view: bool(_stated_by_both(view, "placeholders")),
     sources=(
-        SourceLine(
-            "megatron/bridge/models/qwen_vl/modelling_qwen3_vl/model.py",
+        bridge(
+            "models/qwen_vl/modelling_qwen3_vl/model.py",
             "self.image_token_id = language_transformer_config.image_token_id",
         ),
     ),
@@ -71,8 +66,8 @@ def _placeholder_ids(view: RunView) -> Finding | None:
     place="megatron.bridge.models.qwen_vl.modelling_qwen3_vl.utils.Qwen3VLVisionPatchEmbed",
     applies=lambda view: bool(_stated_by_both(view, "geometry") or _expected_classes(view)),
     sources=(
-        SourceLine(
-            "megatron/bridge/models/qwen_vl/modelling_qwen3_vl/utils.py",
+        bridge(
+            "models/qwen_vl/modelling_qwen3_vl/utils.py",
             "kernel_size = [self.temporal_patch_size, self.patch_size, self.patch_size]",
         ),
     ),

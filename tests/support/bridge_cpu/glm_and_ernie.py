@@ -17,7 +17,8 @@ import transformers
 from energon_packing.conversation import Conversation, MediaPart, Turn
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.encoders.joinable_rows import SHARED_PLACEHOLDER
-from support.parity.tiny_native import tiny_config
+from support.bridge_cpu.tiny_models import EXPERTS_ON_CPU, ON_CPU, with_fields
+from support.parity.tiny_families import tiny_config
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "families"))  # for `whole_sample`, here and in tests
 
@@ -37,15 +38,7 @@ EXPERTS = {
     "attention_bias": True,
     "use_qk_norm": False,
 }
-ON_CPU = {
-    **dict.fromkeys(("fp16", "bf16", "masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion"), False),
-    **dict.fromkeys(("cross_entropy_loss_fusion", "gradient_accumulation_fusion", "apply_rope_fusion"), False),
-    **dict.fromkeys(("persist_layer_norm", "moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion"), False),
-    **dict.fromkeys(("params_dtype", "pipeline_dtype", "autocast_dtype"), torch.float32),
-    **dict.fromkeys(("hidden_dropout", "attention_dropout"), 0.0),
-    "calculate_per_token_loss": True,
-    "moe_token_dispatcher_type": "alltoall",
-    "moe_shared_expert_overlap": False,
+SETTINGS = {
     "moe_router_dtype": "fp32",
     "mtp_num_layers": None,
     # Larger than published, so that two layers mix enough for a leak between samples to show.
@@ -58,10 +51,7 @@ def _provider(config: Any, mrope_section: list[int]) -> Any:
     from megatron.bridge import AutoBridge
 
     made = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
-    for name, value in (ON_CPU | {"mrope_section": mrope_section}).items():
-        assert hasattr(made, name), name
-        setattr(made, name, value)
-    return made
+    return with_fields(made, ON_CPU | EXPERTS_ON_CPU | SETTINGS | {"mrope_section": mrope_section})
 
 
 def glm_provider(encoder: Any) -> Any:

@@ -27,14 +27,8 @@ CONTROL_LIMIT = 1e-2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SegmentDifference:
-    """One sample in the pack compared with the sample alone.
-
-    Attributes:
-        index: place in the pack, from 0.
-        tokens: real length.
-        logits: largest absolute difference of a logit.
-        positions: largest absolute difference of a rotary position; None if the model does not compute its own.
-    """
+    """One sample in the pack compared with the sample alone: its real length, and the largest absolute difference of a
+    logit and of a rotary position; None if the model does not compute its own."""
 
     index: int
     tokens: int
@@ -47,11 +41,10 @@ class ParityReport:
     """Outcome of `compare`.
 
     Attributes:
-        segments: one entry for each sample.
         packed_loss: weighted token loss of the row, divided by its weights.
         single_loss: the same over the samples, one per row.
         gradient: largest absolute difference of a gradient entry over all parameters.
-        gradient_scale: largest absolute entry of the gradient, as the scale for ``gradient``.
+        gradient_scale: largest absolute entry of the gradient.
         control: largest logit difference with boundaries ignored; None if it was not requested.
     """
 
@@ -74,26 +67,14 @@ class ParityReport:
 
     def failures(self, *, logits: float = LOGIT_LIMIT, loss: float = LOSS_LIMIT) -> list[str]:
         """One sentence per failed comparison; empty if the pack equals its samples."""
-        found = [
-            f"segment {segment.index} ({segment.tokens} tokens): logits differ by {segment.logits:.2e} > {logits:.0e}"
-            for segment in self.segments
-            if not segment.logits <= logits
-        ]
-        found += [
-            f"segment {segment.index} ({segment.tokens} tokens): rotary positions differ by {segment.positions}"
-            for segment in self.segments
-            if segment.positions
-        ]
-        if not self.loss <= loss:
-            found.append(f"the loss differs by {self.loss:.2e} > {loss:.0e}")
-        if not self.gradient <= loss:
-            found.append(f"the gradient differs by {self.gradient:.2e} > {loss:.0e}")
+        compared = [("loss", self.loss, loss), ("gradient", self.gradient, loss)]
+        for segment in self.segments:
+            name = f"segment {segment.index} ({segment.tokens} tokens)"
+            compared += [(f"{name}: logits", segment.logits, logits), (f"{name}: positions", segment.positions or 0, 0)]
+        failed = [f"{what} differ by {by:.2e} > {limit:.0e}" for what, by, limit in compared if not by <= limit]
         if self.control is not None and not self.control > CONTROL_LIMIT:
-            found.append(
-                f"ignoring the boundaries changes logits by only {self.control:.2e} (expected > {CONTROL_LIMIT:.0e}), "
-                "so this comparison could not have found a leak"
-            )
-        return found
+            failed.append(f"ignoring the boundaries changes logits by only {self.control:.2e}: it finds no leak")
+        return failed
 
 
 def row_batches(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -131,16 +112,9 @@ def row_batches(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def masked_row() -> dict[str, Any]:
     """A batch of one masked token, to fill a step up to its number of micro-batches."""
-    return row_batches(
-        [
-            {
-                "input_ids": torch.zeros(1, dtype=torch.int64),
-                "labels": torch.full((1,), -100),
-                "loss_mask": torch.zeros(1),
-                "position_ids": torch.zeros(1, dtype=torch.int64),
-            }
-        ]
-    )[0]
+    zero = torch.zeros(1, dtype=torch.int64)
+    row = {"input_ids": zero, "labels": zero - 100, "loss_mask": torch.zeros(1), "position_ids": zero}
+    return row_batches([row])[0]
 
 
 def one_a_row(packs: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[list[dict[str, Any]], int]:
@@ -156,11 +130,8 @@ def one_a_row(packs: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[list[dict[s
         the batches, and how many of them form one step (the run's global batch size at data-parallel size 1).
     """
     size = max(len(rows) for rows in packs)
-    batches: list[dict[str, Any]] = []
-    for rows in packs:
-        batches += row_batches(rows)
-        batches += [masked_row() for _ in range(size - len(rows))]
-    return batches, size
+    filled = [[*row_batches(rows), *(masked_row() for _ in range(size - len(rows)))] for rows in packs]
+    return [batch for batches in filled for batch in batches], size
 
 
 def forward(model: torch.nn.Module, batch: Mapping[str, Any], *, with_labels: bool) -> torch.Tensor:

@@ -25,7 +25,6 @@ import torch
 
 from energon_packing.errors import UserError
 from energon_packing.validate.verdict import import_bridge
-from support.bridge_cpu.context_parallel import PartitionedIndices
 
 
 @contextlib.contextmanager
@@ -49,7 +48,7 @@ try:
         from megatron.core.extensions import transformer_engine as mcore_te
         from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-        from support.bridge_cpu.attention import SegmentAttention
+        from support.bridge_cpu.attention import PartitionedIndices, SegmentAttention
         from support.bridge_cpu.modules import CpuSpecProvider, NormColumnParallelLinear, TorchNorm
 except ImportError as error:
     raise UserError(
@@ -82,7 +81,6 @@ class _NoStream:
     wait_stream = synchronize = _nothing
 
     def record_event(self) -> _NoStream:
-        """Returns the stream itself, since there is nothing to wait for."""
         return self
 
 
@@ -237,11 +235,7 @@ def replaced() -> tuple[Replacement, ...]:
 
 
 def install() -> str:
-    """Applies `REPLACED`; a second call does nothing.
-
-    Returns:
-        One sentence that states what was done.
-    """
+    """Applies `REPLACED`; a second call does nothing. Returns one sentence that states what was done."""
     if not needed():
         return "A CUDA device and Transformer Engine are present: nothing is replaced."
     if _originals:

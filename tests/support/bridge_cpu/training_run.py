@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import torch
 
-from energon_packing.errors import ConfigError, UserError
+from energon_packing.errors import UserError
 from support.bridge_cpu import stand_ins
 
 ForwardStep = Literal["vlm", "gpt"] | Callable[..., Any]
@@ -30,10 +30,9 @@ ForwardStep = Literal["vlm", "gpt"] | Callable[..., Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
-    """What Bridge reports after one optimiser step.
+    """What Bridge reports after one optimiser step, counted from 1.
 
     Attributes:
-        step: from 1.
         loss: sum of the token losses of the step divided by its trained tokens.
         grad_norm: norm of the whole gradient before clipping; None if Bridge reports none.
     """
@@ -45,13 +44,8 @@ class StepReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunResult:
-    """A finished run.
-
-    Attributes:
-        steps: one report per optimiser step.
-        held_out_before: loss on the held-out rows before the first step; None without ``eval_iters``.
-        held_out_after: loss on the same rows after the last step.
-    """
+    """A finished run: its steps, and the loss on held-out rows before the first and after the last of them; None
+    without ``eval_iters``."""
 
     steps: tuple[StepReport, ...]
     held_out_before: float | None
@@ -149,18 +143,10 @@ def make_config(
     Args:
         model: a Bridge model provider (`support.bridge_cpu.tiny_models`).
         dataset: a Bridge ``DatasetProvider`` whose rows are packs.
-        steps: optimiser steps.
         global_batch_size: rows per step over all data-parallel ranks; a micro-batch is always one row.
-        learning_rate: of every step, without warm-up or decay.
         eval_iters: global batches of held-out rows; 0 evaluates nothing.
         seed: of the weights.
-
-    Raises:
-        ConfigError: fewer than one step or row.
     """
-    for name, value in (("steps", steps), ("global_batch_size", global_batch_size)):
-        if value < 1:
-            raise ConfigError(f"{name} is {value}, but must be at least 1.")
     stand_ins.install()
     from megatron.bridge.training import config as bridge
     from megatron.bridge.training.tokenizers.config import TokenizerConfig
@@ -204,51 +190,25 @@ def run(
     config: Any,
     *,
     forward_step: ForwardStep,
-    on_step: Callable[[StepReport], None] | None = None,
+    on_step: Callable[[StepReport], None] = lambda _report: None,
     callbacks: Sequence[Any] = (),
-    quiet: bool = True,
 ) -> RunResult:
-    """Trains ``config.train.train_iters`` optimiser steps on the CPU.
+    """Trains ``config.train.train_iters`` optimiser steps on the CPU, once per block of `process_groups`.
 
-    Must be called inside `process_groups`, once per block: Bridge sets up global state that a second run refuses.
+    What Bridge prints and logs about itself, and Megatron's and torch's warnings, stay off the terminal.
 
     Args:
         config: a `ConfigContainer`, for example from `make_config`; validated here by Bridge.
-        forward_step: ``"vlm"`` for ``vlm_step.forward_step``, ``"gpt"`` for ``gpt_step.forward_step``, or a function
-            such as `energon_packing.bridge.step.forward_step`, which calls one of the two.
-        on_step: called after each step.
+        on_step: called after each step, with the caller's standard output.
         callbacks: Bridge's, such as `energon_packing.bridge.metrics.PackingMetrics`.
-        quiet: keep what Bridge prints and logs about itself, and Megatron's and torch's warnings, off the terminal.
-
-    Raises:
-        ConfigError: the forward step is unknown.
     """
-    if forward_step not in ("vlm", "gpt") and not callable(forward_step):
-        raise ConfigError(f'forward_step is {forward_step!r}, but must be "vlm", "gpt" or a function.')
     stand_ins.install()
-    if not quiet:
-        return _run(config, forward_step, on_step, callbacks)
-    terminal = sys.stdout
-
-    def report_on_terminal(report: StepReport) -> None:
-        """Passes the report on, with the caller's standard output restored."""
-        if on_step is not None:
-            with contextlib.redirect_stdout(terminal):
-                on_step(report)
-
-    with _with_output_hidden():
-        return _run(config, forward_step, report_on_terminal, callbacks)
-
-
-@contextlib.contextmanager
-def _with_output_hidden() -> Iterator[None]:
-    """Discards standard output, log records below a warning, and the warnings of Megatron and torch."""
-    disabled = logging.root.manager.disable
+    disabled, terminal = logging.root.manager.disable, sys.stdout
     logging.disable(max(disabled, logging.INFO))
     try:
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"(megatron\.(core|training|bridge)|torch)\b")
-            yield
+            return _run(config, forward_step, on_step, callbacks, terminal)
     finally:
         logging.disable(disabled)
 
@@ -256,8 +216,9 @@ def _with_output_hidden() -> Iterator[None]:
 def _run(
     config: Any,
     forward_step: ForwardStep,
-    on_step: Callable[[StepReport], None] | None,
+    on_step: Callable[[StepReport], None],
     callbacks: Sequence[Any],
+    terminal: Any,
 ) -> RunResult:
     from megatron.bridge.data.utils import get_dataset_provider
     from megatron.bridge.training import gpt_step, vlm_step
@@ -287,7 +248,7 @@ def _run(
             grad_norm=None if norm is None else float(norm),
         )
         reports.append(report)
-        if on_step is not None:
+        with contextlib.redirect_stdout(terminal):
             on_step(report)
 
     called = CallbackManager()

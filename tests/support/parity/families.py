@@ -21,14 +21,6 @@ BROKEN_LABELS = "labels"
 PINPOINTS = [[28 * rows, 28 * columns] for rows in range(1, 4) for columns in range(1, 4)]
 
 
-def _internvl() -> Any:
-    return offline_processors.internvl(28, 4, max_patches=6)
-
-
-def _onevision() -> Any:
-    return offline_processors.llava_onevision(28, 9, PINPOINTS, 4)
-
-
 SMALL_SIZES = {"shortest_edge": 4 * 28 * 28, "longest_edge": 64 * 28 * 28}
 SMALL_FRAMES = {"shortest_edge": 4 * 28 * 28, "longest_edge": 16 * 28 * 28}
 SMALL_CLIPS = {"shortest_edge": 4 * 28 * 28, "longest_edge": 256 * 28 * 28}
@@ -36,11 +28,11 @@ SMALL_CLIPS = {"shortest_edge": 4 * 28 * 28, "longest_edge": 256 * 28 * 28}
 MADE: dict[str, Callable[[], Any]] = {
     "qwen2_vl": lambda: offline_processors.qwen2_vl(images=SMALL_SIZES, videos=SMALL_SIZES),
     "qwen3_5_vl": lambda: offline_processors.qwen3_5_vl(images=SMALL_SIZES, videos=SMALL_CLIPS),
-    "internvl": _internvl,
+    "internvl": lambda: offline_processors.internvl(28, 4, max_patches=6),
     "qianfan_vl": lambda: offline_processors.qianfan(28, 4, max_patches=6),
     "llava": lambda: offline_processors.llava(28),
     "llava_next": lambda: offline_processors.llava_next(28, PINPOINTS),
-    "llava_onevision": _onevision,
+    "llava_onevision": lambda: offline_processors.llava_onevision(28, 9, PINPOINTS, 4),
     "gemma3": lambda: offline_processors.gemma3(56, 4),
     "pixtral": lambda: offline_processors.pixtral(128),
     "ministral3": lambda: offline_processors.pixtral(224, 14, 2),
@@ -64,15 +56,7 @@ def run(
     attention: Attention = "mask",
     tolerance: float | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Compares each family.
-
-    Args:
-        families: of `FAMILIES`.
-        work: directory for data and processors.
-        packs: of each family.
-        cp_size: context-parallel ranks that attention is split into.
-        seed: of the data.
-        device, attention, tolerance: see `support.parity.run.compare_run`.
+    """Compares each of these `FAMILIES`, with data and processors in the directory ``work``.
 
     Yields:
         For each family ``family``, ``model``, ``packs``, ``segments``, the largest differences

@@ -27,9 +27,7 @@ from energon_packing.thd import (
     slice_for_context_parallel,
     unpack,
 )
-from support.parity.ranked_attention import ranked_attention
-from support.parity.span_kernels import kernel_arguments, linear_layers, span_kernels
-from support.parity.written_masks import written_mask
+from support.parity.attention import kernel_arguments, linear_layers, ranked_attention, span_kernels, written_mask
 
 Attention = Literal["mask", "positions"]
 Break = Literal["boundaries", "positions", "labels"]
@@ -45,16 +43,11 @@ class SegmentParity:
     """One sample in its pack compared with the same sample alone.
 
     Attributes:
-        pack: number of the pack, from 0.
-        index: place in the pack, from 0.
-        key: of the sample.
         tokens: real length.
         logits: largest absolute difference of a logit.
         at: token of the segment where that is.
         loss: weighted mean token loss in the pack.
-        loss_alone: the same, alone.
         gradient_norm: norm of the gradient of the segment's loss over all parameters, in the pack.
-        gradient_norm_alone: the same, alone.
         gradient: norm of the difference of both gradients, divided by the norm alone.
     """
 
@@ -73,14 +66,13 @@ class SegmentParity:
     def failures(self, tolerance: float) -> list[str]:
         """Returns what differs by more than `tolerance`, one sentence each; NaN counts as a difference."""
         name = f"pack {self.pack}, segment {self.index} ({self.key}, {self.tokens} tokens)"
-        found = []
-        if not self.logits <= tolerance:
-            found.append(f"{name}: logits differ by {self.logits:.2e} at token {self.at}")
-        if not abs(self.loss - self.loss_alone) <= tolerance * max(1.0, abs(self.loss_alone)):
-            found.append(f"{name}: the loss is {self.loss:.6f}, alone {self.loss_alone:.6f}")
-        if not self.gradient <= tolerance:
-            found.append(f"{name}: the gradient differs by {self.gradient:.2e} of its norm")
-        return found
+        gap = abs(self.loss - self.loss_alone) / max(1.0, abs(self.loss_alone))
+        compared = (
+            (self.logits, f"logits differ by {self.logits:.2e} at token {self.at}"),
+            (gap, f"the loss is {self.loss:.6f}, alone {self.loss_alone:.6f}"),
+            (self.gradient, f"the gradient differs by {self.gradient:.2e} of its norm"),
+        )
+        return [f"{name}: {sentence}" for difference, sentence in compared if not difference <= tolerance]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,8 +80,6 @@ class Perturbation:
     """The pack again, with other tokens in one segment.
 
     Attributes:
-        pack: number of the pack.
-        index: the segment that was changed.
         own: largest change of a logit in it; must exceed the tolerance, or the experiment shows nothing.
         others: largest change of a logit in any other segment; should be 0.
         where: the segment of ``others``; None in a pack of one segment.
@@ -103,17 +93,10 @@ class Perturbation:
 
     def failures(self, tolerance: float) -> list[str]:
         """Returns what does not hold, one sentence each."""
-        found = []
-        if not self.others <= tolerance:
-            found.append(
-                f"pack {self.pack}: changing segment {self.index} changes logits of segment {self.where} by "
-                f"{self.others:.2e}"
-            )
-        if not self.own > tolerance:
-            found.append(
-                f"pack {self.pack}: changing segment {self.index} changes its own logits by only {self.own:.2e}"
-            )
-        return found
+        changing = f"pack {self.pack}: changing segment {self.index} changes"
+        leak = f"{changing} logits of segment {self.where} by {self.others:.2e}"
+        nothing = f"{changing} its own logits by only {self.own:.2e}"
+        return [leak] * (not self.others <= tolerance) + [nothing] * (not self.own > tolerance)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,8 +104,6 @@ class PackParity:
     """Outcome of `compare_pack`.
 
     Attributes:
-        segments: one entry for each sample.
-        perturbation: the pack again, with one sample changed.
         boundaries_ignored: the control that must fail: largest difference of a logit from the sample alone if attention
             sees the whole row. None for a pack of one sample, for attention by ``positions``, and if another mistake
             was asked for.
@@ -247,22 +228,19 @@ def compare_pack(
                 gradient=gap / norm_alone if norm_alone > 0 else (0.0 if gap == 0 else math.inf),
             )
         )
-    changed = _perturbed(subject, whole, rows)
-    isolate = break_ != "boundaries"
+    index, other = _perturbed(subject, whole, rows)
     with torch.no_grad():
-        after = _packed_logits(subject, changed[1], cp_size=cp_size, isolate=isolate)
+        after = _packed_logits(subject, other, cp_size=cp_size, isolate=break_ != "boundaries")
+    change = (logits.detach() - after).abs().amax(dim=-1)
     return PackParity(
         segments=tuple(segments),
-        perturbation=_perturbation(batch, number, changed[0], logits.detach(), after),
+        perturbation=_perturbation(batch, number, index, change),
         boundaries_ignored=None if leaky is None else ignored,
     )
 
 
-def _perturbation(
-    batch: PackedBatch, number: int, index: int, before: torch.Tensor, after: torch.Tensor
-) -> Perturbation:
+def _perturbation(batch: PackedBatch, number: int, index: int, change: torch.Tensor) -> Perturbation:
     starts = batch.boundaries.tolist()
-    change = (before - after).abs().amax(dim=-1)
     each = [float(change[s : s + n].max()) for s, n in zip(starts, batch.sample_lengths, strict=False)]
     others = {other: value for other, value in enumerate(each) if other != index}
     where = max(others, key=lambda other: others[other]) if others else None

@@ -14,8 +14,6 @@ is ever true is at most `FALSE_STOP`. Drops found late (a sample in the window w
 the count too small, so the statement stays true.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import re

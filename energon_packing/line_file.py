@@ -6,8 +6,6 @@ Lustre without ``-o flock``, GCS FUSE and NFS without a lock manager refuse ever
 write to one place apart, so a single command needs none.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -4,8 +4,6 @@ PyYAML accepts a key that occurs twice (the last value counts), aliases that nam
 integers of thousands of digits, which overflow wherever they become floats. `load_yaml` refuses them with the line.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 LARGEST_TEXT = 64 * 2**20

@@ -5,8 +5,6 @@ package outside names its entry in the entry points of its own ``pyproject.toml`
 function.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import pkgutil

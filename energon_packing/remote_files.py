@@ -4,8 +4,6 @@ Its configuration says what a profile of ``msc://PROFILE/PATH`` is; it also take
 Paths of the command line are ``pathlib.Path``, which makes one slash of two: `remote_address` gives the address back.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

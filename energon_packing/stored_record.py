@@ -4,8 +4,6 @@
 trusted. Each kind of sample has one `StoredRecord`, which its ``from_record`` uses.
 """
 
-from __future__ import annotations
-
 import reprlib
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass

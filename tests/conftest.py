@@ -1,7 +1,5 @@
 """Fixtures that several test directories share, and the tiers: ``--fast`` leaves out what is marked ``full``."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

@@ -1,7 +1,5 @@
 """Wan is an add-on: its folder alone knows it, and the package works without it."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Configuration files: strict keys and types, overrides, one clear sentence for each mistake."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

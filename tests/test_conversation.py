@@ -1,7 +1,5 @@
 """Stored conversations: what is written is read back, and what nobody of us wrote is a rejection, never a crash."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

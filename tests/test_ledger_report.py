@@ -1,7 +1,5 @@
 """Merged ledgers against a model: runs of several workers that are killed anywhere and go on from any earlier state."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

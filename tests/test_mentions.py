@@ -1,7 +1,5 @@
 """What docstrings, comments and pages name exists: modules, files, names and options."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import io

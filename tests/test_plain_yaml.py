@@ -1,7 +1,5 @@
 """`load_yaml` against PyYAML itself: the same values, and bounds on what a few bytes can become."""
 
-from __future__ import annotations
-
 import pytest
 import yaml
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """`energon-packing convert`: converts conversation files to an Energon data set."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, get_args
 

@@ -1,7 +1,5 @@
 """`energon-packing explain`: what happened to one sample, and which setting decided it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

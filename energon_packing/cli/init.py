@@ -1,7 +1,5 @@
 """`energon-packing init`: writes a configuration file with comments for a data set and a processor."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -4,8 +4,6 @@ Exit codes: 0 success, 1 a check failed, 2 unusable input or an error, 130 inter
 away. A subcommand ends with 1 through ``ctx.exit(1)``, and with 2 by raising `UserError`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import errno

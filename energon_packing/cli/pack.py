@@ -1,7 +1,5 @@
 """`energon-packing pack`: stores the packs of a plan, so that training neither tokenizes nor packs."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

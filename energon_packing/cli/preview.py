@@ -1,7 +1,5 @@
 """`energon-packing preview`: builds real packs and shows what is in them."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """`energon-packing state convert`: from the states of an online run to a plan that goes on with it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

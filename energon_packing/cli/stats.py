@@ -1,7 +1,5 @@
 """`energon-packing stats`: how samples are distributed, how full their packs would be, and what a run of them costs."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import tempfile

@@ -1,7 +1,5 @@
 """`energon-packing validate`: can this run work, and what will it do? Answered before any GPU is taken."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

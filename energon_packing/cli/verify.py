@@ -1,7 +1,5 @@
 """`energon-packing verify`: whether a packed directory holds what its plan says."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

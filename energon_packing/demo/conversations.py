@@ -4,8 +4,6 @@ A draft's texts hold ``<image>`` and ``<video>`` in place of media, in the order
 Lengths follow a log-normal mix, as in real data sets: many short samples next to a few very long ones.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math

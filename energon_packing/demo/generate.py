@@ -8,8 +8,6 @@ OUT/expected_defects.json           those records, and what each should lead to
 OUT/made.json                       what was asked for, and how many conversations of each kind there are
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections import Counter

@@ -3,8 +3,6 @@
 The demo's tokenizer knows these words, and more; its text was made from longer lists.
 """
 
-from __future__ import annotations
-
 # Far enough apart to be told apart after JPEG compression.
 COLOURS: dict[str, tuple[int, int, int]] = {
     "red": (214, 40, 40),

@@ -1,7 +1,5 @@
 """Text of samples for a reader: nothing in it acts on a terminal or page, and what is trained stays in view."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ A list is a file: ``.npz`` with ``length`` ``[N]`` and, if they are known, ``ima
 ``.npy`` with the lengths; or text with one length per line.
 """
 
-from __future__ import annotations
-
 import time
 import zipfile
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """How fast the loader is on a user's own data: samples and tokens per second, CPU by stage, memory, workers needed."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -4,8 +4,6 @@ What comes from data goes through `escaped`, or as JSON through `packed_block`; 
 security policy lets nothing run but the script whose digest it names.
 """
 
-from __future__ import annotations
-
 import base64
 import gzip
 import hashlib

@@ -1,7 +1,5 @@
 """Packs for people and programs: which ones to show, and what is in each: segments, text, media, boundaries."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence

@@ -3,8 +3,6 @@
 A pack no longer has the pictures of its media, so a task encoder keeps small ones while it renders.
 """
 
-from __future__ import annotations
-
 import base64
 import functools
 import io

@@ -3,8 +3,6 @@
 The text of a setting is the string below its field, so the reference cannot fall behind the code.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import inspect

@@ -1,7 +1,5 @@
 """``stats --size``: what an offline run of many samples takes, from a probe of the user's own data on this machine."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import resource

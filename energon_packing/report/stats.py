@@ -1,8 +1,6 @@
 """Statistics of samples: distributions, shares and drops, with error bars where sampled; packings side by side, what to
 set, and what the readers of a run would have."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os.path

@@ -1,7 +1,5 @@
 """Statistics as one self-contained HTML page and as a picture; numbers and names as a reader sees them."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What statistics are made from: the sizes of samples, from an index, a plan, or a data set measured in part."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

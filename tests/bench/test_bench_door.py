@@ -1,7 +1,5 @@
 """``scripts/bench.py``: one door to the benchmarks, JSON lines for machines."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

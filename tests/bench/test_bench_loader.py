@@ -1,7 +1,5 @@
 """The loader benchmark: that both paths get the same data, and that its figures mean what they say."""
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import itertools

@@ -1,7 +1,5 @@
 """``bench.py measure``: figures of a small run, whose parts are what they say."""
 
-from __future__ import annotations
-
 import pytest
 from bench.measure import FAMILY, IMAGES, figures
 

@@ -1,7 +1,5 @@
 """The benchmark of policies: its lists, its rows, its errors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The training benchmark: every kind of rows trains the same samples, and its figures mean what they say."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """What surrounds the kernels of ``scripts/bench.py gpu``, on kernels that a CPU can run."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """`energon-packing validate` on a good configuration, on eight broken ones, and on files that cannot be used."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`energon-packing validate` looks at what a run reads, names what is missing, and says what it could not look at."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import socket

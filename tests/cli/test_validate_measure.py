@@ -1,7 +1,5 @@
 """`energon-packing validate --measure N`: what it tells of a data set is what the loader then does."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The demo's data set: what it holds, that it is always the same, that its answers are true and its defects real."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`stats --profile` counts every second once, in the stage that spent it, and every sample that it read."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

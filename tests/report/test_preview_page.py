@@ -1,7 +1,5 @@
 """The page of packs: to scale, closed to networks, and deaf to whatever samples say."""
 
-from __future__ import annotations
-
 import io
 import json
 from types import SimpleNamespace

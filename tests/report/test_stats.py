@@ -1,7 +1,5 @@
 """Statistics against counts made by hand in plain Python, on indexes, plans and data sets."""
 
-from __future__ import annotations
-
 import json
 import statistics as plain
 from collections import Counter

@@ -1,9 +1,7 @@
 """A file of JSON objects, one a line, that one process appends to and that survives its kill at any byte.
 
-Locks on open files, and what happens on file systems that have none: one warning, and the work goes on.
-
-Lustre without ``-o flock``, GCS FUSE and NFS without a lock manager refuse every lock. A lock keeps two commands that
-write to one place apart, so a single command needs none.
+And locks on open files. Lustre without ``-o flock``, GCS FUSE and NFS without a lock manager refuse every lock: one
+warning, and the work goes on, since a lock only keeps two commands that write to one place apart.
 """
 
 import contextlib
@@ -26,7 +24,7 @@ def lock(file: IO[bytes] | IO[str], place: Path, *, wait: bool, byte: int | None
 
     Args:
         place: that the lock is for, as the user knows it.
-        wait: whether to wait for another process that has the lock.
+        wait: for another process that has the lock.
         byte: locks one byte of the file for this process (POSIX); None locks the open file (BSD).
 
     Raises:
@@ -98,11 +96,11 @@ class LineFile:
 
     def _set_aside(self, place: Path) -> None:
         size = end = os.fstat(self._file).st_size
-        found = -1
-        while end and found < 0:
+        last = -1
+        while end and last < 0:
             start = max(0, end - _BLOCK)
-            found = os.pread(self._file, end - start, start).rfind(b"\n")
-            end = start + found + 1 if found >= 0 else start
+            last = os.pread(self._file, end - start, start).rfind(b"\n")
+            end = start + last + 1
         if end == size:
             return
         with place.open("ab") as aside:
@@ -121,12 +119,8 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class LineFollower:
-    """Reads what is appended to a file of lines, each entry once; an unfinished last line waits for its end.
-
-    Args:
-        path: of the file; it need not exist yet.
-        skip: leave out what an existing file holds.
-    """
+    """Reads what is appended to a file of lines, which need not exist yet, each entry once; an unfinished last line
+    waits for its end. With ``skip``, what an existing file holds is left out."""
 
     def __init__(self, path: Path, *, skip: bool = False) -> None:
         self._path = path

@@ -25,7 +25,7 @@ class Registry[Entry]:
     def __init__(
         self, what: str, *, folder: str, declared: Callable[[ModuleType], Mapping[str, Entry]], setting: str
     ) -> None:
-        """Describes a registry; nothing is imported yet.
+        """Imports nothing yet.
 
         Args:
             what: one entry, as messages call it, such as ``packing policy``.
@@ -81,6 +81,7 @@ class Registry[Entry]:
         if name not in self._entries:
             near = difflib.get_close_matches(str(name), self.names(), n=1, cutoff=0.4)
             hint = f" Did you mean {near[0]!r}?" if near else ""
-            known = ", ".join(self.names())
-            raise ConfigError(f"{self.setting} is {name!r}, an unknown {self.what}; known: {known}.{hint}")
+            raise ConfigError(
+                f"{self.setting} is {name!r}, an unknown {self.what}; known: {', '.join(self.names())}.{hint}"
+            )
         return self._entries[name]

@@ -43,10 +43,7 @@ class RemoteFile:
 
 
 def remote_address(path: str | Path) -> str | None:
-    """The address that a path stands for; None for a path of this machine.
-
-    A directory of this machine may be called ``s3:``; then its paths are local.
-    """
+    """The address that a path stands for; None for a path of this machine, where a directory may be called ``s3:``."""
     start = _ANY_ADDRESS.match(str(path))
     return None if start is None or os.path.exists(f"{start[1]}:") else f"{start[1]}://{str(path)[start.end() :]}"
 
@@ -66,7 +63,6 @@ def check_remote(what: str, path: Path, instead: str) -> None:
 
     Args:
         what: the option that named it.
-        path: as given.
         instead: what the user can do without the package.
 
     Raises:
@@ -85,11 +81,7 @@ def check_remote(what: str, path: Path, instead: str) -> None:
 
 
 def check_local(what: str, path: str | Path) -> None:
-    """Refuses an address where only a path of this machine will do.
-
-    Args:
-        what: the option or argument that named it, and what it is.
-        path: as given.
+    """Refuses an address, which ``what`` (an option or argument) named, where only a path of this machine will do.
 
     Raises:
         ConfigError: it is an address.
@@ -102,7 +94,7 @@ def check_local(what: str, path: str | Path) -> None:
 
 
 def private_directory() -> Path:
-    """A directory of this machine for copies, of this user alone; made below the one for temporary files.
+    """A directory for copies, of this user alone, below the one for temporary files.
 
     Raises:
         UserError: it is somebody else's, or cannot be made.
@@ -119,12 +111,8 @@ def private_directory() -> Path:
 
 
 def status(address: str) -> RemoteFile | None:
-    """What the store says about a file; None if there is no such file.
-
-    Raises:
-        UserError: the store cannot be used.
-        OSError: it does not answer.
-    """
+    """What the store says about a file; None if there is no such file. Here as below, a `UserError` says that the store
+    cannot be used, and an ``OSError`` that it does not answer, or that a file is not there or cannot be read."""
     with contextlib.suppress(FileNotFoundError):
         there = _ask(address, lambda client, path: client.info(path))
         return _described(there) if there.type == "file" else None
@@ -138,12 +126,7 @@ def _present(address: str) -> RemoteFile:
 
 
 def listed(address: str) -> list[tuple[str, RemoteFile]]:
-    """The files below an address, each with its path relative to it; none if there is nothing there.
-
-    Raises:
-        UserError: the store cannot be used.
-        OSError: it does not answer.
-    """
+    """The files below an address, each with its path relative to it; none if there is nothing there."""
 
     def ask(client: Any, path: str) -> list[tuple[str, RemoteFile]]:
         directory = f"{path.strip('/')}/" if path.strip("/") else ""
@@ -156,27 +139,15 @@ def listed(address: str) -> list[tuple[str, RemoteFile]]:
 
 
 def matches(address: str) -> list[str]:
-    """The addresses of the files that match a pattern of ``*``, ``?``, ``[...]`` and ``**``, sorted.
-
-    Raises:
-        UserError: the store cannot be used.
-        OSError: it does not answer.
-    """
+    """The addresses of the files that match a pattern of ``*``, ``?``, ``[...]`` and ``**``, sorted."""
     names, pattern = _ask(address, lambda client, path: (client.glob(path), path))
     root = address.removesuffix(pattern)
     return sorted({root + name.lstrip("/") for name in names})
 
 
 def within(root: str, reference: str) -> str | None:
-    """The address of a file that data name below a root.
-
-    Args:
-        root: address of a directory.
-        reference: path relative to it, or an address below it.
-
-    Returns:
-        None if it would leave the root, also by a link where the store is a file system.
-    """
+    """The address of a file that data name by a path relative to a root (the address of a directory), or by an address
+    below it; None if it would leave the root, also by a link where the store is a file system."""
     root = root.rstrip("/")
     normal = posixpath.normpath(reference.removeprefix(f"{root}/"))
     if normal.startswith(("/", "../")) or normal in ("..", "."):
@@ -189,34 +160,20 @@ def within(root: str, reference: str) -> str | None:
 
 
 def read_range(address: str, offset: int, size: int) -> bytes:
-    """Bytes of a file; fewer at its end.
-
-    Raises:
-        OSError: the file is not there, or cannot be read.
-    """
+    """Bytes of a file; fewer at its end."""
     import multistorageclient.types
 
     piece = multistorageclient.types.Range(offset=offset, size=size)
-    data: bytes = _ask(address, lambda client, path: client.read(path, piece))
-    return data
+    return _ask(address, lambda client, path: client.read(path, piece))
 
 
 def read(address: str) -> bytes:
-    """A small file.
-
-    Raises:
-        OSError: the file is not there, or cannot be read.
-    """
-    data: bytes = _ask(address, lambda client, path: client.read(path))
-    return data
+    """A small file."""
+    return _ask(address, lambda client, path: client.read(path))
 
 
 def digest(address: str) -> str:
-    """SHA-256 of a file, hexadecimal, read in pieces.
-
-    Raises:
-        OSError: the file is not there, cannot be read, or changes.
-    """
+    """SHA-256 of a file, hexadecimal, read in pieces; an ``OSError`` also if it changes meanwhile."""
     before = _present(address)
     content = hashlib.sha256()
     for offset in range(0, before.size, PIECE_BYTES):
@@ -257,9 +214,7 @@ def local_copy(address: str, directory: Path, version: str = "") -> Path:
 
 
 def store(file: Path, address: str) -> None:
-    """Copies a file of this machine to a store, and reads it back to compare the digests.
-
-    A store shows a new object when all of it is there.
+    """Copies a file of this machine to a store (which shows an object when all of it is there), and reads it back.
 
     Raises:
         OSError: it cannot be written, or what is stored differs.
@@ -276,11 +231,7 @@ def file_digest(file: Path) -> str:
 
 
 def remove(address: str) -> None:
-    """Deletes a file; nothing if there is none.
-
-    Raises:
-        OSError: it cannot be deleted.
-    """
+    """Deletes a file; nothing if there is none."""
     with contextlib.suppress(FileNotFoundError):
         _ask(address, lambda client, path: client.delete(path))
 
@@ -309,8 +260,8 @@ def _described(there: Any) -> RemoteFile:
 
 
 _META, _INDEX = ".nv-meta", "index.sqlite"
-_DESCRIPTIONS = (".yaml", ".yml", ".json", ".uuid")
 _SHARDS = (".tar", ".idx")
+_DESCRIBING = (*_SHARDS, ".yaml", ".yml", ".json", ".uuid")
 
 
 def metadata_text(root: Path, name: str) -> str:
@@ -339,14 +290,8 @@ def index_file(root: Path) -> Path:
 
 
 def describe(address: str, directory: Path) -> Path:
-    """Copies what describes a data set to a directory, where its shards are empty files: their names are looked at.
-
-    Args:
-        address: of a data set, or of its YAML.
-        directory: empty.
-
-    Returns:
-        What `validate.looks.data.look_at_data` takes in place of the address.
+    """Copies what describes a data set (or its YAML) to an empty directory, where its shards are empty files; returns
+    what `validate.looks.data.look_at_data` takes in place of the address.
 
     Raises:
         UserError: there is nothing, or it cannot be read.
@@ -359,8 +304,8 @@ def describe(address: str, directory: Path) -> Path:
             raise UserError(f"{address} does not exist; name the directory that 'energon-packing convert' wrote")
         for name, _ in files:
             path = PurePosixPath(name)
-            described = path.suffix in (*_SHARDS, *_DESCRIPTIONS) or path.parent.name == _META
-            if path.is_absolute() or ".." in path.parts or not described:
+            describes = path.suffix in _DESCRIBING or path.parent.name == _META
+            if path.is_absolute() or ".." in path.parts or not describes:
                 continue
             copy = directory / name
             copy.parent.mkdir(parents=True, exist_ok=True)

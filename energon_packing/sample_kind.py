@@ -70,9 +70,8 @@ class SampleKind(ABC):
         """
         raise NotImplementedError
 
-    def _resolved(self, name: str) -> type[Any]:
-        found: type[Any] = pkgutil.resolve_name(self.classes[name])
-        return found
+    def _resolved(self, name: str) -> Any:
+        return pkgutil.resolve_name(self.classes[name])
 
     @property
     def encoder_class(self) -> type[Any]:
@@ -103,11 +102,7 @@ class SampleKind(ABC):
 
     @abstractmethod
     def task_encoder(self, run: Any, **models: Any) -> Any:
-        """Returns the task encoder of a run.
-
-        Args:
-            run: its configuration.
-            models: of one's own, where the kind has any.
+        """Returns the task encoder of a run, with ``models`` of one's own where the kind has any.
 
         Raises:
             ConfigError: a processor or model cannot be used.

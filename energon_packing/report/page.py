@@ -1,8 +1,6 @@
-"""One self-contained HTML page: no network, no foreign script, light and dark by the reader's setting.
-
-What comes from data goes through `escaped`, or as JSON through `packed_block`; the page's content
-security policy lets nothing run but the script whose digest it names.
-"""
+"""One self-contained HTML page: no network, no foreign script, light and dark by the reader's setting. What comes from
+data goes through `escaped`, or as JSON through `packed_block`; the page's content security policy lets nothing run but
+the script whose digest it names."""
 
 import base64
 import gzip
@@ -57,14 +55,7 @@ def packed_block(identifier: str, values: Any) -> str:
 
 
 def page(title: str, body: str, *, style: str = "", script: str = "") -> str:
-    """A whole document.
-
-    Args:
-        title: any text.
-        body: HTML that was made with `escaped` and `packed_block`.
-        style: added to the common one.
-        script: the only script that the page runs.
-    """
+    """A whole document, with its only script; the body is HTML that was made with `escaped` and `packed_block`."""
     style = STYLE + style
     script_source = f"'sha256-{_digest(script)}'" if script else "'none'"
     policy = (

@@ -59,14 +59,8 @@ LONGEST, SHORTEST = 20_000, 80
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShownMedia:
-    """An image or video of a sample.
-
-    Attributes:
-        name: of the file.
-        label: size, frames and placeholders in a few words.
-        tokens: placeholders, of all runs.
-        pictures: ``data:`` URIs of JPEG files; empty if none could be made.
-    """
+    """An image or video of a sample: its file, size and frames in a few words, its placeholders in all runs, and
+    ``data:`` URIs of JPEG files, or none."""
 
     name: str
     label: str
@@ -89,7 +83,6 @@ class WatchedTaskEncoder(PackingTaskEncoder):
 
     @stateless
     def postencode_sample(self, sample: MeasuredSample) -> RenderedSample:
-        """See `PackingTaskEncoder.postencode_sample`."""
         rendered = super().postencode_sample(sample)
         read = functools.partial(read_media, sample.store)
         for segment in () if sample.measured is None else sample.measured.segments:
@@ -99,13 +92,11 @@ class WatchedTaskEncoder(PackingTaskEncoder):
         return rendered
 
     def _shown(self, media: Media, plan: MediaPlan, read: Callable[[str], bytes]) -> ShownMedia:
-        size = f"{media.width}x{media.height}"
-        if media.kind == "video":
-            size += f", {len(plan.frame_indices)} of {media.frames} frames"
-        frames = _frames(media, plan, read, self.encoder.config) if self.pictures_left > 0 else ()
-        pictures = tuple(map(picture, frames))
+        frames = f", {len(plan.frame_indices)} of {media.frames} frames" if media.kind == "video" else ""
+        label = f"{media.kind} {media.width}x{media.height}{frames}, {plan.tokens} tokens"
+        pixels = _frames(media, plan, read, self.encoder.config) if self.pictures_left > 0 else ()
+        pictures = tuple(map(picture, pixels))
         self.pictures_left -= sum(map(len, pictures))
-        label = f"{media.kind} {size}, {plan.tokens} tokens"
         return ShownMedia(name=media.name, label=label, tokens=plan.tokens, pictures=pictures)
 
 
@@ -282,12 +273,7 @@ def _slices(boundaries: np.ndarray, ranks: int) -> Iterator[list[int]]:
 
 
 def preview_page(packs: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> str:
-    """The page.
-
-    Args:
-        packs: from `drawn_pack`.
-        facts: ``path, seq_length, multiple, context_parallel``, as plain values.
-    """
+    """The page of `drawn_packs`."""
     real, tokens = sum(pack["real"] for pack in packs), sum(pack["tokens"] for pack in packs)
     room = len(packs) * facts["seq_length"]
     samples = sum(segment["kind"] == "sample" for pack in packs for segment in pack["segments"])

@@ -42,15 +42,13 @@ class _Probing:
     """A `energon_packing.executors.work.Work`: each probe in a process of its own, so that its peak is its own."""
 
     def begin(self) -> None:
-        """Nothing to prepare."""
+        pass
 
     def do(self, task: Callable[[], Used]) -> Used:
-        """Runs a probe."""
         # Linux counts kibibytes.
         return task()._replace(memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)
 
     def name(self, task: Any) -> str:
-        """Of the probe."""
         return "a probe"
 
 
@@ -61,7 +59,6 @@ def size(
 
     Args:
         paths, split: data sets, as ``measure`` takes them.
-        run: its ``encoder``, ``packing``, ``parallel`` and ``plan`` sections count.
         place: an empty directory, for what the probe writes.
         samples: of the run.
         probe: samples that are packed for the estimate; of each data set its share. One shard of each is measured.

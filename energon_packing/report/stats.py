@@ -58,25 +58,18 @@ def stats_report(
     windows: Sequence[int] = (),
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Statistics, packings side by side, and a recommendation.
-
-    Args:
-        run: limits of a pack, alignment, global batch size and drop budget.
-        seq_lengths, multiples, windows: to compare; empty takes `SEQ_LENGTHS`, the run's alignment and `WINDOWS`.
+    """Statistics, packings side by side, and a recommendation. What is compared is by default `SEQ_LENGTHS`, the run's
+    alignment and `WINDOWS`.
 
     Raises:
         ConfigError: a ``seq_length`` is not a multiple of the alignment.
     """
-    compared = list(
-        packings(
-            samples,
-            run,
-            seq_lengths=sorted(set(seq_lengths or SEQ_LENGTHS)),
-            multiples=sorted(set(multiples or (run.parallel.multiple,))),
-            windows=sorted(set(windows or WINDOWS)),
-            seed=seed,
-        )
-    )
+    choices = {
+        "seq_lengths": seq_lengths or SEQ_LENGTHS,
+        "multiples": multiples or (run.parallel.multiple,),
+        "windows": windows or WINDOWS,
+    }
+    compared = list(packings(samples, run, **{name: sorted(set(each)) for name, each in choices.items()}, seed=seed))
     return {
         **statistics(samples),
         "global_batch_size": run.training.global_batch_size,
@@ -187,15 +180,13 @@ def _modalities(samples: StatsSamples) -> list[dict[str, Any]]:
 
 
 def _group(samples: StatsSamples, name: str, members: np.ndarray, drops: Mapping[str, int]) -> dict[str, Any]:
-    tokens = samples.tokens
-    own = int(tokens[members].sum())
-    count = int(members.sum())
+    own, count = int(samples.tokens[members].sum()), int(members.sum())
     group: dict[str, Any] = {
         "name": name,
         **_counted(samples, count),
         "samples": round(count * samples.total / samples.measured),
         "tokens": round(own * samples.total / samples.measured),
-        "token_share": own / max(int(tokens.sum()), 1),
+        "token_share": own / max(int(samples.tokens.sum()), 1),
         "mean_tokens": own / max(count, 1),
     }
     if "targets" in samples.columns:
@@ -217,8 +208,6 @@ def packings(
     """Packs the samples under every combination of settings.
 
     Args:
-        run: its limits of a pack and its global batch size are used.
-        seq_lengths, multiples: of rows and segments.
         windows: samples held online; a whole-list plan is added to each combination.
 
     Yields:
@@ -373,8 +362,7 @@ def _packed(
     run: RunConfig,
     seed: int,
 ) -> dict[str, Any]:
-    scale = samples.total / samples.measured
-    tokens = sizes.tokens
+    scale, tokens = samples.total / samples.measured, sizes.tokens
     found: dict[str, Any] = {
         "seq_length": limits.tokens,
         "multiple": limits.multiple,
@@ -438,11 +426,6 @@ def _packed(
 
 def reader_figures(path: str, split: str, run: RunConfig, samples: StatsSamples, data_parallel: int) -> dict[str, Any]:
     """Deals a data set to the readers of a run, as the run does.
-
-    Args:
-        path, split: of the data set that ``samples`` were measured of.
-        run: with ``data.workers`` and ``data.repeat``.
-        data_parallel: ranks that read different samples.
 
     Returns:
         Plain values: ``data_parallel``, ``workers``, and for each of ``datasets`` and for ``all`` of them ``share`` and

@@ -30,10 +30,8 @@ class StatsSamples:
 
     Attributes:
         path: as the user named it.
-        kind: what it is.
         total: samples of the data, dropped ones included; of a plan, the rows that it packs and its drops.
         measured: how many of them were looked at; less than ``total`` if they were drawn at random.
-        datasets: names of the data sets.
         dataset: ``[N]`` int64, the data set of each sample.
         place: ``[N]`` int64, its place there, dropped ones counted; empty for a plan.
         columns: name -> ``[N]`` int64; a plan has ``length`` and ``second`` only, an index also the
@@ -56,7 +54,7 @@ class StatsSamples:
     place: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     pack: np.ndarray | None = None
     pair_counts: PairCounts = field(default_factory=PairCounts)
-    planned: Mapping[str, int] | None = field(default=None)
+    planned: Mapping[str, int] | None = None
     frequent: FrequentDrops = field(default_factory=FrequentDrops)
 
     @property
@@ -157,11 +155,7 @@ def samples_of_plan(plan: Plan) -> StatsSamples:
 def samples_of_dataset(
     path: str, split: str, run: RunConfig, *, most: int, seed: int = 0, progress: Progress = lambda *_: None
 ) -> StatsSamples:
-    """Measures samples of a data set in this process, drawn at random without replacement; all where they are few.
-
-    Args:
-        run: its ``encoder`` section is used, and ``packing.pairs``.
-        most: samples to measure.
+    """Measures up to ``most`` samples of a data set in this process, drawn at random without replacement.
 
     Raises:
         UserError: the data set or the processor cannot be used, or it holds nothing.
@@ -188,17 +182,16 @@ def samples_of_dataset(
     for place, (number, shard) in enumerate(shards):
         low, high = np.searchsorted(drawn, starts[place : place + 2])
         wanted = (drawn[low:high] - starts[place]).tolist()
-        first = firsts.setdefault(number, int(starts[place]))
-        for at, row in zip(wanted, measurer.rows(parts[number], shard, set(wanted)) if wanted else (), strict=True):
+        first, part = firsts.setdefault(number, int(starts[place])), parts[number]
+        for at, row in zip(wanted, measurer.rows(part, shard, set(wanted)) if wanted else (), strict=True):
             done += 1
             progress("sample", done, drawn.size)
-            path_of = parts[number].path
-            dropped = [] if row["reason"] is None else [dropped_row(row, path_of)]
-            frequent.add({(path_of, modality_of(row)): 1}, dropped)
-            if not dropped:
-                rows.append((number, starts[place] + at - first, *(row[name] for name in COLUMNS)))
-            else:
+            dropped = [] if row["reason"] is None else [dropped_row(row, part.path)]
+            frequent.add({(part.path, modality_of(row)): 1}, dropped)
+            if dropped:
                 drops[number][row["reason"]] += 1
+            else:
+                rows.append((number, starts[place] + at - first, *(row[name] for name in COLUMNS)))
     table = np.array(rows, dtype=np.int64).reshape(-1, 2 + len(COLUMNS))
     return StatsSamples(
         path=path,
@@ -216,12 +209,9 @@ def samples_of_dataset(
 
 
 def dataset_names(datasets: Sequence[Any]) -> tuple[str, ...]:
-    """The last parts of the paths of data sets, or of parts of one, that tell them from each other.
-
-    Args:
-        datasets: each has a ``path``, which the user named, and the ``root`` of its shards; that of a polylithic data
-            set is a level below it, in ``text``.
-    """
+    """The last parts of the paths of data sets, or of parts of one, that tell them from each other. Each has a
+    ``path``, which the user named, and the ``root`` of its shards; of a polylithic one, that is a level
+    below it, in ``text``."""
     roots = [
         each.root.removesuffix(f"/{TEXT_DIRECTORY}")
         if each.path != each.root and each.root.rpartition("/")[0]

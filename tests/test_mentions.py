@@ -125,6 +125,6 @@ def missing(text: Text) -> Iterator[str]:
 
 def test_every_module_file_name_and_option_that_a_text_mentions_is_there() -> None:
     pages = [Text(path=path, line=1, text=path.read_text(encoding="utf-8")) for path in PAGES]
-    own = [text for path in CODE for text in looked_at(path).texts]
+    own = [text for path in CODE if not path.is_relative_to(ROOT / "tests") for text in looked_at(path).texts]
     wrong = [line for text in [*own, *pages] for line in missing(text)]
     assert not wrong, "\n".join(wrong)

@@ -176,8 +176,8 @@ def convert(
         if given["kto_label"] != entry.kto_label:
             if entry.kto_label is None:
                 raise ConfigError(
-                    f"--kto-label {given['kto_label']}: the entry {dataset!r} has no kto_tag; leave the option out, or add "
-                    "it to the entry"
+                    f"--kto-label {given['kto_label']}: the entry {dataset!r} has no kto_tag; leave the option out, or "
+                    "add it to the entry"
                 )
             raise ConfigError(  # unwanted answers come in only where the user says so
                 f"the entry {dataset!r} labels its answers as wanted or unwanted (kto_tag: {entry.kto_label}), and "

@@ -147,6 +147,6 @@ def step_efficiencies(
             order: Order = "none" if sorted_at_once == 1 else "serpentine"
             steps = simulate_steps(
                 costs, ranks=size, window=sorted_at_once, order=order, max_shift=max_shift, seed=seed
-            )
+            ).to_json()
             figures = {name: round(steps[name], 4) for name in ("efficiency", "drift")}
             yield {"ranks": size, "balance_window": sorted_at_once, "order": order, **figures}

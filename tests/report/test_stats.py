@@ -209,12 +209,19 @@ def test_a_data_set_is_drawn_from_or_measured_whole(dataset, tmp_path):
     assert part == result(dataset, *options, "--samples", 25), "the seed decides"
 
 
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stats-small")
+    source = make_data(folder / "demo", conversations=30, seed=6, defects=False)
+    convert(
+        ConvertConfig(sources=(source,), out=folder / "small", split={"train": 1.0}, samples_per_shard=15, workers=0)
+    )
+    return folder / "small"
+
+
 @pytest.mark.parametrize("weights", [(3, 1), None])
-def test_readers_have_the_tokens_that_loaders_of_their_ranks_give(dataset, tmp_path, weights):
-    """Three ranks of one worker each, of a blend by weights or by repetitions; the packs tell their tokens."""
-    small = tmp_path / "small"
-    source = make_data(tmp_path / "demo", conversations=30, seed=6, defects=False)
-    convert(ConvertConfig(sources=(source,), out=small, split={"train": 1.0}, samples_per_shard=15, workers=0))
+def test_readers_have_the_tokens_that_loaders_of_their_ranks_give(dataset, small, tmp_path, weights):
+    """Three ranks of one reader each, of a blend by weights or by repetitions; the packs tell their tokens."""
     parts = [{"path": str(path / "dataset.yaml")} for path in (dataset, small)]
     for part, weight, repetitions in zip(parts, weights or (0, 0), (1, 2), strict=True):
         part |= {"weight": weight} if weights else {"repetitions": repetitions}
@@ -222,7 +229,7 @@ def test_readers_have_the_tokens_that_loaders_of_their_ranks_give(dataset, tmp_p
     path = tmp_path / "blend.yaml"
     words = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {"train": content}}
     path.write_text(json.dumps(words))
-    sets = [f"encoder.processor={processor_path('qwen2_5_vl')}", "data.workers=1", "data.repeat=false"]
+    sets = [f"encoder.processor={processor_path('qwen2_5_vl')}", "data.workers=0", "data.repeat=false"]
     sets += ["packing.seq_length=8192", "data.repeat=true"] if weights else ["packing.seq_length=8192"]
     options = [word for each in sets for word in ("--set", each)]
     found = result(path, *options, "--data-parallel", 3, "--full", "--workers", 0)

@@ -141,8 +141,7 @@ def listed(address: str) -> list[tuple[str, RemoteFile]]:
 def matches(address: str) -> list[str]:
     """The addresses of the files that match a pattern of ``*``, ``?``, ``[...]`` and ``**``, sorted."""
     names, pattern = _ask(address, lambda client, path: (client.glob(path), path))
-    root = address.removesuffix(pattern)
-    return sorted({root + name.lstrip("/") for name in names})
+    return sorted({address.removesuffix(pattern) + name.lstrip("/") for name in names})
 
 
 def within(root: str, reference: str) -> str | None:
@@ -248,8 +247,8 @@ def _ask[Found](address: str, do: Callable[[Any, str], Found]) -> Found:
         try:
             return do(client, path)
         except RuntimeError as error:  # an error of the system; its own kind if the store is a file system
-            code = getattr(error.__cause__, "errno", None)
-            raise OSError(code or errno.EIO, " ".join(str(error).split())[:300]) from error
+            code = getattr(error.__cause__, "errno", None) or errno.EIO
+            raise OSError(code, " ".join(str(error).split())[:300]) from error
 
     return read_again(address.rpartition("/")[0], tried)
 

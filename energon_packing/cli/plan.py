@@ -52,7 +52,7 @@ def plan(
 
         if out is not None or config_path is not None or (diff and explain is not None):
             raise UserError("--diff and --explain read plans only: use one of them, without --out and --config.")
-        if len(given) != (2 if diff else 1):
+        if len(given) != 1 + diff:
             what = "--diff compares two plans" if diff else "--explain reads one plan"
             raise UserError(f"{what}, but {len(given)} are given.")
         if diff:

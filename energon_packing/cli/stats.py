@@ -138,11 +138,18 @@ def _statistics(given: SimpleNamespace) -> None:
     if given.png is not None:
         import matplotlib  # noqa: F401  (before long work)
     run = load_config(given.config_path, given.overrides)
-    stages = {"sample": "measuring", "measure": "measuring"}
-    with ShownProgress(stages, quiet=given.as_json, units={"sample": "samples"}) as shown:
+    with ShownProgress(
+        dict.fromkeys(("sample", "measure"), "measuring"), quiet=given.as_json, units={"sample": "samples"}
+    ) as shown:
         samples = _samples(given, run, shown)
-    compared = {"seq_lengths": given.seq_length, "multiples": given.multiple, "windows": given.window}
-    report = stats_report(samples, run, **compared, seed=given.seed)
+    report = stats_report(
+        samples,
+        run,
+        seq_lengths=given.seq_length,
+        multiples=given.multiple,
+        windows=given.window,
+        seed=given.seed,
+    )
     if given.data_parallel is not None:
         report["readers"] = reader_figures(str(given.path), given.split, run, samples, given.data_parallel)
     if given.html is not None:
@@ -187,8 +194,9 @@ def _samples(given: SimpleNamespace, run: RunConfig, shown: ShownProgress) -> An
     if is_index:
         return samples_of_index(Index.open(path), str(path))
     if not given.full:
-        most = _count(given, 2000)
-        return samples_of_dataset(str(path), given.split, run, most=most, seed=given.seed, progress=shown)
+        return samples_of_dataset(
+            str(path), given.split, run, most=_count(given, 2000), seed=given.seed, progress=shown
+        )
     from energon_packing.offline.measure import MeasureConfig, measure
 
     with tempfile.TemporaryDirectory(prefix="energon-packing-stats-") as directory:
@@ -280,8 +288,7 @@ def _readers(found: Mapping[str, Any], number: Callable[[float], str], share: Ca
         )
         for each in [*found["datasets"], *([found["all"]] if len(found["datasets"]) > 1 else [])]
     ]
-    left = (f"for each of {count:,} readers",)
-    return table(rows, left=left, right=("share", "of tokens", "mean", "least", "most"))
+    return table(rows, left=(f"for each of {count:,} readers",), right=("share", "of tokens", "mean", "least", "most"))
 
 
 def _fill(given: SimpleNamespace) -> None:
@@ -319,9 +326,8 @@ def _fill(given: SimpleNamespace) -> None:
         "{delay_p99:,.0f}",
         "{seconds:.3f}",
     )
-    told = cells(named, "{policy}{held}", *forms)
     names = ("packs", "fill", "alignment", "tail", "delay, 99th percentile", "seconds")
-    Console().print(table(told, left=("policy",), right=names))
+    Console().print(table(cells(named, "{policy}{held}", *forms), left=("policy",), right=names))
     if steps:
         of_steps = ("ranks", "packs sorted by cost", "share of a step in which ranks compute", "drift")
         ordered = cells(steps, "{ranks}", "{balance_window}", "{efficiency:.1%}", "{drift:.2f}")

@@ -139,9 +139,9 @@ def step_efficiencies(
         (distance between the 5th and 95th percentile of a step's cost, in means).
     """
     aligned = -(-samples.lengths // multiple) * multiple
-    real = samples.lengths[aligned <= capacity]
-    packs = pack_lengths(aligned[aligned <= capacity], capacity, "window", window=window)
-    costs = [pack_cost(real[pack]) for pack in packs]
+    fits = aligned <= capacity
+    packs = pack_lengths(aligned[fits], capacity, "window", window=window)
+    costs = [pack_cost(samples.lengths[fits][pack]) for pack in packs]
     for size in ranks:
         for sorted_at_once in (1, *balance_windows):
             order: Order = "none" if sorted_at_once == 1 else "serpentine"

@@ -172,8 +172,8 @@ def _counted(run: RunConfig, packs: int, progress: Callable[[str, int, int], Non
         done += 1
         samples += len(pack.keys)
         tokens += pack.batch.real_tokens
-        counts = [each[: pack.batch.num_samples] for each in pack.batch.visual_counts.values()]
-        media += sum(any(own) for own in zip(*counts, strict=True))
+        counts = (each[: pack.batch.num_samples] for each in pack.batch.visual_counts.values())
+        media += sum(map(any, zip(*counts, strict=True)))
         progress("profile", done, packs)
     clock.count()
     wall = time.perf_counter() - began

@@ -58,8 +58,10 @@ def described(config: RunConfig, wanted: Wanted, *, progress: Progress, tell: Te
         UserError: the data cannot be read, or no pack has the key.
     """
     encoder: Any = build_task_encoder(without_ledger(config))
-    packs = wanted_packs(config, encoder, wanted, progress, tell)
-    return [describe(pack, encoder.encoder.family, seq_length=config.packing.seq_length) for pack, _ in packs]
+    return [
+        describe(pack, encoder.encoder.family, seq_length=config.packing.seq_length)
+        for pack, _ in wanted_packs(config, encoder, wanted, progress, tell)
+    ]
 
 
 def pairs_at(config: RunConfig) -> PairCounts:
@@ -247,7 +249,6 @@ def _in_one_piece(
 ) -> Iterator[dict[str, Any]]:
     """One entry per grid; a video is one run in the text, or one run per time step."""
     waiting = iter(runs)
-    split = len(runs) > len(grids)
     for grid in grids:
         patches = int(np.prod(grid))
         yield {
@@ -255,7 +256,7 @@ def _in_one_piece(
             "grid": grid,
             "patches": patches,
             "pixels": [patches, *shape],
-            "tokens": [next(waiting, 0) for _ in range(grid[0] if split else 1)],
+            "tokens": [next(waiting, 0) for _ in range(grid[0] if len(runs) > len(grids) else 1)],
             "label": f"{kind} {'x'.join(map(str, grid))}",
         }
 

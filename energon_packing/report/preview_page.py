@@ -87,8 +87,9 @@ class WatchedTaskEncoder(PackingTaskEncoder):
         read = functools.partial(read_media, sample.store)
         for segment in () if sample.measured is None else sample.measured.segments:
             if isinstance(segment, Measured) and segment.media and segment.key not in self.shown:
-                pairs = zip(segment.media, segment.plans, strict=True)
-                self.shown[segment.key] = tuple(self._shown(media, plan, read) for media, plan in pairs)
+                self.shown[segment.key] = tuple(
+                    self._shown(media, plan, read) for media, plan in zip(segment.media, segment.plans, strict=True)
+                )
         return rendered
 
     def _shown(self, media: Media, plan: MediaPlan, read: Callable[[str], bytes]) -> ShownMedia:
@@ -275,12 +276,11 @@ def _slices(boundaries: np.ndarray, ranks: int) -> Iterator[list[int]]:
 def preview_page(packs: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> str:
     """The page of `drawn_packs`."""
     real, tokens = sum(pack["real"] for pack in packs), sum(pack["tokens"] for pack in packs)
-    room = len(packs) * facts["seq_length"]
     samples = sum(segment["kind"] == "sample" for pack in packs for segment in pack["segments"])
     ranks = f", {facts['context_parallel']} context-parallel ranks" if facts["context_parallel"] > 1 else ""
     sentence = (
         f"{len(packs):,} packs with {samples:,} samples and {real:,} tokens, in rows of {facts['seq_length']:,} "
-        f"(multiple {facts['multiple']}{ranks}). Fill {real / max(room, 1):.2%}, padding in rows {tokens - real:,} "
+        f"(multiple {facts['multiple']}{ranks}). Fill {real / max(len(packs) * facts['seq_length'], 1):.2%}, padding in rows {tokens - real:,} "
         "tokens."
     )
     pictures: dict[str, int] = {}

@@ -169,8 +169,8 @@ def _measured(key: str, record: bytes, part: SourcePart, run: RunConfig) -> Iter
     text = f"{lengths} tokens, {targets:,} of them targets; {measured.images} images and {measured.patches} patches"
     yield Event("measure", "ok", text)
     for how, detail in measured.changes:
-        known = "packing.oversize" if how == "truncated" else "encoder.limits.when_over"
-        yield Event("measure", "changed", f"{how}: {detail}", deciding_setting(how, detail) or known)
+        setting = "packing.oversize" if how == "truncated" else "encoder.limits.when_over"
+        yield Event("measure", "changed", f"{how}: {detail}", deciding_setting(how, detail) or setting)
     taken = f"takes {encoder.limits.aligned(measured):,} of {run.packing.seq_length:,} tokens of a row"
     yield Event("row", "ok", f"{taken} (multiple {encoder.multiple})")
     yield _rendered(encoder, sized, part, media, key)

@@ -160,8 +160,7 @@ def sketched_run(given: Mapping[str, Any], *, schema: str | None = None) -> str:
     ]
     for section in SECTIONS:
         lines += ["", f"# {SECTION_TEXT[section]}"]
-        own = [each for each in known if each.section == section]
-        body = [line for each in own for line in _setting(each, given, "  ")]
+        body = [line for each in known if each.section == section for line in _setting(each, given, "  ")]
         limits = [each for each in known if each.section == f"{section}.limits"]
         if limits:
             used = any(each.name in given for each in limits)
@@ -176,9 +175,8 @@ def sketched_run(given: Mapping[str, Any], *, schema: str | None = None) -> str:
 def _setting(setting: Setting, given: Mapping[str, Any], indent: str) -> list[str]:
     """The line of a setting; what it does follows it, or stands above it if it is long."""
     name = setting.name.rpartition(".")[2]
-    unit = f" ({setting.unit})" if setting.unit else ""
     sentence = re.split(r"(?<=[^.\d])\.(?:\s|$)", setting.text.replace("`", ""), maxsplit=1)[0].rstrip(".")
-    comment = f"{sentence}{unit}"
+    comment = sentence + (f" ({setting.unit})" if setting.unit else "")
     value = json.dumps(given[setting.name], ensure_ascii=False) if setting.name in given else shown(setting.default)
     line = f"{indent}{'' if setting.name in given else '# '}{name}: {value}"
     if len(comment) <= SHORT:

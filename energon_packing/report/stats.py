@@ -125,15 +125,13 @@ def mean_error(samples: StatsSamples, array: np.ndarray) -> float:
     """Half the width of a 95 % interval of a mean over usable samples."""
     if samples.whole or array.size < 2:
         return 0.0
-    left = 1 - samples.measured / samples.total
-    return Z * float(array.std(ddof=1)) * math.sqrt(left / array.size)
+    return Z * float(array.std(ddof=1)) * math.sqrt((1 - samples.measured / samples.total) / array.size)
 
 
 def _quantity(samples: StatsSamples, array: np.ndarray) -> dict[str, Any]:
     if array.size == 0:
         return {"samples": 0, "histogram": []}
     # Dropped samples count as nothing, so that the estimate includes how many of them there are.
-    scale = samples.total / samples.measured
     all_of_them = np.concatenate([array, np.zeros(samples.measured - array.size)]) if not samples.whole else array
     marks = (5, 50, 95, 99)
     return {
@@ -144,7 +142,7 @@ def _quantity(samples: StatsSamples, array: np.ndarray) -> dict[str, Any]:
         "smallest": float(array.min()),
         **{f"p{mark}": float(value) for mark, value in zip(marks, np.percentile(array, marks), strict=True)},
         "largest": float(array.max()),
-        "sum": float(array.sum()) * scale,
+        "sum": float(array.sum()) * (samples.total / samples.measured),
         "sum_error": mean_error(samples, all_of_them) * samples.total,
         "histogram": _histogram(samples, array),
     }
@@ -327,8 +325,7 @@ def recommendation(samples: StatsSamples, run: RunConfig, found: Sequence[Mappin
 
 def _best_length(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """The shortest rows that lose hardly any tokens and fill as well as others; else those that waste least."""
-    smallest = min(row["multiple"] for row in rows)
-    rows = [row for row in rows if row["multiple"] == smallest]
+    rows = [row for row in rows if row["multiple"] == min(each["multiple"] for each in rows)]
     good = [row for row in rows if row["lost"] <= NEGLIGIBLE_LOSS]
     if not good:
         return max(rows, key=lambda row: row["fill"] * (1 - row["lost"]))
@@ -382,12 +379,11 @@ def _packed(
     drawn = random.permutation(kept) if whole else random.choice(kept, count, replace=kept.size < count)
     part = sizes.take(drawn)
     units = length_units(limits, part)
-    pack_costs = costs(limits, part)
     groups = pack_lengths_flat(
         units,
         limits.units,
         "best_fit" if window is None else "window",
-        constraints={name: (cost, limits.limited[name]) for name, cost in pack_costs.items()},
+        constraints={name: (cost, limits.limited[name]) for name, cost in costs(limits, part).items()},
         window=window or SIMULATED,
     )
     offsets = groups.offsets

@@ -280,8 +280,8 @@ def preview_page(packs: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -
     ranks = f", {facts['context_parallel']} context-parallel ranks" if facts["context_parallel"] > 1 else ""
     sentence = (
         f"{len(packs):,} packs with {samples:,} samples and {real:,} tokens, in rows of {facts['seq_length']:,} "
-        f"(multiple {facts['multiple']}{ranks}). Fill {real / max(len(packs) * facts['seq_length'], 1):.2%}, padding in rows {tokens - real:,} "
-        "tokens."
+        f"(multiple {facts['multiple']}{ranks}). Fill "
+        f"{real / max(len(packs) * facts['seq_length'], 1):.2%}, padding in rows {tokens - real:,} tokens."
     )
     pictures: dict[str, int] = {}
     packs = [_with_numbers(pack, pictures) for pack in packs]

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import gc
 import os
 import sys
@@ -160,3 +161,21 @@ def encoders():
     from energon_packing.encoders.encoder import ConversationEncoder
 
     return {name: ConversationEncoder(EncoderConfig(processor=str(processor_path(name)))) for name in (*VISION, "text")}
+
+
+@pytest.fixture(scope="session")
+def demo_data(tmp_path_factory):
+    """Converts conversations of the demo; each data set is made once in a process, and no test changes it."""
+    from energon_packing.convert import ConvertConfig, convert
+    from energon_packing.demo import make_data
+
+    @functools.cache
+    def made(conversations: int, *, seed: int = 5, val: float = 0.0, samples_per_shard: int = 5000) -> Path:
+        folder = tmp_path_factory.mktemp("demo")
+        source = make_data(folder / "made", conversations=conversations, seed=seed, defects=False)
+        split = {"train": 1 - val} | ({"val": val} if val else {})
+        shards = {"samples_per_shard": samples_per_shard, "workers": 0}
+        convert(ConvertConfig(sources=(source,), out=folder / "data", split=split, **shards))
+        return folder / "data"
+
+    return made

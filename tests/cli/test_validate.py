@@ -169,14 +169,6 @@ def test_an_option_that_nothing_would_read_is_refused(good: Path, arguments: lis
     assert (result.exit_code, words in result.stderr) == (2, True)
 
 
-def test_warnings_and_notes_do_not_fail_a_run(good: Path) -> None:
-    overrides = ["parallel.context_parallel=1", "parallel.expert_parallel=2", "training.calculate_per_token_loss=false"]
-    code, answer = run_json(str(good), "--no-bridge", "--world-size", "8", *sets(overrides))
-    outcomes = {rule["rule"]: rule["verdict"] for rule in answer["rules"]}
-    warned = [outcomes[name] for name in ("ours/token-weight", "ours/experts-see-padding", "bridge/fixed-width")]
-    assert (code, warned) == (0, ["warning", "warning", "note"])
-
-
 @pytest.mark.parametrize(
     ("content", "words"),
     [

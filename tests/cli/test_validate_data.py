@@ -11,18 +11,14 @@ import yaml
 from click.testing import CliRunner
 
 from energon_packing.cli.main import cli
-from energon_packing.convert import ConvertConfig, convert
-from energon_packing.demo import make_data, processor_path
+from energon_packing.demo import processor_path
 from energon_packing.validate.looks.look import LOOKS
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """A converted data set of 40 conversations with images, in two splits."""
-    folder = tmp_path_factory.mktemp("reads")
-    source = make_data(folder / "made", conversations=40, seed=4, defects=False)
-    convert(ConvertConfig(sources=(source,), out=folder / "data", split={"train": 0.7, "val": 0.3}, workers=0))
-    return folder / "data"
+def data(demo_data):
+    """40 conversations with images, in two splits."""
+    return demo_data(40, seed=4, val=0.3)
 
 
 @pytest.fixture

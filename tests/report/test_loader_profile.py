@@ -10,8 +10,7 @@ from click.testing import CliRunner
 
 from energon_packing.cli.main import cli
 from energon_packing.config import load_config
-from energon_packing.convert import ConvertConfig, convert
-from energon_packing.demo import make_data, processor_path
+from energon_packing.demo import processor_path
 from energon_packing.energon.loader import build_loader
 from energon_packing.report import loader_profile as module
 from energon_packing.report.loader_profile import STAGES, StageClock, loader_profile
@@ -45,12 +44,9 @@ def test_only_the_inner_stage_counts():
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("profile")
-    source = make_data(folder / "demo", conversations=16, seed=5, defects=False)
-    convert(ConvertConfig(sources=(source,), out=folder / "data", split={"train": 1.0}, workers=0))
+def run(demo_data):
     settings = (f"encoder.processor={processor_path('qwen2_5_vl')}", "packing.seq_length=4096", "packing.window=8")
-    return load_config(None, [*settings, f"data.path={folder / 'data'}", "data.workers=0"])
+    return load_config(None, [*settings, f"data.path={demo_data(16)}", "data.workers=0"])
 
 
 @pytest.fixture

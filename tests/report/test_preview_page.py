@@ -16,8 +16,7 @@ from energon_packing import thd
 from energon_packing.cli.main import cli
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Conversation, Media, MediaPart, Turn
-from energon_packing.convert import ConvertConfig, convert
-from energon_packing.demo import make_data, processor_path
+from energon_packing.demo import processor_path
 from energon_packing.drops import DroppedSample
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.ledger import ChangedSample
@@ -160,11 +159,8 @@ def test_a_thousand_packs_stay_small(drawn):
 
 
 @pytest.fixture(scope="module")
-def dataset(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("page-data")
-    source = make_data(folder / "demo", conversations=16, seed=5, defects=False)
-    convert(ConvertConfig(sources=(source,), out=folder / "data", split={"train": 1.0}, workers=0))
-    return folder / "data"
+def dataset(demo_data):
+    return demo_data(16)
 
 
 def preview(dataset, *arguments):

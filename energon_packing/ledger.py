@@ -146,11 +146,8 @@ class Ledger:
         self._new[data, modality] += 1
 
     def drop_quarantined(self, key: str, data: str, modality: str = "") -> bool:
-        """Enters a sample that an earlier decode ended on; returns whether it is one.
-
-        Raises:
-            DropBudgetExceeded: as for `drop`.
-        """
+        """Enters a sample that an earlier decode ended on; returns whether it is one. Raises `DropBudgetExceeded`: as
+        for `drop`."""
         if (cause := self._quarantine.causes.get((data, key))) is not None:
             self.drop(key, QUARANTINED, cause, data=data, modality=modality)
         return cause is not None
@@ -182,11 +179,8 @@ class Ledger:
             )
 
     def check_budget(self) -> None:
-        """Asked by each `drop`, and by whoever knows that the data end.
-
-        Raises:
-            DropBudgetExceeded: more than ``budget`` of the data is dropped beyond doubt, see `over_budget`.
-        """
+        """Asked by each `drop`, and by whoever knows that the data end. Raises `DropBudgetExceeded`: more than
+        ``budget`` of the data is dropped beyond doubt, see `over_budget`."""
         counted, samples = unwished(self.reasons, self.read)
         dropped = counted.total()
         if over_budget(dropped, samples, self.budget):
@@ -325,11 +319,8 @@ class LedgerLock:
         self._held: _Held | None = None
 
     def hold(self) -> None:
-        """Takes the lock, which all loaders of this process share.
-
-        Raises:
-            UserError: another process holds it, or the directory cannot be written.
-        """
+        """Takes the lock, which all loaders of this process share. Raises `UserError`: another process holds it, or the
+        directory cannot be written."""
         if self._path is None or self._held is not None:
             return
         key = os.getpid(), os.path.realpath(self._path)
@@ -394,11 +385,8 @@ class LedgerReport:
 
 
 def merged(directory: Path) -> LedgerReport:
-    """Reads the ledger of a run, while it runs or afterwards.
-
-    Raises:
-        UserError: the directory holds no ledger, or cannot be read.
-    """
+    """Reads the ledger of a run, while it runs or afterwards. Raises `UserError`: the directory holds no ledger, or
+    cannot be read."""
     report = LedgerReport()
     positions: dict[int, list[dict[str, Any]]] = {}
     packs_of_plan = 1
@@ -423,11 +411,8 @@ def merged(directory: Path) -> LedgerReport:
 
 def standing_lines(directory: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     """The lines of a ledger that still hold, with their files: not those of runs that nobody continued, nor of packs
-    that a resumed run made again or has yet to make again.
-
-    Raises:
-        UserError: the directory holds no ledger, or cannot be read.
-    """
+    that a resumed run made again or has yet to make again. Raises `UserError`: the directory holds no ledger, or cannot
+    be read."""
     positions: dict[int, list[tuple[Path, dict[str, Any]]]] = {}
     for file, worker in _workers(directory, LedgerReport()):
         if worker.mark.get("packs_of_plan"):

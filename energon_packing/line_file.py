@@ -73,11 +73,8 @@ class LineFile:
             self._set_aside(path.with_suffix(".cut"))
 
     def append(self, entry: Mapping[str, Any]) -> None:
-        """Writes one line, which other processes can read at once.
-
-        Raises:
-            OSError: it cannot be written; nothing of the line is left where the file can be shortened.
-        """
+        """Writes one line, which other processes can read at once. Raises ``OSError``: it cannot be written; nothing of
+        the line is left where the file can be shortened."""
         # Half of a surrogate pair has no UTF-8 encoding; its backslash escape is also its JSON escape.
         left = memoryview((json.dumps(entry, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace"))
         whole = len(left)
@@ -109,11 +106,8 @@ class LineFile:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The entries of a file, which may still be written; lines that are no JSON object are left out.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """The entries of a file, which may still be written; lines that are no JSON object are left out. Raises
+    ``OSError``: it cannot be read."""
     with path.open("rb") as stream:
         yield from _entries(itertools.takewhile(lambda line: line.endswith(b"\n"), stream))
 
@@ -127,11 +121,8 @@ class LineFollower:
         self._at = path.stat().st_size if skip and path.exists() else 0
 
     def read(self) -> list[dict[str, Any]]:
-        """The entries since the last call; lines that are no JSON object are left out.
-
-        Raises:
-            OSError: the file exists and cannot be read.
-        """
+        """The entries since the last call; lines that are no JSON object are left out. Raises ``OSError``: the file
+        exists and cannot be read."""
         try:
             stream = self._path.open("rb")
         except FileNotFoundError:

@@ -58,21 +58,14 @@ class Registry[Entry]:
         return list(dict.fromkeys([*self._entries, *self._outside]))
 
     def add(self, name: str, entry: Entry) -> None:
-        """Registers an entry for this process.
-
-        Raises:
-            ConfigError: the name is taken.
-        """
+        """Registers an entry for this process. Raises `ConfigError`: the name is taken."""
         if name in self._entries:
             raise ConfigError(f"A {self.what} named {name!r} exists already; choose another name.")
         self._entries[name] = entry
 
     def find(self, name: str) -> Entry:
-        """Returns the entry of a name.
-
-        Raises:
-            ConfigError: there is none, or the package that declares it cannot be imported.
-        """
+        """Returns the entry of a name. Raises `ConfigError`: there is none, or the package that declares it cannot be
+        imported."""
         if name not in self._entries and (point := self._outside.get(name)) is not None:
             try:
                 self._entries[name] = point.load()

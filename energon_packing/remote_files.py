@@ -82,10 +82,7 @@ def check_remote(what: str, path: Path, instead: str) -> None:
 
 def check_local(what: str, path: str | Path) -> None:
     """Refuses an address, which ``what`` (an option or argument) named, where only a path of this machine will do.
-
-    Raises:
-        ConfigError: it is an address.
-    """
+    Raises `ConfigError`: it is an address."""
     if (address := remote_address(path)) is not None:
         raise ConfigError(
             f"{what} {address} is a remote address; it must be on this machine: mount the storage, or copy the files "
@@ -94,11 +91,8 @@ def check_local(what: str, path: str | Path) -> None:
 
 
 def private_directory() -> Path:
-    """A directory for copies, of this user alone, below the one for temporary files.
-
-    Raises:
-        UserError: it is somebody else's, or cannot be made.
-    """
+    """A directory for copies, of this user alone, below the one for temporary files. Raises `UserError`: it is somebody
+    else's, or cannot be made."""
     private = Path(tempfile.gettempdir()) / f"energon-packing-{os.getuid()}"
     try:
         private.mkdir(mode=0o700, exist_ok=True)
@@ -190,10 +184,7 @@ def copy_place(address: str, directory: Path, version: str = "") -> Path:
 
 def local_copy(address: str, directory: Path, version: str = "") -> Path:
     """Copies a file to this machine: whole or not at all, with the time of its last change. One that is there stays.
-
-    Raises:
-        OSError: the file is not there, cannot be read, or changes; or the target cannot be written.
-    """
+    Raises ``OSError``: the file is not there, cannot be read, or changes; or the target cannot be written."""
     before, target = _present(address), copy_place(address, directory, version)
     with contextlib.suppress(FileNotFoundError):
         there = target.stat()
@@ -214,10 +205,7 @@ def local_copy(address: str, directory: Path, version: str = "") -> Path:
 
 def store(file: Path, address: str) -> None:
     """Copies a file of this machine to a store (which shows an object when all of it is there), and reads it back.
-
-    Raises:
-        OSError: it cannot be written, or what is stored differs.
-    """
+    Raises ``OSError``: it cannot be written, or what is stored differs."""
     _ask(address, lambda client, path: client.upload_file(path, str(file)))
     if digest(address) != file_digest(file):
         raise OSError(errno.EIO, "what was stored differs from what was sent", address)
@@ -264,11 +252,8 @@ _DESCRIBING = (*_SHARDS, ".yaml", ".yml", ".json", ".uuid")
 
 
 def metadata_text(root: Path, name: str) -> str:
-    """A file in the ``.nv-meta`` of a data set, here or in a store.
-
-    Raises:
-        OSError, ValueError: it cannot be read.
-    """
+    """A file in the ``.nv-meta`` of a data set, here or in a store. Raises ``OSError``, ``ValueError``: it cannot be
+    read."""
     address = remote_address(root)
     return ((root / _META / name).read_bytes() if address is None else read(f"{address}/{_META}/{name}")).decode()
 
@@ -290,11 +275,8 @@ def index_file(root: Path) -> Path:
 
 def describe(address: str, directory: Path) -> Path:
     """Copies what describes a data set (or its YAML) to an empty directory, where its shards are empty files; returns
-    what `validate.looks.data.look_at_data` takes in place of the address.
-
-    Raises:
-        UserError: there is nothing, or it cannot be read.
-    """
+    what `validate.looks.data.look_at_data` takes in place of the address. Raises `UserError`: there is nothing, or it
+    cannot be read."""
     try:
         in_file = status(address) is not None
         root = address.rpartition("/")[0] if in_file else address

@@ -68,7 +68,6 @@ LONGEST_FIRST = (
     "chat/test_published_templates.py",
     "scripts/test_new_user_script.py",
     "scripts/test_demo_script.py",
-    "bench/test_bench_train.py",
 )
 """Files of more than 15 seconds. A file stays in one process, so the last to start decides when the tests end."""
 LONGEST = 2

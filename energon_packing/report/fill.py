@@ -29,11 +29,8 @@ class SampleLengths:
 
 
 def read_lengths(path: Path) -> SampleLengths:
-    """Reads a list; runs no pickled code.
-
-    Raises:
-        UserError: no such file, not a list of whole positive numbers, or arrays of different lengths.
-    """
+    """Reads a list; runs no pickled code. Raises `UserError`: no such file, not a list of whole positive numbers, or
+    arrays of different lengths."""
     if not path.exists():
         raise UserError(f"There is no file {path}; give a list of lengths.")
     try:

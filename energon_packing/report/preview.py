@@ -52,11 +52,7 @@ class Wanted:
 
 
 def described(config: RunConfig, wanted: Wanted, *, progress: Progress, tell: Tell) -> list[dict[str, Any]]:
-    """The packs as plain values (`describe`).
-
-    Raises:
-        UserError: the data cannot be read, or no pack has the key.
-    """
+    """The packs as plain values (`describe`). Raises `UserError`: the data cannot be read, or no pack has the key."""
     encoder: Any = build_task_encoder(without_ledger(config))
     return [
         describe(pack, encoder.encoder.family, seq_length=config.packing.seq_length)

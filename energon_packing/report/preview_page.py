@@ -127,11 +127,8 @@ def picture(pixels: torch.Tensor) -> str:
 def drawn_packs(
     config: RunConfig, wanted: Wanted, *, progress: Progress, tell: Tell
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The packs as values that a page draws, and the facts of the run: what `preview_page` takes.
-
-    Raises:
-        UserError: the data cannot be read, or no pack has the key.
-    """
+    """The packs as values that a page draws, and the facts of the run: what `preview_page` takes. Raises `UserError`:
+    the data cannot be read, or no pack has the key."""
     encoder: Any = build_task_encoder(without_ledger(config), WatchedTaskEncoder)
     drawn: list[dict[str, Any]] = []
     most = 0

@@ -59,11 +59,7 @@ def stats_report(
     seed: int = 0,
 ) -> dict[str, Any]:
     """Statistics, packings side by side, and a recommendation. What is compared is by default `SEQ_LENGTHS`, the run's
-    alignment and `WINDOWS`.
-
-    Raises:
-        ConfigError: a ``seq_length`` is not a multiple of the alignment.
-    """
+    alignment and `WINDOWS`. Raises `ConfigError`: a ``seq_length`` is not a multiple of the alignment."""
     choices = {
         "seq_lengths": seq_lengths or SEQ_LENGTHS,
         "multiples": multiples or (run.parallel.multiple,),

@@ -74,11 +74,7 @@ class StatsSamples:
 
 
 def samples_of_index(index: Index, path: str) -> StatsSamples:
-    """All samples of an index.
-
-    Raises:
-        UserError: a file of it is missing or damaged, or it holds nothing.
-    """
+    """All samples of an index. Raises `UserError`: a file of it is missing or damaged, or it holds nothing."""
     columns = (*COLUMNS, *KINDS.find(kind_of(index.datasets)).more_columns)
     parts: dict[str, list[np.ndarray]] = {name: [] for name in (*columns, "dataset", "place")}
     drops = []
@@ -115,11 +111,8 @@ def samples_of_index(index: Index, path: str) -> StatsSamples:
 
 
 def samples_of_plan(plan: Plan) -> StatsSamples:
-    """All rows of a plan: samples and pieces of split ones, as often as it packs them.
-
-    Raises:
-        UserError: the plan or its drops are damaged.
-    """
+    """All rows of a plan: samples and pieces of split ones, as often as it packs them. Raises `UserError`: the plan or
+    its drops are damaged."""
     names = ("length", "second", "dataset", "pack")
     tables = list(plan.tables(list(names)))
     columns = {
@@ -155,11 +148,8 @@ def samples_of_plan(plan: Plan) -> StatsSamples:
 def samples_of_dataset(
     path: str, split: str, run: RunConfig, *, most: int, seed: int = 0, progress: Progress = lambda *_: None
 ) -> StatsSamples:
-    """Measures up to ``most`` samples of a data set in this process, drawn at random without replacement.
-
-    Raises:
-        UserError: the data set or the processor cannot be used, or it holds nothing.
-    """
+    """Measures up to ``most`` samples of a data set in this process, drawn at random without replacement. Raises
+    `UserError`: the data set or the processor cannot be used, or it holds nothing."""
     from energon_packing.offline.measure import ShardMeasurer
     from energon_packing.offline.source import source_parts  # needs Energon, which statistics of a plan do not
 

@@ -113,11 +113,7 @@ class PairCounts:
         return f"{named or 'no preference pairs'} among {self.samples:,} samples{mixed}"
 
     def check(self, where: object, pairs: Pairs) -> None:
-        """Refuses a run on such data before its first step.
-
-        Raises:
-            ConfigError: there are some, and the run did not choose what is trained of them.
-        """
+        """Refuses a run on such data before its first step, if it did not choose what is trained of them."""
         if self and pairs == "refuse":
             raise _refused(f"{where} has {self}")
 
@@ -206,9 +202,9 @@ class Conversation:
         tools: tool definitions for the chat template (a list of JSON schemas), or None.
         chosen, rejected: for preference data, the turns that follow ``turns`` in the preferred answer and in the other
             one; text only. Both or neither are given.
-        extras: additional values of the trained tokens by name (advantages, log-probabilities of the sampling policy,
-            rewards): one number for all tokens, or one per token in order; for a pair, ``{"chosen": ..., "rejected":
-            ...}`` of these, or one number for both.
+        extras: additional values of the trained tokens by name (advantages, log-probabilities, rewards): one number for
+            all tokens, or one per token in order; for a pair, ``{"chosen": ..., "rejected": ...}`` of these, or one
+            number for both.
     """
 
     key: str
@@ -382,11 +378,8 @@ def _plain(value: Any) -> Any:
 
 
 def read_extras(value: Any) -> dict[str, Any]:
-    """The ``extras`` of a JSON record.
-
-    Raises:
-        SampleRejected: ``bad_record`` for anything but finite numbers, lists of them, and pairs of either.
-    """
+    """The ``extras`` of a JSON record; anything but finite numbers, lists of them, and pairs of either is a
+    ``bad_record``."""
     if not isinstance(value, Mapping):
         raise _RECORD.bad(f"extras of the record is a {type(value).__name__}, expected an object")
     return {str(name): _read_extra(name, part) for name, part in value.items()}
@@ -443,11 +436,7 @@ def _read_turn(turn: Any, number: int, which: str = "") -> Turn:
 
 
 def media_of(entry: Any) -> Media:
-    """Reads what `Media.to_record` wrote.
-
-    Raises:
-        SampleRejected: as `Conversation.from_record`.
-    """
+    """Reads what `Media.to_record` wrote; raises as `Conversation.from_record`."""
     _RECORD.check_keys(entry, set(MEDIA_FIELDS), "a media entry")
     kind, name = entry.get("kind"), entry.get("name")
     if kind not in ("image", "video"):

@@ -244,9 +244,9 @@ def print_stats(console: Console, report: Mapping[str, Any]) -> None:
         ]
         console.print(table(rows, left=(QUANTITIES[name][1],), right=("share of samples",), wide=("",)))
     groups = ("samples", "share", "tokens", "share", "trained", "dropped")
-    for title, each in (("by modality", report["modalities"]), ("by data set", report["datasets"])):
-        if each:
-            rows = [(*cells[:5], *cells[6:]) for cells in map(group_cells, each)]
+    for title, name in (("by modality", "modalities"), ("by data set", "datasets")):
+        if report[name]:
+            rows = [(*shown[:5], *shown[6:]) for shown in map(group_cells, report[name])]
             console.print(table(rows, left=(title,), right=groups))
     if readers := report.get("readers"):
         console.print(_readers(readers, number, share))

@@ -66,14 +66,8 @@ _WRONG_MEDIA: tuple[tuple[str, str, str, str, dict[str, list[str]]], ...] = (
 
 
 def processor_path(name: str) -> Path:
-    """The directory to give to ``AutoProcessor.from_pretrained`` (``"text"``: to ``AutoTokenizer.from_pretrained``).
-
-    Args:
-        name: ``"qwen2_5_vl"``, ``"qwen3_vl"`` or ``"text"``.
-
-    Raises:
-        UserError: there is no shipped processor of that name.
-    """
+    """The directory to give to ``AutoProcessor.from_pretrained`` (``"text"``: to ``AutoTokenizer.from_pretrained``),
+    for a name of `PROCESSORS`; there are no others."""
     if name not in PROCESSORS:
         raise UserError(f"there is no demo processor {name!r}; known: {', '.join(PROCESSORS)}")
     return Path(__file__).parent / "processors" / name
@@ -93,8 +87,7 @@ def make_data(
 
     Args:
         out: directory, created if missing; replaced if an earlier call with other arguments filled it.
-        conversations: number of valid conversations, at least 1.
-        seed: another seed gives other conversations.
+        conversations: number of valid ones, at least 1.
         defects: add the records of `make_defects`, listed in ``out/expected_defects.json``.
         progress: called as ``progress(done, total)`` with the number of conversations written.
 

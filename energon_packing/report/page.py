@@ -57,18 +57,18 @@ def packed_block(identifier: str, values: Any) -> str:
 def page(title: str, body: str, *, style: str = "", script: str = "") -> str:
     """A whole document, with its only script; the body is HTML that was made with `escaped` and `packed_block`."""
     style = STYLE + style
-    script_source = f"'sha256-{_digest(script)}'" if script else "'none'"
+    runs = f"'sha256-{_digest(script)}'" if script else "'none'"
     policy = (
-        f"default-src 'none'; style-src 'sha256-{_digest(style)}'; script-src {script_source}; img-src data:; "
+        f"default-src 'none'; style-src 'sha256-{_digest(style)}'; script-src {runs}; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
-    running = f"<script>{script}</script>" if script else ""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="referrer" content="no-referrer">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escaped(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n{body}\n{running}\n</body>\n</html>\n"
+        f"<title>{escaped(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n{body}\n"
+        f"{f'<script>{script}</script>' if script else ''}\n</body>\n</html>\n"
     )
 
 

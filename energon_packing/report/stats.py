@@ -388,8 +388,7 @@ def _packed(
         packs = max(1, int(np.searchsorted(offsets[:-1], count - window, side="right")))
     order = groups.order[: int(offsets[packs])]
     of_pack = np.repeat(np.arange(packs), np.diff(offsets[: packs + 1]))
-    real = np.bincount(of_pack, part.tokens[order], packs)
-    cost = np.bincount(of_pack, part.cost[order].astype(np.float64), packs)
+    real, cost = (np.bincount(of_pack, each[order].astype(np.float64), packs) for each in (part.tokens, part.cost))
     aligned = int(units[order].sum()) * limits.multiple
     shares = _shares(int(part.tokens[order].sum()), aligned, packs * limits.tokens)
     # As many rows as the tokens of all samples need at this fill.

@@ -47,6 +47,10 @@ from energon_packing.line_file import LineFile, lock, read_lines
 
 LONGEST_DETAIL = 2000
 """Characters of an entry's detail; an error may quote a whole sample."""
+QUARANTINE = "quarantine"
+"""The folder in a ledger's with samples that hung or crashed their decoder, in a file per worker that found one: later
+runs skip them at once. A sample returns when its line is removed, or all of them with the folder; without a ledger's
+directory, they are remembered in their process only."""
 _CLAIMED = mmap.mmap(-1, 1 << 16)
 """Warnings that a worker of this process has given, by a hash of run and name."""
 
@@ -111,10 +115,14 @@ class Ledger:
         self._run = run
         self._path = None if directory is None else Path(directory) / f"{name}.jsonl"
         self._file: LineFile | None = None
+        self._quarantine: LineFile | None = None
+        self._causes: dict[tuple[str, str], str] = {}  # path of the data set and key of a quarantined sample -> why
         self._marked = False
         try:
-            self._file = None if self._path is None else LineFile(self._path)
-            self._quarantine = Quarantine(directory, name)
+            if self._path is not None:
+                self._file = LineFile(self._path)
+                for entry in _quarantined(self._path.parent):
+                    self._remember(entry)
         except OSError as error:
             raise _unwritable(self._path or Path(), error) from error
 
@@ -148,7 +156,7 @@ class Ledger:
     def drop_quarantined(self, key: str, data: str, modality: str = "") -> bool:
         """Enters a sample that an earlier decode ended on; returns whether it is one. Raises `DropBudgetExceeded`: as
         for `drop`."""
-        if (cause := self._quarantine.causes.get((data, key))) is not None:
+        if (cause := self._causes.get((data, key))) is not None:
             self.drop(key, QUARANTINED, cause, data=data, modality=modality)
         return cause is not None
 
@@ -167,7 +175,7 @@ class Ledger:
         more = ({"data": data} if data else {}) | ({"read": self.read} if self._marked else {})
         self._write({"dropped": key, "reason": reason, "detail": detail, **more})
         if reason in (TIMEOUT, CRASH):
-            self._guarded(lambda: self._quarantine.add(data, key, reason, detail))
+            self._guarded(lambda: self._add_to_quarantine(data=data, key=key, reason=reason, detail=detail))
         self.check_budget()
         if len(self._pending) >= self.most_pending:
             ((common, count),) = Counter(entry.reason for entry in self._pending).most_common(1)
@@ -238,6 +246,16 @@ class Ledger:
         _CLAIMED[at] = 1
         return free
 
+    def _remember(self, entry: Mapping[str, Any]) -> None:
+        cause = f"an earlier decode ended as {entry.get('reason')}: {entry.get('detail')}"
+        self._causes[str(entry.get("data")), str(entry.get("key"))] = cause
+
+    def _add_to_quarantine(self, **entry: str) -> None:
+        self._remember(entry)
+        if self._path is not None:
+            self._quarantine = self._quarantine or LineFile(self._path.parent / QUARANTINE / self._path.name)
+            self._quarantine.append(entry)
+
     def _write(self, entry: Mapping[str, object]) -> None:
         if (file := self._file) is not None:
             self._guarded(lambda: file.append(entry))
@@ -256,42 +274,8 @@ def _unwritable(path: Path, error: OSError) -> UserError:
     )
 
 
-class Quarantine:
-    """Samples that hung or crashed their decoder, by data set and key: later runs skip them at once.
-
-    The list is the folder ``quarantine`` of the ledger's directory, with a file per worker that found one; without a
-    directory it is remembered in this process only. A sample returns when its line is removed, or all of them with the
-    folder.
-
-    Attributes:
-        causes: path of the data set and key of each sample in the list -> why.
-
-    Raises:
-        OSError: the list cannot be read, or a later `add` cannot write it.
-    """
-
-    def __init__(self, directory: str | None, name: str) -> None:
-        self._path = None if directory is None else Path(directory) / "quarantine" / f"{name}.jsonl"
-        self._file: LineFile | None = None
-        self.causes: dict[tuple[str, str], str] = {}
-        for entry in () if directory is None else _quarantined(Path(directory)):
-            self._remember(entry)
-
-    def _remember(self, entry: Mapping[str, Any]) -> None:
-        cause = f"an earlier decode ended as {entry.get('reason')}: {entry.get('detail')}"
-        self.causes[str(entry.get("data")), str(entry.get("key"))] = cause
-
-    def add(self, data: str, key: str, reason: str, detail: str) -> None:
-        """Enters a sample."""
-        entry = {"data": data, "key": key, "reason": reason, "detail": detail}
-        self._remember(entry)
-        if self._path is not None:
-            self._file = self._file or LineFile(self._path)
-            self._file.append(entry)
-
-
 def _quarantined(directory: Path) -> Iterator[dict[str, Any]]:
-    return itertools.chain.from_iterable(map(read_lines, sorted((directory / "quarantine").glob("*.jsonl"))))
+    return itertools.chain.from_iterable(map(read_lines, sorted((directory / QUARANTINE).glob("*.jsonl"))))
 
 
 def without_ledger[Run: Any](run: Run) -> Run:

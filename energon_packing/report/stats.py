@@ -279,44 +279,27 @@ def recommendation(samples: StatsSamples, run: RunConfig, found: Sequence[Mappin
         **({"packing.oversize": "split"} if splits else {}),
         **({"packing.balance_window": BALANCE_WINDOW} if balances else {}),
     }
-    reasons = (
-        (
-            True,
-            f"packing.seq_length={best['seq_length']}: rows are {chosen['fill']:.2%} full, and {best['lost']:.2%} of "
-            "the tokens are in samples that are longer than a row. Longer rows need more memory, which is not measured "
-            "here.",
+    reasons = {
+        f"packing.seq_length={best['seq_length']}: rows are {chosen['fill']:.2%} full, and {best['lost']:.2%} of the "
+        "tokens are in samples that are longer than a row. Longer rows need more memory, which is not measured "
+        "here.": True,
+        f"packing.window={chosen['window']}: the largest window compared ({windows[-1]['window']}) fills rows to "
+        f"{windows[-1]['fill']:.2%}; a smaller one delays samples less.": True,
+        f"packing.oversize=split: {best['lost']:.2%} of the tokens would be dropped with their samples. Splitting "
+        "keeps them.": splits,
+        "Fill, packs and steps are those without samples that are longer than a row; with packing.oversize="
+        f"{oversize} a run has them too, and so more packs and steps.": (
+            best["oversize"] and oversize != "drop" and not clips
         ),
-        (
-            True,
-            f"packing.window={chosen['window']}: the largest window compared ({windows[-1]['window']}) fills rows to "
-            f"{windows[-1]['fill']:.2%}; a smaller one delays samples less.",
+        f"{dropped:.1%} of the samples would be dropped, more than packing.drop_budget={run.packing.drop_budget:g} "
+        "allows: the run would stop. Correct the data or raise the budget.": dropped > run.packing.drop_budget,
+        f"A plan (`energon-packing plan`) fills rows to {planned:.2%}, since it sees all samples at once.": (
+            planned > top + 2 * NEGLIGIBLE_FILL
         ),
-        (
-            splits,
-            f"packing.oversize=split: {best['lost']:.2%} of the tokens would be dropped with their samples. Splitting "
-            "keeps them.",
-        ),
-        (
-            best["oversize"] and oversize != "drop" and not clips,
-            "Fill, packs and steps are those without samples that are longer than a row; with "
-            f"packing.oversize={oversize} a run has them too, and so more packs and steps.",
-        ),
-        (
-            dropped > run.packing.drop_budget,
-            f"{dropped:.1%} of the samples would be dropped, more than packing.drop_budget="
-            f"{run.packing.drop_budget:g} allows: the run would stop. Correct the data or raise the budget.",
-        ),
-        (
-            planned > top + 2 * NEGLIGIBLE_FILL,
-            f"A plan (`energon-packing plan`) fills rows to {planned:.2%}, since it sees all samples at once.",
-        ),
-        (
-            balances,
-            f"packing.balance_window={BALANCE_WINDOW}: packs differ in cost, so {RANKS} ranks would compute for "
-            f"{even:.1%} of a step; with packs sorted by cost it is {ordered:.1%}.",
-        ),
-    )
-    return {"settings": settings, "reasons": [reason for holds, reason in reasons if holds]}
+        f"packing.balance_window={BALANCE_WINDOW}: packs differ in cost, so {RANKS} ranks would compute for {even:.1%} "
+        f"of a step; with packs sorted by cost it is {ordered:.1%}.": balances,
+    }
+    return {"settings": settings, "reasons": [reason for reason, holds in reasons.items() if holds]}
 
 
 def _best_length(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

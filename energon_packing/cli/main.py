@@ -70,23 +70,18 @@ REMOVED: dict[str, str] = {
 """Commands and options of the release before -> what to do instead. They exit with 2."""
 
 EXTRA_OF = {
-    "torch": "vlm",
-    "torchvision": "vlm",
-    "transformers": "vlm",
-    "jinja2": "vlm",
-    "megatron": "vlm",
-    "megatron.energon": "vlm",
-    "webdataset": "vlm",
-    "megatron.bridge": "bridge",
-    "megatron.core": "bridge",
-    "einops": "bridge",
-    "qwen_vl_utils": "bridge",
-    "transformer_engine": "te",
-    "pyarrow": "offline",
-    "zstandard": "convert",
-    "ray": "ray",
-    "multistorageclient": "remote",
-    "matplotlib": "figures",
+    module: extra
+    for extra, modules in {
+        "vlm": "torch torchvision transformers jinja2 megatron megatron.energon webdataset",
+        "bridge": "megatron.bridge megatron.core einops qwen_vl_utils",
+        "te": "transformer_engine",
+        "offline": "pyarrow",
+        "convert": "zstandard",
+        "ray": "ray",
+        "remote": "multistorageclient",
+        "figures": "matplotlib",
+    }.items()
+    for module in modules.split()
 }
 """Module -> the first extra of pyproject.toml that brings it; the others need what that one needs."""
 

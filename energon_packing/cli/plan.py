@@ -10,6 +10,7 @@ from rich.console import Console
 from energon_packing.cli.options import FILE, PATH, config_options, json_option
 from energon_packing.cli.terminal import answer, say, table
 from energon_packing.errors import UserError
+from energon_packing.sample_kind import KINDS, kind_of_config
 
 _EXAMPLES = """
 Examples:
@@ -65,7 +66,6 @@ def plan(
     check_plan_name(out)
     from energon_packing.offline.index import Index, kind_of
     from energon_packing.offline.planner import make_plan
-    from energon_packing.sample_kind import KINDS
 
     config = KINDS.find(kind_of(Index.open(given[0]).datasets)).load_run(config_path, overrides)
     limits, remeasure = encoder_parts(config, given)
@@ -94,8 +94,6 @@ def encoder_parts(config: Any, directories: tuple[Path, ...]) -> tuple[Any, Any]
 
     @functools.cache
     def encoder() -> Any:
-        from energon_packing.sample_kind import kind_of_config
-
         return kind_of_config(config).task_encoder(config)
 
     @functools.cache

@@ -54,13 +54,3 @@ def test_an_unknown_benchmark_names_the_known_ones():
     done = door("lodaer")
     assert done.returncode == 2
     assert "loader|convert|measure|plan|pack|packing" in done.stderr
-
-
-def test_plan_plans_a_drawn_index_and_says_how_good_the_plan_is():
-    found = rows("plan", "--samples", "3000", "--limits", "images", "--limits", "all")
-    assert [row["limits"] for row in found] == ["images", "all"]
-    for row in found:
-        assert 0.9 < row["of_bound"] <= 1
-        assert row["aligned_fill"] <= 1
-        assert row["seconds"] > 0
-        assert row["peak_gib"] > 0

@@ -133,9 +133,10 @@ def _planned(plan: Plan, loader: Any, wanted: Wanted) -> Iterator[tuple[Pack, tu
         loader.start_at(number)
         pack = next(iter(loader))
         (planned,) = plan.packs(number, number + 1)
-        of = {each.name: (plan.facts.datasets[each.dataset], each) for each in planned.samples}
         places = {
-            name: f"{data.name}/{data.shards[each.shard].name}, sample {each.row}" for name, (data, each) in of.items()
+            each.name: f"{data.name}/{data.shards[each.shard].name}, sample {each.row}"
+            for each in planned.samples
+            for data in (plan.facts.datasets[each.dataset],)
         }
         yield pack, _of_segments(pack, places)
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import av
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,9 +14,8 @@ from PIL import Image
 
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.convert.records import parse_record
-from energon_packing.demo import make_data, words
+from energon_packing.demo import make_data
 from energon_packing.demo.conversations import KINDS, kinds_of
-from energon_packing.demo.media import Clip, Picture
 from energon_packing.errors import UserError
 
 COUNT = 120
@@ -121,40 +119,6 @@ def test_each_defect_leads_to_the_reason_that_is_expected_of_it_and_nothing_else
     assert found == wanted
     assert report.written == COUNT + sum(defect["outcome"] != "rejected" for defect in expected)
     assert report.warnings["duplicate_id"] == sum(defect["reason"] == "duplicate_id" for defect in expected) == 1
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("size", [(56, 56), (300, 200)])
-def test_a_picture_shows_the_figures_and_the_background_that_are_said_to_be_there(
-    seed: int, size: tuple[int, int]
-) -> None:
-    picture = Picture.draw(Random(seed))
-    width, height = size
-    pixels = np.asarray(picture.render(width, height), dtype=int)
-    floor = height * (0.85 if picture.caption else 1.0)
-    occupied = {figure.place: figure for figure in picture.figures}
-    ground = np.array(words.COLOURS[picture.background])
-    for place in words.PLACES:
-        x, y = int((place[0] + 0.5) * width / 3), int((place[1] + 0.5) * floor / 3)
-        figure = occupied.get(place)
-        if figure is not None:
-            assert np.abs(pixels[y, x] - words.COLOURS[figure.colour]).max() <= 10, figure
-        else:  # the gradient goes down to two thirds
-            assert (pixels[y, x] <= ground + 10).all()
-            assert (pixels[y, x] >= ground * 0.6 - 10).all()
-        assert words.PLACES[place] in picture.description() or figure is None
-
-
-@pytest.mark.parametrize(("direction", "suffix"), zip(sorted(words.DIRECTIONS)[:4], ("mp4", "avi") * 2, strict=True))
-def test_the_figure_of_a_clip_moves_in_the_direction_that_is_told(tmp_path: Path, direction: str, suffix: str) -> None:
-    clip = Clip("black", "circle", "white", direction)
-    path = tmp_path / f"clip.{suffix}"
-    clip.save(path, 128, 96, fps=10, frames=15)
-    with av.open(str(path)) as container:
-        frames = [frame.to_ndarray(format="gray") for frame in container.decode(video=0)]
-    assert len(frames) == 15
-    centres = [np.argwhere(image > 128).mean(axis=0)[::-1] for image in (frames[0], frames[-1])]
-    assert np.sign(np.round(centres[1] - centres[0])).tolist() == list(words.DIRECTIONS[direction])
 
 
 def test_clips_have_the_same_bytes_whatever_was_in_memory_before(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from click.testing import CliRunner, Result
 from energon_packing.cli.main import cli
 from energon_packing.validate import verdict
 from energon_packing.validate.rules.rule import RULES
-from energon_packing.validate.run_view import installed_version
 
 GOOD = """
 packing: {seq_length: 4096}
@@ -87,19 +86,6 @@ def test_a_broken_configuration_exits_with_1_and_names_rule_values_and_mend(good
     assert expected in broken
     message = f"{broken[expected]['why']}; {broken[expected]['fix']}"
     assert all(word in message for word in words), message
-
-
-@pytest.mark.skipif(installed_version("megatron-bridge") is None, reason="Megatron-Bridge is not installed")
-@pytest.mark.parametrize("name", ["good", "7", "8", "10", "11"])
-def test_the_installed_bridge_says_the_same(good: Path, name: str) -> None:
-    overrides, expected, _ = BROKEN.get(name, ([], None, []))
-    code, answer = run_json(str(good), *sets(overrides))
-    assert code == (0 if expected is None else 1)
-    bridge = answer["bridge"]
-    assert bridge["version"] == installed_version("megatron-bridge")
-    assert bridge["verdict"] == ("accepts" if expected is None else "rejects")
-    # seq-length-multiple and model-seq-length are broken by the same length; Bridge names the first.
-    assert bridge["rule"] == ("bridge/seq-length-multiple" if name == "8" else expected)
 
 
 def test_a_rejection_by_bridge_alone_is_not_valid(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:

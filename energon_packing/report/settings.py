@@ -110,11 +110,10 @@ def _object(cls: type[Any], section: str) -> dict[str, Any]:
     properties = {}
     for each in _fields(cls, section):
         text = each.text or SECTION_TEXT.get(each.name)
-        is_section = dataclasses.is_dataclass(each.default)
         properties[each.name.rpartition(".")[2]] = (
             _schema(each.hint, each.name)
             | ({"description": text} if text else {})
-            | ({} if is_section else {"default": each.default})
+            | ({} if dataclasses.is_dataclass(each.default) else {"default": each.default})
         )
     return {"type": ["object", "null"], "additionalProperties": False, "properties": properties}
 

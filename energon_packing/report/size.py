@@ -73,8 +73,7 @@ def size(
     """
     parts = [part for path in paths for part in source_parts(path, split)]
     measured = _probed(_measure, run, parts, place / "measured")
-    index = _cut(probe, run, parts, place)
-    repeated = _repeated(index, place / "repeated", min(PLANNED, samples))
+    repeated = _repeated(_cut(probe, run, parts, place), place / "repeated", min(PLANNED, samples))
     few = _probed(_plan, run, place / "probe", place / "probe.parquet")
     many = _probed(_plan, run, place / "repeated", place / "repeated.parquet")
     slope = max(0.0, (many.memory - few.memory) / max(1, many.samples - few.samples))
@@ -188,7 +187,7 @@ def _written(directory: Path, shard: IndexedShard, rows: pa.Table) -> IndexedSha
             "larger --probe, or look at the reasons with 'energon-packing measure'"
         )
     directory.mkdir(parents=True)
-    tokens = sum(kept.column("length").to_pylist()) + sum(kept.column("second").to_pylist())
+    tokens = sum(sum(kept.column(name).to_pylist()) for name in ("length", "second"))
     made = dataclasses.replace(shard, samples=rows.num_rows, dropped=rows.num_rows - kept.num_rows, tokens=tokens)
     write_table(directory / made.file, SCHEMA, [rows], {"identity": dict(shard.identity)})
     return made

@@ -10,31 +10,24 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# Public name -> the module that defines it.
 _PUBLIC = {
-    "Conversation": "energon_packing.conversation",
-    "Media": "energon_packing.conversation",
-    "Turn": "energon_packing.conversation",
-    "RunConfig": "energon_packing.config",
-    "PackingConfig": "energon_packing.config",
-    "EncoderConfig": "energon_packing.config",
-    "DataConfig": "energon_packing.config",
-    "ParallelConfig": "energon_packing.config",
-    "load_config": "energon_packing.config",
-    "PackedBatch": "energon_packing.thd",
-    "PackingTaskEncoder": "energon_packing.energon.task_encoder",
-    "TextTaskEncoder": "energon_packing.energon.sample_task_encoder",
-    "TextImageTaskEncoder": "energon_packing.energon.sample_task_encoder",
-    "TextVideoTaskEncoder": "energon_packing.energon.sample_task_encoder",
-    "MixedTaskEncoder": "energon_packing.energon.sample_task_encoder",
-    "SampleEncoder": "energon_packing.encoders.sample_encoder",
-    "build_loader": "energon_packing.energon.loader",
-    "pack_lengths": "energon_packing.packing",
-    "ConfigError": "energon_packing.errors",
-    "PackingError": "energon_packing.errors",
-    "SampleRejected": "energon_packing.errors",
-    "UserError": "energon_packing.errors",
+    name: f"energon_packing.{module}"
+    for module, names in {
+        "conversation": ("Conversation", "Media", "Turn"),
+        "config": ("RunConfig", "PackingConfig", "EncoderConfig", "DataConfig", "ParallelConfig", "load_config"),
+        "thd": ("PackedBatch",),
+        "energon.task_encoder": ("PackingTaskEncoder",),
+        "energon.sample_task_encoder": (
+            *("TextTaskEncoder", "TextImageTaskEncoder", "TextVideoTaskEncoder", "MixedTaskEncoder"),
+        ),
+        "encoders.sample_encoder": ("SampleEncoder",),
+        "energon.loader": ("build_loader",),
+        "packing": ("pack_lengths",),
+        "errors": ("ConfigError", "PackingError", "SampleRejected", "UserError"),
+    }.items()
+    for name in names
 }
+"""Public name -> the module that defines it."""
 
 __all__ = [
     "ConfigError",

@@ -1,17 +1,15 @@
 """A conversation: turns of text and media, as every stage after conversion sees it.
 
-The same structure is stored as JSON in the Energon data set (`Conversation.to_record`), so reading a sample never
-involves guessing its layout. Media are named, never embedded; their sizes are probed once, at conversion.
+It is stored as JSON in the Energon data set (`Conversation.to_record`), so reading a sample never involves guessing its
+layout. Media are named, never embedded; their sizes are probed once, at conversion.
 """
-
-from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.stored_record import LARGEST_NUMBER, StoredRecord
@@ -37,11 +35,9 @@ class Media:
     Attributes:
         kind: ``"image"`` or ``"video"``.
         name: the entry's name in its store, for example ``"a1b2.jpg"``; relative, without ``..``.
-        width: pixels as displayed, that is after EXIF or container rotation; None if not probed yet.
-        height: pixels as displayed.
-        frames: number of frames of a video; None for images.
-        fps: average frames per second of a video, see also `rate`; None for images.
-        duration: seconds of a video; None for images.
+        width, height: pixels as displayed, that is after EXIF or container rotation; None if not probed yet.
+        frames, fps, duration: number of frames, average frames per second (see `rate`) and seconds of a video; None for
+            images.
         frame_names: for a video that is a list of images, the names of its ``frames`` entries in the store, in order;
             ``name`` is the first one. Such a list is already sampled: families use every frame of it.
         frame_times: seconds at which each of those frames is shown, ascending; empty if they are ``1 / fps`` apart.
@@ -61,9 +57,9 @@ class Media:
     def rate(self) -> Fraction | None:
         """The frame rate that ``fps`` stands for: a fraction such as 24000/1001 where one is close by, else ``fps``.
 
-        Containers state fractions, and a record holds the nearest float. Older records are up to 4 units in the last
-        place off, since their rates were computed in floats. No two fractions are so close at usual rates if one has a
-        denominator of at most 10,000 and the other fits into a container (32 bits).
+        Containers state fractions, and a record holds the nearest float, an older one up to 4 units in the last place
+        off. No two fractions are so close at usual rates if one has a denominator of at most 10,000 and the other fits
+        into a container (32 bits).
         """
         if self.fps is None:
             return None
@@ -92,20 +88,16 @@ Part = str | MediaPart
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairCounts:
-    """How much of a data set a cross-entropy loss must not train as it is.
-
-    Attributes:
-        samples: all of them.
-        pairs: samples with a chosen and a rejected answer.
-        unwanted: samples whose label says that the answer is unwanted (KTO).
-    """
+    """How much of a data set a cross-entropy loss must not train as it is: among all samples, ``pairs`` of a chosen and
+    a rejected answer, and answers that a label calls ``unwanted`` (KTO)."""
 
     samples: int = 0
     pairs: int = 0
     unwanted: int = 0
 
-    def __add__(self, other: PairCounts) -> PairCounts:
-        return PairCounts(
+    def __add__(self, other: Self) -> Self:
+        return replace(
+            self,
             samples=self.samples + other.samples,
             pairs=self.pairs + other.pairs,
             unwanted=self.unwanted + other.unwanted,
@@ -121,11 +113,7 @@ class PairCounts:
         return f"{named or 'no preference pairs'} among {self.samples:,} samples{mixed}"
 
     def check(self, where: object, pairs: Pairs) -> None:
-        """Refuses a run on such data before its first step.
-
-        Raises:
-            ConfigError: there are some, and the run did not choose what is trained of them.
-        """
+        """Refuses a run on such data before its first step, if it did not choose what is trained of them."""
         if self and pairs == "refuse":
             raise _refused(f"{where} has {self}")
 
@@ -143,7 +131,6 @@ class Turn:
     """What one speaker says.
 
     Attributes:
-        role: ``system``, ``user``, ``assistant`` or ``tool``.
         parts: text and media in reading order; adjacent texts are merged by the converters.
         tool_calls: OpenAI-style calls of an assistant turn,
             ``{"type": "function", "function": {"name": ..., "arguments": ...}}``; an ``"id"`` is kept.
@@ -173,11 +160,15 @@ class Turn:
         parts: list[Any] = list(self.parts)
         if len(parts) != 1 or not isinstance(parts[0], str):  # few turns
             parts = [part if isinstance(part, str) else {"media": part.index} for part in parts]
-        record: dict[str, Any] = {"role": self.role, "parts": parts}
-        if self.tool_calls:
-            record["tool_calls"] = [dict(call) for call in self.tool_calls]
-        stated = (("loss_weight", self.loss_weight), ("tool_call_id", self.tool_call_id), ("thinking", self.thinking))
-        return record | {name: value for name, value in stated if value is not None}
+        stated = {
+            "role": self.role,
+            "parts": parts,
+            "tool_calls": [dict(call) for call in self.tool_calls] or None,
+            "loss_weight": self.loss_weight,
+            "tool_call_id": self.tool_call_id,
+            "thinking": self.thinking,
+        }
+        return {name: value for name, value in stated.items() if value is not None}
 
 
 # A frozen dataclass sets every field through `object.__setattr__`, which for six fields costs more than reading the
@@ -209,11 +200,11 @@ class Conversation:
         media: every image and video, in order of first mention; exactly one `MediaPart` uses each index (a file
             mentioned twice is listed twice, under one name).
         tools: tool definitions for the chat template (a list of JSON schemas), or None.
-        chosen: for preference data, the turns that follow ``turns`` in the preferred answer; text only.
-        rejected: the turns that follow ``turns`` in the other answer. Both or neither are given.
-        extras: additional values of the trained tokens by name (advantages, log-probabilities of the sampling policy,
-            rewards): one number for all tokens, or one per token in order; for a pair, ``{"chosen": ..., "rejected":
-            ...}`` of these, or one number for both.
+        chosen, rejected: for preference data, the turns that follow ``turns`` in the preferred answer and in the other
+            one; text only. Both or neither are given.
+        extras: additional values of the trained tokens by name (advantages, log-probabilities, rewards): one number for
+            all tokens, or one per token in order; for a pair, ``{"chosen": ..., "rejected": ...}`` of these, or one
+            number for both.
     """
 
     key: str
@@ -234,7 +225,7 @@ class Conversation:
         """Whether this holds a chosen and a rejected answer to the same beginning."""
         return bool(self.chosen)
 
-    def answers(self) -> tuple[Conversation, Conversation]:
+    def answers(self) -> tuple[Self, Self]:
         """The two conversations of a pair, chosen first; of the assistant turns, only those of the answer are trained.
 
         Their ``extras`` are the record's plus `PREFERENCE`: 1 for the chosen one, -1 for the rejected one.
@@ -265,7 +256,7 @@ class Conversation:
         """Whether a label says that the answer is unwanted (KTO)."""
         return bool(self.extras) and not self.is_pair and self.extras.get(PREFERENCE, 0) < 0
 
-    def trained(self, pairs: Pairs) -> Conversation:
+    def trained(self, pairs: Pairs) -> Self:
         """What a run trains of it: itself, or under ``chosen`` of a pair the conversation with the chosen answer.
 
         As in a pair, earlier answers of that conversation are not trained, because nobody chose them.
@@ -285,24 +276,26 @@ class Conversation:
                 raise SampleRejected("unwanted_answer", "its label says so, and packing.pairs is 'chosen'")
             return replace(self.answers()[0], key=self.key) if self.is_pair else self
         if self.is_pair or self.is_unwanted:
-            what_it_is = "a preference pair" if self.is_pair else "an answer that its label calls unwanted"
-            raise _refused(f"Sample {self.key} is {what_it_is}")
+            kind = "a preference pair" if self.is_pair else "an answer that its label calls unwanted"
+            raise _refused(f"Sample {self.key} is {kind}")
         return self
 
     def __post_init__(self) -> None:
         if bool(self.chosen) != bool(self.rejected):
             raise SampleRejected("bad_record", "a pair needs both a chosen and a rejected answer")
-        if self.chosen and any(
-            isinstance(part, MediaPart) for turn in (*self.chosen, *self.rejected) for part in turn.parts
-        ):
-            raise SampleRejected("bad_record", "the answers of a pair may contain only text; put media before them")
+        for turn in (*self.chosen, *self.rejected) if self.chosen else ():
+            if any(isinstance(part, MediaPart) for part in turn.parts):
+                raise SampleRejected("bad_record", "the answers of a pair may contain only text; put media before them")
         for name, value in self.extras.items():
             if name == PREFERENCE and (self.is_pair or not isinstance(value, int | float)):
-                raise SampleRejected("bad_record", f"extras {name!r} is made from the answers of a pair")
-            if isinstance(value, Mapping) and (not self.is_pair or set(value) != {"chosen", "rejected"}):
-                raise SampleRejected("bad_record", f"extras {name!r} names parts other than the answers of a pair")
-            if isinstance(value, list | tuple) and self.is_pair:
-                raise SampleRejected("bad_record", f"extras {name!r} is one list, but a pair has two answers")
+                why = "is made from the answers of a pair"
+            elif isinstance(value, Mapping) and (not self.is_pair or set(value) != {"chosen", "rejected"}):
+                why = "names parts other than the answers of a pair"
+            elif isinstance(value, list | tuple) and self.is_pair:
+                why = "is one list, but a pair has two answers"
+            else:
+                continue
+            raise SampleRejected("bad_record", f"extras {name!r} {why}")
         named = [part.index for turn in self.turns for part in turn.parts if type(part) is MediaPart]
         if named != list(range(len(self.media))):
             raise SampleRejected(
@@ -328,11 +321,14 @@ class Conversation:
                     {"type": "text", "text": part} if isinstance(part, str) else {"type": self.media[part.index].kind}
                     for part in turn.parts
                 ]
-            message: dict[str, Any] = {"role": turn.role, "content": content}
-            if turn.tool_calls:
-                message["tool_calls"] = [dict(call) for call in turn.tool_calls]
-            stated = (("tool_call_id", turn.tool_call_id), ("reasoning_content", turn.thinking))
-            messages.append(message | {name: value for name, value in stated if value is not None})
+            stated = {
+                "role": turn.role,
+                "content": content,
+                "tool_calls": [dict(call) for call in turn.tool_calls] or None,
+                "tool_call_id": turn.tool_call_id,
+                "reasoning_content": turn.thinking,
+            }
+            messages.append({name: value for name, value in stated.items() if value is not None})
         return messages
 
     def to_record(self) -> dict[str, Any]:
@@ -348,7 +344,7 @@ class Conversation:
         return {"version": RECORD_VERSION, **{name: part for name, part in parts.items() if part}, **tools}
 
     @classmethod
-    def from_record(cls, key: str, record: Any) -> Conversation:
+    def from_record(cls, key: str, record: Any) -> Self:
         """Reads what `to_record` wrote.
 
         Raises:
@@ -369,10 +365,10 @@ class Conversation:
 
 
 def _mappings(value: Mapping[str, Any], field: str, where: str) -> tuple[Mapping[str, Any], ...]:
-    found = tuple(_RECORD.read_list(value, field, where, optional=True))
-    if not all(isinstance(entry, Mapping) for entry in found):
+    entries = tuple(_RECORD.read_list(value, field, where, optional=True))
+    if not all(isinstance(entry, Mapping) for entry in entries):
         raise _RECORD.bad(f"{field} of {where} holds something that is not an object")
-    return found
+    return entries
 
 
 def _plain(value: Any) -> Any:
@@ -382,11 +378,8 @@ def _plain(value: Any) -> Any:
 
 
 def read_extras(value: Any) -> dict[str, Any]:
-    """The ``extras`` of a JSON record.
-
-    Raises:
-        SampleRejected: ``bad_record`` for anything but finite numbers, lists of them, and pairs of either.
-    """
+    """The ``extras`` of a JSON record; anything but finite numbers, lists of them, and pairs of either is a
+    ``bad_record``."""
     if not isinstance(value, Mapping):
         raise _RECORD.bad(f"extras of the record is a {type(value).__name__}, expected an object")
     return {str(name): _read_extra(name, part) for name, part in value.items()}
@@ -404,12 +397,8 @@ def _read_extra(name: Any, value: Any) -> Any:
 
 
 def _read_turns(record: Mapping[str, Any], name: str, which: str = "") -> tuple[Turn, ...]:
-    return tuple(
-        [
-            _read_turn(turn, number, which)
-            for number, turn in enumerate(_RECORD.read_list(record, name, "the record"), 1)
-        ]
-    )
+    turns = enumerate(_RECORD.read_list(record, name, "the record"), 1)
+    return tuple([_read_turn(turn, number, which) for number, turn in turns])
 
 
 def _read_turn(turn: Any, number: int, which: str = "") -> Turn:
@@ -447,11 +436,7 @@ def _read_turn(turn: Any, number: int, which: str = "") -> Turn:
 
 
 def media_of(entry: Any) -> Media:
-    """Reads what `Media.to_record` wrote.
-
-    Raises:
-        SampleRejected: as `Conversation.from_record`.
-    """
+    """Reads what `Media.to_record` wrote; raises as `Conversation.from_record`."""
     _RECORD.check_keys(entry, set(MEDIA_FIELDS), "a media entry")
     kind, name = entry.get("kind"), entry.get("name")
     if kind not in ("image", "video"):

@@ -14,8 +14,6 @@ is ever true is at most `FALSE_STOP`. Drops found late (a sample in the window w
 the count too small, so the statement stays true.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import re
@@ -31,42 +29,28 @@ TIMEOUT, CRASH = "decode_timeout", "decoder_crashed"
 QUARANTINED = "quarantined"
 """Why later runs drop such a sample."""
 SETTING_OF: Mapping[str, str | None] = {
+    **dict.fromkeys((
+        "bad_record", "bad_text", "corrupt_media", "corrupt_tensor", "decoder_crashed", "empty_answer",
+        "empty_conversation", "measure_error", "media_changed", "media_geometry", "media_outside_root", "missing_media",
+        "no_pair", "no_such_tensor", "not_finite", "placeholder_mismatch", "quarantined", "render_error",
+        "reserved_token", "restore_failed", "too_deep", "unknown_role", "unknown_tensor_format", "unmeasured",
+        "unmeasured_media", "unreadable_shard", "unsafe_pickle", "unsupported_depth", "wrong_dtype", "wrong_shape",
+    )),
     "assistant_first": "encoder.chat_template",
-    "bad_record": None,
-    "bad_text": None,
-    "corrupt_media": None,
-    "corrupt_tensor": None,
     "decode_timeout": "encoder.decode_seconds",
-    "decoder_crashed": None,
-    "empty_answer": None,
-    "empty_conversation": None,
     "extra_mismatch": "encoder.extra_fields",
     "labelled_answer": "packing.pairs",
     "loss_weight_mismatch": "encoder.chat_template",
-    "measure_error": None,
-    "media_changed": None,
-    "media_geometry": None,
-    "media_outside_root": None,
     "media_too_large": "encoder.max_source_pixels",
     "missing_extra": "encoder.extra_fields",
-    "missing_media": None,
-    "no_pair": None,
-    "no_such_tensor": None,
-    "not_finite": None,
     "nothing_to_learn": "encoder.train_on",
     "other_modality": "encoder.modality",
     "over_limit": "packing.oversize",
     "oversize": "packing.seq_length",
     "pair": "packing.pairs",
-    "placeholder_mismatch": None,
-    "quarantined": None,
-    "render_error": None,
-    "reserved_token": None,
-    "restore_failed": None,
     "special_token": "encoder.special_tokens_in_text",
     "template_error": "encoder.chat_template",
     "template_omits": "encoder.tool_definitions",
-    "too_deep": None,
     "too_few_frames": "encoder.video_fps",
     "too_few_targets": "encoder.limits.min_active_ratio",
     "too_many_frames": "encoder.limits.max_frames",
@@ -76,21 +60,11 @@ SETTING_OF: Mapping[str, str | None] = {
     "too_short": "encoder.fps",
     "too_small": "encoder.max_pixels",
     "unclosed_thinking": "encoder.thinking",
-    "unknown_role": None,
-    "unknown_tensor_format": None,
-    "unmeasured": None,
-    "unmeasured_media": None,
-    "unreadable_shard": None,
-    "unsafe_pickle": None,
     "unstable_prefix": "encoder.chat_template",
-    "unsupported_depth": None,
     "unsupported_media": "encoder.family",
     "unwanted_answer": "packing.pairs",
-    "wrong_dtype": None,
-    "wrong_shape": None,
-}
-"""Every reason of a ledger, and the setting that decides where its sentence names none; None: the data are the cause.
-A test collects the reasons of the package and compares."""
+}  # fmt: skip
+"""Every reason of a ledger, and the setting that decides if its sentence names none; None: the data are the cause."""
 
 FALSE_STOP = 1e-6
 """Chance that a worker whose true share is within the budget is ever stopped, however long it runs."""
@@ -117,7 +91,6 @@ class DroppedSample:
     """A source key that reaches no pack, and why.
 
     Attributes:
-        key: the sample's key.
         reason, detail: see `SampleRejected`.
         data: path of its data set; empty if unknown.
         modality: see `energon_packing.conversation.Conversation.modality`; empty if the record could not be read.

@@ -5,29 +5,19 @@
 * `PackingError`: an internal invariant does not hold. Never caught inside the package.
 """
 
-from __future__ import annotations
-
 import errno
 import time
 from collections.abc import Callable, Hashable
-from typing import Literal
+from typing import Any, Literal
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _DISK = (*FULL, errno.EROFS, errno.EFBIG)
 UNWRITABLE = (*_DISK, errno.EIO)
 """Error numbers of a disk that takes no more."""
-_FILE = frozenset(
-    (
-        errno.ENOENT,
-        errno.ENOTDIR,
-        errno.EISDIR,
-        errno.EACCES,
-        errno.EPERM,
-        errno.EINVAL,
-        errno.ENAMETOOLONG,
-        errno.ELOOP,
-    )
-)
+_FILE = {
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES),
+    *(errno.EPERM, errno.EINVAL, errno.ENAMETOOLONG, errno.ELOOP),
+}
 
 
 def fault_of(error: OSError) -> Literal["disk", "file", "store"]:
@@ -59,7 +49,7 @@ class SampleRejected(Exception):
         self.detail = detail
         self.length = length
 
-    def __reduce__(self) -> tuple[type[SampleRejected], tuple[str, str, int | None]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         # Exceptions are pickled between processes; the default would pass one argument for several parameters.
         return type(self), (self.reason, self.detail, self.length)
 
@@ -75,7 +65,7 @@ _failing: set[Hashable] = set()
 
 
 def read_again[T](place: Hashable, read: Callable[[], T], forget: Callable[[], None] | None = None) -> T:
-    """Returns what ``read`` returns.
+    """Returns what ``read`` returns; after a failure of the store, on another try.
 
     Args:
         place: of the file. Where the last read failed after all tries, only one is made until one succeeds, so a shard
@@ -86,19 +76,19 @@ def read_again[T](place: Hashable, read: Callable[[], T], forget: Callable[[], N
     Raises:
         OSError: of the last try. Other errors, and those that will not go away, are raised at once.
     """
-    for pause in (*(() if place in _failing else PAUSES), None):
+    pauses = iter(() if place in _failing else PAUSES)
+    while True:
         try:
-            found = read()
+            value = read()
         except OSError as error:
             if forget is not None:
                 forget()
             if fault_of(error) != "store":
                 raise
-            if pause is None:
+            if (pause := next(pauses, None)) is None:
                 _failing.add(place)
                 raise
             time.sleep(pause)
-            continue
-        _failing.discard(place)
-        return found
-    raise AssertionError("the last try returns or raises")
+        else:
+            _failing.discard(place)
+            return value

@@ -11,25 +11,20 @@ is set, each worker also appends to its own file there, one JSON object per line
     {"dropped": "c", "reason": "oversize", "detail": "5120 tokens, seq_length is 4096", "data": "text", "read": 412}
     {"epoch_read": 25000}
 
-A run that resumes from a checkpoint appends to its files. It enters packs that it makes again under the same number;
-`energon_packing.ledger` counts what holds. If a kill cut a line off, the next run moves it to ``NAME.cut``
-(`energon_packing.line_file`). Lines of two runs would be counted as one run's, so one at a time writes (`LedgerLock`).
+A run that resumes from a checkpoint appends to its files, and enters packs that it makes again under the same number;
+`merged` counts what holds. Lines of two runs would be counted as one run's, so one at a time writes (`LedgerLock`).
 
-A drop budget stops a run that would silently train on a small part of its data. Energon's own failure tolerance counts
-only consecutive failures, so a data set in which every second sample is broken passes it forever. The budget is a share
-of the samples *read*: samples waiting in the window count as good until they turn out to be bad
-(`energon_packing.drops`). A second guard stops a run that never makes a pack even if the budget allows all drops.
-Without it, an endless loader would silently drop its data again and again, because drops wait for the next pack.
-
-The files of a ledger read as one: what was emitted once, what was dropped and why, and what came twice.
+A drop budget stops a run that would silently train on a small part of its data: Energon's own failure tolerance counts
+consecutive failures only, so a data set in which every second sample is broken passes it forever. The budget is a share
+of the samples *read*; samples in the window count as good until they turn out to be bad (`energon_packing.drops`). A
+second guard stops a run that never makes a pack even if the budget allows all drops: drops wait for the next pack, so
+an endless loader would drop its data again and again in silence.
 
 A worker begins its lines with a mark: its run, rank and place, and the number of the next pack. A mark that says
 ``resumed`` goes on from a saved state: what the file holds after the pack before was made again, or never used. A mark
 of another run that did not resume begins anew; what came before belongs to a run that nobody continued. Positions of a
 plan need no such cut: the same position is the same pack, whoever makes it.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import itertools
@@ -52,19 +47,17 @@ from energon_packing.line_file import LineFile, lock, read_lines
 
 LONGEST_DETAIL = 2000
 """Characters of an entry's detail; an error may quote a whole sample."""
+QUARANTINE = "quarantine"
+"""The folder in a ledger's with samples that hung or crashed their decoder, in a file per worker that found one: later
+runs skip them at once. A sample returns when its line is removed, or all of them with the folder; without a ledger's
+directory, they are remembered in their process only."""
 _CLAIMED = mmap.mmap(-1, 1 << 16)
 """Warnings that a worker of this process has given, by a hash of run and name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChangedSample:
-    """A source key that is emitted in a form that differs from its record.
-
-    Attributes:
-        key: the sample's key.
-        how: a short, stable word for counting: ``resized`` or ``truncated``.
-        detail: one sentence with the values.
-    """
+    """A source key that is emitted in another form than its record's: ``resized`` or ``truncated``."""
 
     key: str
     how: str
@@ -85,7 +78,7 @@ class Ledger:
     Args:
         directory: where the worker's file is written; None writes no file.
         budget: share of samples that may be dropped, 0 to 1.
-        name: name of the worker's file, without suffix; unique among the workers of a run.
+        name: of the worker's file, without suffix; unique among the workers of a run.
         most_pending: entries that may wait for the next pack before the run stops; bounds the ledger's memory.
         run: name that all workers of the run have, if `begin` does not give one.
 
@@ -122,10 +115,14 @@ class Ledger:
         self._run = run
         self._path = None if directory is None else Path(directory) / f"{name}.jsonl"
         self._file: LineFile | None = None
+        self._quarantine: LineFile | None = None
+        self._causes: dict[tuple[str, str], str] = {}  # path of the data set and key of a quarantined sample -> why
         self._marked = False
         try:
-            self._file = None if self._path is None else LineFile(self._path)
-            self._quarantine = Quarantine(directory, name)
+            if self._path is not None:
+                self._file = LineFile(self._path)
+                for entry in _quarantined(self._path.parent):
+                    self._remember(entry)
         except OSError as error:
             raise _unwritable(self._path or Path(), error) from error
 
@@ -135,7 +132,7 @@ class Ledger:
         return sum(self.reasons.values())
 
     def begin(self, **marks: Any) -> None:
-        """Marks where a run begins, or goes on from a saved state; `energon_packing.ledger` reads the marks.
+        """Marks where a run begins, or goes on from a saved state.
 
         Args:
             marks: ``run`` (of all workers the same), ``rank``, ``worker``, and either ``from`` (number of the next
@@ -152,49 +149,33 @@ class Ledger:
             self._write({"epoch_read": read})
 
     def count_read(self, data: str = "", modality: str = "") -> None:
-        """Counts a sample that was read; see `DroppedSample` for the arguments."""
+        """Counts a sample that was read; arguments as of `DroppedSample`."""
         self.read += 1
         self._new[data, modality] += 1
 
     def drop_quarantined(self, key: str, data: str, modality: str = "") -> bool:
-        """Enters a sample that an earlier decode ended on, if it is one.
-
-        Args:
-            key: of the sample.
-            data: path of its data set.
-            modality: see `DroppedSample`.
-
-        Returns:
-            Whether it is one.
-
-        Raises:
-            DropBudgetExceeded: as for `drop`.
-        """
-        if (cause := self._quarantine.causes.get((data, key))) is not None:
+        """Enters a sample that an earlier decode ended on; returns whether it is one. Raises `DropBudgetExceeded`: as
+        for `drop`."""
+        if (cause := self._causes.get((data, key))) is not None:
             self.drop(key, QUARANTINED, cause, data=data, modality=modality)
         return cause is not None
 
     def drop(self, key: str, reason: str, detail: str, *, data: str = "", modality: str = "") -> None:
-        """Enters a dropped sample; one that ended its decoder is quarantined too.
-
-        Args:
-            key: of the sample.
-            reason: a stable word.
-            detail: one sentence.
-            data, modality: see `DroppedSample`.
+        """Enters a dropped sample (arguments as of `DroppedSample`); one that ended its decoder is quarantined too.
 
         Raises:
-            DropBudgetExceeded: more than ``budget`` of the data is dropped beyond doubt, see `over_budget`.
+            DropBudgetExceeded: see `check_budget`.
             NothingToPack: ``most_pending`` samples were dropped without a pack in between.
         """
-        detail = detail if len(detail) <= LONGEST_DETAIL else f"{detail[: LONGEST_DETAIL - 3]}..."
+        if len(detail) > LONGEST_DETAIL:
+            detail = f"{detail[: LONGEST_DETAIL - 3]}..."
         self._last = DroppedSample(key=key, reason=reason, detail=detail, data=data, modality=modality)
         self._pending.append(self._last)
         self.reasons[reason] += 1
         more = ({"data": data} if data else {}) | ({"read": self.read} if self._marked else {})
         self._write({"dropped": key, "reason": reason, "detail": detail, **more})
         if reason in (TIMEOUT, CRASH):
-            self._guarded(lambda: self._quarantine.add(data, key, reason, detail))
+            self._guarded(lambda: self._add_to_quarantine(data=data, key=key, reason=reason, detail=detail))
         self.check_budget()
         if len(self._pending) >= self.most_pending:
             ((common, count),) = Counter(entry.reason for entry in self._pending).most_common(1)
@@ -206,11 +187,8 @@ class Ledger:
             )
 
     def check_budget(self) -> None:
-        """Refuses what was dropped so far, which `drop` asks each time; whoever knows that the data end asks again.
-
-        Raises:
-            DropBudgetExceeded: more than ``budget`` of the data is dropped beyond doubt, see `over_budget`.
-        """
+        """Asked by each `drop`, and by whoever knows that the data end. Raises `DropBudgetExceeded`: more than
+        ``budget`` of the data is dropped beyond doubt, see `over_budget`."""
         counted, samples = unwished(self.reasons, self.read)
         dropped = counted.total()
         if over_budget(dropped, samples, self.budget):
@@ -236,9 +214,8 @@ class Ledger:
         """Resumes counting from a saved state; samples read after it was saved are read and counted again.
 
         Args:
-            counts: `counts` of the state; None for a state without counts, made by an older release.
-            held: samples in the state's window, which were already read and are not counted when they are read again;
-                used only if the state has no counts.
+            counts: `counts` of the state; None for one of an older release.
+            held: without counts, the samples in the state's window, which count as read and are not read again.
         """
         self.read = held if counts is None else int(counts["read"])
         self.reasons = Counter() if counts is None else Counter(counts["reasons"])
@@ -263,15 +240,24 @@ class Ledger:
         return taken
 
     def _claim(self, name: str) -> bool:
-        """Whether no other worker of this run has claimed the name; workers are forks and share `_CLAIMED`."""
+        """Whether no other worker of this run has claimed the name; workers are forks, which share `_CLAIMED`."""
         at = zlib.crc32(f"{self._run}/{name}".encode("utf-8", "replace")) % len(_CLAIMED)
         free = not self._run or not _CLAIMED[at]
         _CLAIMED[at] = 1
         return free
 
+    def _remember(self, entry: Mapping[str, Any]) -> None:
+        cause = f"an earlier decode ended as {entry.get('reason')}: {entry.get('detail')}"
+        self._causes[str(entry.get("data")), str(entry.get("key"))] = cause
+
+    def _add_to_quarantine(self, **entry: str) -> None:
+        self._remember(entry)
+        if self._path is not None:
+            self._quarantine = self._quarantine or LineFile(self._path.parent / QUARANTINE / self._path.name)
+            self._quarantine.append(entry)
+
     def _write(self, entry: Mapping[str, object]) -> None:
-        file = self._file
-        if file is not None:
+        if (file := self._file) is not None:
             self._guarded(lambda: file.append(entry))
 
     def _guarded(self, write: Callable[[], None]) -> None:
@@ -288,45 +274,8 @@ def _unwritable(path: Path, error: OSError) -> UserError:
     )
 
 
-class Quarantine:
-    """Samples that hung or crashed their decoder, by data set and key: later runs skip them at once.
-
-    The list is the folder ``quarantine`` of the ledger's directory, with a file per worker that found one. A sample
-    returns when its line is removed, or all of them with the folder.
-
-    Args:
-        directory: of the ledger; None remembers the samples in this process only.
-        name: of the worker's file.
-
-    Attributes:
-        causes: path of the data set and key of each sample in the list -> why.
-
-    Raises:
-        OSError: the list cannot be read.
-    """
-
-    def __init__(self, directory: str | None, name: str) -> None:
-        self._path = None if directory is None else Path(directory) / "quarantine" / f"{name}.jsonl"
-        self._file: LineFile | None = None
-        files = [] if self._path is None else sorted(self._path.parent.glob("*.jsonl"))
-        entries = itertools.chain.from_iterable(map(read_lines, files))
-        self.causes = {(str(each.get("data")), str(each.get("key"))): _cause(each) for each in entries}
-
-    def add(self, data: str, key: str, reason: str, detail: str) -> None:
-        """Enters a sample.
-
-        Raises:
-            OSError: the list cannot be written.
-        """
-        entry = {"data": data, "key": key, "reason": reason, "detail": detail}
-        self.causes[data, key] = _cause(entry)
-        if self._path is not None:
-            self._file = self._file or LineFile(self._path)
-            self._file.append(entry)
-
-
-def _cause(entry: dict[str, str]) -> str:
-    return f"an earlier decode ended as {entry.get('reason')}: {entry.get('detail')}"
+def _quarantined(directory: Path) -> Iterator[dict[str, Any]]:
+    return itertools.chain.from_iterable(map(read_lines, sorted((directory / QUARANTINE).glob("*.jsonl"))))
 
 
 def without_ledger[Run: Any](run: Run) -> Run:
@@ -338,22 +287,15 @@ def without_ledger[Run: Any](run: Run) -> Run:
 def ledger_apart[Run: Any](run: Run, name: str) -> Run:
     """Returns the configuration of a loader beside the training's, such as its evaluation: the ledger is in a folder of
     its own in the training's."""
-    if run.packing.ledger is None:
-        return run
-    return dataclasses.replace(
-        run, packing=dataclasses.replace(run.packing, ledger=os.path.join(run.packing.ledger, name))
-    )
+    ledger = None if run.packing.ledger is None else os.path.join(run.packing.ledger, name)
+    return dataclasses.replace(run, packing=dataclasses.replace(run.packing, ledger=ledger))
 
 
 class LedgerLock:
-    """Keeps other processes from writing the ledger of a rank as long as it exists.
+    """Keeps other processes from writing the ledger of a data-parallel rank as long as it exists.
 
     It is a POSIX record lock: nothing is left over after a kill, network file systems know it, and the workers that a
-    process forks need no lock of their own.
-
-    Args:
-        directory: of the ledger; None locks nothing.
-        rank: data-parallel rank.
+    process forks need no lock of their own. Without a directory, nothing is locked.
     """
 
     def __init__(self, directory: str | None, rank: int) -> None:
@@ -361,11 +303,8 @@ class LedgerLock:
         self._held: _Held | None = None
 
     def hold(self) -> None:
-        """Takes the lock, which all loaders of this process share.
-
-        Raises:
-            UserError: another process holds it, or the directory cannot be written.
-        """
+        """Takes the lock, which all loaders of this process share. Raises `UserError`: another process holds it, or the
+        directory cannot be written."""
         if self._path is None or self._held is not None:
             return
         key = os.getpid(), os.path.realpath(self._path)
@@ -409,8 +348,7 @@ class LedgerReport:
         abandoned: runs that nobody continued.
         packs: packs, each number once.
         emitted: samples in them.
-        dropped: samples by reason.
-        dropped_by_data: samples by data set and reason; data set "" where the ledger does not say.
+        dropped, dropped_by_data: samples by reason; data set ("" where the ledger does not say) -> the same.
         changed: samples emitted in another form, by how.
         duplicates: keys that came more often than the data can have been read, or than once in a finite epoch.
         cut: lines that a kill left unfinished.
@@ -431,11 +369,8 @@ class LedgerReport:
 
 
 def merged(directory: Path) -> LedgerReport:
-    """Reads the ledger of a run, while it runs or afterwards.
-
-    Raises:
-        UserError: the directory holds no ledger, or cannot be read.
-    """
+    """Reads the ledger of a run, while it runs or afterwards. Raises `UserError`: the directory holds no ledger, or
+    cannot be read."""
     report = LedgerReport()
     positions: dict[int, list[dict[str, Any]]] = {}
     packs_of_plan = 1
@@ -448,10 +383,7 @@ def merged(directory: Path) -> LedgerReport:
             _count(worker.lines, report, **{name: worker.mark.get(name) for name in ("samples", "ahead", "times")})
     try:
         report.cut = sum(file.read_bytes().count(b"\n") for file in directory.glob("*.cut"))
-        lists = (directory / "quarantine").glob("*.jsonl")
-        report.quarantined = len(
-            {(entry.get("data"), entry.get("key")) for each in lists for entry in read_lines(each)}
-        )
+        report.quarantined = len({(entry.get("data"), entry.get("key")) for entry in _quarantined(directory)})
     except OSError as error:
         raise _unreadable(directory, error) from error
     for epoch in range(max(positions, default=-1) // packs_of_plan + 1):
@@ -463,11 +395,8 @@ def merged(directory: Path) -> LedgerReport:
 
 def standing_lines(directory: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     """The lines of a ledger that still hold, with their files: not those of runs that nobody continued, nor of packs
-    that a resumed run made again or has yet to make again.
-
-    Raises:
-        UserError: the directory holds no ledger, or cannot be read.
-    """
+    that a resumed run made again or has yet to make again. Raises `UserError`: the directory holds no ledger, or cannot
+    be read."""
     positions: dict[int, list[tuple[Path, dict[str, Any]]]] = {}
     for file, worker in _workers(directory, LedgerReport()):
         if worker.mark.get("packs_of_plan"):
@@ -478,12 +407,57 @@ def standing_lines(directory: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
         yield from positions[at]
 
 
-def _workers(directory: Path, report: LedgerReport) -> Iterator[tuple[Path, _Worker]]:
-    """Each worker's file with its lines that still hold.
+def _unreadable(place: Path, error: OSError) -> UserError:
+    return UserError(f"The ledger {error.filename or place} cannot be read ({error.strerror}).")
 
-    Raises:
-        UserError: the directory holds no line of a ledger, or cannot be read.
-    """
+
+class _Worker:
+    """Lines of one file that still hold."""
+
+    def __init__(self, report: LedgerReport) -> None:
+        self.lines: list[dict[str, Any]] = []
+        self.mark: dict[str, Any] = {}
+        self._report = report
+
+    def take(self, entry: dict[str, Any]) -> None:
+        if "run" not in entry:
+            self.lines.append(entry)
+            return
+        before, self.mark = self.mark, entry
+        if entry.get("packs_of_plan"):
+            self._report.restarts += bool(before)
+        elif entry.get("resumed"):
+            self._report.restarts += 1
+            self._leave_before(int(entry["from"]))
+        elif before and entry["run"] != before["run"]:
+            self._report.abandoned += 1
+            self.lines.clear()
+
+    def _leave_before(self, number: int) -> None:
+        """Leaves the lines up to pack ``number - 1``, with what was changed in it."""
+        at = 1 + max((at for at, line in enumerate(self.lines) if line.get("pack") == number - 1), default=-1)
+        while 0 < at < len(self.lines) and "changed" in self.lines[at]:
+            at += 1
+        del self.lines[at:]
+
+    def by_position(self) -> dict[int, list[dict[str, Any]]]:
+        """The lines of each position: drops come before their pack, changes after it; its last making counts."""
+        positions: dict[int, list[dict[str, Any]]] = {}
+        waiting: list[dict[str, Any]] = []
+        current = waiting
+        for line in self.lines:
+            if "pack" in line:
+                current = positions[int(line["pack"])] = [*waiting, line]
+                waiting = []
+            elif "dropped" in line:
+                waiting.append(line)
+            else:
+                current.append(line)
+        return positions
+
+
+def _workers(directory: Path, report: LedgerReport) -> Iterator[tuple[Path, _Worker]]:
+    """Each worker's file with its lines that still hold."""
     files = sorted(directory.glob("*.jsonl")) if directory.is_dir() else []
     if not files:
         raise UserError(f"{directory} holds no ledger; name the directory of packing.ledger.")
@@ -501,56 +475,6 @@ def _workers(directory: Path, report: LedgerReport) -> Iterator[tuple[Path, _Wor
         raise UserError(f"{directory} holds no line of a ledger; name the directory of packing.ledger.")
 
 
-def _unreadable(place: Path, error: OSError) -> UserError:
-    return UserError(f"The ledger {error.filename or place} cannot be read ({error.strerror}).")
-
-
-class _Worker:
-    """Lines of one file that still hold."""
-
-    def __init__(self, report: LedgerReport) -> None:
-        self.lines: list[dict[str, Any]] = []
-        self.mark: dict[str, Any] = {}
-        self._report = report
-
-    def take(self, entry: dict[str, Any]) -> None:
-        """Takes the next line."""
-        if "run" not in entry:
-            self.lines.append(entry)
-            return
-        before, self.mark = self.mark, entry
-        if entry.get("packs_of_plan"):
-            self._report.restarts += bool(before)
-        elif entry.get("resumed"):
-            self._report.restarts += 1
-            self._cut_before(int(entry["from"]))
-        elif before and entry["run"] != before["run"]:
-            self._report.abandoned += 1
-            self.lines.clear()
-
-    def _cut_before(self, number: int) -> None:
-        """Leaves the lines up to pack ``number - 1``, with what was changed in it."""
-        at = 1 + max((at for at, line in enumerate(self.lines) if line.get("pack") == number - 1), default=-1)
-        while 0 < at < len(self.lines) and "changed" in self.lines[at]:
-            at += 1
-        del self.lines[at:]
-
-    def by_position(self) -> dict[int, list[dict[str, Any]]]:
-        """The lines of each position: drops come before their pack, changes after it; its last making counts."""
-        found: dict[int, list[dict[str, Any]]] = {}
-        waiting: list[dict[str, Any]] = []
-        current: list[dict[str, Any]] = waiting
-        for line in self.lines:
-            if "pack" in line:
-                current = found[int(line["pack"])] = [*waiting, line]
-                waiting = []
-            elif "dropped" in line:
-                waiting.append(line)
-            else:
-                current.append(line)
-        return found
-
-
 def _count(
     lines: list[dict[str, Any]],
     report: LedgerReport,
@@ -559,13 +483,8 @@ def _count(
     ahead: int | None = None,
     times: int | None = None,
 ) -> None:
-    """Counts the lines of a worker, or of an epoch of a plan.
-
-    Args:
-        samples: after which a key may come again where data repeat; None for an epoch of a plan.
-        times: that a key may come in a finite epoch.
-        ahead: samples that a shuffle buffer may have read besides, of the next epoch too.
-    """
+    """Counts the lines of a worker, for which the numbers are those of its mark (`Ledger.begin`), or of an epoch of a
+    plan. The ``ahead`` samples of a shuffle buffer may be of the next epoch."""
     before = 0
     for epoch, ended in _epochs(lines):
         seen: Counter[str] = Counter()

@@ -1,12 +1,8 @@
 """A file of JSON objects, one a line, that one process appends to and that survives its kill at any byte.
 
-Locks on open files, and what happens on file systems that have none: one warning, and the work goes on.
-
-Lustre without ``-o flock``, GCS FUSE and NFS without a lock manager refuse every lock. A lock keeps two commands that
-write to one place apart, so a single command needs none.
+And locks on open files. Lustre without ``-o flock``, GCS FUSE and NFS without a lock manager refuse every lock: one
+warning, and the work goes on, since a lock only keeps two commands that write to one place apart.
 """
-
-from __future__ import annotations
 
 import contextlib
 import errno
@@ -28,7 +24,7 @@ def lock(file: IO[bytes] | IO[str], place: Path, *, wait: bool, byte: int | None
 
     Args:
         place: that the lock is for, as the user knows it.
-        wait: whether to wait for another process that has the lock.
+        wait: for another process that has the lock.
         byte: locks one byte of the file for this process (POSIX); None locks the open file (BSD).
 
     Raises:
@@ -77,11 +73,8 @@ class LineFile:
             self._set_aside(path.with_suffix(".cut"))
 
     def append(self, entry: Mapping[str, Any]) -> None:
-        """Writes one line, which other processes can read at once.
-
-        Raises:
-            OSError: it cannot be written; nothing of the line is left where the file can be shortened.
-        """
+        """Writes one line, which other processes can read at once. Raises ``OSError``: it cannot be written; nothing of
+        the line is left where the file can be shortened."""
         # Half of a surrogate pair has no UTF-8 encoding; its backslash escape is also its JSON escape.
         left = memoryview((json.dumps(entry, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace"))
         whole = len(left)
@@ -100,11 +93,11 @@ class LineFile:
 
     def _set_aside(self, place: Path) -> None:
         size = end = os.fstat(self._file).st_size
-        found = -1
-        while end and found < 0:
+        last = -1
+        while end and last < 0:
             start = max(0, end - _BLOCK)
-            found = os.pread(self._file, end - start, start).rfind(b"\n")
-            end = start + found + 1 if found >= 0 else start
+            last = os.pread(self._file, end - start, start).rfind(b"\n")
+            end = start + last + 1
         if end == size:
             return
         with place.open("ab") as aside:
@@ -113,33 +106,23 @@ class LineFile:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The entries of a file, which may still be written; lines that are no JSON object are left out.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """The entries of a file, which may still be written; lines that are no JSON object are left out. Raises
+    ``OSError``: it cannot be read."""
     with path.open("rb") as stream:
         yield from _entries(itertools.takewhile(lambda line: line.endswith(b"\n"), stream))
 
 
 class LineFollower:
-    """Reads what is appended to a file of lines, each entry once; an unfinished last line waits for its end.
-
-    Args:
-        path: of the file; it need not exist yet.
-        skip: leave out what an existing file holds.
-    """
+    """Reads what is appended to a file of lines, which need not exist yet, each entry once; an unfinished last line
+    waits for its end. With ``skip``, what an existing file holds is left out."""
 
     def __init__(self, path: Path, *, skip: bool = False) -> None:
         self._path = path
         self._at = path.stat().st_size if skip and path.exists() else 0
 
     def read(self) -> list[dict[str, Any]]:
-        """The entries since the last call; lines that are no JSON object are left out.
-
-        Raises:
-            OSError: the file exists and cannot be read.
-        """
+        """The entries since the last call; lines that are no JSON object are left out. Raises ``OSError``: the file
+        exists and cannot be read."""
         try:
             stream = self._path.open("rb")
         except FileNotFoundError:

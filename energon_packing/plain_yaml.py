@@ -1,10 +1,6 @@
-"""YAML -> plain values, with bounds on what a file can make of a few bytes, and no key twice.
-
-PyYAML accepts a key that occurs twice (the last value counts), aliases that name the same part exponentially often, and
-integers of thousands of digits, which overflow wherever they become floats. `load_yaml` refuses them with the line.
-"""
-
-from __future__ import annotations
+"""YAML -> plain values. PyYAML accepts a key that occurs twice (the last value counts), aliases that name the same part
+exponentially often, and integers of thousands of digits, which overflow wherever they become floats. `load_yaml`
+refuses them with the line."""
 
 from typing import Any
 
@@ -61,7 +57,7 @@ def _values_of(node: Any, known: dict[int, int | None], most: int) -> int:
             raise refused("a value that contains itself")
         return before
     known[id(node)] = None
-    inner: list[Any] = []
+    inner: list[Any] = [] if isinstance(node, yaml.ScalarNode) else node.value
     if isinstance(node, yaml.ScalarNode):
         if node.tag.endswith((":int", ":float")) and len(node.value) > LONGEST_NUMBER:
             raise refused(f"a number of {len(node.value)} characters; at most {LONGEST_NUMBER} are read")
@@ -72,8 +68,6 @@ def _values_of(node: Any, known: dict[int, int | None], most: int) -> int:
                 raise refused(f"the key {key.value[:60]!r} occurs twice", key)
             seen.add((key.tag, key.value))
         inner = [each for pair in node.value for each in pair]
-    else:
-        inner = node.value
     count = 1 + sum(_values_of(each, known, most) for each in inner)
     if count > most:
         raise refused(f"more than {most:,} values, each alias counted as what it names")

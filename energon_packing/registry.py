@@ -5,8 +5,6 @@ package outside names its entry in the entry points of its own ``pyproject.toml`
 function.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import pkgutil
@@ -27,7 +25,7 @@ class Registry[Entry]:
     def __init__(
         self, what: str, *, folder: str, declared: Callable[[ModuleType], Mapping[str, Entry]], setting: str
     ) -> None:
-        """Describes a registry; nothing is imported yet.
+        """Imports nothing yet.
 
         Args:
             what: one entry, as messages call it, such as ``packing policy``.
@@ -60,21 +58,14 @@ class Registry[Entry]:
         return list(dict.fromkeys([*self._entries, *self._outside]))
 
     def add(self, name: str, entry: Entry) -> None:
-        """Registers an entry for this process.
-
-        Raises:
-            ConfigError: the name is taken.
-        """
+        """Registers an entry for this process. Raises `ConfigError`: the name is taken."""
         if name in self._entries:
             raise ConfigError(f"A {self.what} named {name!r} exists already; choose another name.")
         self._entries[name] = entry
 
     def find(self, name: str) -> Entry:
-        """Returns the entry of a name.
-
-        Raises:
-            ConfigError: there is none, or the package that declares it cannot be imported.
-        """
+        """Returns the entry of a name. Raises `ConfigError`: there is none, or the package that declares it cannot be
+        imported."""
         if name not in self._entries and (point := self._outside.get(name)) is not None:
             try:
                 self._entries[name] = point.load()
@@ -83,6 +74,7 @@ class Registry[Entry]:
         if name not in self._entries:
             near = difflib.get_close_matches(str(name), self.names(), n=1, cutoff=0.4)
             hint = f" Did you mean {near[0]!r}?" if near else ""
-            known = ", ".join(self.names())
-            raise ConfigError(f"{self.setting} is {name!r}, an unknown {self.what}; known: {known}.{hint}")
+            raise ConfigError(
+                f"{self.setting} is {name!r}, an unknown {self.what}; known: {', '.join(self.names())}.{hint}"
+            )
         return self._entries[name]

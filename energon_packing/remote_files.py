@@ -4,8 +4,6 @@ Its configuration says what a profile of ``msc://PROFILE/PATH`` is; it also take
 Paths of the command line are ``pathlib.Path``, which makes one slash of two: `remote_address` gives the address back.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib
@@ -45,10 +43,7 @@ class RemoteFile:
 
 
 def remote_address(path: str | Path) -> str | None:
-    """The address that a path stands for; None for a path of this machine.
-
-    A directory of this machine may be called ``s3:``; then its paths are local.
-    """
+    """The address that a path stands for; None for a path of this machine, where a directory may be called ``s3:``."""
     start = _ANY_ADDRESS.match(str(path))
     return None if start is None or os.path.exists(f"{start[1]}:") else f"{start[1]}://{str(path)[start.end() :]}"
 
@@ -68,7 +63,6 @@ def check_remote(what: str, path: Path, instead: str) -> None:
 
     Args:
         what: the option that named it.
-        path: as given.
         instead: what the user can do without the package.
 
     Raises:
@@ -87,15 +81,8 @@ def check_remote(what: str, path: Path, instead: str) -> None:
 
 
 def check_local(what: str, path: str | Path) -> None:
-    """Refuses an address where only a path of this machine will do.
-
-    Args:
-        what: the option or argument that named it, and what it is.
-        path: as given.
-
-    Raises:
-        ConfigError: it is an address.
-    """
+    """Refuses an address, which ``what`` (an option or argument) named, where only a path of this machine will do.
+    Raises `ConfigError`: it is an address."""
     if (address := remote_address(path)) is not None:
         raise ConfigError(
             f"{what} {address} is a remote address; it must be on this machine: mount the storage, or copy the files "
@@ -104,11 +91,8 @@ def check_local(what: str, path: str | Path) -> None:
 
 
 def private_directory() -> Path:
-    """A directory of this machine for copies, of this user alone; made below the one for temporary files.
-
-    Raises:
-        UserError: it is somebody else's, or cannot be made.
-    """
+    """A directory for copies, of this user alone, below the one for temporary files. Raises `UserError`: it is somebody
+    else's, or cannot be made."""
     private = Path(tempfile.gettempdir()) / f"energon-packing-{os.getuid()}"
     try:
         private.mkdir(mode=0o700, exist_ok=True)
@@ -121,12 +105,8 @@ def private_directory() -> Path:
 
 
 def status(address: str) -> RemoteFile | None:
-    """What the store says about a file; None if there is no such file.
-
-    Raises:
-        UserError: the store cannot be used.
-        OSError: it does not answer.
-    """
+    """What the store says about a file; None if there is no such file. Here as below, a `UserError` says that the store
+    cannot be used, and an ``OSError`` that it does not answer, or that a file is not there or cannot be read."""
     with contextlib.suppress(FileNotFoundError):
         there = _ask(address, lambda client, path: client.info(path))
         return _described(there) if there.type == "file" else None
@@ -140,12 +120,7 @@ def _present(address: str) -> RemoteFile:
 
 
 def listed(address: str) -> list[tuple[str, RemoteFile]]:
-    """The files below an address, each with its path relative to it; none if there is nothing there.
-
-    Raises:
-        UserError: the store cannot be used.
-        OSError: it does not answer.
-    """
+    """The files below an address, each with its path relative to it; none if there is nothing there."""
 
     def ask(client: Any, path: str) -> list[tuple[str, RemoteFile]]:
         directory = f"{path.strip('/')}/" if path.strip("/") else ""
@@ -158,27 +133,14 @@ def listed(address: str) -> list[tuple[str, RemoteFile]]:
 
 
 def matches(address: str) -> list[str]:
-    """The addresses of the files that match a pattern of ``*``, ``?``, ``[...]`` and ``**``, sorted.
-
-    Raises:
-        UserError: the store cannot be used.
-        OSError: it does not answer.
-    """
+    """The addresses of the files that match a pattern of ``*``, ``?``, ``[...]`` and ``**``, sorted."""
     names, pattern = _ask(address, lambda client, path: (client.glob(path), path))
-    root = address.removesuffix(pattern)
-    return sorted({root + name.lstrip("/") for name in names})
+    return sorted({address.removesuffix(pattern) + name.lstrip("/") for name in names})
 
 
 def within(root: str, reference: str) -> str | None:
-    """The address of a file that data name below a root.
-
-    Args:
-        root: address of a directory.
-        reference: path relative to it, or an address below it.
-
-    Returns:
-        None if it would leave the root, also by a link where the store is a file system.
-    """
+    """The address of a file that data name by a path relative to a root (the address of a directory), or by an address
+    below it; None if it would leave the root, also by a link where the store is a file system."""
     root = root.rstrip("/")
     normal = posixpath.normpath(reference.removeprefix(f"{root}/"))
     if normal.startswith(("/", "../")) or normal in ("..", "."):
@@ -191,34 +153,20 @@ def within(root: str, reference: str) -> str | None:
 
 
 def read_range(address: str, offset: int, size: int) -> bytes:
-    """Bytes of a file; fewer at its end.
-
-    Raises:
-        OSError: the file is not there, or cannot be read.
-    """
+    """Bytes of a file; fewer at its end."""
     import multistorageclient.types
 
     piece = multistorageclient.types.Range(offset=offset, size=size)
-    data: bytes = _ask(address, lambda client, path: client.read(path, piece))
-    return data
+    return _ask(address, lambda client, path: client.read(path, piece))
 
 
 def read(address: str) -> bytes:
-    """A small file.
-
-    Raises:
-        OSError: the file is not there, or cannot be read.
-    """
-    data: bytes = _ask(address, lambda client, path: client.read(path))
-    return data
+    """A small file."""
+    return _ask(address, lambda client, path: client.read(path))
 
 
 def digest(address: str) -> str:
-    """SHA-256 of a file, hexadecimal, read in pieces.
-
-    Raises:
-        OSError: the file is not there, cannot be read, or changes.
-    """
+    """SHA-256 of a file, hexadecimal, read in pieces; an ``OSError`` also if it changes meanwhile."""
     before = _present(address)
     content = hashlib.sha256()
     for offset in range(0, before.size, PIECE_BYTES):
@@ -236,10 +184,7 @@ def copy_place(address: str, directory: Path, version: str = "") -> Path:
 
 def local_copy(address: str, directory: Path, version: str = "") -> Path:
     """Copies a file to this machine: whole or not at all, with the time of its last change. One that is there stays.
-
-    Raises:
-        OSError: the file is not there, cannot be read, or changes; or the target cannot be written.
-    """
+    Raises ``OSError``: the file is not there, cannot be read, or changes; or the target cannot be written."""
     before, target = _present(address), copy_place(address, directory, version)
     with contextlib.suppress(FileNotFoundError):
         there = target.stat()
@@ -259,13 +204,8 @@ def local_copy(address: str, directory: Path, version: str = "") -> Path:
 
 
 def store(file: Path, address: str) -> None:
-    """Copies a file of this machine to a store, and reads it back to compare the digests.
-
-    A store shows a new object when all of it is there.
-
-    Raises:
-        OSError: it cannot be written, or what is stored differs.
-    """
+    """Copies a file of this machine to a store (which shows an object when all of it is there), and reads it back.
+    Raises ``OSError``: it cannot be written, or what is stored differs."""
     _ask(address, lambda client, path: client.upload_file(path, str(file)))
     if digest(address) != file_digest(file):
         raise OSError(errno.EIO, "what was stored differs from what was sent", address)
@@ -278,11 +218,7 @@ def file_digest(file: Path) -> str:
 
 
 def remove(address: str) -> None:
-    """Deletes a file; nothing if there is none.
-
-    Raises:
-        OSError: it cannot be deleted.
-    """
+    """Deletes a file; nothing if there is none."""
     with contextlib.suppress(FileNotFoundError):
         _ask(address, lambda client, path: client.delete(path))
 
@@ -299,8 +235,8 @@ def _ask[Found](address: str, do: Callable[[Any, str], Found]) -> Found:
         try:
             return do(client, path)
         except RuntimeError as error:  # an error of the system; its own kind if the store is a file system
-            code = getattr(error.__cause__, "errno", None)
-            raise OSError(code or errno.EIO, " ".join(str(error).split())[:300]) from error
+            code = getattr(error.__cause__, "errno", None) or errno.EIO
+            raise OSError(code, " ".join(str(error).split())[:300]) from error
 
     return read_again(address.rpartition("/")[0], tried)
 
@@ -311,16 +247,13 @@ def _described(there: Any) -> RemoteFile:
 
 
 _META, _INDEX = ".nv-meta", "index.sqlite"
-_DESCRIPTIONS = (".yaml", ".yml", ".json", ".uuid")
 _SHARDS = (".tar", ".idx")
+_DESCRIBING = (*_SHARDS, ".yaml", ".yml", ".json", ".uuid")
 
 
 def metadata_text(root: Path, name: str) -> str:
-    """A file in the ``.nv-meta`` of a data set, here or in a store.
-
-    Raises:
-        OSError, ValueError: it cannot be read.
-    """
+    """A file in the ``.nv-meta`` of a data set, here or in a store. Raises ``OSError``, ``ValueError``: it cannot be
+    read."""
     address = remote_address(root)
     return ((root / _META / name).read_bytes() if address is None else read(f"{address}/{_META}/{name}")).decode()
 
@@ -341,18 +274,9 @@ def index_file(root: Path) -> Path:
 
 
 def describe(address: str, directory: Path) -> Path:
-    """Copies what describes a data set to a directory, where its shards are empty files: their names are looked at.
-
-    Args:
-        address: of a data set, or of its YAML.
-        directory: empty.
-
-    Returns:
-        What `validate.looks.data.look_at_data` takes in place of the address.
-
-    Raises:
-        UserError: there is nothing, or it cannot be read.
-    """
+    """Copies what describes a data set (or its YAML) to an empty directory, where its shards are empty files; returns
+    what `validate.looks.data.look_at_data` takes in place of the address. Raises `UserError`: there is nothing, or it
+    cannot be read."""
     try:
         in_file = status(address) is not None
         root = address.rpartition("/")[0] if in_file else address
@@ -361,8 +285,8 @@ def describe(address: str, directory: Path) -> Path:
             raise UserError(f"{address} does not exist; name the directory that 'energon-packing convert' wrote")
         for name, _ in files:
             path = PurePosixPath(name)
-            described = path.suffix in (*_SHARDS, *_DESCRIPTIONS) or path.parent.name == _META
-            if path.is_absolute() or ".." in path.parts or not described:
+            describes = path.suffix in _DESCRIBING or path.parent.name == _META
+            if path.is_absolute() or ".." in path.parts or not describes:
                 continue
             copy = directory / name
             copy.parent.mkdir(parents=True, exist_ok=True)

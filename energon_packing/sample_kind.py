@@ -54,25 +54,17 @@ class SampleKind(ABC):
     sizes: ClassVar[str]
 
     def load_run(self, path: str | Path | None, overrides: Iterable[str] = ()) -> Any:
-        """Reads a configuration file.
-
-        Raises:
-            ConfigError: as `energon_packing.config.load_config`.
-        """
+        """Reads a configuration file. Raises `ConfigError`: as `energon_packing.config.load_config`."""
         values, where = load_values(path, overrides)
         return from_mapping(self.run_class, values, where=where)
 
     def preview(self, dataset: str, config: str | None, overrides: Iterable[str], packs: int, as_json: bool) -> None:
-        """Prints packs of a data set, plan or packed directory; for kinds with a `record_format`.
-
-        Raises:
-            UserError: the configuration or the data set cannot be used.
-        """
+        """Prints packs of a data set, plan or packed directory; for kinds with a `record_format`. Raises `UserError`:
+        the configuration or the data set cannot be used."""
         raise NotImplementedError
 
-    def _resolved(self, name: str) -> type[Any]:
-        found: type[Any] = pkgutil.resolve_name(self.classes[name])
-        return found
+    def _resolved(self, name: str) -> Any:
+        return pkgutil.resolve_name(self.classes[name])
 
     @property
     def encoder_class(self) -> type[Any]:
@@ -95,23 +87,13 @@ class SampleKind(ABC):
 
     @abstractmethod
     def measuring_encoder(self, run: Any) -> Any:
-        """Returns the task encoder of a run's ``encoder`` section, whose rows hold every sample.
-
-        Raises:
-            ConfigError: a processor or model cannot be used.
-        """
+        """Returns the task encoder of a run's ``encoder`` section, whose rows hold every sample. Raises `ConfigError`:
+        a processor or model cannot be used."""
 
     @abstractmethod
     def task_encoder(self, run: Any, **models: Any) -> Any:
-        """Returns the task encoder of a run.
-
-        Args:
-            run: its configuration.
-            models: of one's own, where the kind has any.
-
-        Raises:
-            ConfigError: a processor or model cannot be used.
-        """
+        """Returns the task encoder of a run, with ``models`` of one's own where the kind has any. Raises `ConfigError`:
+        a processor or model cannot be used."""
 
     @abstractmethod
     def packing_encoder(self, run: Any) -> Any:
@@ -122,11 +104,8 @@ class SampleKind(ABC):
         """Returns the loader of a data set; arguments as for `energon_packing.energon.loader.build_loader`."""
 
     def bridge_dataset(self, container: Any, processor: str | None, **fields: Any) -> Any:
-        """Returns Bridge's data set for a container whose model takes this kind; None for every other model.
-
-        Raises:
-            ConfigError: a processor is given that the model lacks, or none that it needs.
-        """
+        """Returns Bridge's data set for a container whose model takes this kind; None for every other model. Raises
+        `ConfigError`: a processor is given that the model lacks, or none that it needs."""
         return None
 
     @abstractmethod
@@ -185,11 +164,7 @@ KINDS: Registry[SampleKind] = Registry(
 
 
 def register_kind(kind: SampleKind) -> None:
-    """Adds a kind of sample to this process.
-
-    Raises:
-        ConfigError: its name is taken.
-    """
+    """Adds a kind of sample to this process. Raises `ConfigError`: its name is taken."""
     KINDS.add(kind.name, kind)
 
 
@@ -199,11 +174,7 @@ def all_kinds() -> list[SampleKind]:
 
 
 def kind_of_config(config: Any) -> SampleKind:
-    """Returns the kind of a run's configuration, or of its ``encoder`` section.
-
-    Raises:
-        ConfigError: it is of none.
-    """
+    """Returns the kind of a run's configuration, or of its ``encoder`` section. Raises `ConfigError`: it is of none."""
     for kind in all_kinds():
         if isinstance(config, kind.run_class | kind.encoder_config):
             return kind

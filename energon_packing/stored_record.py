@@ -1,10 +1,5 @@
-"""Checks for every JSON record of a data set, whatever kind of sample it holds.
-
-`convert` writes the records, but they may have been changed since or come from elsewhere, so nothing in them is
-trusted. Each kind of sample has one `StoredRecord`, which its ``from_record`` uses.
-"""
-
-from __future__ import annotations
+"""Checks for every JSON record of a data set. `convert` writes them, but they may have been changed since or come from
+elsewhere, so nothing in them is trusted. Each kind of sample has one `StoredRecord`."""
 
 import reprlib
 from collections.abc import Mapping, Sequence, Set
@@ -43,26 +38,15 @@ def is_too_deep(value: Any, most: int = LARGEST_DEPTH) -> bool:
 
 
 def check_depth(text: bytes, value: Any) -> None:
-    """Rejects a record whose objects and lists lie more than `LARGEST_DEPTH` deep inside each other.
-
-    Args:
-        text: JSON of the record; one with few brackets is not deep, which saves looking at its values.
-        value: of the text.
-
-    Raises:
-        SampleRejected: ``too_deep``.
-    """
+    """Rejects a record (``too_deep``) whose objects and lists lie more than `LARGEST_DEPTH` deep inside each other. A
+    text with few brackets is not deep, which saves looking at its values."""
     if text.count(b"[") + text.count(b"{") > LARGEST_DEPTH and is_too_deep(value):
         raise SampleRejected("too_deep", f"objects and lists lie more than {LARGEST_DEPTH} deep inside each other")
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRecord:
-    """The checks for records of one kind of sample. All raise `SampleRejected`.
-
-    Attributes:
-        kind: what the record should be, for messages, such as ``conversation``.
-    """
+    """The checks for records of one kind of sample, such as ``conversation``. All raise `SampleRejected`."""
 
     kind: str
 
@@ -99,12 +83,8 @@ class StoredRecord:
             raise self.bad(f"{what} is outside the range that a record allows")
 
     def check_name(self, name: Any, what: str, owner: str) -> None:
-        """Rejects a name that no store can have, and (``media_outside_root``) one that leaves the store.
-
-        Args:
-            what: kind of file, for the message about a name that leaves the store.
-            owner: what has the name, for the message about an unusable name.
-        """
+        """Rejects a name of an ``owner`` that no store can have, and (``media_outside_root``) the name of ``what`` kind
+        of file that leaves the store."""
         if not isinstance(name, str) or not name or "\0" in name or not is_unicode(name):
             raise self.bad(f"{owner} has no usable name")
         path = PurePosixPath(name)

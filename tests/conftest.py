@@ -1,9 +1,8 @@
 """Fixtures that several test directories share, and the tiers: ``--fast`` leaves out what is marked ``full``."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
+import functools
 import gc
 import os
 import sys
@@ -69,7 +68,6 @@ LONGEST_FIRST = (
     "chat/test_published_templates.py",
     "scripts/test_new_user_script.py",
     "scripts/test_demo_script.py",
-    "bench/test_bench_train.py",
 )
 """Files of more than 15 seconds. A file stays in one process, so the last to start decides when the tests end."""
 LONGEST = 2
@@ -162,3 +160,21 @@ def encoders():
     from energon_packing.encoders.encoder import ConversationEncoder
 
     return {name: ConversationEncoder(EncoderConfig(processor=str(processor_path(name)))) for name in (*VISION, "text")}
+
+
+@pytest.fixture(scope="session")
+def demo_data(tmp_path_factory):
+    """Converts conversations of the demo; each data set is made once in a process, and no test changes it."""
+    from energon_packing.convert import ConvertConfig, convert
+    from energon_packing.demo import make_data
+
+    @functools.cache
+    def made(conversations: int, *, seed: int = 5, val: float = 0.0, samples_per_shard: int = 5000) -> Path:
+        folder = tmp_path_factory.mktemp("demo")
+        source = make_data(folder / "made", conversations=conversations, seed=seed, defects=False)
+        split = {"train": 1 - val} | ({"val": val} if val else {})
+        shards = {"samples_per_shard": samples_per_shard, "workers": 0}
+        convert(ConvertConfig(sources=(source,), out=folder / "data", split=split, **shards))
+        return folder / "data"
+
+    return made

@@ -7,8 +7,6 @@ program. Signals are passed on, exit codes come back, and a program ends with wh
 an import, or an environment variable that an import reads, start a real interpreter.
 """
 
-from __future__ import annotations
-
 import array
 import contextlib
 import fcntl

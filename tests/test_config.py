@@ -1,13 +1,11 @@
 """Configuration files: strict keys and types, overrides, one clear sentence for each mistake."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from energon_packing.config import (
@@ -252,6 +250,7 @@ configs = st.builds(
 )
 
 
+@settings(max_examples=30)
 @given(config=configs)
 def test_a_configuration_survives_being_written_as_yaml_and_read_back(config: RunConfig) -> None:
     text = yaml.safe_dump(to_mapping(config))  # with allow_unicode PyYAML writes U+0085 as a line break

@@ -1,7 +1,5 @@
 """Stored conversations: what is written is read back, and what nobody of us wrote is a rejection, never a crash."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any
@@ -54,14 +52,14 @@ def conversations(draw: st.DrawFn) -> Conversation:
     return Conversation(key="k", turns=tuple(turns), media=tuple(media), tools=tools)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(conversation=conversations())
 def test_a_conversation_survives_being_stored_as_json(conversation: Conversation) -> None:
     stored = json.loads(json.dumps(conversation.to_record()))
     assert Conversation.from_record("k", stored) == conversation
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(conversation=conversations())
 def test_messages_hold_the_media_of_each_turn_in_reading_order(conversation: Conversation) -> None:
     shown: list[str] = []
@@ -264,19 +262,6 @@ def test_what_is_wrong_with_a_record_has_its_own_reason(path: tuple[str | int, .
     with pytest.raises(SampleRejected) as caught:
         Conversation.from_record("k", changed(path, value))
     assert caught.value.reason == reason
-
-
-@settings(max_examples=300, deadline=None)
-@given(path=st.sampled_from(PATHS), value=values)
-def test_any_json_at_any_place_is_read_or_rejected(path: tuple[str | int, ...], value: Any) -> None:
-    try:
-        conversation = Conversation.from_record("k", changed(path, value))
-    except SampleRejected:
-        return
-    assert Conversation.from_record("k", conversation.to_record()) == conversation
-    for media in conversation.media:
-        assert type(media.name) is str
-        assert all(number is None or 0 < number < 2**31 for number in (media.width, media.height, media.fps))
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,6 @@ The oracles are the binomial distribution of SciPy, and the exact probability th
 all runs.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

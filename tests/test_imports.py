@@ -74,16 +74,21 @@ def unit_of(module: str) -> str:
 
 
 @functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return [node for node in ast.walk(ast.parse(path.read_bytes())) if isinstance(node, ast.stmt)]
+
+
+@functools.cache
 def imported(path: Path, *, types: bool = False) -> frozenset[str]:
     """Every module that a file imports anywhere in it, in functions too; under ``if TYPE_CHECKING:`` if asked for.
 
     A package is one only where something is imported that is no module in it.
     """
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    tests = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
-    skipped = set() if types else {id(inner) for node in tests for inner in ast.walk(node)}
+    nodes = nodes_of(path)
+    for_types = [node for node in nodes if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"]
+    skipped = set() if types else {id(inner) for node in for_types for inner in ast.walk(node)}
     names: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in skipped:
             base = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
             whole = {f"{base}{alias.name}" for alias in node.names}

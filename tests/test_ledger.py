@@ -4,8 +4,6 @@ Files are read with Python's own `json`, line by line. What a whole loader enter
 ``energon/test_drops.py``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

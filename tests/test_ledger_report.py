@@ -1,7 +1,5 @@
 """Merged ledgers against a model: runs of several workers that are killed anywhere and go on from any earlier state."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path
@@ -44,7 +42,7 @@ def reads_at(pack: int) -> int:
     return read
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     kills=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 30)), max_size=6),
     cut=st.integers(0, 60),

@@ -1,8 +1,6 @@
 """Lines of several ranks against a model: whatever was cut off and whenever it is looked at, the newest whole line of
 each rank counts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Traps that belong to no single module: from a conversation to a packed row."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

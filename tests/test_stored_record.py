@@ -1,7 +1,5 @@
 """Every kind of record is held to the same checks: names of files, numbers, versions, and unknown fields."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import PurePosixPath

@@ -3,8 +3,6 @@
 An environment is a directory of links to the packages that the wheel's metadata asks for, and nothing else.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`energon-packing convert`: converts conversation files to an Energon data set."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, get_args
 
@@ -47,11 +45,7 @@ Examples:
 
 @click.command(name="convert", epilog=_EXAMPLES)
 @click.argument("sources", metavar="SRC...", nargs=-1, type=PATH)
-@click.option(
-    "--out",
-    type=PATH,
-    help="Directory to write the data set to; --dry-run needs none.",
-)
+@click.option("--out", type=PATH, help="Directory to write the data set to; --dry-run needs none.")
 @click.option(
     "--media-root",
     type=PATH,
@@ -180,7 +174,16 @@ def convert(
             raise ConfigError("--dataset-info sets columns, roles and format; leave out the options for them")
         entry = read_dataset_info(dataset_info, dataset)
         if given["kto_label"] != entry.kto_label:
-            raise ConfigError(_other_label(dataset, entry.kto_label, given["kto_label"]))
+            if entry.kto_label is None:
+                raise ConfigError(
+                    f"--kto-label {given['kto_label']}: the entry {dataset!r} has no kto_tag; leave the option out, or "
+                    "add it to the entry"
+                )
+            raise ConfigError(  # unwanted answers come in only where the user says so
+                f"the entry {dataset!r} labels its answers as wanted or unwanted (kto_tag: {entry.kto_label}), and "
+                f"cross-entropy would train both; add --kto-label {entry.kto_label} to keep the labels, which "
+                "packing.pairs of a run decides about"
+            )
         given |= {"column_map": entry.column_map, "format": entry.format}
         given["media_root"] = given["media_root"] or entry.media_root
         if not sources and entry.source is None:
@@ -229,18 +232,6 @@ def convert(
             click.echo(f"Next: energon-packing init {config.out} --processor NAME")
         else:  # init reads local data sets only
             click.echo(f"Next: write data.path: {shown(config.out)} into a configuration")
-
-
-def _other_label(dataset: str, kto_tag: str | None, given: str | None) -> str:
-    """Why an entry's labels are not read: unwanted answers come in only where the user says so."""
-    if kto_tag is None:
-        return (
-            f"--kto-label {given}: the entry {dataset!r} has no kto_tag; leave the option out, or add it to the entry"
-        )
-    return (
-        f"the entry {dataset!r} labels its answers as wanted or unwanted (kto_tag: {kto_tag}), and cross-entropy would "
-        f"train both; add --kto-label {kto_tag} to keep the labels, which packing.pairs of a run decides about"
-    )
 
 
 def _print_report(report: ConversionReport) -> None:

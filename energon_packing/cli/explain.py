@@ -1,7 +1,5 @@
 """`energon-packing explain`: what happened to one sample, and which setting decided it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +37,16 @@ def explain(
     pack it went to. A plan gives its pack, place and neighbours.
     """
     from energon_packing.offline.data_paths import is_packed, is_plan
-    from energon_packing.report.sample_story import story_in_dataset, story_in_plan
+    from energon_packing.offline.explain import explanation
+    from energon_packing.offline.plan import Plan
+    from energon_packing.report.sample_story import events_of_plan, story_in_dataset
 
     if is_packed(path):
         raise UserError(f"{path} holds packs; give the plan that it was packed from, or its data set.")
     if is_plan(path):
         if ledger is not None or config_path is not None or overrides:
             raise UserError("A plan needs no --config, --set or --ledger to be explained; leave them out.")
-        events = story_in_plan(key, path)
+        events = events_of_plan(explanation(Plan.open(path), key))
     else:
         events = story_in_dataset(key, str(path), load_config(config_path, overrides), ledger=ledger)
     told = {"key": key, "path": str(path), "events": [event._asdict() for event in events]}

@@ -1,7 +1,5 @@
 """`energon-packing init`: writes a configuration file with comments for a data set and a processor."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -92,5 +90,4 @@ def init(
             schema.write_text(json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
     written = f"Written: {out}{f' and {schema}' if schema else ''}\nNext: energon-packing validate {out}"
-    told = {"out": str(out), "schema": None if schema is None else str(schema)}
-    answer(told, as_json, lambda _: click.echo(written))
+    answer({"out": str(out), "schema": schema and str(schema)}, as_json, lambda _: click.echo(written))

@@ -1,7 +1,5 @@
 """`energon-packing ledger`: what a run emitted and dropped, over all its workers and restarts."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

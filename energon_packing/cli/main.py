@@ -4,8 +4,6 @@ Exit codes: 0 success, 1 a check failed, 2 unusable input or an error, 130 inter
 away. A subcommand ends with 1 through ``ctx.exit(1)``, and with 2 by raising `UserError`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import errno
@@ -31,22 +29,16 @@ DEBUG_VARIABLE = "ENERGON_PACKING_DEBUG"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subcommand:
-    """A subcommand that is not imported yet.
-
-    Attributes:
-        target: where it is, ``module:name``.
-        summary: the line that ``--help`` prints.
-        extras: of the package, without which the command does nothing.
-    """
+    """A subcommand that is not imported yet: where it is (``module:name``), the line that ``--help`` prints, and the
+    extras of the package without which it does nothing."""
 
     target: str
     summary: str
     extras: tuple[str, ...] = ()
 
-    def load(self) -> click.Command:
+    def load(self) -> Any:
         """Imports the module and returns its click command."""
-        command: click.Command = pkgutil.resolve_name(self.target)
-        return command
+        return pkgutil.resolve_name(self.target)
 
 
 SUBCOMMANDS: dict[str, Subcommand] = {
@@ -78,23 +70,18 @@ REMOVED: dict[str, str] = {
 """Commands and options of the release before -> what to do instead. They exit with 2."""
 
 EXTRA_OF = {
-    "torch": "vlm",
-    "torchvision": "vlm",
-    "transformers": "vlm",
-    "jinja2": "vlm",
-    "megatron": "vlm",
-    "megatron.energon": "vlm",
-    "webdataset": "vlm",
-    "megatron.bridge": "bridge",
-    "megatron.core": "bridge",
-    "einops": "bridge",
-    "qwen_vl_utils": "bridge",
-    "transformer_engine": "te",
-    "pyarrow": "offline",
-    "zstandard": "convert",
-    "ray": "ray",
-    "multistorageclient": "remote",
-    "matplotlib": "figures",
+    module: extra
+    for extra, modules in {
+        "vlm": "torch torchvision transformers jinja2 megatron megatron.energon webdataset",
+        "bridge": "megatron.bridge megatron.core einops qwen_vl_utils",
+        "te": "transformer_engine",
+        "offline": "pyarrow",
+        "convert": "zstandard",
+        "ray": "ray",
+        "remote": "multistorageclient",
+        "figures": "matplotlib",
+    }.items()
+    for module in modules.split()
 }
 """Module -> the first extra of pyproject.toml that brings it; the others need what that one needs."""
 
@@ -110,22 +97,16 @@ class CommandGroup(click.Group):
         self.table = table
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Names of the subcommands; none is imported."""
         return list(self.table)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Imports one subcommand; None for an unknown name."""
         return self.table[cmd_name].load() if cmd_name in self.table else None
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """As click's, but an error about an unknown name suggests the nearest one, and one about a removed name tells
-        its new place.
-
-        Raises:
-            click.UsageError: there is no such subcommand, or no longer.
-        """
+        its new place."""
         options = itertools.takewhile(lambda word: word != "--", args[1:])
         for gone in (args[0], *(f"{args[0]} {option}" for option in options)):
             if gone in REMOVED:

@@ -1,7 +1,5 @@
 """`energon-packing measure`: measures every sample of data sets once, for plans."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

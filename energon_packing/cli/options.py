@@ -1,7 +1,5 @@
 """Options that several commands share, each declared once."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +15,7 @@ class NewFile(click.Path):
     """A file that a command writes after long work, so its directory is checked before."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        """The path.
-
-        Raises:
-            UserError: its directory does not exist.
-        """
+        """The path. Raises `UserError`: its directory does not exist."""
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
         if not path.parent.is_dir():
             raise UserError(f"{path} cannot be written: there is no directory {path.parent}.")

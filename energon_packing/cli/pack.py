@@ -1,7 +1,5 @@
 """`energon-packing pack`: stores the packs of a plan, so that training neither tokenizes nor packs."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -60,9 +58,8 @@ def pack(plan: Path, out: Path, form: str, as_json: bool, **given: Any) -> None:
     from energon_packing.offline.pack import PackConfig
     from energon_packing.offline.pack import pack as run_pack
 
-    config = PackConfig(plan=plan, out=out, format=form, **given)
     with ShownProgress({"pack": "packing"}, quiet=as_json) as shown:
-        report = run_pack(config, shown)
+        report = run_pack(PackConfig(plan=plan, out=out, format=form, **given), shown)
     counts = {name: getattr(report, name) for name in ("packed", "reused", "missing")}
     if report.facts is None:
         answer({"out": str(out), "packs": report.packs, **counts}, as_json, lambda said: _show_files(said, form))

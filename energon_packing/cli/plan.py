@@ -1,10 +1,8 @@
 """`energon-packing plan`: which samples every pack of a run holds, and in which order."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from rich.console import Console
@@ -12,10 +10,7 @@ from rich.console import Console
 from energon_packing.cli.options import FILE, PATH, config_options, json_option
 from energon_packing.cli.terminal import answer, say, table
 from energon_packing.errors import UserError
-
-if TYPE_CHECKING:
-    from energon_packing.offline.samples import AnyLimits, Remeasure
-    from energon_packing.sample_kind import AnyRun
+from energon_packing.sample_kind import KINDS, kind_of_config
 
 _EXAMPLES = """
 Examples:
@@ -58,7 +53,7 @@ def plan(
 
         if out is not None or config_path is not None or (diff and explain is not None):
             raise UserError("--diff and --explain read plans only: use one of them, without --out and --config.")
-        if len(given) != (2 if diff else 1):
+        if len(given) != 1 + diff:
             what = "--diff compares two plans" if diff else "--explain reads one plan"
             raise UserError(f"{what}, but {len(given)} are given.")
         if diff:
@@ -66,11 +61,11 @@ def plan(
         else:
             answer(explanation(Plan.open(given[0]), str(explain)), as_json, _show_explanation, indent=2)
         return
+    if out is None:
+        raise UserError("Give --out PLAN.parquet, the file to write.")
     check_plan_name(out)
-    assert out is not None
     from energon_packing.offline.index import Index, kind_of
     from energon_packing.offline.planner import make_plan
-    from energon_packing.sample_kind import KINDS
 
     config = KINDS.find(kind_of(Index.open(given[0]).datasets)).load_run(config_path, overrides)
     limits, remeasure = encoder_parts(config, given)
@@ -87,26 +82,22 @@ def plan(
     answer(told, as_json, show_summary, indent=2)
 
 
-def check_plan_name(out: Path | None) -> None:
+def check_plan_name(out: Path) -> None:
     """Raises a `UserError` about a name by which ``data.path`` does not know a plan."""
-    if out is None:
-        raise UserError("Give --out PLAN.parquet, the file to write.")
     if out.suffix != ".parquet":
         raise UserError(f"--out {out} must end with .parquet, by which data.path knows a plan.")
 
 
-def encoder_parts(config: AnyRun, directories: tuple[Path, ...]) -> tuple[AnyLimits | None, Remeasure]:
+def encoder_parts(config: Any, directories: tuple[Path, ...]) -> tuple[Any, Any]:
     """The limits of packs with a dummy image, whose length the encoder knows (None if there is none), and how samples
     are measured again. The encoder is built only if one of the two is needed."""
 
     @functools.cache
     def encoder() -> Any:
-        from energon_packing.sample_kind import kind_of_config
-
         return kind_of_config(config).task_encoder(config)
 
     @functools.cache
-    def remeasurer() -> Remeasure:
+    def remeasurer() -> Any:
         from energon_packing.offline.packs import SampleRemeasurer
 
         return SampleRemeasurer(encoder(), directories)

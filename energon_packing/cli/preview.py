@@ -1,9 +1,6 @@
 """`energon-packing preview`: builds real packs and shows what is in them."""
 
-from __future__ import annotations
-
 import dataclasses
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -94,9 +91,6 @@ def preview(
         else:
             views = described(config, wanted, progress=shown, tell=warnings.append)
     pairs = pairs_at(config)
-    if as_json and html is not None:
-        click.echo(json.dumps({"html": str(html), "warnings": warnings}))
-        return
 
     def show(_: Any) -> None:
         if html is not None:
@@ -107,8 +101,10 @@ def preview(
             _show_packs(views, config.packing.seq_length, config.parallel.multiple, text_width)
         print_warnings(warnings)
 
-    told = {"dataset": dataset, "seq_length": config.packing.seq_length, "packs": views, "warnings": warnings}
-    answer({**told, "pairs": pairs.pairs, "unwanted": pairs.unwanted}, as_json, show, indent=2)
+    whole = {"dataset": dataset, "seq_length": config.packing.seq_length, "packs": views, "warnings": warnings}
+    whole |= {"pairs": pairs.pairs, "unwanted": pairs.unwanted}
+    told = whole if html is None else {"html": str(html), "warnings": warnings}
+    answer(told, as_json, show, indent=2 if html is None else None)
 
 
 def _show_packs(views: Sequence[Mapping[str, Any]], width: int, multiple: int, text_width: int) -> None:

@@ -1,7 +1,5 @@
 """`energon-packing state convert`: from the states of an online run to a plan that goes on with it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -106,11 +104,7 @@ def convert(
 
 
 def _check_states_out(file: Path, states: tuple[Path, ...], force: bool) -> None:
-    """Refuses to replace a state, which may be the only one of a run.
-
-    Raises:
-        UserError: it is one of those that are read, or it is there and `force` is not given.
-    """
+    """Refuses to replace a state, which may be the only one of a run: one that is read, or without `force` any."""
     if file.resolve() in {(given / FILE if given.is_dir() else given).resolve() for given in states}:
         raise UserError(f"--states-out {file.parent} holds the states that are converted; name another folder.")
     if file.exists() and not force:

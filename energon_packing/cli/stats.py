@@ -1,7 +1,5 @@
 """`energon-packing stats`: how samples are distributed, how full their packs would be, and what a run of them costs."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import tempfile
@@ -140,11 +138,18 @@ def _statistics(given: SimpleNamespace) -> None:
     if given.png is not None:
         import matplotlib  # noqa: F401  (before long work)
     run = load_config(given.config_path, given.overrides)
-    stages = {"sample": "measuring", "measure": "measuring"}
-    with ShownProgress(stages, quiet=given.as_json, units={"sample": "samples"}) as shown:
+    with ShownProgress(
+        dict.fromkeys(("sample", "measure"), "measuring"), quiet=given.as_json, units={"sample": "samples"}
+    ) as shown:
         samples = _samples(given, run, shown)
-    compared = {"seq_lengths": given.seq_length, "multiples": given.multiple, "windows": given.window}
-    report = stats_report(samples, run, **compared, seed=given.seed)
+    report = stats_report(
+        samples,
+        run,
+        seq_lengths=given.seq_length,
+        multiples=given.multiple,
+        windows=given.window,
+        seed=given.seed,
+    )
     if given.data_parallel is not None:
         report["readers"] = reader_figures(str(given.path), given.split, run, samples, given.data_parallel)
     if given.html is not None:
@@ -189,8 +194,9 @@ def _samples(given: SimpleNamespace, run: RunConfig, shown: ShownProgress) -> An
     if is_index:
         return samples_of_index(Index.open(path), str(path))
     if not given.full:
-        most = _count(given, 2000)
-        return samples_of_dataset(str(path), given.split, run, most=most, seed=given.seed, progress=shown)
+        return samples_of_dataset(
+            str(path), given.split, run, most=_count(given, 2000), seed=given.seed, progress=shown
+        )
     from energon_packing.offline.measure import MeasureConfig, measure
 
     with tempfile.TemporaryDirectory(prefix="energon-packing-stats-") as directory:
@@ -238,9 +244,9 @@ def print_stats(console: Console, report: Mapping[str, Any]) -> None:
         ]
         console.print(table(rows, left=(QUANTITIES[name][1],), right=("share of samples",), wide=("",)))
     groups = ("samples", "share", "tokens", "share", "trained", "dropped")
-    for title, each in (("by modality", report["modalities"]), ("by data set", report["datasets"])):
-        if each:
-            rows = [(*cells[:5], *cells[6:]) for cells in map(group_cells, each)]
+    for title, name in (("by modality", "modalities"), ("by data set", "datasets")):
+        if report[name]:
+            rows = [(*shown[:5], *shown[6:]) for shown in map(group_cells, report[name])]
             console.print(table(rows, left=(title,), right=groups))
     if readers := report.get("readers"):
         console.print(_readers(readers, number, share))
@@ -282,8 +288,7 @@ def _readers(found: Mapping[str, Any], number: Callable[[float], str], share: Ca
         )
         for each in [*found["datasets"], *([found["all"]] if len(found["datasets"]) > 1 else [])]
     ]
-    left = (f"for each of {count:,} readers",)
-    return table(rows, left=left, right=("share", "of tokens", "mean", "least", "most"))
+    return table(rows, left=(f"for each of {count:,} readers",), right=("share", "of tokens", "mean", "least", "most"))
 
 
 def _fill(given: SimpleNamespace) -> None:
@@ -321,9 +326,8 @@ def _fill(given: SimpleNamespace) -> None:
         "{delay_p99:,.0f}",
         "{seconds:.3f}",
     )
-    told = cells(named, "{policy}{held}", *forms)
     names = ("packs", "fill", "alignment", "tail", "delay, 99th percentile", "seconds")
-    Console().print(table(told, left=("policy",), right=names))
+    Console().print(table(cells(named, "{policy}{held}", *forms), left=("policy",), right=names))
     if steps:
         of_steps = ("ranks", "packs sorted by cost", "share of a step in which ranks compute", "drift")
         ordered = cells(steps, "{ranks}", "{balance_window}", "{efficiency:.1%}", "{drift:.2f}")

@@ -1,13 +1,11 @@
 """What commands print: tables, numbers with their nouns, warnings, JSON, and the progress of long work."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout
-from typing import Any
+from typing import Any, Self
 
 import click
 from rich import box
@@ -23,11 +21,7 @@ _SECONDS_BETWEEN_LINES = 30.0
 
 
 def answer(value: Any, as_json: bool, show: Callable[[Any], None], **form: Any) -> None:
-    """Prints the result of a command: as one JSON object, or as `show` does.
-
-    Args:
-        form: how ``json.dumps`` writes it.
-    """
+    """Prints the result of a command: as one JSON object in a form of ``json.dumps``, or as `show` does."""
     if as_json:
         # A name in the data may hold half of a character, which no terminal takes; its escape is JSON, too.
         click.echo(json.dumps(value, **form).encode("utf-8", "backslashreplace"))
@@ -61,25 +55,19 @@ def table(
     fold: bool = True,
     title: str | None = None,
 ) -> Table:
-    """A table for a terminal of any width.
-
-    Args:
-        rows: cells in the order of the columns; see `cell`.
-        left: texts; they fold, unless there are wide columns or ``fold`` is False.
-        right: numbers.
-        wide: long texts, which share the rest of the width.
-    """
+    """A table for a terminal of any width, whose columns are texts (they fold, unless there are wide ones or ``fold``
+    is False), numbers, and long texts that share the rest of the width; see `cell`."""
     padding = (0, 1) if wide else (0, 1, 0, 0)
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=padding, title=title, title_justify="left")
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=padding, title=title, title_justify="left")
     for name in left:
-        made.add_column(name, overflow="fold", no_wrap=bool(wide) or not fold)
+        shown.add_column(name, overflow="fold", no_wrap=bool(wide) or not fold)
     for name in right:
-        made.add_column(name, justify="right", no_wrap=True)
+        shown.add_column(name, justify="right", no_wrap=True)
     for name in wide:
-        made.add_column(name, ratio=1, overflow="fold")
+        shown.add_column(name, ratio=1, overflow="fold")
     for row in rows:
-        made.add_row(*map(cell, row))
-    return made
+        shown.add_row(*map(cell, row))
+    return shown
 
 
 def say(*lines: str, style: str = "", wrap: bool = False) -> None:
@@ -96,13 +84,8 @@ def print_warnings(warnings: Iterable[str]) -> None:
 
 
 def panel(title: str, parts: Iterable[Iterable[RenderableType]], lines: Iterable[str]) -> Panel:
-    """A pack for a terminal of any width: everything folds, nothing is cut off by a column.
-
-    Args:
-        title: the pack in a few words.
-        parts: for each segment what is shown of it.
-        lines: about the whole pack.
-    """
+    """A pack for a terminal of any width: its segments, and lines about the whole of it. Everything folds, nothing is
+    cut off by a column."""
     grid = Table.grid(padding=(0, 1))
     grid.add_column(justify="right", no_wrap=True, style="bold")
     grid.add_column(ratio=1, overflow="fold")
@@ -124,7 +107,6 @@ class ShownProgress:
 
     Args:
         stages: name of each stage -> what is shown for it.
-        quiet: show nothing.
         units: name of each stage -> what it counts, for the rate in a log; bytes are shown in MB. A stage without a
             unit shows its share alone. A unit of none of the stages is a count, which the lines of the stage show too.
         console: of standard error.
@@ -146,7 +128,7 @@ class ShownProgress:
         self._bar: Progress | None = None
         self._open = ExitStack()
 
-    def __enter__(self) -> ShownProgress:
+    def __enter__(self) -> Self:
         self._open.enter_context(redirect_stdout(sys.stderr))
         if self._console.is_terminal and not self._quiet:
             columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())

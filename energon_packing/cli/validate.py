@@ -1,7 +1,5 @@
 """`energon-packing validate`: can this run work, and what will it do? Answered before any GPU is taken."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -116,15 +114,10 @@ def validate(
     view = source.view()
     judgements = judge(view)
     rules = [
-        {
-            "rule": judgement.rule.id,
-            "verdict": judgement.outcome,
-            "checks": judgement.rule.checks,
-            "why": judgement.finding.why if judgement.finding else None,
-            "fix": judgement.finding.fix if judgement.finding else None,
-            "place": judgement.rule.place,
-        }
-        for judgement in judgements
+        {"rule": each.rule.id, "verdict": each.outcome, "checks": each.rule.checks}
+        | {name: getattr(each.finding, name, None) for name in ("why", "fix")}
+        | {"place": each.rule.place}
+        for each in judgements
     ]
     summary = resolved_summary(view, assumed=source.world_size is None, tokens_per_sample=tokens_per_sample)
     if not as_json:  # before transformers and Bridge are imported: that takes long, and this is known now
@@ -133,8 +126,8 @@ def validate(
     if not as_json:
         _print_looks(looks)
     verdict = source.verdict() if bridge else None
-    valid = not any(found.outcome == "error" for found in (*judgements, *(looks or ())))
-    valid = valid and (verdict is None or verdict.accepted is not False)
+    failed = any(each.outcome == "error" for each in (*judgements, *(looks or ())))
+    valid = not failed and (verdict is None or verdict.accepted is not False)
     told = {
         "config": source.name,
         "kind": source.kind,
@@ -155,8 +148,8 @@ def validate(
 
     def show(_: Any) -> None:
         errors = counted(sum(judgement.outcome == "error" for judgement in judgements), "rule")
-        end = "valid" if valid else f"not valid: {errors} violated"
         say(_bridge_sentence(verdict))
+        end = "valid" if valid else f"not valid: {errors} violated"
         say(end + _end_of_looks(looks), style=_STYLES["ok" if valid else "error"])
 
     answer(told, as_json, show, indent=2)
@@ -224,18 +217,17 @@ def _bridge_sentence(verdict: BridgeVerdict | None) -> str:
     return f"Megatron-Bridge {verdict.version}: validate() rejects{named}: {verdict.message}"
 
 
+_SIZES = (
+    *("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel"),
+    *("sequence_parallel", "eval_context_parallel", "data_parallel"),
+)
 FILL = 0.99
 """Share of a row that online packing fills, where the data set was not measured."""
 
 
 def resolved_summary(view: RunView, *, assumed: bool, tokens_per_sample: int | None = None) -> dict[str, Any]:
-    """What follows from the configuration: sizes in GPUs, rows (packs) and tokens.
-
-    Args:
-        view: the run.
-        assumed: whether the number of GPUs was.
-        tokens_per_sample: mean length of a sample, for the estimates; without it the measured one.
-    """
+    """What follows from the configuration: sizes in GPUs (if the number of them is ``assumed``, so), rows (packs) and
+    tokens. Without ``tokens_per_sample``, estimates are from the measured mean."""
     rows_a_pass = view.micro_batch_size * view.data_parallel
     divides = rows_a_pass > 0 and view.global_batch_size % rows_a_pass == 0
     packing, packer = packing_of(view)
@@ -243,13 +235,7 @@ def resolved_summary(view: RunView, *, assumed: bool, tokens_per_sample: int | N
     return {
         "world_size": view.world_size,
         "world_size_assumed": assumed,
-        "tensor_parallel": view.tensor_parallel,
-        "context_parallel": view.context_parallel,
-        "pipeline_parallel": view.pipeline_parallel,
-        "expert_parallel": view.expert_parallel,
-        "sequence_parallel": view.sequence_parallel,
-        "eval_context_parallel": view.eval_context_parallel,
-        "data_parallel": view.data_parallel,
+        **{name: getattr(view, name) for name in _SIZES},
         "alignment_multiple": view.multiple,
         "seq_length": view.dataset_seq_length,
         "packing": packing,
@@ -291,8 +277,7 @@ def _estimates(view: RunView, tokens_per_sample: int | None) -> dict[str, Any]:
         "dropped_samples": data.dropped if data else None,
         "longest_sample": data.longest if data else None,
     }
-    mean = tokens_per_sample or (data.mean if data else None)
-    if mean is None:
+    if (mean := tokens_per_sample or (data.mean if data else None)) is None:
         return found
     a_row = max(1.0, (data.fill if data else FILL) * view.dataset_seq_length / mean)
     if packs:
@@ -305,8 +290,7 @@ def _estimates(view: RunView, tokens_per_sample: int | None) -> dict[str, Any]:
 def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """The resolved summary for a reader: name and value of each line."""
     assumed = " (assumed: one replica; give --world-size)" if summary["world_size_assumed"] else ""
-    evaluation = summary["eval_context_parallel"]
-    steps = summary["micro_batches_per_step"]
+    evaluation, steps = summary["eval_context_parallel"], summary["micro_batches_per_step"]
     row = "pack" if summary["packing"] in ("online", "offline") else "sample"
     lines = [
         ("GPUs", f"{summary['world_size']}{assumed}"),

@@ -1,7 +1,5 @@
 """`energon-packing verify`: whether a packed directory holds what its plan says."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -42,9 +40,8 @@ def verify(ctx: click.Context, directory: Path, as_json: bool, **given: Any) -> 
     from energon_packing.offline.verify import VerifyConfig
     from energon_packing.offline.verify import verify as run_verify
 
-    config = VerifyConfig(directory=directory, **given)
     with ShownProgress({"verify": "verifying"}, quiet=as_json) as shown:
-        report = run_verify(config, shown)
+        report = run_verify(VerifyConfig(directory=directory, **given), shown)
 
     def show(_: Any) -> None:
         verdict = f"{len(report.findings):,} shards differ" if report.findings else "all as planned"

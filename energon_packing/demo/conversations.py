@@ -4,8 +4,6 @@ A draft's texts hold ``<image>`` and ``<video>`` in place of media, in the order
 Lengths follow a log-normal mix, as in real data sets: many short samples next to a few very long ones.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math
@@ -111,9 +109,10 @@ class Draft:
         for _, said in self.sayings:
             total += TURN_TOKENS + (len(said) / CHARACTERS_PER_TOKEN if isinstance(said, str) else 30 * len(said))
         total += sum(min(320, max(16, each.width * each.height / 784)) for each in self.images)
-        seconds = (each.options["frames"] // each.options["fps"] for each in self.videos)
-        sizes = (min(64, max(16, each.width * each.height / 784)) for each in self.videos)
-        return total + sum(size * max(2, lasts) for size, lasts in zip(sizes, seconds, strict=True))
+        return total + sum(
+            min(64, max(16, each.width * each.height / 784)) * max(2, each.options["frames"] // each.options["fps"])
+            for each in self.videos
+        )
 
     def exchange(self, question: str, answer: str) -> None:
         """Adds a question and its answer."""
@@ -242,8 +241,9 @@ def story(rng: Random, characters: int) -> tuple[str, str]:
 
 def _sentence(rng: Random, hero: str, place: str) -> str:
     event, other = rng.sample(words.EVENTS, 2)
-    lists = (words.MOODS, words.WEATHER, words.WEEKDAYS, words.FIRST_NAMES, words.SIGHTS)
-    mood, weather, day, friend, sight = map(rng.choice, lists)
+    mood, weather, day, friend, sight = map(
+        rng.choice, (words.MOODS, words.WEATHER, words.WEEKDAYS, words.FIRST_NAMES, words.SIGHTS)
+    )
     return rng.choice(
         (
             f"On {weather} {day} morning {hero} {event}.",
@@ -335,10 +335,9 @@ def openai_record(draft: Draft, rng: Random) -> Record:
                 for place, use in enumerate(said)
             )
         elif as_parts and speaker == "user":
-            pieces = filter(None, re.split("(<image>|<video>)", said))
             parts = [
                 _part(piece, next(names[piece]).name, rng) if piece in names else {"type": "text", "text": piece}
-                for piece in pieces
+                for piece in filter(None, re.split("(<image>|<video>)", said))
             ]
             messages.append({"role": "user", "content": parts})
         else:

@@ -8,8 +8,6 @@ OUT/expected_defects.json           those records, and what each should lead to
 OUT/made.json                       what was asked for, and how many conversations of each kind there are
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections import Counter
@@ -68,14 +66,8 @@ _WRONG_MEDIA: tuple[tuple[str, str, str, str, dict[str, list[str]]], ...] = (
 
 
 def processor_path(name: str) -> Path:
-    """The directory to give to ``AutoProcessor.from_pretrained`` (``"text"``: to ``AutoTokenizer.from_pretrained``).
-
-    Args:
-        name: ``"qwen2_5_vl"``, ``"qwen3_vl"`` or ``"text"``.
-
-    Raises:
-        UserError: there is no shipped processor of that name.
-    """
+    """The directory to give to ``AutoProcessor.from_pretrained`` (``"text"``: to ``AutoTokenizer.from_pretrained``),
+    for a name of `PROCESSORS`; there are no others."""
     if name not in PROCESSORS:
         raise UserError(f"there is no demo processor {name!r}; known: {', '.join(PROCESSORS)}")
     return Path(__file__).parent / "processors" / name
@@ -95,8 +87,7 @@ def make_data(
 
     Args:
         out: directory, created if missing; replaced if an earlier call with other arguments filled it.
-        conversations: number of valid conversations, at least 1.
-        seed: another seed gives other conversations.
+        conversations: number of valid ones, at least 1.
         defects: add the records of `make_defects`, listed in ``out/expected_defects.json``.
         progress: called as ``progress(done, total)`` with the number of conversations written.
 
@@ -192,17 +183,13 @@ def make_defects(folder: Path, rng: Random, twin: str) -> list[dict[str, Any]]:
     save_sound(media / "sound.mp4")
     answer = picture.description()
     user = {"role": "user", "content": "What is this?"}
-    names = ("id", "source", "stage", "outcome", "reason", "what", "record")
 
     def rejected(key: str | None, source: str, reason: str, what: str, record: Any) -> tuple[Any, ...]:
         return key, source, "convert", "rejected", reason, what, record
 
-    def openai(key: str, *content: Any) -> Record:
-        roles = ("user", "assistant")
-        return {
-            "id": key,
-            "messages": [{"role": role, "content": each} for role, each in zip(roles, content, strict=True)],
-        }
+    def openai(key: str, question: str, said: Any) -> Record:
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": said}]
+        return {"id": key, "messages": messages}
 
     rows = [
         rejected(
@@ -219,20 +206,33 @@ def make_defects(folder: Path, rng: Random, twin: str) -> list[dict[str, Any]]:
         for name, reason, what, question, columns in _WRONG_MEDIA
     ]
     narrated = {"id": "bad-role", "messages": [user, {"role": "narrator", "content": answer}]}
-    no_turns = {"id": "bad-no-turns", "messages": []}
-    cut_off = '{"id": "bad-json", "messages": [{"role": "us'
-    number = openai("bad-value", "What is this?", 42)
     twice = "Two records have one id; both are kept, the later one under another key."
     long = openai("bad-long", "Write a very long story.", story(rng, 30_000)[0])
     jsonl = "openai.jsonl"
     rows += [
         rejected("bad-role", jsonl, "unknown_role", "A turn has an unknown role.", narrated),
-        rejected("bad-no-turns", jsonl, "empty_conversation", "The list of messages is empty.", no_turns),
-        rejected("bad-value", jsonl, "non_string_value", "A turn contains a number instead of text.", number),
-        rejected(None, jsonl, "bad_json", "The line is cut off and is not JSON.", cut_off),
+        rejected(
+            "bad-no-turns",
+            jsonl,
+            "empty_conversation",
+            "The list of messages is empty.",
+            {"id": "bad-no-turns", "messages": []},
+        ),
+        rejected(
+            *("bad-value", jsonl, "non_string_value", "A turn contains a number instead of text."),
+            openai("bad-value", "What is this?", 42),
+        ),
+        rejected(
+            None,
+            jsonl,
+            "bad_json",
+            "The line is cut off and is not JSON.",
+            '{"id": "bad-json", "messages": [{"role": "us',
+        ),
         (twin, jsonl, "convert", "warned", "duplicate_id", twice, openai(twin, *small_talk(rng))),
         ("bad-long", jsonl, "measure", "dropped", "oversize", "The sample has far more than 4096 tokens.", long),
     ]
+    names = ("id", "source", "stage", "outcome", "reason", "what", "record")
     return [dict(zip(names, row, strict=True)) for row in rows]
 
 

@@ -1,12 +1,11 @@
 """What the demo's images and clips show, what can be said about it, and the files: JPEG, PNG, WebP, MP4 and AVI."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from random import Random
+from typing import Self
 
 import av
 import numpy as np
@@ -46,7 +45,7 @@ class Picture:
     caption: str | None
 
     @classmethod
-    def draw(cls, rng: Random, *, grey: bool = False) -> Picture:
+    def draw(cls, rng: Random, *, grey: bool = False) -> Self:
         """A random picture with one to six figures in different cells, none in the colour of the background.
 
         Args:
@@ -128,7 +127,7 @@ class Clip:
     direction: str
 
     @classmethod
-    def draw(cls, rng: Random) -> Clip:
+    def draw(cls, rng: Random) -> Self:
         """A random clip."""
         background, colour = rng.sample(sorted(words.COLOURS), 2)
         return cls(background, rng.choice(list(words.SHAPES)), colour, rng.choice(sorted(words.DIRECTIONS)))

@@ -3,23 +3,12 @@
 The demo's tokenizer knows these words, and more; its text was made from longer lists.
 """
 
-from __future__ import annotations
-
 # Far enough apart to be told apart after JPEG compression.
 COLOURS: dict[str, tuple[int, int, int]] = {
-    "red": (214, 40, 40),
-    "green": (46, 139, 62),
-    "blue": (38, 84, 186),
-    "yellow": (245, 205, 48),
-    "orange": (240, 130, 30),
-    "purple": (122, 52, 160),
-    "pink": (240, 130, 180),
-    "brown": (120, 72, 36),
-    "black": (20, 20, 20),
-    "white": (248, 248, 248),
-    "grey": (128, 128, 128),
-    "turquoise": (48, 190, 180),
-}
+    "red": (214, 40, 40), "green": (46, 139, 62), "blue": (38, 84, 186), "yellow": (245, 205, 48),
+    "orange": (240, 130, 30), "purple": (122, 52, 160), "pink": (240, 130, 180), "brown": (120, 72, 36),
+    "black": (20, 20, 20), "white": (248, 248, 248), "grey": (128, 128, 128), "turquoise": (48, 190, 180),
+}  # fmt: skip
 SHAPES: dict[str, tuple[int, int, float]] = {
     "circle": (40, 0, 1.0),
     "square": (4, 45, 1.0),

@@ -1,7 +1,5 @@
 """Text of samples for a reader: nothing in it acts on a terminal or page, and what is trained stays in view."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,13 +18,8 @@ _SIGNS: dict[int, str] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """A stretch of a sample: trained text, other text, or the placeholders of an image or video.
-
-    Attributes:
-        text: empty for media, unless their placeholders are written out.
-        trained: whether the text is learned.
-        media: number of the image or video in the sample; None for text.
-    """
+    """A stretch of a sample: trained text, other text, or the placeholders of image or video number ``media`` of the
+    sample, whose text is empty unless they are written out."""
 
     text: str
     trained: bool = False
@@ -34,12 +27,7 @@ class Piece:
 
 
 def visible(text: str, *, line_break: str = "\u23ce") -> str:
-    """Returns `text` with everything that steers a terminal replaced by a sign: escapes, bells, changes of direction.
-
-    Args:
-        text: of a key, a turn or a reason; anything may be in it.
-        line_break: sign for a line feed.
-    """
+    """Returns any text with a sign for everything that steers a terminal: escapes, bells, line feeds, directions."""
     return text.translate({**_SIGNS, ord("\n"): line_break})
 
 
@@ -48,11 +36,7 @@ def excerpt(pieces: Sequence[Piece], most: int) -> list[Piece]:
 
     Short pieces are kept whole, and the others share the rest evenly: of trained text the beginning is kept, of other
     text the end, so that a question is next to its answer. Text in the middle is left out where there are too many
-    pieces; media always stay.
-
-    Args:
-        pieces: the sample in order.
-        most: characters, without marks of elision; 0 keeps no text.
+    pieces; media always stay. Marks of elision are not counted; 0 keeps no text.
     """
     texts = [number for number, piece in enumerate(pieces) if piece.media is None]
     if most == 0:

@@ -1,10 +1,6 @@
-"""Packing of a list of sample lengths: fill per policy, and how evenly data-parallel ranks would work.
-
-A list is a file: ``.npz`` with ``length`` ``[N]`` and, if they are known, ``images`` ``[N]`` and ``capacity``;
-``.npy`` with the lengths; or text with one length per line.
-"""
-
-from __future__ import annotations
+"""Packing of a list of sample lengths: fill per policy, and how evenly data-parallel ranks would work. A list is a
+file: ``.npz`` with ``length`` ``[N]`` and, if known, ``images`` ``[N]`` and ``capacity``; ``.npy`` with the lengths; or
+text with one length per line."""
 
 import time
 import zipfile
@@ -24,13 +20,8 @@ from energon_packing.packing.whole_list import pack_lengths
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleLengths:
-    """Samples of which only the sizes are known.
-
-    Attributes:
-        lengths: tokens, ``[N]`` int64, in stream order.
-        images: ``[N]`` int64, or None if the file has none.
-        capacity: tokens of a pack, or None if the file does not say.
-    """
+    """Samples of which only the sizes are known: tokens and images, each ``[N]`` int64, in stream order, and the tokens
+    of a pack. None is what the file does not say."""
 
     lengths: np.ndarray
     images: np.ndarray | None
@@ -38,11 +29,8 @@ class SampleLengths:
 
 
 def read_lengths(path: Path) -> SampleLengths:
-    """Reads a list; runs no pickled code.
-
-    Raises:
-        UserError: no such file, not a list of whole positive numbers, or arrays of different lengths.
-    """
+    """Reads a list; runs no pickled code. Raises `UserError`: no such file, not a list of whole positive numbers, or
+    arrays of different lengths."""
     if not path.exists():
         raise UserError(f"There is no file {path}; give a list of lengths.")
     try:
@@ -80,12 +68,10 @@ def fills(
     multiple: int = 1,
     image_limit: int | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Packs the samples by each policy.
+    """Packs the samples by each policy; those that fit no pack alone are left out and counted.
 
     Args:
-        samples: the list; samples that fit no pack alone are left out and counted.
         capacity: tokens of a pack, a multiple of `multiple`.
-        policies: names of policies.
         windows: samples held, for the policy ``window``.
         multiple: each segment is padded to a multiple of it, for context and sequence parallelism.
         image_limit: images of a pack.
@@ -103,14 +89,13 @@ def fills(
         raise UserError("images are limited, but the list does not say how many images each sample has")
     aligned = -(-samples.lengths // multiple) * multiple
     fits = aligned <= capacity
-    limited = {}
+    pairs = {}
     if samples.images is not None and image_limit is not None:
         fits &= samples.images <= image_limit
-        limited = {"images": (samples.images, image_limit)}
+        pairs = {"images": (samples.images[fits], image_limit)}
     if not fits.any():
         raise UserError(f"none of the {fits.size} samples fits a pack of {capacity} tokens; raise the capacity")
     tokens, real = aligned[fits], samples.lengths[fits]
-    pairs = {name: (counts[fits], most) for name, (counts, most) in limited.items()}
     bound = lower_bound(tokens, capacity, Constraints.from_pairs(pairs, tokens.size))
     for policy in policies:
         for window in windows if policy == "window" else (max(windows),):
@@ -140,7 +125,6 @@ def step_efficiencies(
     """Simulates data-parallel steps on the packs of the policy ``window``.
 
     Args:
-        samples, capacity, multiple: as `fills`.
         ranks: data-parallel sizes.
         balance_windows: packs that a rank sorts by cost at a time (``packing.balance_window``); unsorted comes first.
         window: samples held.
@@ -152,19 +136,14 @@ def step_efficiencies(
         (distance between the 5th and 95th percentile of a step's cost, in means).
     """
     aligned = -(-samples.lengths // multiple) * multiple
-    real = samples.lengths[aligned <= capacity]
-    packs = pack_lengths(aligned[aligned <= capacity], capacity, "window", window=window)
-    costs = [pack_cost(real[pack]) for pack in packs]
+    fits = aligned <= capacity
+    packs = pack_lengths(aligned[fits], capacity, "window", window=window)
+    costs = [pack_cost(samples.lengths[fits][pack]) for pack in packs]
     for size in ranks:
         for sorted_at_once in (1, *balance_windows):
             order: Order = "none" if sorted_at_once == 1 else "serpentine"
-            report = simulate_steps(
+            steps = simulate_steps(
                 costs, ranks=size, window=sorted_at_once, order=order, max_shift=max_shift, seed=seed
             ).to_json()
-            yield {
-                "ranks": size,
-                "balance_window": sorted_at_once,
-                "order": order,
-                "efficiency": round(report["efficiency"], 4),
-                "drift": round(report["drift"], 4),
-            }
+            figures = {name: round(steps[name], 4) for name in ("efficiency", "drift")}
+            yield {"ranks": size, "balance_window": sorted_at_once, "order": order, **figures}

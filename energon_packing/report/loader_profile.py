@@ -1,7 +1,5 @@
 """How fast the loader is on a user's own data: samples and tokens per second, CPU by stage, memory, workers needed."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -40,11 +38,7 @@ MOST_HANDED = 20
 
 
 class StageClock:
-    """Seconds by stage; while one stage runs inside another, only the inner one counts.
-
-    Args:
-        clock: gives seconds; by default the CPU time of this thread.
-    """
+    """CPU seconds of this thread by stage; while one stage runs inside another, only the inner one counts."""
 
     def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
         self._clock = clock
@@ -52,7 +46,6 @@ class StageClock:
         self.restart()
 
     def restart(self) -> None:
-        """Forgets what was counted."""
         self._since = self._clock()
         self.seconds = dict.fromkeys(STAGES, 0.0)
 
@@ -129,7 +122,7 @@ def loader_profile(
         run: the whole configuration; its workers are not used.
         packs: to count, after a first one that fills the window.
         step_seconds: step times for which workers are computed.
-        packs_per_step: packs of one rank in a step: global batch size divided by data-parallel size.
+        packs_per_step: of one rank: global batch size divided by data-parallel size.
 
     Returns:
         Plain values: ``samples``, ``tokens`` and ``packs`` per CPU second of a process, ``stages`` with CPU
@@ -163,8 +156,11 @@ def loader_profile(
 
 def _counted(run: RunConfig, packs: int, progress: Callable[[str, int, int], None]) -> dict[str, Any]:
     # One process, so that its clock sees all of the work.
-    settings = dataclasses.replace(run.encoder, decode_in_child=False)
-    alone = dataclasses.replace(run, data=dataclasses.replace(run.data, workers=0), encoder=settings)
+    alone = dataclasses.replace(
+        run,
+        data=dataclasses.replace(run.data, workers=0),
+        encoder=dataclasses.replace(run.encoder, decode_in_child=False),
+    )
     clock = StageClock()
     loader = iter(open_loader(alone, task_encoder=timed_task_encoder(alone, clock)))
     samples = tokens = media = done = 0
@@ -176,8 +172,8 @@ def _counted(run: RunConfig, packs: int, progress: Callable[[str, int, int], Non
         done += 1
         samples += len(pack.keys)
         tokens += pack.batch.real_tokens
-        counts = [each[: pack.batch.num_samples] for each in pack.batch.visual_counts.values()]
-        media += sum(any(own) for own in zip(*counts, strict=True))
+        counts = (each[: pack.batch.num_samples] for each in pack.batch.visual_counts.values())
+        media += sum(map(any, zip(*counts, strict=True)))
         progress("profile", done, packs)
     clock.count()
     wall = time.perf_counter() - began
@@ -207,8 +203,7 @@ def _counted(run: RunConfig, packs: int, progress: Callable[[str, int, int], Non
 
 def _handed_over(run: RunConfig, packs: int) -> float:
     """CPU seconds of this process for each pack that a loader process made."""
-    one = dataclasses.replace(run, data=dataclasses.replace(run.data, workers=1))
-    loader = iter(open_loader(one))
+    loader = iter(open_loader(dataclasses.replace(run, data=dataclasses.replace(run.data, workers=1))))
     next(loader, None)
     began = time.process_time()
     taken = sum(1 for _ in itertools.islice(loader, packs))

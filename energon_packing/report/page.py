@@ -1,10 +1,6 @@
-"""One self-contained HTML page: no network, no foreign script, light and dark by the reader's setting.
-
-What comes from data goes through `escaped`, or as JSON through `packed_block`; the page's content
-security policy lets nothing run but the script whose digest it names.
-"""
-
-from __future__ import annotations
+"""One self-contained HTML page: no network, no foreign script, light and dark by the reader's setting. What comes from
+data goes through `escaped`, or as JSON through `packed_block`; the page's content security policy lets nothing run but
+the script whose digest it names."""
 
 import base64
 import gzip
@@ -59,27 +55,20 @@ def packed_block(identifier: str, values: Any) -> str:
 
 
 def page(title: str, body: str, *, style: str = "", script: str = "") -> str:
-    """A whole document.
-
-    Args:
-        title: any text.
-        body: HTML that was made with `escaped` and `packed_block`.
-        style: added to the common one.
-        script: the only script that the page runs.
-    """
+    """A whole document, with its only script; the body is HTML that was made with `escaped` and `packed_block`."""
     style = STYLE + style
-    script_source = f"'sha256-{_digest(script)}'" if script else "'none'"
+    runs = f"'sha256-{_digest(script)}'" if script else "'none'"
     policy = (
-        f"default-src 'none'; style-src 'sha256-{_digest(style)}'; script-src {script_source}; img-src data:; "
+        f"default-src 'none'; style-src 'sha256-{_digest(style)}'; script-src {runs}; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
-    running = f"<script>{script}</script>" if script else ""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="referrer" content="no-referrer">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escaped(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n{body}\n{running}\n</body>\n</html>\n"
+        f"<title>{escaped(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n{body}\n"
+        f"{f'<script>{script}</script>' if script else ''}\n</body>\n</html>\n"
     )
 
 

@@ -1,6 +1,4 @@
-"""Packs for people and programs: which ones to show, and what is in each: segments, text, media, boundaries."""
-
-from __future__ import annotations
+"""Packs for people and programs: which ones to show, and what each holds: segments, text, media, boundaries."""
 
 import dataclasses
 import itertools
@@ -38,13 +36,8 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """Which packs to show.
-
-    Attributes:
-        packs: how many.
-        first: number of the first one, from 0, in the order of one rank without workers, or of the plan.
-        key: of a sample; only packs that hold it count. None takes all.
-    """
+    """How many packs to show, from which number (from 0, in the order of one rank without workers, or of the plan), and
+    whether only those with the ``key`` of a sample."""
 
     packs: int
     first: int = 0
@@ -59,14 +52,12 @@ class Wanted:
 
 
 def described(config: RunConfig, wanted: Wanted, *, progress: Progress, tell: Tell) -> list[dict[str, Any]]:
-    """The packs as plain values; see `describe`.
-
-    Raises:
-        UserError: the data cannot be read, or no pack has the key.
-    """
+    """The packs as plain values (`describe`). Raises `UserError`: the data cannot be read, or no pack has the key."""
     encoder: Any = build_task_encoder(without_ledger(config))
-    packs = wanted_packs(config, encoder, wanted, progress, tell)
-    return [describe(pack, encoder.encoder.family, seq_length=config.packing.seq_length) for pack, _ in packs]
+    return [
+        describe(pack, encoder.encoder.family, seq_length=config.packing.seq_length)
+        for pack, _ in wanted_packs(config, encoder, wanted, progress, tell)
+    ]
 
 
 def pairs_at(config: RunConfig) -> PairCounts:
@@ -81,11 +72,7 @@ def pairs_at(config: RunConfig) -> PairCounts:
 def wanted_packs(
     config: RunConfig, encoder: PackingTaskEncoder, wanted: Wanted, progress: Progress, tell: Tell
 ) -> Iterator[tuple[Pack, tuple[str, ...]]]:
-    """The wanted packs, each with the source of every segment (shard and place); empty where it is unknown.
-
-    Raises:
-        UserError: as `described`.
-    """
+    """The wanted packs, each with the source of every segment (shard and place); empty where it is unknown."""
     config = without_ledger(config)
     path = config.data.path
     if wanted.key is not None:  # the search ends with the epoch
@@ -146,20 +133,16 @@ def _planned(plan: Plan, loader: Any, wanted: Wanted) -> Iterator[tuple[Pack, tu
         loader.start_at(number)
         pack = next(iter(loader))
         (planned,) = plan.packs(number, number + 1)
-        places = {}
-        for each in planned.samples:
-            data = plan.facts.datasets[each.dataset]
-            places[each.name] = f"{data.name}/{data.shards[each.shard].name}, sample {each.row}"
+        places = {
+            each.name: f"{data.name}/{data.shards[each.shard].name}, sample {each.row}"
+            for each in planned.samples
+            for data in (plan.facts.datasets[each.dataset],)
+        }
         yield pack, _of_segments(pack, places)
 
 
 def describe(pack: Pack, family: VisionFamily, *, seq_length: int) -> dict[str, Any]:
-    """Describes one pack.
-
-    Args:
-        pack: what the loader yielded.
-        family: decodes tokens and knows which ones stand for media.
-        seq_length: configured row width, for the fill.
+    """Describes one pack of a loader, whose configured width is ``seq_length``.
 
     Returns:
         Plain values: ``index`` in its worker; ``tokens``, the length of the row; ``real_tokens`` of samples; ``fill``,
@@ -179,8 +162,7 @@ def describe(pack: Pack, family: VisionFamily, *, seq_length: int) -> dict[str, 
     """
     batch = pack.batch
     real, physical = batch.cu_seqlens.tolist(), batch.boundaries.tolist()
-    tokens, weights = batch.tokens[0].numpy(), batch.loss_mask[0].numpy()
-    trained = trained_tokens(batch)
+    tokens, weights, trained = batch.tokens[0].numpy(), batch.loss_mask[0].numpy(), trained_tokens(batch)
     segments = []
     for number, (start, stop) in enumerate(pairwise(physical)):
         is_sample = number < batch.num_samples
@@ -245,7 +227,7 @@ def _media(batch: PackedBatch, segment: int, tokens: np.ndarray, family: VisionF
             sizes = _share(batch, "image_sizes", segment)
             entry |= {"tiles": pixels.shape[0], "sizes": [] if sizes is None else sizes.tolist()}
             of = "".join(f" {width}x{height}" for height, width in entry["sizes"])
-            what = f"tile(s) {size}{' of' + of if of else ''}"
+            what = f"tile(s) {size}{' of' * bool(of)}{of}"
         media.append({**entry, "label": f"{pixels.shape[0]} {what}, {sum(runs)} tokens"})
     return tuple(media)
 
@@ -264,7 +246,6 @@ def _in_one_piece(
 ) -> Iterator[dict[str, Any]]:
     """One entry per grid; a video is one run in the text, or one run per time step."""
     waiting = iter(runs)
-    split = len(runs) > len(grids)
     for grid in grids:
         patches = int(np.prod(grid))
         yield {
@@ -272,7 +253,7 @@ def _in_one_piece(
             "grid": grid,
             "patches": patches,
             "pixels": [patches, *shape],
-            "tokens": [next(waiting, 0) for _ in range(grid[0] if split else 1)],
+            "tokens": [next(waiting, 0) for _ in range(grid[0] if len(runs) > len(grids) else 1)],
             "label": f"{kind} {'x'.join(map(str, grid))}",
         }
 

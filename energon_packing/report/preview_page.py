@@ -3,8 +3,6 @@
 A pack no longer has the pictures of its media, so a task encoder keeps small ones while it renders.
 """
 
-from __future__ import annotations
-
 import base64
 import functools
 import io
@@ -61,14 +59,8 @@ LONGEST, SHORTEST = 20_000, 80
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShownMedia:
-    """An image or video of a sample.
-
-    Attributes:
-        name: of the file.
-        label: size, frames and placeholders in a few words.
-        tokens: placeholders, of all runs.
-        pictures: ``data:`` URIs of JPEG files; empty if none could be made.
-    """
+    """An image or video of a sample: its file, size and frames in a few words, its placeholders in all runs, and
+    ``data:`` URIs of JPEG files, or none."""
 
     name: str
     label: str
@@ -91,23 +83,21 @@ class WatchedTaskEncoder(PackingTaskEncoder):
 
     @stateless
     def postencode_sample(self, sample: MeasuredSample) -> RenderedSample:
-        """See `PackingTaskEncoder.postencode_sample`."""
         rendered = super().postencode_sample(sample)
         read = functools.partial(read_media, sample.store)
         for segment in () if sample.measured is None else sample.measured.segments:
             if isinstance(segment, Measured) and segment.media and segment.key not in self.shown:
-                pairs = zip(segment.media, segment.plans, strict=True)
-                self.shown[segment.key] = tuple(self._shown(media, plan, read) for media, plan in pairs)
+                self.shown[segment.key] = tuple(
+                    self._shown(media, plan, read) for media, plan in zip(segment.media, segment.plans, strict=True)
+                )
         return rendered
 
     def _shown(self, media: Media, plan: MediaPlan, read: Callable[[str], bytes]) -> ShownMedia:
-        size = f"{media.width}x{media.height}"
-        if media.kind == "video":
-            size += f", {len(plan.frame_indices)} of {media.frames} frames"
-        frames = _frames(media, plan, read, self.encoder.config) if self.pictures_left > 0 else ()
-        pictures = tuple(map(picture, frames))
+        frames = f", {len(plan.frame_indices)} of {media.frames} frames" if media.kind == "video" else ""
+        label = f"{media.kind} {media.width}x{media.height}{frames}, {plan.tokens} tokens"
+        pixels = _frames(media, plan, read, self.encoder.config) if self.pictures_left > 0 else ()
+        pictures = tuple(map(picture, pixels))
         self.pictures_left -= sum(map(len, pictures))
-        label = f"{media.kind} {size}, {plan.tokens} tokens"
         return ShownMedia(name=media.name, label=label, tokens=plan.tokens, pictures=pictures)
 
 
@@ -137,11 +127,8 @@ def picture(pixels: torch.Tensor) -> str:
 def drawn_packs(
     config: RunConfig, wanted: Wanted, *, progress: Progress, tell: Tell
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The packs as values that a page draws, and the facts of the run: what `preview_page` takes.
-
-    Raises:
-        UserError: the data cannot be read, or no pack has the key.
-    """
+    """The packs as values that a page draws, and the facts of the run: what `preview_page` takes. Raises `UserError`:
+    the data cannot be read, or no pack has the key."""
     encoder: Any = build_task_encoder(without_ledger(config), WatchedTaskEncoder)
     drawn: list[dict[str, Any]] = []
     most = 0
@@ -284,20 +271,14 @@ def _slices(boundaries: np.ndarray, ranks: int) -> Iterator[list[int]]:
 
 
 def preview_page(packs: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> str:
-    """The page.
-
-    Args:
-        packs: from `drawn_pack`.
-        facts: ``path, seq_length, multiple, context_parallel``, as plain values.
-    """
+    """The page of `drawn_packs`."""
     real, tokens = sum(pack["real"] for pack in packs), sum(pack["tokens"] for pack in packs)
-    room = len(packs) * facts["seq_length"]
     samples = sum(segment["kind"] == "sample" for pack in packs for segment in pack["segments"])
     ranks = f", {facts['context_parallel']} context-parallel ranks" if facts["context_parallel"] > 1 else ""
     sentence = (
         f"{len(packs):,} packs with {samples:,} samples and {real:,} tokens, in rows of {facts['seq_length']:,} "
-        f"(multiple {facts['multiple']}{ranks}). Fill {real / max(room, 1):.2%}, padding in rows {tokens - real:,} "
-        "tokens."
+        f"(multiple {facts['multiple']}{ranks}). Fill "
+        f"{real / max(len(packs) * facts['seq_length'], 1):.2%}, padding in rows {tokens - real:,} tokens."
     )
     pictures: dict[str, int] = {}
     packs = [_with_numbers(pack, pictures) for pack in packs]

@@ -1,12 +1,10 @@
 """What happened to one sample, stage by stage: conversion, record, measure, row, media, pack or drop."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 from energon_packing.config import RunConfig
 from energon_packing.conversation import Conversation
@@ -36,14 +34,8 @@ Outcome = Literal["ok", "changed", "dropped", "rejected", "unknown"]
 
 
 class Event(NamedTuple):
-    """What one stage did with the sample.
-
-    Attributes:
-        stage: name of the stage.
-        outcome: ``ok`` and ``changed`` go on; ``dropped`` and ``rejected`` end the road; ``unknown`` cannot be told.
-        text: what happened.
-        setting: the setting that decided it; None if none did.
-    """
+    """What one stage did with the sample, and the setting that decided it, if one did. ``ok`` and ``changed`` go on;
+    ``dropped`` and ``rejected`` end the road; ``unknown`` cannot be told."""
 
     stage: str
     outcome: Outcome
@@ -51,7 +43,7 @@ class Event(NamedTuple):
     setting: str | None = None
 
     @classmethod
-    def dropped(cls, stage: str, reason: str, detail: str) -> Event:
+    def dropped(cls, stage: str, reason: str, detail: str) -> Self:
         """A drop with the setting that its sentence names."""
         return cls(stage, "dropped", f"{reason}: {detail}", deciding_setting(reason, detail))
 
@@ -69,9 +61,8 @@ def story_in_dataset(key: str, path: str, run: RunConfig, *, ledger: Path | None
     """
     source = _source_key(key)
     events = list(_conversion(source, Path(path)))
-    found = _found(source, path)
-    if found is not None:
-        part, shard, position = found
+    if (place := _place_of(source, path)) is not None:
+        part, shard, position = place
         record = TarFiles().read(Path(part.root) / shard, position.offset, position.size)
         text = f"{part.root}/{shard}, split {part.split}: {position.size:,} bytes at {position.offset:,}"
         other = Event("source", "dropped", f"{text}; this run reads split {run.data.split}", "data.split")
@@ -87,19 +78,7 @@ def story_in_dataset(key: str, path: str, run: RunConfig, *, ledger: Path | None
     return [*events, *_in_ledger(key, ledger or (run.packing.ledger and Path(run.packing.ledger)) or None)]
 
 
-def story_in_plan(key: str, path: Path) -> list[Event]:
-    """What a plan did with a sample.
-
-    Raises:
-        UserError: the plan cannot be read, or does not know the key.
-    """
-    from energon_packing.offline.explain import explanation
-    from energon_packing.offline.plan import Plan
-
-    return events_of_plan(explanation(Plan.open(path), key))
-
-
-def events_of_plan(found: dict[str, Any]) -> list[Event]:
+def events_of_plan(explained: dict[str, Any]) -> list[Event]:
     """What `energon_packing.offline.explain.explanation` says about a key."""
     packed = [
         Event(
@@ -110,7 +89,7 @@ def events_of_plan(found: dict[str, Any]) -> list[Event]:
             f"{each['pack_tokens']} of {each['seq_length']} tokens. "
             f"Beside {_first([other['sample'] for other in each['beside']])}.",
         )
-        for each in found["packed"]
+        for each in explained["packed"]
     ]
     dropped = [
         Event(
@@ -119,7 +98,7 @@ def events_of_plan(found: dict[str, Any]) -> list[Event]:
             f"{drop['dropped']}: {drop['reason']}: {drop['detail']}",
             drop.get("setting") or deciding_setting(drop["reason"], drop["detail"]),
         )
-        for drop in found["dropped"]
+        for drop in explained["dropped"]
     ]
     return [*packed, *dropped]
 
@@ -143,7 +122,7 @@ def _conversion(key: str, directory: Path) -> Iterator[Event]:
                 yield Event("convert", outcome, f"{entry.get('source')}, record {entry.get('record')}: {told}")
 
 
-def _found(key: str, path: str) -> tuple[SourcePart, str, Position] | None:
+def _place_of(key: str, path: str) -> tuple[SourcePart, str, Position] | None:
     """Part, shard and position of a record, in whatever split it is."""
     parts: list[SourcePart] = []
     problem: UserError | None = None
@@ -171,34 +150,32 @@ def _measured(key: str, record: bytes, part: SourcePart, run: RunConfig) -> Iter
         yield Event("measure", "unknown", "not measured: give --config, or --set encoder.processor=path/or/name")
         return
     encoder = build_task_encoder(run)
-    found: MeasuredSample = encoder.preencode_sample(sample)
-    if (problem := found.problem) is not None:
+    sized: MeasuredSample = encoder.preencode_sample(sample)
+    if (problem := sized.problem) is not None:
         if problem.fatal is not None:
             raise problem.fatal
         in_row = problem.reason in ("oversize", "over_limit")
         yield Event.dropped("row" if in_row else "measure", problem.reason, problem.detail)
         return
-    if found.split is not None:
-        last = len(found.split.pieces) - 1
+    if sized.split is not None:
+        last = len(sized.split.pieces) - 1
         text = f"split into {last + 1} pieces, {key}#0 to {key}#{last}; each is packed for itself"
         yield Event("row", "changed", text, "packing.oversize")
         return
-    measured = found.measured
+    measured = sized.measured
     assert measured is not None
     lengths = " + ".join(f"{length:,}" for length in measured.segment_lengths)
     targets = sum(getattr(segment, "targets", 0) for segment in measured.segments)
     text = f"{lengths} tokens, {targets:,} of them targets; {measured.images} images and {measured.patches} patches"
     yield Event("measure", "ok", text)
     for how, detail in measured.changes:
-        known = "packing.oversize" if how == "truncated" else "encoder.limits.when_over"
-        yield Event("measure", "changed", f"{how}: {detail}", deciding_setting(how, detail) or known)
+        setting = "packing.oversize" if how == "truncated" else "encoder.limits.when_over"
+        yield Event("measure", "changed", f"{how}: {detail}", deciding_setting(how, detail) or setting)
     taken = f"takes {encoder.limits.aligned(measured):,} of {run.packing.seq_length:,} tokens of a row"
     yield Event("row", "ok", f"{taken} (multiple {encoder.multiple})")
-    yield _rendered(encoder, found, part, media, key)
-    waits = (
-        f"waits among up to {run.packing.window:,} samples for a pack, which the policy {run.packing.policy!r} chooses"
-    )
-    yield Event("window", "ok", waits, "packing.window")
+    yield _rendered(encoder, sized, part, media, key)
+    waits = f"waits among up to {run.packing.window:,} samples for a pack"
+    yield Event("window", "ok", f"{waits}, which the policy {run.packing.policy!r} chooses", "packing.window")
 
 
 def _conversation_text(conversation: Conversation) -> str:
@@ -212,19 +189,19 @@ def _conversation_text(conversation: Conversation) -> str:
 
 
 def _rendered(
-    encoder: PackingTaskEncoder, found: MeasuredSample, part: SourcePart, media: ShardIndex, key: str
+    encoder: PackingTaskEncoder, sized: MeasuredSample, part: SourcePart, media: ShardIndex, key: str
 ) -> Event:
     """Decodes the media of the sample, as the loader would once it is in a pack."""
-    assert found.measured is not None
+    assert sized.measured is not None
     places: dict[str, tuple[Path, int, int]] = {}
-    for name in dict.fromkeys(KINDS.find("conversations").media_names(found.measured)):
+    for name in dict.fromkeys(KINDS.find("conversations").media_names(sized.measured)):
         position = media.position(key + name if name.startswith(".") else name)
         if position is None:
             return Event("media", "dropped", f"missing_media: {name!r} is not in the data set")
         places[name] = (Path(part.media_root) / media.shards[position.shard], position.offset, position.size)
-    found.store = PositionedMedia(TarFiles(), places)
+    sized.store = PositionedMedia(TarFiles(), places)
     try:
-        encoder.postencode_sample(found)
+        encoder.postencode_sample(sized)
     except SampleRejected as error:
         return Event.dropped("media", error.reason, error.detail)
     shards = ", ".join(sorted({place.name for place, _, _ in places.values()}))

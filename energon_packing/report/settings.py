@@ -3,8 +3,6 @@
 The text of a setting is the string below its field, so the reference cannot fall behind the code.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import inspect
@@ -35,15 +33,8 @@ SECTION_TEXT = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """One setting, or a section.
-
-    Attributes:
-        name: dotted, as ``--set`` takes it.
-        hint: its type.
-        default: plain value.
-        text: what it does; Markdown without line breaks.
-        unit: of a number; empty for others.
-    """
+    """One setting, or a section: its name as ``--set`` takes it, type, plain default, what it does (Markdown without
+    line breaks), and the unit of a number."""
 
     name: str
     hint: Any
@@ -60,13 +51,13 @@ class Setting:
 def settings(cls: type[Any] = RunConfig, section: str = "") -> list[Setting]:
     """All settings of a section and below it, section by section."""
     fields = _fields(cls, section)
-    found = [each for each in fields if not dataclasses.is_dataclass(each.hint)]
+    known = [each for each in fields if not dataclasses.is_dataclass(each.hint)]
     for each in fields:
         value = _mapping_value(each.hint)
         inner, name = (each.hint, each.name) if value is None else (value, f"{each.name}.NAME")
         if dataclasses.is_dataclass(inner):
-            found += settings(typing.cast("type[Any]", inner), name)
-    return found
+            known += settings(typing.cast("type[Any]", inner), name)
+    return known
 
 
 def _fields(cls: type[Any], section: str) -> list[Setting]:
@@ -101,11 +92,9 @@ def shown(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, str):
-        return value or '""'
     if isinstance(value, list):
-        return f"[{', '.join(shown(each) for each in value)}]"
-    return "{}" if value == {} else str(value)
+        return f"[{', '.join(map(shown, value))}]"
+    return str(value) or '""'
 
 
 def json_schema() -> dict[str, Any]:
@@ -121,11 +110,10 @@ def _object(cls: type[Any], section: str) -> dict[str, Any]:
     properties = {}
     for each in _fields(cls, section):
         text = each.text or SECTION_TEXT.get(each.name)
-        is_section = dataclasses.is_dataclass(each.default)
         properties[each.name.rpartition(".")[2]] = (
             _schema(each.hint, each.name)
             | ({"description": text} if text else {})
-            | ({} if is_section else {"default": each.default})
+            | ({} if dataclasses.is_dataclass(each.default) else {"default": each.default})
         )
     return {"type": ["object", "null"], "additionalProperties": False, "properties": properties}
 
@@ -144,8 +132,7 @@ def _schema(hint: Any, name: str) -> dict[str, Any]:
         many = {"type": "array", "items": inner}
         # A single name stands for a list of one.
         return {"anyOf": [many, inner]} if inner.get("type") == "string" or "enum" in inner else many
-    value = _mapping_value(hint)
-    if value is not None:
+    if (value := _mapping_value(hint)) is not None:
         return {"type": "object", "additionalProperties": _schema(value, f"{name}.NAME")}
     return {"type": {bool: "boolean", int: "integer", float: "number", str: "string"}[hint]}
 
@@ -162,12 +149,8 @@ SHORT = 70
 
 
 def sketched_run(given: Mapping[str, Any], *, schema: str | None = None) -> str:
-    """A YAML file that holds the given settings, and all others as comments with their defaults.
-
-    Args:
-        given: dotted name -> plain value.
-        schema: path of a JSON Schema for editors, relative to the file; None leaves the line out.
-    """
+    """A YAML file that holds the given settings (dotted name -> plain value), and all others as comments with their
+    defaults; its first line names a JSON Schema for editors, relative to the file."""
     known = settings()
     lines = [f"# yaml-language-server: $schema={schema}"] if schema else []
     lines += [
@@ -176,8 +159,7 @@ def sketched_run(given: Mapping[str, Any], *, schema: str | None = None) -> str:
     ]
     for section in SECTIONS:
         lines += ["", f"# {SECTION_TEXT[section]}"]
-        own = [each for each in known if each.section == section]
-        body = [line for each in own for line in _setting(each, given, "  ")]
+        body = [line for each in known if each.section == section for line in _setting(each, given, "  ")]
         limits = [each for each in known if each.section == f"{section}.limits"]
         if limits:
             used = any(each.name in given for each in limits)
@@ -192,9 +174,8 @@ def sketched_run(given: Mapping[str, Any], *, schema: str | None = None) -> str:
 def _setting(setting: Setting, given: Mapping[str, Any], indent: str) -> list[str]:
     """The line of a setting; what it does follows it, or stands above it if it is long."""
     name = setting.name.rpartition(".")[2]
-    unit = f" ({setting.unit})" if setting.unit else ""
     sentence = re.split(r"(?<=[^.\d])\.(?:\s|$)", setting.text.replace("`", ""), maxsplit=1)[0].rstrip(".")
-    comment = f"{sentence}{unit}"
+    comment = sentence + (f" ({setting.unit})" if setting.unit else "")
     value = json.dumps(given[setting.name], ensure_ascii=False) if setting.name in given else shown(setting.default)
     line = f"{indent}{'' if setting.name in given else '# '}{name}: {value}"
     if len(comment) <= SHORT:

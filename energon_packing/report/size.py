@@ -1,7 +1,5 @@
 """``stats --size``: what an offline run of many samples takes, from a probe of the user's own data on this machine."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import resource
@@ -44,15 +42,13 @@ class _Probing:
     """A `energon_packing.executors.work.Work`: each probe in a process of its own, so that its peak is its own."""
 
     def begin(self) -> None:
-        """Nothing to prepare."""
+        pass
 
     def do(self, task: Callable[[], Used]) -> Used:
-        """Runs a probe."""
         # Linux counts kibibytes.
         return task()._replace(memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)
 
     def name(self, task: Any) -> str:
-        """Of the probe."""
         return "a probe"
 
 
@@ -63,7 +59,6 @@ def size(
 
     Args:
         paths, split: data sets, as ``measure`` takes them.
-        run: its ``encoder``, ``packing``, ``parallel`` and ``plan`` sections count.
         place: an empty directory, for what the probe writes.
         samples: of the run.
         probe: samples that are packed for the estimate; of each data set its share. One shard of each is measured.
@@ -78,8 +73,7 @@ def size(
     """
     parts = [part for path in paths for part in source_parts(path, split)]
     measured = _probed(_measure, run, parts, place / "measured")
-    index = _cut(probe, run, parts, place)
-    repeated = _repeated(index, place / "repeated", min(PLANNED, samples))
+    repeated = _repeated(_cut(probe, run, parts, place), place / "repeated", min(PLANNED, samples))
     few = _probed(_plan, run, place / "probe", place / "probe.parquet")
     many = _probed(_plan, run, place / "repeated", place / "repeated.parquet")
     slope = max(0.0, (many.memory - few.memory) / max(1, many.samples - few.samples))
@@ -193,7 +187,7 @@ def _written(directory: Path, shard: IndexedShard, rows: pa.Table) -> IndexedSha
             "larger --probe, or look at the reasons with 'energon-packing measure'"
         )
     directory.mkdir(parents=True)
-    tokens = sum(kept.column("length").to_pylist()) + sum(kept.column("second").to_pylist())
+    tokens = sum(sum(kept.column(name).to_pylist()) for name in ("length", "second"))
     made = dataclasses.replace(shard, samples=rows.num_rows, dropped=rows.num_rows - kept.num_rows, tokens=tokens)
     write_table(directory / made.file, SCHEMA, [rows], {"identity": dict(shard.identity)})
     return made

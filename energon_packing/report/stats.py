@@ -1,8 +1,6 @@
 """Statistics of samples: distributions, shares and drops, with error bars where sampled; packings side by side, what to
 set, and what the readers of a run would have."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os.path
@@ -60,25 +58,14 @@ def stats_report(
     windows: Sequence[int] = (),
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Statistics, packings side by side, and a recommendation.
-
-    Args:
-        run: limits of a pack, alignment, global batch size and drop budget.
-        seq_lengths, multiples, windows: to compare; empty takes `SEQ_LENGTHS`, the run's alignment and `WINDOWS`.
-
-    Raises:
-        ConfigError: a ``seq_length`` is not a multiple of the alignment.
-    """
-    compared = list(
-        packings(
-            samples,
-            run,
-            seq_lengths=sorted(set(seq_lengths or SEQ_LENGTHS)),
-            multiples=sorted(set(multiples or (run.parallel.multiple,))),
-            windows=sorted(set(windows or WINDOWS)),
-            seed=seed,
-        )
-    )
+    """Statistics, packings side by side, and a recommendation. What is compared is by default `SEQ_LENGTHS`, the run's
+    alignment and `WINDOWS`. Raises `ConfigError`: a ``seq_length`` is not a multiple of the alignment."""
+    choices = {
+        "seq_lengths": seq_lengths or SEQ_LENGTHS,
+        "multiples": multiples or (run.parallel.multiple,),
+        "windows": windows or WINDOWS,
+    }
+    compared = list(packings(samples, run, **{name: sorted(set(each)) for name, each in choices.items()}, seed=seed))
     return {
         **statistics(samples),
         "global_batch_size": run.training.global_batch_size,
@@ -134,15 +121,13 @@ def mean_error(samples: StatsSamples, array: np.ndarray) -> float:
     """Half the width of a 95 % interval of a mean over usable samples."""
     if samples.whole or array.size < 2:
         return 0.0
-    left = 1 - samples.measured / samples.total
-    return Z * float(array.std(ddof=1)) * math.sqrt(left / array.size)
+    return Z * float(array.std(ddof=1)) * math.sqrt((1 - samples.measured / samples.total) / array.size)
 
 
 def _quantity(samples: StatsSamples, array: np.ndarray) -> dict[str, Any]:
     if array.size == 0:
         return {"samples": 0, "histogram": []}
     # Dropped samples count as nothing, so that the estimate includes how many of them there are.
-    scale = samples.total / samples.measured
     all_of_them = np.concatenate([array, np.zeros(samples.measured - array.size)]) if not samples.whole else array
     marks = (5, 50, 95, 99)
     return {
@@ -153,7 +138,7 @@ def _quantity(samples: StatsSamples, array: np.ndarray) -> dict[str, Any]:
         "smallest": float(array.min()),
         **{f"p{mark}": float(value) for mark, value in zip(marks, np.percentile(array, marks), strict=True)},
         "largest": float(array.max()),
-        "sum": float(array.sum()) * scale,
+        "sum": float(array.sum()) * (samples.total / samples.measured),
         "sum_error": mean_error(samples, all_of_them) * samples.total,
         "histogram": _histogram(samples, array),
     }
@@ -189,15 +174,13 @@ def _modalities(samples: StatsSamples) -> list[dict[str, Any]]:
 
 
 def _group(samples: StatsSamples, name: str, members: np.ndarray, drops: Mapping[str, int]) -> dict[str, Any]:
-    tokens = samples.tokens
-    own = int(tokens[members].sum())
-    count = int(members.sum())
+    own, count = int(samples.tokens[members].sum()), int(members.sum())
     group: dict[str, Any] = {
         "name": name,
         **_counted(samples, count),
         "samples": round(count * samples.total / samples.measured),
         "tokens": round(own * samples.total / samples.measured),
-        "token_share": own / max(int(tokens.sum()), 1),
+        "token_share": own / max(int(samples.tokens.sum()), 1),
         "mean_tokens": own / max(count, 1),
     }
     if "targets" in samples.columns:
@@ -219,8 +202,6 @@ def packings(
     """Packs the samples under every combination of settings.
 
     Args:
-        run: its limits of a pack and its global batch size are used.
-        seq_lengths, multiples: of rows and segments.
         windows: samples held online; a whole-list plan is added to each combination.
 
     Yields:
@@ -298,50 +279,32 @@ def recommendation(samples: StatsSamples, run: RunConfig, found: Sequence[Mappin
         **({"packing.oversize": "split"} if splits else {}),
         **({"packing.balance_window": BALANCE_WINDOW} if balances else {}),
     }
-    reasons = (
-        (
-            True,
-            f"packing.seq_length={best['seq_length']}: rows are {chosen['fill']:.2%} full, and {best['lost']:.2%} of "
-            "the tokens are in samples that are longer than a row. Longer rows need more memory, which is not measured "
-            "here.",
+    reasons = {
+        f"packing.seq_length={best['seq_length']}: rows are {chosen['fill']:.2%} full, and {best['lost']:.2%} of the "
+        "tokens are in samples that are longer than a row. Longer rows need more memory, which is not measured "
+        "here.": True,
+        f"packing.window={chosen['window']}: the largest window compared ({windows[-1]['window']}) fills rows to "
+        f"{windows[-1]['fill']:.2%}; a smaller one delays samples less.": True,
+        f"packing.oversize=split: {best['lost']:.2%} of the tokens would be dropped with their samples. Splitting "
+        "keeps them.": splits,
+        "Fill, packs and steps are those without samples that are longer than a row; with packing.oversize="
+        f"{oversize} a run has them too, and so more packs and steps.": (
+            best["oversize"] and oversize != "drop" and not clips
         ),
-        (
-            True,
-            f"packing.window={chosen['window']}: the largest window compared ({windows[-1]['window']}) fills rows to "
-            f"{windows[-1]['fill']:.2%}; a smaller one delays samples less.",
+        f"{dropped:.1%} of the samples would be dropped, more than packing.drop_budget={run.packing.drop_budget:g} "
+        "allows: the run would stop. Correct the data or raise the budget.": dropped > run.packing.drop_budget,
+        f"A plan (`energon-packing plan`) fills rows to {planned:.2%}, since it sees all samples at once.": (
+            planned > top + 2 * NEGLIGIBLE_FILL
         ),
-        (
-            splits,
-            f"packing.oversize=split: {best['lost']:.2%} of the tokens would be dropped with their samples. Splitting "
-            "keeps them.",
-        ),
-        (
-            best["oversize"] and oversize != "drop" and not clips,
-            "Fill, packs and steps are those without samples that are longer than a row; with "
-            f"packing.oversize={oversize} a run has them too, and so more packs and steps.",
-        ),
-        (
-            dropped > run.packing.drop_budget,
-            f"{dropped:.1%} of the samples would be dropped, more than packing.drop_budget="
-            f"{run.packing.drop_budget:g} allows: the run would stop. Correct the data or raise the budget.",
-        ),
-        (
-            planned > top + 2 * NEGLIGIBLE_FILL,
-            f"A plan (`energon-packing plan`) fills rows to {planned:.2%}, since it sees all samples at once.",
-        ),
-        (
-            balances,
-            f"packing.balance_window={BALANCE_WINDOW}: packs differ in cost, so {RANKS} ranks would compute for "
-            f"{even:.1%} of a step; with packs sorted by cost it is {ordered:.1%}.",
-        ),
-    )
-    return {"settings": settings, "reasons": [reason for holds, reason in reasons if holds]}
+        f"packing.balance_window={BALANCE_WINDOW}: packs differ in cost, so {RANKS} ranks would compute for {even:.1%} "
+        f"of a step; with packs sorted by cost it is {ordered:.1%}.": balances,
+    }
+    return {"settings": settings, "reasons": [reason for reason, holds in reasons.items() if holds]}
 
 
 def _best_length(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """The shortest rows that lose hardly any tokens and fill as well as others; else those that waste least."""
-    smallest = min(row["multiple"] for row in rows)
-    rows = [row for row in rows if row["multiple"] == smallest]
+    rows = [row for row in rows if row["multiple"] == min(each["multiple"] for each in rows)]
     good = [row for row in rows if row["lost"] <= NEGLIGIBLE_LOSS]
     if not good:
         return max(rows, key=lambda row: row["fill"] * (1 - row["lost"]))
@@ -375,8 +338,7 @@ def _packed(
     run: RunConfig,
     seed: int,
 ) -> dict[str, Any]:
-    scale = samples.total / samples.measured
-    tokens = sizes.tokens
+    scale, tokens = samples.total / samples.measured, sizes.tokens
     found: dict[str, Any] = {
         "seq_length": limits.tokens,
         "multiple": limits.multiple,
@@ -396,12 +358,11 @@ def _packed(
     drawn = random.permutation(kept) if whole else random.choice(kept, count, replace=kept.size < count)
     part = sizes.take(drawn)
     units: Any = limits.length_units(part)
-    pack_costs = costs(limits, part)
     groups = pack_lengths_flat(
         units,
         limits.units,
         "best_fit" if window is None else "window",
-        constraints={name: (cost, limits.limited[name]) for name, cost in pack_costs.items()},
+        constraints={name: (cost, limits.limited[name]) for name, cost in costs(limits, part).items()},
         window=window or SIMULATED,
     )
     offsets = groups.offsets
@@ -410,8 +371,7 @@ def _packed(
         packs = max(1, int(np.searchsorted(offsets[:-1], count - window, side="right")))
     order = groups.order[: int(offsets[packs])]
     of_pack = np.repeat(np.arange(packs), np.diff(offsets[: packs + 1]))
-    real = np.bincount(of_pack, part.tokens[order], packs)
-    cost = np.bincount(of_pack, part.cost[order].astype(np.float64), packs)
+    real, cost = (np.bincount(of_pack, each[order].astype(np.float64), packs) for each in (part.tokens, part.cost))
     aligned = int(units[order].sum()) * limits.multiple
     shares = _shares(int(part.tokens[order].sum()), aligned, packs * limits.tokens)
     # As many rows as the tokens of all samples need at this fill.
@@ -440,11 +400,6 @@ def _packed(
 
 def reader_figures(path: str, split: str, run: RunConfig, samples: StatsSamples, data_parallel: int) -> dict[str, Any]:
     """Deals a data set to the readers of a run, as the run does.
-
-    Args:
-        path, split: of the data set that ``samples`` were measured of.
-        run: with ``data.workers`` and ``data.repeat``.
-        data_parallel: ranks that read different samples.
 
     Returns:
         Plain values: ``data_parallel``, ``workers``, and for each of ``datasets`` and for ``all`` of them ``share`` and

@@ -1,7 +1,5 @@
 """Statistics as one self-contained HTML page and as a picture; numbers and names as a reader sees them."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -142,7 +140,7 @@ def _recommendation(found: Mapping[str, Any]) -> str:
 def _packing(report: Mapping[str, Any]) -> str:
     names = ("seq_length", "multiple", "window", "fill", "alignment", "tail", "lost", "packs", "steps")
     settings = report["recommendation"]["settings"]
-    best = (settings.get("packing.seq_length"), settings.get("packing.window"))
+    best = tuple(settings.get(f"packing.{name}") for name in ("seq_length", "window"))
     marked = {at for at, row in enumerate(report["packing"]) if (row["seq_length"], row["window"]) == best}
     explained = (
         "Fill, alignment and tail are shares of all tokens of all rows. Lost is the share of tokens in samples longer "
@@ -191,11 +189,10 @@ def _bars(rows: Sequence[tuple[str, float, float]], *, label: str) -> str:
         end = LEFT + room * (value + error) / top
         if error:
             low = LEFT + room * max(value - error, 0) / top
-            middle = y + BAR / 2
-            parts.append(f'<path class=error d="M{low:.1f} {middle}H{end:.1f}M{end:.1f} {y + 3}v{BAR - 6}"/>')
+            parts.append(f'<path class=error d="M{low:.1f} {y + BAR / 2}H{end:.1f}M{end:.1f} {y + 3}v{BAR - 6}"/>')
         parts.append(f'<text class=soft x="{end + 5:.1f}" y="{y + 11}">{escaped(share(value))}</text>')
-    height = len(rows) * (BAR + 4)
-    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escaped(label)}">{"".join(parts)}</svg>'
+    size = f'viewBox="0 0 {WIDTH} {len(rows) * (BAR + 4)}"'
+    return f'<svg {size} role="img" aria-label="{escaped(label)}">{"".join(parts)}</svg>'
 
 
 def save_figure(report: Mapping[str, Any], path: Path) -> None:
@@ -214,8 +211,7 @@ def save_figure(report: Mapping[str, Any], path: Path) -> None:
     axes = figure.subplots(rows, PANELS, squeeze=False).flatten()
     for axis, (name, each) in zip(axes, found.items(), strict=False):
         names = [bin_name(entry, name) for entry in each["histogram"]]
-        heights = [100 * entry["share"] for entry in each["histogram"]]
-        errors = [100 * entry["error"] for entry in each["histogram"]]
+        heights, errors = ([100 * entry[key] for entry in each["histogram"]] for key in ("share", "error"))
         axis.bar(range(len(names)), heights, yerr=errors if any(errors) else None, color="#2f6fb2")
         axis.set_xticks(range(len(names)), names, rotation=45, ha="right", fontsize=7)
         axis.set(title=QUANTITIES[name][0], ylabel="% of samples", xlabel=QUANTITIES[name][1])

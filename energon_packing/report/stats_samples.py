@@ -1,7 +1,5 @@
 """What statistics are made from: the sizes of samples, from an index, a plan, or a data set measured in part."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,10 +29,8 @@ class StatsSamples:
 
     Attributes:
         path: as the user named it.
-        kind: what it is.
         total: samples of the data, dropped ones included; of a plan, the rows that it packs and its drops.
         measured: how many of them were looked at; less than ``total`` if they were drawn at random.
-        datasets: names of the data sets.
         dataset: ``[N]`` int64, the data set of each sample.
         place: ``[N]`` int64, its place there, dropped ones counted; empty for a plan.
         columns: name -> ``[N]`` int64; a plan has ``length`` and ``second`` only, an index also the
@@ -57,7 +53,7 @@ class StatsSamples:
     place: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     pack: np.ndarray | None = None
     pair_counts: PairCounts = field(default_factory=PairCounts)
-    planned: Mapping[str, int] | None = field(default=None)
+    planned: Mapping[str, int] | None = None
     frequent: FrequentDrops = field(default_factory=FrequentDrops)
 
     @property
@@ -77,11 +73,7 @@ class StatsSamples:
 
 
 def samples_of_index(index: Index, path: str) -> StatsSamples:
-    """All samples of an index.
-
-    Raises:
-        UserError: a file of it is missing or damaged, or it holds nothing.
-    """
+    """All samples of an index. Raises `UserError`: a file of it is missing or damaged, or it holds nothing."""
     columns = (*COLUMNS, *KINDS.find(kind_of(index.datasets)).more_columns)
     parts: dict[str, list[np.ndarray]] = {name: [] for name in (*columns, "dataset", "place")}
     drops = []
@@ -118,11 +110,8 @@ def samples_of_index(index: Index, path: str) -> StatsSamples:
 
 
 def samples_of_plan(plan: Plan) -> StatsSamples:
-    """All rows of a plan: samples and pieces of split ones, as often as it packs them.
-
-    Raises:
-        UserError: the plan or its drops are damaged.
-    """
+    """All rows of a plan: samples and pieces of split ones, as often as it packs them. Raises `UserError`: the plan or
+    its drops are damaged."""
     names = ("length", "second", "dataset", "pack")
     tables = list(plan.tables(list(names)))
     columns = {
@@ -158,15 +147,8 @@ def samples_of_plan(plan: Plan) -> StatsSamples:
 def samples_of_dataset(
     path: str, split: str, run: RunConfig, *, most: int, seed: int = 0, progress: Progress = lambda *_: None
 ) -> StatsSamples:
-    """Measures samples of a data set in this process, drawn at random without replacement; all where they are few.
-
-    Args:
-        run: its ``encoder`` section is used, and ``packing.pairs``.
-        most: samples to measure.
-
-    Raises:
-        UserError: the data set or the processor cannot be used, or it holds nothing.
-    """
+    """Measures up to ``most`` samples of a data set in this process, drawn at random without replacement. Raises
+    `UserError`: the data set or the processor cannot be used, or it holds nothing."""
     from energon_packing.offline.measure import ShardMeasurer
     from energon_packing.offline.source import source_parts  # needs Energon, which statistics of a plan do not
 
@@ -189,17 +171,16 @@ def samples_of_dataset(
     for place, (number, shard) in enumerate(shards):
         low, high = np.searchsorted(drawn, starts[place : place + 2])
         wanted = (drawn[low:high] - starts[place]).tolist()
-        first = firsts.setdefault(number, int(starts[place]))
-        for at, row in zip(wanted, measurer.rows(parts[number], shard, set(wanted)) if wanted else (), strict=True):
+        first, part = firsts.setdefault(number, int(starts[place])), parts[number]
+        for at, row in zip(wanted, measurer.rows(part, shard, set(wanted)) if wanted else (), strict=True):
             done += 1
             progress("sample", done, drawn.size)
-            path_of = parts[number].path
-            dropped = [] if row["reason"] is None else [dropped_row(row, path_of)]
-            frequent.add({(path_of, modality_of(row)): 1}, dropped)
-            if not dropped:
-                rows.append((number, starts[place] + at - first, *(row[name] for name in COLUMNS)))
-            else:
+            dropped = [] if row["reason"] is None else [dropped_row(row, part.path)]
+            frequent.add({(part.path, modality_of(row)): 1}, dropped)
+            if dropped:
                 drops[number][row["reason"]] += 1
+            else:
+                rows.append((number, starts[place] + at - first, *(row[name] for name in COLUMNS)))
     table = np.array(rows, dtype=np.int64).reshape(-1, 2 + len(COLUMNS))
     return StatsSamples(
         path=path,
@@ -217,12 +198,9 @@ def samples_of_dataset(
 
 
 def dataset_names(datasets: Sequence[Any]) -> tuple[str, ...]:
-    """The last parts of the paths of data sets, or of parts of one, that tell them from each other.
-
-    Args:
-        datasets: each has a ``path``, which the user named, and the ``root`` of its shards; that of a polylithic data
-            set is a level below it, in ``text``.
-    """
+    """The last parts of the paths of data sets, or of parts of one, that tell them from each other. Each has a
+    ``path``, which the user named, and the ``root`` of its shards; of a polylithic one, that is a level
+    below it, in ``text``."""
     roots = [
         each.root.removesuffix(f"/{TEXT_DIRECTORY}")
         if each.path != each.root and each.root.rpartition("/")[0]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from manual import ROOT
 
-CONVERSATIONS = 40
+CONVERSATIONS = 24
 
 
 class Given:

@@ -1,7 +1,5 @@
 """``scripts/bench.py``: one door to the benchmarks, JSON lines for machines."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path
@@ -44,25 +42,7 @@ def test_packing_compares_every_policy_on_a_list_of_ones_own(lists):
     assert all(row["bound"] > found[0]["bound"] for row in limited)
 
 
-def test_balance_shows_each_size_with_and_without_sorting(lists):
-    found = rows("balance", "--lists", lists, "--list", "mine", "--ranks", "2", "--ranks", "8", "--window", "16")
-    by = {(row["ranks"], row["order"], row["max_shift"]): row["efficiency"] for row in found}
-    assert set(by) == {(r, o, s) for r in (2, 8) for o in ("none", "ascending", "serpentine") for s in (0, 2)}
-    assert by[8, "serpentine", 0] > by[8, "none", 0]
-    assert by[8, "none", 0] < by[2, "none", 0]
-
-
 def test_an_unknown_benchmark_names_the_known_ones():
     done = door("lodaer")
     assert done.returncode == 2
     assert "loader|convert|measure|plan|pack|packing" in done.stderr
-
-
-def test_plan_plans_a_drawn_index_and_says_how_good_the_plan_is():
-    found = rows("plan", "--samples", "3000", "--limits", "images", "--limits", "all")
-    assert [row["limits"] for row in found] == ["images", "all"]
-    for row in found:
-        assert 0.9 < row["of_bound"] <= 1
-        assert row["aligned_fill"] <= 1
-        assert row["seconds"] > 0
-        assert row["peak_gib"] > 0

@@ -1,7 +1,6 @@
 """The loader benchmark: that both paths get the same data, and that its figures mean what they say."""
 
 import gc
-import importlib.util
 import itertools
 import json
 import sys
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import torch.utils.data._utils
 from bench import loader as bench_loader
-from bench import loader_data, loader_lengths, loader_run
+from bench import loader_data, loader_run
 from bench.loader_run import LoaderJob
 from forking_python import quick_python
 from megatron.energon import get_loader
@@ -56,26 +55,6 @@ def test_every_planted_defect_is_counted_and_is_all_that_our_loader_loses(made):
     everything = {conversation.key for conversation in loader_data.read_conversations(made.root)}
     assert everything - set(emitted) == made.defective
     assert set(reasons) == {"corrupt_media", "oversize"}
-
-
-@pytest.mark.skipif(importlib.util.find_spec("megatron.bridge") is None, reason="Megatron-Bridge is not installed")
-@pytest.mark.skipif(importlib.util.find_spec("qwen_vl_utils") is None, reason="qwen-vl-utils is not installed")
-def test_bridge_reads_the_same_conversations_at_the_same_lengths(made, tmp_path):
-    from bench.bridge_in_batch import build_bridge_loader, rows, write_bridge_dataset
-
-    config = loader_run.run_config(job(made), workers=0).encoder
-    sound = [entry for entry in loader_data.read_conversations(made.root) if entry.key not in made.defective]
-    write_bridge_dataset(sound, loader_data.read_media(made.root), tmp_path / "bridge", config)
-    loader = build_bridge_loader(
-        tmp_path / "bridge", processor=PROCESSOR, seq_length=SEQ_LENGTH, micro_batch_size=1, workers=0
-    )
-    theirs = {keys[0]: lengths[0] for keys, lengths in rows(loader)}
-    expected = loader_lengths.expected_lengths(sound, config)
-    assert theirs.keys() == expected.keys() == {entry.key for entry in sound}
-    kinds = {entry.key: {media.kind for media in entry.media} for entry in sound}
-    assert {frozenset(found) for found in kinds.values()} >= {frozenset(), frozenset({"image"}), frozenset({"video"})}
-    loader_lengths.check_lengths("bridge", theirs, expected, exact=False)
-    assert all(expected[key].slack == 0 for key, found in kinds.items() if not found)
 
 
 def reachable_bytes(roots):

@@ -50,32 +50,6 @@ def test_indices_that_are_ours_are_equal_and_shifted_ones_are_named():
     assert found["different"]["cp"] == 2
 
 
-def test_pixels_of_every_family_are_made_of_bytes_and_other_bytes_are_found_different(monkeypatch):
-    from support.offline_processors import PROCESSORS
-
-    found = gpu_checks.pixels_check("cpu")
-    assert (found["equal"], found["bit_equal"], found["families"]) == (True, len(PROCESSORS), len(PROCESSORS))
-    from energon_packing.thd import pixels
-
-    exact = pixels.finish
-
-    def approximate(visual, forms):
-        made = exact(visual, forms)
-        return {**made, "pixel_values": made["pixel_values"] * 1.001}
-
-    monkeypatch.setattr(pixels, "finish", approximate)
-    found = gpu_checks.pixels_check("cpu")
-    assert not found["equal"]
-    assert found["largest"] > 1
-
-
-@pytest.mark.slow
-def test_parity_runs_both_ways_on_the_device():
-    found = list(gpu_checks.parity_checks("cpu", families=("text",)))
-    assert [row["attention"] for row in found] == ["mask", "positions"]
-    assert all(row["equal"] for row in found)
-
-
 def test_results_are_stored_under_the_name_of_the_device_and_a_failed_check_stops_no_other(
     monkeypatch, tmp_path, capsys
 ):

@@ -1,7 +1,5 @@
 """`energon-packing stats --fill`: policies and data-parallel steps on a user's own lengths."""
 
-from __future__ import annotations
-
 import io
 import json
 

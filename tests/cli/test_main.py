@@ -1,7 +1,5 @@
 """The command line as a user meets it: help, unknown words, mistakes, interruption, and what is imported when."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`preview` on a terminal: everything folds at any width, answers stay in view, hostile text does nothing."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

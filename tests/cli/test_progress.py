@@ -1,7 +1,5 @@
 """Progress in a log: a line every half minute, with the rate and the time left."""
 
-from __future__ import annotations
-
 import io
 import time
 

@@ -1,7 +1,5 @@
 """`energon-packing validate` on a good configuration, on eight broken ones, and on files that cannot be used."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -91,19 +89,6 @@ def test_a_broken_configuration_exits_with_1_and_names_rule_values_and_mend(good
     assert all(word in message for word in words), message
 
 
-@pytest.mark.skipif(installed_version("megatron-bridge") is None, reason="Megatron-Bridge is not installed")
-@pytest.mark.parametrize("name", ["good", "7", "8", "10", "11"])
-def test_the_installed_bridge_says_the_same(good: Path, name: str) -> None:
-    overrides, expected, _ = BROKEN.get(name, ([], None, []))
-    code, answer = run_json(str(good), *sets(overrides))
-    assert code == (0 if expected is None else 1)
-    bridge = answer["bridge"]
-    assert bridge["version"] == installed_version("megatron-bridge")
-    assert bridge["verdict"] == ("accepts" if expected is None else "rejects")
-    # seq-length-multiple and model-seq-length are broken by the same length; Bridge names the first.
-    assert bridge["rule"] == ("bridge/seq-length-multiple" if name == "8" else expected)
-
-
 def test_a_rejection_by_bridge_alone_is_not_valid(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = verdict.BridgeVerdict(version="9.9", accepted=False, message="a rule of a later Bridge")
     monkeypatch.setattr("energon_packing.validate.run_source.bridge_verdict", lambda view: answer)
@@ -169,14 +154,6 @@ def test_megatron_lm_arguments_that_cannot_be_used_exit_with_2(arguments: str, w
 def test_an_option_that_nothing_would_read_is_refused(good: Path, arguments: list[str], words: str) -> None:
     result = run(*(str(good) if word == "RUN" else word for word in arguments))
     assert (result.exit_code, words in result.stderr) == (2, True)
-
-
-def test_warnings_and_notes_do_not_fail_a_run(good: Path) -> None:
-    overrides = ["parallel.context_parallel=1", "parallel.expert_parallel=2", "training.calculate_per_token_loss=false"]
-    code, answer = run_json(str(good), "--no-bridge", "--world-size", "8", *sets(overrides))
-    outcomes = {rule["rule"]: rule["verdict"] for rule in answer["rules"]}
-    warned = [outcomes[name] for name in ("ours/token-weight", "ours/experts-see-padding", "bridge/fixed-width")]
-    assert (code, warned) == (0, ["warning", "warning", "note"])
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """`energon-packing validate` looks at what a run reads, names what is missing, and says what it could not look at."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import socket
@@ -13,18 +11,14 @@ import yaml
 from click.testing import CliRunner
 
 from energon_packing.cli.main import cli
-from energon_packing.convert import ConvertConfig, convert
-from energon_packing.demo import make_data, processor_path
+from energon_packing.demo import processor_path
 from energon_packing.validate.looks.look import LOOKS
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """A converted data set of 40 conversations with images, in two splits."""
-    folder = tmp_path_factory.mktemp("reads")
-    source = make_data(folder / "made", conversations=40, seed=4, defects=False)
-    convert(ConvertConfig(sources=(source,), out=folder / "data", split={"train": 0.7, "val": 0.3}, workers=0))
-    return folder / "data"
+def data(demo_data):
+    """40 conversations with images, in two splits."""
+    return demo_data(40, seed=4, val=0.3)
 
 
 @pytest.fixture
@@ -143,30 +137,22 @@ def cached(cache, name, files):
 
 
 @pytest.mark.full
-def test_a_name_of_the_hub_is_loaded_from_its_cache_without_the_network(run, tmp_path):
-    """In a process of its own, whose environment names the cache and does not forbid the network."""
+def test_a_name_of_the_hub_is_loaded_from_its_cache_without_the_network(run, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+    from transformers.utils import hub
+
+    def connects(*_arguments, **_settings):
+        raise AssertionError("a look reaches for the network")
+
+    monkeypatch.setattr(socket.socket, "connect", connects)
+    monkeypatch.setattr(socket, "getaddrinfo", connects)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(hub, "TRANSFORMERS_CACHE", str(tmp_path / "hub"), raising=False)
     cached(tmp_path / "hub", "some/model", processor_path("qwen2_5_vl").iterdir())
-    tokenizer = tmp_path / "hub" / "models--some--model" / "snapshots" / "0" / "tokenizer.json"
-    script = (
-        "import os, socket\n"
-        "os.environ.pop('HF_HUB_OFFLINE', None)\n"
-        "def connects(*_): raise SystemExit('reaches for the network')\n"
-        "socket.socket.connect = connects; socket.getaddrinfo = connects\n"
-        "from energon_packing.cli.main import cli\n"
-        f"words = ['validate', {str(run)!r}, '--no-bridge', '--json', '--set', 'encoder.processor=some/model']\n"
-        "def validate():\n"
-        "    try: cli(words)\n"
-        "    except SystemExit as end: assert not end.code, end.code\n"
-        "validate()\n"
-        f"os.unlink({str(tokenizer)!r}); print(chr(12))\n"
-        "validate()\n"
-    )
-    environment = {"HF_HUB_CACHE": str(tmp_path / "hub"), "PATH": "", "PYTHONPATH": ":".join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    whole, part = (json.loads(answer)["reads"] for answer in done.stdout.split("\f"))
-    assert {look["outcome"] for look in whole} == {"ok"}
-    (look,) = [look for look in part if look["look"] == "processor"]
+    assert {look["outcome"] for look in validate(run, "encoder.processor=some/model")[2]["reads"]} == {"ok"}
+    (tmp_path / "hub" / "models--some--model" / "snapshots" / "0" / "tokenizer.json").unlink()
+    (look,) = validate(run, "encoder.processor=some/model")[1]["processor"]
     assert look["outcome"] == "not looked at"
     assert "the hub's cache has only a part of it" in look["why"]
 

@@ -1,7 +1,5 @@
 """`energon-packing validate --measure N`: what it tells of a data set is what the loader then does."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -10,21 +8,18 @@ from click.testing import CliRunner
 from energon_packing.cli.main import cli
 from energon_packing.config import load_config
 from energon_packing.convert import ConvertConfig, convert
-from energon_packing.demo import make_data, processor_path
+from energon_packing.demo import processor_path
 from energon_packing.energon.loader import build_loader
 
 SEQ_LENGTH = 2048
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(demo_data, tmp_path_factory):
     """A YAML file with a data set of 60 conversations, a few of them longer than a row."""
-    folder = tmp_path_factory.mktemp("measure")
-    source = make_data(folder / "made", conversations=60, seed=4, defects=False)
-    convert(ConvertConfig(sources=(source,), out=folder / "data", split={"train": 1.0}, workers=0))
-    file = folder / "run.yaml"
+    file = tmp_path_factory.mktemp("measure") / "run.yaml"
     file.write_text(
-        f"data: {{path: {folder / 'data'}, workers: 0, repeat: false}}\n"
+        f"data: {{path: {demo_data(60, seed=4)}, workers: 0, repeat: false}}\n"
         f"encoder: {{processor: {processor_path('qwen2_5_vl')}}}\n"
         f"packing: {{seq_length: {SEQ_LENGTH}, drop_budget: 1.0}}\n"
         "parallel: {tensor_parallel: 2, sequence_parallel: true}\n"

@@ -1,25 +1,21 @@
 """The demo's data set: what it holds, that it is always the same, that its answers are true and its defects real."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import av
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image, ImageOps
+from PIL import Image
 
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.convert.records import parse_record
-from energon_packing.demo import make_data, words
+from energon_packing.demo import make_data
 from energon_packing.demo.conversations import KINDS, kinds_of
-from energon_packing.demo.media import Clip, Picture
 from energon_packing.errors import UserError
 
 COUNT = 120
@@ -59,25 +55,6 @@ def test_the_valid_conversations_are_as_many_as_were_asked_for_and_read_without_
     made = json.loads((folder.parent / "made.json").read_text(encoding="utf-8"))
     assert sum(made["kinds"].values()) == COUNT
     assert set(made["kinds"]) == set(KINDS)
-
-
-def test_the_layouts_use_every_way_to_write_a_thing_down(folder: Path) -> None:
-    rows = _valid(folder)
-    sharegpt, openai = rows["sharegpt.json"], rows["openai.jsonl"]
-    roles = {turn["from"] for row in sharegpt for turn in row["conversations"]}
-    assert roles == {"system", "human", "gpt", "function_call", "observation"}
-    assert any("system" in row for row in sharegpt)
-    assert any(isinstance(row.get("tools"), str) for row in sharegpt)
-    messages = [message for row in openai for message in row["messages"]]
-    assert {message["role"] for message in messages} == {"system", "user", "assistant", "tool"}
-    parts = {
-        part["type"] for message in messages if isinstance(message["content"], list) for part in message["content"]
-    }
-    assert parts == {"text", "image", "image_url", "video"}
-    texts = [message["content"] for message in messages if isinstance(message["content"], str)]
-    assert any("<image>" in text for text in texts)
-    assert any("<video>" in text for text in texts)
-    assert any("." in row["id"] for row in sharegpt + openai)
 
 
 def _digest(folder: Path) -> dict[str, str]:
@@ -142,52 +119,6 @@ def test_each_defect_leads_to_the_reason_that_is_expected_of_it_and_nothing_else
     assert found == wanted
     assert report.written == COUNT + sum(defect["outcome"] != "rejected" for defect in expected)
     assert report.warnings["duplicate_id"] == sum(defect["reason"] == "duplicate_id" for defect in expected) == 1
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("size", [(56, 56), (300, 200)])
-def test_a_picture_shows_the_figures_and_the_background_that_are_said_to_be_there(
-    seed: int, size: tuple[int, int]
-) -> None:
-    picture = Picture.draw(Random(seed))
-    width, height = size
-    pixels = np.asarray(picture.render(width, height), dtype=int)
-    floor = height * (0.85 if picture.caption else 1.0)
-    occupied = {figure.place: figure for figure in picture.figures}
-    ground = np.array(words.COLOURS[picture.background])
-    for place in words.PLACES:
-        x, y = int((place[0] + 0.5) * width / 3), int((place[1] + 0.5) * floor / 3)
-        figure = occupied.get(place)
-        if figure is not None:
-            assert np.abs(pixels[y, x] - words.COLOURS[figure.colour]).max() <= 10, figure
-        else:  # the gradient goes down to two thirds
-            assert (pixels[y, x] <= ground + 10).all()
-            assert (pixels[y, x] >= ground * 0.6 - 10).all()
-        assert words.PLACES[place] in picture.description() or figure is None
-
-
-@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
-def test_a_rotated_picture_looks_like_the_upright_one_to_a_viewer_that_reads_exif(
-    tmp_path: Path, orientation: int
-) -> None:
-    picture = Picture.draw(Random(1))
-    picture.save(tmp_path / "a.jpg", 120, 90, exif_orientation=orientation)
-    with Image.open(tmp_path / "a.jpg") as stored:
-        assert stored.size == ((90, 120) if orientation in (6, 8) else (120, 90))
-        shown = np.asarray(ImageOps.exif_transpose(stored), dtype=int)
-    assert np.abs(shown - np.asarray(picture.render(120, 90), dtype=int)).mean() < 6
-
-
-@pytest.mark.parametrize(("direction", "suffix"), zip(sorted(words.DIRECTIONS)[:4], ("mp4", "avi") * 2, strict=True))
-def test_the_figure_of_a_clip_moves_in_the_direction_that_is_told(tmp_path: Path, direction: str, suffix: str) -> None:
-    clip = Clip("black", "circle", "white", direction)
-    path = tmp_path / f"clip.{suffix}"
-    clip.save(path, 128, 96, fps=10, frames=15)
-    with av.open(str(path)) as container:
-        frames = [frame.to_ndarray(format="gray") for frame in container.decode(video=0)]
-    assert len(frames) == 15
-    centres = [np.argwhere(image > 128).mean(axis=0)[::-1] for image in (frames[0], frames[-1])]
-    assert np.sign(np.round(centres[1] - centres[0])).tolist() == list(words.DIRECTIONS[direction])
 
 
 def test_clips_have_the_same_bytes_whatever_was_in_memory_before(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Every shell and Python block of README and the manual runs as pasted, from a clean directory."""
 
-from __future__ import annotations
-
 import pytest
 from forking_python import quick_python
 from manual import pages

@@ -1,7 +1,5 @@
 """Links of the manual lead somewhere, pages made from code are in step, and marks say what is true."""
 
-from __future__ import annotations
-
 import ast
 import re
 

@@ -1,7 +1,5 @@
 """The manual becomes a site, strictly, whose pages load nothing from other hosts."""
 
-from __future__ import annotations
-
 import pytest
 from manual import pages
 from manual.site import build_site

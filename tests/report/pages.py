@@ -1,7 +1,5 @@
 """What a page says to a browser, read by Python's own parser."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import hashlib

@@ -1,7 +1,5 @@
 """What the preview of a pack says about its media, for families that keep them whole and families that cut them up."""
 
-from __future__ import annotations
-
 import io
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The page of packs: to scale, closed to networks, and deaf to whatever samples say."""
 
-from __future__ import annotations
-
 import io
 import json
 from types import SimpleNamespace
@@ -18,8 +16,7 @@ from energon_packing import thd
 from energon_packing.cli.main import cli
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Conversation, Media, MediaPart, Turn
-from energon_packing.convert import ConvertConfig, convert
-from energon_packing.demo import make_data, processor_path
+from energon_packing.demo import processor_path
 from energon_packing.drops import DroppedSample
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.ledger import ChangedSample
@@ -162,11 +159,8 @@ def test_a_thousand_packs_stay_small(drawn):
 
 
 @pytest.fixture(scope="module")
-def dataset(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("page-data")
-    source = make_data(folder / "demo", conversations=16, seed=5, defects=False)
-    convert(ConvertConfig(sources=(source,), out=folder / "data", split={"train": 1.0}, workers=0))
-    return folder / "data"
+def dataset(demo_data):
+    return demo_data(16)
 
 
 def preview(dataset, *arguments):
@@ -182,14 +176,14 @@ def shown_by(path):
 
 def test_the_command_writes_real_packs_with_pictures_and_places(dataset, tmp_path):
     file = tmp_path / "packs.html"
-    done = preview(dataset, "--html", file, "--packs", 3, "--set", f"packing.ledger={tmp_path / 'ledger'}")
+    done = preview(dataset, "--html", file, "--packs", 2, "--set", f"packing.ledger={tmp_path / 'ledger'}")
     assert done.exit_code == 0, done.output
     assert not (tmp_path / "ledger").exists(), "the ledger is that of a run, which may be alive"
     shown = shown_by(file)
     packs = shown["packs"]
     assert all(source.startswith("data:image/jpeg;base64,") for source in shown["pictures"])
     assert len(set(shown["pictures"])) == len(shown["pictures"]), "each is there once"
-    listed = json.loads(preview(dataset, "--packs", 3, "--json").stdout)["packs"]
+    listed = json.loads(preview(dataset, "--packs", 2, "--json").stdout)["packs"]
     assert [[segment["key"] for segment in pack["segments"]] for pack in packs] == [
         [segment["key"] for segment in pack["segments"]] for pack in listed
     ]
@@ -199,10 +193,10 @@ def test_the_command_writes_real_packs_with_pictures_and_places(dataset, tmp_pat
     assert all(each["pictures"] for each in media)
     assert all("sample" in segment["source"] and ".tar" in segment["source"] for segment in samples)
     key = packs[1]["segments"][0]["key"]
-    by_key = preview(dataset, "--html", file, "--packs", 5, "--key", key)
+    by_key = preview(dataset, "--html", file, "--packs", 1, "--key", key)
     assert by_key.exit_code == 0, by_key.output
     assert all(key in [segment["key"] for segment in pack["segments"]] for pack in shown_by(file)["packs"])
-    later = json.loads(preview(dataset, "--packs", 2, "--pack", 1, "--json").stdout)["packs"]
+    later = json.loads(preview(dataset, "--packs", 1, "--pack", 1, "--json").stdout)["packs"]
     assert later == listed[1:]
     beyond = preview(dataset, "--set", "data.repeat=false", "--pack", 999)
     assert (beyond.exit_code, "ends before pack 999" in beyond.output) == (2, True)

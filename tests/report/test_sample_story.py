@@ -1,7 +1,5 @@
 """`explain` says of a sample what the loader did with it, and names the setting that decided."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

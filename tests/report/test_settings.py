@@ -1,7 +1,5 @@
 """Schema and sketches of files say what the configuration classes say; tests/manual compare the reference page."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

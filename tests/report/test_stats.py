@@ -1,7 +1,5 @@
 """Statistics against counts made by hand in plain Python, on indexes, plans and data sets."""
 
-from __future__ import annotations
-
 import json
 import statistics as plain
 from collections import Counter
@@ -16,8 +14,7 @@ from support.made_index import drawn_rows, made_index, row
 
 from energon_packing.cli.main import cli
 from energon_packing.config import RunConfig, TrainingConfig, load_config
-from energon_packing.convert import ConvertConfig, convert
-from energon_packing.demo import make_data, processor_path
+from energon_packing.demo import processor_path
 from energon_packing.energon.loader import build_loader
 from energon_packing.offline.index import Index
 from energon_packing.offline.plan import Plan
@@ -187,12 +184,8 @@ def test_the_tables_fit_80_columns_and_the_page_is_closed(index, tmp_path, monke
 
 
 @pytest.fixture(scope="module")
-def dataset(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("stats-data")
-    source = make_data(folder / "demo", conversations=40, seed=5, defects=False)
-    out = folder / "data"
-    convert(ConvertConfig(sources=(source,), out=out, split={"train": 1.0}, samples_per_shard=15, workers=0))
-    return out
+def dataset(demo_data):
+    return demo_data(40, samples_per_shard=15)
 
 
 def test_a_data_set_is_drawn_from_or_measured_whole(dataset, tmp_path):
@@ -212,19 +205,16 @@ def test_a_data_set_is_drawn_from_or_measured_whole(dataset, tmp_path):
 
 
 @pytest.mark.parametrize("weights", [(3, 1), None])
-def test_readers_have_the_tokens_that_loaders_of_their_ranks_give(dataset, tmp_path, weights):
-    """Three ranks of one worker each, of a blend by weights or by repetitions; the packs tell their tokens."""
-    small = tmp_path / "small"
-    source = make_data(tmp_path / "demo", conversations=30, seed=6, defects=False)
-    convert(ConvertConfig(sources=(source,), out=small, split={"train": 1.0}, samples_per_shard=15, workers=0))
-    parts = [{"path": str(path / "dataset.yaml")} for path in (dataset, small)]
+def test_readers_have_the_tokens_that_loaders_of_their_ranks_give(dataset, demo_data, tmp_path, weights):
+    """Three ranks of one reader each, of a blend by weights or by repetitions; the packs tell their tokens."""
+    parts = [{"path": str(path / "dataset.yaml")} for path in (dataset, demo_data(30, seed=6, samples_per_shard=15))]
     for part, weight, repetitions in zip(parts, weights or (0, 0), (1, 2), strict=True):
         part |= {"weight": weight} if weights else {"repetitions": repetitions}
     content = {"blend" if weights else "blend_epochized": parts}
     path = tmp_path / "blend.yaml"
     words = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {"train": content}}
     path.write_text(json.dumps(words))
-    sets = [f"encoder.processor={processor_path('qwen2_5_vl')}", "data.workers=1", "data.repeat=false"]
+    sets = [f"encoder.processor={processor_path('qwen2_5_vl')}", "data.workers=0", "data.repeat=false"]
     sets += ["packing.seq_length=8192", "data.repeat=true"] if weights else ["packing.seq_length=8192"]
     options = [word for each in sets for word in ("--set", each)]
     found = result(path, *options, "--data-parallel", 3, "--full", "--workers", 0)

@@ -390,7 +390,7 @@ def test_our_yaml_is_judged_with_what_its_model_turns_on(model, forced):
     assert [found.rule.id for found in violations(view)] == ["ours/deepstack-over-tensor-ranks"] * forced
 
 
-RUNS = int(os.environ.get("ENERGON_PACKING_DRAWN_RUNS", "200"))
+RUNS = int(os.environ.get("ENERGON_PACKING_DRAWN_RUNS", "100"))
 # place -> values; most keep a run sound, so that many runs have one fault.
 SETTINGS: dict[str, list[Any]] = {
     "model.tensor_model_parallel_size": [1, 2],
@@ -472,7 +472,7 @@ def test_finalize_refuses_what_the_command_refuses_and_nothing_else(sound):
         outcomes, named = compared(sound, random.Random(11))
     print(f"\n{RUNS} runs: {dict(outcomes)}; {dict(named)}")
     assert min(outcomes.values()) > RUNS // 5
-    assert len(named) >= 10
+    assert len(named) >= 8
 
 
 def compared(sound: Any, draw: random.Random) -> tuple[collections.Counter[str], collections.Counter[str]]:

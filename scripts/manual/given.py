@@ -11,7 +11,7 @@ from pathlib import Path
 
 from manual import ROOT
 
-CONVERSATIONS = 40
+CONVERSATIONS = 24
 
 
 class Given:

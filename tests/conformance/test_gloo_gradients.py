@@ -127,7 +127,7 @@ EXPERT_LAYOUTS = {
 }
 EXPERT_ROWS = {
     "qwen3_vl": {name: "text" if "tensor" in layout else "image" for name, (_, layout) in EXPERT_LAYOUTS.items()},
-    "glm4v_moe": {name: "image" for name in ("ep2", "tp2", "pp2")},  # it has no context-parallel code
+    "glm4v_moe": dict.fromkeys(("ep2", "tp2", "pp2"), "image"),  # it has no context-parallel code
 }
 RECOMPUTED = {"cp2", "tp2"}
 WITHOUT_MASK = {"tp2", "ep2"}

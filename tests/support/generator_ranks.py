@@ -30,7 +30,7 @@ from support import ranks
 
 CUDA = torch.Generator()
 """Stands in for the default generator of a GPU: what torch seeds or sets there is seeded or set here."""
-MICRO_BATCHES, DRAWS = 40, 25
+MICRO_BATCHES, DRAWS = 16, 25
 """Draws of a time follow each micro-batch."""
 
 

@@ -99,7 +99,7 @@ def variants(name: str) -> dict[str, Callable[[], VisionFamily]]:
 
 
 def _compare_size(family: VisionFamily, width: int, height: int) -> str:
-    """What differs, in words; empty for nothing. We alone may refuse what would be enlarged beyond the pixels allowed."""
+    """What differs, in words; empty for nothing. We alone refuse what would grow beyond ``max_source_pixels``."""
     plan, rejected = _plan(family, Media(kind="image", name="image", width=width, height=height))
     where = f"image {width}x{height}"
     try:

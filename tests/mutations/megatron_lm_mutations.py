@@ -10,7 +10,6 @@ MEGATRON_LM_TRAPS = {
 }
 
 FAMILIES = "tests/conformance/test_megatron_lm_models.py::"
-EXPERTS = "tests/conformance/test_megatron_lm.py::"
 IN_BATCH = "tests/conformance/test_in_batch_mode.py::"
 GLM = "tests/families/test_glm4v_against_processor.py::"
 

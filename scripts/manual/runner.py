@@ -53,8 +53,7 @@ class Runner:
         self.commands.mkdir(parents=True)
         (folder / "given").mkdir()
         self.given = Given(folder / "given")
-        commands = {"energon-packing": " -m energon_packing.cli.main", "energon": " -m megatron.energon.cli.main"}
-        for name, words in ({"python": "", "python3": ""} | commands).items():
+        for name, words in (("python", ""), ("python3", ""), ("energon-packing", " -m energon_packing.cli.main")):
             command = self.commands / name
             command.write_text(f'#!/bin/sh\nexec {shlex.quote(python)}{words} "$@"\n')
             command.chmod(0o755)

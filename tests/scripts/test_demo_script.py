@@ -23,7 +23,7 @@ def run(*arguments):
 @pytest.mark.full
 def test_the_demo_accounts_for_every_record_and_lowers_the_loss(tmp_path):
     figures = tmp_path / "figures.json"
-    done = run("--out", tmp_path, "--conversations", 40, "--steps", 2, "--window", 16, "--json", figures)
+    done = run("--out", tmp_path, "--conversations", 60, "--steps", 3, "--window", 16, "--json", figures)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "from conversations to training" in done.stdout
     found = json.loads(figures.read_text())

@@ -1,7 +1,5 @@
 """`PackedEnergonDatasetConfig` inside Bridge's ``validate()``: its rules, its overrides, and the layout of its rows."""
 
-from __future__ import annotations
-
 import collections
 import copy
 import dataclasses

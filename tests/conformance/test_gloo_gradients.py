@@ -4,8 +4,6 @@ Megatron-Core's schedule, wrapper and normalisation and Bridge's loss function a
 `gloo_ranks` and `expert_ranks`. ``pytest -s -k experts`` prints the layouts of experts.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import subprocess

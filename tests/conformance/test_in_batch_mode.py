@@ -4,8 +4,6 @@ What is compared: the batch that the mode hands to Bridge's step; what Bridge's 
 right-padded batch as its collators call it, makes of the same samples; and our pack of them.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

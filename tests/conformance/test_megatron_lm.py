@@ -1,7 +1,5 @@
 """GPT, LLaVA and mixtures of experts trained by Megatron-LM's own ``pretrain`` on packs, on the CPU."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """Our forward step: Bridge's own on dense models, and padding without effect on a mixture of experts."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from types import SimpleNamespace

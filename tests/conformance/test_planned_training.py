@@ -1,7 +1,5 @@
 """Bridge's train loop and checkpoints on a plan and on what is packed of it: the same global packs on any ranks."""
 
-from __future__ import annotations
-
 import bridge_here  # noqa: F401
 import pytest
 import torch

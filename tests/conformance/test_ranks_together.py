@@ -1,7 +1,5 @@
 """Data-parallel ranks build and restore their loaders together: all go on with what they share, or all refuse."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

@@ -3,8 +3,6 @@
 There is no hub and no GPU: a processor is the small one of the same family that the demo ships.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import json

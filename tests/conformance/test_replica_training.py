@@ -5,8 +5,6 @@ see `support.bridge_cpu.stand_ins` for what is replaced below. The oracle of a l
 trains on the recorded packs of all replicas; that of a resume is the run that was never stopped.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import bridge_here  # noqa: F401

@@ -1,7 +1,5 @@
 """A run of Bridge that continues without the state of its loader: refused before a step, or begun anew on request."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import warnings

@@ -1,7 +1,5 @@
 """Rejected and unwanted answers are trained by nobody who did not ask for them, whoever reads the data set."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -11,8 +11,6 @@
 is not `LEFT_TO_THE_COMMAND`.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

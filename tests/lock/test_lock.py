@@ -1,7 +1,5 @@
 """Rows, plans, converted data, reports and verdicts are those that were recorded before the package was rewritten."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 

@@ -1,7 +1,5 @@
 """The traps of fields per token on their way to a model, in Bridge and in Megatron-LM; see `mutation_table`."""
 
-from __future__ import annotations
-
 from mutation_table import Mutation
 
 MEGATRON_LM_TRAPS = {

@@ -10,8 +10,6 @@ known after a run of some of them on the package as it is, and is imported there
 puts back a third of the bugs, another one for each state of the package.
 """
 
-from __future__ import annotations
-
 import argparse
 import compileall
 import contextlib

@@ -1,7 +1,5 @@
 """Every trap has a test, and every such test turns red when the bug is put back."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -4,8 +4,6 @@ As a program it imports everything once and forks the ranks of one run after the
 FOLDER``. Each rank leaves ``FOLDER/NAME-RANK.json``: losses, what it was handed at every micro-batch, and its error.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

@@ -4,8 +4,6 @@ Model, forward step, Megatron-Core's schedule, data-parallel wrapper and ``final
 All layouts train the same model (`support.whole_weights`).
 """
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -70,7 +68,7 @@ def provider(family: str) -> Any:
 class Quiet:
     """A timer that does nothing."""
 
-    def __call__(self, *_args: Any, **_kwargs: Any) -> Quiet:
+    def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
         return self
 
     start = stop = __enter__ = __call__

@@ -7,8 +7,6 @@ one replica: ``generator_ranks.py CASES.json FOLDER``. Each case is a mapping: `
 Bridge's Wan pipeline draws the time of each micro-batch from.
 """
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import itertools

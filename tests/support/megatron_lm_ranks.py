@@ -8,8 +8,6 @@ What is replaced so that Megatron-LM starts without a GPU is in `prepare`; the r
 `support.bridge_cpu.stand_ins`.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -7,8 +7,6 @@ cost nothing). For every video, and for as many small images, the plan is compar
 pixels: the placeholder tokens that it writes into the text, and the rows of its pixel tensor.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterator

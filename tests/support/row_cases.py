@@ -4,8 +4,6 @@ The control's last place takes all the remaining space (ours until November 2026
 is `support.p2p_cut`, compared with the attention of each sample alone.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Four data sets with answers that nobody wants, and everybody who could train them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Weights drawn whole, by their names, and cut as each rank holds them; gradients put together the same way."""
 
-from __future__ import annotations
-
 import re
 import zlib
 from collections.abc import Iterator

@@ -131,6 +131,8 @@ def test_every_layout_of_pairs_is_counted_and_refused_in_one_sentence_by_every_c
     result = CliRunner().invoke(cli, ["validate", str(run), "--no-bridge", "--json"])
     (look,) = [look for look in json.loads(result.stdout)["reads"] if look["look"] == "samples"]
     assert (result.exit_code, found in look["why"]) == (1, True)
+    if name != "ms-swift rejected_response":  # one is enough for what follows, where nothing asks for the layout
+        return
     text = run.read_text().replace("2048", "2048, pairs: both")
     run.write_text(text)
     for command in [*commands, ["stats", str(index)], ["validate", str(run), "--no-bridge"]]:

@@ -275,12 +275,11 @@ def main(words: list[str]) -> int:
     return bool(wrong)
 
 
-def made_by(tree: Path, python: str = sys.executable, part: str = "all") -> dict[str, str]:
+def made_by(tree: Path, part: str = "all") -> dict[str, str]:
     """Digests of everything, by key, as the package of a checkout makes it in a process of its own.
 
     Args:
         tree: the checkout.
-        python: the interpreter.
         part: ``all``, or ``tested`` for all but what is `LEFT_TO_THE_COMMAND`.
 
     Raises:
@@ -294,7 +293,7 @@ def made_by(tree: Path, python: str = sys.executable, part: str = "all") -> dict
         fcntl.flock(alone, fcntl.LOCK_EX)
         shutil.rmtree(WORK, ignore_errors=True)
         WORK.mkdir()
-        words = [python, "-W", "ignore", str(HERE / "lock.py"), "make", part]
+        words = [sys.executable, "-W", "ignore", str(HERE / "lock.py"), "make", part]
         done = subprocess.run(words, cwd=WORK, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"the digests of {tree} ended with {done.returncode}: {done.stderr[-3000:]}")

@@ -4,7 +4,6 @@ import importlib.util
 import json
 
 import pytest
-from forking_python import quick_python
 from lock import LEFT_TO_THE_COMMAND, STORED, TESTS, differences, made_by
 
 
@@ -16,4 +15,4 @@ def test_everything_recorded_is_as_it_was():
         key: value for key, value in json.loads(STORED.read_text()).items() if not LEFT_TO_THE_COMMAND.search(key)
     }
     assert len(stored) > 600
-    assert not differences(stored, made_by(TESTS.parent, quick_python(), part="tested"))
+    assert not differences(stored, made_by(TESTS.parent, part="tested"))

@@ -76,7 +76,7 @@ class Given:
     def _run(self) -> Path:
         target = self.folder / "run.yaml"
         target.write_text(
-            "data: {path: data/packed}\nencoder: {processor: path/or/name}\n"
+            "data: {path: data/packed, workers: 1}\nencoder: {processor: path/or/name}\n"
             "packing: {seq_length: 2048, window: 16, drop_budget: 1.0}\n"
             "training: {global_batch_size: 64}\n"
         )

@@ -1,7 +1,5 @@
 """Skips the file that imports this where Megatron-Bridge is missing (``megatron`` alone may be Energon)."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

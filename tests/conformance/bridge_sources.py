@@ -3,8 +3,6 @@
 Nothing is imported from them: facts are read from syntax trees, so that a checkout of main needs no environment.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import os

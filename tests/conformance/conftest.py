@@ -1,7 +1,5 @@
 """What the Bridge conformance tests share: synthetic samples of each family, and a place to run a model in."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, field
 from typing import Any

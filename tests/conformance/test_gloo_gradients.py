@@ -4,17 +4,15 @@ Megatron-Core's schedule, wrapper and normalisation and Bridge's loss function a
 `gloo_ranks` and `expert_ranks`. ``pytest -s -k experts`` prints the layouts of experts.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import bridge_here  # noqa: F401
 import pytest
 import torch
+from forking_python import quick_python
 from manual.blocks import read_page
 from support import gloo_ranks
 from support.ranks import ranks_environment
@@ -121,19 +119,16 @@ def test_weights_that_are_not_scaled_lose_their_sum_to_bridges_whole_numbers(pro
 EXPERT_LAYOUTS = {
     "tp2": (2, {"tensor": 2}),
     "cp2": (2, {"context": 2}),
-    "cp4": (4, {"context": 4}),
-    "tp2-cp2": (4, {"tensor": 2, "context": 2}),
     "ep2": (2, {"expert": 2, "balance": "aux"}),  # two data-parallel ranks
-    "tp2-ep2": (2, {"tensor": 2, "expert": 2}),
     "pp2": (2, {"pipeline": 2}),  # with two micro-batches in flight
     "tp2-cp2-ep2": (4, {"tensor": 2, "context": 2, "expert": 2}),
 }
 EXPERT_ROWS = {
     "qwen3_vl": {name: "text" if "tensor" in layout else "image" for name, (_, layout) in EXPERT_LAYOUTS.items()},
-    "glm4v_moe": {name: "image" for name, (_, layout) in EXPERT_LAYOUTS.items() if "context" not in layout},
+    "glm4v_moe": dict.fromkeys(("ep2", "tp2", "pp2"), "image"),  # it has no context-parallel code
 }
 RECOMPUTED = {"cp2", "tp2"}
-WITHOUT_MASK = {"tp2", "tp2-cp2", "ep2"}
+WITHOUT_MASK = {"tp2", "ep2"}
 
 
 def expert_case(family, kind, **changes):
@@ -217,7 +212,9 @@ def test_the_report_to_megatron_lm_shows_the_defect_of_the_installed_version(tmp
     (program,) = (block.text for block in page.blocks if block.run_by)
     (tmp_path / "router_counts.py").write_text(program)
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "router_counts.py"]
+    python = quick_python()
+    environment = ranks_environment(PYTHON_EXEC=python)
     ended = subprocess.run(
-        [sys.executable, *command], cwd=tmp_path, env=ranks_environment(), capture_output=True, text=True, check=True
+        [python, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
     )
     assert re.findall(r"(\S+) times the gradient of one rank", ended.stdout) == ["2.000"] * 2

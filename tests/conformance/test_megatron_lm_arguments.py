@@ -1,7 +1,5 @@
 """Megatron-LM's command line with our arguments group, and what is refused before a run starts."""
 
-from __future__ import annotations
-
 import argparse
 import codecs
 import pickle

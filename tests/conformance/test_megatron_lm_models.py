@@ -1,7 +1,5 @@
 """Packed rows in the vision step of Megatron-LM: LLaVA as its samples alone, GLM-4.5V and Ernie as in Bridge's step."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import re

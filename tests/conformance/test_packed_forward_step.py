@@ -1,7 +1,5 @@
 """Our forward step: Bridge's own on dense models, and padding without effect on a mixture of experts."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,14 +17,14 @@ from energon_packing.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("stand_ins")
 
-BRIDGES = {"qwen2_5_vl": "vlm", "qwen3_vl": "vlm", "text": "gpt"}
+BRIDGES = {"qwen3_vl": "vlm", "text": "gpt"}
 GPT_STEP_PASSES_MASKS = installed_release() >= (0, 7)
 WIDTH = 256
 
 
 def packs_of(make_samples, family):
     packs = []
-    for seed in range(3):
+    for seed in range(2):
         samples = make_samples(family, seed)
         if family == "text":
             packs.append([samples.draw("text", length) for length in (31, 12, 45 + seed)])
@@ -37,7 +35,7 @@ def packs_of(make_samples, family):
 
 @pytest.fixture
 def losses_and_norms(tiny_provider, ready_batches):
-    """Three optimiser steps of a tiny model; losses and gradient norms as Bridge reports them."""
+    """Two optimiser steps of a tiny model; losses and gradient norms as Bridge reports them."""
 
     def run(family, batches, forward_step, *, experts=0, recompute=False):
         with training_run.process_groups():
@@ -48,7 +46,7 @@ def losses_and_norms(tiny_provider, ready_batches):
             if recompute:
                 provider.recompute_granularity, provider.recompute_method = "full", "uniform"
                 provider.recompute_num_layers = 1
-            config = training_run.make_config(provider, ready_batches(train=batches), steps=3, learning_rate=1e-2)
+            config = training_run.make_config(provider, ready_batches(train=batches), steps=2, learning_rate=1e-2)
             from energon_packing.bridge import step  # which imports Bridge
 
             result = training_run.run(
@@ -65,7 +63,7 @@ def test_a_dense_model_trains_exactly_as_with_bridges_own_step(family, losses_an
     assert torch.equal(losses_and_norms(family, batches, "ours"), losses_and_norms(family, batches, BRIDGES[family]))
 
 
-@pytest.mark.parametrize("family", ["text", "qwen3_vl"])
+@pytest.mark.parametrize("family", BRIDGES)
 def test_without_padding_a_mixture_of_experts_trains_exactly_as_with_bridges_own_step(
     family, losses_and_norms, make_samples
 ):
@@ -87,9 +85,7 @@ def no_cuda_random_states(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_cuda_random_states")
-@pytest.mark.parametrize(
-    ("family", "multiple", "recompute"), [("text", 8, False), ("text", 1, True), ("qwen3_vl", 8, True)]
-)
+@pytest.mark.parametrize(("family", "multiple", "recompute"), [("text", 8, False), ("qwen3_vl", 8, True)])
 def test_padding_changes_nothing_in_a_mixture_of_experts_with_our_step_and_does_with_bridges(
     family, multiple, recompute, losses_and_norms, make_samples
 ):

@@ -1,7 +1,5 @@
 """Data-parallel ranks build and restore their loaders together: all go on with what they share, or all refuse."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json
@@ -17,10 +15,9 @@ from energon_packing.config import ParallelConfig, PlanConfig
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import processor_path
 
-KINDS = ("online", "planned", "packed", "clips")
+KINDS = ("online", "planned", "clips")
 if os.environ.get("ENERGON_PACKING_FORK_RANKS"):  # a mutation's test ends at its first failure
     KINDS = KINDS[:2]
-PLANS = ("planned", "packed")
 RANKS = (0, 1)
 
 
@@ -46,7 +43,6 @@ def made(tmp_path_factory):
         stand_ins.install()
     from energon_packing.bridge import PackedEnergonDatasetConfig
     from energon_packing.offline.measure import MeasureConfig, measure
-    from energon_packing.offline.pack import PackConfig, pack
     from energon_packing.offline.planner import make_plan
     from energon_packing.wan.bridge import PackedWanDatasetConfig
 
@@ -76,18 +72,13 @@ def made(tmp_path_factory):
         seeded = dataclasses.replace(run, plan=PlanConfig(max_data_parallel=2, seed=seed))
         make_plan([folder / "index"], seeded, folder / f"plan{seed}.parquet")
     sets["planned"] = [of(folder / f"plan{seed}.parquet") for seed in (0, 1)]
-    if "packed" not in KINDS:
+    if "clips" not in KINDS:
         return sets
-    for seed in (0, 1):
-        pack(PackConfig(plan=folder / f"plan{seed}.parquet", out=folder / f"packed{seed}", workers=0))
     clips = [PackedWanDatasetConfig(path=str(clips_of(folder / "clips")), seq_length=64, num_workers=0)]
     clips[0].encoder.latent_channels, clips[0].encoder.text_width, clips[0].packing.window = 4, 32, 4
     clips.append(copy.deepcopy(clips[0]))
     clips[1].data.seed = 1
-    return sets | {
-        "packed": [of(folder / f"packed{seed}") for seed in (0, 1)],
-        "clips": clips,
-    }
+    return sets | {"clips": clips}
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +135,7 @@ def test_a_state_of_an_earlier_attempt_is_never_restored_beside_those_of_this_on
     """A plan has one state, that of its first rank; elsewhere all ranks refuse."""
     found, folder = said
     stale = found[f"{kind}-stale"]
-    if kind in PLANS:
+    if kind == "planned":
         for rank in RANKS:
             assert stale[rank]["digests"] == found[f"{kind}-whole"][rank]["digests"][4:]
             assert stale[rank]["position"] == 6 * len(RANKS)
@@ -157,7 +148,7 @@ def test_a_state_of_an_earlier_attempt_is_never_restored_beside_those_of_this_on
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_without_a_state_stops_all_ranks_and_a_plan_needs_none_of_it(said, kind):
     found, folder = said
-    if kind in PLANS:
+    if kind == "planned":
         for rank in RANKS:
             assert found[f"{kind}-lost"][rank]["digests"] == found[f"{kind}-whole"][rank]["digests"][4:]
         assert not state_file(folder / f"{kind}-lost", 1).exists()
@@ -177,7 +168,6 @@ def test_a_damaged_state_of_one_rank_stops_all_ranks(said, kind):
         ("online-other", "data.seed"),
         ("clips-other", "data.seed"),
         ("planned-other", "plan"),
-        ("packed-other", "plan"),
         ("online-validation", "data.seed"),
     ],
 )

@@ -3,8 +3,6 @@
 There is no hub and no GPU: a processor is the small one of the same family that the demo ships.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import json
@@ -270,7 +268,7 @@ def places(tmp_path_factory):
         turns = f'{{"role": "user", "content": "say {number}"}}, {{"role": "assistant", "content": "{text}"}}'
         lines.append(f'{{"id": "{number}", "messages": [{turns}]}}')
     (folder / "text.jsonl").write_text("\n".join(lines) + "\n")
-    sources = {"vision": make_data(folder / "made", conversations=60, defects=False), "text": folder / "text.jsonl"}
+    sources = {"vision": make_data(folder / "made", conversations=40, defects=False), "text": folder / "text.jsonl"}
     for kind, source in sources.items():
         shutil.copytree(FOLDER / "data", folder / kind / "bridge_configs" / "data")
         for name in ("packed", "packed_more"):
@@ -285,7 +283,11 @@ def first_pack(config):
     return next(iter(build_loader(config)))
 
 
-@pytest.mark.parametrize(("module", "name", "size"), RECIPES, ids=[name for _, name, _ in RECIPES])
+BUILT = ("25_vl_3b_sft", "25_vl_72b_sft", "3_vl_30b_a3b_sft_long", "3_vl_235b_a22b_sft", "qwen3_8b_sft_long")
+"""How the names end of one recipe for each layout of ranks."""
+
+
+@pytest.mark.parametrize(("module", "name", "size"), [recipe for recipe in RECIPES if recipe[1].endswith(BUILT)])
 def test_a_recipe_builds_a_sound_batch_at_its_own_alignment(module, name, size, places, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
     monkeypatch.chdir(places / ("text" if module == "qwen3" else "vision"))
@@ -334,11 +336,6 @@ PAGES = {"README.md": 4096, "docs/index.md": 8192}  # page -> seq_length
 def recipe(page):
     (block,) = [block for block in read_page(ROOT / page).blocks if block.run_by.endswith(Path(__file__).name)]
     return block.text
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_the_recipe_has_at_most_fifteen_lines(page):
-    assert len(recipe(page).strip().splitlines()) <= 15
 
 
 @pytest.mark.parametrize("page", PAGES)

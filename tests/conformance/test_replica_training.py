@@ -5,8 +5,6 @@ see `support.bridge_cpu.stand_ins` for what is replaced below. The oracle of a l
 trains on the recorded packs of all replicas; that of a resume is the run that was never stopped.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import bridge_here  # noqa: F401
@@ -31,7 +29,6 @@ LAYOUTS = {
     "tp2-cp2": {"world": 4, "tensor": 2, "context": 2},
     "dp2-cp2": {"world": 4, "context": 2, "global_batch": 4, **AHEAD},
     "pp2-dp2": {"world": 4, "pipeline": 2, "global_batch": 4, **AHEAD},
-    "pp4": {"world": 4, "pipeline": 4, "global_batch": 4, **TEXT},
     "pp2-vp2": {"world": 2, "pipeline": 2, "virtual": 2, "global_batch": 4, **TEXT},
     "in-batch-dp2-cp2": {
         "world": 4,
@@ -41,9 +38,6 @@ LAYOUTS = {
         "dataset": {"mode": "in_batch"},
     },
 }
-# Sequence parallelism on text only: Bridge 0.6.2 gives a tensor rank of Qwen3-VL the gradients of its own stretch of
-# the row for the deepstack features, and never adds them up.
-UNINTERRUPTED = {"tp2-cp2-sp": {"world": 4, "tensor": 2, "context": 2, "sequence_parallel": True, **TEXT}}
 STEPS, KILLED_AFTER, SAVED_AT = 8, 5, 3  # the data are read more than once by then
 # The layout whose interrupted run evaluates in between and writes metrics, while the other one does neither.
 VALIDATED = "dp2-cp2"
@@ -66,7 +60,7 @@ def planned(folder):
         weights = text if settings.get("family") == "text" else vision
         runs.append({"name": name, "weights": weights, "steps": STEPS, **settings, **more})
 
-    for name, layout in (LAYOUTS | UNINTERRUPTED).items():
+    for name, layout in (LAYOUTS).items():
         alone = {key: layout[key] for key in ("family", "layers", "global_batch", "micro_batch") if key in layout}
         add(name, layout)
         add(f"{name}-alone", alone, replay=name)
@@ -172,7 +166,7 @@ def test_pixels_go_to_the_first_pipeline_stage_only(run):
         assert not any(pack["pixels"] for pack in reports[second]["packs"])
 
 
-@pytest.mark.parametrize("name", [*NAMES, *(pytest.param(name, marks=full) for name in UNINTERRUPTED)])
+@pytest.mark.parametrize("name", NAMES)
 def test_losses_and_gradient_norms_equal_those_of_one_process_on_the_same_packs(name, run):
     reports, (alone,) = run(name), run(f"{name}-alone")
     for report in reports:

@@ -1,7 +1,5 @@
 """A run of Bridge that continues without the state of its loader: refused before a step, or begun anew on request."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import warnings
@@ -169,14 +167,13 @@ def test_a_plan_has_to_suffice_for_the_steps_that_are_left_from_where_the_run_co
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not stand_ins.needed(), reason="a CUDA device and Transformer Engine are present")
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.full)])
-def test_a_run_of_bridge_goes_on_with_its_state_and_is_stopped_without_it(data, workers):
+def test_a_run_of_bridge_goes_on_with_its_state_and_is_stopped_without_it(data):
     """Bridge saves once more after its last step, unless the interval divides it: a run that is started again after its
     end does so before its first pack, and can go on."""
-    folder = data / f"ended-{workers}"
+    folder = data / "ended"
     folder.mkdir()
     kept, whole, gone = (folder / name for name in ("kept", "whole", "gone"))
-    run = {**TEXT, "steps": 3, "world": 2, "dataset": {"num_workers": workers}, "save": str(kept), "save_interval": 2}
+    run = {**TEXT, "steps": 3, "world": 2, "save": str(kept), "save_interval": 2}
     runs = [
         {**run, "name": "uninterrupted", "save": str(whole)},
         {**run, "name": "killed", "kill_after": 3},
@@ -194,12 +191,10 @@ def test_a_run_of_bridge_goes_on_with_its_state_and_is_stopped_without_it(data, 
             assert [pack["digest"] for pack in report["packs"]] == [pack["digest"] for pack in expected["packs"]][done:]
         place = f"energon/iter_0000003/train_dataloader_dprank{rank:03d}.pt"
         assert str(read_state(kept / place, missing="")) == str(read_state(whole / place, missing=""))
-    if workers:
-        return
     shutil.copytree(whole, gone)
     shutil.rmtree(gone / "energon")
     stopped = {**run, "save": str(gone)}
-    anew = {**stopped, "name": "anew", "dataset": {"num_workers": 0, "data.accept_changed": ["missing_state"]}}
+    anew = {**stopped, "name": "anew", "dataset": {"data.accept_changed": ["missing_state"]}}
     bridge_ranks.launch([{**stopped, "name": "stopped"}, anew], folder, data / "data", timeout=400)
     for report in bridge_ranks.reports(folder, "stopped", 2):
         assert report["error"][0] == "ConfigError"

@@ -5,8 +5,6 @@ names its ``src`` directory: only its packer is loaded, which needs torch alone.
 random packs each property tries (`docs/correctness.md`).
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import importlib.util

@@ -27,7 +27,7 @@ from energon_packing import thd
 from energon_packing.config import ParallelConfig
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.errors import ConfigError, PackingError
-from energon_packing.wan.pack import WanSample, clip_order, pack_wan, patch_grid, to_patches
+from energon_packing.wan.pack import WanSample, clip_order, pack_wan, patch_grid
 
 pytest.importorskip("diffusers", reason="Bridge's Wan model needs diffusers")
 
@@ -152,23 +152,6 @@ def test_batches_of_bridges_own_iterators_equal_those_of_its_wan_data_path_field
 
 
 @pytest.mark.usefixtures("cpu_world")
-def test_the_step_reads_boundaries_of_patches_and_of_text_from_a_batch(recipe, clips, monkeypatch):
-    from megatron.bridge.diffusion.models.wan.wan_step import wan_data_step
-
-    monkeypatch.setattr(torch.Tensor, "to", wan_on_cpu.without_cuda(torch.Tensor.to))
-    cfg = recipe(tensor_model_parallel_size=1, context_parallel_size=1)
-    cfg.validate()
-    train, _ = iterators(cfg)
-    batch = wan_data_step("thd", train)
-    samples = [clips[0][key] for key in keys_of(batch, clips)]
-    patches = [sample.latent[0].numel() // 4 for sample in samples]
-    own, cross = (batch["packed_seq_params"][name] for name in ("self_attention", "cross_attention"))
-    assert own.cu_seqlens_q.diff().tolist() == own.cu_seqlens_kv.diff().tolist() == patches
-    assert cross.cu_seqlens_kv.diff().tolist() == [len(sample.text) for sample in samples]
-    assert batch["video_latents"].shape == (1, sum(patches), 16)
-
-
-@pytest.mark.usefixtures("cpu_world")
 def test_every_evaluation_has_the_same_clips_and_one_of_the_whole_split_has_each_once(recipe, clips):
     cfg = recipe()
     cfg.validate()
@@ -290,18 +273,6 @@ def test_a_model_of_another_kind_and_a_processor_are_refused(recipe):
 
 
 @pytest.mark.usefixtures("cpu_world")
-def test_every_stage_of_a_run_needs_its_noise_which_bridge_seeds_by_stage():
-    """The reason why more than one pipeline stage is refused, in Bridge's own source."""
-    import inspect
-
-    from megatron.bridge.diffusion.common.flow_matching.flow_matching_pipeline import FlowMatchingPipeline
-    from megatron.bridge.training import initialize
-
-    assert "torch.randn_like(" in inspect.getsource(FlowMatchingPipeline.step)
-    assert "100 * pp_rank" in inspect.getsource(initialize._set_random_seed)
-
-
-@pytest.mark.usefixtures("cpu_world")
 def test_overrides_and_bridges_yaml_reach_every_section(recipe, tmp_path):
     from megatron.bridge.training.config import ConfigContainer
     from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
@@ -398,23 +369,6 @@ def test_by_default_texts_keep_their_length_and_everything_is_aligned():
     assert pack.loss_mask[:, 0].tolist() == [1.0] * 9 + [0.0] * 7 + [1.0] * 8
     assert not pack.video_latents[9:16].any()
     assert not pack.context_embeddings[5:8].any()
-
-
-def test_a_packed_cross_attention_gives_what_each_video_gets_alone():
-    samples = [sample((1, 3, 3), 5, 1), sample((2, 2, 2), 13, 2), sample((1, 1, 1), 1, 3)]
-    pack = pack_wan(samples, multiple=8)
-    cu = pack.boundaries()
-    queries, keys = pack.video_latents[:, 0], pack.context_embeddings[:, 0]
-    lift = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
-
-    def attend(query, key):
-        return torch.softmax(query @ lift @ key.T, dim=-1) @ key
-
-    for index, each in enumerate(samples):
-        q, kv = int(cu["cu_seq_len_q_padded"][index]), int(cu["cu_seq_len_kv_padded"][index])
-        own_q, own_kv = int(pack.seq_len_q[index]), int(pack.seq_len_kv[index])
-        alone = attend(to_patches(each.latent, (1, 2, 2)), each.text)
-        assert torch.equal(attend(queries[q : q + own_q], keys[kv : kv + own_kv]), alone)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """All that the lock takes from inside the package under test and from the fixtures; a move changes this file only."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections.abc import Mapping

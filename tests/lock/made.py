@@ -1,7 +1,5 @@
 """The lock's own conversations, images, videos and clips: the same bytes whatever the demo makes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from random import Random

@@ -1,7 +1,5 @@
 """Traps of Megatron-Bridge's models and kernels, each with its bug put back; see `mutation_table`."""
 
-from __future__ import annotations
-
 from mutation_table import Mutation
 
 BRIDGE_TRAPS = {

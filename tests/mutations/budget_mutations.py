@@ -1,7 +1,5 @@
 """The traps of images and clips that decode to nothing useful, and of the drop budget; see `mutation_table`."""
 
-from __future__ import annotations
-
 from mutation_table import Mutation
 
 BUDGET_TRAPS: dict[int, str] = {

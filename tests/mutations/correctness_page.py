@@ -5,8 +5,6 @@
 Run it after a change to a mutation table or to what a template shows; tests hold the page to the tables.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path

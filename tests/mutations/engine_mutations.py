@@ -1,7 +1,5 @@
 """The traps of choosing packs and of working in processes; see `mutation_table`."""
 
-from __future__ import annotations
-
 from mutation_table import Mutation
 
 ENGINE_TRAPS = {

@@ -1,7 +1,5 @@
 """The traps of Gemma 3, Pixtral, GLM-4.1V and Ernie 4.5 VL; what a row means is told in `mutation_table`."""
 
-from __future__ import annotations
-
 from mutation_table import Mutation
 
 GEMMA = "tests/families/test_gemma3_against_processor.py::"

@@ -1,7 +1,5 @@
 """The traps of fields per token on their way to a model, in Bridge and in Megatron-LM; see `mutation_table`."""
 
-from __future__ import annotations
-
 from mutation_table import Mutation
 
 MEGATRON_LM_TRAPS = {
@@ -10,7 +8,6 @@ MEGATRON_LM_TRAPS = {
 }
 
 FAMILIES = "tests/conformance/test_megatron_lm_models.py::"
-EXPERTS = "tests/conformance/test_megatron_lm.py::"
 IN_BATCH = "tests/conformance/test_in_batch_mode.py::"
 GLM = "tests/families/test_glm4v_against_processor.py::"
 

@@ -4,8 +4,6 @@ One row a mutation: put the edit in, and the test must fail. Most bugs here were
 `docs/correctness.md` names; that page holds this table for readers, and a test compares the two.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 TRAPS = {

@@ -1,7 +1,5 @@
 """The traps of plans and stored packs; what a row means is told in `mutation_table`."""
 
-from __future__ import annotations
-
 from mutation_table import Mutation
 
 COMMAND = "tests/offline/test_pack_command.py::"

@@ -1,7 +1,5 @@
 """The traps of what each reader reads; what a row means is told in `mutation_table`."""
 
-from __future__ import annotations
-
 from mutation_table import Mutation
 
 SHARES = "tests/energon/test_reader_shares.py::"

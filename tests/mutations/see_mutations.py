@@ -1,7 +1,5 @@
 """The trap of pages and figures that show another run or sample than there is; see `mutation_table`."""
 
-from __future__ import annotations
-
 from mutation_table import Mutation
 
 SEE_TRAPS = {63: "a figure or page shows packs that were not trained, hides a dead rank, or runs what a sample says"}

@@ -1,7 +1,5 @@
 """The traps of saved states; what a row means is told in `mutation_table`."""
 
-from __future__ import annotations
-
 from mutation_table import Mutation
 
 FIELDS = "tests/energon/test_fingerprint.py::"

@@ -1,7 +1,5 @@
 """The traps of choosing what is trained, one bug or more for each; what a row means is told in `mutation_table`."""
 
-from __future__ import annotations
-
 from mutation_table import Mutation
 
 TARGET_TRAPS: dict[int, str] = {

@@ -1,7 +1,5 @@
 """The trap of a verdict on a run that was never looked at; what a row means is told in `mutation_table`."""
 
-from __future__ import annotations
-
 from mutation_table import Mutation
 
 VALIDATE_TRAPS = {

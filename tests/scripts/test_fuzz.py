@@ -43,7 +43,7 @@ def test_a_target_reads_its_seeds_and_some_changes_of_them(name, tmp_path):
     seeds = target.seeds(tmp_path)
     for data in seeds:
         target.read(data, tmp_path)
-    assert list(fuzz.fuzz(target, seeds, tmp_path, cases=60, seed=1, seconds=60)) == []
+    assert list(fuzz.fuzz(target, seeds, tmp_path, cases=30, seed=1, seconds=60)) == []
 
 
 CORPUS = [(each.parent.name, each) for each in sorted(fuzz.CORPUS.glob("*/*.bin"))]

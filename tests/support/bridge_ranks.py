@@ -4,8 +4,6 @@ As a program it imports everything once and forks the ranks of one run after the
 FOLDER``. Each rank leaves ``FOLDER/NAME-RANK.json``: losses, what it was handed at every micro-batch, and its error.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json
@@ -27,7 +25,6 @@ DEFAULTS: dict[str, Any] = {
     "context": 1,
     "pipeline": 1,
     "virtual": None,
-    "sequence_parallel": False,
     "family": "qwen3_vl",
     "layers": 2,
     "steps": 20,
@@ -39,7 +36,6 @@ DEFAULTS: dict[str, Any] = {
     "save_interval": 6,
     "kill_after": None,  # step after which the ranks are killed
     "validate_every": None,
-    "evaluation_context": None,  # context-parallel size of an evaluation after the last step
     "replay": None,  # name of an earlier run whose packs are used, in its order
     "tensorboard": None,  # directory of TensorBoard's events, to which the metrics of packs go too
     "broken_decoder": None,  # rank whose image decoder fails from the second image on
@@ -52,7 +48,6 @@ DEFAULTS: dict[str, Any] = {
 
 def record_packs(folder: Path, name: str) -> tuple[list[dict[str, Any]], Callable[[], None]]:
     """Notes each batch that the data set hands out on this rank; the function keeps those of a reader for a replay."""
-
     from energon_packing.bridge import provider as pack_iterator
 
     seen: list[dict[str, Any]] = []
@@ -169,7 +164,6 @@ def replayed(folder: Path, name: str, micro_batches: int) -> Any:
 def train(run: dict[str, Any], folder: Path, data: str, rank: int, report: dict[str, Any]) -> None:
     """One rank of one run; fills ``report``."""
     from energon_packing.bridge import PackedEnergonDatasetConfig
-    from energon_packing.bridge import provider as pack_iterator
     from energon_packing.bridge.metrics import PackingMetrics
     from energon_packing.bridge.step import forward_step
     from energon_packing.demo import processor_path
@@ -181,7 +175,6 @@ def train(run: dict[str, Any], folder: Path, data: str, rank: int, report: dict[
     provider.context_parallel_size = run["context"]
     provider.pipeline_model_parallel_size = run["pipeline"]
     provider.virtual_pipeline_model_parallel_size = run["virtual"]
-    provider.sequence_parallel = run["sequence_parallel"]
     if run["virtual"]:  # else two stages would take each other's activations for gradients, see Megatron-LM's arguments
         provider.overlap_p2p_comm, provider.batch_p2p_comm = True, False
 
@@ -237,7 +230,6 @@ def train(run: dict[str, Any], folder: Path, data: str, rank: int, report: dict[
             write(folder, run, rank, report)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    assert pack_iterator  # the recorders changed it
     training_run.run(config, forward_step=forward_step, on_step=after, callbacks=[PackingMetrics()])
     keep_packs()  # a run that is killed is never replayed
 

@@ -1,7 +1,5 @@
 """Bridge's own Wan data path, run without Energon's loader: the oracle of the tests of packs of clips."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from collections.abc import Iterator

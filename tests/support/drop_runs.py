@@ -4,8 +4,6 @@ Every run is a real `WindowPackingDataset` with the real `Ledger`. A sample is b
 found out when it is measured (too long, for example) or only when it is rendered, after its way through the window.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

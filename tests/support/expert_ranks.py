@@ -1,15 +1,9 @@
 """One gradient of a tiny mixture of experts of Bridge, over any layout of ranks; a case of `gloo_ranks`.
 
 Model, forward step, Megatron-Core's schedule, data-parallel wrapper and ``finalize_model_grads`` are the real ones.
-Each weight is drawn whole, by its name, and cut as its rank holds it, so that all layouts train the same model;
-gradients are put together the same way.
+All layouts train the same model (`support.whole_weights`).
 """
 
-from __future__ import annotations
-
-import re
-import zlib
-from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -74,77 +68,12 @@ def provider(family: str) -> Any:
 class Quiet:
     """A timer that does nothing."""
 
-    def __call__(self, *_args: Any, **_kwargs: Any) -> Quiet:
+    def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
         return self
 
     start = stop = __enter__ = __call__
 
     def __exit__(self, *_error: Any) -> None: ...
-
-
-def parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter, int | None, Any, int]]:
-    """Each weight: its name in the whole model, itself, the axis it is cut along, by which group, in which pieces."""
-    from megatron.core import parallel_state as ranks
-
-    for path, module in model.named_modules():
-        for own, parameter in module.named_parameters(recurse=False):
-            name = f"{path}.{own}"
-            stage = re.match(r"(language_model\.decoder\.layers\.)\d+", name)
-            if stage:
-                number = model.get_submodule(stage[0]).layer_number - 1  # type: ignore[operator]
-                name = name.replace(stage[0], f"{stage[1]}{number}")
-            group, pieces = ranks.get_tensor_model_parallel_group(), 1
-            found = re.search(r"local_experts\.(\d+)", name)
-            if found:
-                group = ranks.get_expert_tensor_parallel_group()
-                local = 4 // ranks.get_expert_model_parallel_world_size()
-                number = ranks.get_expert_model_parallel_rank() * local + int(found[1])
-                name = name.replace(found[0], f"local_experts.{number}")
-            cut = getattr(parameter, "tensor_model_parallel", False) and group.size() > 1
-            if "linear_fc1" in name and module.config.gated_linear_unit:
-                pieces = 2  # gate and up lie one after the other, and each is cut
-            yield name, parameter, getattr(parameter, "partition_dim", 0) if cut else None, group, pieces
-
-
-def draw_weights(model: torch.nn.Module) -> None:
-    """Draws each matrix whole, and keeps this rank's part."""
-    for name, parameter, axis, group, pieces in parameters(model):
-        if parameter.dim() < 2:
-            continue
-        shape = list(parameter.shape)
-        if axis is not None:
-            shape[axis] *= group.size()
-        whole = 0.1 * torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
-        if axis is not None:
-            parts = [piece.chunk(group.size(), axis)[group.rank()] for piece in whole.chunk(pieces, axis)]
-            whole = torch.cat(parts, axis)
-        parameter.data.copy_(whole)
-
-
-def whole_gradient(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Gradients of all weights; ranks that hold the same weight have the same gradient.
-
-    Raises:
-        AssertionError: they have not.
-    """
-    own = {}
-    for name, parameter, axis, group, pieces in parameters(model):
-        if not parameter.requires_grad:
-            continue
-        gradient = parameter.main_grad.clone()  # type: ignore[attr-defined]
-        if axis is not None:
-            parts = [torch.empty_like(gradient) for _ in range(group.size())]
-            torch.distributed.all_gather(parts, gradient, group=group)
-            split = [part.chunk(pieces, axis) for part in parts]
-            gradient = torch.cat([part[piece] for piece in range(pieces) for part in split], axis)
-        own[name] = gradient
-    everyone: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, own)
-    found: dict[str, torch.Tensor] = {}
-    for theirs in everyone:
-        for name, gradient in theirs.items():
-            torch.testing.assert_close(found.setdefault(name, gradient), gradient, rtol=1e-4, atol=1e-6, msg=name)
-    return found
 
 
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
@@ -164,6 +93,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     from energon_packing import thd
     from energon_packing.bridge import step
     from support.bridge_cpu import training_run
+    from support.whole_weights import draw_weights, whole_gradient
 
     tensor, context, expert = case["tensor"], case["context"], case["expert"]
     parallel_state.initialize_model_parallel(

@@ -7,8 +7,6 @@ one replica: ``generator_ranks.py CASES.json FOLDER``. Each case is a mapping: `
 Bridge's Wan pipeline draws the time of each micro-batch from.
 """
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import itertools
@@ -30,7 +28,7 @@ from support import ranks
 
 CUDA = torch.Generator()
 """Stands in for the default generator of a GPU: what torch seeds or sets there is seeded or set here."""
-MICRO_BATCHES, DRAWS = 40, 25
+MICRO_BATCHES, DRAWS = 16, 25
 """Draws of a time follow each micro-batch."""
 
 

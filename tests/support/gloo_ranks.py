@@ -7,8 +7,6 @@ context parallelism on a CPU: keys and values of all ranks are gathered, and the
 Run as a program it imports all that once and forks the ranks: ``gloo_ranks.py FOLDER...``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Indexes for tests, written through the real format, with sizes that the test chooses."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

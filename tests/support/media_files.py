@@ -1,7 +1,5 @@
 """Real image and video files of awkward kinds, and a folder to read them from."""
 
-from __future__ import annotations
-
 import functools
 import io
 import struct

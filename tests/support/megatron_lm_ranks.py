@@ -8,19 +8,14 @@ What is replaced so that Megatron-LM starts without a GPU is in `prepare`; the r
 `support.bridge_cpu.stand_ins`.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os
 import pickle
-import re
 import shlex
 import signal
 import sys
 import traceback
-import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +23,7 @@ from typing import Any
 import torch
 
 from support import ranks
+from support.whole_weights import draw_weights, whole_gradient
 
 COMMON = shlex.split(
     """
@@ -79,7 +75,7 @@ class Case:
         rows_of: sizes of the layout whose rows are read, where the run itself has another one.
         replay: name of an earlier case whose rows are used, those of all its replicas in turn, one row of each a step.
         kill_after: step after which the ranks are killed.
-        gradients: whether the gradients of the first step are kept, see `whole_gradient`.
+        gradients: whether the gradients of the first step are kept.
         mask: False keeps the padding mask from the model.
     """
 
@@ -155,68 +151,10 @@ def prepare() -> None:
         model, optimizer, scheduler = set_up(*arguments, **keywords)
         if get_args().iteration == 0:
             for chunk in model:
-                set_weights(chunk)
+                draw_weights(chunk, scale=0.05)
         return model, optimizer, scheduler
 
     training.setup_model_and_optimizer = with_known_weights
-
-
-def places(model: torch.nn.Module) -> Iterator[tuple[str, int, int, torch.nn.Parameter]]:
-    """Name in the whole model, axis that tensor parallelism cuts (-1: none), 2 where it cuts gate and up apart."""
-    from megatron.core import parallel_state
-    from megatron.core.utils import get_model_config
-
-    numbers = {
-        f"{name}.": f"{name.rpartition('.')[0]}.{module.layer_number - 1}."
-        for name, module in model.named_modules()
-        if hasattr(module, "layer_number") and name.rpartition(".")[2].isdigit()
-    }
-    config = get_model_config(model)
-    experts = (config.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
-    first_expert = experts * parallel_state.get_expert_model_parallel_rank()
-    gated = tuple(
-        f"{name}.linear_fc1."
-        for name, module in model.named_modules()
-        if hasattr(module, "linear_fc1") and module.config.gated_linear_unit  # a vision tower's may differ
-    )
-    for name, parameter in model.named_parameters():
-        halves = 2 if name.startswith(gated) else 1
-        for local, whole in numbers.items():
-            if name.startswith(local):
-                name = whole + name[len(local) :]
-                break
-        if expert := re.search(r"local_experts\.(\d+)\.", name):
-            number = int(expert[1]) + first_expert
-            name = name.replace(expert[0], f"local_experts.{number}.")
-        axis = getattr(parameter, "partition_dim", -1) if getattr(parameter, "tensor_model_parallel", False) else -1
-        yield name, axis, halves, parameter
-
-
-def of_tensor_rank(values: torch.Tensor, axis: int, halves: int, size: int, rank: int) -> torch.Tensor:
-    """The part of a whole weight that a tensor-parallel rank holds."""
-    if axis < 0:
-        return values
-    return torch.cat([part.chunk(size, dim=axis)[rank] for part in values.chunk(halves, dim=axis)], axis)
-
-
-def set_weights(model: torch.nn.Module) -> None:
-    """Every weight by its name and its place in the whole model, whatever part of it this rank holds."""
-    from megatron.core import parallel_state
-
-    size, rank = (
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_tensor_model_parallel_rank(),
-    )
-    with torch.no_grad():
-        for name, axis, halves, parameter in places(model):
-            if "norm" in name:
-                continue
-            shape = list(parameter.shape)
-            if axis >= 0:
-                shape[axis] *= size
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            values = torch.randn(shape, generator=generator) * 0.05
-            parameter.copy_(of_tensor_rank(values, axis, halves, size, rank))
 
 
 def record(case: Case, rank: int, folder: Path, seen: dict[str, Any]) -> None:
@@ -224,7 +162,6 @@ def record(case: Case, rank: int, folder: Path, seen: dict[str, Any]) -> None:
     from dataclasses import replace
 
     import megatron.training.training as training
-    from megatron.core import parallel_state
 
     from energon_packing.megatron_lm import dataloader, gpt
     from energon_packing.thd import routers
@@ -237,11 +174,7 @@ def record(case: Case, rank: int, folder: Path, seen: dict[str, Any]) -> None:
             seen["losses"].append(float(result[0]["lm loss"]))
         seen["norms"].append(float(result[5]))
         if case.gradients and not seen["gradients"]:
-            cut = parallel_state.get_tensor_model_parallel_rank()
-            parameter: Any
-            for name, axis, halves, parameter in places(arguments[2][0]):
-                if parameter.requires_grad:
-                    seen["gradients"][name] = {"of": parameter.main_grad.clone(), "cut": [axis, halves, cut]}
+            seen["gradients"] = whole_gradient(arguments[2][0])
         if len(seen["norms"]) == case.kill_after:
             leave(case, rank, folder, seen)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -281,9 +214,8 @@ def record(case: Case, rank: int, folder: Path, seen: dict[str, Any]) -> None:
     def kept_row(self: Any) -> Any:
         rows.append(take(self))
         if self._replica.is_reader:
-            (folder / f"{case.name}-rows-{self._replica.rank}.pt").write_bytes(
-                pickle.dumps(rows)
-            )  # views of one buffer
+            file = folder / f"{case.name}-rows-{self._replica.rank}.pt"
+            file.write_bytes(pickle.dumps(rows))  # views of one buffer
         return rows[-1]
 
     def replayed_row(self: Any) -> Any:
@@ -350,22 +282,6 @@ def result_of(folder: Path, name: str, rank: int = 0) -> dict[str, Any]:
     found = torch.load(folder / f"{name}-{rank}.pt", weights_only=True)
     assert isinstance(found, dict)
     return found
-
-
-def whole_gradient(folder: Path, case: Case) -> dict[str, torch.Tensor]:
-    """The gradient of the first step by the weight's name in the whole model, put together from all ranks."""
-    parts: dict[str, dict[int, torch.Tensor]] = {}
-    cuts: dict[str, list[int]] = {}
-    for rank in range(case.world):
-        for name, each in result_of(folder, case.name, rank)["gradients"].items():
-            cuts[name] = each["cut"]
-            parts.setdefault(name, {})[each["cut"][2]] = each["of"]
-    whole: dict[str, torch.Tensor] = {}
-    for name, held in parts.items():
-        axis, halves, _ = cuts[name]
-        pieces = [held[rank].chunk(halves, dim=axis) for rank in sorted(held)] if axis >= 0 else [[held[0]]]
-        whole[name] = torch.cat([piece[half] for half in range(len(pieces[0])) for piece in pieces], max(axis, 0))
-    return whole
 
 
 def main(name: str) -> None:

@@ -4,8 +4,6 @@ They are the real classes with their published sizes, on the demo's tokenizer wi
 They lack a model's own vocabulary and chat template, on which neither geometry nor pixels depend.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from functools import cache

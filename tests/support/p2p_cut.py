@@ -9,8 +9,6 @@ is padding between sequences" in 2.9 and 2.16 and "Default pad_between_seqs auto
 ``context_parallel.py``, ``cp_p2p_fwd_prepare_qkv`` and ``get_cu_seqlens_on_cp_rank`` of 2.16.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import numpy as np

@@ -1,21 +1,15 @@
 """Exactness of the families: their predictions for random media compared with what the real processors make of them.
 
-Each row of the result says how often a plan agrees with each of three:
-
-* *counted*: for every size, the planned tokens or patches, with the processor's own arithmetic
-  (``_get_num_multimodal_tokens``, or for the Qwen families ``get_number_of_image_patches``).
-* *made*: for every size, the planned tiles or patch grid, with the whole image processor on an image without storage
-  (torch's ``meta`` device, so that 20000x20000 pixels cost nothing).
-* *written*: for every video, and for as many small images, the plan with the whole processor on real pixels: the
-  placeholder tokens that it writes into the text, and the rows of its pixel tensor.
+For every size, planned tokens or patches are compared with the processor's own arithmetic
+(``_get_num_multimodal_tokens``, or for the Qwen families ``get_number_of_image_patches``), and planned tiles or patch
+grids with the whole image processor on an image without storage (torch's ``meta`` device, so that 20000x20000 pixels
+cost nothing). For every video, and for as many small images, the plan is compared with the whole processor on real
+pixels: the placeholder tokens that it writes into the text, and the rows of its pixel tensor.
 """
-
-from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
@@ -23,7 +17,7 @@ import torch
 
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media, MediaKind
-from energon_packing.errors import SampleRejected, UserError
+from energon_packing.errors import SampleRejected
 from energon_packing.families.base import MediaPlan, VisionFamily
 from energon_packing.families.gemma3 import Gemma3
 from energon_packing.families.glm4v import Glm4v
@@ -45,58 +39,21 @@ _QWEN = {"": {}, "wide": {"min_pixels": 28 * 28, "max_pixels": 16_384 * 28 * 28}
 _TILES = {"1-12": (1, 12), "1-6": (1, 6), "2-40": (2, 40), "1-1": (1, 1)}
 
 
-@dataclass
-class Tally:
-    """What was found for one family under one set of bounds.
-
-    Attributes:
-        family: name of the family.
-        bounds: the processor's limits, ``""`` for its own.
-        sizes: images for which the plan agrees with the processor's count and with its image processor.
-        written: small images for which the plan agrees with the tokens and pixels of the whole processor.
-        both_refused: images that the processor and we refuse for the same reason.
-        ours_alone: images that only we refuse: the processor would enlarge them beyond ``encoder.max_source_pixels``.
-        videos: videos for which planned frames, tokens and pixels agree with the whole processor.
-        videos_refused: videos that both refuse.
-        mismatches: anything else, in words.
-    """
-
-    family: str
-    bounds: str
-    sizes: int = 0
-    written: int = 0
-    both_refused: int = 0
-    ours_alone: int = 0
-    videos: int = 0
-    videos_refused: int = 0
-    mismatches: list[str] = field(default_factory=list)
-
-
-def run(families: tuple[str, ...] = (), *, sizes: int = 2000, videos: int = 300, seed: int = 0) -> Iterator[Tally]:
-    """Compares every family under every set of bounds; ``sizes`` and ``videos`` are per family.
-
-    Raises:
-        UserError: a name is no family with media.
-    """
-    for name in families:
-        if name not in offline.PROCESSORS:
-            raise UserError(f"there is no family {name!r} with media; known: {', '.join(offline.PROCESSORS)}")
-    for name in families or tuple(offline.PROCESSORS):
-        chosen = variants(name)
-        for number, (bounds, make) in enumerate(chosen.items()):
-            tally, random = Tally(name, bounds), Random(f"{seed} {name} {bounds}")
-            share = [total * (number + 1) // len(chosen) - total * number // len(chosen) for total in (sizes, videos)]
-            family = make()
-            for _ in range(share[0]):
-                _compare_size(family, tally, *random_size(random))
-            side = CROPPED if family.config.pan_and_scan else SMALL
-            for _ in range(share[1]):
-                _compare_written(family, tally, "image", random.randint(1, side), random.randint(1, side))
-            if "video" in family.placeholders:
-                for _ in range(share[1]):
-                    clip = random.randint(1, 60), random.choice([1.0, 7.5, 8.0, 23.976, 25.0, 60.0])
-                    _compare_written(family, tally, "video", random.randint(8, SMALL), random.randint(8, SMALL), clip)
-            yield tally
+def mismatches(name: str, *, sizes: int, videos: int, seed: int) -> Iterator[str]:
+    """Compares a family under each set of bounds; ``sizes`` and ``videos`` are shared out over them."""
+    chosen = variants(name)
+    for number, (bounds, make) in enumerate(chosen.items()):
+        random, family = Random(f"{seed} {name} {bounds}"), make()
+        share = [total * (number + 1) // len(chosen) - total * number // len(chosen) for total in (sizes, videos)]
+        found = [_compare_size(family, *random_size(random)) for _ in range(share[0])]
+        side = CROPPED if family.config.pan_and_scan else SMALL
+        found += [
+            _compare_written(family, "image", random.randint(1, side), random.randint(1, side)) for _ in range(share[1])
+        ]
+        for _ in range(share[1] if "video" in family.placeholders else 0):
+            clip = random.randint(1, 60), random.choice([1.0, 7.5, 8.0, 23.976, 25.0, 60.0])
+            found.append(_compare_written(family, "video", random.randint(8, SMALL), random.randint(8, SMALL), clip))
+        yield from (f"{name}, {bounds}: {mismatch}" for mismatch in found if mismatch)
 
 
 def random_size(random: Random) -> tuple[int, int]:
@@ -139,32 +96,40 @@ def variants(name: str) -> dict[str, Callable[[], VisionFamily]]:
     return {"": family()}
 
 
-def _compare_size(family: VisionFamily, tally: Tally, width: int, height: int) -> None:
-    media = Media(kind="image", name="image", width=width, height=height)
-    plan, rejected = _plan(family, media)
+def _compare_size(family: VisionFamily, width: int, height: int) -> str:
+    """What differs, in words; empty for nothing. We alone refuse what would grow beyond ``max_source_pixels``."""
+    plan, rejected = _plan(family, Media(kind="image", name="image", width=width, height=height))
     where = f"image {width}x{height}"
     try:
         counted, planned = _count(family, height, width, plan)
         tiles = _make_without_storage(family, height, width)
     except REFUSALS as error:
-        if rejected is None:
-            tally.mismatches.append(f"{where}: the processor refuses it ({error}), planned {plan}")
-        elif not _same_reason(family, error, rejected, height, width):
-            tally.mismatches.append(f"{where}: refused for {rejected.detail!r} and for {error!r}")
-        else:
-            tally.both_refused += 1
-        return
+        return _other_refusal(family, where, error, plan, rejected, height, width)
     if plan is None:
-        if rejected is not None and "max_source_pixels" in rejected.detail:
-            tally.ours_alone += 1
-        else:
-            tally.mismatches.append(f"{where}: refused ({rejected}), the processor counts {counted}")
-    elif counted != planned:
-        tally.mismatches.append(f"{where}: planned {planned}, the processor counts {counted}")
-    elif tiles is not None and tiles != _planned_rows(family, plan):
-        tally.mismatches.append(f"{where}: planned {_planned_rows(family, plan)} rows, the processor makes {tiles}")
-    else:
-        tally.sizes += 1
+        ours_alone = rejected is not None and "max_source_pixels" in rejected.detail
+        return "" if ours_alone else f"{where}: refused ({rejected}), the processor counts {counted}"
+    if counted != planned:
+        return f"{where}: planned {planned}, the processor counts {counted}"
+    if tiles is not None and tiles != _planned_rows(family, plan):
+        return f"{where}: planned {_planned_rows(family, plan)} rows, the processor makes {tiles}"
+    return ""
+
+
+def _other_refusal(
+    family: VisionFamily,
+    where: str,
+    error: Exception,
+    plan: MediaPlan | None,
+    rejected: SampleRejected | None,
+    height: int,
+    width: int,
+) -> str:
+    """What differs where the processor refuses."""
+    if rejected is None:
+        return f"{where}: the processor refuses it ({error}), planned {plan}"
+    if not _same_reason(family, error, rejected, height, width):
+        return f"{where}: refused for {rejected.detail!r} and for {error!r}"
+    return ""
 
 
 def _plan(family: VisionFamily, media: Media) -> tuple[MediaPlan | None, SampleRejected | None]:
@@ -251,40 +216,21 @@ def _same_reason(family: VisionFamily, error: Exception, rejected: SampleRejecte
 
 
 def _compare_written(
-    family: VisionFamily,
-    tally: Tally,
-    kind: MediaKind,
-    width: int,
-    height: int,
-    clip: tuple[int, float] | None = None,
-) -> None:
-    """Compares the plan with the whole processor on real pixels: placeholders in its text, rows of pixels, frames."""
+    family: VisionFamily, kind: MediaKind, width: int, height: int, clip: tuple[int, float] | None = None
+) -> str:
+    """The same with the whole processor on real pixels: placeholders in its text, rows of pixels, frames."""
     frames, fps = clip or (None, None)
     media = Media(kind=kind, name=kind, width=width, height=height, frames=frames, fps=fps)
     plan, rejected = _plan(family, media)
     where = f"{kind} {width}x{height}" + (f", {frames} frames at {fps}" if clip else "")
     try:
-        ids, rows, indices = _write(family, media, plan)
+        written = _write(family, media, plan)
     except REFUSALS as error:
-        if rejected is None:
-            tally.mismatches.append(f"{where}: the processor refuses it ({error}), planned {plan}")
-        elif not _same_reason(family, error, rejected, height, width):
-            tally.mismatches.append(f"{where}: refused for {rejected.detail!r} and for {error!r}")
-        elif kind == "image":
-            tally.both_refused += 1
-        else:
-            tally.videos_refused += 1
-        return
+        return _other_refusal(family, where, error, plan, rejected, height, width)
     if plan is None:
-        tally.mismatches.append(f"{where}: refused ({rejected}), the processor writes {ids} tokens")
-        return
+        return f"{where}: refused ({rejected}), the processor writes {written[0]} tokens"
     expected = (plan.tokens, _planned_rows(family, plan), plan.frame_indices)
-    if (ids, rows, indices) != expected:
-        tally.mismatches.append(f"{where}: planned {expected}, the processor makes {(ids, rows, indices)}")
-    elif kind == "image":
-        tally.written += 1
-    else:
-        tally.videos += 1
+    return "" if written == expected else f"{where}: planned {expected}, the processor makes {written}"
 
 
 def _write(family: VisionFamily, media: Media, plan: MediaPlan | None) -> tuple[int, int, tuple[int, ...]]:

@@ -1,7 +1,5 @@
 """Programs of tests that import once and fork, one process a rank: their environment, their start, their end."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import logging

@@ -4,8 +4,6 @@ A job builds the iterators of each rank as ``setup`` does, lets Bridge's own ``m
 them, and reads packs. What each rank saw is written to ``FOLDER/NAME-RANK.json``.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import hashlib
 import json

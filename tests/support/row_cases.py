@@ -4,9 +4,8 @@ The control's last place takes all the remaining space (ours until November 2026
 is `support.p2p_cut`, compared with the attention of each sample alone.
 """
 
-from __future__ import annotations
-
 import functools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -118,46 +117,20 @@ def largest_error(
     return worst
 
 
-def measure(count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Yields one result for our rows and one for the control.
-
-    Args:
-        count: random rows.
-        seed: of their lengths.
-    """
-    for kind, boundaries_of in (("ours", our_boundaries), ("control", former_boundaries)):
-        random = np.random.default_rng(seed)
-        hidden = shared = wrong = wrong_when_told = 0
-        misread = dict.fromkeys(RELEASES, 0)
-        worst = 0.0
-        masked = tokens = 0
+def measure(count: int, seed: int) -> Iterator[Counter[str]]:
+    """Counts for our rows, then for the control: what hides padding, what is misread, and what is computed wrongly."""
+    for boundaries_of in (our_boundaries, former_boundaries):
+        random, found = np.random.default_rng(seed), Counter[str]()
         for number in range(count):
             case = random_case(random)
             real, physical, lengths = boundaries_of(case)
             has_padding = not torch.equal(real, physical)
-            hidden += has_padding and torch.equal(real[:-1], physical[:-1])
-            for release in RELEASES:
-                misread[release] += infers_padding(real, physical, release) != has_padding
-            tokens += int(physical[-1])
-            masked += int(physical[-1]) - case.occupied if case.width is None else 0
+            found["hide padding"] += has_padding and torch.equal(real[:-1], physical[:-1])
+            found["misread"] += any(infers_padding(real, physical, each) != has_padding for each in RELEASES)
             if case.ranks == 1:
                 continue
-            shared += 1
             cut = functools.partial(largest_error, real, physical, lengths, ranks=case.ranks, seed=number)
-            error = cut(padded=infers_padding(real, physical, "2.16"))
-            worst = max(worst, error)
-            wrong += error > EXACT
-            if error > EXACT:
-                wrong_when_told += cut(padded=has_padding) > EXACT
-        yield {
-            "benchmark": f"rows.{kind}",
-            "rows": count,
-            "multiples": f"{MULTIPLES[0]}-{MULTIPLES[-1]}",
-            "hide_padding": hidden,
-            **{f"misread_by_{release}": number for release, number in misread.items()},
-            "over_ranks": shared,
-            "wrong": wrong,
-            "wrong_when_told": wrong_when_told,
-            "largest_error": worst,
-            "masked_share": round(masked / tokens, 5),
-        }
+            if cut(padded=infers_padding(real, physical, "2.16")) > EXACT:
+                found["wrong"] += 1
+                found["wrong when told"] += cut(padded=has_padding) > EXACT
+        yield found

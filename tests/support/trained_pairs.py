@@ -1,6 +1,4 @@
-"""Five data sets with answers that nobody wants, and everybody who could train them."""
-
-from __future__ import annotations
+"""Four data sets with answers that nobody wants, and everybody who could train them."""
 
 import itertools
 import json
@@ -48,10 +46,6 @@ def swift(n: int) -> Record:
     return {"messages": said(ask(n), good(n)), "rejected_response": bad(n)}
 
 
-def explicit(n: int) -> Record:
-    return {"prompt": said(ask(n)), "chosen": said(ask(n), good(n))[1:], "rejected": said(ask(n), bad(n))[1:]}
-
-
 def implicit(n: int) -> Record:
     return {"chosen": said(ask(n), good(n)), "rejected": said(ask(n), bad(n))}
 
@@ -74,7 +68,6 @@ DATA_SETS: Mapping[str, Callable[[int], Record]] = {
     "LLaMA-Factory dpo": ranking,
     "LLaMA-Factory kto": labelled,
     "ms-swift rejected_response": swift,
-    "TRL explicit prompt": explicit,
     "TRL implicit prompt": implicit,
 }
 

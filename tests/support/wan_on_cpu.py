@@ -3,8 +3,6 @@
 What `support.bridge_cpu.stand_ins` replaces already is needed as well. Bridge's own code is not changed.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

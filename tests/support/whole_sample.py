@@ -1,7 +1,5 @@
 """The oracle of a whole sample: what a family's Hugging Face processor makes of text and media in one call."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

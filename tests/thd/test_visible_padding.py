@@ -89,11 +89,10 @@ def test_the_order_of_a_pack_keeps_every_sample_whole_and_needs_no_masked_segmen
 
 def test_random_rows_hide_no_padding_and_the_cut_over_ranks_gives_each_sample_its_own_attention():
     ours, control = row_cases.measure(PACKS * 5, seed=1)
-    assert ours["hide_padding"] == ours["wrong"] == 0
-    assert not any(number for name, number in ours.items() if name.startswith("misread_by_"))
-    assert control["hide_padding"] > PACKS / 2
+    assert not any(ours.values())
+    assert control["hide padding"] > PACKS / 2
     assert control["wrong"] > PACKS / 4
-    assert control["wrong_when_told"] == 0  # the emulation is right where it is told; only the guess is wrong
+    assert control["wrong when told"] == 0  # the emulation is right where it is told; only the guess is wrong
 
 
 def test_a_padded_last_sample_alone_loses_keys_in_the_old_layout_and_none_in_ours():

@@ -10,7 +10,6 @@ from click.testing import CliRunner, Result
 from energon_packing.cli.main import cli
 from energon_packing.validate import verdict
 from energon_packing.validate.rules.rule import all_rules
-from energon_packing.validate.run_view import installed_version
 
 GOOD = """
 packing: {seq_length: 4096}

@@ -166,14 +166,14 @@ class Replica:
         distributed.broadcast_object_list(name, 0)
         if self.global_rank == 0:
             error, value = _tried(find_out)
-            _get_default_store().set(name[0], pickle.dumps((_words(error), value)))  # type: ignore[arg-type]  # takes bytes
+            _get_default_store().set(name[0], pickle.dumps(_words(error)))  # type: ignore[arg-type]  # takes bytes
             if error is not None:
                 raise error
-            return value
-        words, value = pickle.loads(_stored(name[0]))
-        if words is not None:
+        elif (words := pickle.loads(_stored(name[0]))) is not None:
             raise _of_another_rank(0, words)
-        return value
+        found = [value if self.global_rank == 0 else None]  # not through the store: it takes 8 MiB
+        distributed.broadcast_object_list(found, 0)
+        return found[0]
 
     def agree[T](self, act: Callable[[], tuple[T, Facts]]) -> T:
         """Does something on all ranks, of which all go on or all refuse; a collective call of all ranks.

@@ -82,7 +82,9 @@ def work_shared(
     mine = left = [task for task in tasks[rank::world_size] if results[task.number] is None]
     done, total = 0, sum(map(size, mine))
     progress(done, total)
-    while left:
+    for _ in range(2):  # no more: some file systems refuse a lock even to those who wait for it
+        if not left:
+            break
         # Closed at once, whatever happens: else its processes would end only when nothing refers to it any more.
         with (
             no_leftovers(*directories),

@@ -37,8 +37,6 @@ def explain(
     pack it went to. A plan gives its pack, place and neighbours.
     """
     from energon_packing.offline.data_paths import is_packed, is_plan
-    from energon_packing.offline.explain import explanation
-    from energon_packing.offline.plan import Plan
     from energon_packing.report.sample_story import events_of_plan, story_in_dataset
 
     if is_packed(path):
@@ -46,6 +44,9 @@ def explain(
     if is_plan(path):
         if ledger is not None or config_path is not None or overrides:
             raise UserError("A plan needs no --config, --set or --ledger to be explained; leave them out.")
+        from energon_packing.offline.explain import explanation
+        from energon_packing.offline.plan import Plan
+
         events = events_of_plan(explanation(Plan.open(path), key))
     else:
         events = story_in_dataset(key, str(path), load_config(config_path, overrides), ledger=ledger)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from manual import ROOT
 
-CONVERSATIONS = 24
+CONVERSATIONS = 40
 
 
 class Given:

@@ -116,7 +116,7 @@ def test_tokens_types_pixels_and_positions_equal_the_processor_and_model_on_the_
         side = st.integers(9, 120)  # of smaller frames, none takes the letters of its time
     compared = 0
 
-    @settings(max_examples=30, database=None)
+    @settings(max_examples=60, database=None)
     @given(conversation=conversations(kinds=kinds, frames=(8 if case.startswith("internvl") else 2, 20), side=side))
     def check(conversation):
         nonlocal compared

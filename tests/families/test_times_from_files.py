@@ -34,7 +34,7 @@ RATES = tuple(
 CONTAINERS = {"mp4": "libx264", "mkv": "libx264", "webm": "libvpx-vp9", "avi": "mpeg4"}
 SIDE = 64
 LONGEST = 130
-CLIPS = 16
+CLIPS = 40
 SETTINGS = ({}, {"fps": 1.0}, {"fps": 0.7}, {"max_frames": 6}, {"min_frames": 12})
 """Of the video processor, changed one at a time."""
 CASES = [
@@ -143,7 +143,8 @@ def test_a_file_has_the_frames_times_and_positions_that_processor_and_model_give
     ours = encoder(small(family), family=family, position_ids="mrope", **changed)
     theirs = oracle(family, setting)
     wrong, refused = Counter(), 0
-    for number in range(CLIPS):
+    first = CLIPS * SETTINGS.index(setting)  # other clips for each
+    for number in range(first, first + CLIPS):
         metadata, conversation = clip(number)
         text = ours.processor.apply_chat_template(conversation.to_messages(), tokenize=False)
         try:

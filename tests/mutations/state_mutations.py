@@ -223,7 +223,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=94,
         name="a loader without a pack has no state",
-        test=RESUMED + "test_a_run_of_bridge_goes_on_with_its_state_and_is_stopped_without_it[0]",
+        test=RESUMED + "test_a_run_of_bridge_goes_on_with_its_state_and_is_stopped_without_it",
         oracle="Bridge's run that was not interrupted",
         edits=(("energon/loader.py", "return copied(self._restored)", 'raise PackingError("read a pack first")'),),
         needs_bridge=True,

@@ -229,7 +229,9 @@ def _run(
     from megatron.bridge.training.state import GlobalState
     from megatron.bridge.training.train import train
     from megatron.core.rerun_state_machine import RerunDataIterator
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None  # another run of this process left one of another shape
     bridges_own = {"vlm": vlm_step.forward_step, "gpt": gpt_step.forward_step}
     step_function = bridges_own[forward_step] if isinstance(forward_step, str) else forward_step
     runtime_config_update(config)

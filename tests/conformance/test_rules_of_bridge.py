@@ -199,8 +199,8 @@ def _provider(dataset: Any) -> Any:
     return Foreign()
 
 
-RUNS = 10_000
-ALONE = 20
+RUNS = 4_000
+ALONE = 8
 """Runs in which a rule must be the only one violated."""
 HERE = RunView(bridge_version=installed_version("megatron-bridge")).bridge_release
 ERRORS = [rule.id for rule in all_rules() if rule.severity == "error" and rule.speaks_of(HERE)]

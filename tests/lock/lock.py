@@ -8,7 +8,7 @@
 ``/tmp/energon-packing-lock/values.json``, so that two checkouts can be compared text by text. Inputs are made here
 (`made`), or are ``../shared/data/llamafactory_demo``, whose keys are left out where it is absent. ``runs.json`` holds
 2,000 runs that `tests/conformance/drawn_runs.py` drew. Takes three minutes of one core; the test makes the part that
-is not `LEFT_TO_THE_COMMAND`.
+is `IN_THE_TEST`.
 """
 
 import fcntl
@@ -40,11 +40,8 @@ CLIP_FIELDS = (
     *("video_latents", "context_embeddings", "loss_mask", "seq_len_q", "seq_len_q_padded"),
     *("seq_len_kv", "seq_len_kv_padded", "grid_sizes", "keys"),
 )
-TESTED_ON_BOTH = ("text", "qwen2_5_vl")
-LEFT_TO_THE_COMMAND = re.compile(
-    rf"/(?!({'|'.join(TESTED_ON_BOTH)})-lf)[^/]+-lf(/|$)|^verdicts/.*/(?!(0|400|800|1200|1600)$)"
-)
-"""Keys that the test does not make: LLaMA-Factory's demo in most families, and four of five verdicts."""
+IN_THE_TEST = {"data": ("text", "qwen2_5_vl", "qwen3_vl", "internvl"), "lf": ("text", "qwen2_5_vl")}
+"""Families by data set of which the test makes the keys; the command makes those of all."""
 MOMENT = 1_700_000_000
 UNSTEADY = re.compile(r"second|time|rate|memory|version|cpu|elapsed|python|platform|^bytes$", re.IGNORECASE)
 """Names of values of ``--json`` that depend on the clock or the machine, or on the form of packed files."""
@@ -250,9 +247,9 @@ class Digests:
         self.converted()
         for name in ("text", *self.inside.PROCESSORS):
             self.processor(name)
-            self.family(name, "data")
-            if SHARED.is_dir() and (whole or name in TESTED_ON_BOTH):
-                self.family(name, "lf")
+            for data, families in IN_THE_TEST.items():
+                if (whole or name in families) and (data == "data" or SHARED.is_dir()):
+                    self.family(name, data)
         self.clips()
         self.commands()
         return self.lock
@@ -280,7 +277,7 @@ def made_by(tree: Path, part: str = "all") -> dict[str, str]:
 
     Args:
         tree: the checkout.
-        part: ``all``, or ``tested`` for all but what is `LEFT_TO_THE_COMMAND`.
+        part: ``all``, or ``tested`` for what is `IN_THE_TEST`, and a quarter of the verdicts.
 
     Raises:
         RuntimeError: the process failed; its last lines are in the message.

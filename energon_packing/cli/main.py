@@ -22,7 +22,6 @@ import click
 
 from energon_packing import __version__
 from energon_packing.errors import UserError
-from energon_packing.sample_kind import all_kinds
 
 DEBUG_VARIABLE = "ENERGON_PACKING_DEBUG"
 
@@ -180,6 +179,8 @@ def _sentence(error: Exception, group: CommandGroup, command: str) -> str:
     if isinstance(error, UserError):
         return line
     if isinstance(error, ModuleNotFoundError):
+        from energon_packing.sample_kind import all_kinds  # late: most commands end without an error
+
         parts = (error.name or "").split(".")
         names = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
         known = {**EXTRA_OF, **{module: extra for kind in all_kinds() for module, extra in kind.extras.items()}}

@@ -155,7 +155,7 @@ _READ_COLUMNS = frozenset(("id", "system", "tools", "extras", *READ_COLUMNS))
 
 @dataclass(kw_only=True, slots=True)  # made for every record; a frozen one takes four times as long
 class ParsedRecord:
-    """
+    """One record of a source, its media not looked at yet.
 
     Attributes:
         turns: in order; their `MediaPart` indices count up from 0 over the whole record.

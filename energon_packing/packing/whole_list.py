@@ -62,7 +62,7 @@ def pack_lengths_flat(
     seed: int = 0,
 ) -> PackGroups:
     """`pack_lengths` for lists of millions: the same packs as views of two arrays, ``order`` and ``offsets``."""
-    if int(capacity) != capacity or capacity < 1:
+    if isinstance(capacity, bool) or int(capacity) != capacity or capacity < 1:
         raise ConfigError(f"capacity must be a whole number of at least 1 token, not {capacity!r}")
     if window < 1:
         raise ConfigError(f"window must hold at least 1 sample, not {window!r}")

@@ -10,6 +10,7 @@ all 512 real, so that attention sees the padding; it aligns to ``2 * CP`` only, 
 `energon_packing.thd.alignment_multiple` computes.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -162,9 +163,9 @@ def patch_grid(shape: Sequence[int], patch: tuple[int, ...]) -> tuple[int, int, 
     Raises:
         PackingError: the latent does not divide into patches.
     """
-    frames, height, width = (side // size for side, size in zip(shape, patch, strict=True))
-    if not frames * height * width or any(side % size for side, size in zip(shape, patch, strict=True)):
+    if len(shape) != 3 or 0 in shape or any(side % size for side, size in zip(shape, patch, strict=True)):
         raise PackingError(f"a latent of {list(shape)} does not divide into patches of {list(patch)}")
+    frames, height, width = (side // size for side, size in zip(shape, patch, strict=True))
     return frames, height, width
 
 
@@ -242,8 +243,9 @@ def pack_wan(
 
 def _join(parts: Sequence[torch.Tensor], places: Sequence[int]) -> torch.Tensor:
     row = parts[0].new_zeros((sum(places), *parts[0].shape[1:]))
-    for part, place in zip(parts, row.split(list(places)), strict=True):
-        place[: len(part)] = part
+    starts = itertools.accumulate(places, initial=0)
+    for part, start in zip(parts, starts, strict=False):  # slices: a view of split() takes no gradient
+        row[start : start + len(part)] = part
     return row
 
 

@@ -42,7 +42,7 @@ def reads_at(pack: int) -> int:
     return read
 
 
-@settings(max_examples=25)
+@settings(max_examples=60)
 @given(
     kills=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 30)), max_size=6),
     cut=st.integers(0, 60),

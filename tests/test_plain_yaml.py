@@ -14,14 +14,14 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(value=VALUES, flow=st.booleans())
 def test_what_pyyaml_writes_has_the_value_that_pyyaml_reads(value, flow):
     text = yaml.safe_dump(value, default_flow_style=flow, allow_unicode=True)
     assert load_yaml(text) == yaml.safe_load(text)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(text=st.text(st.sampled_from("ab1:-{}[]&*,!<? \n\t'\"|>#%@"), max_size=40))
 def test_any_text_has_the_value_that_pyyaml_gives_it_or_is_refused(text):
     try:

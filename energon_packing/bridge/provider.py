@@ -27,6 +27,7 @@ from typing import Any, Literal
 import torch
 from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
 from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.utils.instantiate_utils import target_allowlist
 
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, ParallelConfig, from_mapping
 from energon_packing.config.run import MetricsConfig
@@ -141,6 +142,11 @@ PackingSection: Any = twin(PackingConfig, left_out=("seq_length", "pad_to_max_le
 # Bridge's iterators never end: there is no ``repeat`` and no end of an epoch.
 DataSection: Any = twin(DataConfig, left_out=("path", "workers", "repeat", "epoch_end"))
 MetricsSection: Any = twin(MetricsConfig)
+
+# The YAML that runs before 0.1.0 wrote beside their checkpoints names the sections in a module of their own.
+sys.modules["energon_packing.bridge.dataset_sections"] = sys.modules[__name__]
+for _name in {*SECTIONS, "MetricsSection"}:
+    target_allowlist.add_exact(f"energon_packing.bridge.dataset_sections.{_name}")
 
 
 def frozen[T](config: type[T], section: Any, *, where: str, **others: Any) -> T:

@@ -126,6 +126,8 @@ def resolve_media(reference: str, root: Path) -> str:
         shown = reference if len(reference) <= 80 else reference[:77] + "..."
         raise SampleRejected("remote_media", f"{shown!r} is not a local file; store it below {root} and name its path")
     check_path(reference)
+    if (plain := _plain_file(reference, str(root))) is not None:
+        return plain
     try:
         path = Path(os.path.realpath(root / reference))
         if not path.is_relative_to(root):
@@ -136,6 +138,27 @@ def resolve_media(reference: str, root: Path) -> str:
     except OSError as error:
         raise SampleRejected("missing_media", f"{reference!r} cannot be looked up: {error.strerror}") from error
     return str(path)
+
+
+@lru_cache(maxsize=4096)
+def _real_directory(directory: str) -> str:
+    return os.path.realpath(directory)
+
+
+def _plain_file(reference: str, root: str) -> str | None:
+    """The resolved path of a file that is no link, in a directory whose links have been resolved before; None for
+    anything else, and for a way out of the root."""
+    directory, _, name = reference.rpartition("/")
+    if name in ("", ".", "..") or reference.startswith("/"):
+        return None
+    real = _real_directory(f"{root}/{directory}")
+    if real != root and not real.startswith(root.rstrip("/") + "/"):
+        return None
+    path = f"{real}/{name}"
+    try:
+        return path if stat.S_ISREG(os.lstat(path).st_mode) else None
+    except (OSError, ValueError):
+        return None
 
 
 def is_address(reference: str) -> bool:

@@ -20,7 +20,7 @@ ORIENTATION = 0x0112
 """The EXIF tag of an image's orientation; 1 is upright."""
 _PNG = b"\x89PNG\r\n\x1a\n"
 _SEQUENTIAL = (0xC0, 0xC1)  # baseline and extended, with Huffman codes
-_NOT_PLAIN = frozenset((0x01, *range(0xD0, 0xD9), 0xFF))  # without a length, or a fill byte
+_NOT_PLAIN = frozenset((0x01, *range(0xD0, 0xD9)))  # without a length
 
 
 class ScaledImage(NamedTuple):

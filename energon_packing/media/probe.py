@@ -171,6 +171,9 @@ def jpeg_segments(data: bytes) -> Iterator[tuple[int, bytes]]:
     """Yields marker and content of the segments at the beginning of a JPEG file, as far as they are whole."""
     at = 2 if data[:3] == b"\xff\xd8\xff" else len(data)
     while at + 4 <= len(data) and data[at] == 0xFF:
+        if data[at + 1] == 0xFF:  # a fill byte
+            at += 1
+            continue
         size = data[at + 2] << 8 | data[at + 3]
         body = data[at + 4 : at + 2 + size]
         if size < 2 or len(body) != size - 2:

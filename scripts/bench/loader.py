@@ -274,7 +274,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--bridge", type=Path, help="checkout of a newer Bridge: its native Energon packing as a peer")
     options.add_argument("--buffer", type=int, default=64, help="samples in the packing buffer of that peer")
     options.add_argument("--no-peer", action="store_true", help="measure our loader only")
-    options.add_argument("--give-back", action="store_false", dest="keep_memory", help="of ours: freed memory")
+    options.add_argument("--give-back", action="store_false", dest="keep_memory", help="ours gives freed memory back")
     options.add_argument("--repeat", type=int, default=1, help="runs per path; figures are medians")
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--processor", help="directory of a Qwen2.5-VL processor; the demo's by default")

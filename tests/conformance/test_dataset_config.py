@@ -250,7 +250,8 @@ def test_a_yaml_file_overrides_nested_fields(container, tmp_path):
     assert config.encoder.limits.when_over == ("resize", "drop")
 
 
-def test_bridges_yaml_gives_the_data_set_back(container, tmp_path):
+@pytest.mark.parametrize("old", [False, True])
+def test_bridges_yaml_gives_the_data_set_back(container, tmp_path, old):
     from megatron.bridge.training.config import ConfigContainer
 
     container.dataset.encoder.max_pixels = 50_000
@@ -259,6 +260,10 @@ def test_bridges_yaml_gives_the_data_set_back(container, tmp_path):
     container.dataset.data.seed = 5
     container.validate()
     container.to_yaml(str(tmp_path / "run_config.yaml"))
+    file = tmp_path / "run_config.yaml"
+    if old:  # as releases before 0.1.0 wrote it beside their checkpoints
+        section = re.compile(r"energon_packing\.bridge\.provider\.(?=\w+Section)")
+        file.write_text(section.sub("energon_packing.bridge.dataset_sections.", file.read_text()))
     again = ConfigContainer.from_yaml(str(tmp_path / "run_config.yaml"))
     assert type(again.dataset) is type(container.dataset)
     assert again.dataset.run_config(ours.ParallelConfig()) == container.dataset.run_config(ours.ParallelConfig())

@@ -105,7 +105,7 @@ def _core_slices_packs(view: RunView) -> Finding | None:
 def _comm_type_of_each_layer(view: RunView) -> Finding | None:
     return unless(
         not isinstance(view.cp_comm_type, tuple) or view.num_layers in (None, len(view.cp_comm_type)),
-        why=f"cp_comm_type lists {len(view.comm_types)} layers, but the model has {view.num_layers}",
+        why=f"cp_comm_type lists {len(view.cp_comm_type or ())} layers, but the model has {view.num_layers}",
         fix="give one name for all layers, or one per layer",
     )
 

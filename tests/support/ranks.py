@@ -4,6 +4,7 @@ import contextlib
 import gc
 import logging
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -65,10 +66,12 @@ def ready() -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    return port
+    """A port below those that the system gives to others, who might get it before the ranks listen."""
+    while True:
+        port = secrets.randbelow(12_000) + 20_000
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
 
 
 def torchrun(rank: int, world: int, port: int) -> None:

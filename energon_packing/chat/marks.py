@@ -114,6 +114,7 @@ class Marks:
         return "".join(pieces)
 
     def name(self, turn: int, kind: PieceKind, name: str) -> str:
+        """One mark for the name of a call or of a definition."""
         return str(self._mark(turn, kind, name)) if self._calls else name
 
     def arguments(self, turn: int, value: Any) -> Any:

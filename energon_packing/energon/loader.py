@@ -325,6 +325,8 @@ class PackLoader(LoaderBase):
         return functools.partial(self._state_of, then)
 
     def share_unpinned(self) -> None:
+        """Makes the loader yield tensors in its workers' shared memory where there is a GPU too, instead of copies of
+        them in page-locked memory; call before iterating."""
         self._loader.pin_memory = False
 
     def restore_state(self, state: Any) -> None:
@@ -480,6 +482,15 @@ def build_loader(
     agree: Agree | None = None,
     **arguments: Any,
 ) -> PackLoader:
+    """Returns the loader of packs of a data set for one data-parallel rank: its iterator yields `Pack`.
+
+    Args:
+        prefetch, agree: as for `PackLoader`.
+        task_encoder, data_parallel_group, arguments: as for `build_dataset`.
+
+    Raises:
+        ConfigError: ``data.path`` is not set, or as `build_dataset`.
+    """
     if not config.data.path:  # before a processor is loaded
         raise ConfigError(NO_PATH)
     if task_encoder is None:

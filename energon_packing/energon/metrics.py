@@ -63,6 +63,7 @@ class PackSums:
     waited: float = 0.0
 
     def add(self, other: "PackSums") -> None:
+        """Adds the sums of other packs."""
         for name in _NUMBERS:
             mine, others = getattr(self, name), getattr(other, name)
             setattr(self, name, max(mine, others) if name in ("delay_max", "held") else mine + others)
@@ -70,6 +71,7 @@ class PackSums:
 
     @property
     def room(self) -> int:
+        """Tokens that the packs have room for."""
         return self.real + self.alignment + self.tail + self.unused
 
     def figures(self) -> dict[str, float]:
@@ -187,6 +189,7 @@ class RunLines:
 
 
 def merged(sums: Iterable[PackSums]) -> PackSums:
+    """Returns the sums of all ranks together."""
     whole = PackSums()
     for each in sums:
         whole.add(each)
@@ -213,6 +216,11 @@ def figures(lines: Sequence[RankLine]) -> dict[str, float]:
 
 
 def sums_of(pack: Pack, capacity: int) -> PackSums:
+    """The sums of one pack.
+
+    Args:
+        capacity: tokens of a full pack.
+    """
     dropped = Counter(entry.reason for entry in pack.dropped)
     if pack.padding:
         return PackSums(padding_packs=1, dropped=dropped)
@@ -351,6 +359,7 @@ class PackMetrics:
         self._made.append((sums_of(pack, self._capacity), float(pack.cost)))
 
     def forget(self) -> None:
+        """Forgets packs that were made and will not be taken."""
         self._made.clear()
 
     def take(self, reader: Any) -> Any:
@@ -361,6 +370,7 @@ class PackMetrics:
         return batch
 
     def watch(self, packs: Iterable[Pack]) -> Iterator[Pack]:
+        """Yields packs to the trainer, and counts each."""
         began = time.monotonic()
         try:
             for number, pack in enumerate(packs, start=1):

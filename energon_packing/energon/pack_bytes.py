@@ -84,6 +84,7 @@ def field_digests(batch: Any) -> dict[str, str]:
 
 
 def tensors_of(batch: Any) -> dict[str, torch.Tensor]:
+    """Every tensor of a batch by name; one inside a mapping is named like ``visual_inputs/pixel_values``."""
     values = {spec.name: getattr(batch, spec.name) for spec in dataclasses.fields(batch)}
     for name, value in [*values.items()]:
         if isinstance(value, Mapping):

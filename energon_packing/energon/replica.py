@@ -52,9 +52,11 @@ class OwnGroup:
         self._group.broadcast(tensor, self._ranks.index(source)).wait()
 
     def send(self, tensor: torch.Tensor, destination: int, tag: int) -> None:
+        """Sends the tensor to a global rank, which receives it with the same tag."""
         self._group.send([tensor], self._ranks.index(destination), tag).wait()
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> None:
+        """Fills the tensor with what a global rank sends."""
         self._group.recv([tensor], self._ranks.index(source), tag).wait()
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -64,6 +66,7 @@ class OwnGroup:
         return found
 
     def all_gather_values(self, value: Any) -> list[Any]:
+        """Returns the values of all ranks."""
         text = to_text(value)
         sizes = [int(size) for size in self.all_gather(torch.tensor([len(text)]))]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
@@ -77,6 +80,7 @@ def to_text(value: Any) -> torch.Tensor:
 
 
 def from_text(payload: torch.Tensor) -> Any:
+    """Returns the value that `to_text` wrote."""
     return pickle.loads(bytes(payload.numpy()))
 
 
@@ -127,10 +131,12 @@ class Replica:
 
     @property
     def is_reader(self) -> bool:
+        """Whether this rank reads for its replica."""
         return self.global_rank == self.reader
 
     @property
     def is_leader(self) -> bool:
+        """Whether this rank passes packs on to its stage."""
         return self.global_rank == self.members[0]
 
     @property

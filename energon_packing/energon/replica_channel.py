@@ -56,6 +56,7 @@ class SharedBlock:
 
     @classmethod
     def new(cls, size: int) -> "SharedBlock":
+        """Returns a block of zeros."""
         descriptor = os.memfd_create("energon-packing", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, size)
         return cls.received(descriptor, 0, size)
@@ -171,6 +172,7 @@ class HostLeader(_Link):
         self._listener.listen(len(ranks))
 
     def accept(self) -> None:
+        """Waits until all members have connected."""
         self._listener.settimeout(self._patience)
         while len(self._connections) < len(self._ranks):
             connection, secret, rank = self._connect(self._listener.accept()[0], self._patience), b"", b""
@@ -355,6 +357,7 @@ class StageSpread:
 
     @property
     def reaches_others(self) -> bool:
+        """Whether a message from here goes to any other rank."""
         return self._link is not None or self._hosts_group is not None
 
     @property

@@ -93,6 +93,7 @@ class ReadAhead:
         return made
 
     def stop(self) -> None:
+        """Tells the thread to end; returns at once."""
         self._stopped = True
         self._room.release()
         self._road.interrupt()

@@ -97,15 +97,18 @@ class WindowBuffer(SavableSampleBuffer):
         self._arrivals: list[int] = []
 
     def hold(self, sample: Any, arrival: int) -> None:
+        """Appends a sample with its number in the stream."""
         self.append(sample)
         self._arrivals.append(arrival)
 
     def put(self, held: Held) -> None:
+        """Appends samples that were taken out of another buffer."""
         samples, keys, arrivals = held
         self.extend(samples, keys)
         self._arrivals.extend(arrivals)
 
     def take(self, positions: Sequence[int]) -> Held:
+        """Removes the samples at ``positions`` and returns them in that order."""
         columns: Held = (self._buffer, self._restore_keys, self._arrivals)
         held = tuple([column[position] for position in positions] for column in columns)
         gone = set(positions)
@@ -474,6 +477,7 @@ class SplitPieces(BaseWrapperDataset[MeasuredSample, MeasuredSample]):
 
 
 def piece_of(sample: MeasuredSample, number: int) -> MeasuredSample:
+    """Returns one piece of a split sample: measured, or with its problem."""
     assert sample.split is not None
     piece = sample.split.pieces[number]
     key = f"{sample.__key__}#{number}"

@@ -106,6 +106,7 @@ class SharedRoom:
         return places
 
     def file(self, place: Place) -> bytes:
+        """Returns a copy of a file."""
         return bytes(self._view[place[0] : place[0] + place[1]])
 
     def taken(self, made: Mapping[str, Any], start: int, end: int) -> dict[str, Any]:
@@ -134,9 +135,11 @@ class SharedRoom:
         return _tensor(held, value, value.place - start)
 
     def tensor(self, placed: Placed) -> torch.Tensor:
+        """Returns the memory of a tensor, as a tensor."""
         return _tensor(self._view, placed, placed.place)
 
     def place_of(self, tensor: torch.Tensor) -> int:
+        """Returns where the first byte of a tensor lies, if it lies in this memory."""
         return tensor.data_ptr() - self._address
 
     def leave_alone(self, start: int) -> None:

@@ -111,6 +111,7 @@ def get_batch(data_iterator: Any, *, whole_row: bool = False) -> StageBatch:
 
 
 def device() -> torch.device:
+    """The device of this process's model."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 

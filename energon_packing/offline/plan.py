@@ -164,6 +164,11 @@ class PlanFacts:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "PlanFacts":
+        """Facts from `to_json`.
+
+        Raises:
+            KeyError, TypeError, ValueError: a field is missing or has another form.
+        """
         facts = read_as(cls, values)
         read_as(tuple[Amount | None, ...], [facts.decided[name] for name in facts.decided if name.startswith("max_")])
         read_as(tuple[Count, ...], [facts.decided[name] for name in ("seq_length", "multiple", "reserved")])

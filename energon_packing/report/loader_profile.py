@@ -46,6 +46,7 @@ class StageClock:
         self.restart()
 
     def restart(self) -> None:
+        """Forgets what was counted."""
         self._since = self._clock()
         self.seconds = dict.fromkeys(STAGES, 0.0)
 

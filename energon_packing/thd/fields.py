@@ -39,10 +39,12 @@ class TokenField:
 
     @property
     def of_row(self) -> str:
+        """Its name in a sample's row."""
         return self.name if self.row is None else self.row
 
     @property
     def of_bridge(self) -> tuple[str, ...]:
+        """Its names in the mapping for Bridge."""
         return self.bridge or (self.name,)
 
     def filled(self, length: int) -> torch.Tensor:

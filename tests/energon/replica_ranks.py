@@ -6,6 +6,7 @@ is written to ``FOLDER/CASE-RANK.json``.
 
 import dataclasses
 import faulthandler
+import gc
 import json
 import os
 import signal
@@ -312,9 +313,13 @@ def run_rank(folder: Path, rank: int) -> None:
     for name, (layout, case) in CASES.items():
         began = time.monotonic()
         try:
-            result = case(Replica.of(process_groups(layout)))
+            replica = Replica.of(process_groups(layout))
+            result = case(replica)
             (folder / f"{name}-{rank}.json").write_text(json.dumps(result))
+            # A group that one rank drops while another still connects to it fails there, so it is kept until here.
             distributed.barrier()
+            del replica
+            gc.collect()  # a worker that is forked must not be the one to end a group: its threads are not there
         except BaseException as error:
             error.add_note(f"rank {rank}, case {name}, {time.monotonic() - began:.0f} s after its start")
             faulthandler.dump_traceback()  # what the other threads of this rank wait for

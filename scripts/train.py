@@ -35,16 +35,23 @@ STEP = "energon_packing.bridge.step:forward_step"
 )
 @click.option("--check", is_flag=True, help="Check the configuration and stop.")
 @click.option("--cpu", is_flag=True, help="Run a tiny model on the CPU over gloo (docs/correctness.md).")
-def main(run: str, overrides: tuple[str, ...], data: str | None, step: str, mode: str, check: bool, cpu: bool) -> None:
+@click.option(
+    "--trust", is_flag=True, help="Let code run that the YAML of RUN or of the data names (docs/security.md)."
+)
+def main(
+    run: str, overrides: tuple[str, ...], data: str | None, step: str, mode: str, check: bool, cpu: bool, trust: bool
+) -> None:
     """Trains RUN on packed rows.
 
     RUN is a recipe module:function or the run_config.yaml that Bridge writes; SECTION.KEY=VALUE are Bridge's overrides.
     """
     from energon_packing.errors import UserError
+    from energon_packing.trust import trusting
 
     first = os.environ.get("RANK", "0") == "0"
     try:
-        violated = _train(run, (*overrides, *([f"dataset.path={data}"] if data else [])), step, mode, check, cpu)
+        with trusting(trust):
+            violated = _train(run, (*overrides, *([f"dataset.path={data}"] if data else [])), step, mode, check, cpu)
     except UserError as error:
         if first:
             click.echo(f"Error: {error}", err=True)

@@ -36,7 +36,7 @@ HEAVY = (
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("line_file", "registry"),
-    (*("executors", "plain_yaml", "remote_files", "stored_record", "thd"),),
+    (*("executors", "plain_yaml", "remote_files", "stored_record", "thd", "trust"),),
     ("conversation", "packing"),
     ("config",),
     ("drops", "sample_kind"),

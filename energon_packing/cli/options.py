@@ -9,6 +9,7 @@ import click
 
 from energon_packing.errors import UserError
 from energon_packing.executors.work import EXECUTORS
+from energon_packing.trust import trusting
 
 
 class NewFile(click.Path):
@@ -40,8 +41,18 @@ def together(*options: Decorator) -> Decorator:
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
-set_option = click.option(
-    "--set", "overrides", metavar="SECTION.KEY=VALUE", multiple=True, help="Change a value; may be repeated."
+trust_option = click.option(
+    "--trust",
+    is_flag=True,
+    expose_value=False,
+    callback=lambda ctx, _, trusts: ctx.with_resource(trusting(trusts)),
+    help="Let code run that the YAML of a data set or of Bridge names, beside configurations (docs/security.md).",
+)
+set_option = together(
+    click.option(
+        "--set", "overrides", metavar="SECTION.KEY=VALUE", multiple=True, help="Change a value; may be repeated."
+    ),
+    trust_option,
 )
 config_options = together(
     click.option("--config", "config_path", metavar="CFG", type=click.Path(), help="YAML configuration."), set_option

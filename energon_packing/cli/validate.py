@@ -8,7 +8,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from energon_packing.cli.options import AT_LEAST_1, PATH, json_option
+from energon_packing.cli.options import AT_LEAST_1, PATH, json_option, trust_option
 from energon_packing.cli.terminal import answer, cell, counted, say, table
 from energon_packing.validate.looks.look import LOOKS, Look
 from energon_packing.validate.looks.run import look_at_run
@@ -85,6 +85,7 @@ missing or unusable, or Bridge rejects the run, 2 unusable input.
     help="Look at what the run reads: data set, processor, chat template, 200 conversations (several seconds).",
 )
 @click.option("--bridge/--no-bridge", default=True, help="Ask the installed Megatron-Bridge too (several seconds).")
+@trust_option
 @json_option
 @click.pass_context
 def validate(

@@ -245,6 +245,9 @@ class DataConfig:
     """Loader processes reuse the memory of finished pixels instead of returning it to the kernel after each image, so
     they stay as large as their largest pack made them. The busier the machine's memory, the more CPU time this saves
     (docs/correctness.md). Takes effect with glibc only."""
+    trust: bool = setting(False, changes="nothing")
+    """Whether Python that the data set's YAML names may run, such as a ``sample_loader.py`` beside it; see
+    docs/security.md. Data sets of ``convert`` name none."""
     accept_changed: tuple[str, ...] = setting((), changes="nothing")
     """What may differ between a restored loader state and this run, by the names in the message that refuses it, such
     as ``encoder.max_pixels`` or ``data set``; a section's name stands for all its settings. ``missing_state`` lets a

@@ -3,6 +3,12 @@
 All of them exist since 7.3.2. If Energon moves one, only this file has to change.
 """
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+from megatron.energon import dataset_config
 from megatron.energon.errors import FatalSampleError
 from megatron.energon.flavors.base_dataset import SavableDataset, add_sample_restore_key, set_sample_restore_key
 from megatron.energon.flavors.webdataset.indexing import JoinIndexReader
@@ -17,6 +23,8 @@ from megatron.energon.task_encoder.base import get_failure_tolerance, get_statel
 from megatron.energon.wrappers import BatchDataset, BlendDataset, MapDataset, RepeatDataset, ShuffleBufferDataset
 from megatron.energon.wrappers.base import BaseWrapperDataset, SampleIndex, get_sample_restore_key
 from megatron.energon.wrappers.buffer import SavableSampleBuffer
+
+from energon_packing.trust import check_data_set
 
 __all__ = [
     "BaseWrapperDataset",
@@ -43,4 +51,33 @@ __all__ = [
     "get_sample_restore_key",
     "get_stateless",
     "set_sample_restore_key",
+    "without_code",
 ]
+
+_CHECKED: ContextVar[bool] = ContextVar("checked", default=False)
+_load_yaml = dataset_config.load_yaml
+
+
+@contextlib.contextmanager
+def without_code() -> Iterator[None]:
+    """Inside, Energon opens no data set whose YAML names code, unless it is trusted (`energon_packing.trust`).
+
+    Its one reader of YAML that can name code is asked, so the check sees the values that Energon does, and no way to
+    name a further file (blends, joins, ``dataset_config``, addresses) passes by.
+    """
+    token = _CHECKED.set(True)
+    try:
+        yield
+    finally:
+        _CHECKED.reset(token)
+
+
+def _read_yaml(stream: Any) -> Any:
+    content = stream if isinstance(stream, bytes) else stream.read()
+    values = _load_yaml(content)
+    if _CHECKED.get():
+        check_data_set(str(getattr(stream, "name", "the data set")), content.decode("utf-8", "replace"), values)
+    return values
+
+
+dataset_config.load_yaml = _read_yaml

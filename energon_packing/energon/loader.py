@@ -25,6 +25,7 @@ from energon_packing.drops import FrequentDrops, over_budget, unwished
 from energon_packing.energon.cookers import guard_shards
 from energon_packing.energon.data_identity import data_identity, known_pairs
 from energon_packing.energon.epoch_end import Agree, EpochReport, agreement, even_packs
+from energon_packing.energon.internals import without_code
 from energon_packing.energon.metrics import PackingMonitor
 from energon_packing.energon.samples import Pack
 from energon_packing.energon.states import check_fingerprint, copied, save_shallowly, settings_of, tell_of_accepted
@@ -33,6 +34,7 @@ from energon_packing.energon.workers import answered, in_sentences, in_workers
 from energon_packing.errors import ConfigError, PackingError, UserError
 from energon_packing.ledger import DropBudgetExceeded, LedgerLock, NothingToPack
 from energon_packing.packing.statistics import PackStatistics
+from energon_packing.trust import trusting
 
 _BUILT = itertools.count()
 """Loaders built in this process so far."""
@@ -432,7 +434,8 @@ def build_dataset(
 
     Raises:
         UserError: there is no data set at ``data.path``, or it lacks the split.
-        ConfigError: the processor or a size cannot be used, or ``packing.pairs`` refuses what is known of the data.
+        ConfigError: the processor or a size cannot be used, ``packing.pairs`` refuses what is known of the data, or
+            the data set names code (`energon_packing.trust`).
     """
     chosen = split or config.data.split
     if not config.data.path:
@@ -449,18 +452,19 @@ def build_dataset(
         task_encoder = build_task_encoder(config)
     task_encoder.tells_end = tells_end
     try:
-        dataset = get_train_dataset(
-            dataset_entry(config.data.path),
-            split_part=chosen,
-            worker_config=worker_config,
-            batch_size=batch_size,
-            shuffle_buffer_size=config.data.shuffle_buffer if config.data.shuffle_buffer > 1 else None,
-            max_samples_per_sequence=sequence,
-            shuffle_over_epochs_multiplier=config.data.shuffle_over_epochs or 1,
-            task_encoder=task_encoder,
-            repeat=config.data.repeat,
-            packing_buffer_size=packing_buffer_size,
-        )
+        with trusting(config.data.trust), without_code():
+            dataset = get_train_dataset(
+                dataset_entry(config.data.path),
+                split_part=chosen,
+                worker_config=worker_config,
+                batch_size=batch_size,
+                shuffle_buffer_size=config.data.shuffle_buffer if config.data.shuffle_buffer > 1 else None,
+                max_samples_per_sequence=sequence,
+                shuffle_over_epochs_multiplier=config.data.shuffle_over_epochs or 1,
+                task_encoder=task_encoder,
+                repeat=config.data.repeat,
+                packing_buffer_size=packing_buffer_size,
+            )
     except (OSError, KeyError, AssertionError, ValueError) as error:
         raise UserError(
             f"The data set {config.data.path} cannot be opened with split {chosen!r}: "

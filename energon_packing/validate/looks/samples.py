@@ -15,11 +15,12 @@ from typing import Any
 import yaml
 
 from energon_packing.config import ParallelConfig, RunConfig
-from energon_packing.convert.layout import SUBFLAVORS
+from energon_packing.convert.layout import META_DIRECTORY, SUBFLAVORS
 from energon_packing.drops import DroppedSample, FrequentDrops
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.sample_kind import kind_of_subflavors
-from energon_packing.validate.looks.data import PREPARE_MEDIA, REMOTE, DataLooks, Inspected, Leaf
+from energon_packing.trust import check_data_set, trusting
+from energon_packing.validate.looks.data import PREPARE_MEDIA, REMOTE, DataLooks, Inspected, Leaf, mapping_in
 from energon_packing.validate.looks.look import Look, RefusedSample
 from energon_packing.validate.run_facts import DataFacts, offline
 
@@ -127,7 +128,11 @@ def look_at_samples(
         from energon_packing.energon.loader import build_dataset
         from energon_packing.energon.reader_shares import described_shares
 
-        with offline():
+        with offline(), trusting(config.data.trust):
+            for leaf, _ in data.readable:  # the run opens those that are left alone here, too
+                for file in (Path(leaf.named_in), Path(leaf.path) / META_DIRECTORY / leaf.dataset_config):
+                    if file.is_file():
+                        check_data_set(str(file), file.read_text(encoding="utf-8-sig"), mapping_in(file))
             encoder = measuring_encoder(config, ParallelConfig(), processor=processor, deals=True)
             if data.whole and not any(left_alone):  # does Energon open it? It refuses a misspelt key of a blend, say
                 shares = described_shares(build_dataset(config, task_encoder=encoder, world_size=data_parallel))

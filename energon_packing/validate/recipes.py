@@ -6,8 +6,11 @@ reads attributes by name, as Bridge does, so it imports neither torch nor Bridge
 
 import contextlib
 import copy
+import dataclasses
+import enum
 import importlib
 import json
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -16,7 +19,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from energon_packing.errors import ConfigError, UserError
+from energon_packing.plain_yaml import MOST_OF_DATA, load_yaml
 from energon_packing.sample_kind import all_kinds
+from energon_packing.trust import OF_A_MODULE, mappings_in, refuse_code, texts_in
 from energon_packing.validate.run_facts import (
     PLACEHOLDERS,
     DataFacts,
@@ -81,7 +86,7 @@ def container_of_file(path: Path) -> Any:
     """Returns the ``ConfigContainer`` of the YAML that Bridge writes beside a checkpoint.
 
     Raises:
-        ConfigError: Bridge cannot read it.
+        ConfigError: Bridge cannot read it, or it names code.
         UserError: Bridge cannot be imported.
     """
     _bridge()
@@ -89,10 +94,71 @@ def container_of_file(path: Path) -> Any:
 
     try:
         with without_output():
+            _check_names(path, path.read_text(encoding="utf-8"))
             container = ConfigContainer.from_yaml(str(path))
+    except UserError:
+        raise
     except Exception as error:  # unknown classes, wrong values, bad YAML: all are about the file
         raise ConfigError(f"{path} is not a configuration that Bridge can read: {_reason(error)}") from error
     return _checked(container, str(path))
+
+
+_CALLED = re.compile(
+    r"megatron\.(bridge|core|training)\.[\w.]+|signal\.Signals|transformers\.[\w.]+\.configuration_\w+\.\w+(\.from_dict)?"
+)
+_HELD = re.compile(
+    r"(torch\.(nn\.(functional|init)\.\w+|_C\._nn\.gelu)"
+    r"|megatron\.(bridge\.models\.(?!conversion|hf_pretrained)|core\.(activations|models)\.)[\w.]+)"
+)
+_TRUSTS = re.compile(r"(\w+_)?trust(_remote_code)?|custom_manager_class")
+
+
+def _check_names(path: Path, text: str) -> None:
+    """Refuses a YAML of Bridge that names what is no configuration: Bridge's allow list lets whole packages through
+    (``numpy.testing.runstring``), and OmegaConf makes mappings of texts (``${oc.create:...}``).
+
+    Raises:
+        ConfigError: it does, or it names code in other words.
+        yaml.YAMLError, ValueError, RecursionError: as `load_yaml`.
+    """
+    for found in mappings_in(load_yaml(text, most_values=MOST_OF_DATA)):
+        target = found.get("_target_", "")
+        called = bool(found.get("_call_", True)) and not found.get("_partial_")
+        if "_target_" in found and not _is_configuration(str(target), called=called):
+            refuse_code(str(path), text, str(target), "which is no class of configurations")
+        for each in texts_in(found):
+            if "${" in each or (str(target).startswith("energon_packing.") and OF_A_MODULE.fullmatch(each)):
+                refuse_code(str(path), text, each, "which is looked up when it is read")
+        for key in (key for key, value in found.items() if value and _TRUSTS.fullmatch(str(key))):
+            refuse_code(str(path), text, str(key), "which lets code run that others wrote")
+
+
+def _is_configuration(target: str, *, called: bool) -> bool:
+    """Whether a target is a class of configurations, or (not ``called``) what such a class refers to: a dtype, a class,
+    a function of a model. A module is imported only if it is one that has them."""
+    import torch
+    from megatron.training.config.instantiate_utils import _locate, target_allowlist
+
+    if target.startswith("functools."):
+        return False
+    if target in target_allowlist.allowed_exact:  # our data sets, and what add-ons registered
+        return True
+    if not called and isinstance(getattr(torch, target.removeprefix("torch."), None), torch.dtype):
+        return True
+    if not (_CALLED if called else _HELD).fullmatch(target):
+        return False
+    try:
+        found = _locate(target.removesuffix(".from_dict"))
+    except ImportError:
+        return False
+    if target.startswith("torch."):
+        return True
+    if f"{getattr(found, '__module__', '')}.{getattr(found, '__qualname__', '')}" != target.removesuffix(".from_dict"):
+        return False  # a name that a module imported: `os.system` of one that imports `os`
+    if not isinstance(found, type):
+        return not called
+    plain = dataclasses.is_dataclass(found) or issubclass(found, enum.Enum) or target.startswith("transformers.")
+    return (plain or not called) and found.__name__ != "ModuleSpec"  # which names any class, and its arguments
 
 
 def _bridge() -> None:

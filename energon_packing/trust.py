@@ -1,19 +1,17 @@
 """Code that a YAML of somebody else names, and the word of the user that it may run.
 
 Energon and Bridge import, and call, what a YAML names: a data set brings Python files of its own (``sample_loader``),
-and of a package that is allowed as a whole one function is enough to run any text. So what a file names is compared
-with what it needs before they see it. docs/security.md lists every road.
+and of a package that is allowed as a whole one function is enough to run any text. docs/security.md lists every road.
 """
 
 import contextlib
-import re
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
 from energon_packing.errors import ConfigError
 
-_TRUSTED: ContextVar[bool] = ContextVar("trusted", default=False)
+_TRUSTED: ContextVar[bool | None] = ContextVar("trusted", default=None)
 _FLAVORS = "Captioning Image ImageClassification Interleaved MultiChoiceVQA OCR SimilarityInterleaved Text VQA VidQA"
 ENERGON_CLASSES = frozenset(
     {f"{flavor}{kind}" for flavor in _FLAVORS.split() for kind in ("Sample", "Webdataset")}
@@ -21,14 +19,12 @@ ENERGON_CLASSES = frozenset(
     | {"Metadataset", "MetadatasetV2"}
 )
 """Classes that a data set may name, in ``megatron.energon`` or a module of it: none runs code that lies in the data."""
-OF_A_MODULE = re.compile(r"[\w.]*\w:[A-Za-z_]\w*\Z")
-"""``my_module:Name``, and what Energon calls a function of a file: ``sample_loader.py:NAME``."""
 
 
 @contextlib.contextmanager
 def trusting(trusts: bool = True) -> Iterator[None]:
-    """Inside, code that files name may run, if the user ``trusts`` them or did so outside."""
-    token = _TRUSTED.set(trusts or _TRUSTED.get())
+    """Inside, code that files name runs only if the user ``trusts`` them, or did so outside."""
+    token = _TRUSTED.set(trusts or bool(_TRUSTED.get()))
     try:
         yield
     finally:
@@ -36,15 +32,7 @@ def trusting(trusts: bool = True) -> Iterator[None]:
 
 
 def refuse_code(file: str, text: str, named: str, why: str) -> None:
-    """Ends the reading of a file that names code, unless inside `trusting`.
-
-    Args:
-        text: of the file, for the line.
-        named: as it is written there, or ``MODULE.NAME`` of what is written in two places.
-
-    Raises:
-        ConfigError: always, with file and line and what to do.
-    """
+    """Raises a `ConfigError` about a file with this text that names code, unless inside `trusting`."""
     if _TRUSTED.get():
         return
     parts = (named, named[:24], named.rpartition(".")[2])  # long texts are folded, and two keys make one name
@@ -66,23 +54,18 @@ def mappings_in(value: Any) -> Iterator[Mapping[Any, Any]]:
             yield from mappings_in(each)
 
 
-def texts_in(values: Mapping[Any, Any]) -> Iterator[str]:
-    """Yields the texts of a mapping, and of lists in it; not those of mappings in it."""
-    for value in values.values():
-        yield from (each for each in (value if isinstance(value, list | tuple) else [value]) if isinstance(each, str))
+def check_data_set(file: str, content: bytes, values: Any) -> None:
+    """Refuses a metadataset, or the ``dataset.yaml`` of a data set, that names code; only inside `trusting`.
 
-
-def check_data_set(file: str, text: str, values: Any) -> None:
-    """Refuses a metadataset, or the ``dataset.yaml`` of a data set, that names code.
-
-    Args:
-        values: of the text, as Energon reads it: its `JsonParser` instantiates a mapping with ``__module__`` wherever
-            it stands, in subflavors too.
+    Energon's `JsonParser` instantiates a mapping with ``__module__`` wherever it stands, in subflavors too.
 
     Raises:
         ConfigError: it names another class than `ENERGON_CLASSES`, a function, a Python file, or a decoder, which
             unpickles members of samples.
     """
+    if _TRUSTED.get() is not False:
+        return
+    text = content.decode("utf-8", "replace")
     for found in mappings_in(values):
         module, name = str(found.get("__module__")), str(found.get("__class__", found.get("__function__")))
         known = f"{module}.".startswith("megatron.energon.") and name in ENERGON_CLASSES
@@ -93,6 +76,3 @@ def check_data_set(file: str, text: str, values: Any) -> None:
                 refuse_code(file, text, found[key], f"a Python file of the data set ({key})")
         if found.get("decoder") is not None:
             refuse_code(file, text, "decoder", "which unpickles what samples hold")
-        for each in texts_in(found):
-            if ".py:" in each and OF_A_MODULE.search(each):
-                refuse_code(file, text, each, "a function of a Python file")

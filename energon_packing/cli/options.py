@@ -46,16 +46,14 @@ trust_option = click.option(
     is_flag=True,
     expose_value=False,
     callback=lambda ctx, _, trusts: ctx.with_resource(trusting(trusts)),
-    help="Let code run that the YAML of a data set or of Bridge names, beside configurations (docs/security.md).",
+    help="Let code run that the YAML of a data set or of Bridge names (docs/security.md).",
 )
-set_option = together(
-    click.option(
-        "--set", "overrides", metavar="SECTION.KEY=VALUE", multiple=True, help="Change a value; may be repeated."
-    ),
-    trust_option,
+set_option = click.option(
+    "--set", "overrides", metavar="SECTION.KEY=VALUE", multiple=True, help="Change a value; may be repeated."
 )
 config_options = together(
-    click.option("--config", "config_path", metavar="CFG", type=click.Path(), help="YAML configuration."), set_option
+    click.option("--config", "config_path", metavar="CFG", type=click.Path(), help="YAML configuration."),
+    *(set_option, trust_option),
 )
 split_option = click.option("--split", default="train", show_default=True, help="Part of each data set.")
 executor_options = together(

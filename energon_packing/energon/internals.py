@@ -3,9 +3,6 @@
 All of them exist since 7.3.2. If Energon moves one, only this file has to change.
 """
 
-import contextlib
-from collections.abc import Iterator
-from contextvars import ContextVar
 from typing import Any
 
 from megatron.energon import dataset_config
@@ -51,32 +48,17 @@ __all__ = [
     "get_sample_restore_key",
     "get_stateless",
     "set_sample_restore_key",
-    "without_code",
 ]
 
-_CHECKED: ContextVar[bool] = ContextVar("checked", default=False)
 _load_yaml = dataset_config.load_yaml
 
 
-@contextlib.contextmanager
-def without_code() -> Iterator[None]:
-    """Inside, Energon opens no data set whose YAML names code, unless it is trusted (`energon_packing.trust`).
-
-    Its one reader of YAML that can name code is asked, so the check sees the values that Energon does, and no way to
-    name a further file (blends, joins, ``dataset_config``, addresses) passes by.
-    """
-    token = _CHECKED.set(True)
-    try:
-        yield
-    finally:
-        _CHECKED.reset(token)
-
-
 def _read_yaml(stream: Any) -> Any:
+    """Stands in for Energon's only reader of YAML that can name code: the check sees the values that Energon does, of
+    every file that a data set leads to (blends, joins, ``dataset_config``, addresses)."""
     content = stream if isinstance(stream, bytes) else stream.read()
     values = _load_yaml(content)
-    if _CHECKED.get():
-        check_data_set(str(getattr(stream, "name", "the data set")), content.decode("utf-8", "replace"), values)
+    check_data_set(str(getattr(stream, "name", "the data set")), content, values)
     return values
 
 

@@ -25,7 +25,6 @@ from energon_packing.drops import FrequentDrops, over_budget, unwished
 from energon_packing.energon.cookers import guard_shards
 from energon_packing.energon.data_identity import data_identity, known_pairs
 from energon_packing.energon.epoch_end import Agree, EpochReport, agreement, even_packs
-from energon_packing.energon.internals import without_code
 from energon_packing.energon.metrics import PackingMonitor
 from energon_packing.energon.samples import Pack
 from energon_packing.energon.states import check_fingerprint, copied, save_shallowly, settings_of, tell_of_accepted
@@ -452,7 +451,7 @@ def build_dataset(
         task_encoder = build_task_encoder(config)
     task_encoder.tells_end = tells_end
     try:
-        with trusting(config.data.trust), without_code():
+        with trusting(config.data.trust):
             dataset = get_train_dataset(
                 dataset_entry(config.data.path),
                 split_part=chosen,

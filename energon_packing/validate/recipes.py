@@ -21,7 +21,7 @@ from typing import Any
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.plain_yaml import MOST_OF_DATA, load_yaml
 from energon_packing.sample_kind import all_kinds
-from energon_packing.trust import OF_A_MODULE, mappings_in, refuse_code, texts_in
+from energon_packing.trust import mappings_in, refuse_code
 from energon_packing.validate.run_facts import (
     PLACEHOLDERS,
     DataFacts,
@@ -107,10 +107,10 @@ _CALLED = re.compile(
     r"megatron\.(bridge|core|training)\.[\w.]+|signal\.Signals|transformers\.[\w.]+\.configuration_\w+\.\w+(\.from_dict)?"
 )
 _HELD = re.compile(
-    r"(torch\.(nn\.(functional|init)\.\w+|_C\._nn\.gelu)"
+    r"(torch\.(nn\.(functional|init)\.\w+|_C\._nn\.gelu|b?float\w+|u?int\d+)"
     r"|megatron\.(bridge\.models\.(?!conversion|hf_pretrained)|core\.(activations|models)\.)[\w.]+)"
 )
-_TRUSTS = re.compile(r"(\w+_)?trust(_remote_code)?|custom_manager_class")
+_TRUSTS = ("trust", "trust_remote_code", "hf_trust_remote_code", "custom_manager_class")
 
 
 def _check_names(path: Path, text: str) -> None:
@@ -122,28 +122,24 @@ def _check_names(path: Path, text: str) -> None:
         yaml.YAMLError, ValueError, RecursionError: as `load_yaml`.
     """
     for found in mappings_in(load_yaml(text, most_values=MOST_OF_DATA)):
-        target = found.get("_target_", "")
+        target = str(found.get("_target_", ""))
         called = bool(found.get("_call_", True)) and not found.get("_partial_")
-        if "_target_" in found and not _is_configuration(str(target), called=called):
-            refuse_code(str(path), text, str(target), "which is no class of configurations")
-        for each in texts_in(found):
-            if "${" in each or (str(target).startswith("energon_packing.") and OF_A_MODULE.fullmatch(each)):
-                refuse_code(str(path), text, each, "which is looked up when it is read")
-        for key in (key for key, value in found.items() if value and _TRUSTS.fullmatch(str(key))):
-            refuse_code(str(path), text, str(key), "which lets code run that others wrote")
+        if "_target_" in found and not _is_configuration(target, called=called):
+            refuse_code(str(path), text, target, "which is no class of configurations")
+        if "${" in str(found):
+            refuse_code(str(path), text, "${", "which makes other names when it is read")
+        for key, value in found.items():
+            names_a_class = target.startswith("energon_packing.") and re.fullmatch(r"[\w.]+:[A-Za-z_]\w*", str(value))
+            if (value and key in _TRUSTS) or names_a_class:
+                refuse_code(str(path), text, str(key), "which lets code run that others wrote")
 
 
 def _is_configuration(target: str, *, called: bool) -> bool:
     """Whether a target is a class of configurations, or (not ``called``) what such a class refers to: a dtype, a class,
     a function of a model. A module is imported only if it is one that has them."""
-    import torch
-    from megatron.training.config.instantiate_utils import _locate, target_allowlist
+    from megatron.bridge.utils.instantiate_utils import _locate, target_allowlist
 
-    if target.startswith("functools."):
-        return False
-    if target in target_allowlist.allowed_exact:  # our data sets, and what add-ons registered
-        return True
-    if not called and isinstance(getattr(torch, target.removeprefix("torch."), None), torch.dtype):
+    if target in target_allowlist.allowed_exact - {"functools.partial"}:  # our data sets, and those of add-ons
         return True
     if not (_CALLED if called else _HELD).fullmatch(target):
         return False
@@ -151,14 +147,12 @@ def _is_configuration(target: str, *, called: bool) -> bool:
         found = _locate(target.removesuffix(".from_dict"))
     except ImportError:
         return False
-    if target.startswith("torch."):
-        return True
-    if f"{getattr(found, '__module__', '')}.{getattr(found, '__qualname__', '')}" != target.removesuffix(".from_dict"):
+    if not target.startswith(("torch.", f"{getattr(found, '__module__', '')}.{getattr(found, '__qualname__', '')}")):
         return False  # a name that a module imported: `os.system` of one that imports `os`
-    if not isinstance(found, type):
+    if not called or not isinstance(found, type):
         return not called
     plain = dataclasses.is_dataclass(found) or issubclass(found, enum.Enum) or target.startswith("transformers.")
-    return (plain or not called) and found.__name__ != "ModuleSpec"  # which names any class, and its arguments
+    return plain and found.__name__ != "ModuleSpec"  # which calls any class
 
 
 def _bridge() -> None:

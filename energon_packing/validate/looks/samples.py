@@ -132,7 +132,7 @@ def look_at_samples(
             for leaf, _ in data.readable:  # the run opens those that are left alone here, too
                 for file in (Path(leaf.named_in), Path(leaf.path) / META_DIRECTORY / leaf.dataset_config):
                     if file.is_file():
-                        check_data_set(str(file), file.read_text(encoding="utf-8-sig"), mapping_in(file))
+                        check_data_set(str(file), file.read_bytes(), mapping_in(file))
             encoder = measuring_encoder(config, ParallelConfig(), processor=processor, deals=True)
             if data.whole and not any(left_alone):  # does Energon open it? It refuses a misspelt key of a blend, say
                 shares = described_shares(build_dataset(config, task_encoder=encoder, world_size=data_parallel))

@@ -5,10 +5,19 @@ from mutation_table import Mutation
 VALIDATE_TRAPS = {
     58: "a run is called valid although what it reads is missing, or its template leaves things out",
     85: "a processor of a neighbouring family fits until the first image",
+    107: "code runs that a data set or a YAML of Bridge names",
 }
 
 READS = "tests/cli/test_validate_data.py::"
 OF_THE_MODEL = "tests/validate/test_processor_of_the_model.py::"
+IN_DATA = (
+    "tests/energon/test_code_in_data.py::"
+    "test_code_that_a_data_set_names_runs_in_energon_and_not_in_our_loader_before_it_is_trusted"
+)
+IN_YAML = (
+    "tests/conformance/test_names_in_bridges_yaml.py::"
+    "test_what_bridge_runs_while_it_reads_a_file_is_refused_by_file_and_line_until_it_is_trusted"
+)
 SHARDS = "tests/validate/test_shards.py::test_what_stops_or_starves_the_loader_is_an_error"
 
 VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
@@ -124,5 +133,39 @@ VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
         "test_the_conversations_come_from_all_over_the_data_set_and_are_the_same_every_time",
         oracle="the definition",
         edits=(("validate/looks/samples.py", '"family text" in sample.detail', "False"),),
+    ),
+    Mutation(
+        trap=107,
+        name="a data set's YAML is opened unread",
+        test=IN_DATA + "[part_filter: FILE.py:NAME]",
+        oracle="Energon on the same data set",
+        edits=(
+            (
+                "energon/internals.py",
+                '    check_data_set(str(getattr(stream, "name", "the data set")), content, values)\n',
+                "",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=107,
+        name="only names that end in .py are files of Python",
+        test=IN_DATA + "[part_filter: FILE]",
+        oracle="Energon on the same data set",
+        edits=(("trust.py", "if isinstance(found.get(key), str):", 'if ".py" in str(found.get(key)):'),),
+    ),
+    Mutation(
+        trap=107,
+        name="Bridge's own allow list is relied on",
+        test=IN_YAML + "[a function of numpy]",
+        oracle="Bridge on the same file",
+        edits=(("validate/recipes.py", '            _check_names(path, path.read_text(encoding="utf-8"))\n', ""),),
+    ),
+    Mutation(
+        trap=107,
+        name="a text becomes a mapping after it was checked",
+        test=IN_YAML + "[a target by interpolation]",
+        oracle="Bridge on the same file",
+        edits=(("validate/recipes.py", 'if "${" in str(found):', "if False:"),),
     ),
 )

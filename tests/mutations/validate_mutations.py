@@ -5,10 +5,15 @@ from mutation_table import Mutation
 VALIDATE_TRAPS = {
     58: "a run is called valid although what it reads is missing, or its template leaves things out",
     85: "a processor of a neighbouring family fits until the first image",
+    112: "a run that Bridge builds and trains is refused without a reason",
 }
 
 READS = "tests/cli/test_validate_data.py::"
 OF_THE_MODEL = "tests/validate/test_processor_of_the_model.py::"
+DRAWN = (
+    "tests/conformance/test_rules_of_bridge.py::"
+    "test_no_drawn_run_is_refused_without_a_reason_or_accepted_where_bridge_cannot_build_it"
+)
 SHARDS = "tests/validate/test_shards.py::test_what_stops_or_starves_the_loader_is_an_error"
 
 VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
@@ -94,6 +99,28 @@ VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
         test=READS + "test_a_name_of_the_hub_is_loaded_from_its_cache_without_the_network",
         oracle="a socket that refuses",
         edits=(("validate/run_facts.py", '"HF_HUB_OFFLINE", True)', '"HF_HUB_OFFLINE", False)'),),
+    ),
+    Mutation(
+        trap=112,
+        name="experts over tensor ranks are counted where Bridge sets their tensor parallelism to 1",
+        test=DRAWN,
+        oracle="`initialize_model_parallel` of Megatron-Core",
+        edits=(
+            (
+                "validate/rules/layout.py",
+                "view.expert_tensor_parallel or 1 ",
+                "view.expert_tensor_parallel or view.tensor_parallel ",
+            ),
+        ),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=112,
+        name="frozen vision towers are awaited by the gradient reduction",
+        test=DRAWN,
+        oracle="trained parameters of the model that Bridge's provider builds",
+        edits=(("validate/rules/families.py", " or view.vision_frozen or view.dummy_image", " or view.dummy_image"),),
+        needs_bridge=True,
     ),
     Mutation(
         trap=85,

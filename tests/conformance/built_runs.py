@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from support.bridge_cpu import stand_ins, tiny_models
+from support.bridge_cpu import stand_ins, tiny_models, training_run
 
 from energon_packing.validate.rules.rule import Rule
 from energon_packing.validate.run_view import RunView
@@ -37,6 +37,17 @@ def groups(world: int, **sizes: Any) -> Iterator[None]:
     finally:
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
+
+
+@contextlib.contextmanager
+def one_rank_on_the_cpu() -> Iterator[None]:
+    """The groups of a run of one rank, with stand-ins for what needs CUDA, which ``validate()`` shall not see."""
+    stand_ins.install()
+    try:
+        with stand_ins.without_warnings(), groups(1):
+            yield
+    finally:
+        stand_ins.uninstall()
 
 
 @functools.cache
@@ -83,7 +94,7 @@ def wrapper_refused(per_token: bool, average: bool) -> str:
     config = TransformerConfig(num_layers=1, hidden_size=2, num_attention_heads=1, calculate_per_token_loss=per_token)
     settings = DistributedDataParallelConfig(average_in_collective=average)
     try:
-        with groups(1):
+        with one_rank_on_the_cpu():
             DistributedDataParallel(config, settings, torch.nn.Linear(2, 2))
     except AssertionError as error:
         return str(error)
@@ -103,14 +114,10 @@ def refusal(view: RunView) -> str:
 @functools.cache
 def trained(family: str, frozen: bool) -> frozenset[str]:
     """Names of the trained parameters outside the language model, of the model that the provider builds."""
-    try:
-        with stand_ins.without_warnings(), groups(1):
-            made = tiny_models.provider(family, vocab_size=64, tokens=TOKENS)
-            made.freeze_vision_model = made.freeze_vision_projection = frozen
-            made.finalize()
-            model = made.provide(pre_process=True, post_process=True)
-    finally:
-        stand_ins.uninstall()  # which the provider installs
+    with one_rank_on_the_cpu():
+        made = tiny_models.provider(family, vocab_size=64, tokens=TOKENS)
+        made.freeze_vision_model = made.freeze_vision_projection = frozen
+        model = training_run.build_model(made)
     names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     return frozenset(name for name in names if "language_model" not in name)
 

@@ -476,10 +476,10 @@ class Tally:
 
 def tallied(views: Iterable[RunView]) -> Tally:
     """Judges every run by Bridge and by the rules."""
-    import built_runs  # needs torch, as the runs themselves do not
-
     found = Tally(version=installed_version("megatron-bridge") or "")
     verdict.prepare_bridge()
+    import built_runs  # which imports Bridge
+
     with verdict.without_output():  # once, not four times for every run
         for view in views:
             ours = [judgement.rule for judgement in violations(view)]

@@ -18,8 +18,7 @@ class FamilyLine:
         since: first two numbers of the version.
         packed: whether the family keeps the samples of a packed row apart.
         context_parallel: whether packed rows may be sliced over ranks; False where ``packed`` is.
-        in_batch: whether Bridge's own in-batch packing serves the family.
-        why: what is wrong where one of the three is False, as a clause.
+        why: what is wrong where one of the two is False, as a clause.
         processors: classes of transformers that make the family's inputs; empty if they are not known.
         source: file below ``megatron/bridge``.
         holds: texts that the file contains.
@@ -31,7 +30,6 @@ class FamilyLine:
     since: tuple[int, int] = (0, 6)
     packed: bool = True
     context_parallel: bool = True
-    in_batch: bool = True
     why: str = ""
     processors: tuple[str, ...] = ()
     source: str
@@ -39,7 +37,7 @@ class FamilyLine:
     lacks: tuple[str, ...] = ()
 
 
-_UNPACKED = partial(FamilyLine, packed=False, context_parallel=False, in_batch=False)
+_UNPACKED = partial(FamilyLine, packed=False, context_parallel=False)
 _RAISES = ("packed_seq_params is not supported",)
 _NO_CP = ("context_parallel", "cp_size", "cp_group.size()")
 
@@ -65,8 +63,6 @@ FAMILY_TABLE: tuple[FamilyLine, ...] = (
         name="Qwen3.5-VL",
         prefix="qwen35vl",
         processors=("Qwen3VLProcessor",),
-        in_batch=False,
-        why="has the model of Qwen3-VL, and recipes that turn in-batch packing off",
         source="models/qwen_vl/qwen35_vl_provider.py",
         holds=("from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model import Qwen3VLModel",),
     ),
@@ -143,6 +139,12 @@ FAMILY_TABLE: tuple[FamilyLine, ...] = (
         why="masks attention over the whole row, so samples would see each other",
         source="models/gemma_vl/modeling_gemma4_vl.py",
         holds=("self._compute_attention_mask(input_ids)",),
+    ),
+    FamilyLine(
+        name="Gemma 4, text",
+        prefix="gemma4text",
+        source="models/gemma/modeling_gemma4.py",
+        holds=("packed_seq_params=packed_seq_params", "packed_seq=packed_seq, cp_group=cp_group"),
     ),
     FamilyLine(
         name="Ministral 3",

@@ -246,6 +246,13 @@ _KIND_OF_CLASS: dict[str, DatasetKind] = {
 }
 
 
+_TEXT_MODELS = {"Gemma4ModelProvider": "gemma4_text", "Gemma4DenseProvider": "gemma4_text"}
+"""Providers of text whose names are those of a family that sees, with the names that transformers has for text."""
+
+_OF_HEADS = ("hidden_size", "num_attention_heads", "kv_channels", "global_kv_channels", "global_head_dim")
+"""Settings that determine the width of heads; Gemma 4 has wider ones where it attends to the whole sequence."""
+
+
 def view_of(container: Any, *, world_size: int, step: str | None = None, data: DataFacts | None = None) -> RunView:
     """Returns the view of a Bridge ``ConfigContainer``, before or after ``validate()``.
 
@@ -262,7 +269,9 @@ def view_of(container: Any, *, world_size: int, step: str | None = None, data: D
     classes = {cls.__name__ for cls in type(dataset).__mro__}
     kind = next((kind for name, kind in _KIND_OF_CLASS.items() if name in classes), "provider")
     coefficients = getattr(final, "moe_aux_loss_coeff", 0.0)
-    width, heads = (getattr(model, name, None) for name in ("hidden_size", "num_attention_heads"))
+    name = type(model).__name__
+    width, heads, *channels = (getattr(model, field, None) for field in _OF_HEADS)
+    widest = max((given for given in channels if given), default=width // heads if width and heads else None)
     # In the other modes of our data set the window holds a micro-batch.
     packing = getattr(dataset, "packing", None) if getattr(dataset, "mode", "packs") == "packs" else None
     fields = stated(source, "bridge")
@@ -277,7 +286,7 @@ def view_of(container: Any, *, world_size: int, step: str | None = None, data: D
             "data": data,
             "megatron_core_version": installed_version("megatron-core"),
             "bridge_version": installed_version("megatron-bridge"),
-            "model": type(model).__name__.removesuffix("ModelProvider").removesuffix("Provider"),
+            "model": _TEXT_MODELS.get(name, name.removesuffix("ModelProvider").removesuffix("Provider")),
             "has_offline_packing_specs": specs is not None,
             "packed_metadata_missing": _missing_metadata(specs),
             "pad_to_max_length": getattr(dataset, "pad_to_max_length", False) is True
@@ -293,7 +302,7 @@ def view_of(container: Any, *, world_size: int, step: str | None = None, data: D
             "vision_frozen": all(
                 getattr(model, name, False) for name in ("freeze_vision_model", "freeze_vision_projection")
             ),
-            "head_dim": getattr(model, "kv_channels", None) or (width // heads if width and heads else None),
+            "head_dim": widest,
             "model_tokens": TokenFacts(
                 size=getattr(model, "vocab_size", None),
                 placeholders=numbers({kind: getattr(model, f"{kind}_token_id", None) for kind in PLACEHOLDERS}),
@@ -306,6 +315,7 @@ def view_of(container: Any, *, world_size: int, step: str | None = None, data: D
             "overlap_moe_expert_parallel_comm": any(
                 getattr(part, "overlap_moe_expert_parallel_comm", False) for part in (model, source.comm_overlap)
             ),
+            "megatron_fsdp": any(getattr(part, "use_megatron_fsdp", False) for part in (source.ddp, source.dist)),
             "fp8_recipe": _fp8_recipe(container),
             "has_weights": _has_weights(container),
         }

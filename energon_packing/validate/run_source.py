@@ -7,7 +7,6 @@ import copy
 import dataclasses
 import difflib
 import functools
-import math
 import re
 import shlex
 from abc import ABC, abstractmethod
@@ -203,13 +202,7 @@ class ContainerRun(RunSource):
     def view(self) -> RunView:
         """See `RunSource.view`."""
         view = view_of(self.container, world_size=self.world_size or 1, step=self.step, data=self.data)
-        if self.world_size is not None:
-            return view
-        size = view.smallest_world_size
-        if view.expert_parallel > 1:  # experts form a group too
-            inside = view.expert_tensor_parallel or view.tensor_parallel
-            size = math.lcm(size, inside * view.pipeline_parallel * view.expert_parallel)
-        return view.changed(world_size=size)
+        return view if self.world_size is not None else view.changed(world_size=view.smallest_world_size)
 
     def measured(self) -> tuple[RunConfig, ParallelConfig]:
         """See `RunSource.measured`."""
@@ -293,6 +286,7 @@ def view_of_arguments(words: Sequence[str], *, world_size: int | None = None, st
         if fields.get(name, 1) < 1:
             raise ConfigError(f"{name} is {fields[name]}; it must be at least 1.")
     fields.setdefault("global_batch_size", fields.get("micro_batch_size", 1))
+    fields.setdefault("expert_tensor_parallel", fields.get("tensor_parallel", 1))  # Megatron-Core's own default
     view = RunView(
         **fields,
         dataset_micro_batch_size=fields.get("micro_batch_size", 1),

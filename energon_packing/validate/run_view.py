@@ -79,7 +79,7 @@ class RunView:
     pipeline_parallel: int = at(1, bridge="model.pipeline_model_parallel_size", ours="parallel.", argument=True)
     expert_parallel: int = at(1, bridge="model.expert_model_parallel_size", ours="parallel.", argument=True)
     expert_tensor_parallel: int | None = at(None, bridge="model.expert_tensor_parallel_size", argument=True)
-    """Tensor parallelism inside experts; None means the model's."""
+    """Tensor parallelism inside experts; None means 1, Bridge's default where experts are spread over ranks."""
     sequence_parallel: bool = at(False, bridge="final.", ours="parallel.", argument=True)
     eval_context_parallel: int | None = at(None, bridge="dist.eval_context_parallel_size", ours="parallel.")
     world_size: int = 1
@@ -98,6 +98,7 @@ class RunView:
     dataset_micro_batch_size: int | None = at(None, bridge="dataset.micro_batch_size", ours="training.micro_batch_size")
     """The data set's own micro-batch size if it has one (Energon); None if it follows the trainer."""
     do_validation: bool = at(True, bridge="dataset.")
+    do_test: bool = at(False, bridge="dataset.")
 
     # Lengths and padding of rows, in tokens.
     dataset_seq_length: int = at(4096, bridge="dataset.seq_length", ours="packing.seq_length", argument=True)
@@ -123,6 +124,8 @@ class RunView:
     # What the loss sums and divides by, and how its gradient is reduced.
     calculate_per_token_loss: bool = at(True, bridge="final.", ours="training.", argument=True)
     average_in_collective: bool = at(False, bridge="ddp.", ours="training.", argument="--ddp-average-in-collective")
+    megatron_fsdp: bool = at(False, argument="--use-megatron-fsdp")
+    disable_symmetric_registration: bool = at(False, bridge="ddp.")
     overlap_grad_reduce: bool | None = at(None, bridge="ddp.", argument=True)
     mtp_num_layers: int = at(0, bridge="model.", argument=True)
     loss_weighting: str | None = at(None, bridge="dataset.encoder.", ours="encoder.")
@@ -144,6 +147,8 @@ class RunView:
     fp8_recipe: str | None = None
     """None if the model computes without fp8."""
     recompute_granularity: str | None = at(None, bridge="model.", argument=True)
+    dummy_image: bool = at(False, bridge="dataset.packing.", ours="packing.")
+    """Whether every pack of ours shows the model an image."""
     vision_frozen: bool = False
     """Whether both the vision encoder and its projection are frozen."""
     has_weights: bool | None = None
@@ -208,7 +213,12 @@ class RunView:
     @property
     def wide(self) -> bool:
         """Whether ranks share rows by context parallelism, in training or in evaluation."""
-        return max(self.context_parallel, self.eval_context_parallel or 1) > 1
+        return self.context_parallel > 1 or (self.evaluates and (self.eval_context_parallel or 1) > 1)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the run has an evaluation, of validation or test data."""
+        return self.do_validation or self.do_test
 
     @property
     def has_experts(self) -> bool:
@@ -279,10 +289,11 @@ class RunView:
 
     @property
     def smallest_world_size(self) -> int:
-        """Fewest GPUs that hold one replica, in training and in evaluation."""
-        return smallest_world_size(
-            self.tensor_parallel, self.pipeline_parallel, self.context_parallel, self.eval_context_parallel
-        )
+        """Fewest GPUs that hold one replica, in training and in evaluation, and a group of experts."""
+        tensor, pipeline = self.tensor_parallel, self.pipeline_parallel
+        size = smallest_world_size(tensor, pipeline, self.context_parallel, self.eval_context_parallel)
+        inside = self.expert_tensor_parallel or 1
+        return size if self.expert_parallel == 1 else math.lcm(size, inside * pipeline * self.expert_parallel)
 
     @property
     def rows_per_epoch(self) -> int | None:

@@ -187,6 +187,7 @@ def equivalent_container(view: RunView) -> Any:
         context_parallel_size=view.context_parallel,
         pipeline_model_parallel_size=pipeline,
         expert_model_parallel_size=view.expert_parallel,
+        expert_tensor_parallel_size=view.expert_tensor_parallel,
         sequence_parallel=view.sequence_parallel,
         cp_comm_type=list(comm) if isinstance(comm, tuple) else comm,
         hierarchical_context_parallel_sizes=None if sizes is None else list(sizes),
@@ -214,7 +215,11 @@ def equivalent_container(view: RunView) -> Any:
         model=model,
         optimizer=bridge.OptimizerConfig(),
         scheduler=bridge.SchedulerConfig(),
-        ddp=bridge.DistributedDataParallelConfig(average_in_collective=view.average_in_collective),
+        ddp=bridge.DistributedDataParallelConfig(
+            average_in_collective=view.average_in_collective,
+            use_megatron_fsdp=view.megatron_fsdp,
+            disable_symmetric_registration=view.disable_symmetric_registration,
+        ),
         dist=bridge.DistributedInitConfig(eval_context_parallel_size=view.eval_context_parallel),
         dataset=_equivalent_dataset(view),
         logger=bridge.LoggerConfig(),
@@ -236,7 +241,7 @@ def _equivalent_dataset(view: RunView) -> Any:
             dataset_root="unused",
             dataset_kwargs={"pad_to_max_length": view.pad_to_max_length},
             do_validation=view.do_validation,
-            do_test=False,
+            do_test=view.do_test,
             **({} if view.dataloader_type is None else {"dataloader_type": view.dataloader_type}),
         )
     elif view.dataset_kind in ("energon", "packed_energon"):

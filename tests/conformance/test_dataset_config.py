@@ -506,7 +506,11 @@ def test_every_rule_about_a_container_names_itself_when_finalize_refuses(sound):
             "model.sequence_parallel": True,
         },
         "ours/no-schedule-plan": {"model.overlap_moe_expert_parallel_comm": True},
-        "ours/head-dimension": {"model.kv_channels": 100},
+        "ours/head-dimension": {
+            "model.kv_channels": 100,
+            "model.tensor_model_parallel_size": 2,
+            "model.sequence_parallel": True,
+        },
         "ours/vocabulary": {"model.vocab_size": 100},
         "ours/placeholder-ids": {"model.image_token_id": 7},
         "ours/processor-fits-the-model": {

@@ -148,7 +148,12 @@ BROKEN = [
     ),
     ("bridge_configs.qwen3_vl:qwen3_vl_8b_sft", "8", ["train.micro_batch_size=2"], "bridge/one-pack-a-micro-batch"),
     ("bridge_configs.qwen3_vl:qwen3_vl_8b_sft", "8", ["model.seq_length=4096"], "bridge/same-seq-length"),
-    ("megatron.bridge.recipes.qwen_vl:qwen3_vl_235b_a22b_sft_config", "32", [], "core/expert-world-size"),
+    (
+        "megatron.bridge.recipes.qwen_vl:qwen3_vl_235b_a22b_sft_config",
+        "32",
+        ["model.expert_tensor_parallel_size=4"],
+        "core/expert-world-size",
+    ),
 ]
 
 

@@ -6,6 +6,7 @@ VALIDATE_TRAPS = {
     58: "a run is called valid although what it reads is missing, or its template leaves things out",
     85: "a processor of a neighbouring family fits until the first image",
     107: "code runs that a data set or a YAML of Bridge names",
+    112: "a run that Bridge builds and trains is refused without a reason",
 }
 
 READS = "tests/cli/test_validate_data.py::"
@@ -17,6 +18,9 @@ IN_DATA = (
 IN_YAML = (
     "tests/conformance/test_names_in_bridges_yaml.py::"
     "test_what_bridge_runs_while_it_reads_a_file_is_refused_by_file_and_line_until_it_is_trusted"
+DRAWN = (
+    "tests/conformance/test_rules_of_bridge.py::"
+    "test_no_drawn_run_is_refused_without_a_reason_or_accepted_where_bridge_cannot_build_it"
 )
 SHARDS = "tests/validate/test_shards.py::test_what_stops_or_starves_the_loader_is_an_error"
 
@@ -103,6 +107,28 @@ VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
         test=READS + "test_a_name_of_the_hub_is_loaded_from_its_cache_without_the_network",
         oracle="a socket that refuses",
         edits=(("validate/run_facts.py", '"HF_HUB_OFFLINE", True)', '"HF_HUB_OFFLINE", False)'),),
+    ),
+    Mutation(
+        trap=112,
+        name="experts over tensor ranks are counted where Bridge sets their tensor parallelism to 1",
+        test=DRAWN,
+        oracle="`initialize_model_parallel` of Megatron-Core",
+        edits=(
+            (
+                "validate/rules/layout.py",
+                "view.expert_tensor_parallel or 1 ",
+                "view.expert_tensor_parallel or view.tensor_parallel ",
+            ),
+        ),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=112,
+        name="frozen vision towers are awaited by the gradient reduction",
+        test=DRAWN,
+        oracle="trained parameters of the model that Bridge's provider builds",
+        edits=(("validate/rules/families.py", " or view.vision_frozen or view.dummy_image", " or view.dummy_image"),),
+        needs_bridge=True,
     ),
     Mutation(
         trap=85,

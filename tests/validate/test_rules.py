@@ -85,7 +85,16 @@ OWN = [
         {"world_size": 8},
         "error",
     ),
+    (  # Bridge's own default, as in its recipe of Qwen3-VL 235B
+        "core/expert-world-size",
+        {"tensor_parallel": 2, "expert_parallel": 4, "expert_tensor_parallel": 2, "world_size": 4}
+        | {"global_batch_size": 4, "eval_global_batch_size": 4},
+        {"expert_tensor_parallel": None},
+        "error",
+    ),
     ("core/no-average-with-token-loss", {"average_in_collective": True}, {"average_in_collective": False}, "error"),
+    ("core/no-average-with-token-loss", {"average_in_collective": True}, {"megatron_fsdp": True}, "error"),
+    ("ours/family-takes-packs", {"model": "Gemma4VL"}, {"model": "gemma4_text"}, "error"),
     ("ours/token-weight", {"calculate_per_token_loss": False}, {"calculate_per_token_loss": True}, "warning"),
     ("ours/initial-weights", {"has_weights": False}, {"has_weights": True}, "warning"),
     ("ours/no-multi-token-prediction", {"mtp_num_layers": 1}, {"mtp_num_layers": 0}, "error"),
@@ -185,6 +194,19 @@ OWN = [
         "error",
     ),
     (
+        "ours/packs-without-media",
+        {"model": "qwen2_5_vl", "overlap_grad_reduce": True},
+        {"vision_frozen": True},
+        "error",
+    ),
+    ("ours/packs-without-media", {"model": "Qwen3VL", "overlap_grad_reduce": True}, {"dummy_image": True}, "error"),
+    (
+        "ours/one-packed-row-over-context-parallelism",
+        {"dataset_kind": "gpt_sft", "context_parallel": 2, "eval_micro_batch_size": 2, "eval_global_batch_size": 2},
+        {"do_validation": False},
+        "error",
+    ),
+    (
         "ours/one-packed-row-over-context-parallelism",
         {"dataset_kind": "gpt_sft", "context_parallel": 2, "eval_micro_batch_size": 2, "eval_global_batch_size": 2},
         {"eval_micro_batch_size": 1},
@@ -279,6 +301,12 @@ OWN = [
         "error",
     ),
     (
+        "ours/deepstack-gradient",
+        {"model": "Qwen3VL", "recompute_granularity": "full"},
+        {"vision_frozen": True},
+        "error",
+    ),
+    (
         "ours/deepstack-over-tensor-ranks",
         {"model": "Qwen3VL", "tensor_parallel": 2, "sequence_parallel": True},
         {"sequence_parallel": False},
@@ -330,15 +358,17 @@ OWN = [
         {"defer_in_batch_packing_to_step": True},
         "error",
     ),
-    ("ours/head-dimension", {"head_dim": 288}, {"head_dim": 256}, "error"),
-    ("ours/head-dimension", {"head_dim": 100}, {"head_dim": 96}, "error"),
+    ("ours/head-dimension", {"head_dim": 288, "context_parallel": 2}, {"head_dim": 256}, "error"),
+    ("ours/head-dimension", {"head_dim": 512, "attention_backend": "flash"}, {"attention_backend": None}, "error"),
+    ("ours/head-dimension", {"head_dim": 100, "context_parallel": 2}, {"head_dim": 96}, "error"),
     ("ours/attention-kernel", {"attention_backend": "local"}, {"attention_backend": "flash"}, "error"),
     (
         "ours/attention-kernel",
-        {"attention_backend": "flash", "context_parallel": 2},
+        {"attention_backend": "unfused", "context_parallel": 2},
         {"attention_backend": "fused"},
         "error",
     ),
+    ("ours/flash-version", {"attention_backend": "flash", "context_parallel": 2}, {"context_parallel": 1}, "warning"),
     (
         "ours/vocabulary",
         {"model_tokens": TokenFacts(size=32000), "processor_tokens": TokenFacts(size=32001)},
@@ -498,7 +528,7 @@ def of_length(length: int, tensor: int = 1, context: int = 1, shared: bool = Fal
         # Families whose model raises on packed rows are refused however they are packed.
         ("ours/family-takes-packs", packed(**{"model": "Qwen3-Omni-30B-A3B"}), "error"),
         ("ours/family-takes-packs", packed(**(IN_BATCH | {"model": "Qwen3-Omni-30B-A3B"})), "error"),
-        ("ours/family-takes-packs", packed(**(IN_BATCH | {"model": "Qwen35VL", "step": "qwen3_vl_step"})), "error"),
+        ("ours/family-takes-packs", packed(**(IN_BATCH | {"model": "Qwen35VL", "step": "vlm_step"})), "ok"),
         ("ours/family-takes-packs", packed(**OMNI), "ok"),
         # A step that packs itself may do so where packing is left to it.
         ("ours/step-reads-packs", packed(**(IN_BATCH | {"step": "qwen3_vl_step"})), "error"),
@@ -644,7 +674,7 @@ def test_batches_of_bridges_own_packing_count_packs() -> None:
         ("bridge/native-no-pipeline", {"pipeline_parallel": 2, "world_size": 2}),
         ("ours/step-reads-packs", {"step": "qwen3_vl_step"}),
         ("ours/family-takes-packs", {"model": "Gemma3VL"}),
-        ("ours/head-dimension", {"head_dim": 288}),
+        ("ours/head-dimension", {"head_dim": 288, "attention_backend": "fused"}),
         ("bridge/epochs-need-finite-data", {"num_epochs": 1}),
     ],
 )

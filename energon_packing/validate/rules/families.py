@@ -41,13 +41,12 @@ def _lines_where(refused: Callable[[FamilyLine], bool]) -> tuple[SourceLine, ...
     checks="the model family supports packed rows",
     place="docs/families.md",
     applies=lambda view: view.reaches_the_step_packed and view.model is not None,
-    sources=_lines_where(lambda line: not (line.packed and line.in_batch)),
+    sources=_lines_where(lambda line: not line.packed),
 )
 def _family_takes_packs(view: RunView) -> Finding | None:
     line = line_of(view.family, view.bridge_release)
-    if line is not None and not (line.packed and (line.in_batch or not view.enable_in_batch_packing)):
-        fix = "turn training.enable_in_batch_packing off" if line.packed else "train it unpacked"
-        return Finding(why=f"{line.name} of Megatron-Bridge {view.bridge_name} {line.why}", fix=fix)
+    if line is not None and not line.packed:
+        return Finding(why=f"{line.name} of Megatron-Bridge {view.bridge_name} {line.why}", fix="train it unpacked")
     reason = next((why for name, why in NAMED_TEXT_MODELS.items() if view.family.startswith(name)), "")
     why = f"{view.model} does not support packed rows: {reason}"
     return unless(line is not None or not reason, why=why, fix="train it unpacked")
@@ -78,7 +77,8 @@ def _family_has_context_parallelism(view: RunView) -> Finding | None:
     checks="a pack without media does not stall the gradient reduction",
     place="megatron.core.distributed.param_and_grad_buffer",
     applies=lambda view: view.packed and view.overlap_grad_reduce is not None and view.family.startswith(_VISION),
-    holds=lambda view: not view.overlap_grad_reduce,
+    # A masked image in each pack gives every parameter a gradient, and frozen ones await none.
+    holds=lambda view: not view.overlap_grad_reduce or view.vision_frozen or view.dummy_image,
     sources=(
         core(
             "distributed/param_and_grad_buffer.py", "assert len(self.per_param_grad_ready_counts) == len(self.params)"
@@ -89,7 +89,7 @@ def _packs_without_media(view: RunView) -> Finding | None:
     return Finding(
         why="overlap_grad_reduce is on and a pack may hold no image on one rank: its vision parameters get no "
         "gradient, and the reduction stops the run or hangs",
-        fix="set ddp.overlap_grad_reduce to false, or align modality over ranks",
+        fix="set ddp.overlap_grad_reduce to false, or packing.dummy_image of our data set to true",
     )
 
 
@@ -99,7 +99,7 @@ def _packs_without_media(view: RunView) -> Finding | None:
     checks="the deepstack mergers get their gradient",
     place="megatron.bridge.models.qwen_vl.modelling_qwen3_vl.transformer_block",
     applies=lambda view: view.family.startswith("qwen3vl"),
-    holds=lambda view: view.recompute_granularity != "full",
+    holds=lambda view: view.recompute_granularity != "full" or view.vision_frozen,
     sources=(
         bridge(
             "models/qwen_vl/modelling_qwen3_vl/transformer_block.py",

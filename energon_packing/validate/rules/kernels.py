@@ -46,6 +46,8 @@ def _fp8_multiple(view: RunView) -> Finding | None:
     checks="there is a kernel for packed rows of this head dimension",
     place="transformer_engine.pytorch.attention.dot_product_attention.utils.get_attention_backend",
     applies=lambda view: view.packed and view.head_dim is not None,
+    # From 2.11 on, Transformer Engine's unfused attention takes packed rows of any width without padding in them.
+    holds=lambda view: view.multiple == 1 and view.attention_backend in (None, "auto", "unfused"),
     sources=(SourceLine("transformer_engine/pytorch/attention/dot_product_attention/utils.py", "head_dim_qk > 256"),),
 )
 def _head_dimension(view: RunView) -> Finding | None:
@@ -54,7 +56,7 @@ def _head_dimension(view: RunView) -> Finding | None:
         width <= WIDEST_HEAD and width % 8 == 0,
         why=f"the model's heads are {width} wide; FlashAttention and cuDNN support packed rows for widths up to "
         f"{WIDEST_HEAD} that are multiples of 8",
-        fix="train this model unpacked",
+        fix="train this model unpacked, or without context and sequence parallelism, so that samples need no padding",
     )
 
 
@@ -77,14 +79,32 @@ def _attention_kernel(view: RunView) -> Finding | None:
     if backend == "local":
         why = "Megatron-Core's own attention, which ignores boundaries: samples of a row would attend to each other"
         return Finding(why=f"attention_backend is 'local', {why}", fix=fix)
-    if view.multiple == 1 or backend == "fused":
-        return None
-    lacks = "does not support padding between samples"
-    padded = f"but each is padded to a multiple of {view.multiple}"
-    if backend == "unfused":
-        return Finding(why=f"attention_backend is 'unfused', which {lacks}, {padded}", fix=fix)
+    return unless(
+        view.multiple == 1 or backend != "unfused",
+        why="attention_backend is 'unfused', which does not support padding between samples, but each is padded to a "
+        f"multiple of {view.multiple}",
+        fix=fix,
+    )
+
+
+@rule(
+    id="ours/flash-version",
+    order=1295,
+    checks="FlashAttention is a version that supports padding between samples",
+    place="transformer_engine.pytorch.attention.dot_product_attention.utils.get_attention_backend",
+    applies=lambda view: view.packed and view.attention_backend == "flash",
+    holds=lambda view: view.multiple == 1,
+    severity="warning",
+    sources=(
+        SourceLine(
+            "transformer_engine/pytorch/attention/dot_product_attention/utils.py",
+            "FA3 supports pad_between_seqs via seqused_q/seqused_k",
+        ),
+    ),
+)
+def _flash_version(view: RunView) -> Finding | None:
     return Finding(
-        why=f"attention_backend is 'flash', and FlashAttention 2 {lacks} (version 3 does), {padded}: without version 3 "
-        "no kernel is left",
-        fix=f"{fix}; cuDNN's fused attention supports such rows",
+        why=f"attention_backend is 'flash', and each sample is padded to a multiple of {view.multiple}: of its "
+        "versions, only FlashAttention 3 supports that, from Transformer Engine 2.16 on",
+        fix="set model.attention_backend to auto, or see that FlashAttention 3 is installed",
     )

@@ -41,13 +41,12 @@ def _global_batch(view: RunView) -> Finding | None:
     sources=(core("parallel_state.py", "if world_size % expert_tensor_model_pipeline_parallel_size != 0:"),),
 )
 def _expert_world_size(view: RunView) -> Finding | None:
-    inside = view.expert_tensor_parallel or view.tensor_parallel
+    inside = view.expert_tensor_parallel or 1  # `_set_moe_expert_tensor_parallel_default` of Bridge
     group = inside * view.expert_parallel * view.pipeline_parallel
     return unless(
         view.world_size % group == 0,
         why=f"{view.world_size} GPUs are not divisible by expert TP {inside} x EP "
-        f"{view.expert_parallel} x PP {view.pipeline_parallel} = {group}"
-        + ("" if view.expert_tensor_parallel else " (expert TP is TP if the model does not set it)"),
+        f"{view.expert_parallel} x PP {view.pipeline_parallel} = {group}",
         fix=f"use a multiple of {group} GPUs"
         + (", or set the model's expert_tensor_parallel_size to 1" if inside > 1 else ""),
     )
@@ -58,7 +57,8 @@ def _expert_world_size(view: RunView) -> Finding | None:
     order=1030,
     checks="per-token loss is not averaged in the collective",
     place="megatron.core.distributed.DistributedDataParallel",
-    applies=bridge_is_silent_on_loss,
+    # Megatron-FSDP has a wrapper of its own, which adds gradients up where the loss is per token.
+    applies=lambda view: bridge_is_silent_on_loss(view) and not view.megatron_fsdp,
     holds=lambda view: not (view.calculate_per_token_loss and view.average_in_collective),
     sources=(core("distributed/distributed_data_parallel.py", "not self.ddp_config.average_in_collective"),),
 )

@@ -95,7 +95,10 @@ def _per_token_loss(view: RunView) -> Finding | None:
     provider_escapes=True,
     checks="finetuning at CP > 1 does not average in the collective",
     applies=_finetuning_with_cp,
-    holds=lambda view: not view.average_in_collective,
+    # Bridge turns averaging off first under Megatron-FSDP, unless symmetric registration is off.
+    holds=lambda view: (
+        not view.average_in_collective or (view.megatron_fsdp and not view.disable_symmetric_registration)
+    ),
     bridge_says=("When finetuning with CP>1, average_in_collective must be False",),
 )
 def _no_average_in_collective(view: RunView) -> Finding | None:

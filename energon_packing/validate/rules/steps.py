@@ -184,7 +184,7 @@ def _mask_under_graphs(view: RunView) -> Finding | None:
 )
 def _one_packed_row_over_cp(view: RunView) -> Finding | None:
     return unless(
-        (view.eval_micro_batch_size or 1) <= 1,  # of training: bridge/one-pack-a-micro-batch
+        not view.evaluates or (view.eval_micro_batch_size or 1) <= 1,  # of training: bridge/one-pack-a-micro-batch
         why=f"eval_micro_batch_size is {view.eval_micro}, and packed rows are sliced over CP one row at a time: the "
         "first evaluation stops the run",
         fix="set training.eval_micro_batch_size to 1",

@@ -37,6 +37,8 @@ def test_bridge_has_the_names_that_tell_whether_a_run_continues(source: BridgeSo
     assert 'f"train_dataloader_dprank{dp_rank:03d}.pt"' in saving
     assert "dataloader starts from the beginning" in saving  # what it would do in silence
     assert 'not hasattr(iterable, "restore_state")' in saving
+    assert 'and hasattr(getattr(train_data_iterator, "iterable", None), "save_state")' in saving
+    assert "def save(self, ctx: CheckpointSaveContext" in saving
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +65,9 @@ def setup(dataset, step, folder):
     """Calls as Bridge does, with its variables."""
     from megatron.bridge.data.base import DatasetBuildContext
 
-    checkpoint_manager = SimpleNamespace(checkpointing_context={"dataloader_state_dir": folder and str(folder)})
+    checkpoint_manager = SimpleNamespace(
+        checkpointing_context={"dataloader_state_dir": folder and str(folder)}, save=None
+    )
     assert checkpoint_manager is not None
 
     def setup_data_iterators(train_state):
@@ -95,8 +99,8 @@ def test_a_run_that_continues_is_refused_where_no_state_would_be_restored(datase
     state = (next(iterator), iterator.save_state())[1]
     dataset.data.accept_changed, dataset.dataloader_load = (), None
     # Bridge's main branch also starts anew where the folder is there, but not that of the iteration.
-    (folder / "iter_0000001").mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"no state of the loader at .*iter_0000002"):
+    (folder / "step_0000001").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"no state of the loader at .*step_0000002"):
         setup(dataset, 2, folder)
     file = folder / "iter_0000002" / "train_dataloader_dprank000.pt"
     file.parent.mkdir()
@@ -109,6 +113,17 @@ def test_a_run_that_continues_is_refused_where_no_state_would_be_restored(datase
     assert not hasattr(iterator, "restore_state")  # Bridge then reads no file
     assert next(iterator)["tokens"].shape[-1] > 1
     assert iterator.save_state()["packs"] == 2
+
+
+def test_a_run_with_more_ranks_names_both_numbers_and_the_way_out(dataset, tmp_path):
+    from energon_packing.bridge.provider import saved_state
+
+    place = tmp_path / "step_0000002"
+    place.mkdir()
+    (place / "train_dataloader_dprank000.pt").touch()
+    dataset.dataloader_load = str(tmp_path)
+    with pytest.raises(ConfigError, match=rf"{place} has the states of 1 .* none of rank 1.*state convert {place}"):
+        saved_state(dataset, (2, None), rank=1, accepted=())
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +204,7 @@ def test_a_run_of_bridge_goes_on_with_its_state_and_is_stopped_without_it(data):
             assert told is None
             assert report["losses"] == expected["losses"][done:]
             assert [pack["digest"] for pack in report["packs"]] == [pack["digest"] for pack in expected["packs"]][done:]
-        place = f"energon/iter_0000003/train_dataloader_dprank{rank:03d}.pt"
+        place = f"energon/step_0000003/train_dataloader_dprank{rank:03d}.pt"
         assert str(read_state(kept / place, missing="")) == str(read_state(whole / place, missing=""))
     shutil.copytree(whole, gone)
     shutil.rmtree(gone / "energon")

@@ -90,10 +90,8 @@ class BridgePackIterator:
 
     @property
     def save_state(self) -> Callable[[], Any]:
-        """Returns the state after the last batch; it holds only builtins and Energon's own state classes.
-
-        While Bridge writes a checkpoint whose state is written already, there is no such method, and it writes none.
-        """
+        """The state after the last batch, of builtins and Energon's own state classes. While Bridge writes a checkpoint
+        whose state is written already, there is no such method, and it writes none."""
         if self._saved:
             raise AttributeError("the state is written already")
         return self._reader.save_state
@@ -203,7 +201,7 @@ def frozen[T](config: type[T], section: Any, *, where: str, **others: Any) -> T:
 FILE = "train_dataloader_dprank{:03d}.pt"
 """As Bridge's checkpoints name the state of a rank."""
 STATES = "step_"
-"""Start of the name of a step's folder of states; that of Bridge, and of checkpoints before 0.1.1, is ``iter_``."""
+"""Start of the name of a step's folder of states; that of Bridge, and of older checkpoints, is ``iter_``."""
 MISSING_STATE = "missing_state"
 """Of ``data.accept_changed``: a run that continues may begin its data anew."""
 _FRAMES = 60

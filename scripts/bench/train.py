@@ -102,9 +102,10 @@ def figures(name: str, bench: TrainBench, measured: dict[str, Any]) -> dict[str,
     """Computes the figures of one kind of row.
 
     Returns:
-        ``tf32``: whether products of float32 were rounded; ``tokens_per_second`` and ``tokens_per_cpu_second``, real tokens over the median pass; ``peak_mb`` that training
-        took beyond the data; ``padding``, the share of computed tokens that are padding; ``widest``, tokens of the
-        largest micro-batch; ``loss`` of the pass before any step.
+        ``tf32``: whether products of float32 were rounded to it; ``tokens_per_second`` and ``tokens_per_cpu_second``,
+        real tokens over the median pass; ``peak_mb`` that training took beyond the data; ``padding``, the share of
+        computed tokens that are padding; ``widest``, tokens of the largest micro-batch; ``loss`` of the pass before any
+        step.
     """
     computed = sum(measured["rows"])
     tokens = measured["tokens"]

@@ -18,10 +18,10 @@ pytestmark = pytest.mark.full  # benchmarks measure what other tests hold
 
 def attend(query, key, value, boundaries):
     made = torch.zeros_like(query)
-    for start, end in zip(boundaries[:-1].tolist(), boundaries[1:].tolist(), strict=True):
-        parts = (tensor[start:end].transpose(0, 1)[None] for tensor in (query, key, value))
+    for begin, end in zip(boundaries[:-1].tolist(), boundaries[1:].tolist(), strict=True):
+        parts = (tensor[begin:end].transpose(0, 1)[None] for tensor in (query, key, value))
         found = torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
-        made[start:end] = found[0].transpose(0, 1)
+        made[begin:end] = found[0].transpose(0, 1)
     return made
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import shutil
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import bridge_here  # noqa: F401
@@ -61,13 +62,15 @@ def dataset(data):
     return made
 
 
-def setup(dataset, step, folder):
+def setup(dataset, step, folder, save=None):
     """Calls as Bridge does, with its variables."""
     from megatron.bridge.data.base import DatasetBuildContext
 
     checkpoint_manager = SimpleNamespace(
-        checkpointing_context={"dataloader_state_dir": folder and str(folder)}, save=None
+        checkpointing_context={"dataloader_state_dir": folder and str(folder)}, save=save
     )
+    if save is not None:
+        dataset.manager = checkpoint_manager
     assert checkpoint_manager is not None
 
     def setup_data_iterators(train_state):
@@ -113,6 +116,36 @@ def test_a_run_that_continues_is_refused_where_no_state_would_be_restored(datase
     assert not hasattr(iterator, "restore_state")  # Bridge then reads no file
     assert next(iterator)["tokens"].shape[-1] > 1
     assert iterator.save_state()["packs"] == 2
+
+
+def test_bridges_clean_up_leaves_the_checkpoint_of_the_model_and_its_state(dataset, tmp_path):
+    from megatron.bridge.training import checkpointing
+
+    groups = SimpleNamespace(pp=None, tp=None, cp=None, dp=None)
+
+    def save(checkpoint, callbacks):
+        """What Bridge's own does of this."""
+        assert callbacks == "callbacks"
+        Path(folder, f"iter_{checkpoint.state.train_state.step:07d}").mkdir(parents=True)
+        assert not hasattr(checkpoint.train_data_iterator.iterable, "save_state")  # Bridge then writes none
+        checkpointing.cleanup_old_non_persistent_checkpoint(folder, leave_ckpt_num=1)
+
+    folder = str(tmp_path / "kept")
+    iterator = setup(dataset, 0, None, save)
+    for step in (2, 4):
+        next(iterator)
+        cfg = SimpleNamespace(checkpoint=SimpleNamespace(save=folder), dataset=dataset)
+        dataset.manager.save(
+            SimpleNamespace(
+                state=SimpleNamespace(cfg=cfg, train_state=SimpleNamespace(step=step)),
+                train_data_iterator=SimpleNamespace(iterable=iterator),
+                pg_collection=groups,
+            ),
+            "callbacks",
+        )
+    assert [path.name for path in Path(folder).glob("iter_*")] == ["iter_0000004"]
+    expected = iterator.save_state()
+    assert setup(dataset, 4, Path(folder) / "energon").save_state() == expected
 
 
 def test_a_run_with_more_ranks_names_both_numbers_and_the_way_out(dataset, tmp_path):

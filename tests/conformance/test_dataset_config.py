@@ -531,5 +531,6 @@ def test_every_rule_about_a_container_names_itself_when_finalize_refuses(sound):
         message = what_validate_says(cfg, 2)
         assert message is not None, rule
         assert f"(rule {rule}" in message
-        for place in re.findall(r"(?<![\w.])set ([a-z_]+\.[\w.]+) to", message):  # each a key of this configuration
-            functools.reduce(getattr, place.split("."), cfg)
+        for section, key in re.findall(r"(?<![\w.])set ([a-z_]+)\.(\w+)", message):  # each of this configuration
+            held = getattr(cfg, section)
+            assert held is None or hasattr(held, key), message

@@ -8,9 +8,12 @@ to Megatron-Bridge's `pretrain` or `finetune` with the forward step for packed r
 and exit code 2, a violated rule with exit code 1, both before any GPU is used.
 """
 
+import contextlib
 import importlib
 import os
 import sys
+from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +51,32 @@ def main(
     from energon_packing.errors import UserError
     from energon_packing.trust import trusting
 
-    first = os.environ.get("RANK", "0") == "0"
     try:
         with trusting(trust):
             violated = _train(run, (*overrides, *([f"dataset.path={data}"] if data else [])), step, mode, check, cpu)
     except UserError as error:
-        if first:
-            click.echo(f"Error: {error}", err=True)
+        _tell([str(error)])
         raise SystemExit(2) from None
-    if violated and first:
-        click.echo("\n".join(f"Error: {line}" for line in violated), err=True)
+    _tell(violated)
     raise SystemExit(1 if violated else 0)
+
+
+def _tell(errors: Sequence[str]) -> None:
+    """Prints the errors of the first rank that has any, with its number; under torchrun, whose store all ranks reach,
+    the others stay silent, because most errors are those of every rank."""
+    if not errors:
+        return
+    rank, alone = os.environ.get("RANK", "0"), _world_size() == 1
+    if not alone and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        import torch
+
+        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        with contextlib.suppress(torch.distributed.DistError):  # the launcher is gone
+            store = torch.distributed.TCPStore(*place, is_master=False, timeout=timedelta(seconds=5))
+            # A restarted run has its own errors.
+            if store.add(f"energon_packing/errors/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", 1) > 1:
+                return
+    click.echo("\n".join(f"Error{'' if alone else f' (rank {rank})'}: {line}" for line in errors), err=True)
 
 
 def _train(run: str, overrides: tuple[str, ...], step: str, mode: str, check: bool, cpu: bool) -> list[str]:
@@ -89,7 +107,12 @@ def _train(run: str, overrides: tuple[str, ...], step: str, mode: str, check: bo
         from megatron.bridge.training.pretrain import pretrain as train
     from energon_packing.bridge.metrics import PackingMetrics
 
-    train(config, _named(step), callbacks=[PackingMetrics()])
+    try:
+        train(config, _named(step), callbacks=[PackingMetrics()])
+    except SystemExit as ended:
+        if ended.code is None:  # of its own endings, by a signal or ``train.exit_interval``, the code is a number
+            raise UserError("Megatron-Bridge ended the run without an error; its last line above says why.") from ended
+        raise
     return []
 
 
@@ -160,6 +183,10 @@ def _on_the_cpu(config: Any) -> None:
         result = training_run.run(config, forward_step=forward_step, on_step=told, callbacks=[PackingMetrics()])
     if first:
         click.echo(f"trained {counted(len(result.steps), 'step')} on {counted(_world_size(), 'rank')}")
+        if not result.steps:
+            click.echo(
+                f"train.train_iters is {config.train.train_iters}: the checkpoint has all of these steps already"
+            )
 
 
 if __name__ == "__main__":

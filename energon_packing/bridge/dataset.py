@@ -325,7 +325,8 @@ def use_packed_data(
 
     Besides ``cfg.dataset`` it sets: one row per micro-batch in training and evaluation; the loss of a step divided by
     its trained tokens, because rows hold different numbers of them; no averaging in the collective, which Megatron-Core
-    refuses together with that loss; the model's length. Everything can be changed afterwards.
+    refuses together with that loss; no multi-token prediction, which Bridge does not support over packed rows; the
+    model's length. Everything can be changed afterwards.
 
     Args:
         cfg: a ``ConfigContainer``; changed in place. Its model decides the kind of sample.
@@ -345,6 +346,7 @@ def use_packed_data(
     cfg.dataset.follow(cfg)
     cfg.model.seq_length = length
     cfg.model.calculate_per_token_loss = True
+    cfg.model.mtp_num_layers = None
     cfg.ddp.average_in_collective = False
     cfg.train.micro_batch_size = 1
     cfg.validation.eval_micro_batch_size = None  # follows training

@@ -27,7 +27,9 @@ from typing import Any, Literal
 import torch
 from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
 from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.utils.pg_utils import get_pg_collection
 from megatron.bridge.utils.instantiate_utils import target_allowlist
+from megatron.core.utils import get_pg_rank
 
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, ParallelConfig, from_mapping
 from energon_packing.config.run import MetricsConfig
@@ -72,7 +74,7 @@ class BridgePackIterator:
         self._reader = reader
         self._form = form
         self._metrics = metrics
-        self._continues = False
+        self._continues = self._saved = False
         if metrics is not None:
             metrics.until_end_of(self)
 
@@ -86,9 +88,37 @@ class BridgePackIterator:
             batch = batch.with_pixels_on(torch.device("cuda", torch.cuda.current_device()))
         return self._form(batch)
 
-    def save_state(self) -> Any:
-        """State after the last batch; it holds only builtins and Energon's own state classes."""
-        return self._reader.save_state()
+    @property
+    def save_state(self) -> Callable[[], Any]:
+        """The state after the last batch, of builtins and Energon's own state classes. While Bridge writes a checkpoint
+        whose state is written already, there is no such method, and it writes none."""
+        if self._saved:
+            raise AttributeError("the state is written already")
+        return self._reader.save_state
+
+    def save_apart(self, manager: Any) -> None:
+        """Makes a checkpoint manager of Bridge write the states to ``energon/step_N``, unless
+        ``dataset.dataloader_save`` says where; Bridge itself writes ``energon/iter_N``, which the clean-up of 0.6
+        (``most_recent_k``) counts as checkpoints of the model: it keeps too few, and of 1 none."""
+        bridges_own = manager.save
+
+        def save(checkpoint: Any, *others: Any, **named: Any) -> None:
+            config, step = checkpoint.state.cfg, checkpoint.state.train_state.step
+            own = getattr(checkpoint.train_data_iterator, "iterable", None) is self
+            self._saved = own and bool(config.checkpoint.save) and config.dataset.dataloader_save is None
+            try:
+                if self._saved:
+                    groups = checkpoint.pg_collection or get_pg_collection(checkpoint.model)
+                    if not any(get_pg_rank(group) for group in (groups.pp, groups.tp, groups.cp)):
+                        folder = Path(config.checkpoint.save) / "energon" / f"{STATES}{step:07d}"
+                        folder.mkdir(parents=True, exist_ok=True)
+                        state = {"dataloader_state_dict": self._reader.save_state()}
+                        torch.save(state, folder / FILE.format(get_pg_rank(groups.dp)))
+                bridges_own(checkpoint, *others, **named)
+            finally:
+                self._saved = False
+
+        manager.save = save
 
     def restore_together(self, read: Callable[[], Any]) -> None:
         """Continues at the state that ``read`` returns, if any; see `OneReader.restore_together`."""
@@ -170,6 +200,8 @@ def frozen[T](config: type[T], section: Any, *, where: str, **others: Any) -> T:
 
 FILE = "train_dataloader_dprank{:03d}.pt"
 """As Bridge's checkpoints name the state of a rank."""
+STATES = "step_"
+"""Start of the name of a step's folder of states; that of Bridge, and of older checkpoints, is ``iter_``."""
 MISSING_STATE = "missing_state"
 """Of ``data.accept_changed``: a run that continues may begin its data anew."""
 _FRAMES = 60
@@ -192,9 +224,9 @@ def _callers(most: int) -> list[Mapping[str, Any]]:
     return [frame.f_locals for frame, _ in itertools.islice(traceback.walk_stack(sys._getframe(2)), most)]
 
 
-def step_and_folder() -> tuple[int, str | None] | None:
-    """Returns the step from which Bridge's ``setup`` is about to continue, and the folder of the loader's states that
-    its checkpoint names; None if no ``setup`` is calling.
+def step_and_manager() -> tuple[int, Any] | None:
+    """Returns the step from which Bridge's ``setup`` is about to continue, and its checkpoint manager, which may be
+    None; None if no ``setup`` is calling.
 
     A data set is told neither, so both are read from the callers' variables ``train_state`` and ``checkpoint_manager``,
     which a test looks up in the sources of Bridge.
@@ -203,19 +235,19 @@ def step_and_folder() -> tuple[int, str | None] | None:
     for variables in _callers(_FRAMES):
         of_state = getattr(variables.get("train_state"), "step", None)
         step = of_state if isinstance(of_state, int) else step
-        context = getattr(variables.get("checkpoint_manager"), "checkpointing_context", None)
-        if isinstance(context, dict) and step is not None:
-            return step, context.get("dataloader_state_dir")
+        manager = variables.get("checkpoint_manager")
+        if isinstance(getattr(manager, "checkpointing_context", None), dict) and step is not None:
+            return step, manager
     return None if step is None else (step, None)
 
 
-def saved_state(dataset: Any, resumed: tuple[int, str | None] | None, *, rank: int, accepted: tuple[str, ...]) -> Any:
+def saved_state(dataset: Any, resumed: tuple[int, Any] | None, *, rank: int, accepted: tuple[str, ...]) -> Any:
     """Returns the state of the training loader at the iteration that the run continues from; None if the run begins,
     or may begin its data anew.
 
     Args:
         dataset: its ``dataloader_load`` names the folder of the states, if it is set.
-        resumed: what `step_and_folder` returned.
+        resumed: what `step_and_manager` returned.
         rank: whose file is read: the data-parallel rank, or the first of a plan.
         accepted: ``data.accept_changed``.
 
@@ -224,26 +256,35 @@ def saved_state(dataset: Any, resumed: tuple[int, str | None] | None, *, rank: i
     """
     if resumed is None or not resumed[0]:
         return None
-    step, of_checkpoint = resumed
+    step, manager = resumed
     given = getattr(dataset, "dataloader_load", None)
+    of_checkpoint = getattr(manager, "checkpointing_context", {}).get("dataloader_state_dir")
     folder = of_checkpoint if given is None else given
     anew = (
         f'set dataset.data.accept_changed=["{MISSING_STATE}"] to begin the data anew (and dataset.dataloader_load="" '
         "so that Bridge looks for none)."
     )
-    path = Path(folder) / f"iter_{step:07d}" / FILE.format(rank) if folder else None
-    if path is not None and path.is_file():
+    places = [Path(folder) / f"{name}{step:07d}" / FILE.format(rank) for name in (STATES, "iter_")] if folder else []
+    path = next((path for path in places if path.is_file()), None)
+    if path is not None:
         return read_state(path, missing=anew)
     if MISSING_STATE in accepted:
         warnings.warn(f"The run continues at step {step} and begins its data anew (data.accept_changed).", stacklevel=2)
         return None
     lacking = (
-        f"there is no state of the loader at {path}, so the data would start over; continue from a checkpoint that has "
-        "one, name its folder in dataset.dataloader_load, or"
-        if path is not None
+        f"there is no state of the loader at {places[0]}, so the data would start over; continue from a checkpoint "
+        "that has one, name its folder in dataset.dataloader_load, or"
+        if places
         else "neither its checkpoint nor dataset.dataloader_load names a folder of loader states, so the data would "
         "start over; name it, or"
     )
+    for place in (path.parent for path in places):
+        if saved := len(list(place.glob(FILE.replace("{:03d}", "*")))):
+            lacking = (
+                f"{place} has the states of {saved} data-parallel rank{'s'[: saved > 1]}, and none of rank {rank}: a "
+                f"data set that is read online keeps one per rank. Go on with {saved}, make a plan of the rest "
+                f"(`energon-packing state convert {place}`, docs/resume.md), or"
+            )
     raise ConfigError(f"The run continues at step {step}, but {lacking} {anew}")
 
 
@@ -430,9 +471,11 @@ class PackProvider(DatasetProvider):
         if context.train_samples > 0:
             # The state of a plan is the same on every rank, however many saved it.
             rank = 0 if has_global_packs(config.data.path) else replica.rank
-            resumed = step_and_folder()
+            resumed = step_and_manager()
             left = self._packs_left(resumed, replica.world_size)
             train = self._iterator(config, context.pg_collection, replica)
+            if resumed is not None and resumed[1] is not None:
+                train.save_apart(resumed[1])
 
             def read() -> Any:
                 state = saved_state(self, resumed, rank=rank, accepted=config.data.accept_changed)
@@ -467,7 +510,7 @@ class PackProvider(DatasetProvider):
         micro = getattr(settings, "eval_micro_batch_size", None) or train.micro_batch_size
         return packs_of_steps(settings.eval_iters, batch // micro, ranks)
 
-    def _packs_left(self, resumed: tuple[int, str | None] | None, ranks: int) -> int | None:
+    def _packs_left(self, resumed: tuple[int, Any] | None, ranks: int) -> int | None:
         """Packs that the run has still to read, over all ranks; None if no ``setup`` is calling, the data set was not
         told about its run, or its batch grows."""
         train = getattr(self._run, "train", None)

@@ -14,7 +14,7 @@ from energon_packing.errors import UserError
 _EXAMPLES = """\b
 Examples:
   energon-packing measure data/chats --config run.yaml --out index
-  energon-packing state convert ckpt/energon/iter_0000100 --index index --config run.yaml --out rest.parquet
+  energon-packing state convert ckpt/energon/step_0000100 --index index --config run.yaml --out rest.parquet
   energon-packing state convert 0.pt 1.pt --index index --config run.yaml --out rest.parquet --json
 """
 

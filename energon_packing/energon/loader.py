@@ -12,6 +12,7 @@ import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -492,10 +493,14 @@ def build_loader(
         task_encoder, data_parallel_group, arguments: as for `build_dataset`.
 
     Raises:
-        ConfigError: ``data.path`` is not set, or as `build_dataset`.
+        ConfigError: ``data.path`` is not set, or names a plan, or as `build_dataset`.
     """
-    if not config.data.path:  # before a processor is loaded
+    path = config.data.path
+    if not path:  # before a processor is loaded
         raise ConfigError(NO_PATH)
+    if path.endswith(".parquet") or (Path(path) / "packed.json").is_file():
+        call = "energon_packing.offline.open_loader.open_loader(config), which reads both and data sets"
+        raise ConfigError(f"data.path {path} is a plan, or packed from one: call {call}.")
     if task_encoder is None:
         data = dataclasses.replace(config.data, split=arguments.get("split") or config.data.split)
         task_encoder = build_task_encoder(dataclasses.replace(config, data=data))

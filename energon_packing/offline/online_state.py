@@ -42,7 +42,7 @@ _RANK = re.compile(r"train_dataloader_dprank(\d+)\.pt")
 def read_states(paths: Sequence[Path]) -> list[Any]:
     """The states of all ranks in their order, from a checkpoint of Bridge or from files that ``torch.save`` wrote.
 
-    `paths` are a file per rank, or one folder such as ``CHECKPOINT/energon/iter_0000100``. Raises UserError: a file is
+    `paths` are a file per rank, or one folder such as ``CHECKPOINT/energon/step_0000100``. Raises UserError: a file is
     missing or is no state.
     """
     files = list(paths)

@@ -7,6 +7,7 @@ bit for bit. Images that Qwen's processors repeat along the temporal axis are ca
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -90,11 +91,15 @@ def repeated(pixels: torch.Tensor, form: PixelForm) -> tuple[torch.Tensor, Pixel
     return whole, dataclasses.replace(form, repeat=1)
 
 
+@functools.lru_cache(maxsize=64)
+def _by_channel(values: tuple[float, float, float], device: torch.device) -> torch.Tensor:
+    """Returns ``[3, 1, 1]`` float32; kept, because a copy from pageable memory to a GPU waits for all of its work."""
+    with torch.inference_mode(False):  # a constant that is made in an evaluation serves the training after it
+        return torch.tensor(values, dtype=torch.float32, device=device).view(3, 1, 1)
+
+
 def _finished(pixels: torch.Tensor, form: PixelForm) -> torch.Tensor:
-    mean, deviation = (
-        torch.tensor(values, dtype=torch.float32, device=pixels.device).view(3, 1, 1)
-        for values in (form.mean, form.deviation)
-    )
+    mean, deviation = (_by_channel(values, pixels.device) for values in (form.mean, form.deviation))
     if form.layout == "images":
         shape, inner = tuple(pixels.shape), pixels.shape[-2] * pixels.shape[-1]
     else:

@@ -1,7 +1,8 @@
 """What each model family of Megatron-Bridge does with packed rows, by version, and the file that shows it.
 
 The rules read the table, ``docs/families.md`` shows it, and `tests/conformance/test_rules_of_bridge.py` checks every
-line against the source of the installed Bridge (and of a checkout of main). A family that is not in it is not judged.
+line against the source of the installed Bridge (and of a checkout of main). Any other family gets a warning, unless it
+is a GPT without an encoder.
 """
 
 from dataclasses import dataclass

@@ -281,6 +281,8 @@ def view_of(container: Any, *, world_size: int, step: str | None = None, data: D
         | fields
         | {
             "dataset_kind": kind,
+            "source": "bridge",
+            "is_gpt": any(cls.__name__.startswith("GPTModel") for cls in type(model).__mro__),
             "world_size": world_size,
             "step": step,
             "data": data,

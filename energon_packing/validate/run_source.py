@@ -296,6 +296,7 @@ def view_of_arguments(words: Sequence[str], *, world_size: int | None = None, st
         # Stages and experts exchange rows of one width.
         pad_to_max_length=fields.get("pipeline_parallel", 1) > 1 or fields.get("expert_parallel", 1) > 1,
         do_validation=False,
+        source="argument",
         step=step,
         megatron_core_version=installed_version("megatron-core"),
     )

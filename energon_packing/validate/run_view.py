@@ -70,6 +70,8 @@ class RunView:
     """
 
     dataset_kind: DatasetKind = "packed_energon"
+    source: Literal["bridge", "ours", "argument"] = "ours"
+    """What states the run; findings name its keys."""
     step: str | None = at(None, ours="training.")
     """Forward step by function or module name."""
 
@@ -87,6 +89,8 @@ class RunView:
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = at(
         None, bridge="model.", ours="parallel.", argument=True
     )
+    hybrid_context_parallel: bool = at(False, bridge="model.")
+    """Whether Megatron-Core deals the samples of a global batch to context-parallel ranks itself."""
     dist_train: bool = at(False, bridge="model.dist_train.use_dist_train")
     """Whether vision encoder and language model run on separate GPUs (Qwen3-VL's DistTrain)."""
 
@@ -141,6 +145,8 @@ class RunView:
     # The model, and the kernels that compute it.
     model: str | None = at(None, ours="training.")
     """Model family, as `family` normalises it."""
+    is_gpt: bool = True
+    """Whether the model is one of Megatron-Core's GPTs, alone or below an encoder, as far as its class tells."""
     num_layers: int | None = at(None, bridge="model.", argument=True)
     head_dim: int | None = None
     attention_backend: str | None = at(None, bridge="model.attention_backend.name")
@@ -192,6 +198,12 @@ class RunView:
     def changed(self, **fields: Any) -> Self:
         """Returns a copy of the view with changed fields."""
         return dataclasses.replace(self, **fields)
+
+    def in_own_keys(self, text: str) -> str:
+        """Returns a text with the settings that it names as our YAML does (``training.global_batch_size``) under the
+        keys of the run's own source."""
+        keys = {} if self.source == "ours" else _keys_of(self.source)
+        return re.sub(r"(?<![\w.])[a-z]+\.\w+", lambda found: keys.get(found[0], found[0]), text)
 
     @property
     def multiple(self) -> int:
@@ -318,8 +330,13 @@ class RunView:
         """
         if self.step is not None and "energon_packing.bridge.step" not in self.step:
             return self.step.endswith("gpt_step")
-        sees_or_hears = r"vl|omni|asr|audio|llava|glm4\dv|ministral3|kimik25|exaone45|step37|mimo"
-        return re.search(sees_or_hears, self.family) is None
+        return not self.sees_or_hears
+
+    @property
+    def sees_or_hears(self) -> bool:
+        """Whether the model has an encoder of images or sounds, by its name."""
+        names = r"vl|omni|asr|audio|llava|glm4\dv|ministral3|kimik25|exaone45|step37|mimo"
+        return re.search(names, self.family) is not None
 
     @property
     def data_parallel(self) -> int:
@@ -391,6 +408,19 @@ def smallest_world_size(
 ) -> int:
     """Fewest GPUs that hold one replica, in training and in evaluation."""
     return tensor_parallel * pipeline_parallel * math.lcm(context_parallel, eval_context_parallel or context_parallel)
+
+
+@functools.cache
+def _keys_of(source: Literal["bridge", "argument"]) -> dict[str, str]:
+    """Keys of our YAML that findings name -> keys of another source; only those that it has."""
+    places = [(place_of(entry, "ours"), place_of(entry, source)) for entry in dataclasses.fields(RunView)]
+    keys = {ours: own.replace("final.", "model.") for ours, own in reversed(places) if ours and own}
+    return {"training.step": "--step", **keys} | (
+        {f"packing.{name}": f"dataset.packing.{name}" for name in ("oversize", "window")}
+        | {f"packing.{name}": f"dataset.{name}" for name in ("pad_to_max_length", "seq_length")}
+        if source == "bridge"
+        else {}
+    )
 
 
 @functools.cache

@@ -189,6 +189,7 @@ def start(job: Any, log: Path, *, module: str = "loader_run", name: str | None =
         )
     if done.returncode or not out.is_file():
         end = " | ".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-3:])
+        log = Path(shutil.copy(log, tempfile.mkdtemp(prefix="bench-log-")))  # the folder of a benchmark is deleted
         raise PackingError(
             f"the measured process of {name or path_name(job)} ended with {done.returncode}: {end} (see {log})"
         )

@@ -13,6 +13,7 @@ import dataclasses
 import gc
 import itertools
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -184,11 +185,18 @@ def measure(job: TrainJob) -> dict[str, Any]:
         "losses": result.losses,
         "peak_bytes": peak,
         "device": "cpu" if on_cpu else torch.cuda.get_device_name(),
+        "tf32": not on_cpu and uses_tf32(),
         "samples": made.samples,
         "dropped": made.dropped,
         "tokens": made.tokens,
         "rows": rows,
     }
+
+
+def uses_tf32() -> bool:
+    """Whether float32 products on this GPU may round to TF32: Transformer Engine asks cuBLAS for it on every GPU that
+    has it, whatever torch's own setting is, and ``NVIDIA_TF32_OVERRIDE=0`` forbids it."""
+    return torch.cuda.get_device_capability() >= (8, 0) and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
 
 
 def _reset_peak(*, on_gpu: bool) -> int:

@@ -1,22 +1,27 @@
 """What surrounds the kernels of ``scripts/bench.py gpu``, on kernels that a CPU can run."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from bench import gpu as gpu_checks
+from bench import train
+from bench.loader import start
 
 from energon_packing import thd
+from energon_packing.errors import PackingError
 
 pytestmark = pytest.mark.full  # benchmarks measure what other tests hold
 
 
 def attend(query, key, value, boundaries):
     made = torch.zeros_like(query)
-    for start, end in zip(boundaries[:-1].tolist(), boundaries[1:].tolist(), strict=True):
-        parts = (tensor[start:end].transpose(0, 1)[None] for tensor in (query, key, value))
+    for begin, end in zip(boundaries[:-1].tolist(), boundaries[1:].tolist(), strict=True):
+        parts = (tensor[begin:end].transpose(0, 1)[None] for tensor in (query, key, value))
         found = torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
-        made[start:end] = found[0].transpose(0, 1)
+        made[begin:end] = found[0].transpose(0, 1)
     return made
 
 
@@ -66,3 +71,42 @@ def test_results_are_stored_under_the_name_of_the_device_and_a_failed_check_stop
     assert gpu_checks.main([*chosen[2:], str(tmp_path)]) == 0
     assert gpu_checks.main(["--out", str(tmp_path / "none")]) == 2
     assert "is not a directory" in capsys.readouterr().err
+
+
+def test_groups_of_a_run_on_a_gpu_are_of_its_own_backend(monkeypatch):
+    pytest.importorskip("megatron.bridge")
+    from support.bridge_cpu import stand_ins, training_run
+
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    seen = []
+    monkeypatch.setattr(stand_ins, "needed", lambda: False)
+    monkeypatch.setattr(torch.cuda, "set_device", seen.append)
+
+    def made(backend, **_options):
+        seen.append(backend)
+        raise InterruptedError
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", made)
+    with pytest.raises(InterruptedError), training_run.process_groups():
+        pass
+    assert seen == [3, "cpu:gloo,cuda:nccl"]
+
+
+def test_losses_that_differ_by_tf32_are_the_same_where_it_is_on_and_ignored_boundaries_are_not():
+    figures = {"tokens_per_cpu_second": 1, "peak_mb": 1, "samples": 1, "tokens": 1}
+    for difference, tf32, same in ((3e-5, False, False), (3e-5, True, True), (4e-4, True, False)):
+        rows = [{**figures, "rows": f"{loss}", "loss": loss, "tf32": tf32} for loss in (8.3, 8.3 + difference)]
+        assert train.verdict(rows)["same_loss"] is same
+
+
+def test_the_log_of_a_measured_process_outlives_its_folder(tmp_path):
+    job = train.TrainJob(
+        rows="packs", data="none", processor="", family="x", seq_length=1, window=1, micro_batch_size=1, passes=1,
+        pixels=(1, 1),
+    )  # fmt: skip
+    with pytest.raises(PackingError) as failed:
+        start(job, tmp_path / "train.log", module="no_module", name="packs")
+    (tmp_path / "train.log").unlink()
+    log = Path(str(failed.value).partition("(see ")[2].rstrip(")"))
+    assert "no_module" in log.read_text()
+    shutil.rmtree(log.parent)

@@ -252,6 +252,7 @@ FAULTS: dict[str, Fault] = {
         "cuda_graph_modules": (),
     },
     "predicted tokens": lambda v, r: {"mtp_num_layers": 1},
+    "hybrid parallelism": lambda v, r: {"hybrid_context_parallel": True},
     "family": lambda v, r: {"model": r.choice(["Qwen3Next", "GLM45", "Qwen3Omni"])},
     "step": lambda v, r: {"step": "qwen3_vl_step"},
     "old core": lambda v, r: {"megatron_core_version": r.choice(["0.16.0", "0.18.0rc1"])},

@@ -359,7 +359,9 @@ def test_a_recipe_with_packed_data_knows_its_run_before_anything_is_validated():
     from energon_packing.bridge.dataset import use_packed_data
 
     cfg = run_of("qwen3_vl", experts=4)
+    cfg.model.mtp_num_layers = 1
     use_packed_data(cfg, "data", processor=cfg.dataset.processor)
+    assert not cfg.model.mtp_num_layers
     assert not cfg.model.sequence_parallel  # not final yet
     assert cfg.dataset.parallel_config(groups()).multiple == TP
 
@@ -533,3 +535,6 @@ def test_every_rule_about_a_container_names_itself_when_finalize_refuses(sound):
         message = what_validate_says(cfg, 2)
         assert message is not None, rule
         assert f"(rule {rule}" in message
+        for section, key in re.findall(r"(?<![\w.])set ([a-z_]+)\.(\w+)", message):  # each of this configuration
+            held = getattr(cfg, section)
+            assert held is None or hasattr(held, key), message

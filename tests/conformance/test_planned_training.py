@@ -135,7 +135,7 @@ def test_the_states_of_all_ranks_are_the_position_of_the_next_pack(folder):
         positions.setdefault(path.parent.name, []).append(state["source"]["position"])
     # Ranks that a leg lacked a state for took the first rank's, and wrote nothing into the checkpoint.
     expected = zip((3, 6, 9), (2, 1, 4), strict=True)
-    assert positions == {f"iter_{step:07d}": [step * GLOBAL_BATCH] * ranks for step, ranks in expected}
+    assert positions == {f"step_{step:07d}": [step * GLOBAL_BATCH] * ranks for step, ranks in expected}
 
 
 @pytest.mark.usefixtures("stand_ins")

@@ -188,7 +188,7 @@ def test_a_run_that_was_killed_goes_on_from_its_checkpoint_with_the_same_packs_a
         assert digests(second) == digests(before)[SAVED_AT * each :]
         assert second["losses"] == before["losses"][SAVED_AT:]
         assert second["norms"] == before["norms"][SAVED_AT:]
-    states = sorted(file.name for file in (folder / name / "energon" / f"iter_{SAVED_AT:07d}").iterdir())
+    states = sorted(file.name for file in (folder / name / "energon" / f"step_{SAVED_AT:07d}").iterdir())
     assert states == [f"train_dataloader_dprank{replica:03d}.pt" for replica in range(len(replicas(name)))]
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import shutil
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import bridge_here  # noqa: F401
@@ -37,6 +38,8 @@ def test_bridge_has_the_names_that_tell_whether_a_run_continues(source: BridgeSo
     assert 'f"train_dataloader_dprank{dp_rank:03d}.pt"' in saving
     assert "dataloader starts from the beginning" in saving  # what it would do in silence
     assert 'not hasattr(iterable, "restore_state")' in saving
+    assert 'and hasattr(getattr(train_data_iterator, "iterable", None), "save_state")' in saving
+    assert "def save(self, ctx: CheckpointSaveContext" in saving
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +62,15 @@ def dataset(data):
     return made
 
 
-def setup(dataset, step, folder):
+def setup(dataset, step, folder, save=None):
     """Calls as Bridge does, with its variables."""
     from megatron.bridge.data.base import DatasetBuildContext
 
-    checkpoint_manager = SimpleNamespace(checkpointing_context={"dataloader_state_dir": folder and str(folder)})
+    checkpoint_manager = SimpleNamespace(
+        checkpointing_context={"dataloader_state_dir": folder and str(folder)}, save=save
+    )
+    if save is not None:
+        dataset.manager = checkpoint_manager
     assert checkpoint_manager is not None
 
     def setup_data_iterators(train_state):
@@ -95,8 +102,8 @@ def test_a_run_that_continues_is_refused_where_no_state_would_be_restored(datase
     state = (next(iterator), iterator.save_state())[1]
     dataset.data.accept_changed, dataset.dataloader_load = (), None
     # Bridge's main branch also starts anew where the folder is there, but not that of the iteration.
-    (folder / "iter_0000001").mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"no state of the loader at .*iter_0000002"):
+    (folder / "step_0000001").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"no state of the loader at .*step_0000002"):
         setup(dataset, 2, folder)
     file = folder / "iter_0000002" / "train_dataloader_dprank000.pt"
     file.parent.mkdir()
@@ -109,6 +116,47 @@ def test_a_run_that_continues_is_refused_where_no_state_would_be_restored(datase
     assert not hasattr(iterator, "restore_state")  # Bridge then reads no file
     assert next(iterator)["tokens"].shape[-1] > 1
     assert iterator.save_state()["packs"] == 2
+
+
+def test_bridges_clean_up_leaves_the_checkpoint_of_the_model_and_its_state(dataset, tmp_path):
+    from megatron.bridge.training import checkpointing
+
+    groups = SimpleNamespace(pp=None, tp=None, cp=None, dp=None)
+
+    def save(checkpoint, callbacks):
+        """What Bridge's own does of this."""
+        assert callbacks == "callbacks"
+        Path(folder, f"iter_{checkpoint.state.train_state.step:07d}").mkdir(parents=True)
+        assert not hasattr(checkpoint.train_data_iterator.iterable, "save_state")  # Bridge then writes none
+        checkpointing.cleanup_old_non_persistent_checkpoint(folder, leave_ckpt_num=1)
+
+    folder = str(tmp_path / "kept")
+    iterator = setup(dataset, 0, None, save)
+    for step in (2, 4):
+        next(iterator)
+        cfg = SimpleNamespace(checkpoint=SimpleNamespace(save=folder), dataset=dataset)
+        dataset.manager.save(
+            SimpleNamespace(
+                state=SimpleNamespace(cfg=cfg, train_state=SimpleNamespace(step=step)),
+                train_data_iterator=SimpleNamespace(iterable=iterator),
+                pg_collection=groups,
+            ),
+            "callbacks",
+        )
+    assert [path.name for path in Path(folder).glob("iter_*")] == ["iter_0000004"]
+    expected = iterator.save_state()
+    assert setup(dataset, 4, Path(folder) / "energon").save_state() == expected
+
+
+def test_a_run_with_more_ranks_names_both_numbers_and_the_way_out(dataset, tmp_path):
+    from energon_packing.bridge.provider import saved_state
+
+    place = tmp_path / "step_0000002"
+    place.mkdir()
+    (place / "train_dataloader_dprank000.pt").touch()
+    dataset.dataloader_load = str(tmp_path)
+    with pytest.raises(ConfigError, match=rf"{place} has the states of 1 .* none of rank 1.*state convert {place}"):
+        saved_state(dataset, (2, None), rank=1, accepted=())
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +237,7 @@ def test_a_run_of_bridge_goes_on_with_its_state_and_is_stopped_without_it(data):
             assert told is None
             assert report["losses"] == expected["losses"][done:]
             assert [pack["digest"] for pack in report["packs"]] == [pack["digest"] for pack in expected["packs"]][done:]
-        place = f"energon/iter_0000003/train_dataloader_dprank{rank:03d}.pt"
+        place = f"energon/step_0000003/train_dataloader_dprank{rank:03d}.pt"
         assert str(read_state(kept / place, missing="")) == str(read_state(whole / place, missing=""))
     shutil.copytree(whole, gone)
     shutil.rmtree(gone / "energon")

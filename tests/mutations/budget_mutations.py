@@ -223,6 +223,13 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         trap=37,
+        name="a device waits twice for the same constants in each micro-batch",
+        test=PIXELS + "test_a_device_gets_the_constants_of_a_form_once",
+        oracle="the definition",
+        edits=(("thd/pixels.py", "@functools.lru_cache(maxsize=64)\n", ""),),
+    ),
+    Mutation(
+        trap=37,
         name="the second temporal half of an image is what memory held",
         test=PIXELS + "test_patches_are_normalised_by_channel_and_repeated",
         oracle="torchvision's normalize, which the processors call",

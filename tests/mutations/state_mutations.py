@@ -251,6 +251,23 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(("energon/epoch_end.py", "if pack is None and not resumed", "if pack is None"),),
     ),
     Mutation(
+        trap=94,
+        name="the clean-up of Bridge takes states for checkpoints",
+        test="tests/conformance/test_resumed_state.py::"
+        "test_bridges_clean_up_leaves_the_checkpoint_of_the_model_and_its_state",
+        oracle="Bridge's own clean-up",
+        edits=(("bridge/provider.py", 'STATES = "step_"', 'STATES = "iter_"'),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=53,
+        name="a run with more ranks is not told how many there were",
+        test="tests/conformance/test_resumed_state.py::test_a_run_with_more_ranks_names_both_numbers_and_the_way_out",
+        oracle="the definition",
+        edits=(("bridge/provider.py", "if saved := len(", "if saved := 0 * len("),),
+        needs_bridge=True,
+    ),
+    Mutation(
         trap=96,
         name="Energon copies what it saves item by item",
         test=COST + "test_a_state_takes_as_few_steps_at_any_size[buffer of 2,000]",

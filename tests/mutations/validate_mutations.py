@@ -145,6 +145,20 @@ VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(("validate/run_facts.py", "geometry=model_geometry(vision,", "geometry=model_geometry({},"),),
     ),
     Mutation(
+        trap=58,
+        name="hybrid context parallelism passes",
+        test="tests/validate/test_rules.py::test_a_rule_of_ours_speaks_when_broken_and_is_content_when_fixed",
+        oracle="Megatron-Core's schedule",
+        edits=(("validate/rules/layout.py", "not view.hybrid_context_parallel,", "True,"),),
+    ),
+    Mutation(
+        trap=58,
+        name="Bridge's users are told keys of our YAML",
+        test="tests/validate/test_rules.py::test_what_to_change_is_called_as_the_runs_own_source_calls_it",
+        oracle="the definition",
+        edits=(("validate/run_view.py", 'if self.source == "ours" else', "if self.source else"),),
+    ),
+    Mutation(
         trap=85,
         name="only the beginning of a data set is looked at",
         test="tests/validate/test_sample_looks.py::"

@@ -195,3 +195,79 @@ def test_the_training_program_stops_with_a_sentence(words, code, sentence):
     assert done.returncode == code, done.stderr[-2000:]
     assert sentence in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@needs_bridge
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_run_on_the_cpu_goes_on_counting_from_the_one_checkpoint_that_was_kept(tmp_path):
+    """With the clean-up of Bridge's own checkpoints (``most_recent_k``), which must leave the model's."""
+    from energon_packing.convert import ConvertConfig, convert
+    from energon_packing.demo import make_data
+
+    source = make_data(tmp_path / "raw", conversations=16, seed=3, defects=False)
+    convert(ConvertConfig(sources=(source,), out=tmp_path / "data", workers=0))
+    kept = tmp_path / "kept"
+    settings = {"save": kept, "save_interval": 2, "most_recent_k": 1, "async_save": "false"}
+    words = [*(f"checkpoint.{name}={value}" for name, value in settings.items()), "train.train_iters=4"]
+
+    def train(*more):
+        program = [quick_python(), str(ROOT / "scripts" / "train.py"), "--cpu", "scripts.launch.tiny:text"]
+        command = [*program, "--data", str(tmp_path / "data"), *words, *more]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, cwd=ROOT)
+        steps = [int(line.split()[1][:-1]) for line in done.stdout.splitlines() if line.startswith("step ")]
+        return done, steps
+
+    def left():
+        return [path.name for path in sorted(kept.glob("iter_*")) + sorted((kept / "energon").iterdir())]
+
+    done, steps = train("train.exit_interval=2")
+    assert (done.returncode, steps, left()) == (0, [1, 2], ["iter_0000002", "step_0000002"]), done.stderr[-2000:]
+    (kept / "energon" / "step_0000002").rename(kept / "energon" / "iter_0000002")  # as older versions named it
+    done, steps = train(f"checkpoint.load={kept}", "checkpoint.most_recent_k=-1")
+    assert (done.returncode, steps) == (0, [3, 4]), done.stderr[-2000:]
+    assert "trained 2 steps on 1 rank" in done.stdout
+    assert left() == ["iter_0000002", "iter_0000004", "iter_0000002", "step_0000004"]
+
+
+def program():
+    spec = importlib.util.spec_from_file_location("train_program", ROOT / "scripts" / "train.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_of_all_ranks_the_first_one_with_an_error_prints_it_with_its_number(monkeypatch, capsys):
+    import torch
+
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in {**place, "WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)
+    for rank in (2, 0, 1):
+        monkeypatch.setenv("RANK", str(rank))
+        program()._tell(["the disk is full", "a rule"] if rank else ["another"])
+    assert capsys.readouterr().err == "Error (rank 2): the disk is full\nError (rank 2): a rule\n"
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")  # nobody to ask: each rank prints
+    program()._tell(["the disk is full"])
+    assert capsys.readouterr().err == "Error (rank 1): the disk is full\n"
+
+
+@needs_bridge
+@pytest.mark.parametrize("code", [None, 0, 3])
+def test_a_run_that_bridge_ends_without_an_error_is_one(monkeypatch, code):
+    """Bridge calls ``sys.exit()`` where it cannot go on; of endings on purpose the code is a number."""
+    from support.bridge_cpu import training_run
+
+    from energon_packing.errors import UserError
+
+    def ended(*_arguments):
+        print("Unable to load rng state\n")
+        raise SystemExit(code)
+
+    monkeypatch.setattr(training_run, "_run", ended)
+    with pytest.raises(
+        UserError if code is None else SystemExit, match="load rng state" if code is None else str(code)
+    ):
+        training_run.run(None, forward_step="gpt")

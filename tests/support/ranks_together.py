@@ -55,7 +55,7 @@ def setup(job: Job, rank: int, groups: Any) -> Any:
     from megatron.bridge.training.checkpointing import maybe_load_dataloader_state
 
     folder = None if job.folder is None else str(job.folder)
-    checkpoint_manager = SimpleNamespace(checkpointing_context={"dataloader_state_dir": folder})
+    checkpoint_manager = SimpleNamespace(checkpointing_context={"dataloader_state_dir": folder}, save=None)
     assert checkpoint_manager is not None
 
     def setup_data_iterators(train_state: Any) -> Any:

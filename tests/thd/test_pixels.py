@@ -35,6 +35,17 @@ def test_images_are_normalised_as_a_processor_does(count, height, width, seed):
     assert torch.equal(made, by_torchvision(given_bytes))
 
 
+def test_a_device_gets_the_constants_of_a_form_once(monkeypatch):
+    form = dataclasses.replace(IMAGES, mean=(1.0, 2.0, 3.0))
+    images = {"pixel_values": random_bytes(2, 3, 8, 6)}
+    with torch.inference_mode():  # of an evaluation
+        first = finish(images, {"pixel_values": form})["pixel_values"]
+    monkeypatch.setattr(torch, "tensor", None)  # which copies, and on a GPU waits
+    again = finish(images, {"pixel_values": form})["pixel_values"]
+    assert torch.equal(first, again)
+    assert not again.is_inference()
+
+
 def test_videos_keep_their_axes():
     clips = random_bytes(2, 5, 3, 8, 6)
     made = finish({"pixel_values_videos": clips}, {"pixel_values_videos": IMAGES})["pixel_values_videos"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -430,6 +431,9 @@ OWN = [
     ("ours/steps-an-epoch", {"data": facts(packs=0)}, {"data": facts(packs=10)}, "warning"),
     ("ours/steps-an-epoch", IN_BATCH | {"data": facts(packs=100, samples=1)}, {"data": facts(packs=0)}, "warning"),
     ("ours/failures-are-limited", {"failure_tolerance": 0}, {"failure_tolerance": 1}, "error"),
+    ("core/hybrid-context-parallel", {"hybrid_context_parallel": True}, {"hybrid_context_parallel": False}, "error"),
+    ("ours/family-listed", {"model": "Exaone45"}, {"model": "Qwen3VL"}, "warning"),
+    ("ours/family-listed", {"model": "Mamba", "is_gpt": False}, {"is_gpt": True}, "warning"),
     (
         "ours/step-packs-in-batch",
         IN_BATCH | {"defer_in_batch_packing_to_step": True, "step": "vlm_step"},
@@ -496,6 +500,23 @@ def test_a_rule_of_ours_speaks_when_broken_and_is_content_when_fixed(
 def test_bridges_own_packers_are_warned_about_until_transformer_engine_asks_no_more(monkeypatch, version, expected):
     monkeypatch.setattr(packing, "installed_version", lambda name: version)
     assert outcome("ours/visible-padding", packed(**IN_BATCH, context_parallel=2)) == expected
+
+
+@pytest.mark.parametrize(("rule", "broken", "fixed", "severity"), OWN)
+def test_a_run_of_bridge_is_not_told_keys_of_our_yaml(
+    rule: str, broken: dict[str, Any], fixed: dict[str, Any], severity: str
+) -> None:
+    found = next(each for each in judge(packed(**broken, source="bridge")) if each.rule.id == rule)
+    assert found.finding is not None
+    assert not re.search(r"(?<![\w.])(training|parallel|packing)\.", found.finding.why + found.finding.fix)
+
+
+def test_what_to_change_is_called_as_the_runs_own_source_calls_it() -> None:
+    odd = packed(world_size=4, global_batch_size=6, eval_global_batch_size=8, context_parallel=2)
+    for source, key in (("ours", "training.global"), ("bridge", "train.global"), ("argument", "--global-batch-size")):
+        found = next(each for each in judge(odd.changed(source=source, world_size=16)) if each.outcome == "error")
+        assert found.finding is not None
+        assert f"set {key}" in found.finding.fix
 
 
 def test_a_plain_packed_run_breaks_nothing() -> None:

@@ -53,6 +53,27 @@ def _family_takes_packs(view: RunView) -> Finding | None:
 
 
 @rule(
+    id="ours/family-listed",
+    order=1195,
+    checks="it is known what the model family does with packed rows",
+    place="docs/families.md",
+    severity="warning",
+    applies=lambda view: view.reaches_the_step_packed and view.model is not None,
+    # Megatron-Core's GPT alone keeps samples apart.
+    holds=lambda view: (
+        (view.is_gpt and not view.sees_or_hears) or line_of(view.family, view.bridge_release) is not None
+    ),
+    sources=(SourceLine("energon_packing/validate/family_table.py", "FAMILY_TABLE"),),
+)
+def _family_listed(view: RunView) -> Finding | None:
+    return Finding(
+        why=f"docs/families.md does not list {view.model}: nobody has checked that it keeps the samples of a packed "
+        "row apart",
+        fix="compare its loss on packed rows with that on each sample alone before you train it",
+    )
+
+
+@rule(
     id="ours/family-context-parallel",
     order=1200,
     checks="the model family has context-parallel code",

@@ -95,6 +95,22 @@ def _core_slices_packs(view: RunView) -> Finding | None:
     )
 
 
+@rule(
+    id="core/hybrid-context-parallel",
+    order=1045,
+    checks="hybrid context parallelism is off",
+    place="megatron.core.pipeline_parallel.hybrid_cp_schedule",
+    holds=lambda view: not view.hybrid_context_parallel,
+    sources=(core("pipeline_parallel/hybrid_cp_schedule.py", "sample = batch[sub_sample_id]"),),
+)
+def _hybrid_context_parallel(view: RunView) -> Finding | None:
+    return Finding(
+        why="hybrid_context_parallel is on: Megatron-Core's schedule numbers the samples of a global batch, which "
+        "no data set of Megatron-Bridge hands out, and stops at the first step",
+        fix="set model.hybrid_context_parallel to false",
+    )
+
+
 @bridges_rule(
     id="bridge/comm-type-of-each-layer",
     order=220,

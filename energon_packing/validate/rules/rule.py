@@ -179,6 +179,8 @@ def judge(view: RunView) -> list[Judgement]:
     for rule in all_rules():
         concerned = rule.concerns(view)
         finding = rule.finds(view) if concerned and not rule.holds(view) else None
+        if finding is not None:
+            finding = Finding(why=view.in_own_keys(finding.why), fix=view.in_own_keys(finding.fix))
         outcome: Outcome = rule.severity if finding else "ok" if concerned else "not applicable"
         judgements.append(Judgement(rule=rule, outcome=outcome, finding=finding))
     return judgements

@@ -75,6 +75,10 @@ def _no_random_state(*_args: Any, **_kwargs: Any) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8)
 
 
+def _one_random_state(*_args: Any, **_kwargs: Any) -> dict[str, torch.Tensor]:
+    return {"none": _no_random_state()}
+
+
 class _NoStream:
     """A CUDA stream on a machine without CUDA: work is done in order, so there is nothing to wait for."""
 
@@ -158,6 +162,7 @@ REPLACED: tuple[Replacement, ...] = (
     _row("torch.cuda:stream", _plain_block, "enters a side stream; the block just runs"),
     _row("torch.cuda:synchronize", _nothing, "timers wait for CUDA; CPU work is done when the call returns"),
     _row("torch.cuda:get_rng_state", _no_random_state, "checkpoints hold CUDA's random state; nothing draws from it"),
+    _row("torch.cuda:set_rng_state", _nothing, "a checkpoint's random state of CUDA, which nothing draws from"),
     _row("torch.cuda.nvtx:range_push", _nothing, "the Qwen3-VL model marks profiler ranges"),
     _row("torch.cuda.nvtx:range_pop", _nothing, "the Qwen3-VL model marks profiler ranges"),
     *(
@@ -172,6 +177,11 @@ REPLACED: tuple[Replacement, ...] = (
         "megatron.core.tensor_parallel.random:CudaRNGStatesTracker.fork",
         _plain_block,
         "weights are drawn under a CUDA random-number state; drawn from torch's CPU generator instead",
+    ),
+    _row(
+        "megatron.core.tensor_parallel.random:CudaRNGStatesTracker.get_states",
+        _one_random_state,
+        "Bridge ends a run whose checkpoint has no states of CUDA's generators; one that nothing draws from",
     ),
     _row(
         "megatron.core.optimizer.optimizer:clip_grad_by_total_norm_fp32",

@@ -30,9 +30,10 @@ ForwardStep = Literal["vlm", "gpt"] | Callable[..., Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
-    """What Bridge reports after one optimiser step, counted from 1.
+    """What Bridge reports after one optimiser step.
 
     Attributes:
+        step: number in the whole run, from 1; a run that continues goes on counting.
         loss: sum of the token losses of the step divided by its trained tokens.
         grad_norm: norm of the whole gradient before clipping; None if Bridge reports none.
     """
@@ -57,9 +58,15 @@ class RunResult:
         return [report.loss for report in self.steps]
 
 
+def backend() -> str:
+    """Name of the backend of all groups: gloo on the CPU. On a GPU NCCL too, because gloo's coalesced all-reduce, with
+    which Megatron-Core reduces gradients, takes no CUDA tensors."""
+    return "gloo" if stand_ins.needed() else "cpu:gloo,cuda:nccl"
+
+
 @contextlib.contextmanager
 def process_groups() -> Iterator[None]:
-    """Opens a gloo process group for the block, and removes all of Megatron's global state after it.
+    """Opens a process group of `backend` for the block, and removes all of Megatron's global state after it.
 
     The environment sets the world (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``, as from ``torchrun``);
     without them it is one process.
@@ -72,11 +79,13 @@ def process_groups() -> Iterator[None]:
     from megatron.core.rerun_state_machine import destroy_rerun_state_machine
 
     if torch.distributed.is_initialized():
-        raise UserError("torch.distributed is initialised already; a run on the CPU makes its own gloo group.")
+        raise UserError("torch.distributed is initialised already; such a run makes its own groups.")
+    if not stand_ins.needed():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        torch.distributed.init_process_group("gloo")
+        torch.distributed.init_process_group(backend())
     else:
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        torch.distributed.init_process_group(backend(), store=torch.distributed.HashStore(), rank=0, world_size=1)
     destroy_rerun_state_machine()  # Bridge's loss makes one wherever it is called, and its setup then refuses to
     try:
         yield
@@ -182,7 +191,9 @@ def make_config(
         logger=bridge.LoggerConfig(log_interval=steps + 1, tensorboard_dir=None),
         checkpoint=bridge.CheckpointConfig(save=None, load=None),
         rng=bridge.RNGConfig(seed=seed),
-        dist=bridge.DistributedInitConfig(distributed_backend="gloo", use_gloo_process_groups=False),
+        dist=bridge.DistributedInitConfig(
+            distributed_backend="gloo" if stand_ins.needed() else "nccl", use_gloo_process_groups=False
+        ),
     )
 
 
@@ -201,14 +212,22 @@ def run(
         config: a `ConfigContainer`, for example from `make_config`; validated here by Bridge.
         on_step: called after each step, with the caller's standard output.
         callbacks: Bridge's, such as `energon_packing.bridge.metrics.PackingMetrics`.
+
+    Raises:
+        UserError: Bridge ends the process instead of raising an error; with what it printed last.
     """
     stand_ins.install()
-    disabled, terminal = logging.root.manager.disable, sys.stdout
+    disabled, terminal, printed = logging.root.manager.disable, sys.stdout, io.StringIO()
     logging.disable(max(disabled, logging.INFO))
     try:
-        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        with contextlib.redirect_stdout(printed), warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"(megatron\.(core|training|bridge)|torch)\b")
             return _run(config, forward_step, on_step, callbacks, terminal)
+    except SystemExit as ended:
+        if ended.code is not None:  # Bridge's own, of a run that it ends on purpose (a signal, ``exit_interval``)
+            raise
+        last = next((line for line in reversed(printed.getvalue().splitlines()) if line.strip()), "it printed nothing")
+        raise UserError(f"Megatron-Bridge ended the run without an error: {last.strip()}") from ended
     finally:
         logging.disable(disabled)
 
@@ -245,7 +264,7 @@ def _run(
         """Bridge's callback at the end of an optimiser step."""
         norm = context.grad_norm
         report = StepReport(
-            step=len(reports) + 1,
+            step=state.train_state.step + 1,  # Bridge counts a step after its callbacks
             loss=_from_last_stage(context.loss_dict, ready.pg_collection),
             grad_norm=None if norm is None else float(norm),
         )

@@ -95,6 +95,13 @@ class PackedBatch:
         if physical.dtype == real.dtype and torch.equal(physical, real):
             object.__setattr__(self, "cu_seqlens_padded", real)
 
+    def __repr__(self) -> str:
+        """One line: samples, tokens, and the shape and dtype of each visual input."""
+        visual = [f"{name} {list(each.shape)} {each.dtype}" for name, each in (self.visual_inputs or {}).items()]
+        tokens = f"{self.real_tokens} of {self.total_tokens} tokens in samples"
+        slice_of = [f"slice {self.cp_rank} of {self.cp_size}"] if self.cp_size > 1 else []
+        return f"PackedBatch({', '.join([f'{self.num_samples} samples', tokens, *slice_of, *visual])})"
+
     @property
     def pad_between_seqs(self) -> bool:
         """Whether any segment is shorter than its physical extent; Transformer Engine's argument of that name."""

@@ -16,12 +16,17 @@ _PUBLIC = {
         "conversation": ("Conversation", "Media", "Turn"),
         "config": ("RunConfig", "PackingConfig", "EncoderConfig", "DataConfig", "ParallelConfig", "load_config"),
         "thd": ("PackedBatch",),
+        "encoders.encoder": ("ConversationEncoder",),
         "energon.task_encoder": ("PackingTaskEncoder",),
         "energon.sample_task_encoder": (
             *("TextTaskEncoder", "TextImageTaskEncoder", "TextVideoTaskEncoder", "MixedTaskEncoder"),
         ),
         "encoders.sample_encoder": ("SampleEncoder",),
         "energon.loader": ("build_loader",),
+        "families.base": ("VisionFamily",),
+        "families.registry": ("register_family",),
+        "media.probe": ("media_file",),
+        "offline.open_loader": ("open_loader",),
         "packing": ("pack_lengths",),
         "errors": ("ConfigError", "PackingError", "SampleRejected", "UserError"),
     }.items()
@@ -32,6 +37,7 @@ _PUBLIC = {
 __all__ = [
     "ConfigError",
     "Conversation",
+    "ConversationEncoder",
     "DataConfig",
     "EncoderConfig",
     "Media",
@@ -49,10 +55,14 @@ __all__ = [
     "TextVideoTaskEncoder",
     "Turn",
     "UserError",
+    "VisionFamily",
     "__version__",
     "build_loader",
     "load_config",
+    "media_file",
+    "open_loader",
     "pack_lengths",
+    "register_family",
     "thd",
 ]
 
@@ -60,6 +70,7 @@ if TYPE_CHECKING:
     from energon_packing import thd
     from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, ParallelConfig, RunConfig, load_config
     from energon_packing.conversation import Conversation, Media, Turn
+    from energon_packing.encoders.encoder import ConversationEncoder
     from energon_packing.encoders.sample_encoder import SampleEncoder
     from energon_packing.energon.loader import build_loader
     from energon_packing.energon.sample_task_encoder import (
@@ -70,6 +81,10 @@ if TYPE_CHECKING:
     )
     from energon_packing.energon.task_encoder import PackingTaskEncoder
     from energon_packing.errors import ConfigError, PackingError, SampleRejected, UserError
+    from energon_packing.families.base import VisionFamily
+    from energon_packing.families.registry import register_family
+    from energon_packing.media.probe import media_file
+    from energon_packing.offline.open_loader import open_loader
     from energon_packing.packing import pack_lengths
     from energon_packing.thd import PackedBatch
 

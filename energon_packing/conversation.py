@@ -5,10 +5,10 @@ layout. Media are named, never embedded; their sizes are probed once, at convers
 """
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any, Literal, Self
 
 from energon_packing.errors import ConfigError, SampleRejected
@@ -330,6 +330,51 @@ class Conversation:
             }
             messages.append({name: value for name, value in stated.items() if value is not None})
         return messages
+
+    @classmethod
+    def from_messages(
+        cls,
+        messages: Iterable[Mapping[str, Any]],
+        *,
+        media: Iterable[Media] = (),
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        key: str = "messages",
+    ) -> Self:
+        """Returns the conversation of messages as Hugging Face's chat templates take them, what `to_messages` returns.
+
+        Args:
+            messages: each has ``role`` and ``content``, and may have ``tool_calls``, ``tool_call_id`` and
+                ``reasoning_content``. Content is text or a list of parts: text, ``{"type": "text", "text": ...}``, or
+                ``{"type": "image"}`` and ``{"type": "video"}``, of which each takes the next of ``media``.
+            media: what the parts name, in order (`energon_packing.media.media_file` reads the sizes of a file).
+
+        Raises:
+            SampleRejected: ``bad_record`` for messages of another form, and the reasons of `Conversation` itself.
+        """
+        listed, turns = tuple(media), []
+        kinds = [entry.kind for entry in listed]
+        names = {"role": "role", "tool_calls": "tool_calls", "tool_call_id": "tool_call_id"}
+        names["thinking"] = "reasoning_content"
+        taken = count()
+        for number, message in enumerate(messages, 1):
+            where = f"message {number}"
+            _RECORD.check_keys(message, {"content", *names.values()}, where)
+            content = message.get("content")
+            parts: list[Any] = []
+            for part in [content or ""] if content is None or isinstance(content, str) else content:
+                kind = part.get("type") if isinstance(part, Mapping) else None
+                if kind in ("image", "video"):
+                    parts.append({"media": (index := next(taken))})
+                    if kinds[index : index + 1] not in ([], [kind]):
+                        raise _RECORD.bad(f"a part of {where} is of type {kind}, its medium of {kinds[index]}")
+                elif (text := part.get("text") if kind == "text" else part) is None or not isinstance(text, str):
+                    raise _RECORD.bad(f"a part of {where} is {reprlib.repr(part)}, neither text, image nor video")
+                else:
+                    parts.append(text)
+            stated = {name: message.get(given) for name, given in names.items()}
+            turns.append({name: value for name, value in stated.items() if value is not None} | {"parts": parts})
+        record = {"version": RECORD_VERSION, "turns": turns, "media": [entry.to_record() for entry in listed]}
+        return cls.from_record(key, record if tools is None else record | {"tools": list(tools)})
 
     def to_record(self) -> dict[str, Any]:
         """The JSON form that is stored in the data set; `from_record` reads it back unchanged."""

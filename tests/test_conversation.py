@@ -1,6 +1,7 @@
 """Stored conversations: what is written is read back, and what nobody of us wrote is a rejection, never a crash."""
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -72,6 +73,32 @@ def test_messages_hold_the_media_of_each_turn_in_reading_order(conversation: Con
             assert "".join(part["text"] for part in content if part["type"] == "text") == turn.text
             shown += [part["type"] for part in content if part["type"] != "text"]
     assert shown == [media.kind for media in conversation.media]
+
+
+@settings(max_examples=60, deadline=None)
+@given(conversation=conversations())
+def test_messages_make_the_conversation_again(conversation: Conversation) -> None:
+    messages = conversation.to_messages()
+    again = Conversation.from_messages(iter(messages), media=conversation.media, tools=conversation.tools)
+    assert (again.to_messages(), again.media, again.tools) == (messages, conversation.media, conversation.tools)
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ([{"role": "user", "content": [{"type": "video"}]}], "message 1 is of type video, its medium of image"),
+        ([{"role": "user", "content": [{"type": "audio"}]}], "message 1 is {'type': 'audio'}"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "message 1 is {'type': 'text'}"),
+        ([{"role": "user", "content": "hi"}], "but the record lists 1 media"),
+        ([{"role": "user", "content": [{"type": "image"}, {"type": "image"}]}], "the record lists 1 media"),
+        ([{"role": "user", "text": "hi"}], "unknown field 'text'"),
+        (["hi"], "message 1 is"),
+        ([{"role": "human", "content": [{"type": "image"}]}], "role 'human' is not one of"),
+    ],
+)
+def test_other_messages_are_refused_by_name(messages: Any, says: str) -> None:
+    with pytest.raises(SampleRejected, match=re.escape(says)):
+        Conversation.from_messages(messages, media=[image()])
 
 
 def image(name: str = "a.png") -> Media:

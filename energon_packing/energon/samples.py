@@ -221,6 +221,10 @@ class Pack(Sample, Generic[Batch]):
     padding: bool = False
     ended: int | None = None
 
+    def __repr__(self) -> str:
+        """One line."""
+        return f"Pack({self.index} of worker {self.worker}, {len(self.dropped)} dropped before it: {self.batch})"
+
 
 def end_of_epoch(read: int, ledger: Ledger, worker: int) -> Pack[Any]:
     """What a worker yields after its last pack of a finite epoch, so that what it dropped since is reported."""

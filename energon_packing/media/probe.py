@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from PIL import ExifTags, Image
 
+from energon_packing.conversation import Media, MediaKind
 from energon_packing.errors import SampleRejected
 from energon_packing.media import DEFAULT_MAX_PIXELS
 from energon_packing.media.depth import grey_range, is_transparent, to_rgb
@@ -257,6 +258,17 @@ def probe_video(source: Source, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode:
         except (av.FFmpegError, ValueError, EOFError, IndexError, OverflowError) as error:
             words = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise SampleRejected("corrupt_media", f"not a readable video: {words}") from error
+
+
+def media_file(path: str | Path, kind: MediaKind = "image") -> Media:
+    """Returns a file as a conversation names it: the file's own name and its sizes; for a video its frames are counted.
+
+    Raises:
+        SampleRejected: as `image_info` and `probe_video`.
+    """
+    info: Any = image_info(Path(path)) if kind == "image" else probe_video(Path(path))
+    sizes = ("width", "height") if kind == "image" else ("width", "height", "frames", "fps", "duration")
+    return Media(kind=kind, name=Path(path).name, **{name: getattr(info, name) for name in sizes})
 
 
 def open_video(file: BinaryIO) -> Any:

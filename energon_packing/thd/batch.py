@@ -95,6 +95,13 @@ class PackedBatch:
         if physical.dtype == real.dtype and torch.equal(physical, real):
             object.__setattr__(self, "cu_seqlens_padded", real)
 
+    def __repr__(self) -> str:
+        """One line: samples, tokens, and the shape and dtype of each visual input."""
+        visual = [f"{name} {list(each.shape)} {each.dtype}" for name, each in (self.visual_inputs or {}).items()]
+        tokens = f"{self.real_tokens} of {self.total_tokens} tokens in samples"
+        slice_of = [f"slice {self.cp_rank} of {self.cp_size}"] if self.cp_size > 1 else []
+        return f"PackedBatch({', '.join([f'{self.num_samples} samples', tokens, *slice_of, *visual])})"
+
     @property
     def pad_between_seqs(self) -> bool:
         """Whether any segment is shorter than its physical extent; Transformer Engine's argument of that name."""
@@ -192,6 +199,48 @@ class PackedBatch:
                     "itself; set encoder.pixels to bytes"
                 )
         return visual
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """Returns the arguments with which a model of ``transformers`` trains on this row: ``model(**arguments)``.
+
+        ``position_ids`` restart at 0 where a segment begins, padding included; that is how ``transformers`` keeps the
+        segments apart, with a mask for ``sdpa`` and ``eager`` and by boundaries for flash attention. For three-axis
+        positions the counted ones come first, ``[4, 1, T]``. ``labels`` are not shifted, since the models shift them.
+        ``cu_seq_lens_q``, ``cu_seq_lens_k`` (int32 ``[num_segments + 1]``), ``max_length_q`` and ``max_length_k`` are
+        there for a row without pixels: vision towers take arguments of these names for their own attention.
+        ``use_cache`` is False, because with a cache the models do not look for segments.
+
+        Raises:
+            PackingError: a slice of context parallelism, media whose model takes three-axis positions with positions
+                of one axis, or a weight other than 0 and 1, for which the models' own loss has no place.
+        """
+        row, counted = self.finished(), torch.arange(self.total_tokens, device=self.tokens.device)
+        if self.cp_size != 1:
+            raise PackingError(
+                "models of transformers take whole rows; pass the batch before slice_for_context_parallel"
+            )
+        visual, boundaries = dict(row.visual_inputs or {}), self.boundaries
+        if self.position_ids.dim() == 2 and any(name.endswith("grid_thw") for name in visual):
+            raise PackingError(
+                "the positions of this row count tokens; set encoder.position_ids to mrope for its model"
+            )
+        learned = self.loss_mask != 0
+        if not torch.equal(self.loss_mask[learned], torch.ones_like(self.loss_mask[learned])):
+            raise PackingError(
+                "targets of this row have weights other than 0 and 1; compute the loss from the model's logits, "
+                "batch.labels and batch.loss_mask"
+            )
+        starts = torch.repeat_interleave(boundaries[:-1].long(), boundaries.diff().long(), output_size=len(counted))
+        positions = (counted - starts)[None]
+        if self.position_ids.dim() == 3:
+            positions = torch.cat([positions[None], self.position_ids])
+        labels = torch.full_like(self.labels, IGNORE_INDEX)
+        labels[:, 1:] = self.labels.masked_fill(~learned, IGNORE_INDEX)[:, :-1]
+        arguments = {"input_ids": self.tokens, "labels": labels, "position_ids": positions, "use_cache": False}
+        if not visual:
+            arguments |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), boundaries)
+            arguments |= dict.fromkeys(("max_length_q", "max_length_k"), self.max_seqlen)
+        return arguments | visual | self.model_inputs
 
     def to_bridge(self) -> dict[str, Any]:
         """The mapping that Megatron-Bridge's ``gpt_step`` and ``vlm_step`` read from a data iterator.

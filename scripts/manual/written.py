@@ -6,6 +6,7 @@ import json
 import pkgutil
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -111,16 +112,54 @@ def _prose(text: str) -> str:
 
 
 def names() -> str:
-    """docs/api.md: the public names, for mkdocstrings to fill from their docstrings."""
+    """docs/api.md: the public names, with signatures and docstrings."""
     parts = [
-        "# Python names\n\nThe public names of each package, from their docstrings. Names that are not here may change "
-        f"in any release. `{WRITE}` makes\nthe list; the site fills it.\n"
+        "# Python names\n\nThe public names of each package, with signatures and docstrings. Names that are not here "
+        f"may change in any release. `{WRITE}`\nmakes this page; a test keeps it in step.\n"
     ]
     for package, about in PACKAGES:
         parts.append(f"\n## {package}\n\n{about}\n")
         for name in sorted(_public(package)):
-            parts.append(f"\n### {name}\n\n::: {_home(package, name)}\n")
+            module, _, own = _home(package, name).rpartition(".")
+            node = next(node for node in _parsed(_file(module)).body if _binds(node, own))
+            parts.append(f"\n### {name}\n\nIn `{module}`.\n\n```text\n{_described(node)}\n```\n")
     return "".join([*parts, *_registered()])
+
+
+def _file(module: str) -> Path:
+    path = ROOT / module.replace(".", "/")
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def _described(node: ast.stmt) -> str:
+    """A definition without its body, and its docstring; of a class also its fields and public methods."""
+    if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return ast.unparse(node)
+    parts = [_signature(node), *filter(None, [ast.get_docstring(node)])]
+    if isinstance(node, ast.ClassDef):
+        for entry, told in pairwise(node.body):
+            if isinstance(entry, ast.AnnAssign) and isinstance(told, ast.Expr) and isinstance(told.value, ast.Constant):
+                parts.append(f"{ast.unparse(entry.target)}\n    {' '.join(str(told.value.value).split())}")
+        methods = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name[0] != "_"]
+        for method in methods:
+            told = " ".join((ast.get_docstring(method) or "").split("\n\n")[0].split())
+            parts.append(f"{_signature(method)}\n    {told}".rstrip())
+    return "\n\n".join(parts)
+
+
+def _signature(node: ast.FunctionDef | ast.ClassDef) -> str:
+    """One line; of a class its bases, and a line for each field and for how it is made."""
+    if isinstance(node, ast.FunctionDef):
+        returned = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+        is_property = "property" in map(ast.unparse, node.decorator_list)
+        return node.name + ("" if is_property else f"({ast.unparse(node.args)})") + returned
+    stated = [each for each in node.body if isinstance(each, ast.AnnAssign) and ast.unparse(each.target)[0] != "_"]
+    fields = [ast.unparse(each.target) + f": {ast.unparse(each.annotation)}" + _default(each.value) for each in stated]
+    made = next((each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"), None)
+    bases = ", ".join(map(ast.unparse, node.bases))
+    lines = [f"class {node.name}" + (f"({bases})" if bases else "")]
+    lines += ["    " + field for field in fields]
+    return "\n".join(lines + (["    " + _signature(made)] if made else []))
 
 
 def _registered() -> Iterator[str]:
@@ -143,6 +182,14 @@ def _registered() -> Iterator[str]:
             told = " ".join((module.__doc__ or "").split("\n\n")[0].split()).replace("``", "`")
             if names:
                 yield f"| {names} | {told.partition('. ')[0].rstrip('.')}. |\n"
+
+
+def _default(value: ast.expr | None) -> str:
+    """`` = value``, of `setting` and `field` the default that they name."""
+    if isinstance(value, ast.Call) and ast.unparse(value.func) in ("setting", "field"):
+        made = {each.arg: f"{ast.unparse(each.value)}()" for each in value.keywords if each.arg == "default_factory"}
+        return "".join(f" = {each}" for each in [*map(ast.unparse, value.args), *made.values()][:1])
+    return "" if value is None else f" = {ast.unparse(value)}"
 
 
 def _public(package: str) -> list[str]:

@@ -316,3 +316,8 @@ def test_the_mapping_for_bridge_has_exactly_the_documented_keys_and_forms():
     for name in ("tokens", "labels", "loss_mask", "position_ids", "padding_mask"):
         assert mapping[name].shape == (1, 12)
         assert mapping[name].is_contiguous()
+
+
+def test_a_batch_is_shown_in_one_line():
+    expected = "PackedBatch(2 samples, 17 of 20 tokens in samples, pixel_values [17, 2] torch.float32)"
+    assert repr(make_batch(5, 12)) == expected

@@ -345,10 +345,8 @@ def _packed_logits(subject: Subject, batch: PackedBatch, *, cp_size: int, isolat
     if linear_layers(subject.model) and isolate:
         arguments |= kernel_arguments(physical)
     if subject.attention == "positions":
-        counted = torch.arange(batch.total_tokens, device=device) - physical[:-1][segment]
-        if positions.dim() == 3:  # transformers reads the packing from a first axis of text positions
-            positions = torch.cat([counted.view(1, 1, -1), positions.to(device)])
-        arguments["position_ids"] = positions.to(device)
+        given = batch.to(device).to_hugging_face()
+        arguments |= {name: value for name, value in given.items() if name != "labels"}
         with span_kernels(subject.model):
             return subject.model(**arguments).logits[0].float()
     # Of the models here only Gemma 3 lets the tokens of an image see each other, and only it has this argument.

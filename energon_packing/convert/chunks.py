@@ -269,7 +269,8 @@ def _walk(source: Path, left: list[str]) -> Iterator[Path]:
             if folder.startswith("."):
                 folders.remove(folder)
             elif path.is_symlink():
-                if leads_out(path) or (real := path.resolve()) in followed:
+                # What is not hidden is found at its own place.
+                if leads_out(path) or (real := path.resolve()) in followed or not _is_hidden(real, root):
                     folders.remove(folder)
                 else:
                     followed.add(real)
@@ -315,7 +316,12 @@ def _has_records(path: Path) -> bool:
     """Whether a file with this path in a named directory is read: its suffix says so, and no part of it is hidden."""
     suffix, compression = suffix_of(path)
     read = suffix in JSON_SUFFIXES | {TAR_SUFFIX} or (compression is None and suffix in TABLE_SUFFIXES)
-    return read and not any(part.startswith(".") for part in path.parts)
+    return read and not _is_hidden(path)
+
+
+def _is_hidden(path: Path, root: Path = Path()) -> bool:
+    """Whether a part of a path below a directory is hidden."""
+    return path.is_relative_to(root) and any(part.startswith(".") for part in path.relative_to(root).parts)
 
 
 def _is_saved_dataset(directory: Path, files: Iterable[Path]) -> bool:

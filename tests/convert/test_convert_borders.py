@@ -77,18 +77,22 @@ def test_links_are_followed_inside_the_named_directory_and_all_others_are_named(
     (data / "aside").mkdir()
     (data / "aside/linked").symlink_to("../in")  # a directory
     (data / "loop").symlink_to(".")
+    chats(data / ".store/y.jsonl", "y")
+    (data / "y").symlink_to(".store")
+    (data / "in.jsonl").symlink_to("in/x.jsonl")
     (data / "out").symlink_to(tmp_path / "outside")
     (data / "o.jsonl").symlink_to(tmp_path / "outside/o.jsonl")
     (data / "gone.jsonl").symlink_to("nowhere.jsonl")
     (data / ".hidden.jsonl").symlink_to(tmp_path / "outside/o.jsonl")
     os.mkfifo(data / "pipe.jsonl")
     report = run(data, tmp_path / "converted")
-    assert (report.read, report.written) == (3, 3)
+    assert (report.read, report.written) == (6, 6)
     left, again = report.notes
     assert left.startswith("4 sources not read, ")
     assert all(name in left for name in ("gone", "o.jsonl", "out'", "pipe"))
     assert again.startswith("1 source named before")
-    shutil.rmtree(data / "in")
+    for name in ("in", ".store"):
+        shutil.rmtree(data / name)
     with pytest.raises(UserError, match=r"has no .* leads out of it, or is no file"):
         find_sources((data,))
 

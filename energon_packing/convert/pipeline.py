@@ -29,7 +29,7 @@ from energon_packing.convert.config import ConvertConfig
 from energon_packing.convert.keys import (
     KeyAssigner,
     SplitAssigner,
-    content_digest,
+    content_sum,
     key_digest,
     positions_of,
     wanted_key,
@@ -83,7 +83,7 @@ class ChunkAudit:
         seconds: what the audit took.
         spool, offset: where the JSON of the good records begins: number of the worker's file, bytes.
         keys: that the records ask for, the rejected ones included.
-        digests: `key_digest` of each key, one after the other; ``contents``: `content_digest` of each good record.
+        digests: `key_digest` of each key, one after the other; ``contents``: `content_sum` of each good record.
         unnamed: indices of the records that have no usable id.
         sizes: bytes of the JSON of each good record, in their order in the file.
         rejects: in order: index of a record in the chunk, where it is, reason, detail.
@@ -100,7 +100,7 @@ class ChunkAudit:
     keys: list[str] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
     digests: bytes = b""
-    contents: bytes = b""
+    contents: list[int] = field(default_factory=list)
     unnamed: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     rejects: list[tuple[int, str, str, str]] = field(default_factory=list)
@@ -166,7 +166,6 @@ class Auditing:
         root = remote_address(directory) or directory.resolve()
         with_id = self._config.column_map.with_id
         contents: list[bytes] = []
-        digests: list[bytes] = []
         for index, raw in enumerate(read_chunk(task, max_record_bytes=self._config.max_record_bytes)):
             key, named, warnings = wanted_key(with_id(raw.value), raw.source.name, raw.number)
             if not named:
@@ -175,18 +174,18 @@ class Auditing:
             audit.numbers.append(raw.number)
             warnings += raw.warnings
             try:
-                content, digest = self._stored(raw, root, audit, warnings)
+                content, summed = self._stored(raw, root, audit, warnings)
             except SampleRejected as error:
                 detail = error.detail  # which may quote input of any length
                 detail = detail if len(detail) <= 600 else detail[:597] + "..."
                 audit.rejects.append((index, raw.where, error.reason, detail))
                 continue
             contents.append(content)
-            digests.append(digest)
+            audit.contents.append(summed)
             audit.sizes.append(len(content))
             if warnings:
                 audit.warnings[index] = warnings
-        audit.digests, audit.contents = b"".join(map(key_digest, audit.keys)), b"".join(digests)
+        audit.digests = b"".join(map(key_digest, audit.keys))
         self._spool.write(b"".join(contents))
         self._spool.flush()
         if self._config.executor_config.cluster:  # other machines are to read it
@@ -194,15 +193,15 @@ class Auditing:
         audit.seconds = time.monotonic() - began
         return audit
 
-    def _stored(self, raw: RawRecord, root: Path | str, audit: ChunkAudit, warnings: list[str]) -> tuple[bytes, bytes]:
-        """The JSON of a good record, which the audit counts, and its `content_digest`; raises `SampleRejected` for any
+    def _stored(self, raw: RawRecord, root: Path | str, audit: ChunkAudit, warnings: list[str]) -> tuple[bytes, int]:
+        """The JSON of a good record, which the audit counts, and its `content_sum`; raises `SampleRejected` for any
         other."""
         config = self._config
         if raw.error is not None:
             raise raw.error
         if self._may_be_plain and (plain := plain_record(raw.value, config.format)) is not None:
             audit.layouts[plain[1]] += 1
-            return plain[0], content_digest(plain[2])
+            return plain[0], content_sum(plain[2])
         parsed = self._parse(raw.value)
         warnings += parsed.warnings
         places = [self._files.place(file.path, root, raw.members) for file in parsed.media]
@@ -212,7 +211,7 @@ class Auditing:
         files = [file for file, _ in checked]
         names = [file.name for file in files]
         record = parsed.record(audit.keys[-1], media_names(config.layout, names), files)
-        content, digest = encode_record(record), content_digest(said_in(record), names)
+        content, summed = encode_record(record), content_sum(said_in(record), names)
         audit.layouts[parsed.layout] += 1
         audit.mentions.update([*parsed.kinds, *filter(None, [parsed.judged])])
         audit.ignored.update(parsed.ignored)
@@ -224,7 +223,7 @@ class Auditing:
             warnings.append("first_frame_only")
         for file, stamp in checked:
             audit.files.setdefault(file.name, (file, stamp))
-        return content, digest
+        return content, summed
 
 
 _MOST_NAMES = 1000

@@ -431,7 +431,7 @@ def said_in(record: Mapping[str, Any]) -> bytes:
 
 
 _COLUMNS = frozenset(("id", "messages", "conversations", "system", "tools"))
-_BEGINNING = b'{"version": %d, ' % RECORD_VERSION
+_BEGINNING = b'{"version": %d, "turns": [' % RECORD_VERSION
 _TURN = {role: b'{"role": "%s", "parts": [' % role.encode() for role in ROLES}
 _MOST_TOOLS, _LONGEST_TOOLS = 64, 1 << 15
 """Lists of definitions that are remembered, and bytes of each; most records of a data set repeat those of others."""
@@ -460,8 +460,8 @@ def plain_record(value: Any, layout: str) -> tuple[bytes, str, bytes] | None:
             return None
         if b"<image>" in turns or b"<video>" in turns or b"<img>" in turns:
             return None
-        said = b'"turns": [%b]' % turns
-        return b"%b%b%b}" % (_BEGINNING, said, _tools(value.get("tools"))), found.name, b"{%b}" % said
+        stored = b"%b%b]%b}" % (_BEGINNING, turns, _tools(value.get("tools")))
+        return stored, found.name, b'{"turns": [%b]}' % turns
     except (KeyError, TypeError, SampleRejected, UnicodeEncodeError):  # orjson's errors are of these
         return None
 

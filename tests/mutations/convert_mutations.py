@@ -367,7 +367,11 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         test=SPLITS + "test_copies_share_a_split_and_more_data_moves_none[polylithic]",
         oracle="the samples in the tars",
         edits=(
-            ("convert/pipeline.py", "positions_of(audit.contents)", 'positions_of(b"".join(map(key_digest, keys)))'),
+            (
+                "convert/pipeline.py",
+                "positions_of(audit.contents)",
+                'positions_of([int.from_bytes(key_digest(key)[:4], "big") for key in keys])',
+            ),
         ),
     ),
     Mutation(

@@ -134,7 +134,7 @@ Positions = NDArray[np.float64]
 
 def content_sum(said: bytes, files: Iterable[str] = ()) -> int:
     """32 bits that stand for the content of a sample where its split is decided; two contents with the same bits share
-    a split, which does no harm. A digest of all text would take a tenth of its conversion.
+    a split, which does no harm. A digest takes three times as long.
 
     Args:
         said: JSON of the turns.
@@ -172,8 +172,7 @@ class SplitAssigner:
     def add(self, positions: Positions) -> None:
         """Counts the next samples. Shape [n]."""
         assigned = self.of(positions)
-        for index, count in enumerate(np.bincount(assigned, minlength=len(self.names)).tolist()):
-            self.counts[index] += count
+        self.counts = (np.bincount(assigned, minlength=len(self.names)) + self.counts).tolist()
         for empty in (index for index, count in enumerate(self.counts) if count == 0):
             for source in np.unique(assigned).tolist():
                 found, copies = np.unique(positions[assigned == source], return_counts=True)

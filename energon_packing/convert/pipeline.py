@@ -26,14 +26,7 @@ import numpy as np
 
 from energon_packing.convert.chunks import Chunk, ChunkSize, RawRecord, SourceFile, find_sources, source_digest
 from energon_packing.convert.config import ConvertConfig
-from energon_packing.convert.keys import (
-    KeyAssigner,
-    SplitAssigner,
-    content_sum,
-    key_digest,
-    positions_of,
-    wanted_key,
-)
+from energon_packing.convert.keys import KeyAssigner, SplitAssigner, content_sum, key_digest, positions_of, wanted_key
 from energon_packing.convert.layout import (
     CONVERSION_VERSION,
     DATASET_FILE,

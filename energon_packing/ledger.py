@@ -335,6 +335,12 @@ class _Held:
 _HELD: weakref.WeakValueDictionary[tuple[int, str], _Held] = weakref.WeakValueDictionary()
 
 
+_FIELDS: Mapping[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("from", "packs_of_plan", "epoch_read", "pack", "read"), int),
+    **dict.fromkeys(("samples", "ahead", "times"), (int, type(None))),
+    **dict.fromkeys(("run", "dropped", "changed", "reason", "how", "detail", "data"), str),
+    "keys": list,
+}
 _OF_LEDGER = ("from", "packs_of_plan", "epoch_read", "dropped", "keys", "changed")
 
 
@@ -352,6 +358,7 @@ class LedgerReport:
         changed: samples emitted in another form, by how.
         duplicates: keys that came more often than the data can have been read, or than once in a finite epoch.
         cut: lines that a kill left unfinished.
+        foreign: lines whose fields are not those of a ledger; they are not counted.
         quarantined: samples in the quarantine list.
     """
 
@@ -365,6 +372,7 @@ class LedgerReport:
     changed: Counter[str] = field(default_factory=Counter)
     duplicates: list[str] = field(default_factory=list)
     cut: int = 0
+    foreign: int = 0
     quarantined: int = 0
 
 
@@ -383,7 +391,7 @@ def merged(directory: Path) -> LedgerReport:
             _count(worker.lines, report, **{name: worker.mark.get(name) for name in ("samples", "ahead", "times")})
     try:
         report.cut = sum(file.read_bytes().count(b"\n") for file in directory.glob("*.cut"))
-        report.quarantined = len({(entry.get("data"), entry.get("key")) for entry in _quarantined(directory)})
+        report.quarantined = len({(str(entry.get("data")), str(entry.get("key"))) for entry in _quarantined(directory)})
     except OSError as error:
         raise _unreadable(directory, error) from error
     for epoch in range(max(positions, default=-1) // packs_of_plan + 1):
@@ -466,6 +474,9 @@ def _workers(directory: Path, report: LedgerReport) -> Iterator[tuple[Path, _Wor
         worker = _Worker(report)
         try:
             for entry in read_lines(file):
+                if not _is_line(entry):
+                    report.foreign += 1
+                    continue
                 ours = ours or not entry.keys().isdisjoint(_OF_LEDGER)
                 worker.take(entry)
         except OSError as error:
@@ -473,6 +484,13 @@ def _workers(directory: Path, report: LedgerReport) -> Iterator[tuple[Path, _Wor
         yield file, worker
     if not ours:
         raise UserError(f"{directory} holds no line of a ledger; name the directory of packing.ledger.")
+
+
+def _is_line(entry: Mapping[str, Any]) -> bool:
+    """Whether a line has fields of the types that a ledger writes; other programs and hands write to folders, too."""
+    if entry.get("resumed") and "from" not in entry:
+        return False
+    return all(isinstance(entry[name], kind) for name, kind in _FIELDS.items() if name in entry)
 
 
 def _count(

@@ -90,7 +90,7 @@ Examples:
     "--split",
     default=",".join(f"{name}={share}" for name, share in DEFAULT_SPLIT.items()),
     show_default=True,
-    help="Share of each split; a sample's split depends only on its key.",
+    help="Share of each split; a sample's split depends only on its turns and media.",
 )
 @click.option("--samples-per-shard", type=int, default=5000, show_default=True, help="Samples per tar.")
 @click.option("--media-shard-mib", type=int, default=1024, show_default=True, help="MiB per media tar (polylithic).")
@@ -263,7 +263,7 @@ def _print_report(report: ConversionReport) -> None:
     if report.pair_counts:
         say(f"{report.pair_counts}: packing.pairs of a run says what is trained of them; its default refuses them.")
     lines = report.ignored_lines()
-    say(*(f"warning: {line}" for line in lines[:_MOST_LINES]))
+    say(*(f"warning: {line}" for line in [*report.notes, *lines[:_MOST_LINES]]))
     if len(lines) > _MOST_LINES:
         listed = "by --json" if dry else f"in {shown(Path(report.out) / CONVERSION_FILE)}"
         say(f"warning: {len(lines) - _MOST_LINES} more ignored columns are listed {listed}")

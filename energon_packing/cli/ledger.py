@@ -48,6 +48,7 @@ def ledger(ctx: click.Context, directory: Path, as_json: bool) -> None:
         for count, what in (
             (report.quarantined, "samples in quarantine, which later runs skip"),
             (report.abandoned, "runs of a worker that nobody continued are not counted"),
+            (report.foreign, "lines that no ledger writes are not counted"),
             (report.cut, "lines that a kill cut off are set aside in *.cut"),
         ):
             if count:

@@ -3,8 +3,9 @@ workers exchange."""
 
 import glob
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -166,12 +167,15 @@ def suffix_of(path: Path) -> tuple[str, str | None]:
     return (Path(path.stem).suffix.lower() if compression else suffix), compression
 
 
-def find_sources(sources: tuple[Path, ...], *, exclude: tuple[Path, ...] = ()) -> list[SourceFile]:
-    """The files to read, in a fixed order (as named; inside a directory, and of a pattern, by path).
+def find_sources(
+    sources: tuple[Path, ...], *, exclude: tuple[Path, ...] = (), notes: list[str] | None = None
+) -> list[SourceFile]:
+    """The files to read, each once, in a fixed order (as named; inside a directory, and of a pattern, by path).
 
     Args:
         sources: files, directories, and patterns with ``*``, ``?`` or ``[...]`` (``**`` for any depth).
         exclude: directories whose content is never a source, such as the output.
+        notes: receives a sentence about what a directory holds that is not read, and about files that have two names.
 
     Raises:
         UserError: a path is missing, a directory holds no file of records, a named file is empty.
@@ -183,16 +187,40 @@ def find_sources(sources: tuple[Path, ...], *, exclude: tuple[Path, ...] = ()) -
 
     files: list[SourceFile] = []
     names: set[str] = set()
+    places: set[str] = set()
+    left: list[str] = []
+    again: list[str] = []
     for origin, source in enumerate(sources):
         remote = remote_address(source) is not None
-        for path, name, size in _found_remote(source) if remote else _found(source, is_shut):
+        for path, name, size in _found_remote(source) if remote else _found(source, is_shut, left):
             address = remote_address(path) if remote else None
+            place = address or os.path.realpath(path)
+            if place in places:
+                again.append(str(path))
+                continue
+            places.add(place)
             known_as = name if name not in names else address or str(path)
             # Reports are UTF-8, and the name of a file may be any bytes.
             known_as = known_as.encode("utf-8", "backslashreplace").decode()
             files.append(SourceFile(path=path, name=known_as, origin=origin, size=size, address=address))
             names.add(name)
+    for found, what in ((left, _LEFT), (again, "named before, by another path, pattern or link, and read once")):
+        if found and notes is not None:
+            listed_ones = ", ".join(map(repr, sorted(found)[:_MOST_LISTED])) + ", ..." * (len(found) > _MOST_LISTED)
+            notes.append(f"{len(found):,} source{'s' * (len(found) > 1)} {what}: {listed_ones}")
     return files
+
+
+_LEFT = "not read, links that lead out of the named directory or nowhere, or no files (name what they lead to)"
+_MOST_LISTED = 5
+
+
+@lru_cache(maxsize=256)
+def hub_blobs(root: Path) -> Path | None:
+    """Where the links of a snapshot of the Hugging Face cache lead, whose files are all links: ``REPO/blobs`` for a
+    resolved directory ``REPO/snapshots/REVISION`` or one in it; None for any other."""
+    repository = next((path.parent for path in (root, *root.parents) if path.name == "snapshots"), None)
+    return None if repository is None or not (repository / "blobs").is_dir() else repository / "blobs"
 
 
 def _found_remote(source: Path) -> list[tuple[Path, str, int]]:
@@ -220,7 +248,41 @@ def _found_remote(source: Path) -> list[tuple[Path, str, int]]:
     return found
 
 
-def _found(source: Path, is_shut: Callable[[Path], bool]) -> list[tuple[Path, str, int]]:
+def _walk(source: Path, left: list[str]) -> Iterator[Path]:
+    """The files with the suffix of records in a directory, also behind links that stay in it; others are ``left``."""
+    root = source.resolve()
+    allowed = [root, *filter(None, [hub_blobs(root)])]
+    followed = {root}
+
+    def leads_out(path: Path) -> bool:
+        if any(path.resolve().is_relative_to(place) for place in allowed):
+            return False
+        left.append(str(path))
+        return True
+
+    def refuse(error: OSError) -> None:
+        raise UserError(f"{error.filename} cannot be read: {error.strerror or error}") from error
+
+    for directory, folders, names in os.walk(source, onerror=refuse, followlinks=True):
+        for folder in sorted(folders):
+            path = Path(directory, folder)
+            if folder.startswith("."):
+                folders.remove(folder)
+            elif path.is_symlink():
+                # What is not hidden is found at its own place.
+                if leads_out(path) or (real := path.resolve()) in followed or not _is_hidden(real, root):
+                    folders.remove(folder)
+                else:
+                    followed.add(real)
+        for path in (Path(directory, name) for name in names if name.lower().endswith(_SUFFIXES)):
+            if _has_records(path.relative_to(source)) and not leads_out(path):
+                if path.is_file():
+                    yield path
+                else:
+                    left.append(str(path))
+
+
+def _found(source: Path, is_shut: Callable[[Path], bool], left: list[str]) -> list[tuple[Path, str, int]]:
     """The files of one source, their names in reports, and their bytes."""
     if not source.exists() and glob.has_magic(str(source)):
         matching = [path for path in sorted(map(Path, glob.glob(str(source), recursive=True))) if not is_shut(path)]
@@ -229,24 +291,18 @@ def _found(source: Path, is_shut: Callable[[Path], bool]) -> list[tuple[Path, st
         return [
             (path, f"{match.name}/{name}" if match.is_dir() else name, size)
             for match in matching
-            for path, name, size in _found(match, is_shut)
+            for path, name, size in _found(match, is_shut, left)
         ]
     if source.is_dir():
-        root = source.resolve()
-        below = ((directory, name) for directory, _, names in os.walk(source) for name in names)
-        # There may be millions of images beside them.
-        paths = sorted(Path(*each) for each in below if each[1].lower().endswith(_SUFFIXES))
         found = [
             (path, path.relative_to(source).as_posix(), path.stat().st_size)
-            for path in paths
-            if _has_records(path.relative_to(source))
-            and path.is_file()
-            and not (path.name in _OF_DATASETS and _is_saved_dataset(path.parent, path.parent.iterdir()))
-            and path.resolve().is_relative_to(root)
+            for path in sorted(_walk(source, left))
+            if not (path.name in _OF_DATASETS and _is_saved_dataset(path.parent, path.parent.iterdir()))
             and not is_shut(path)
         ]
         if not found:
-            raise UserError(f"{source} has no {_KINDS} file; name the file of conversations")
+            why = f" ({left[-1]!r} leads out of it, or is no file)" if left else ""
+            raise UserError(f"{source} has no {_KINDS} file{why}; name the file of conversations")
         return found
     if source.is_file():
         if (size := source.stat().st_size) == 0:
@@ -260,7 +316,12 @@ def _has_records(path: Path) -> bool:
     """Whether a file with this path in a named directory is read: its suffix says so, and no part of it is hidden."""
     suffix, compression = suffix_of(path)
     read = suffix in JSON_SUFFIXES | {TAR_SUFFIX} or (compression is None and suffix in TABLE_SUFFIXES)
-    return read and not any(part.startswith(".") for part in path.parts)
+    return read and not _is_hidden(path)
+
+
+def _is_hidden(path: Path, root: Path = Path()) -> bool:
+    """Whether a part of a path below a directory is hidden."""
+    return path.is_relative_to(root) and any(part.startswith(".") for part in path.relative_to(root).parts)
 
 
 def _is_saved_dataset(directory: Path, files: Iterable[Path]) -> bool:

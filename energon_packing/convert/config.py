@@ -147,8 +147,8 @@ class ConvertConfig:
         format: layout of the records; ``auto`` detects the conversation in each record.
         layout: ``polylithic`` (text and media in two WebDatasets; the first pass of a loader reads half as much from a
             cold disk) or ``monolithic`` (one WebDataset; a file that two records name is stored twice).
-        split: name -> share, 1 together; what rounding leaves is shared out. A hash of the sample's key decides its
-            split.
+        split: name -> share, 1 together; what rounding leaves is shared out. The sample's content (turns and
+            media) decides its split, so that copies share one.
         samples_per_shard: samples per tar; Energon slices inside shards, so this only sets file sizes.
         media_shard_bytes: bytes after which the next media tar begins (polylithic).
         workers: processes that parse, check and write; 0 and 1 do everything in the calling process, and None takes as

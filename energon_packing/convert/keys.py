@@ -1,10 +1,13 @@
 """Sample keys: unique in the data set, safe as a WebDataset member name, the same in every run; and the split of a
-sample, decided by a hash of its key, so that more data never moves an old sample."""
+sample, decided by a sum of its content, so that copies share a split and more data never moves an old sample."""
 
 import hashlib
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from heapq import nsmallest
 from typing import Any
 
@@ -46,8 +49,8 @@ def safe_key(text: str) -> str:
 
 
 def key_digest(key: str) -> bytes:
-    """16 bytes of a key's SHA-256: 8 decide its split (`positions_of`), 8 stand for it in a `KeySet`."""
-    return hashlib.sha256(key.encode("utf-8")).digest()[:16]
+    """8 bytes of a key's SHA-256, which stand for it in a `KeySet`."""
+    return hashlib.sha256(key.encode("utf-8")).digest()[8:16]
 
 
 Hashes = NDArray[np.uint64]
@@ -98,8 +101,8 @@ class KeyAssigner:
         self._next_suffix: dict[str, int] = {}
 
     def assign_all(self, keys: Sequence[str], hashes: Hashes) -> dict[int, str]:
-        """Takes the keys that records ask for, with the last 8 bytes of the `key_digest` of each (shape [n]); returns
-        index of a record -> the key that it gets in place of one that is taken."""
+        """Takes the keys that records ask for, with the `key_digest` of each (shape [n]); returns index of a
+        record -> the key that it gets in place of one that is taken."""
         taken = self._taken.holds(hashes)
         if not taken.any() and len(np.unique(hashes)) == len(hashes):
             self._taken.add(hashes)
@@ -116,7 +119,7 @@ class KeyAssigner:
 
     def _free(self, key: str, new: set[int]) -> str:
         for suffix in itertools.count(self._next_suffix.get(key, 2)):
-            value = int.from_bytes(key_digest(f"{key}-{suffix}")[8:], "big")
+            value = int.from_bytes(key_digest(f"{key}-{suffix}"), "big")
             if value not in new and not self._taken.holds(np.array([value], np.uint64))[0]:
                 break
         if len(self._next_suffix) >= _MOST_SUFFIXES:
@@ -129,14 +132,32 @@ class KeyAssigner:
 Positions = NDArray[np.float64]
 
 
-def positions_of(digests: bytes) -> Positions:
-    """A number in [0, 1) for each key, from their `key_digest` one after the other. Shape [n]."""
-    return (np.frombuffer(digests, ">u8")[::2] >> np.uint64(11)) / float(1 << 53)
+def content_sum(said: bytes, files: Iterable[str] = ()) -> int:
+    """32 bits that stand for the content of a sample where its split is decided; two contents with the same bits share
+    a split, which does no harm. A digest takes three times as long.
+
+    Args:
+        said: JSON of the turns.
+        files: name of each image or video, which begins with the digest of its bytes.
+    """
+    summed = zlib.crc32(said)
+    for name in files:
+        summed = zlib.crc32(name.partition(".")[0].encode(), summed)
+    return summed
+
+
+def positions_of(sums: Sequence[int]) -> Positions:
+    """A number in [0, 1) for each `content_sum`. Shape [n]."""
+    # Sums of texts that are alike are alike; this mixes their bits (SplitMix64 of Steele, Lea and Flood).
+    mixed = np.array(sums, np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((mixed ^ (mixed >> np.uint64(31))) >> np.uint64(11)) / float(1 << 53)
 
 
 class SplitAssigner:
-    """Assigns samples to splits (name -> share, adding up to 1) as they come, and keeps what it needs to fill a split
-    that stays empty."""
+    """Assigns samples to splits (name -> share, adding up to 1) by their positions, and keeps what it needs to fill a
+    split that stays empty."""
 
     def __init__(self, split: Mapping[str, float]) -> None:
         self.names = list(split)
@@ -144,38 +165,45 @@ class SplitAssigner:
         """Samples of each split so far."""
         self._ends = np.cumsum(list(split.values()))
         self._ends[-1] = 1.0
-        self._samples = 0
-        # (empty split, the split that the samples are in) -> the nearest samples as (distance, number)
-        self._nearest: dict[tuple[int, int], list[tuple[float, int]]] = {}
+        # (empty split, the split that the samples are in) -> the nearest positions, and the samples of each
+        self._nearest: dict[tuple[int, int], Counter[float]] = {}
+        self._moved: dict[float, int] = {}
 
-    def add(self, positions: Positions) -> NDArray[np.int64]:
-        """The splits of the next samples, as indices into `names`. Shape [n] -> [n]."""
-        assigned = np.searchsorted(self._ends, positions, side="right").astype(np.int64)
-        for index, count in enumerate(np.bincount(assigned, minlength=len(self.names)).tolist()):
-            self.counts[index] += count
+    def add(self, positions: Positions) -> None:
+        """Counts the next samples. Shape [n]."""
+        assigned = self.of(positions)
+        self.counts = (np.bincount(assigned, minlength=len(self.names)) + self.counts).tolist()
         for empty in (index for index, count in enumerate(self.counts) if count == 0):
-            start, end = (float(self._ends[empty - 1]) if empty else 0.0), float(self._ends[empty])
-            distances = np.maximum(start - positions, positions - end)
             for source in np.unique(assigned).tolist():
-                members = np.flatnonzero(assigned == source)
-                found = zip(distances[members].tolist(), (self._samples + members).tolist(), strict=True)
-                kept = self._nearest.get((empty, source), [])
-                self._nearest[empty, source] = nsmallest(len(self.names), [*kept, *found])
-        self._samples += len(positions)
+                found, copies = np.unique(positions[assigned == source], return_counts=True)
+                kept = self._nearest.get((empty, source), Counter[float]())
+                kept = kept + Counter(dict(zip(found.tolist(), copies.tolist(), strict=True)))
+                nearest = nsmallest(len(self.names), kept, key=partial(self._distance, empty))
+                self._nearest[empty, source] = Counter({position: kept[position] for position in nearest})
+
+    def _distance(self, split: int, position: float) -> tuple[float, float]:
+        """How far a position is from the range of a split; no two are equally far."""
+        start = float(self._ends[split - 1]) if split else 0.0
+        return max(start - position, position - float(self._ends[split])), position
+
+    def of(self, positions: Positions) -> NDArray[np.int64]:
+        """The splits of samples, as indices into `names`. Shape [n] -> [n]."""
+        assigned = np.searchsorted(self._ends, positions, side="right").astype(np.int64)
+        for position, split in self._moved.items():
+            assigned[positions == position] = split
         return assigned
 
-    def finish(self) -> dict[int, int]:
+    def finish(self) -> None:
         """Fills splits that are empty, because nobody wants an empty validation set from 2 % of a small data set.
 
-        Each gets the sample nearest to its own range from the fullest split, if there are enough samples. Returns
-        number of a sample -> its new split, for those that move; `counts` follow.
+        Each gets the content nearest to its own range from the fullest split, with all its copies, if these are no more
+        than half of the samples there; `counts` and `of` follow.
         """
-        moved: dict[int, int] = {}
         for empty in [index for index, count in enumerate(self.counts) if count == 0]:
             fullest = max(range(len(self.names)), key=lambda index: self.counts[index])
-            if self.counts[fullest] < 2:
-                break
-            moved[next(number for _, number in self._nearest[empty, fullest] if number not in moved)] = empty
-            self.counts[fullest] -= 1
-            self.counts[empty] += 1
-        return moved
+            for position, copies in self._nearest.get((empty, fullest), {}).items():  # the nearest first
+                if position not in self._moved and 2 * copies <= self.counts[fullest]:
+                    self._moved[position] = empty
+                    self.counts[fullest] -= copies
+                    self.counts[empty] += copies
+                    break

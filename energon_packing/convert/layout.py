@@ -271,7 +271,7 @@ def shard_ranges(names: list[str]) -> list[str]:
     return ranges
 
 
-CONVERSION_VERSION = 6
+CONVERSION_VERSION = 7
 """Changes whenever the format of a conversion's files changes; part of the fingerprint."""
 
 CONVERSION_FILE = "conversion.json"
@@ -294,6 +294,7 @@ class ConversionReport:
         warnings: name -> number of records that were accepted although odd.
         ignored_columns: name of a column, or of a field as ``messages[].name``, that nothing reads -> ``records``, the
             number of written samples whose record fills it, and ``did_you_mean`` if the name is near one that is read.
+        notes: sentences about files of the sources that were not read, or have two names.
         layouts: source -> name of a layout -> number of samples whose record has it.
         first_rejects: reason -> the first record that was rejected for it, and why.
         splits: name -> number of samples.
@@ -329,6 +330,7 @@ class ConversionReport:
     pairs: int = 0
     unwanted: int = 0
     tensors: int = 0
+    notes: list[str] = field(default_factory=list)
     layouts: dict[str, dict[str, int]] = field(default_factory=dict)
     first_rejects: dict[str, str] = field(default_factory=dict)
     ignored_columns: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -415,7 +417,9 @@ def fingerprint_difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) 
         if old == new:
             continue
         if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
-            return f"{group} was {old!r} and is {new!r} now"
+            return (
+                f"{group} was {old!r} and is {new!r} now (up to 6, splits followed keys; they follow the content now)"
+            )
         name = next(name for name in sorted({*old, *new}) if old.get(name) != new.get(name))
         if group == "sources":
             return f"source {name} has changed"

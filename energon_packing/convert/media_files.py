@@ -26,7 +26,7 @@ from urllib.parse import unquote_to_bytes
 import orjson
 
 from energon_packing.conversation import Media, MediaKind
-from energon_packing.convert.chunks import MemberBytes
+from energon_packing.convert.chunks import MemberBytes, hub_blobs
 from energon_packing.convert.columns import EmbeddedBytes
 from energon_packing.convert.config import ConvertConfig
 from energon_packing.convert.layout import open_scratch
@@ -72,7 +72,7 @@ class MediaFile:
         size: bytes.
         width, height, stored_width, stored_height: pixels as displayed, and as stored, before any rotation.
         frames, fps, duration, container: of a video, see `energon_packing.media.probe.VideoInfo`.
-        format, mode, transparent: of an image, see `energon_packing.media.probe.ImageInfo`.
+        format, mode, transparent, animated: of an image, see `energon_packing.media.probe.ImageInfo`.
     """
 
     kind: MediaKind
@@ -90,6 +90,7 @@ class MediaFile:
     format: str = ""
     mode: str = ""
     transparent: bool = False
+    animated: bool = False
 
     @property
     def metadata(self) -> tuple[str, str]:
@@ -130,7 +131,7 @@ def resolve_media(reference: str, root: Path) -> str:
         return plain
     try:
         path = Path(os.path.realpath(root / reference))
-        if not path.is_relative_to(root):
+        if not path.is_relative_to(root) and not ((blobs := hub_blobs(root)) and path.is_relative_to(blobs)):
             raise SampleRejected("media_outside_root", f"{reference!r} leads out of the media root {root}")
         if not path.is_file():
             what = "is not a file" if path.exists() else "does not exist"
@@ -403,7 +404,7 @@ class MediaChecker:
         self._others = journal.open("rb")
         self._read_to = 0
         self._index = open_scratch(index)
-        self._index.execute("CREATE TABLE checks (place TEXT PRIMARY KEY, entry TEXT) WITHOUT ROWID")
+        self._index.execute("CREATE TABLE checks (place BLOB PRIMARY KEY, entry TEXT) WITHOUT ROWID")
 
     def check(self, path: str, kind: str, named: object) -> tuple[StoredMedia, Stamp]:
         """The result for one file, which a record has ``named`` so.
@@ -428,18 +429,19 @@ class MediaChecker:
     def _earlier(self, key: str) -> Checked | None:
         """The result that the journal has, if the file has not changed since."""
         self._index.executemany("INSERT OR REPLACE INTO checks VALUES (?, ?)", self._news())
-        row = self._index.execute("SELECT entry FROM checks WHERE place = ?", (key,)).fetchone()
+        row = self._index.execute("SELECT entry FROM checks WHERE place = ?", (os.fsencode(key),)).fetchone()
         checked = None if row is None else self._read(key, row[0])
         return checked if checked is not None and checked[1].same_file(_status(key)) else None
 
-    def _news(self) -> Iterator[tuple[str, str]]:
+    def _news(self) -> Iterator[tuple[bytes, str]]:
         """Place and entry of each line that the journal has got; those that a killed process left unfinished are not
-        JSON."""
+        JSON, and what is no entry is passed over. A file's name may be any bytes."""
         self._others.seek(self._read_to)
         while (line := self._others.readline()).endswith(b"\n"):
             self._read_to += len(line)
             with suppress(ValueError, TypeError, KeyError):
-                yield json.loads(line)["place"], line.decode()
+                place, entry = os.fsencode(json.loads(line)["place"]), line.decode()
+                yield place, entry
 
     def _check(self, path: str, kind: str) -> StoredMedia | SampleRejected:
         most, of = self._config.max_media_bytes, self._kinds[kind]

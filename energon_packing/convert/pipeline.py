@@ -13,7 +13,7 @@ import shutil
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,7 +26,7 @@ import numpy as np
 
 from energon_packing.convert.chunks import Chunk, ChunkSize, RawRecord, SourceFile, find_sources, source_digest
 from energon_packing.convert.config import ConvertConfig
-from energon_packing.convert.keys import KeyAssigner, SplitAssigner, key_digest, positions_of, wanted_key
+from energon_packing.convert.keys import KeyAssigner, SplitAssigner, content_sum, key_digest, positions_of, wanted_key
 from energon_packing.convert.layout import (
     CONVERSION_VERSION,
     DATASET_FILE,
@@ -38,7 +38,7 @@ from energon_packing.convert.layout import (
     read_report,
 )
 from energon_packing.convert.media_files import MediaChecker, RecordFiles, Stamp, StoredMedia
-from energon_packing.convert.records import encode_record, parse_record, plain_record
+from energon_packing.convert.records import encode_record, parse_record, plain_record, said_in
 from energon_packing.convert.shards import (
     MediaTable,
     PlannedSamples,
@@ -76,7 +76,7 @@ class ChunkAudit:
         seconds: what the audit took.
         spool, offset: where the JSON of the good records begins: number of the worker's file, bytes.
         keys: that the records ask for, the rejected ones included.
-        digests: `key_digest` of each key, one after the other.
+        digests: `key_digest` of each key, one after the other; ``contents``: `content_sum` of each good record.
         unnamed: indices of the records that have no usable id.
         sizes: bytes of the JSON of each good record, in their order in the file.
         rejects: in order: index of a record in the chunk, where it is, reason, detail.
@@ -93,6 +93,7 @@ class ChunkAudit:
     keys: list[str] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
     digests: bytes = b""
+    contents: list[int] = field(default_factory=list)
     unnamed: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     rejects: list[tuple[int, str, str, str]] = field(default_factory=list)
@@ -166,13 +167,15 @@ class Auditing:
             audit.numbers.append(raw.number)
             warnings += raw.warnings
             try:
-                contents.append(self._stored(raw, root, audit, warnings))
+                content, summed = self._stored(raw, root, audit, warnings)
             except SampleRejected as error:
                 detail = error.detail  # which may quote input of any length
                 detail = detail if len(detail) <= 600 else detail[:597] + "..."
                 audit.rejects.append((index, raw.where, error.reason, detail))
                 continue
-            audit.sizes.append(len(contents[-1]))
+            contents.append(content)
+            audit.contents.append(summed)
+            audit.sizes.append(len(content))
             if warnings:
                 audit.warnings[index] = warnings
         audit.digests = b"".join(map(key_digest, audit.keys))
@@ -183,14 +186,15 @@ class Auditing:
         audit.seconds = time.monotonic() - began
         return audit
 
-    def _stored(self, raw: RawRecord, root: Path | str, audit: ChunkAudit, warnings: list[str]) -> bytes:
-        """The JSON of a good record, which the audit counts; raises `SampleRejected` for any other."""
+    def _stored(self, raw: RawRecord, root: Path | str, audit: ChunkAudit, warnings: list[str]) -> tuple[bytes, int]:
+        """The JSON of a good record, which the audit counts, and its `content_sum`; raises `SampleRejected` for any
+        other."""
         config = self._config
         if raw.error is not None:
             raise raw.error
         if self._may_be_plain and (plain := plain_record(raw.value, config.format)) is not None:
             audit.layouts[plain[1]] += 1
-            return plain[0]
+            return plain[0], content_sum(plain[2])
         parsed = self._parse(raw.value)
         warnings += parsed.warnings
         places = [self._files.place(file.path, root, raw.members) for file in parsed.media]
@@ -199,7 +203,8 @@ class Auditing:
         ]
         files = [file for file, _ in checked]
         names = [file.name for file in files]
-        content = encode_record(parsed.record(audit.keys[-1], media_names(config.layout, names), files))
+        record = parsed.record(audit.keys[-1], media_names(config.layout, names), files)
+        content, summed = encode_record(record), content_sum(said_in(record), names)
         audit.layouts[parsed.layout] += 1
         audit.mentions.update([*parsed.kinds, *filter(None, [parsed.judged])])
         audit.ignored.update(parsed.ignored)
@@ -207,9 +212,11 @@ class Auditing:
             audit.named[len(audit.sizes)] = names
         if any(file.transparent for file in files):
             warnings.append("transparent_image")
+        if any(getattr(file, "animated", False) for file in files):
+            warnings.append("first_frame_only")
         for file, stamp in checked:
             audit.files.setdefault(file.name, (file, stamp))
-        return content
+        return content, summed
 
 
 _MOST_NAMES = 1000
@@ -246,12 +253,11 @@ class ReadRecords:
         Raises as `MediaTable.add` does.
         """
         source, keys = chunk.source, audit.keys
-        hashes = np.frombuffer(audit.digests, ">u8")[1::2].astype(np.uint64)
-        positions = positions_of(audit.digests)
+        hashes = np.frombuffer(audit.digests, ">u8").astype(np.uint64)
+        positions = positions_of(audit.contents)
         changed = self._keys.assign_all(keys, hashes)
         for index, key in changed.items():
             keys[index] = key
-            positions[index] = positions_of(key_digest(key))[0]
         self.read += len(keys)
         bad = [index for index, *_ in audit.rejects]
         for index, where, reason, detail in audit.rejects:
@@ -268,16 +274,17 @@ class ReadRecords:
             entry = {"source": source.name, "record": audit.numbers[index], "key": keys[index], "warnings": names}
             warnings.write(json.dumps(entry) + "\n")
         if bad:
-            good = np.delete(np.arange(len(keys)), bad)
-            keys, positions = [keys[index] for index in good.tolist()], positions[good]
+            keys = [keys[index] for index in np.delete(np.arange(len(keys)), bad).tolist()]
         self._written_of_origin[source.origin] += len(keys)
         self.mentions.update(audit.mentions)
         self.record_bytes += sum(audit.sizes)
         self.layouts.setdefault(_counted_as(source.name, self.layouts, "sources"), Counter()).update(audit.layouts)
         for name, number in audit.ignored.items():
             self.ignored[_counted_as(name, self.ignored, "columns")] += number
-        splits = self.splits.add(positions).tolist()
-        planned = PlannedSamples(spool=audit.spool, offset=audit.offset, keys=keys, sizes=audit.sizes, splits=splits)
+        self.splits.add(positions)
+        planned = PlannedSamples(
+            spool=audit.spool, offset=audit.offset, keys=keys, sizes=audit.sizes, positions=positions
+        )
         for number, names in audit.named.items():
             distinct = [audit.files[name] for name in dict.fromkeys(names)]
             for file, stamp in distinct:
@@ -291,12 +298,12 @@ class ReadRecords:
         if keys:
             self.plan.add(planned)
 
-    def unusable_source(self) -> str | None:
+    def unusable_source(self, sources: Iterable[SourceFile]) -> str | None:
         """Returns a sentence about the first source without any sample; None if each has one."""
-        for origin, named in enumerate(self._config.sources):
+        for origin in sorted({source.origin for source in sources}):
             if self._written_of_origin[origin] == 0:
                 first = self._first_reject.get(origin, "it is an empty list")
-                return f"{named} holds no usable record; the first problem: {first}"
+                return f"{self._config.sources[origin]} holds no usable record; the first problem: {first}"
         return None
 
     def identity(self, fingerprint: Mapping[str, Any]) -> bytes:
@@ -326,7 +333,8 @@ def convert(config: ConvertConfig, progress: Progress | None = None) -> Conversi
         check_out(config)
     address = remote_address(config.out)
     written = (config.out, partial_directory(config.out)) if config.out.name and address is None else ()
-    sources = find_sources(config.sources, exclude=written)
+    notes: list[str] = []
+    sources = find_sources(config.sources, exclude=written, notes=notes)
     if config.executor_config.cluster:  # whose workers have other current directories
         sources = [each if each.address else replace(each, path=each.path.absolute()) for each in sources]
     fingerprint = {"version": CONVERSION_VERSION, "sources": {}, "options": config.fingerprint_options()}
@@ -338,7 +346,7 @@ def convert(config: ConvertConfig, progress: Progress | None = None) -> Conversi
         return _convert_to_store(config, address, tell)
     with dry_workspace() if config.dry_run else workspace(config, fingerprint) as (build, journal):
         try:
-            report = _build(config, sources, build.absolute(), journal.absolute(), fingerprint, tell)
+            report = _build(config, sources, notes, build.absolute(), journal.absolute(), fingerprint, tell)
         except (OSError, sqlite3.OperationalError) as error:
             if (sentence := _unwritable(config, build, error)) is None:
                 raise
@@ -394,6 +402,7 @@ _Results = Callable[..., Generator[tuple[Any, Any], None, None]]
 def _build(
     config: ConvertConfig,
     sources: list[SourceFile],
+    notes: list[str],
     build: Path,
     journal: Path,
     fingerprint: dict[str, Any],
@@ -413,16 +422,16 @@ def _build(
         reading = ReadRecords(config, media, SamplePlan(scratch / "plan"))
         stack.callback(reading.plan.close)
         fingerprint["sources"] = _read(config, sources, results, reading, build, journal, tell)
-        if (unusable := reading.unusable_source()) is not None:
+        if (unusable := reading.unusable_source(sources)) is not None:
             shutil.rmtree(scratch)
             raise UserError(unusable)
-        moved = reading.splits.finish()
+        reading.splits.finish()
         splits = dict(zip(reading.splits.names, reading.splits.counts, strict=True))
         if config.dry_run:  # what would be stored, without shards
-            media_bytes, shards = sum(file.stamp.size for file in media.rows()), 0
+            media_bytes, shards = sum(file.stamp.size for files in media.rows() for file in files), 0
         else:
             store = stack.enter_context(closing(SampleStore(config, media, splits, build)))
-            shards = _write(store, reading, moved, splits, results, reading.identity(fingerprint), tell)
+            shards = _write(store, reading, splits, results, reading.identity(fingerprint), tell)
             media_bytes = store.media_bytes
     mentions = reading.mentions
     entry = config.out / DATASET_FILE if config.layout == "polylithic" else config.out
@@ -435,6 +444,7 @@ def _build(
         rejected=dict(sorted(reading.rejected.items())),
         warnings=dict(sorted(reading.warnings.items())),
         ignored_columns=ignored_entries(reading.ignored),
+        notes=notes,
         layouts={name: dict(sorted(counts.items())) for name, counts in reading.layouts.items()},
         first_rejects=dict(sorted(reading.first_rejects.items())),
         splits=splits,
@@ -500,7 +510,6 @@ def _read(
 def _write(
     store: SampleStore,
     reading: ReadRecords,
-    moved: Mapping[int, int],
     splits: Mapping[str, int],
     results: _Results,
     identity: bytes,
@@ -511,7 +520,7 @@ def _write(
     tell("write", done, total)
     # Closed here, whatever happens: they read from files that are closed right after.
     with (
-        closing(reading.plan.read(moved)) as samples,
+        closing(reading.plan.read(reading.splits.of)) as samples,
         closing(store.pieces(samples)) as pieces,
         closing(results(pieces, Writing(store.build.parent))) as written,
     ):

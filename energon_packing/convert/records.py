@@ -414,6 +414,22 @@ def encode_record(record: Mapping[str, Any]) -> bytes:
     return text
 
 
+_SAID = ("turns", "chosen", "rejected")
+
+
+def said_in(record: Mapping[str, Any]) -> bytes:
+    """What a record says, apart from its media, as JSON: its turns, and the answers of a pair. Definitions of tools and
+    extra values are left out; records that are no conversations say all that they hold but names of files."""
+    if "turns" in record:
+        return encode_record({name: record[name] for name in _SAID if name in record})
+    return encode_record(
+        {
+            name: {field: value for field, value in part.items() if field != "name"} if isinstance(part, dict) else part
+            for name, part in record.items()
+        }
+    )
+
+
 _COLUMNS = frozenset(("id", "messages", "conversations", "system", "tools"))
 _BEGINNING = b'{"version": %d, "turns": [' % RECORD_VERSION
 _TURN = {role: b'{"role": "%s", "parts": [' % role.encode() for role in ROLES}
@@ -422,12 +438,12 @@ _MOST_TOOLS, _LONGEST_TOOLS = 64, 1 << 15
 _tools_seen: dict[bytes, bytes] = {}
 
 
-def plain_record(value: Any, layout: str) -> tuple[bytes, str] | None:
+def plain_record(value: Any, layout: str) -> tuple[bytes, str, bytes] | None:
     """The stored form of a record that holds text alone, calls of tools included.
 
     Returns:
-        `ParsedRecord.record` as JSON, and the name of the layout; None for a record that names media, has any other
-        column, or leads to a warning or a rejection.
+        `ParsedRecord.record` as JSON, the name of the layout, and `said_in` of the record; None for a record that names
+        media, has any other column, or leads to a warning or a rejection.
     """
     if type(value) is not dict or not value.keys() <= _COLUMNS or ("messages" in value) == ("conversations" in value):
         return None
@@ -444,7 +460,8 @@ def plain_record(value: Any, layout: str) -> tuple[bytes, str] | None:
             return None
         if b"<image>" in turns or b"<video>" in turns or b"<img>" in turns:
             return None
-        return b"%b%b]%b}" % (_BEGINNING, turns, _tools(value.get("tools"))), found.name
+        stored = b"%b%b]%b}" % (_BEGINNING, turns, _tools(value.get("tools")))
+        return stored, found.name, b'{"turns": [%b]}' % turns
     except (KeyError, TypeError, SampleRejected, UnicodeEncodeError):  # orjson's errors are of these
         return None
 

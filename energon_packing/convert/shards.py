@@ -7,14 +7,18 @@ import pickle
 import sys
 import tarfile
 from array import array
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 from energon_packing.convert.config import ConvertConfig
+from energon_packing.convert.keys import Positions
 from energon_packing.convert.layout import (
     MEDIA_DIRECTORY,
     TEXT_DIRECTORY,
@@ -245,7 +249,8 @@ class PlannedSamples:
         spool, offset: where their JSON begins: number of the spool file, bytes.
         keys: final.
         sizes: bytes of the JSON of each.
-        splits: of each, as an index.
+        positions: of each, shape [n]; they decide its split.
+        splits: of each, as an index; filled in when the plan is read.
         files: number of a record -> its distinct files; monolithic layout only.
     """
 
@@ -253,7 +258,8 @@ class PlannedSamples:
     offset: int
     keys: Sequence[str]
     sizes: Sequence[int]
-    splits: list[int]
+    positions: Positions
+    splits: list[int] = field(default_factory=list)
     files: dict[int, list[StoredFile]] = field(default_factory=dict)
 
 
@@ -268,17 +274,13 @@ class SamplePlan:
         # A pickle that this process wrote a moment ago into its own directory.
         pickle.dump(samples, self._stream, pickle.HIGHEST_PROTOCOL)
 
-    def read(self, moved: Mapping[int, int]) -> Generator[PlannedSamples, None, None]:
-        """Yields the samples again; ``moved`` is number of a sample -> the split that it has moved to."""
+    def read(self, split_of: Callable[[Positions], NDArray[np.int64]]) -> Generator[PlannedSamples, None, None]:
+        """Yields the samples again, with their splits."""
         end = self._stream.tell()
         self._stream.seek(0)
-        before = 0
         while self._stream.tell() < end:
             samples: PlannedSamples = pickle.load(self._stream)
-            for number, split in moved.items():
-                if before <= number < before + len(samples.keys):
-                    samples.splits[number - before] = split
-            before += len(samples.keys)
+            samples.splits = split_of(samples.positions).tolist()
             yield samples
 
     def close(self) -> None:
@@ -292,9 +294,10 @@ class MediaTable:
 
     def __init__(self, path: Path, *, one_store: bool) -> None:
         self._one_store = one_store
+        self._named: dict[str, list[StoredFile]] = {}  # digest -> the same content with other extensions
         self._database = open_scratch(path)
         self._database.execute(
-            "CREATE TABLE media (digest TEXT PRIMARY KEY, name TEXT, path TEXT, size INTEGER, changed INTEGER,"
+            "CREATE TABLE media (digest TEXT PRIMARY KEY, name TEXT, path BLOB, size INTEGER, changed INTEGER,"
             " checked INTEGER, kind TEXT, content TEXT)"
         )
         self.files = 0
@@ -305,27 +308,30 @@ class MediaTable:
         self._database.close()
 
     def add(self, file: StoredMedia, stamp: Stamp) -> None:
-        """Adds a file that a record names; one with a content that is there already adds nothing.
-
-        Raises:
-            UserError: the store has the content under another extension, so that Energon could not tell them apart.
-        """
+        """Adds a file that a record names; one with a content that is there already adds nothing, or another name."""
         digest = file.name.partition(".")[0]
-        values = (digest, file.name, file.path, *stamp, *(file.metadata or (None, None)))
+        values = (digest, file.name, os.fsencode(file.path), *stamp, *(file.metadata or (None, None)))
         if self._database.execute("INSERT OR IGNORE INTO media VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values).rowcount:
             self.files += 1
             return
-        name, path = self._database.execute("SELECT name, path FROM media WHERE digest = ?", (digest,)).fetchone()
-        if name != file.name and self._one_store:
-            raise UserError(f"{path} and {file.path} hold the same bytes; give both the same extension")
+        if not self._one_store:
+            return
+        names = {each.name for each in self._named.get(digest, ())}
+        names.update(*self._database.execute("SELECT name FROM media WHERE digest = ?", (digest,)))
+        if file.name not in names:
+            other = StoredFile(name=file.name, path=file.path, stamp=stamp, metadata=file.metadata)
+            self._named.setdefault(digest, []).append(other)
 
-    def rows(self) -> Generator[StoredFile, None, None]:
-        """Yields the distinct files in the order in which they were added."""
+    def rows(self) -> Generator[list[StoredFile], None, None]:
+        """Yields the distinct files in the order in which they were added, each with those of the same content but
+        another extension: one sample of the store holds them all, because its key is their digest."""
         query = "SELECT name, path, size, changed, checked, kind, content FROM media ORDER BY rowid"
         with closing(self._database.execute(query)) as found:
             for name, path, size, changed, checked, kind, content in found:
                 metadata = None if kind is None else (kind, content)
-                yield StoredFile(name=name, path=path, stamp=Stamp(size, changed, checked), metadata=metadata)
+                stamp = Stamp(size, changed, checked)
+                first = StoredFile(name=name, path=os.fsdecode(path), stamp=stamp, metadata=metadata)
+                yield [first, *self._named.get(first.digest, ())]
 
 
 class _Tars:
@@ -423,10 +429,10 @@ class SampleStore:
         if (media_index := self._media_index) is None:
             return
         tars = self._media_tars
-        for file in self._media.rows():
+        for files in self._media.rows():
             if tars.samples_in_tar() and tars.bytes >= self._config.media_shard_bytes:
                 yield from tars.close()
-            yield from self._put(tars, media_index, file.name.partition(".")[0], [file])
+            yield from self._put(tars, media_index, files[0].digest, files)
         yield from tars.close()
 
     def _put(

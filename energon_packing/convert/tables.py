@@ -20,6 +20,8 @@ from energon_packing.errors import SampleRejected, UserError
 _BATCH_BYTES = 1 << 20
 _MOST_ROWS = 1024
 _CONTENT = "corrupt_source"
+_DAMAGE = (ValueError, OSError, OverflowError, NotImplementedError, LookupError)
+"""What Arrow and Python raise for a damaged file."""
 
 
 def _pyarrow(path: Path) -> Any:
@@ -40,7 +42,8 @@ def _kind(path: Path) -> str:
 class _Table:
     """A file of rows in parts, row groups of Parquet or batches of Arrow, read forward in batches.
 
-    ``parts`` are the rows and bytes of each. A damaged file raises ValueError or OSError.
+    ``parts`` are the rows and bytes of each. A damaged file raises one of `_DAMAGE`: Arrow believes every offset
+    of a file, so a batch is validated before anything looks at its values.
     """
 
     def __init__(self, path: Path) -> None:
@@ -49,6 +52,7 @@ class _Table:
         self._file: Any = None  # of Parquet
         self._batches: Iterator[Any] = iter(())
         self._batch: Any = None
+        self._valid = False  # whether the batch has been validated
         self._at = self._part = 0  # number of the batch's first row, and of the part that reading began with
         if _kind(path) == "Parquet":
             import pyarrow.parquet
@@ -57,7 +61,10 @@ class _Table:
             groups = map(self._file.metadata.row_group, range(self._file.num_row_groups))
             self.parts = [(group.num_rows, group.total_byte_size) for group in groups]
         else:
-            self.parts = [(batch.num_rows, batch.nbytes) for batch in self._from(0)]
+            self.parts = []
+            for batch in self._from(0):
+                batch.validate()  # the ends of its buffers; in full where its rows are read
+                self.parts.append((batch.num_rows, batch.nbytes))
         self._starts = [0, *accumulate(rows for rows, _ in self.parts)]
 
     def _from(self, part: int) -> Iterator[Any]:
@@ -74,6 +81,9 @@ class _Table:
             return islice(self._arrow.ipc.open_stream(self._source), part, None)
         return map(file.get_batch, range(part, file.num_record_batches))
 
+    def _next(self) -> None:
+        self._batch, self._valid = next(self._batches, None), False
+
     def rows(self, start: int, end: int) -> Iterator[tuple[int, Any]]:
         """Yields the rows from ``start`` to ``end`` in batches, each with the number of its first row."""
         row = start
@@ -81,12 +91,15 @@ class _Table:
             part = bisect_right(self._starts, row) - 1  # of several that begin there, empty ones, the last
             if self._batch is None or row < self._at or (self._file is not None and part != self._part):
                 self._batches, self._part, self._at = self._from(part), part, self._starts[part]
-                self._batch = next(self._batches, None)
+                self._next()
             while self._batch is not None and row >= self._at + self._batch.num_rows:
                 self._at += self._batch.num_rows
-                self._batch = next(self._batches, None)
+                self._next()
             if self._batch is None:
                 raise ValueError("the file ends before its last row")
+            if not self._valid:
+                self._batch.validate(full=True)
+                self._valid = True
             first = row - self._at
             count = min(end - row, self._batch.num_rows - first)
             yield row, self._batch.slice(first, count)
@@ -110,7 +123,7 @@ def find_rows(source: SourceFile, chunk_bytes: Callable[[], int]) -> Iterator[Ch
     first = seen = 0
     try:
         parts = _Table(source.path).parts
-    except (ValueError, OSError, OverflowError) as error:
+    except _DAMAGE as error:
         if isinstance(error, FileNotFoundError | PermissionError):
             raise
         detail = f"{source.name}: cannot be read as {_kind(source.path)}: {one_line(error)}"
@@ -139,7 +152,7 @@ def read_rows(chunk: Chunk, *, max_record_bytes: int) -> Iterator[RawRecord]:
         for first, batch in _opened(source.path, status.st_size, status.st_mtime_ns).rows(row, chunk.end):
             yield from _records(chunk, first, batch, max_record_bytes)
             row = first + batch.num_rows
-    except (ValueError, OSError, OverflowError) as error:
+    except _DAMAGE as error:
         # The same rows for every division into chunks: a chunk ends with its part of the file at the latest, and within
         # a part nothing can be read from the first damaged batch on.
         close_table()

@@ -132,11 +132,14 @@ def _samples(path: Path) -> Iterator[Sample]:
             if not member.isreg() or base.startswith(".") or member.issparse():
                 continue
             name = member.name[: len(member.name) - len(base)] + base.partition(".")[0]
-            if members and (name != key or len(members) >= _MOST_MEMBERS):
+            if members and name != key:
                 yield key, tuple(members)
                 members = []
             key = name
-            members.append(MemberBytes(path=str(path), name=member.name, offset=member.offset_data, size=member.size))
+            if len(members) <= _MOST_MEMBERS:  # one more shows that there are too many
+                members.append(
+                    MemberBytes(path=str(path), name=member.name, offset=member.offset_data, size=member.size)
+                )
         if members:
             yield key, tuple(members)
         # A header that cannot be read ends the loop without a word, as the block of zeros at the end does.
@@ -172,6 +175,8 @@ def _by_name(key: str, members: tuple[MemberBytes, ...]) -> dict[str, MemberByte
 
 
 def _record(key: str, members: tuple[MemberBytes, ...], max_record_bytes: int) -> Any:
+    if len(members) > _MOST_MEMBERS:
+        raise SampleRejected("record_too_large", f"the sample has more than {_MOST_MEMBERS:,} members")
     texts = [member for member in members if _suffix(key, member) == "json"]
     if len(texts) != 1:
         names = ", ".join(f".{_suffix(key, member)}"[:40] for member in members[:10])

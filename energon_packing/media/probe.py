@@ -37,7 +37,8 @@ Source = bytes | str | Path
 
 class ImageInfo(NamedTuple):
     """What an image's header says: width and height as displayed, after EXIF orientation, and as stored; Pillow's names
-    of format and mode; whether a pixel is not opaque (of an image that is not decoded, whether one may be).
+    of format and mode; whether a pixel is not opaque (of an image that is not decoded, whether one may be);
+    whether frames or pages follow the first, which alone is used.
     """
 
     width: int
@@ -47,6 +48,7 @@ class ImageInfo(NamedTuple):
     stored_width: int
     stored_height: int
     transparent: bool = False
+    animated: bool = False
 
 
 class VideoInfo(NamedTuple):
@@ -116,6 +118,8 @@ def image_info(source: Source, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode: 
                 info = (image.format or "UNKNOWN", image.mode)
                 grey = grey_range(image)
                 transparent = image.has_transparency_data
+                # Cameras put previews and depths behind the picture of a multi-picture JPEG.
+                animated = image.format != "MPO" and getattr(image, "is_animated", False)
                 if decode:
                     image.load()
                     transparent = is_transparent(image)
@@ -134,7 +138,7 @@ def image_info(source: Source, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode: 
             raise SampleRejected("corrupt_media", f"not a readable image: {reason}") from error
     turned = orientation in (5, 6, 7, 8)
     width, height = (stored_height, stored_width) if turned else (stored_width, stored_height)
-    return ImageInfo(width, height, *info, stored_width, stored_height, transparent)
+    return ImageInfo(width, height, *info, stored_width, stored_height, transparent, animated)
 
 
 _JFIF, JPEG_SCAN, _QUANTISATION = 0xE0, 0xDA, 0xDB

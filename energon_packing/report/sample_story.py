@@ -118,7 +118,8 @@ def _conversion(key: str, directory: Path) -> Iterator[Event]:
     for name, outcome in outcomes.items():
         for entry in read_lines(directory / name) if (directory / name).is_file() else ():
             if entry.get("key") == key:
-                told = f"{entry['reason']}: {entry['detail']}" if "reason" in entry else ", ".join(entry["warnings"])
+                names = [entry.get("reason"), entry.get("detail")] if "reason" in entry else entry.get("warnings")
+                told = (": " if "reason" in entry else ", ").join(map(str, names if isinstance(names, list) else ()))
                 yield Event("convert", outcome, f"{entry.get('source')}, record {entry.get('record')}: {told}")
 
 
@@ -229,7 +230,7 @@ def _in_ledger(key: str, directory: Path | None) -> Iterator[Event]:
         elif concerns(named := entry.get("changed", entry.get("dropped"))):
             told = True
             outcome: Outcome = "changed" if "changed" in entry else "dropped"
-            how, detail = entry["how" if outcome == "changed" else "reason"], entry["detail"]
+            how, detail = (entry.get(name, "?") for name in ("how" if outcome == "changed" else "reason", "detail"))
             piece = "" if named in (key, source) else f"{named}: "
             yield Event("ledger", outcome, f"{piece}{how}: {detail} ({file.name})", deciding_setting(how, detail))
     for (worker, number), keys in packs.items():

@@ -79,7 +79,8 @@ def test_every_kind_of_bad_media_is_rejected_by_reason_and_the_good_sample_is_ke
     records[list(expected).index("")]["images"] = []
     good_ones = ["good.jpg", str(root / "good.jpg"), "inside.jpg", "./sub/../good.jpg"]
     (root / "sub").mkdir()
-    records += [with_image(f"good{number}", path) for number, path in enumerate(good_ones)]
+    for number, path in enumerate(good_ones):  # copies would share a split
+        records.append(sharegpt(f"good{number}", f"<image>What is {number}?", images=[path]))
     records.append(sharegpt("badvideo", "<video>?", videos=["cut.mp4"]))
     records.append(sharegpt("stillvideo", "<video>?", videos=["good.jpg"]))
     report = run(write_json(root / "a.json", records), tmp_path / "out", max_rejects=1.0)

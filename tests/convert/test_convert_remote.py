@@ -122,14 +122,14 @@ def test_files_patterns_and_saved_data_sets_in_a_store_are_found_as_on_a_disk(bu
 
 
 def test_an_output_in_a_store_is_kept_resumed_replaced_or_refused(bucket: Path, monkeypatch: Any) -> None:
-    source = write_lines(bucket / "in/a.jsonl", [sharegpt(f"k{n}", "Hi") for n in range(20)])
+    source = write_lines(bucket / "in/a.jsonl", [sharegpt(f"k{n}", f"Hi {n}") for n in range(20)])
     out = "msc://bucket/kept"
     converted("msc://bucket/in", out=out)
     first = contents(bucket / "kept")
     with pytest.raises(UserError, match=rf"--out {out} already contains a converted data set"):
         converted("msc://bucket/in", out=out)
     assert converted("msc://bucket/in", out=out, resume=True).skipped
-    write_lines(source, [sharegpt(f"k{n}", "Hi") for n in range(9)])
+    write_lines(source, [sharegpt(f"k{n}", f"Hi {n}") for n in range(9)])
     with pytest.raises(UserError, match=rf"--out {out} cannot be resumed: source msc://bucket/in/a.jsonl has changed"):
         converted("msc://bucket/in", out=out, resume=True)
     for other in ("msc://bucket/in/out", "msc://bucket"):

@@ -7,6 +7,8 @@ CONVERT_TRAPS: dict[int, str] = {
     44: "an explicit empty system turn is dropped, and the template's default prompt comes back",
     46: "columns and fields that change the meaning are dropped",
     67: "both answers of a preference pair are trained by cross-entropy",
+    108: "copies of a record are in train and val, and more data moves records between them",
+    109: "what a source holds is skipped unsaid, or one file or record ends the command",
 }
 
 SYSTEM = "tests/convert/test_convert_records.py::"
@@ -20,6 +22,8 @@ PAIRS = "tests/conformance/test_trained_pairs.py::"
 CHOSEN = PAIRS + "test_a_run_trains_of_pairs_and_labelled_answers_what_it_chose"
 MET = PAIRS + "test_a_pair_that_nobody_counted_stops_the_run_where_it_is_met"
 COUNTED = PAIRS + "test_every_layout_of_pairs_is_counted_and_refused_in_one_sentence_by_every_command"
+SPLITS = "tests/convert/test_convert_splits.py::"
+BORDERS = "tests/convert/test_convert_borders.py::"
 PACKED = "tests/convert/test_convert_packed_sources.py::"
 ORDER = "tests/convert/test_convert_workers.py::test_keys_rejects_and_warnings_come_in_the_order_of_the_records"
 
@@ -356,5 +360,88 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
                 'if given["kto_label"] and given["kto_label"] != entry',
             ),
         ),
+    ),
+    Mutation(
+        trap=108,
+        name="the split follows the key",
+        test=SPLITS + "test_copies_share_a_split_and_more_data_moves_none[polylithic]",
+        oracle="the samples in the tars",
+        edits=(
+            (
+                "convert/pipeline.py",
+                "positions_of(audit.contents)",
+                'positions_of([int.from_bytes(key_digest(key)[:4], "big") for key in keys])',
+            ),
+        ),
+    ),
+    Mutation(
+        trap=108,
+        name="a file that is named twice is read twice",
+        test=BORDERS + "test_a_file_that_is_named_twice_by_whatever_path_or_pattern_is_read_once_and_said",
+        oracle="the records",
+        edits=(("convert/chunks.py", "            if place in places:\n", "            if not place:\n"),),
+    ),
+    Mutation(
+        trap=109,
+        name="links out of a directory are skipped in silence",
+        test=BORDERS + "test_links_are_followed_inside_the_named_directory_and_all_others_are_named",
+        oracle="the directory",
+        edits=(("convert/chunks.py", "        left.append(str(path))\n        return True", "        return True"),),
+    ),
+    Mutation(
+        trap=109,
+        name="a snapshot of links is skipped",
+        test=BORDERS + "test_a_snapshot_of_links_is_read_whole_with_its_images",
+        oracle="the records",
+        edits=(("convert/chunks.py", 'if path.name == "snapshots"), None)', 'if path.name == "snapshot"), None)'),),
+    ),
+    Mutation(
+        trap=109,
+        name="frames after the first are left out in silence",
+        test=BORDERS + "test_images_of_several_frames_are_counted[full]",
+        oracle="Pillow's writer",
+        edits=(("media/probe.py", 'animated = image.format != "MPO" and', 'animated = image.format == "MPO" and'),),
+    ),
+    Mutation(
+        trap=109,
+        name="a sample of a tar is cut in two",
+        test=BORDERS + "test_a_sample_with_too_many_members_is_one_reject",
+        oracle="tarfile",
+        edits=(
+            (
+                "convert/tars.py",
+                "            if members and name != key:\n",
+                "            if members and (name != key or len(members) >= _MOST_MEMBERS):\n",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=109,
+        name="a second ending of the same bytes is not stored",
+        test=BORDERS + "test_two_endings_of_the_same_bytes_are_two_names_of_one_content[polylithic]",
+        oracle="Energon's loader",
+        edits=(("convert/shards.py", "self._named.setdefault(digest, []).append(other)", "del other"),),
+    ),
+    Mutation(
+        trap=109,
+        name="a file name that is not UTF-8 ends the conversion",
+        test=BORDERS + "test_names_that_are_not_utf_8_cost_nothing",
+        oracle="the records",
+        edits=(("convert/shards.py", "os.fsencode(file.path), *stamp", "file.path, *stamp"),),
+    ),
+    Mutation(
+        trap=109,
+        name="a foreign line ends the report of a ledger",
+        test=BORDERS + 'test_a_line_of_a_ledger_of_a_foreign_type_is_counted_and_left_out[{"pack": 1, "keys": 5}]',
+        oracle="the lines",
+        edits=(("ledger.py", "if not _is_line(entry):", "if not entry:"),),
+    ),
+    Mutation(
+        trap=109,
+        name="offsets of an Arrow file are believed",
+        test=BORDERS
+        + "test_an_arrow_file_with_any_offset_elsewhere_is_rejected_or_read_and_never_ends_the_process[False]",
+        oracle="the exit of the process",
+        edits=(("convert/tables.py", "self._batch.validate(full=True)", "self._batch.validate()"),),
     ),
 )

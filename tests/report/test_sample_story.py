@@ -31,7 +31,7 @@ def dataset(tmp_path_factory):
     ]
     more = folder / "more.jsonl"
     more.write_text("".join(json.dumps(record) + "\n" for record in records))
-    convert(ConvertConfig(sources=(source, more), out=folder / "data", split={"train": 0.9, "val": 0.1}, workers=0))
+    convert(ConvertConfig(sources=(source, more), out=folder / "data", split={"train": 0.7, "val": 0.3}, workers=0))
     return folder / "data"
 
 

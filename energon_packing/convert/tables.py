@@ -15,7 +15,7 @@ from typing import Any
 
 from energon_packing.convert.chunks import Chunk, RawRecord, SourceFile, one_line
 from energon_packing.convert.json_text import parse_json
-from energon_packing.errors import SampleRejected, UserError
+from energon_packing.errors import SampleRejected, UserError, is_machines
 
 _BATCH_BYTES = 1 << 20
 _MOST_ROWS = 1024
@@ -35,6 +35,75 @@ def _pyarrow(path: Path) -> Any:
 
 def _kind(path: Path) -> str:
     return "Parquet" if path.suffix.lower() == ".parquet" else "Arrow"
+
+
+_MOST_UNPACKED, _LARGEST_RATIO = 64 << 20, 200
+"""Bytes that the pages of a row group may unpack to, and more for each that they take; as of a compressed source."""
+_MOST_REPEATED = 64 << 20
+"""Bytes of a batch whose rows repeat entries of a dictionary, which takes two bytes a row or fewer."""
+_LARGEST_ROW = 1 << 30
+_DICTIONARY = 2  # type of a page
+
+
+def _number(data: memoryview, at: int) -> tuple[int, int]:
+    """A whole number of Thrift's compact protocol, and where it ends."""
+    value = shift = 0
+    while (byte := data[at]) > 127:
+        value |= (byte & 127) << shift
+        at, shift = at + 1, shift + 7
+    value |= byte << shift
+    return value, at + 1
+
+
+def _fields(data: memoryview, at: int) -> tuple[dict[int, Any], int]:
+    """The numbers and structs in a struct of Thrift's compact protocol, by their number, and where it ends. The header
+    of a Parquet page is one without lists (parquet.thrift, ``PageHeader``)."""
+    found: dict[int, Any] = {}
+    number = 0
+    while head := data[at]:
+        at, kind = at + 1, head & 15
+        if head >> 4:
+            number += head >> 4
+        else:
+            number, at = _number(data, at)
+            number >>= 1
+        if kind in (4, 5, 6):
+            value, at = _number(data, at)
+            found[number] = value >> 1 if value & 1 == 0 else -(value >> 1) - 1
+        elif kind == 12:
+            found[number], at = _fields(data, at)
+        elif kind == 8:
+            size, at = _number(data, at)
+            at += size
+        elif kind in (1, 2, 3, 7):  # the two truths, a byte, a float
+            at += {3: 1, 7: 8}.get(kind, 0)
+        else:
+            raise ValueError("the header of a page cannot be read")
+    return found, at + 1
+
+
+def _rows_at_once(data: memoryview, group: Any) -> int:
+    """How many rows of a row group may be decoded together, from the headers of its pages: what Parquet's reader does
+    not ask before it takes the memory. Raises ValueError: the pages unpack to far more than their bytes explain."""
+    unpacked = packed = 0
+    repeated = 1.0  # bytes of a row, at most, that are entries of dictionaries
+    for column in map(group.column, range(group.num_columns)):
+        at = min(filter(None, (column.dictionary_page_offset, column.data_page_offset)))
+        end = at + column.total_compressed_size
+        packed += column.total_compressed_size
+        while at < end:
+            header, at = _fields(data, at)
+            if header[2] < 0 or header[3] < 0:
+                raise ValueError("the header of a page cannot be read")
+            unpacked, at = unpacked + header[2], at + header[3]
+            if header[1] == _DICTIONARY:
+                of_row = header[2] * column.num_values / max(group.num_rows, 1)
+                repeated += of_row
+                if of_row / max(header[7][1], 1) > _LARGEST_ROW:
+                    raise ValueError("a row repeats one value until it has more than a gigabyte")
+    if unpacked > _MOST_UNPACKED + _LARGEST_RATIO * packed:
+        raise ValueError(f"unpacks to {unpacked} bytes, more than {_LARGEST_RATIO} times its size")
+    return max(1, min(_MOST_ROWS, _BATCH_BYTES * group.num_rows // max(unpacked, 1), int(_MOST_REPEATED / repeated)))
 
 
 class _Table:
@@ -63,8 +132,12 @@ class _Table:
     def _from(self, part: int) -> Iterator[Any]:
         """The batches of a row group of Parquet, or of Arrow all from a batch on."""
         if self._file is not None:
-            rows, size = self.parts[part]
-            most = max(1, min(_MOST_ROWS, _BATCH_BYTES * rows // max(size, 1)))
+            self._source.seek(0)
+            data = memoryview(self._source.read_buffer()).cast("B")  # a map of the file, not a copy
+            try:
+                most = _rows_at_once(data, self._file.metadata.row_group(part))
+            except (IndexError, KeyError, TypeError) as error:
+                raise ValueError("the header of a page cannot be read") from error
             return iter(self._file.iter_batches(batch_size=most, row_groups=[part]))
         self._source.seek(0)
         try:
@@ -111,7 +184,7 @@ def find_rows(source: SourceFile, chunk_bytes: Callable[[], int]) -> Iterator[Ch
     try:
         parts = _Table(source.path).parts
     except (ValueError, OSError, OverflowError) as error:
-        if isinstance(error, FileNotFoundError | PermissionError):
+        if isinstance(error, FileNotFoundError | PermissionError) or is_machines(error):
             raise
         detail = f"{source.name}: cannot be read as {_kind(source.path)}: {one_line(error)}"
         yield Chunk(source=source, form="rows", error=SampleRejected(_CONTENT, detail))
@@ -140,6 +213,8 @@ def read_rows(chunk: Chunk, *, max_record_bytes: int) -> Iterator[RawRecord]:
             yield from _records(chunk, first, batch, max_record_bytes)
             row = first + batch.num_rows
     except (ValueError, OSError, OverflowError) as error:
+        if is_machines(error):
+            raise
         # The same rows for every division into chunks: a chunk ends with its part of the file at the latest, and within
         # a part nothing can be read from the first damaged batch on.
         close_table()
@@ -197,7 +272,7 @@ def _is_merged(array: Any) -> bool:
         return any(child.null_count or _is_merged(child) for child in array.flatten())
     if _is_list(array.type):
         return _is_merged(array.flatten())
-    return _is_json(array.type)
+    return _is_json(array.type) or types.is_decimal(array.type)
 
 
 def _is_list(kind: Any) -> bool:
@@ -222,6 +297,9 @@ def _present(kind: Any, free: bool, noted: list[str]) -> Callable[[Any], Any] | 
 
     if _is_json(kind):
         return _json
+    if types.is_decimal(kind):
+        number = float if kind.scale > 0 else int
+        return lambda value: None if value is None else number(value)
     if types.is_struct(kind):
         inner = {field.name: _present(field.type, free or field.name in _FREE, noted) for field in kind}
 

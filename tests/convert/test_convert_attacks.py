@@ -29,6 +29,7 @@ from source_files import openai, rejects, run, write_image, write_lines, write_v
 from energon_packing import errors
 from energon_packing.cli.main import cli
 from energon_packing.convert import media_files as media_checks
+from energon_packing.convert.config import ConvertConfig
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.executors.work import ExecutorConfig
 from energon_packing.media import probe
@@ -109,6 +110,10 @@ def comma_at_the_end(path: Path) -> Path:
     return path / "a.json"
 
 
+def signed(path: Path) -> Path:
+    return with_media(path, images=[SECRET])
+
+
 ATTACKS = {
     animation: ("media_too_large", "150 frames of 9400x9400 pixels in 3470 bytes"),
     brackets: ("unsafe_pickle", "more than 1048576 instructions"),
@@ -117,7 +122,7 @@ ATTACKS = {
     svg: ("corrupt_media", "SVG is a drawing without pixels"),
     commas: ("bad_json", "a comma follows the record; remove it"),
     comma_at_the_end: ("truncated_array", "a comma precedes the end of the array; remove it"),
-    lambda path: with_media(path, images=[SECRET]): ("remote_media", "https://...@example.org/a.jpg?..."),
+    signed: ("remote_media", "https://...@example.org/a.jpg?..."),
 }
 
 
@@ -130,18 +135,6 @@ def test_what_was_made_to_harm_costs_one_record_and_its_sentence_says_why(tmp_pa
     assert words in line["detail"]
     written = "".join(path.read_text() for path in (tmp_path / "out").glob("*.json*"))
     assert not any(secret in written for secret in ("hunter2", "deadbeef", "AKIA"))
-
-
-def test_an_animation_that_takes_too_long_is_given_up_and_tried_again_by_resume(tmp_path, monkeypatch):
-    gif(tmp_path / "a.gif", 3, side=20)
-    source = with_media(tmp_path, videos=["a.gif"])
-    with monkeypatch.context() as patched:
-        patched.setattr(probe, "_SECONDS", -1)
-        run(source, tmp_path / "out", max_rejects=1.0)
-        assert [line["reason"] for line in rejects(tmp_path / "out")] == ["decode_timeout"]
-    checker = media_checks.MediaChecker
-    monkeypatch.setattr(checker, "_note", lambda *_: None)
-    assert run(source, tmp_path / "out", overwrite=True).written == 2
 
 
 @pytest.mark.parametrize(("made", "written"), [(dictionary, 512), (pages, 0), (one_row, 0)])
@@ -200,15 +193,22 @@ def test_no_memory_for_a_frame_is_told_from_a_file_that_asks_for_too_much(tmp_pa
         probe.probe_video(clip, max_pixels=1 << 58)
 
 
-def test_rejections_of_a_journal_that_may_be_the_machines_are_tried_again(tmp_path: Path) -> None:
-    image = write_image(tmp_path / "a.png")
-    config = media_checks.ConvertConfig(sources=(tmp_path,))
-    stamp = [image.stat().st_size, image.stat().st_mtime_ns, time.time_ns()]
-    old = {"place": f"image {image}", "stamp": stamp, "rejected": ["corrupt_media", "no memory"]}
-    (tmp_path / "journal").write_text(json.dumps(old) + "\n")
-    checker = media_checks.MediaChecker(config, tmp_path / "journal", tmp_path / "index")
-    assert checker.check(str(image), "image", "a.png")[0].width == 40
-    checker.close()
+def test_resume_tries_again_what_another_time_or_machine_may_not_refuse(tmp_path, monkeypatch):
+    """A journal of an older release, which holds failures of the machine, and a decoder that took too long."""
+    gif(tmp_path / "a.gif", 3, side=20)
+    path = str(tmp_path / "a.gif")
+    journal, config = tmp_path / "journal", ConvertConfig(sources=(tmp_path,))
+    stamp = (os.stat(path).st_size, os.stat(path).st_mtime_ns, time.time_ns())
+    old = {"place": f"video {path}", "stamp": stamp, "rejected": ["corrupt_media", "no memory"]}
+    journal.write_text(json.dumps(old) + "\n")
+    slow = media_checks.MediaChecker(config, journal, tmp_path / "slow")
+    with monkeypatch.context() as patched:
+        patched.setattr(probe, "_SECONDS", -1)
+        with pytest.raises(errors.SampleRejected, match=r"decode_timeout.*frame 3 was not decoded within -1 seconds"):
+            slow.check(path, "video", "a.gif")
+    checker = media_checks.MediaChecker(config, journal, tmp_path / "again")
+    assert checker.check(path, "video", "a.gif")[0].frames == 3
+    slow.close(), checker.close()
 
 
 @pytest.mark.parametrize("command", ["ledger", "convert"])

@@ -51,8 +51,9 @@ def remote_address(path: str | Path) -> str | None:
 
 
 def without_secrets(text: str) -> str:
-    """A text for a file that is passed on: of the addresses in it, passwords, signatures and tokens are left out."""
-    return _QUERY.sub(r"\1?...", _USER.sub("://...@", text))
+    """The first 2000 characters of a text for a file that is passed on: of the addresses in it, passwords, signatures
+    and tokens are left out."""
+    return _QUERY.sub(r"\1?...", _USER.sub("://...@", text[:2000]))
 
 
 def shown(path: str | Path) -> str:

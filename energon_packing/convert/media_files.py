@@ -35,7 +35,7 @@ from energon_packing.convert.layouts.layout import FileKind
 from energon_packing.errors import SampleRejected, UserError, fault_of, is_machines, read_again
 from energon_packing.remote_files import local_copy, status, within, without_secrets
 
-_BASE64 = re.compile(r"(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR)[A-Za-z0-9+/\s]{40,}={0,2}\s*")
+_BASE64 = re.compile(r"(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR)[A-Za-z0-9+/=\s]{40,}")
 """How PNG, JPEG, GIF and WebP begin."""
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://|data:)")
 _EXTENSION_OF_IMAGE = {
@@ -133,7 +133,7 @@ def resolve_media(reference: str, root: Path) -> str:
     check_path(reference)
     if (plain := _plain_file(reference, str(root))) is not None:
         return plain
-    if _BASE64.fullmatch(reference):
+    if _BASE64.fullmatch(reference[:1000]):
         fix = "write the prefix of an address before it, such as data:image/png;base64,"
         raise SampleRejected("missing_media", f"{reference[:20]!r}... is a file in base64, not a path; {fix}")
     try:

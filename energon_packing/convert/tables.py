@@ -40,9 +40,10 @@ def _kind(path: Path) -> str:
 _MOST_UNPACKED, _LARGEST_RATIO = 64 << 20, 200
 """Bytes that the pages of a row group may unpack to, and more for each that they take; as of a compressed source."""
 _MOST_REPEATED = 64 << 20
-"""Bytes of a batch whose rows repeat entries of a dictionary, which takes two bytes a row or fewer."""
+"""Bytes of a batch whose rows repeat entries of dictionaries, which take a few bits a row."""
 _LARGEST_ROW = 1 << 30
 _DICTIONARY = 2  # type of a page
+_UNREADABLE = "the header of a page cannot be read"
 
 
 def _number(data: memoryview, at: int) -> tuple[int, int]:
@@ -51,35 +52,45 @@ def _number(data: memoryview, at: int) -> tuple[int, int]:
     while (byte := data[at]) > 127:
         value |= (byte & 127) << shift
         at, shift = at + 1, shift + 7
-    value |= byte << shift
-    return value, at + 1
+    return value | byte << shift, at + 1
 
 
 def _fields(data: memoryview, at: int) -> tuple[dict[int, Any], int]:
-    """The numbers and structs in a struct of Thrift's compact protocol, by their number, and where it ends. The header
-    of a Parquet page is one without lists (parquet.thrift, ``PageHeader``)."""
+    """The numbers and structs in a struct of Thrift's compact protocol, by their number, and where it ends: what the
+    header of a Parquet page has besides truths and bytes (parquet.thrift, ``PageHeader``)."""
     found: dict[int, Any] = {}
     number = 0
     while head := data[at]:
-        at, kind = at + 1, head & 15
-        if head >> 4:
-            number += head >> 4
-        else:
-            number, at = _number(data, at)
-            number >>= 1
-        if kind in (4, 5, 6):
-            value, at = _number(data, at)
-            found[number] = value >> 1 if value & 1 == 0 else -(value >> 1) - 1
-        elif kind == 12:
+        at, number, kind = at + 1, number + (head >> 4), head & 15
+        if kind == 12:
             found[number], at = _fields(data, at)
-        elif kind == 8:
-            size, at = _number(data, at)
-            at += size
-        elif kind in (1, 2, 3, 7):  # the two truths, a byte, a float
-            at += {3: 1, 7: 8}.get(kind, 0)
-        else:
-            raise ValueError("the header of a page cannot be read")
+        elif kind in (4, 5, 6, 8):
+            value, at = _number(data, at)
+            if kind == 8:
+                at += value
+            elif value & 1:  # below 0
+                raise ValueError(_UNREADABLE)
+            found[number] = value >> 1
+        elif kind not in (1, 2):
+            raise ValueError(_UNREADABLE)
     return found, at + 1
+
+
+def _largest_entry(page: memoryview, size: int, column: Any) -> int:
+    """Bytes of the largest entry of a dictionary, which unpacks to ``size``; ``size`` where that is not known."""
+    import pyarrow
+
+    if column.physical_type != "BYTE_ARRAY":
+        return 16
+    codec = column.compression.lower()
+    if codec not in ("uncompressed", "snappy", "gzip", "brotli", "zstd"):
+        return size
+    entries = page if codec == "uncompressed" else pyarrow.decompress(page, size, codec)
+    entries, at, largest = memoryview(entries), 0, 0
+    while at < size:
+        length = int.from_bytes(entries[at : at + 4], "little")
+        at, largest = at + 4 + length, max(largest, length)
+    return largest
 
 
 def _rows_at_once(data: memoryview, group: Any) -> int:
@@ -90,19 +101,18 @@ def _rows_at_once(data: memoryview, group: Any) -> int:
     for column in map(group.column, range(group.num_columns)):
         at = min(filter(None, (column.dictionary_page_offset, column.data_page_offset)))
         end = at + column.total_compressed_size
-        packed += column.total_compressed_size
         while at < end:
             header, at = _fields(data, at)
-            if header[2] < 0 or header[3] < 0:
-                raise ValueError("the header of a page cannot be read")
-            unpacked, at = unpacked + header[2], at + header[3]
-            if header[1] == _DICTIONARY:
-                of_row = header[2] * column.num_values / max(group.num_rows, 1)
-                repeated += of_row
-                if of_row / max(header[7][1], 1) > _LARGEST_ROW:
+            kind, size, stored = header[1], header[2], header[3]
+            unpacked, packed = unpacked + size, packed + stored
+            if unpacked > _MOST_UNPACKED + _LARGEST_RATIO * packed:
+                raise ValueError(f"pages of {packed} bytes unpack to {unpacked}, more than {_LARGEST_RATIO} times that")
+            if kind == _DICTIONARY:
+                of_row = column.num_values / max(group.num_rows, 1)
+                if of_row * size / max(header[7][1], 1) > _LARGEST_ROW:
                     raise ValueError("a row repeats one value until it has more than a gigabyte")
-    if unpacked > _MOST_UNPACKED + _LARGEST_RATIO * packed:
-        raise ValueError(f"unpacks to {unpacked} bytes, more than {_LARGEST_RATIO} times its size")
+                repeated += of_row * _largest_entry(data[at : at + stored], size, column)
+            at += stored
     return max(1, min(_MOST_ROWS, _BATCH_BYTES * group.num_rows // max(unpacked, 1), int(_MOST_REPEATED / repeated)))
 
 
@@ -137,7 +147,7 @@ class _Table:
             try:
                 most = _rows_at_once(data, self._file.metadata.row_group(part))
             except (IndexError, KeyError, TypeError) as error:
-                raise ValueError("the header of a page cannot be read") from error
+                raise ValueError(_UNREADABLE) from error
             return iter(self._file.iter_batches(batch_size=most, row_groups=[part]))
         self._source.seek(0)
         try:

@@ -213,7 +213,7 @@ class _Count(NamedTuple):
     last_length: Fraction  # seconds that the last frame is shown; 0 if unknown
 
 
-_MOST_DECODED, _DECODED_A_BYTE = 1 << 31, 1 << 19
+_MOST_DECODED, _DECODED_A_BYTE = 1 << 31, 1 << 20
 """Pixels that a file may be decoded to, and more for each of its bytes. A still picture of 4K in H.264 takes a byte for
 100,000 pixels, one in a GIF for 360,000; a GIF that was made to keep a decoder busy has one for 4,000,000."""
 _SECONDS, _BYTES_A_SECOND = 60, 1 << 18

@@ -176,11 +176,13 @@ class FrequentDrops:
         detail = entry.detail if len(entry.detail) <= _LONGEST else f"{entry.detail[: _LONGEST - 3]}..."
         setting = deciding_setting(reason, entry.detail)
         cause = f"The setting {setting} governs this." if setting else "The data are the cause, no setting."
-        return (
+        told = (
             f"{dropped:,} of the {read:,} {f'{modality} ' * bool(modality)}samples {self._done}"
             f"{f' from {data}' * bool(data)} are dropped as {reason} ({'; '.join(shares)}), such as {entry.key}: "
             f"{detail.rstrip('.')}. {cause}"
         )
+        # Keys and reasons are the data's, and a log is read on a terminal.
+        return "".join(sign if sign.isprintable() else "\ufffd" for sign in told)
 
 
 def deciding_setting(reason: str, detail: str) -> str | None:

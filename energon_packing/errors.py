@@ -26,6 +26,14 @@ def fault_of(error: OSError) -> Literal["disk", "file", "store"]:
     return "disk" if error.errno in _DISK else "file" if error.errno in _FILE else "store"
 
 
+def is_machines(error: BaseException) -> bool:
+    """Whether an error is this machine's or a store's (no memory, no open files left, a read that failed) and says
+    nothing of the data. What Pillow raises about bytes has no number of the system's."""
+    if isinstance(error, OSError):
+        return error.errno is not None and fault_of(error) != "file"
+    return isinstance(error, MemoryError)
+
+
 class UserError(Exception):
     """A user's mistake. The message states in one sentence what is wrong, where, and how to fix it. Exit code 2."""
 
@@ -65,7 +73,7 @@ _failing: set[Hashable] = set()
 
 
 def read_again[T](place: Hashable, read: Callable[[], T], forget: Callable[[], None] | None = None) -> T:
-    """Returns what ``read`` returns; after a failure of the store, on another try.
+    """Returns what ``read`` returns; after a failure of the store or of memory, on another try.
 
     Args:
         place: of the file. Where the last read failed after all tries, only one is made until one succeeds, so a shard
@@ -74,16 +82,16 @@ def read_again[T](place: Hashable, read: Callable[[], T], forget: Callable[[], N
         forget: called after each failure; closes what may be in any state.
 
     Raises:
-        OSError: of the last try. Other errors, and those that will not go away, are raised at once.
+        OSError, MemoryError: of the last try. Other errors, and those that will not go away, are raised at once.
     """
     pauses = iter(() if place in _failing else PAUSES)
     while True:
         try:
             value = read()
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             if forget is not None:
                 forget()
-            if fault_of(error) != "store":
+            if isinstance(error, OSError) and fault_of(error) != "store":
                 raise
             if (pause := next(pauses, None)) is None:
                 _failing.add(place)

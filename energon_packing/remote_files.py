@@ -25,6 +25,8 @@ PIECE_BYTES = 8 << 20
 """Read at once."""
 _ANY_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(?=[^/])")
 _OURS = ("msc", "s3", "gs", "ais")
+_USER = re.compile(r"://[^/?#\s]*@")
+_QUERY = re.compile(r"(://[^?#\s]*)[?#]\S*?(?=['\"]?(?:[;:,]?\s|$))")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,12 @@ def remote_address(path: str | Path) -> str | None:
     """The address that a path stands for; None for a path of this machine, where a directory may be called ``s3:``."""
     start = _ANY_ADDRESS.match(str(path))
     return None if start is None or os.path.exists(f"{start[1]}:") else f"{start[1]}://{str(path)[start.end() :]}"
+
+
+def without_secrets(text: str) -> str:
+    """The first 2000 characters of a text for a file that is passed on: of the addresses in it, passwords, signatures
+    and tokens are left out."""
+    return _QUERY.sub(r"\1?...", _USER.sub("://...@", text[:2000]))
 
 
 def shown(path: str | Path) -> str:

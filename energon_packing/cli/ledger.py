@@ -8,6 +8,7 @@ import click
 
 from energon_packing.cli.options import PATH, json_option
 from energon_packing.cli.terminal import answer, counted
+from energon_packing.report.excerpt import visible
 
 _SHOWN = 10
 _EXAMPLES = """\b
@@ -40,11 +41,11 @@ def ledger(ctx: click.Context, directory: Path, as_json: bool) -> None:
         )
         for data, reasons in sorted(report.dropped_by_data.items()):
             for reason, count in reasons.most_common():
-                click.echo(f"  dropped {count:>9,}  {reason}{f'  {data}' if data else ''}")
+                click.echo(visible(f"  dropped {count:>9,}  {reason}{f'  {data}' if data else ''}"))
         for how, count in report.changed.most_common():
-            click.echo(f"  changed {count:>9,}  {how}")
+            click.echo(visible(f"  changed {count:>9,}  {how}"))
         for key in report.duplicates[:_SHOWN]:
-            click.echo(f"  twice: {key}")
+            click.echo(visible(f"  twice: {key}"))
         for count, what in (
             (report.quarantined, "samples in quarantine, which later runs skip"),
             (report.abandoned, "runs of a worker that nobody continued are not counted"),

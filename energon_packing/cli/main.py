@@ -198,7 +198,9 @@ def _sentence(error: Exception, group: CommandGroup, command: str) -> str:
 
 def _report(sentence: str, as_json: bool) -> int:
     """Reports one error: JSON on stdout for machines, else one sentence on stderr."""
-    click.echo(json.dumps({"error": sentence}) if as_json else f"Error: {sentence}", err=not as_json)
+    from energon_packing.report.excerpt import visible  # late, as above
+
+    click.echo(json.dumps({"error": sentence}) if as_json else f"Error: {visible(sentence)}", err=not as_json)
     return 2
 
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from energon_packing.errors import SampleRejected, UserError
+from energon_packing.errors import SampleRejected, UserError, read_again
 from energon_packing.remote_files import digest, file_digest, listed, matches, remote_address, shown, status
 
 
@@ -24,6 +24,9 @@ class MemberBytes:
 
     def read(self) -> bytes:
         """The content."""
+        return read_again(self.path, self._read)
+
+    def _read(self) -> bytes:
         with open(self.path, "rb") as stream:
             stream.seek(self.offset)
             return stream.read(self.size)
@@ -153,6 +156,7 @@ _SUFFIXES = tuple(
     | {suffix + compression for suffix in (*JSON_SUFFIXES, TAR_SUFFIX) for compression in ("", *COMPRESSIONS)}
 )
 _KINDS = "JSON, JSON Lines, Parquet, Arrow or tar"
+_ARCHIVES = frozenset({".zip", ".7z", ".rar", ".bz2", ".xz", ".lz4"})
 _EMPTY = "is empty; it should hold conversations as a JSON array or as JSON Lines"
 _OF_DATASETS = frozenset({"dataset_info.json", "state.json", "dataset_dict.json"})
 """Beside the tables of a saved Hugging Face data set; they hold no records."""
@@ -305,6 +309,8 @@ def _found(source: Path, is_shut: Callable[[Path], bool], left: list[str]) -> li
             raise UserError(f"{source} has no {_KINDS} file{why}; name the file of conversations")
         return found
     if source.is_file():
+        if source.suffix.lower() in _ARCHIVES:
+            raise UserError(f"{source} is an archive of a kind that is not read; unpack it, and name its files")
         if (size := source.stat().st_size) == 0:
             raise UserError(f"{source} {_EMPTY}")
         return [(source, source.name, size)]

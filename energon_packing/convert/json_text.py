@@ -43,7 +43,12 @@ def parse_json(text: bytes) -> Any:
     """
     if (value := parse_quickly(text)) is not None:
         return value
-    return STRICT.decode(text.decode("utf-8"))
+    try:
+        return STRICT.decode(text.decode("utf-8"))
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data" and error.doc[error.pos :].strip() == ",":
+            raise ValueError("a comma follows the record; remove it") from error
+        raise
 
 
 def parse_quickly(text: bytes) -> Any:
@@ -175,7 +180,9 @@ def iterate_array(stream: BinaryIO | DigestingReader, *, max_element: int) -> It
                 yield Element(error=error, last=True)
                 return
             source.at += 1
-            source.peek()
+            if source.peek() == "]":
+                yield Element(error="a comma precedes the end of the array; remove it", last=True)
+                return
     source.at += 1
     if found := source.peek():
         yield Element(error=f"the array has ended, but {found!r} follows", last=True)

@@ -414,14 +414,17 @@ def fingerprint_difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) 
     """The first field that differs, as ``name: found, wanted``; None if all are equal."""
     for group in ("version", "sources", "options"):
         old, new = found.get(group), wanted[group]
-        if old == new:
+        if old == new and (group != "sources" or [*old] == [*new]):
             continue
         if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
             return (
                 f"{group} was {old!r} and is {new!r} now (up to 6, splits followed keys; they follow the content now)"
             )
+        if old == new:
+            return "the sources were named in another order"
         name = next(name for name in sorted({*old, *new}) if old.get(name) != new.get(name))
         if group == "sources":
-            return f"source {name} has changed"
+            what = "is not named any more" if name not in new else "has changed" if name in old else "was not named"
+            return f"source {name} {what}"
         return f"{name} was {old.get(name)!r} and is {new.get(name)!r} now"
     return None

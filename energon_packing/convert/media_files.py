@@ -7,6 +7,7 @@ directory takes as much room as the distinct ones of them, until the data set is
 
 import base64
 import binascii
+import errno
 import hashlib
 import json
 import os
@@ -31,9 +32,11 @@ from energon_packing.convert.columns import EmbeddedBytes
 from energon_packing.convert.config import ConvertConfig
 from energon_packing.convert.layout import open_scratch
 from energon_packing.convert.layouts.layout import FileKind
-from energon_packing.errors import SampleRejected, UserError, fault_of
-from energon_packing.remote_files import local_copy, status, within
+from energon_packing.errors import SampleRejected, UserError, fault_of, is_machines, read_again
+from energon_packing.remote_files import local_copy, status, within, without_secrets
 
+_BASE64 = re.compile(r"(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR)[A-Za-z0-9+/=\s]{40,}")
+"""How PNG, JPEG, GIF and WebP begin."""
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://|data:)")
 _EXTENSION_OF_IMAGE = {
     "JPEG": "jpg",
@@ -122,13 +125,18 @@ def resolve_media(reference: str, root: Path) -> str:
 
     Raises:
         SampleRejected: ``remote_media``, ``media_outside_root``, ``missing_media``.
+        OSError: the directory cannot be looked at.
     """
     if is_address(reference):
+        reference = without_secrets(reference)
         shown = reference if len(reference) <= 80 else reference[:77] + "..."
         raise SampleRejected("remote_media", f"{shown!r} is not a local file; store it below {root} and name its path")
     check_path(reference)
     if (plain := _plain_file(reference, str(root))) is not None:
         return plain
+    if _BASE64.fullmatch(reference[:1000]):
+        fix = "write the prefix of an address before it, such as data:image/png;base64,"
+        raise SampleRejected("missing_media", f"{reference[:20]!r}... is a file in base64, not a path; {fix}")
     try:
         path = Path(os.path.realpath(root / reference))
         if not path.is_relative_to(root) and not ((blobs := hub_blobs(root)) and path.is_relative_to(blobs)):
@@ -137,6 +145,8 @@ def resolve_media(reference: str, root: Path) -> str:
             what = "is not a file" if path.exists() else "does not exist"
             raise SampleRejected("missing_media", f"{reference!r} {what} in {root}")
     except OSError as error:
+        if is_machines(error):
+            raise
         raise SampleRejected("missing_media", f"{reference!r} cannot be looked up: {error.strerror}") from error
     return str(path)
 
@@ -227,7 +237,7 @@ def open_regular(path: str) -> Any:
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(f"{path} is not a regular file")
+        raise OSError(errno.EINVAL, "is not a regular file", path)
     return os.fdopen(descriptor, "rb")
 
 
@@ -296,7 +306,7 @@ class RecordFiles:
             names = ", ".join(sorted({member.name for member in members.values()})[:20])
             raise SampleRejected("missing_media", f"{reference!r} is not in the sample; it has: {names}")
         if isinstance(root, Path):
-            return resolve_media(reference, root)
+            return read_again(str(root), lambda: resolve_media(reference, root))
         return self._fetched(reference, root)
 
     def _check(self, size: int) -> None:
@@ -320,7 +330,7 @@ def _fetched(reference: str, root: str, directory: Path, max_bytes: int) -> str:
     """The copy, in a directory, of a file of an object store below the address ``root``; raises as `RecordFiles.place`
     does. A copy of an interrupted conversion has the time of its original."""
     if is_address(reference) and not reference.startswith(f"{root.rstrip('/')}/"):
-        raise SampleRejected("remote_media", f"{reference[:80]!r} is not in {root}; store it there")
+        raise SampleRejected("remote_media", f"{without_secrets(reference)[:80]!r} is not in {root}; store it there")
     check_path(reference)
     try:
         if (address := within(root, reference)) is None:
@@ -380,6 +390,8 @@ class Stamp(NamedTuple):
         return self.changed < self.checked - 2_000_000_000
 
 
+_NOT_ITS_OWN = ("missing_media", "decode_timeout")
+"""Reasons that another time or machine may not have, so that ``--resume`` tries such a file again."""
 Checked = tuple[StoredMedia | SampleRejected, Stamp]
 """The result of a check, and when it was made."""
 
@@ -411,6 +423,7 @@ class MediaChecker:
 
         Raises:
             SampleRejected: ``missing_media`` (unreadable), ``media_too_large``, and what its kind refuses.
+            UserError: the machine has no memory for it, or cannot read it; the file may be in order.
         """
         key = f"{kind} {path}"
         if (checked := self._recent.get(key)) is None:
@@ -444,6 +457,16 @@ class MediaChecker:
                 yield place, entry
 
     def _check(self, path: str, kind: str) -> StoredMedia | SampleRejected:
+        try:
+            return read_again(os.path.dirname(path), lambda: self._tried(path, kind))
+        except MemoryError as error:
+            fix = "use fewer --workers, or lower --max-pixels or --max-media-mib"
+            raise UserError(f"there is no memory to check {path}; {fix}, and add --resume") from error
+        except OSError as error:
+            why = f"cannot be read: {error.strerror or error}"
+            raise UserError(f"{path} {why}; add --resume when this machine can read it again") from error
+
+    def _tried(self, path: str, kind: str) -> StoredMedia | SampleRejected:
         most, of = self._config.max_media_bytes, self._kinds[kind]
         try:
             with open_regular(path) as stream:
@@ -457,16 +480,21 @@ class MediaChecker:
             return SampleRejected(error.reason, error.detail)
         except UserError:
             raise
-        except OSError as error:
-            return SampleRejected("missing_media", f"cannot be read: {error.strerror or error}")
         except Exception as error:  # a file may do anything to its decoder, and costs itself only
+            if is_machines(error):
+                raise
+            if isinstance(error, OSError):
+                return SampleRejected("missing_media", f"cannot be read: {error.strerror or error}")
             why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             return SampleRejected(of.corrupt, f"{Path(path).name} cannot be checked: {why}")
 
     def _note(self, key: str, outcome: StoredMedia | SampleRejected, stamp: Stamp) -> None:
         entry: dict[str, Any] = {"place": key, "stamp": tuple(stamp)}
         if isinstance(outcome, SampleRejected):
-            entry["rejected"] = [outcome.reason, outcome.detail]
+            if outcome.reason in _NOT_ITS_OWN:
+                return
+            # Releases before wrote "rejected", also of what the machine had failed to read; `_read` passes over that.
+            entry["refused"] = [outcome.reason, outcome.detail]
         else:  # `dataclasses.asdict`, without its copies
             entry["file"] = {name: getattr(outcome, name) for name in outcome.__slots__}
         # One write each, so that the lines of several processes do not mix. The line break before it ends a line that a
@@ -476,7 +504,7 @@ class MediaChecker:
     def _read(self, key: str, entry: str) -> Checked | None:
         try:
             found, kind = json.loads(entry), self._kinds[key.partition(" ")[0]]
-            outcome = kind.made(**found["file"]) if "file" in found else SampleRejected(*found["rejected"])
+            outcome = kind.made(**found["file"]) if "file" in found else SampleRejected(*found["refused"])
             return outcome, Stamp(*found["stamp"])
         except (ValueError, KeyError, TypeError):
             return None

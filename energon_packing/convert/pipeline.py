@@ -63,9 +63,9 @@ from energon_packing.convert.workspace import (
     store_data_set,
     workspace,
 )
-from energon_packing.errors import FULL, UNWRITABLE, SampleRejected, UserError
+from energon_packing.errors import FULL, UNWRITABLE, SampleRejected, UserError, is_machines
 from energon_packing.executors.work import in_order
-from energon_packing.remote_files import remote_address, shown, status
+from energon_packing.remote_files import remote_address, shown, status, without_secrets
 
 
 @dataclass(kw_only=True, slots=True)
@@ -169,7 +169,7 @@ class Auditing:
             try:
                 content, summed = self._stored(raw, root, audit, warnings)
             except SampleRejected as error:
-                detail = error.detail  # which may quote input of any length
+                detail = without_secrets(error.detail)  # which may quote input of any length
                 detail = detail if len(detail) <= 600 else detail[:597] + "..."
                 audit.rejects.append((index, raw.where, error.reason, detail))
                 continue
@@ -327,6 +327,8 @@ def convert(config: ConvertConfig, progress: Progress | None = None) -> Conversi
     """
     started = time.monotonic()
     tell = progress or (lambda stage, done, total: None)
+    if config.out.is_symlink():  # the data set goes where it leads, or there would be two
+        config = replace(config, out=config.out.resolve())
     if config.media_root is not None:
         _check_media_root(config.media_root)
     if not config.dry_run:
@@ -347,6 +349,8 @@ def convert(config: ConvertConfig, progress: Progress | None = None) -> Conversi
     with dry_workspace() if config.dry_run else workspace(config, fingerprint) as (build, journal):
         try:
             report = _build(config, sources, notes, build.absolute(), journal.absolute(), fingerprint, tell)
+        except MemoryError as error:
+            raise UserError("memory has run out; use fewer --workers, and add --resume") from error
         except (OSError, sqlite3.OperationalError) as error:
             if (sentence := _unwritable(config, build, error)) is None:
                 raise
@@ -384,7 +388,8 @@ def _unwritable(config: ConvertConfig, build: Path, error: OSError | sqlite3.Ope
     """A sentence about a place that cannot be written any more; None for any other error."""
     if isinstance(error, OSError):
         if (code := error.errno) not in UNWRITABLE:
-            return None
+            what = error.filename or "a file"
+            return f"{what} cannot be used: {error.strerror}; add --resume afterwards" if is_machines(error) else None
     elif not any(words in str(error) for words in ("full", "disk I/O", "readonly", "read-only")):
         return None
     else:

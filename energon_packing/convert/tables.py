@@ -15,7 +15,7 @@ from typing import Any
 
 from energon_packing.convert.chunks import Chunk, RawRecord, SourceFile, one_line
 from energon_packing.convert.json_text import parse_json
-from energon_packing.errors import SampleRejected, UserError
+from energon_packing.errors import SampleRejected, UserError, is_machines
 
 _BATCH_BYTES = 1 << 20
 _MOST_ROWS = 1024
@@ -37,6 +37,85 @@ def _pyarrow(path: Path) -> Any:
 
 def _kind(path: Path) -> str:
     return "Parquet" if path.suffix.lower() == ".parquet" else "Arrow"
+
+
+_MOST_UNPACKED, _LARGEST_RATIO = 64 << 20, 200
+"""Bytes that the pages of a row group may unpack to, and more for each that they take; as of a compressed source."""
+_MOST_REPEATED = 64 << 20
+"""Bytes of a batch whose rows repeat entries of dictionaries, which take a few bits a row."""
+_LARGEST_ROW = 1 << 30
+_DICTIONARY = 2  # type of a page
+_UNREADABLE = "the header of a page cannot be read"
+
+
+def _number(data: memoryview, at: int) -> tuple[int, int]:
+    """A whole number of Thrift's compact protocol, and where it ends."""
+    value = shift = 0
+    while (byte := data[at]) > 127:
+        value |= (byte & 127) << shift
+        at, shift = at + 1, shift + 7
+    return value | byte << shift, at + 1
+
+
+def _fields(data: memoryview, at: int) -> tuple[dict[int, Any], int]:
+    """The numbers and structs in a struct of Thrift's compact protocol, by their number, and where it ends: what the
+    header of a Parquet page has besides truths and bytes (parquet.thrift, ``PageHeader``)."""
+    found: dict[int, Any] = {}
+    number = 0
+    while head := data[at]:
+        at, number, kind = at + 1, number + (head >> 4), head & 15
+        if kind == 12:
+            found[number], at = _fields(data, at)
+        elif kind in (4, 5, 6, 8):
+            value, at = _number(data, at)
+            if kind == 8:
+                at += value
+            elif value & 1:  # below 0
+                raise ValueError(_UNREADABLE)
+            found[number] = value >> 1
+        elif kind not in (1, 2):
+            raise ValueError(_UNREADABLE)
+    return found, at + 1
+
+
+def _largest_entry(page: memoryview, size: int, column: Any) -> int:
+    """Bytes of the largest entry of a dictionary, which unpacks to ``size``; ``size`` where that is not known."""
+    import pyarrow
+
+    if column.physical_type != "BYTE_ARRAY":
+        return 16
+    codec = column.compression.lower()
+    if codec not in ("uncompressed", "snappy", "gzip", "brotli", "zstd"):
+        return size
+    entries = page if codec == "uncompressed" else pyarrow.decompress(page, size, codec)
+    entries, at, largest = memoryview(entries), 0, 0
+    while at < size:
+        length = int.from_bytes(entries[at : at + 4], "little")
+        at, largest = at + 4 + length, max(largest, length)
+    return largest
+
+
+def _rows_at_once(data: memoryview, group: Any) -> int:
+    """How many rows of a row group may be decoded together, from the headers of its pages: what Parquet's reader does
+    not ask before it takes the memory. Raises ValueError: the pages unpack to far more than their bytes explain."""
+    unpacked = packed = 0
+    repeated = 1.0  # bytes of a row, at most, that are entries of dictionaries
+    for column in map(group.column, range(group.num_columns)):
+        at = min(filter(None, (column.dictionary_page_offset, column.data_page_offset)))
+        end = at + column.total_compressed_size
+        while at < end:
+            header, at = _fields(data, at)
+            kind, size, stored = header[1], header[2], header[3]
+            unpacked, packed = unpacked + size, packed + stored
+            if unpacked > _MOST_UNPACKED + _LARGEST_RATIO * packed:
+                raise ValueError(f"pages of {packed} bytes unpack to {unpacked}, more than {_LARGEST_RATIO} times that")
+            if kind == _DICTIONARY:
+                of_row = column.num_values / max(group.num_rows, 1)
+                if of_row * size / max(header[7][1], 1) > _LARGEST_ROW:
+                    raise ValueError("a row repeats one value until it has more than a gigabyte")
+                repeated += of_row * _largest_entry(data[at : at + stored], size, column)
+            at += stored
+    return max(1, min(_MOST_ROWS, _BATCH_BYTES * group.num_rows // max(unpacked, 1), int(_MOST_REPEATED / repeated)))
 
 
 class _Table:
@@ -70,8 +149,12 @@ class _Table:
     def _from(self, part: int) -> Iterator[Any]:
         """The batches of a row group of Parquet, or of Arrow all from a batch on."""
         if self._file is not None:
-            rows, size = self.parts[part]
-            most = max(1, min(_MOST_ROWS, _BATCH_BYTES * rows // max(size, 1)))
+            self._source.seek(0)
+            data = memoryview(self._source.read_buffer()).cast("B")  # a map of the file, not a copy
+            try:
+                most = _rows_at_once(data, self._file.metadata.row_group(part))
+            except (IndexError, KeyError, TypeError) as error:
+                raise ValueError(_UNREADABLE) from error
             return iter(self._file.iter_batches(batch_size=most, row_groups=[part]))
         self._source.seek(0)
         try:
@@ -124,7 +207,7 @@ def find_rows(source: SourceFile, chunk_bytes: Callable[[], int]) -> Iterator[Ch
     try:
         parts = _Table(source.path).parts
     except _DAMAGE as error:
-        if isinstance(error, FileNotFoundError | PermissionError):
+        if isinstance(error, FileNotFoundError | PermissionError) or is_machines(error):
             raise
         detail = f"{source.name}: cannot be read as {_kind(source.path)}: {one_line(error)}"
         yield Chunk(source=source, form="rows", error=SampleRejected(_CONTENT, detail))
@@ -153,6 +236,8 @@ def read_rows(chunk: Chunk, *, max_record_bytes: int) -> Iterator[RawRecord]:
             yield from _records(chunk, first, batch, max_record_bytes)
             row = first + batch.num_rows
     except _DAMAGE as error:
+        if is_machines(error):
+            raise
         # The same rows for every division into chunks: a chunk ends with its part of the file at the latest, and within
         # a part nothing can be read from the first damaged batch on.
         close_table()
@@ -210,7 +295,7 @@ def _is_merged(array: Any) -> bool:
         return any(child.null_count or _is_merged(child) for child in array.flatten())
     if _is_list(array.type):
         return _is_merged(array.flatten())
-    return _is_json(array.type)
+    return _is_json(array.type) or types.is_decimal(array.type)
 
 
 def _is_list(kind: Any) -> bool:
@@ -235,6 +320,9 @@ def _present(kind: Any, free: bool, noted: list[str]) -> Callable[[Any], Any] | 
 
     if _is_json(kind):
         return _json
+    if types.is_decimal(kind):
+        number = float if kind.scale > 0 else int
+        return lambda value: None if value is None else number(value)
     if types.is_struct(kind):
         inner = {field.name: _present(field.type, free or field.name in _FREE, noted) for field in kind}
 

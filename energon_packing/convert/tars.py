@@ -34,6 +34,8 @@ _ALLOWED = frozenset(
     )
 )
 _PUTS = ("BINPUT", "LONG_BINPUT")
+_MOST_INSTRUCTIONS = 1 << 20
+"""A file takes two or three; an empty list is one byte there and seventy in memory."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -64,6 +66,8 @@ def _read(content: bytes, where: str) -> Any:
                 raise SampleRejected(
                     "unsafe_pickle", f"{where}: the pickle has the instruction {instruction.name}; {why}"
                 )
+            if count > _MOST_INSTRUCTIONS:
+                raise SampleRejected("unsafe_pickle", f"{where}: the pickle has more than {count - 1} instructions")
             if instruction.name in _PUTS and isinstance(argument, int) and argument > count:
                 raise SampleRejected("unsafe_pickle", f"{where}: the pickle numbers its values up to {argument}")
         return _Unpickler(io.BytesIO(content)).load()

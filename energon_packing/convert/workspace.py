@@ -9,7 +9,9 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -142,7 +144,21 @@ def workspace(config: ConvertConfig, fingerprint: Mapping[str, Any]) -> Iterator
 def dry_workspace() -> Iterator[tuple[Path, Path]]:
     """A directory like that of `workspace` for a conversion that writes nothing; deleted afterwards."""
     with tempfile.TemporaryDirectory(prefix="energon-packing-", ignore_cleanup_errors=True) as scratch:
-        yield _built_in(Path(scratch))
+        owner, main = os.getpid(), threading.current_thread() is threading.main_thread()
+
+        def end(number: int, _: object) -> None:
+            if os.getpid() != owner:
+                os._exit(128 + number)  # a worker, which has inherited this
+            raise SystemExit(128 + number)
+
+        own = main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # which leaves the directory there
+        try:
+            if own:
+                signal.signal(signal.SIGTERM, end)
+            yield _built_in(Path(scratch))
+        finally:
+            if own:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _built_in(partial: Path) -> tuple[Path, Path]:

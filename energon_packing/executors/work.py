@@ -1,5 +1,6 @@
 """What executors have in common: the work that they do, the account of tasks whose worker died, and their order."""
 
+import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
@@ -9,6 +10,8 @@ from typing import Any, Final, Protocol
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.registry import Registry
 
+_MOST_WORKERS = 64
+"""On a machine of fewer than 16 processors; else 4 for each."""
 MOST_DEATHS = 2
 """A task is given up when this many workers died at it."""
 
@@ -169,6 +172,9 @@ class ExecutorConfig:
         cluster = EXECUTORS.find(self.kind).cluster
         if self.workers is not None and self.workers < 0:
             raise ConfigError(f"--workers is {self.workers}; it must be at least 0.")
+        most = max(_MOST_WORKERS, 4 * (os.cpu_count() or 1))
+        if not cluster and (self.workers or 0) > most:
+            raise ConfigError(f"--workers is {self.workers}; it must be at most {most} on this machine.")
         if cluster and self.workers == 0:
             raise ConfigError(
                 f"--workers 0 works in this process; with --executor {self.kind}, --workers must be at least 1."

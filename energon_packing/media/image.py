@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from energon_packing.errors import SampleRejected
+from energon_packing.errors import SampleRejected, is_machines
 from energon_packing.media import check_decoded_bytes
 from energon_packing.media.depth import grey_range, to_rgb
 from energon_packing.media.probe import JPEG_SCAN, jpeg_segments, known_formats
@@ -73,6 +73,8 @@ def decode_scaled_image(
     except SampleRejected:
         raise
     except Exception as error:
+        if is_machines(error):
+            raise
         # Pillow's plugins raise OSError, SyntaxError, struct.error, zlib.error, IndexError, ... for bad bytes.
         reason = "no known image format" if isinstance(error, UnidentifiedImageError) else str(error) or repr(error)
         raise SampleRejected("corrupt_media", f"the image cannot be decoded: {reason}") from error

@@ -6,6 +6,8 @@ starts another program), and the number of pixels is checked from the header bef
 
 import contextlib
 import io
+import mmap
+import time
 from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from functools import cache
@@ -15,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 from PIL import ExifTags, Image
 
 from energon_packing.conversation import Media, MediaKind
-from energon_packing.errors import SampleRejected
+from energon_packing.errors import SampleRejected, is_machines
 from energon_packing.media import DEFAULT_MAX_PIXELS
 from energon_packing.media.depth import grey_range, is_transparent, to_rgb
 
@@ -106,7 +108,7 @@ def image_info(source: Source, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode: 
     Raises:
         SampleRejected: ``corrupt_media``, ``media_too_large`` (more than ``max_pixels``, checked before decoding),
             ``unsupported_depth`` (see `energon_packing.media.depth`; for float samples only if ``decode`` is set).
-        OSError: the path cannot be opened.
+        OSError, MemoryError: the path cannot be opened or read; see `is_machines`.
     """
     with _opened(source) as stream:
         try:
@@ -131,14 +133,26 @@ def image_info(source: Source, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode: 
         except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
             raise SampleRejected("media_too_large", f"Pillow refuses the image: {error}") from error
         except Exception as error:
+            if is_machines(error):
+                raise
             # Pillow's plugins raise OSError, SyntaxError, ValueError, struct.error, zlib.error, ... for bad bytes.
             reason = str(error) or type(error).__name__
             if "BytesIO object at" in reason or "cannot identify image file" in reason:
-                reason = "no known image format"  # without an address: a rejects file is the same in every run
+                # Without an address: a rejects file is the same in every run.
+                reason = f"no known image format{_foreign(stream)}"
             raise SampleRejected("corrupt_media", f"not a readable image: {reason}") from error
     turned = orientation in (5, 6, 7, 8)
     width, height = (stored_height, stored_width) if turned else (stored_width, stored_height)
     return ImageInfo(width, height, *info, stored_width, stored_height, transparent, animated)
+
+
+def _foreign(stream: BinaryIO) -> str:
+    """What a reader should know of a file that Pillow cannot identify."""
+    stream.seek(0)
+    head = stream.read(1024)
+    if head[4:8] == b"ftyp" and head[8:12] in (b"heic", b"heix", b"heim", b"hevc", b"mif1", b"msf1"):
+        return ": HEIC is not read; save it as JPEG or PNG"
+    return ": SVG is a drawing without pixels; render it to PNG" if b"<svg" in head else ""
 
 
 _JFIF, JPEG_SCAN, _QUANTISATION = 0xE0, 0xDA, 0xDB
@@ -204,10 +218,38 @@ class _Count(NamedTuple):
     last_length: Fraction  # seconds that the last frame is shown; 0 if unknown
 
 
-def _count(shown: Iterable[Any], what: str, size: tuple[int, int] | None = None) -> _Count:
+_MOST_DECODED, _DECODED_A_BYTE = 1 << 31, 1 << 20
+"""Pixels that a file may be decoded to, and more for each of its bytes. A still picture of 4K in H.264 takes a byte for
+100,000 pixels, one in a GIF for 360,000; a GIF that was made to keep a decoder busy has one for 4,000,000."""
+_SECONDS, _BYTES_A_SECOND = 60, 1 << 18
+"""What decoding a file may take: a film of two hours in 500 MB may take half an hour."""
+
+
+class _Work:
+    """What decoding a file of this many bytes may cost. Called with a number of frames and their size in pixels.
+
+    Raises:
+        SampleRejected: ``media_too_large``; ``decode_timeout`` once the time is over.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._bytes, self._seconds = size, _SECONDS + size / _BYTES_A_SECOND
+        self._deadline = time.monotonic() + self._seconds
+
+    def __call__(self, frames: int, width: int, height: int) -> None:
+        if frames * width * height > _MOST_DECODED + _DECODED_A_BYTE * self._bytes:
+            much = f"{frames} frames of {width}x{height} pixels in {self._bytes} bytes"
+            raise SampleRejected("media_too_large", f"{much} are more work for a decoder than the file explains")
+        if time.monotonic() > self._deadline:
+            late = f"frame {frames} was not decoded within {self._seconds:.0f} seconds"
+            raise SampleRejected("decode_timeout", f"{late}, which is what a file of {self._bytes} bytes may take")
+
+
+def _count(shown: Iterable[Any], what: str, work: _Work, size: tuple[int, int] | None = None) -> _Count:
     """Counts shown packets, or decoded frames (of ``size``), which is the only count that is right for every codec."""
     frames, first, last, last_length = 0, None, None, Fraction()
     for each in shown:
+        work(frames, *(size or (0, 0)))
         if each.is_corrupt:
             raise SampleRejected("corrupt_media", f"{what} {frames} of the video is damaged")
         if size is not None and (each.width, each.height) != size:
@@ -249,8 +291,9 @@ def probe_video(source: Source, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode:
 
     Raises:
         SampleRejected: ``corrupt_media`` (no known container, no video stream, truncated, no frame, no time base),
-            ``media_too_large`` (a frame of more than ``max_pixels``, checked before decoding).
-        OSError: the path cannot be opened.
+            ``media_too_large`` (a frame of more than ``max_pixels``, checked before decoding, or more frames of that
+            size than the file's bytes explain), ``decode_timeout``.
+        OSError, MemoryError: the path cannot be opened or read; see `is_machines`.
     """
     import av  # images do not need it
 
@@ -260,6 +303,7 @@ def probe_video(source: Source, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode:
         except SampleRejected:
             raise
         except (av.FFmpegError, ValueError, EOFError, IndexError, OverflowError) as error:
+            check_memory(error, max_pixels)
             words = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise SampleRejected("corrupt_media", f"not a readable video: {words}") from error
 
@@ -273,6 +317,13 @@ def media_file(path: str | Path, kind: MediaKind = "image") -> Media:
     info: Any = image_info(Path(path)) if kind == "image" else probe_video(Path(path))
     sizes = ("width", "height") if kind == "image" else ("width", "height", "frames", "fps", "duration")
     return Media(kind=kind, name=Path(path).name, **{name: getattr(info, name) for name in sizes})
+
+
+def check_memory(error: Exception, max_pixels: int) -> None:
+    """Raises ``OSError`` (ENOMEM) if FFmpeg has no memory because the machine has none for frames of that size; it says
+    the same of a file that asks for an impossible amount."""
+    if isinstance(error, MemoryError):
+        mmap.mmap(-1, 16 * max_pixels).close()  # no page of it is used
 
 
 def open_video(file: BinaryIO) -> Any:
@@ -323,17 +374,21 @@ def _probe_video(file: BinaryIO, max_pixels: int, decode: bool) -> VideoInfo:
         raise SampleRejected(
             "corrupt_media", f"truncated: the header states {wanted} bytes, but the file has {size_in_bytes}"
         )
+    work = _Work(size_in_bytes)
     with decodable(file, max_pixels, _check_pixels) as (container, stream):
         container_name, named_frames, stated = container.format.name, stream.frames, stream.average_rate or None
-        codec_name = stream.codec_context.name
+        codec = stream.codec_context
+        names = set(container_name.split(","))
+        exact = decode or not names & SIZED_CONTAINERS or codec.name not in _ONE_FRAME_A_PACKET
+        if exact:  # takes a hundredth of the time of decoding
+            work(sum(packet.size > 0 for packet in container.demux(stream)), codec.width, codec.height)
+    with decodable(file, max_pixels, _check_pixels) as (container, stream):
         first = next(iter(container.decode(stream)), None)
         if first is None:
             raise SampleRejected("corrupt_media", "the video has no frame")
         _check_pixels(first.width, first.height, max_pixels)
         size = (first.width, first.height)
         turned = round(first.rotation / 90) % 2 == 1
-    names = set(container_name.split(","))
-    exact = decode or not names & SIZED_CONTAINERS or codec_name not in _ONE_FRAME_A_PACKET
     packets = 0  # also those that decoding drops
 
     def demux(container: Any, stream: Any) -> Iterator[Any]:
@@ -345,9 +400,10 @@ def _probe_video(file: BinaryIO, max_pixels: int, decode: bool) -> VideoInfo:
     with decodable(file, max_pixels, _check_pixels) as (container, stream):
         if exact:
             frames = (frame for packet in demux(container, stream) for frame in packet.decode())
-            count = _count(frames, "frame", size)
+            count = _count(frames, "frame", work, size)
         else:
-            count = _count((each for each in demux(container, stream) if each.size and not each.is_discard), "packet")
+            shown = (each for each in demux(container, stream) if each.size and not each.is_discard)
+            count = _count(shown, "packet", work)
         if "mov" in names and packets < named_frames:
             raise SampleRejected(
                 "corrupt_media", f"truncated: the container states {named_frames} frames, but holds {packets}"
@@ -355,7 +411,7 @@ def _probe_video(file: BinaryIO, max_pixels: int, decode: bool) -> VideoInfo:
     if not exact and named_frames not in (0, count.frames):
         # An edit list or a broken index: only decoding tells.
         with decodable(file, max_pixels, _check_pixels) as (container, stream):
-            count = _count(container.decode(stream), "frame", size)
+            count = _count(container.decode(stream), "frame", work, size)
     if count.frames == 0:
         raise SampleRejected("corrupt_media", "the video has no frame")
     rate = _rate(count, stated)

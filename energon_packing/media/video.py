@@ -21,7 +21,7 @@ import torch
 from energon_packing.errors import SampleRejected
 from energon_packing.media import check_decoded_bytes
 from energon_packing.media.image import decode_image
-from energon_packing.media.probe import SIZED_CONTAINERS, decodable
+from energon_packing.media.probe import SIZED_CONTAINERS, check_memory, decodable
 
 FAR = 16
 """Packets before a wanted one from which on those that no other frame needs are left out. H.264 and H.265 decoders hold
@@ -270,6 +270,7 @@ def decode_frames(
                 if _decode_needed(container, stream, frames, deadline):
                     break
     except (av.FFmpegError, OSError, ValueError, EOFError, IndexError, OverflowError) as error:
+        check_memory(error, max_pixels)
         raise SampleRejected("corrupt_media", f"the video cannot be decoded: {error}") from error
     return frames.tensor()
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from energon_packing.convert.config import ConvertConfig
-from energon_packing.errors import SampleRejected
+from energon_packing.errors import SampleRejected, is_machines
 from energon_packing.wan.record import AXES, StoredTensor, TensorRole
 
 if TYPE_CHECKING:
@@ -210,6 +210,8 @@ def _load_pt(stream: BinaryIO, size: int, names: Sequence[str]) -> tuple[str, to
         what = f"it names {named[1]}" if named else "it does more than build tensors"
         raise SampleRejected("unsafe_pickle", f"torch's weights_only reader refuses it: {what}") from error
     except Exception as error:  # torch reports a damaged file in many ways
+        if is_machines(error):
+            raise
         raise _corrupt(f"torch cannot read it: {type(error).__name__}") from error
     name = ""
     if isinstance(loaded, dict):

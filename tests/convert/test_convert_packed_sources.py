@@ -7,7 +7,6 @@ import gzip
 import json
 from collections.abc import Callable
 from datetime import date
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -324,7 +323,7 @@ def test_a_cell_that_python_cannot_express_costs_no_row(tmp_path: Path) -> None:
     assert report.ignored_columns == {"created": {"records": len(times)}}
 
 
-@pytest.mark.parametrize("value", [date(2026, 1, 1), Decimal("1.5"), b"x"])
+@pytest.mark.parametrize("value", [date(2026, 1, 1), b"x"])
 def test_a_cell_that_json_cannot_express_costs_its_row_alone(tmp_path: Path, value: Any) -> None:
     tools = pa.array([[{"name": "now", "since": value}], None])
     messages = pa.array([openai()["messages"]] * 2)

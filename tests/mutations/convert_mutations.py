@@ -9,6 +9,8 @@ CONVERT_TRAPS: dict[int, str] = {
     67: "both answers of a preference pair are trained by cross-entropy",
     108: "copies of a record are in train and val, and more data moves records between them",
     109: "what a source holds is skipped unsaid, or one file or record ends the command",
+    110: "a failure of the machine is kept as bad data, or a file of kilobytes takes hours or gigabytes",
+    111: "what data say steers a terminal, or reports show passwords, or --out and --resume are taken for others",
 }
 
 SYSTEM = "tests/convert/test_convert_records.py::"
@@ -25,6 +27,7 @@ COUNTED = PAIRS + "test_every_layout_of_pairs_is_counted_and_refused_in_one_sent
 SPLITS = "tests/convert/test_convert_splits.py::"
 BORDERS = "tests/convert/test_convert_borders.py::"
 PACKED = "tests/convert/test_convert_packed_sources.py::"
+ATTACKS = "tests/convert/test_convert_attacks.py::"
 ORDER = "tests/convert/test_convert_workers.py::test_keys_rejects_and_warnings_come_in_the_order_of_the_records"
 
 CONVERT_MUTATIONS: tuple[Mutation, ...] = (
@@ -443,5 +446,95 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         + "test_an_arrow_file_with_any_offset_elsewhere_is_rejected_or_read_and_never_ends_the_process[False]",
         oracle="the exit of the process",
         edits=(("convert/tables.py", "self._batch.validate(full=True)", "self._batch.validate()"),),
+    ),
+        trap=110,
+        name="no memory is a bad picture",
+        test=ATTACKS + "test_what_the_machine_fails_at_is_tried_again_and_is_no_bad_data",
+        oracle="the picture",
+        edits=(
+            (
+                "media/probe.py",
+                "            if is_machines(error):\n                raise\n            # Pillow's",
+                "            # Pillow's",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=110,
+        name="the frames of an animation are not counted before they are decoded",
+        test=ATTACKS + "test_what_was_made_to_harm_costs_one_record_and_its_sentence_says_why[animation]",
+        oracle="the file's own bytes",
+        edits=(
+            (
+                "media/probe.py",
+                "            work(sum(packet.size > 0 for",
+                "            _ = (sum(packet.size > 0 for",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=110,
+        name="a dictionary of Parquet is repeated for a thousand rows at once",
+        test=ATTACKS + "test_a_table_of_kilobytes_takes_no_gigabytes[dictionary-512]",
+        oracle="Arrow's own count of its memory",
+        edits=(
+            (
+                "convert/tables.py",
+                "                repeated += of_row * _largest_entry(data[at : at + stored], size, column)\n",
+                "",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=110,
+        name="what took too long stays rejected",
+        test=ATTACKS + "test_resume_tries_again_what_another_time_or_machine_may_not_refuse",
+        oracle="the animation",
+        edits=(
+            (
+                "convert/media_files.py",
+                '("missing_media", "decode_timeout")',
+                '("missing_media",)',
+            ),
+        ),
+    ),
+    Mutation(
+        trap=111,
+        name="keys of a ledger reach the terminal as they are",
+        test=ATTACKS + "test_nothing_in_the_data_steers_the_terminal",
+        oracle="the escape",
+        edits=(
+            (
+                "cli/ledger.py",
+                'visible(f"  twice: {key}")',
+                'f"  twice: {key}"',
+            ),
+        ),
+    ),
+    Mutation(
+        trap=111,
+        name="rejects show the signature of an address",
+        test=ATTACKS + "test_what_was_made_to_harm_costs_one_record_and_its_sentence_says_why[signed]",
+        oracle="the address",
+        edits=(
+            (
+                "remote_files.py",
+                '_QUERY.sub(r"\\1?...", _USER.sub("://...@", text))',
+                '_USER.sub("://...@", text)',
+            ),
+        ),
+    ),
+    Mutation(
+        trap=111,
+        name="a link in the place of the data set is replaced",
+        test=ATTACKS + "test_a_data_set_goes_where_a_link_leads",
+        oracle="the file system",
+        edits=(
+            (
+                "convert/pipeline.py",
+                "        config = replace(config, out=config.out.resolve())\n",
+                "        pass\n",
+            ),
+        ),
     ),
 )

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
-from urllib.parse import unquote_to_bytes
+from urllib.parse import unquote, unquote_to_bytes
 
 import orjson
 
@@ -35,6 +35,7 @@ from energon_packing.errors import SampleRejected, UserError, fault_of
 from energon_packing.remote_files import local_copy, status, within
 
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://|data:)")
+_FILE_ADDRESS = re.compile("file://(localhost(?=/))?", re.IGNORECASE)
 _EXTENSION_OF_IMAGE = {
     "JPEG": "jpg",
     "MPO": "jpg",
@@ -122,6 +123,9 @@ def resolve_media(reference: str, root: Path) -> str:
     Raises:
         SampleRejected: ``remote_media``, ``media_outside_root``, ``missing_media``.
     """
+    if address := _FILE_ADDRESS.match(reference):
+        path_of = reference[address.end() :]  # as qwen_vl_utils reads it; others escape characters
+        reference = path_of if "%" not in path_of or (root / path_of).exists() else unquote(path_of)
     if is_address(reference):
         shown = reference if len(reference) <= 80 else reference[:77] + "..."
         raise SampleRejected("remote_media", f"{shown!r} is not a local file; store it below {root} and name its path")

@@ -33,7 +33,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
             (
                 "convert/turns.py",
                 "    return turns\n",
-                '    return [turn for turn in turns if turn.role != "system" or _holds(turn.parts)]\n',
+                '    return [turn for turn in turns if turn.role != "system" or holds(turn.parts)]\n',
             ),
         ),
     ),
@@ -46,7 +46,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
             (
                 "convert/turns.py",
                 "        parts=joined([*around, *parts]) if around else parts,\n",
-                "        parts=joined([*around, *parts]) if _holds(parts) else (),\n",
+                "        parts=joined([*around, *parts]) if holds(parts) else (),\n",
             ),
         ),
     ),

@@ -152,11 +152,7 @@ TAR_SUFFIX = ".tar"
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 _SUFFIXES = tuple(
     {*TABLE_SUFFIXES, TAR_SUFFIX, ".tgz"}
-    | {
-        suffix + compression
-        for suffix in (*JSON_SUFFIXES, *DELIMITERS, TAR_SUFFIX)
-        for compression in ("", *COMPRESSIONS)
-    }
+    | {suffix + packed for suffix in (*JSON_SUFFIXES, *DELIMITERS, TAR_SUFFIX) for packed in ("", *COMPRESSIONS)}
 )
 _KINDS = "JSON, JSON Lines, CSV, TSV, Parquet, Arrow or tar"
 _EMPTY = "is empty; it should hold conversations as a JSON array or as JSON Lines"

@@ -19,11 +19,10 @@ from energon_packing.registry import named_object
 from energon_packing.remote_files import file_digest
 from energon_packing.stored_record import is_too_deep
 
-Reader = Callable[[Path], Iterable[Any]]
 _MOST = 1024  # records of a chunk
 
 
-def load_reader(name: str) -> Reader:
+def load_reader(name: str) -> Callable[[Path], Iterable[Any]]:
     """Returns the generator that MODULE:GENERATOR names; raises `ConfigError` if there is none."""
     reader = named_object(name, "--reader")
     if not callable(reader):

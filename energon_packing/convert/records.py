@@ -391,7 +391,7 @@ def parse_conversation(made: Conversation) -> ParsedRecord:
                 kind=each.kind,
                 paths=each.frame_names or (each.name,),
                 is_frames=bool(each.frame_names),
-                fps=each.fps if each.frame_names else None,
+                fps=each.fps,
                 times=each.frame_times,
             )
             for each in made.media

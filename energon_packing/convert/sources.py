@@ -251,6 +251,10 @@ _FIND: dict[Form, Callable[[SourceFile, DigestingReader, int, Callable[[], int]]
 }
 
 
+_READ: dict[Form, Callable[..., Iterator[RawRecord]]]
+_READ = {"samples": read_samples, "rows": read_rows, "yielded": read_yielded}
+
+
 def read_chunk(chunk: Chunk, *, max_record_bytes: int) -> Iterator[RawRecord]:
     """Yields every record of a chunk in order; a broken one has `RawRecord.error` set.
 
@@ -262,11 +266,7 @@ def read_chunk(chunk: Chunk, *, max_record_bytes: int) -> Iterator[RawRecord]:
         where = source.name if chunk.form in LINES else chunk.where(chunk.first)
         yield RawRecord(source=source, number=chunk.first, where=where, value=None, error=chunk.error)
         return
-    if chunk.form == "yielded":
-        yield from read_yielded(chunk, max_record_bytes=max_record_bytes)
-        return
-    if chunk.form in ("samples", "rows"):
-        read = read_samples if chunk.form == "samples" else read_rows
+    if (read := _READ.get(chunk.form)) is not None:
         yield from read(chunk, max_record_bytes=max_record_bytes)
         return
     try:

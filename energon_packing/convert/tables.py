@@ -283,8 +283,7 @@ def _cells(lines: Iterator[str], source: SourceFile) -> Iterator[list[str] | csv
 def find_cells(
     source: SourceFile, reader: DigestingReader, max_record_bytes: int, chunk_bytes: Callable[[], int]
 ) -> Iterator[Chunk]:
-    """Divides a file of CSV or TSV into chunks of rows; see `sources.find_chunks`. A row may hold line breaks, so only
-    reading it says where it ends."""
+    """Divides a file of CSV or TSV into chunks of rows, whose cells may hold line breaks; see `sources.find_chunks`."""
     csv.field_size_limit(max_record_bytes)
     begun = reader.position
 

@@ -174,7 +174,7 @@ def _by_name(key: str, members: tuple[MemberBytes, ...]) -> dict[str, MemberByte
 
 def _record(key: str, members: tuple[MemberBytes, ...], max_record_bytes: int) -> Any:
     texts, captions = ([each for each in members if _suffix(key, each) == suffix] for suffix in ("json", "txt"))
-    if len(texts) > 1 or len(captions) > 1 or not (texts or captions):
+    if len(texts or captions) != 1:
         names = ", ".join(f".{_suffix(key, member)}"[:40] for member in members[:10])
         raise SampleRejected("unknown_layout", f"a sample needs one .json or .txt member; this one has {names}")
     if (texts or captions)[0].size > max_record_bytes:
@@ -190,22 +190,17 @@ def _record(key: str, members: tuple[MemberBytes, ...], max_record_bytes: int) -
     if isinstance(value.get("conversation"), list) and not any(name in value for name in TURN_COLUMNS):
         value = {_turn_column(value["conversation"]): value["conversation"], **value}
         del value["conversation"]
-    if captions and not has_turns(value):
-        _add_caption(value, captions[0], max_record_bytes)
+    if captions and (not texts or "caption" in value) and not has_turns(value):
+        try:
+            caption = captions[0].read().decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise SampleRejected("bad_text", f"its .txt is not UTF-8: {error.reason}") from error
+        if value.setdefault("caption", caption) not in (None, caption):  # img2dataset writes it into both
+            raise SampleRejected("conflicting_columns", "'caption' of its .json differs from its .txt; keep one")
+        value["caption"] = caption
     value.setdefault("id", key.replace("/", "_"))
     _add_media(value, key, members)
     return value
-
-
-def _add_caption(value: dict[str, Any], member: MemberBytes, max_bytes: int) -> None:
-    """Puts the ``.txt`` of a sample into its record, as img2dataset writes the caption into both."""
-    try:
-        caption = member.read()[: max_bytes + 1].decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise SampleRejected("bad_text", f"its .txt is not UTF-8: {error.reason}") from error
-    if value.get("caption") not in (None, caption):
-        raise SampleRejected("conflicting_columns", "'caption' of its .json differs from its .txt; keep one of them")
-    value["caption"] = caption
 
 
 def _turn_column(turns: list[Any]) -> str:

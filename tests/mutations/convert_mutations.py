@@ -7,8 +7,13 @@ CONVERT_TRAPS: dict[int, str] = {
     44: "an explicit empty system turn is dropped, and the template's default prompt comes back",
     46: "columns and fields that change the meaning are dropped",
     67: "both answers of a preference pair are trained by cross-entropy",
+    105: "a well-known set, a table of text or a reader's record is not what its maker wrote",
+    106: "an id is lost, or taken for another, because it is not ASCII; an encoder that a run names is not used",
 }
 
+KNOWN = "tests/convert/test_convert_known_files.py::"
+SAME = KNOWN + "test_each_sample_equals_what_an_independent_reader_makes_of_its_record"
+READ = "tests/convert/test_convert_reader.py::"
 SYSTEM = "tests/convert/test_convert_records.py::"
 COLUMNS = "tests/convert/test_convert_columns.py::"
 LOSS = "tests/convert/test_convert_records.py::"
@@ -356,5 +361,100 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
                 'if given["kto_label"] and given["kto_label"] != entry',
             ),
         ),
+    ),
+    Mutation(
+        trap=105,
+        name="images of the_cauldron are left out",
+        test=SAME + "[the_cauldron]",
+        oracle="nanoVLM's rules, restated",
+        edits=(
+            (
+                "convert/layouts/texts.py",
+                '    if not any("<image>" in str(message["content"]) for message in messages):\n',
+                "    if False:\n",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=105,
+        name="the index of an image part is overlooked",
+        test=SAME + "[HuggingFaceH4's-vsft]",
+        oracle="TRL's rules, restated",
+        edits=(
+            (
+                "convert/columns.py",
+                "at = len(self.named[kind]) if index is None else index",
+                "at = len(self.named[kind])",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=105,
+        name="a caption of the first keyframe stands for the video",
+        test=SAME + "[ShareGPT4Video]",
+        oracle="the set's card",
+        edits=(("convert/layouts/captions.py", 'if each["idx"] in _WHOLE]', "][:1]"),),
+    ),
+    Mutation(
+        trap=105,
+        name="only the first sample of a pack of Qwen's finetuning is read",
+        test=SAME + "[Qwen's-packed-lists]",
+        oracle="its code, restated",
+        edits=(
+            (
+                "convert/records.py",
+                "for at, each in enumerate(raw.value):\n        yield replace",
+                "for at, each in enumerate(raw.value[:1]):\n        yield replace",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=105,
+        name="a cell with a stray quote loses it",
+        test="tests/convert/test_convert_sources.py::test_damaged_rows_are_refused_and_the_others_read",
+        oracle="the file",
+        edits=(("convert/tables.py", "delimiter=delimiter, strict=True)", "delimiter=delimiter)"),),
+    ),
+    Mutation(
+        trap=105,
+        name="escapes of a file address are kept",
+        test=READ + "test_file_addresses_below_the_media_root_are_paths",
+        oracle="urllib",
+        edits=(("convert/media_files.py", "else unquote(path_of)", "else path_of"),),
+    ),
+    Mutation(
+        trap=105,
+        name="another generator continues a conversion",
+        test=READ + "test_conversations_of_a_reader_are_stored_as_they_are_and_resumed_by_its_code",
+        oracle="the reader's file",
+        edits=(
+            (
+                "convert/reader.py",
+                '{"reader": name, "reader_code": hashlib.sha256(code).hexdigest()[:16]}',
+                '{"reader": name}',
+            ),
+        ),
+    ),
+    Mutation(
+        trap=106,
+        name="ids of one script get one key",
+        test=READ + "test_ids_that_are_not_ascii_become_unlike_readable_keys_and_stay_in_the_samples",
+        oracle="the records' ids",
+        edits=(("convert/keys.py", "    key = key_of_id(str(name))\n", "    key = safe_key(str(name))\n"),),
+    ),
+    Mutation(
+        trap=106,
+        name="a sample forgets its id",
+        test=READ + "test_ids_that_are_not_ascii_become_unlike_readable_keys_and_stay_in_the_samples",
+        oracle="the records' ids",
+        edits=(("convert/records.py", "            source_id=self.source_id,\n", ""),),
+    ),
+    Mutation(
+        trap=106,
+        name="an encoder by name is left out",
+        test="tests/conformance/test_in_batch_mode.py::test_an_encoder_of_the_users_own_makes_the_rows_of_a_data_set_that_names_it[packs]",
+        oracle="the bytes of the records",
+        edits=(("bridge/dataset.py", "build_task_encoder(config, encoder=own)", "build_task_encoder(config)"),),
+        needs_bridge=True,
     ),
 )

@@ -35,6 +35,8 @@ from energon_packing.convert.columns import (
     RecordMedia,
     check_columns,
     extra_columns_read,
+    frame_rate,
+    frame_times,
     parse_extras,
     place_missing,
     read_kto_label,
@@ -389,10 +391,10 @@ def parse_conversation(made: Conversation) -> ParsedRecord:
         references=tuple(
             MediaReference(
                 kind=each.kind,
-                paths=each.frame_names or (each.name,),
+                paths=tuple(map(str, each.frame_names or (each.name,))),
                 is_frames=bool(each.frame_names),
-                fps=each.fps,
-                times=each.frame_times,
+                fps=frame_rate(each.fps),
+                times=frame_times([*each.frame_times] or None, len(each.frame_names)),
             )
             for each in made.media
         ),

@@ -149,6 +149,15 @@ def test_a_conversation_that_python_lets_pass_is_rejected_as_a_record_would_be(t
         parse_conversation(Conversation(key="a", turns=tuple(turns)))
 
 
+def test_a_file_of_a_conversation_may_be_a_path_and_odd_times_are_rejected() -> None:
+    turns = (Turn(role="user", parts=(MediaPart(index=0),)), Turn(role="assistant", parts=("A.",)))
+    image = Media(kind="image", name=Path("a.png"))  # type: ignore[arg-type]
+    assert parse_conversation(Conversation(key="a", turns=turns, media=(image,))).references[0].paths == ("a.png",)
+    odd = Media(kind="video", name="a", frame_names=("a", "b"), frame_times=("0", "1"))  # type: ignore[arg-type]
+    with pytest.raises(SampleRejected, match="bad_frames"):
+        parse_conversation(Conversation(key="a", turns=turns, media=(odd,)))
+
+
 def test_lists_of_frames_of_a_conversation_stay_lists_and_texts_stay_texts() -> None:
     frames = Media(
         kind="video", name="a.jpg", frames=2, fps=4.0, frame_names=("a.jpg", "b.jpg"), frame_times=(0.0, 0.5)

@@ -639,6 +639,7 @@ def test_an_encoder_of_the_users_own_makes_the_rows_of_a_data_set_that_names_it(
     (tmp_path / "my_bytes.py").write_text(re.search(r"```python\n([^`]*class Bytes[^`]*)```", page)[1])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "my_bytes", raising=False)
     arguments = {"path": str(data), "processor": str(processor_path("text")), "seq_length": SEQ_LENGTH}
     made = PackedEnergonDatasetConfig(**arguments, num_workers=0, encoder="my_bytes:Bytes", mode=mode)
     made.packing.drop_budget = 1.0

@@ -24,7 +24,7 @@ Pairs = Literal["refuse", "chosen", "drop", "both"]
 """``packing.pairs``: what is trained of preference pairs, and of answers that a label marks (KTO)."""
 _RECORD = StoredRecord("conversation")
 _OLD_NOISE = Fraction(1, 2**50)
-RECORD_FIELDS = frozenset(("version", "turns", "media", "tools", "chosen", "rejected", "extras"))
+RECORD_FIELDS = frozenset(("version", "id", "turns", "media", "tools", "chosen", "rejected", "extras"))
 MEDIA_FIELDS = ("kind", "name", "width", "height", "frames", "fps", "duration", "frame_names", "frame_times")
 
 
@@ -205,6 +205,7 @@ class Conversation:
         extras: additional values of the trained tokens by name (advantages, log-probabilities, rewards): one number for
             all tokens, or one per token in order; for a pair, ``{"chosen": ..., "rejected": ...}`` of these, or one
             number for both.
+        source_id: the id of its record where the key cannot be that, because it is not ASCII.
     """
 
     key: str
@@ -214,6 +215,7 @@ class Conversation:
     chosen: tuple[Turn, ...] = ()
     rejected: tuple[Turn, ...] = ()
     extras: Mapping[str, Any] = field(default_factory=dict)
+    source_id: str | None = None
 
     @property
     def modality(self) -> str:
@@ -386,7 +388,8 @@ class Conversation:
             "media": [media.to_record() for media in self.media],
         }
         tools = {} if self.tools is None else {"tools": [dict(tool) for tool in self.tools]}
-        return {"version": RECORD_VERSION, **{name: part for name, part in parts.items() if part}, **tools}
+        source = {} if self.source_id is None else {"id": self.source_id}
+        return {"version": RECORD_VERSION, **source, **{name: part for name, part in parts.items() if part}, **tools}
 
     @classmethod
     def from_record(cls, key: str, record: Any) -> Self:
@@ -398,6 +401,8 @@ class Conversation:
         """
         _RECORD.check_keys(record, RECORD_FIELDS, "the record")
         _RECORD.check_version(record, RECORD_VERSION)
+        if not isinstance(source_id := record.get("id"), str | None):
+            raise _RECORD.bad(f"the id of the record is a {type(source_id).__name__}, expected text")
         return cls(
             key=key,
             turns=_read_turns(record, "turns"),
@@ -406,6 +411,7 @@ class Conversation:
             media=tuple(media_of(entry) for entry in _RECORD.read_list(record, "media", "the record", optional=True)),
             tools=None if record.get("tools") is None else _mappings(record, "tools", "the record"),
             extras=read_extras(record.get("extras", {})),
+            source_id=source_id,
         )
 
 

@@ -1,19 +1,41 @@
-"""What third parties may add to: families, policies, rules, layouts, executors, pack formats.
+"""What third parties may add to: families, policies, rules, layouts, executors, pack formats; and objects that a
+setting names as ``my_module:MyClass``.
 
-All six work alike. A module of one folder declares an entry, and the folder is read, so nothing else names it. A
+The first six work alike. A module of one folder declares an entry, and the folder is read, so nothing else names it. A
 package outside names its entry in the entry points of its own ``pyproject.toml``, or calls the folder's ``register_*``
 function.
 """
 
 import difflib
+import functools
 import importlib
+import os
 import pkgutil
+import sys
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
+from typing import Any
 
 from energon_packing.errors import ConfigError
+
+
+def named_object(name: str, setting: str) -> Any:
+    """Returns what ``my_module:MyClass`` names; modules of the current directory are found, too, after all others.
+
+    Raises:
+        ConfigError: the name has another form, or the module cannot be imported or has no such name.
+    """
+    module, _, attribute = name.partition(":")
+    if not module or not attribute or module.endswith(".py") or "/" in module:
+        raise ConfigError(f"{setting} is {name!r}; write MODULE:NAME, such as my_module:{attribute or 'rows'}")
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)
+    try:
+        return functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
+    except Exception as error:  # whatever a module does while it is imported
+        raise ConfigError(f"{setting} {name} cannot be imported: {type(error).__name__}: {error}") from error
 
 
 class Registry[Entry]:

@@ -31,6 +31,7 @@ from energon_packing.bridge.provider import (
 )
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, ParallelConfig, RunConfig
 from energon_packing.config.run import MetricsConfig
+from energon_packing.encoders.sample_encoder import own_encoder
 from energon_packing.energon.loader import LoaderBase, build_task_encoder, data_fingerprint
 from energon_packing.energon.sample_task_encoder import MicroBatchTaskEncoder, refuse_unread
 from energon_packing.energon.task_encoder import PackingTaskEncoder
@@ -218,7 +219,8 @@ class PackedEnergonDatasetConfig(PackProvider):
     data: Any = field(default_factory=DataSection)
     """Reading: split, shuffling, seed. The fields of `energon_packing.config.DataConfig`."""
     encoder: Any = field(default_factory=EncoderSection)
-    """Tokens, targets, pixels and limits of a sample. The fields of `energon_packing.config.EncoderConfig`."""
+    """Tokens, targets, pixels and limits of a sample. The fields of `energon_packing.config.EncoderConfig`; or
+    ``my_module:MyEncoder``, a `SampleEncoder` of your own, which is made with their defaults."""
     packing: Any = field(default_factory=PackingSection)
     """Window, policy, limits of a pack, drop budget. The fields of `energon_packing.config.PackingConfig`."""
 
@@ -262,7 +264,7 @@ class PackedEnergonDatasetConfig(PackProvider):
             data=frozen(DataConfig, self.data, where="dataset.data", path=self.path, workers=self.num_workers),
             encoder=frozen(
                 EncoderConfig,
-                self.encoder,
+                {} if isinstance(self.encoder, str) else self.encoder,
                 where="dataset.encoder",
                 processor=self.processor,
                 trust_remote_code=bool(self.trust_remote_code),
@@ -290,10 +292,11 @@ class PackedEnergonDatasetConfig(PackProvider):
         return to_bridge if self.mode == "packs" else form_of(self, config.parallel.multiple)
 
     def _task_encoder(self, config: RunConfig) -> PackingTaskEncoder:
+        own = own_encoder(self.encoder, config.encoder, "dataset.encoder") if isinstance(self.encoder, str) else None
         if self.mode == "packs":
-            return build_task_encoder(config)
+            return build_task_encoder(config, encoder=own)
         size, fingerprint = self.micro_batch_size, data_fingerprint(config)
-        sections = (config.encoder, config.packing, config.parallel)
+        sections = (own or config.encoder, config.packing, config.parallel)
         return MicroBatchTaskEncoder(*sections, micro_batch_size=size, fingerprint=fingerprint)
 
 

@@ -38,6 +38,7 @@ Examples:
   energon-packing convert chats/ --out data --executor ray --address 10.0.0.1:6379
   energon-packing convert dialogs.jsonl --columns messages=dialog,images=pics --roles human=person --out data
   energon-packing convert --dataset-info data/dataset_info.json --dataset alpaca_en_demo --out data
+  energon-packing convert chats.xml --reader my_module:rows --out data
   energon-packing convert chats.jsonl --dry-run
   energon-packing convert clips.jsonl --format FORMAT --media-root clips --out data
 """
@@ -70,6 +71,11 @@ Examples:
     "--kto-label",
     help="Column that says whether an answer is wanted; kept as the extra value 'preference' (1 or -1). With "
     "--dataset-info, the entry's kto_tag.",
+)
+@click.option(
+    "--reader",
+    metavar="MODULE:GENERATOR",
+    help="Your own reader: a function that takes the path of a SRC and yields records, or Conversations.",
 )
 @click.option(
     "--missing-placeholder",
@@ -159,9 +165,9 @@ def convert(
 ) -> None:
     """Convert conversation files to an Energon data set.
 
-    SRC are JSON, JSON Lines, Parquet, Arrow or tar files, directories of them, or patterns in quotes. The layout of
-    each record is detected: ShareGPT, OpenAI, Alpaca and others; docs/convert.md has the table. Bad records go to
-    OUT/rejects.jsonl with their reason; the others are converted.
+    SRC are JSON, JSON Lines, CSV, TSV, Parquet, Arrow or tar files, directories of them, or patterns in quotes. The
+    layout of each record is detected: ShareGPT, OpenAI, Alpaca and others; docs/convert.md has the table. Bad records
+    go to OUT/rejects.jsonl with their reason; the others are converted.
 
     Exit code 0: done. 1: more records were rejected than --max-rejects allows, or a source is damaged or breaks off.
     2: nothing usable, or a bad option.

@@ -78,7 +78,7 @@ class RawRecord:
 
 
 LINES = ("lines", "text")
-Form = Literal["lines", "text", "array", "object", "rows", "samples"]
+Form = Literal["lines", "text", "array", "object", "rows", "cells", "samples", "yielded"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,14 +86,15 @@ class Chunk:
     """Records of one file that follow each other, to be parsed elsewhere.
 
     Attributes:
-        form: how the records are written: ``text`` is a document per line, ``rows`` are those of a table, ``samples``
-            those of a tar.
+        form: how the records are written: ``text`` is a document per line, ``rows`` are those of a table, ``cells``
+            those of CSV and TSV, ``samples`` those of a tar, ``yielded`` those that a reader made.
         start, end: their bytes in the file, unpacked; the brackets of an array are left out. Of a table, its rows; of a
             tar, nothing but progress.
         first: number of the first record: line of a JSON Lines file, from 1; index in an array, from 0.
         position: bytes of the file up to the end of the chunk, where they are not `end`; for progress alone.
         path: of the file that holds the bytes; None for the source itself, which is not compressed.
         samples: name of each sample of a tar, and its members.
+        yielded: the pickle of each record that a reader made.
         error: in place of records, why the one at `first` and all that follow cannot be told apart.
     """
 
@@ -106,6 +107,7 @@ class Chunk:
     position: int = -1
     path: Path | None = None
     samples: tuple[tuple[str, tuple[MemberBytes, ...]], ...] = ()
+    yielded: tuple[bytes, ...] = ()
 
     def where(self, number: int) -> str:
         """Where the record of this number is, for a reader."""
@@ -149,13 +151,14 @@ JSON_SUFFIXES = frozenset({".json", ".jsonl", ".ndjson"})
 TEXT_SUFFIX = ".txt"
 """Of files whose lines are documents; they are read only where they are named, never in a directory."""
 TABLE_SUFFIXES = frozenset({".parquet", ".arrow"})
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
 TAR_SUFFIX = ".tar"
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 _SUFFIXES = tuple(
     {*TABLE_SUFFIXES, TAR_SUFFIX, ".tgz"}
-    | {suffix + compression for suffix in (*JSON_SUFFIXES, TAR_SUFFIX) for compression in ("", *COMPRESSIONS)}
+    | {suffix + packed for suffix in (*JSON_SUFFIXES, *DELIMITERS, TAR_SUFFIX) for packed in ("", *COMPRESSIONS)}
 )
-_KINDS = "JSON, JSON Lines, Parquet, Arrow or tar"
+_KINDS = "JSON, JSON Lines, CSV, TSV, Parquet, Arrow or tar"
 _ARCHIVES = frozenset({".zip", ".7z", ".rar", ".bz2", ".xz", ".lz4"})
 _EMPTY = "is empty; it should hold conversations as a JSON array or as JSON Lines"
 _OF_DATASETS = frozenset({"dataset_info.json", "state.json", "dataset_dict.json"})
@@ -321,7 +324,7 @@ def _found(source: Path, is_shut: Callable[[Path], bool], left: list[str]) -> li
 def _has_records(path: Path) -> bool:
     """Whether a file with this path in a named directory is read: its suffix says so, and no part of it is hidden."""
     suffix, compression = suffix_of(path)
-    read = suffix in JSON_SUFFIXES | {TAR_SUFFIX} or (compression is None and suffix in TABLE_SUFFIXES)
+    read = suffix in {*JSON_SUFFIXES, *DELIMITERS, TAR_SUFFIX} or (compression is None and suffix in TABLE_SUFFIXES)
     return read and not _is_hidden(path)
 
 

@@ -127,7 +127,8 @@ class RecordMedia:
     frame_fps: float
     ignored: set[str] = field(default_factory=set)
     references: list[MediaReference] = field(default_factory=list)
-    placeholders: dict[MediaKind, int] = field(default_factory=lambda: {"image": 0, "video": 0})
+    named: dict[MediaKind, list[int]] = field(default_factory=lambda: {"image": [], "video": []})
+    """The entry of the column that each placeholder stands for, which may lie beyond its end."""
 
     @classmethod
     def of(cls, record: Mapping[str, Any], frame_fps: float) -> Self:
@@ -147,22 +148,24 @@ class RecordMedia:
         self.references.append(reference)
         return MediaPart(index=len(self.references) - 1)
 
-    def next_of_column(self, kind: MediaKind) -> MediaPart:
-        """The place of the column's next entry."""
-        index = self.placeholders[kind]
-        self.placeholders[kind] += 1
+    def next_of_column(self, kind: MediaKind, index: int | None = None) -> MediaPart:
+        """The place of the column's next entry, or of the one that a content part counts out (``index``, from 0)."""
+        at = len(self.named[kind]) if index is None else index
+        self.named[kind].append(at)
         column = self.columns[kind]
         # Too few entries are reported for the record as a whole, with both counts.
-        return self.add(column[index] if index < len(column) else MediaReference(kind=kind, paths=("",)))
+        return self.add(column[at] if 0 <= at < len(column) else MediaReference(kind=kind, paths=("",)))
 
     def check(self, hint: str = "") -> None:
         """Checks that each entry of the columns has its placeholder, else raises ``placeholder_mismatch``."""
         for kind, column in self.columns.items():
-            count = self.placeholders[kind]
-            if count == len(column):
+            entries = self.named[kind]
+            if set(entries) == set(range(len(column))):
                 continue
-            named = f"the record names {len(column)} {kind}(s)"
+            count, named = len(entries), f"the record names {len(column)} {kind}(s)"
             with_some = f"the text has {count} <{kind}> placeholder(s), but {named}"
+            if count == len(column) or entries != [*range(count)]:
+                with_some = f"the content parts name the {kind}s {entries}, counted from 0, but {named}"
             detail = with_some if count else f"{named}, but no text has a <{kind}> placeholder"
             raise SampleRejected("placeholder_mismatch", detail + hint)
 
@@ -286,7 +289,7 @@ def place_missing(turns: list[Turn], media: RecordMedia, how: MissingPlaceholder
         warnings: receives ``placeholder_added``.
     """
     first = next((number for number, turn in enumerate(turns) if turn.role == "user"), None)
-    missing = [kind for kind, column in media.columns.items() if column and media.placeholders[kind] == 0]
+    missing = [kind for kind, column in media.columns.items() if column and not media.named[kind]]
     if first is None or not missing:
         return turns
     added = [media.next_of_column(kind) for kind in missing for _ in media.columns[kind]]

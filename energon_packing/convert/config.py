@@ -12,6 +12,7 @@ from energon_packing.conversation import PREFERENCE
 from energon_packing.convert.fields import ROLE_OF, says_nothing
 from energon_packing.convert.layouts.layout import LAYOUTS
 from energon_packing.convert.layouts.layout import Layout as RecordLayout
+from energon_packing.convert.reader import load_reader, reader_options
 from energon_packing.errors import ConfigError, SampleRejected, UserError
 from energon_packing.executors.work import ExecutorConfig, ExecutorKind
 from energon_packing.media import DEFAULT_MAX_PIXELS
@@ -26,6 +27,7 @@ RECORD_COLUMNS = (
 COLUMNS = (
     *RECORD_COLUMNS,
     *("audio", "audios", "instruction", "input", "output", "query", "response", "completion", "history", "text"),
+    *("texts", "caption", "captions", "video_path"),
 )
 """Columns that may have another name."""
 FIELDS = ("role", "content")
@@ -164,6 +166,7 @@ class ConvertConfig:
             addition to those in the column ``extras``.
         column_map: other names of columns, fields of a message and roles.
         kto_label: column that says whether an answer is a wanted one; stored as the extra ``preference``.
+        reader: ``my_module:rows``, a generator that makes records, or `Conversation`s, of each source file.
         missing_placeholder: what happens to images or videos that no text of their record has a placeholder for:
             ``reject`` the record, ``prepend`` them to the first question, or ``append`` them to it.
         max_rejects: share of rejected records, or above 1 their number, above which the conversion counts as failed.
@@ -191,6 +194,7 @@ class ConvertConfig:
     extra_columns: tuple[str, ...] = ()
     column_map: ColumnMap = field(default_factory=ColumnMap)
     kto_label: str | None = None
+    reader: str | None = None
     missing_placeholder: MissingPlaceholder = "reject"
     max_rejects: float = 0.5
     dry_run: bool = False
@@ -242,6 +246,8 @@ class ConvertConfig:
         for name, right, fix in checks:
             if not right:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; {fix}")
+        if self.reader is not None:
+            load_reader(self.reader)
         if self.executor_config.cluster and self.dry_run:
             raise ConfigError(f"a dry run keeps its notes on this machine alone; leave out --executor {self.executor}")
         if self.own_layout is not None and self.own_layout.parse and (self.column_map or self.kto_label):
@@ -268,6 +274,7 @@ class ConvertConfig:
             "column_map": self.column_map.to_json(),
             "media_root": None if self.media_root is None else absolute(self.media_root),
             "split": dict(self.split),
+            **({} if self.reader is None else reader_options(self.reader)),
         }
 
 

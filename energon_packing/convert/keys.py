@@ -4,6 +4,7 @@ sample, decided by a sum of its content, so that copies share a split and more d
 import hashlib
 import itertools
 import re
+import unicodedata
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,7 +36,7 @@ def wanted_key(record: Any, source_name: str, number: int) -> tuple[str, bool, l
     if not usable or name == "":
         own = safe_key(f"{source_name.rsplit('.', 1)[0]}-{number}")
         return own, False, [] if usable or name is None else ["unusable_id"]
-    key = safe_key(str(name))
+    key = key_of_id(str(name))
     return key, True, ["sanitised_id"] if key != str(name) else []
 
 
@@ -46,6 +47,24 @@ def safe_key(text: str) -> str:
     """
     key = _UNSAFE.sub("_", text)
     return key[-MAX_KEY_LENGTH:] if key.strip("_") else "record"
+
+
+def key_of_id(text: str) -> str:
+    """The key of an id: `safe_key`, and of one that is not ASCII its letters in Latin script with eight digits of its
+    SHA-256, because other ids may have the same letters; the sample holds the id itself.
+
+    ``é1`` becomes ``e1-<digest>``. Letters without a Latin form become the last word of their name in Unicode, and
+    ideographs their number.
+    """
+    if text.isascii():
+        return safe_key(text)
+    latin = (
+        unicodedata.normalize("NFKD", letter).encode("ascii", "ignore").decode()
+        or re.split("[ -]", unicodedata.name(letter, "_"))[-1].lower()
+        for letter in unicodedata.normalize("NFKC", text)[-MAX_KEY_LENGTH:]
+    )
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:8]
+    return f"{safe_key(''.join(latin))[9 - MAX_KEY_LENGTH :]}-{digest}"
 
 
 def key_digest(key: str) -> bytes:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
-from urllib.parse import unquote_to_bytes
+from urllib.parse import unquote, unquote_to_bytes
 
 import orjson
 
@@ -38,6 +38,7 @@ from energon_packing.remote_files import local_copy, status, within, without_sec
 _BASE64 = re.compile(r"(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR)[A-Za-z0-9+/=\s]{40,}")
 """How PNG, JPEG, GIF and WebP begin."""
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://|data:)")
+_FILE_ADDRESS = re.compile("file://(localhost(?=/))?", re.IGNORECASE)
 _EXTENSION_OF_IMAGE = {
     "JPEG": "jpg",
     "MPO": "jpg",
@@ -127,6 +128,9 @@ def resolve_media(reference: str, root: Path) -> str:
         SampleRejected: ``remote_media``, ``media_outside_root``, ``missing_media``.
         OSError: the directory cannot be looked at.
     """
+    if address := _FILE_ADDRESS.match(reference):
+        path_of = reference[address.end() :]  # as qwen_vl_utils reads it; others escape characters
+        reference = path_of if "%" not in path_of or (root / path_of).exists() else unquote(path_of)
     if is_address(reference):
         reference = without_secrets(reference)
         shown = reference if len(reference) <= 80 else reference[:77] + "..."

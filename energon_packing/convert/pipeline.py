@@ -24,6 +24,7 @@ from typing import Any, BinaryIO, TextIO
 
 import numpy as np
 
+from energon_packing.conversation import Conversation
 from energon_packing.convert.chunks import Chunk, ChunkSize, RawRecord, SourceFile, find_sources, source_digest
 from energon_packing.convert.config import ConvertConfig
 from energon_packing.convert.keys import KeyAssigner, SplitAssigner, content_sum, key_digest, positions_of, wanted_key
@@ -38,7 +39,15 @@ from energon_packing.convert.layout import (
     read_report,
 )
 from energon_packing.convert.media_files import MediaChecker, RecordFiles, Stamp, StoredMedia
-from energon_packing.convert.records import encode_record, parse_record, plain_record, said_in
+from energon_packing.convert.reader import find_yielded
+from energon_packing.convert.records import (
+    encode_record,
+    parse_conversation,
+    parse_record,
+    plain_record,
+    said_in,
+    unlisted,
+)
 from energon_packing.convert.shards import (
     MediaTable,
     PlannedSamples,
@@ -159,8 +168,10 @@ class Auditing:
         root = remote_address(directory) or directory.resolve()
         with_id = self._config.column_map.with_id
         contents: list[bytes] = []
-        for index, raw in enumerate(read_chunk(task, max_record_bytes=self._config.max_record_bytes)):
-            key, named, warnings = wanted_key(with_id(raw.value), raw.source.name, raw.number)
+        found = read_chunk(task, max_record_bytes=self._config.max_record_bytes)
+        for index, raw in enumerate(each for read in found for each in unlisted(read)):
+            wanted = {"id": raw.value.key} if isinstance(raw.value, Conversation) else with_id(raw.value)
+            key, named, warnings = wanted_key(wanted, raw.source.name, raw.number)
             if not named:
                 audit.unnamed.append(index)
             audit.keys.append(key)
@@ -195,7 +206,8 @@ class Auditing:
         if self._may_be_plain and (plain := plain_record(raw.value, config.format)) is not None:
             audit.layouts[plain[1]] += 1
             return plain[0], content_sum(plain[2])
-        parsed = self._parse(raw.value)
+        of_reader = isinstance(raw.value, Conversation) and not (config.own_layout and config.own_layout.parse)
+        parsed = parse_conversation(raw.value) if of_reader else self._parse(raw.value)
         warnings += parsed.warnings
         places = [self._files.place(file.path, root, raw.members) for file in parsed.media]
         checked = [
@@ -487,6 +499,9 @@ def _read(
     def chunks() -> Iterator[Chunk]:
         for source in sources:
             fetch_source(source, scratch)
+            if config.reader is not None:
+                yield from find_yielded(source, config.reader, size, digests)
+                continue
             yield from find_chunks(
                 source, max_record_bytes=config.max_record_bytes, chunk_bytes=size, scratch=scratch, digests=digests
             )

@@ -17,8 +17,8 @@ each rejection has one place. The tests compare the two roads.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import islice, pairwise, takewhile
 from operator import add
@@ -27,6 +27,7 @@ from typing import Any
 import orjson
 
 from energon_packing.conversation import PREFERENCE, RECORD_VERSION, ROLES, Conversation, Media, Turn
+from energon_packing.convert.chunks import RawRecord
 from energon_packing.convert.columns import (
     READ_COLUMNS,
     FileReference,
@@ -34,6 +35,8 @@ from energon_packing.convert.columns import (
     RecordMedia,
     check_columns,
     extra_columns_read,
+    frame_rate,
+    frame_times,
     parse_extras,
     place_missing,
     read_kto_label,
@@ -41,11 +44,25 @@ from energon_packing.convert.columns import (
 from energon_packing.convert.config import DEFAULT_FRAME_FPS, ColumnMap, MissingPlaceholder, RecordFormat
 from energon_packing.convert.fields import ROLE_OF, THINKING_FIELDS, expect, near_name
 from energon_packing.convert.layouts.conversations import OPENAI, SHAREGPT
-from energon_packing.convert.layouts.layout import LAYOUTS, TURN_COLUMNS, Layout, find_layout, unknown_layout
+from energon_packing.convert.layouts.layout import (
+    LAYOUTS,
+    TURN_COLUMNS,
+    Layout,
+    find_layout,
+    has_turns,
+    unknown_layout,
+)
 from energon_packing.convert.media_files import MediaFile
-from energon_packing.convert.turns import parse_function_call_text, parse_tool_calls, parse_tools, read_turns
+from energon_packing.convert.turns import (
+    holds,
+    joined,
+    parse_function_call_text,
+    parse_tool_calls,
+    parse_tools,
+    read_turns,
+)
 from energon_packing.errors import SampleRejected
-from energon_packing.stored_record import LARGEST_NUMBER, SMALLEST_NUMBER, check_depth
+from energon_packing.stored_record import LARGEST_NUMBER, SMALLEST_NUMBER, check_depth, is_unicode
 
 _ALIASES = {"human": "user", "gpt": "assistant"}
 
@@ -72,6 +89,8 @@ def find_pair(record: Mapping[str, Any]) -> RawPair | None:
     if record.get("rejected_images") or record.get("rejected_videos"):
         raise _bad("the rejected answer has its own media; both answers must follow the same media")
     columns = [name for name in (*TURN_COLUMNS, "prompt") if record.get(name) is not None]
+    if columns == ["messages", "prompt"] and record["messages"] == answers.get("chosen"):
+        columns = ["prompt"]  # UltraFeedback, binarized: the messages are a copy of the chosen conversation
     if len(columns) > 1:
         raise _bad(f"both {columns[0]!r} and {columns[1]!r} contain the beginning; keep one of them")
     common = _messages(record[columns[0]], columns[0], "user") if columns else None
@@ -166,6 +185,7 @@ class ParsedRecord:
         chosen, rejected: for a preference record, the turns of each answer; empty for any other.
         extras: additional values of the trained tokens, see `energon_packing.convert.columns`.
         layout: name of the layout that the record has.
+        source_id: its id, if that is not ASCII.
     """
 
     turns: tuple[Turn, ...]
@@ -177,6 +197,7 @@ class ParsedRecord:
     rejected: tuple[Turn, ...] = ()
     extras: Mapping[str, Any] = field(default_factory=dict)
     layout: str = field(default="", compare=False)
+    source_id: str | None = None
 
     @property
     def judged(self) -> str:
@@ -221,6 +242,7 @@ class ParsedRecord:
             chosen=self.chosen,
             rejected=self.rejected,
             extras=self.extras,
+            source_id=self.source_id,
         ).to_record()
 
 
@@ -311,12 +333,7 @@ def parse_record(
     media.check(_hint(media.ignored))
     both = () if pair is None else ((pair.chosen, pair.columns[1]), (pair.rejected, pair.columns[2]))
     taught = [_answer(answer, warnings, media.ignored, column) for answer, column in both]
-    if taught and taught[0] == taught[1]:
-        raise SampleRejected("nothing_to_learn", "the chosen and the rejected answer are the same")
-    for answered in taught or [turns]:
-        if not any(turn.role == "assistant" and turn.loss_weight != 0.0 for turn in answered):
-            raise SampleRejected("nothing_to_learn", "no assistant turn to train on")
-        warnings.extend(_oddities([*turns, *answered] if taught else turns))
+    warnings += _check_taught(turns, taught)
     chosen, rejected = taught or ((), ())
     return ParsedRecord(
         turns=tuple(turns),
@@ -328,7 +345,77 @@ def parse_record(
         rejected=tuple(rejected),
         extras=extras,
         layout=(column_map.layout if column_map else "") or found_layout.name,
+        source_id=_kept_id(value.get("id")),
     )
+
+
+def _kept_id(value: Any) -> str | None:
+    return value if isinstance(value, str) and not value.isascii() and is_unicode(value) else None
+
+
+def _check_taught(turns: list[Turn], answers: list[list[Turn]]) -> list[str]:
+    """Raises ``nothing_to_learn`` for turns, or the two answers after them, that train nothing; returns warnings."""
+    if answers and answers[0] == answers[1]:
+        raise SampleRejected("nothing_to_learn", "the chosen and the rejected answer are the same")
+    warnings = []
+    for answered in answers or [turns]:
+        if not any(turn.role == "assistant" and turn.loss_weight != 0.0 for turn in answered):
+            raise SampleRejected("nothing_to_learn", "no assistant turn to train on")
+        warnings += _oddities([*turns, *answered] if answers else turns)
+    return warnings
+
+
+def parse_conversation(made: Conversation) -> ParsedRecord:
+    """Reads a conversation that a reader made; its media are named as records name them, and their sizes are not used.
+
+    Raises:
+        SampleRejected: ``empty_turn``, ``nothing_to_learn``, and the reasons of `Conversation.from_record`.
+    """
+    try:
+        record, media = made.to_record(), [{"kind": each.kind, "name": "file"} for each in made.media]
+    except (AttributeError, TypeError, ValueError) as error:
+        raise SampleRejected("bad_record", f"the Conversation cannot be written as JSON: {error}") from error
+    # What Python lets pass, such as a number in place of a text, the reader of stored records does not.
+    checked = Conversation.from_record(made.key, {**record, **({"media": media} if media else {})})
+    turns, *answers = (
+        [replace(turn, parts=joined(list(turn.parts))) for turn in part]
+        for part in (checked.turns, checked.chosen, checked.rejected)
+        if part
+    )
+    for number, turn in enumerate(each for part in (turns, *answers) for each in part):
+        if turn.role != "system" and not turn.tool_calls and not holds(turn.parts):
+            raise SampleRejected("empty_turn", f"turn {number} ({turn.role}) is empty")
+    chosen, rejected = answers or ((), ())
+    return ParsedRecord(
+        turns=tuple(turns),
+        references=tuple(
+            MediaReference(
+                kind=each.kind,
+                paths=tuple(map(str, each.frame_names or (each.name,))),
+                is_frames=bool(each.frame_names),
+                fps=frame_rate(each.fps),
+                times=frame_times([*each.frame_times] or None, len(each.frame_names)),
+            )
+            for each in made.media
+        ),
+        tools=checked.tools,
+        warnings=tuple(dict.fromkeys(_check_taught(turns, answers))),
+        chosen=tuple(chosen),
+        rejected=tuple(rejected),
+        extras=checked.extras,
+        layout="conversation",
+        source_id=made.source_id or _kept_id(made.key),
+    )
+
+
+def unlisted(raw: RawRecord) -> Iterator[RawRecord]:
+    """The samples of a record that is a list of them, as ``pack_data.py`` of Qwen's finetuning code writes its packs;
+    any other record itself."""
+    if not isinstance(raw.value, list) or not any(isinstance(each, dict) and has_turns(each) for each in raw.value):
+        yield raw
+        return
+    for at, each in enumerate(raw.value):
+        yield replace(raw, value=each, where=f"{raw.where}[{at}]")
 
 
 def _hint(ignored: set[str]) -> str:
@@ -446,6 +533,8 @@ def plain_record(value: Any, layout: str) -> tuple[bytes, str, bytes] | None:
         media, has any other column, or leads to a warning or a rejection.
     """
     if type(value) is not dict or not value.keys() <= _COLUMNS or ("messages" in value) == ("conversations" in value):
+        return None
+    if _kept_id(value.get("id")) is not None:
         return None
     messages = value["messages"] if "messages" in value else value["conversations"]
     if type(messages) is not list or not messages or (found := layout_of_turn(messages[0], layout)) is None:

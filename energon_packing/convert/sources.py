@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from energon_packing.convert.chunks import (
+    DELIMITERS,
     LINES,
     TABLE_SUFFIXES,
     TAR_SUFFIX,
@@ -34,7 +35,8 @@ from energon_packing.convert.chunks import (
     suffix_of,
 )
 from energon_packing.convert.json_text import DigestingReader, iterate_array, parse_json, parse_quickly
-from energon_packing.convert.tables import find_rows, read_rows
+from energon_packing.convert.reader import read_yielded
+from energon_packing.convert.tables import find_cells, find_rows, read_cells, read_rows
 from energon_packing.convert.tars import find_samples, read_samples
 from energon_packing.errors import SampleRejected, UserError
 from energon_packing.remote_files import file_digest
@@ -167,6 +169,8 @@ def _look(
         return "lines", 0, SampleRejected("empty_file", f"{source.name}: the file is empty")
     if suffix == TEXT_SUFFIX:
         return "text", start, None
+    if suffix in DELIMITERS:
+        return "cells", start, None
     if first == b"[":
         return "array", start, None
     is_object = suffix == ".json" and not _has_whole_line(stream, max_record_bytes)
@@ -243,7 +247,12 @@ _FIND: dict[Form, Callable[[SourceFile, DigestingReader, int, Callable[[], int]]
     "text": partial(_find_lines, form="text"),
     "array": _find_elements,
     "object": _find_object,
+    "cells": find_cells,
 }
+
+
+_READ: dict[Form, Callable[..., Iterator[RawRecord]]]
+_READ = {"samples": read_samples, "rows": read_rows, "yielded": read_yielded}
 
 
 def read_chunk(chunk: Chunk, *, max_record_bytes: int) -> Iterator[RawRecord]:
@@ -257,8 +266,7 @@ def read_chunk(chunk: Chunk, *, max_record_bytes: int) -> Iterator[RawRecord]:
         where = source.name if chunk.form in LINES else chunk.where(chunk.first)
         yield RawRecord(source=source, number=chunk.first, where=where, value=None, error=chunk.error)
         return
-    if chunk.form in ("samples", "rows"):
-        read = read_samples if chunk.form == "samples" else read_rows
+    if (read := _READ.get(chunk.form)) is not None:
         yield from read(chunk, max_record_bytes=max_record_bytes)
         return
     try:
@@ -266,6 +274,9 @@ def read_chunk(chunk: Chunk, *, max_record_bytes: int) -> Iterator[RawRecord]:
             stream.seek(chunk.start)
             if chunk.form in LINES:
                 yield from _read_lines(chunk, stream, max_record_bytes)
+                return
+            if chunk.form == "cells":
+                yield from read_cells(chunk, stream, max_record_bytes)
                 return
             text = stream.read(chunk.end - chunk.start)
     except OSError as error:

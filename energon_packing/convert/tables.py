@@ -1,20 +1,23 @@
-"""Rows of Parquet and Arrow files, as Hugging Face's `datasets` and others write them; one record per row.
+"""Rows of Parquet and Arrow files, as Hugging Face's `datasets` and others write them, and of CSV and TSV; one record
+per row.
 
 A worker reads forward through a file, a batch at a time, and turns only its own rows into Python objects. So memory
 does not grow with the file, and a skipped row costs little. A process keeps one file open between chunks, until it
 reads another one or its work ends.
 """
 
+import csv
+import io
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import lru_cache
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from energon_packing.convert.chunks import Chunk, RawRecord, SourceFile, one_line
-from energon_packing.convert.json_text import parse_json
+from energon_packing.convert.chunks import DELIMITERS, Chunk, RawRecord, SourceFile, one_line, suffix_of
+from energon_packing.convert.json_text import DigestingReader, parse_json
 from energon_packing.errors import SampleRejected, UserError, is_machines
 
 _BATCH_BYTES = 1 << 20
@@ -357,3 +360,88 @@ def _column_values(column: Any) -> Any:
         with suppress(ValueError, NotImplementedError):  # of Arrow: it has no text for values of this type
             return column.cast("string").to_pylist()
         raise error
+
+
+_LISTS = frozenset(("messages", "conversations", "texts", "images", "videos", "history", "extras"))
+"""Columns of lists and objects, which a cell holds as JSON text."""
+
+
+def _cells(lines: Iterator[str], source: SourceFile) -> Iterator[list[str] | csv.Error]:
+    """The rows of CSV or TSV that are not blank, the header too; one that breaks the rules of quotes is an error, and
+    the next line goes on."""
+    delimiter = DELIMITERS[suffix_of(Path(source.name))[0]]
+    rows = csv.reader(lines, delimiter=delimiter, strict=True)
+    while True:
+        try:
+            if row := next(rows):
+                yield row
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield error
+
+
+def find_cells(
+    source: SourceFile, reader: DigestingReader, max_record_bytes: int, chunk_bytes: Callable[[], int]
+) -> Iterator[Chunk]:
+    """Divides a file of CSV or TSV into chunks of rows, whose cells may hold line breaks; see `sources.find_chunks`."""
+    csv.field_size_limit(max_record_bytes)
+    begun = reader.position
+
+    def lines() -> Iterator[str]:
+        while line := reader.read(max_record_bytes + 1, line=True):
+            if reader.position - begun > max_record_bytes:
+                raise ValueError(f"a row, or a quote that nothing closes, has more than {max_record_bytes} bytes")
+            yield line.decode("utf-8", "surrogateescape")
+
+    rows = _cells(lines(), source)
+    start, first, number, error = begun, 0, -1, ""
+    try:
+        for number, row in enumerate(rows, -1):
+            if number < 0 and (isinstance(row, csv.Error) or len(set(row)) < len(row)):
+                error = f"the header {'is damaged' if isinstance(row, csv.Error) else 'names a column twice'}: {row}"
+                break
+            if isinstance(row, csv.Error) and "unexpected end" in str(row):
+                error = f"a quote is never closed from byte {begun} on"
+                break
+            begun = reader.position
+            if number < 0:
+                start = begun
+            elif begun - start >= chunk_bytes():
+                yield Chunk(source=source, form="cells", start=start, end=begun, first=first)
+                start, first = begun, number + 1
+    except ValueError as problem:
+        error = str(problem)
+    if begun > start:
+        yield Chunk(source=source, form="cells", start=start, end=begun, first=first)
+    if error:
+        damage = SampleRejected(_CONTENT, f"{source.name}[{max(number, 0)}]: {error}; nothing after it was read")
+        yield Chunk(source=source, form="cells", first=max(number, 0), error=damage)
+    elif number < 0:
+        empty = SampleRejected("empty_file", f"{source.name}: the table has no rows")
+        yield Chunk(source=source, form="cells", error=empty)
+
+
+def read_cells(chunk: Chunk, stream: BinaryIO, max_record_bytes: int) -> Iterator[RawRecord]:
+    """Yields the record of every row of a chunk of CSV or TSV: its cells by the names of the header, or null."""
+    csv.field_size_limit(max_record_bytes)
+    text = stream.read(chunk.end - chunk.start).decode("utf-8", "surrogateescape")
+    stream.seek(0)
+    head = (line.decode("utf-8-sig", "surrogateescape") for line in stream)
+    names = next(_cells(head, chunk.source))
+    assert isinstance(names, list), "a file with a damaged header has no chunk of rows"
+    header = [name or f"column {at}" for at, name in enumerate(names)]
+    for number, row in enumerate(_cells(io.StringIO(text, newline="\n"), chunk.source), chunk.first):
+        if isinstance(row, csv.Error):
+            yield chunk.broken(number, one_line(row), "bad_row")
+        elif len(row) != len(header):
+            yield chunk.broken(number, f"it has {len(row)} cells, and the header has {len(header)}", "bad_row")
+        else:
+            yield chunk.record(number, {name: _cell(name, cell) for name, cell in zip(header, row, strict=True)})
+
+
+def _cell(name: str, text: str) -> Any:
+    if name in _LISTS and text.startswith(("[", "{")):
+        with suppress(ValueError, RecursionError):
+            return parse_json(text.encode())
+    return text or None

@@ -1,4 +1,5 @@
-"""Samples of WebDatasets: members of a tar that share a name up to its first dot, of which one is ``.json``.
+"""Samples of WebDatasets: members of a tar that share a name up to its first dot, of which one is ``.json`` or, for a
+caption alone, ``.txt``.
 
 Prepared Energon data sets are such tars, Bridge's ChatML ones too, whose ``.jpgs`` and ``.videos`` are pickled lists of
 encoded images and of frames. Nothing is unpacked to a path that a member names, and links are never followed.
@@ -21,7 +22,7 @@ from energon_packing.convert.chunks import Chunk, MemberBytes, RawRecord, Source
 from energon_packing.convert.columns import COLUMNS
 from energon_packing.convert.fields import expect
 from energon_packing.convert.json_text import parse_json
-from energon_packing.convert.layouts.layout import TURN_COLUMNS
+from energon_packing.convert.layouts.layout import TURN_COLUMNS, has_turns
 from energon_packing.errors import SampleRejected
 
 _ALLOWED = frozenset(
@@ -181,14 +182,14 @@ def _by_name(key: str, members: tuple[MemberBytes, ...]) -> dict[str, MemberByte
 def _record(key: str, members: tuple[MemberBytes, ...], max_record_bytes: int) -> Any:
     if len(members) > _MOST_MEMBERS:
         raise SampleRejected("record_too_large", f"the sample has more than {_MOST_MEMBERS:,} members")
-    texts = [member for member in members if _suffix(key, member) == "json"]
-    if len(texts) != 1:
+    texts, captions = ([each for each in members if _suffix(key, each) == suffix] for suffix in ("json", "txt"))
+    if len(texts or captions) != 1:
         names = ", ".join(f".{_suffix(key, member)}"[:40] for member in members[:10])
-        raise SampleRejected("unknown_layout", f"a sample needs one .json member; this one has {names}")
-    if texts[0].size > max_record_bytes:
-        raise SampleRejected("record_too_large", f"its .json has more than {max_record_bytes} bytes")
+        raise SampleRejected("unknown_layout", f"a sample needs one .json or .txt member; this one has {names}")
+    if (texts or captions)[0].size > max_record_bytes:
+        raise SampleRejected("record_too_large", f"its text has more than {max_record_bytes} bytes")
     try:
-        value = parse_json(texts[0].read())
+        value = parse_json(texts[0].read()) if texts else {}
     except (ValueError, RecursionError) as error:
         raise SampleRejected("bad_json", one_line(error)) from error
     if isinstance(value, list):
@@ -198,6 +199,14 @@ def _record(key: str, members: tuple[MemberBytes, ...], max_record_bytes: int) -
     if isinstance(value.get("conversation"), list) and not any(name in value for name in TURN_COLUMNS):
         value = {_turn_column(value["conversation"]): value["conversation"], **value}
         del value["conversation"]
+    if captions and (not texts or "caption" in value) and not has_turns(value):
+        try:
+            caption = captions[0].read().decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise SampleRejected("bad_text", f"its .txt is not UTF-8: {error.reason}") from error
+        if value.setdefault("caption", caption) not in (None, caption):  # img2dataset writes it into both
+            raise SampleRejected("conflicting_columns", "'caption' of its .json differs from its .txt; keep one")
+        value["caption"] = caption
     value.setdefault("id", key.replace("/", "_"))
     _add_media(value, key, members)
     return value
@@ -214,7 +223,7 @@ def _add_media(value: dict[str, Any], key: str, members: tuple[MemberBytes, ...]
     for member in members:
         suffix = _suffix(key, member)
         extension = suffix.rpartition(".")[2]
-        if suffix == "json":
+        if suffix == "json" or (suffix == "txt" and "caption" in value):
             continue
         if extension in _IMAGES or extension in _VIDEOS:
             found["image" if extension in _IMAGES else "video"].append(member.name)

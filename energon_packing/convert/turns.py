@@ -180,7 +180,11 @@ def _read_part(part: Any, number: int, media: RecordMedia, column: str, pieces: 
                 path = path.get("url", path.get("path"))
         own_view = {"is_frames": isinstance(path, list), "is_part": True}
         refuse_own_view(part, media_kind, "unsupported_field", f"turn {number}: a content part", **own_view)
-        if path is None and all(value is None for field, value in part.items() if field != "type"):
+        index = part.get("index") if path is None else None
+        if type(index) is int and all(part.get(field) is None for field in (name, media_kind, "text")):
+            pieces.append(media.next_of_column(media_kind, index))  # as TRL's examples and HuggingFaceH4's vsft sets
+            read.add("index")
+        elif path is None and all(value is None for field, value in part.items() if field != "type"):
             # As in tables, which fill the fields that a part lacks with null.
             pieces.append(media.next_of_column(media_kind))  # a bare part stands for the column's next entry
         elif isinstance(path, list):
@@ -272,7 +276,7 @@ def read_turns(
                 continue
         turns.append(read_turn(message, number, fields, media, column))
     for turn in turns:
-        if turn.role == "system" and not _holds(turn.parts):
+        if turn.role == "system" and not holds(turn.parts):
             warnings.append("empty_system_turn_kept")
     return turns
 
@@ -307,7 +311,7 @@ def read_turn(message: Any, number: int, fields: tuple[str, str], media: RecordM
         thought = None
     parts = read_content(content, number, media, f"{column}[].{content_field}")
     # With an empty system turn, a conversation keeps the template's own system prompt out.
-    if role != "system" and not calls and not _holds(parts):
+    if role != "system" and not calls and not holds(parts):
         raise SampleRejected("empty_turn", f"turn {number} ({role_name}) is empty")
     return Turn(
         role=role,
@@ -319,7 +323,8 @@ def read_turn(message: Any, number: int, fields: tuple[str, str], media: RecordM
     )
 
 
-def _holds(parts: tuple[Part, ...]) -> bool:
+def holds(parts: tuple[Part, ...]) -> bool:
+    """Whether parts have an image, a video, or text other than white space."""
     return any(isinstance(part, MediaPart) or part.strip() for part in parts)
 
 

@@ -14,7 +14,8 @@ import torch
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Conversation
 from energon_packing.encoders.measured import Measured, MeasuredPair
-from energon_packing.errors import SampleRejected
+from energon_packing.errors import ConfigError, SampleRejected
+from energon_packing.registry import named_object
 from energon_packing.thd.fields import TokenField
 
 
@@ -109,3 +110,18 @@ class SampleEncoder(ABC):
 
 
 AnyMeasured = Measured | MeasuredPair | PlainMeasured
+
+
+def own_encoder(name: str, config: EncoderConfig, setting: str) -> SampleEncoder:
+    """Returns the encoder that ``my_module:MyEncoder`` names, made with the configuration.
+
+    Raises:
+        ConfigError: it cannot be imported, is no subclass of `SampleEncoder`, or cannot be made.
+    """
+    kind = named_object(name, setting)
+    if not (isinstance(kind, type) and issubclass(kind, SampleEncoder)):
+        raise ConfigError(f"{setting} {name} is no subclass of energon_packing.SampleEncoder; name one.")
+    try:
+        return kind(config)
+    except TypeError as error:
+        raise ConfigError(f"{setting} {name} cannot be made from an EncoderConfig: {error}.") from error

@@ -23,6 +23,7 @@ from torch import distributed
 from energon_packing.config import EpochEnd, RunConfig
 from energon_packing.convert.layout import dataset_entry
 from energon_packing.drops import FrequentDrops, over_budget, unwished
+from energon_packing.encoders.sample_encoder import SampleEncoder
 from energon_packing.energon.cookers import guard_shards
 from energon_packing.energon.data_identity import data_identity, known_pairs
 from energon_packing.energon.epoch_end import Agree, EpochReport, agreement, even_packs
@@ -524,14 +525,16 @@ def build_loader(
     )
 
 
-def build_task_encoder(config: RunConfig, kind: type[PackingTaskEncoder] = PackingTaskEncoder) -> PackingTaskEncoder:
-    """Builds the task encoder of a configuration.
+def build_task_encoder(
+    config: RunConfig, kind: type[PackingTaskEncoder] = PackingTaskEncoder, *, encoder: SampleEncoder | None = None
+) -> PackingTaskEncoder:
+    """Builds the task encoder of a configuration, or with an ``encoder`` of your own in place of ``config.encoder``.
 
     Raises:
         ConfigError: the processor or a size cannot be used.
     """
     return kind(
-        config.encoder,
+        encoder or config.encoder,
         config.packing,
         config.parallel,
         fingerprint=functools.partial(data_fingerprint, config),

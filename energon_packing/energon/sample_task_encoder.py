@@ -31,7 +31,7 @@ from energon_packing.encoders.encoder import (
     TextVideoEncoder,
 )
 from energon_packing.encoders.joinable_rows import joinable
-from energon_packing.encoders.sample_encoder import AnyMeasured
+from energon_packing.encoders.sample_encoder import AnyMeasured, SampleEncoder
 from energon_packing.energon.dataset_limits import DatasetLimits
 from energon_packing.energon.internals import FatalSampleError, SavableDataset
 from energon_packing.energon.samples import (
@@ -96,7 +96,7 @@ class MicroBatchTaskEncoder(PackingTaskEncoder):
 
     def __init__(
         self,
-        encoder: EncoderConfig,
+        encoder: EncoderConfig | SampleEncoder,
         packing: PackingConfig,
         parallel: ParallelConfig | None = None,
         *,

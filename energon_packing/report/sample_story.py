@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 from energon_packing.config import RunConfig
 from energon_packing.conversation import Conversation
-from energon_packing.convert.keys import safe_key
+from energon_packing.convert.keys import key_of_id
 from energon_packing.convert.layout import REJECTS_FILE
 from energon_packing.drops import deciding_setting
 from energon_packing.energon.loader import build_task_encoder
@@ -69,7 +69,7 @@ def story_in_dataset(key: str, path: str, run: RunConfig, *, ledger: Path | None
         events += [Event("source", "ok", text) if part.split == run.data.split else other]
         events += _measured(source, record, part, run)
     elif not any(event.outcome == "rejected" for event in events):
-        stored = safe_key(key)
+        stored = key_of_id(key)
         hint = f" A key has only A-Z, a-z, 0-9, - and _: try {stored!r}." if stored not in (key, "record") else ""
         raise UserError(
             f"Nothing is known about {key!r}: {path} has no sample of that key in any split, and no reject "

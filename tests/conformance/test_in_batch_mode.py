@@ -7,6 +7,9 @@ right-padded batch as its collators call it, makes of the same samples; and our 
 import importlib.util
 import json
 import math
+import re
+import sys
+import tarfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -625,3 +628,31 @@ def test_the_data_sets_with_a_width_that_bridge_fixes_are_those_that_have_the_se
     }
     assert {kind for kind, found in classes.items() if hasattr(found, "pad_to_max_length")} == set(COLLATED)
     assert {classes[kind].pad_to_multiple_of for kind in COLLATED} == {PAD_TO_MULTIPLE_OF}
+
+
+@pytest.mark.parametrize("mode", ["packs", "padded"])
+def test_an_encoder_of_the_users_own_makes_the_rows_of_a_data_set_that_names_it(data, mode, tmp_path, monkeypatch):
+    """The encoder over bytes of docs/encoders.md, by its name in the current directory."""
+    from energon_packing.bridge import PackedEnergonDatasetConfig
+
+    page = (ROOT / "docs/encoders.md").read_text(encoding="utf-8")
+    (tmp_path / "my_bytes.py").write_text(re.search(r"```python\n([^`]*class Bytes[^`]*)```", page)[1])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "my_bytes", raising=False)
+    arguments = {"path": str(data), "processor": str(processor_path("text")), "seq_length": SEQ_LENGTH}
+    made = PackedEnergonDatasetConfig(**arguments, num_workers=0, encoder="my_bytes:Bytes", mode=mode)
+    made.packing.drop_budget = 1.0
+    made.finalize()
+    assert "my_bytes" not in sys.modules  # a look at a configuration runs no code that it names
+    with tarfile.open(data / "text/train-000000.tar") as tar:
+        records = [json.loads(tar.extractfile(member).read()) for member in tar]
+    parts = [[[each for each in turn["parts"] if isinstance(each, str)] for turn in each["turns"]] for each in records]
+    texts = {"\n".join("".join(part) for part in turns) for turns in parts}
+    found = [bytes(row["input_ids"].tolist()).decode() for rows in samples_of(made, 4) for row in rows]
+    assert len(found) >= 4
+    assert set(found) <= texts
+    for name, words in (("my_bytes:torch", "is no subclass of"), ("my_bytes:Lost", "cannot be imported")):
+        made.encoder = name
+        with pytest.raises(ConfigError, match=rf"dataset.encoder {name} {words}"):
+            samples_of(made, 1)

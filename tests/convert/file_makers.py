@@ -257,6 +257,110 @@ AXOLOTL = [
 ]
 
 
+# As the cards of HuggingFaceM4/the_cauldron, HuggingFaceM4/FineVision and HuggingFaceH4's sets show their rows.
+CAULDRON = [
+    {
+        "images": [f"images/{at}.jpg" for at in range(count)],
+        "texts": [
+            {"user": f"Question {turn}?\n", "assistant": f" Answer {turn}.", "source": "vqa"} for turn in range(3)
+        ],
+    }
+    for count in (1, 3, 2)
+]
+FINE_VISION = [
+    {
+        "images": ["images/0.jpg", "images/1.jpg"],
+        "texts": [{"user": "Which?", "assistant": "Both."}, {"user": "Why?", "assistant": "So."}],
+        "source": "ai2d",
+        "relevance_ratings": [4, 5],
+        "relevance_min": 4,
+    }
+]
+
+
+def _indexed(*parts: Any) -> list[dict[str, Any]]:
+    return [
+        {"index": part, "text": None, "type": "image"}
+        if isinstance(part, int)
+        else {"index": None, "text": part, "type": "text"}
+        for part in parts
+    ]
+
+
+VSFT = [
+    {
+        "messages": [
+            {"role": "user", "content": _indexed("Compare ", *order, " now.\n")},
+            {"role": "assistant", "content": _indexed("Done.")},
+        ],
+        "images": ["images/0.jpg", "images/1.jpg"],
+    }
+    for order in ((0, 1), (1, 0), (1, " and ", 0, 1))
+]
+QWEN_PACKED = [[{key: value for key, value in record.items() if key != "id"} for record in LLAVA[:3]], LLAVA[3:]]
+ULTRAFEEDBACK = [
+    {
+        "prompt": PROMPT[1]["content"],
+        "prompt_id": f"{number:064x}",
+        "chosen": [PROMPT[1], answer(f"Scattering {number}.")],
+        "rejected": [PROMPT[1], answer("Magic.")],
+        "messages": [PROMPT[1], answer(f"Scattering {number}.")],
+        "score_chosen": 8.5,
+        "score_rejected": 3.0,
+    }
+    for number in range(3)
+]
+CELLS = [
+    {"instruction": text, "input": "", "output": f'{text[::-1]}, "quoted"\r\n\tend', "image": f"images/{at}.jpg"}
+    for at, text in enumerate(("Plain?", 'A "quote", a comma', "Zeilen\numbruch \u2028 \u00e9"))
+]
+
+
+def cells(suffix: str) -> Callable[[Path], Path]:
+    """What `datasets` makes of rows with line breaks, quotes and delimiters in their cells."""
+
+    def make(folder: Path) -> Path:
+        import datasets
+
+        for number in range(3):
+            write_image(folder / f"images/{number}.jpg", 48 + number, seed=number)
+        path = folder / f"cells{suffix}"
+        datasets.Dataset.from_list(CELLS).to_csv(str(path), sep="\t" if suffix == ".tsv" else ",")
+        return path
+
+    return make
+
+
+def share_gpt_4_video(folder: Path) -> Path:
+    """Lines of ``sharegpt4video_40k.jsonl``."""
+    write_video(folder / "panda/1.mp4")
+    record = {
+        "video_id": "1",
+        "video_path": "panda/1.mp4",
+        "timestamp": ["0.0", "2.0"],
+        "keyframe": [0, 48],
+        "captions": [{"idx": "1", "content": "A cup."}, {"idx": "2", "content": "It falls."}],
+        "zip_folder": "panda_videos_1.zip",
+    }
+    record["captions"].append({"idx": "-1", "content": "A cup falls."})
+    return write_lines(folder / "sharegpt4video_40k.jsonl", [record])
+
+
+def img2dataset(folder: Path) -> Path:
+    """What `WebDatasetSampleWriter` of img2dataset writes: image, caption, and what is known of both."""
+    import webdataset
+
+    with webdataset.TarWriter(str(folder / "00000.tar")) as writer:
+        for number in range(4):
+            image = write_image(folder / "x.jpg", 40 + number, seed=number).read_bytes()
+            caption = f"Caption {number}, \u00e9"
+            meta = {"url": "https://x.org/1", "key": f"00000000{number}", "caption": caption, "status": "success"}
+            meta |= {"error_message": None, "width": 40, "height": 30, "sha256": "0" * 64}
+            sample = {"__key__": meta["key"], "jpg": image, "txt": caption}
+            writer.write(sample if number == 3 else {**sample, "json": json.dumps(meta, indent=4)})
+    return folder / "00000.tar"
+
+
 def saved_rows(path: Path) -> list[Any]:
     import datasets
 

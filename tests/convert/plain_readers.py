@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pyarrow.parquet as pq
 import zstandard
 from heard import Heard, Said, call_text
@@ -151,6 +152,65 @@ def qwen_vl(record: dict[str, Any], root: Path) -> Heard:
             text = f"{before}<image>{after}"
         said.append(({"user": "user", "assistant": "assistant"}[turn["from"]], text))
     return Heard(said, media=media)
+
+
+def texts(record: dict[str, Any]) -> Heard:
+    """As nanoVLM reads the_cauldron and FineVision: the images, then the first question."""
+    said: Said = []
+    for text in record["texts"]:
+        said += [("user", text["user"]), ("assistant", text["assistant"])]
+    said[0] = ("user", "<image>" * len(record["images"]) + said[0][1])
+    return Heard(said, media=[("image", image["bytes"]) for image in record["images"]])
+
+
+def indexed(record: dict[str, Any]) -> Heard:
+    """As TRL's collators read HuggingFaceH4's sets: an image part stands for ``images[index]``."""
+    said, media = [], []
+    for message in record["messages"]:
+        text = ""
+        for part in message["content"]:
+            text += part["text"] if part["type"] == "text" else "<image>"
+            media += [] if part["type"] == "text" else [("image", record["images"][part["index"]]["bytes"])]
+        said.append((message["role"], text))
+    return Heard(said, media=media)
+
+
+def packed_samples(path: Path) -> list[Heard | None]:
+    """Qwen's finetuning reads a list of samples in place of one."""
+    return [openai(sample, path.parent) for pack in json_records(path) for sample in pack]
+
+
+def whole_caption(record: dict[str, Any], root: Path) -> Heard:
+    """ShareGPT4Video's caption of the whole video, which has the index -1."""
+    caption = next(each["content"] for each in record["captions"] if each["idx"] == "-1")
+    video = (root / record["video_path"]).read_bytes()
+    return Heard([("user", "<video>"), ("assistant", caption)], media=[("video", video)])
+
+
+def captioned(path: Path) -> list[Heard | None]:
+    """img2dataset's samples."""
+    return [
+        Heard([("user", "<image>"), ("assistant", sample["txt"].decode())], media=[("image", sample["jpg"])])
+        for sample in members(path)
+    ]
+
+
+def chosen_and_rejected(record: dict[str, Any]) -> Heard:
+    """UltraFeedback, binarized: two conversations with one question."""
+    answers = {name: [("assistant", record[name][1]["content"])] for name in ("chosen", "rejected")}
+    return Heard([("user", record["prompt"])], **answers)
+
+
+def cells_of(path: Path) -> list[Heard | None]:
+    """Rows as pandas reads them."""
+    table = pd.read_csv(path, sep="\t" if path.suffix == ".tsv" else ",", dtype=str, keep_default_na=False)
+    rows = table.to_dict("records")
+    media = [[("image", (path.parent / row["image"]).read_bytes())] for row in rows]
+    heard = [alpaca(row) for row in rows]
+    return [
+        Heard([("user", "<image>" + each.said[0][1]), each.said[1]], media=found)
+        for each, found in zip(heard, media, strict=True)
+    ]
 
 
 def v1(record: dict[str, Any]) -> Heard | None:

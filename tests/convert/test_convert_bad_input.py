@@ -241,7 +241,7 @@ def test_a_colon_in_a_file_name_is_no_address(tmp_path: Path) -> None:
     write_image(tmp_path / "a:b.png")
     assert Path(resolve_media("a:b.png", tmp_path.resolve())).name == "a:b.png"
     with pytest.raises(SampleRejected, match="remote_media"):
-        resolve_media("file:///etc/passwd", tmp_path.resolve())
+        resolve_media("ftp://etc/passwd", tmp_path.resolve())
 
 
 @pytest.mark.parametrize(

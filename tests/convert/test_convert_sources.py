@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import re
@@ -9,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from source_files import chunks_of, read_records, sharegpt, write_json, write_lines
 
 from energon_packing.convert import json_text
-from energon_packing.convert.chunks import RawRecord, find_sources
+from energon_packing.convert.chunks import RawRecord, SourceFile, find_sources
 from energon_packing.convert.sources import find_chunks, read_chunk
 from energon_packing.errors import UserError
 from energon_packing.remote_files import file_digest
@@ -253,3 +254,53 @@ def test_an_unusable_source_is_told_in_one_sentence(tmp_path: Path, make, words:
     with pytest.raises(UserError, match=words) as caught:
         find_sources((make(tmp_path),))
     assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize("delimiter", [",", "\t"])
+@given(
+    table=st.lists(st.lists(st.text(st.characters(codec="utf-8")), min_size=2, max_size=2), min_size=1),
+    size=st.integers(1, 99),
+)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_cells_of_any_text_are_read_as_python_wrote_them_however_a_file_is_divided(
+    tmp_path: Path, delimiter: str, table: list[list[str]], size: int
+) -> None:
+    path = tmp_path / ("a.csv" if delimiter == "," else "a.tsv")
+    with path.open("w", encoding="utf-8-sig", newline="") as stream:
+        csv.writer(stream, delimiter=delimiter, quoting=csv.QUOTE_ALL).writerows([["query", "response"], *table])
+    found = list(
+        read_records(SourceFile(path=path, name=path.name, origin=0), max_record_bytes=1 << 20, chunk_bytes=size)
+    )
+    assert [list(record.value.values()) for record in found] == [[cell or None for cell in row] for row in table]
+    assert [record.number for record in found] == [*range(len(table))]
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ("a,b,c\nd,e\n", [("bad_row", "a.csv[0]: it has 3 cells, and the header has 2"), "d"]),
+        ('a,"b" c\nd,e\n', [("bad_row", "a.csv[0]: ',' expected after '\"'"), "d"]),
+        ('a,b\n\n"c,d\ne,f\n', ["a", ("corrupt_source", "a.csv[1]: a quote is never closed from byte 19")]),
+        (f"a,b\nc,{'x' * 3000}\ne,f\n", ["a", ("corrupt_source", "has more than 2000 bytes")]),
+        ("", [("empty_file", "the table has no rows")]),
+    ],
+)
+def test_damaged_rows_are_refused_and_the_others_read(tmp_path: Path, rows: str, expected: list[Any]) -> None:
+    (tmp_path / "a.csv").write_text(f"query,response\n{rows}", newline="")
+    source = SourceFile(path=tmp_path / "a.csv", name="a.csv", origin=0)
+    found = list(read_records(source, max_record_bytes=2000))
+    assert len(found) == len(expected)
+    for record, wanted in zip(found, expected, strict=True):
+        if isinstance(wanted, str):
+            assert (record.error, record.value["query"]) == (None, wanted)
+        else:
+            assert record.error is not None
+            assert record.error.reason == wanted[0]
+            assert wanted[1] in record.error.detail
+
+
+def test_a_header_that_names_a_column_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("query,query\na,b\n")
+    source = SourceFile(path=tmp_path / "a.csv", name="a.csv", origin=0)
+    (record,) = read_records(source, max_record_bytes=2000)
+    assert "names a column twice" in str(record.error)

@@ -11,8 +11,13 @@ CONVERT_TRAPS: dict[int, str] = {
     109: "what a source holds is skipped unsaid, or one file or record ends the command",
     110: "a failure of the machine is kept as bad data, or a file of kilobytes takes hours or gigabytes",
     111: "what data say steers a terminal, or reports show passwords, or --out and --resume are taken for others",
+    105: "a well-known set, a table of text or a reader's record is not what its maker wrote",
+    106: "an id is lost, or taken for another, because it is not ASCII; an encoder that a run names is not used",
 }
 
+KNOWN = "tests/convert/test_convert_known_files.py::"
+SAME = KNOWN + "test_each_sample_equals_what_an_independent_reader_makes_of_its_record"
+READ = "tests/convert/test_convert_reader.py::"
 SYSTEM = "tests/convert/test_convert_records.py::"
 COLUMNS = "tests/convert/test_convert_columns.py::"
 LOSS = "tests/convert/test_convert_records.py::"
@@ -40,7 +45,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
             (
                 "convert/turns.py",
                 "    return turns\n",
-                '    return [turn for turn in turns if turn.role != "system" or _holds(turn.parts)]\n',
+                '    return [turn for turn in turns if turn.role != "system" or holds(turn.parts)]\n',
             ),
         ),
     ),
@@ -53,7 +58,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
             (
                 "convert/turns.py",
                 "        parts=joined([*around, *parts]) if around else parts,\n",
-                "        parts=joined([*around, *parts]) if _holds(parts) else (),\n",
+                "        parts=joined([*around, *parts]) if holds(parts) else (),\n",
             ),
         ),
     ),
@@ -447,6 +452,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the exit of the process",
         edits=(("convert/tables.py", "self._batch.validate(full=True)", "self._batch.validate()"),),
     ),
+    Mutation(
         trap=110,
         name="no memory is a bad picture",
         test=ATTACKS + "test_what_the_machine_fails_at_is_tried_again_and_is_no_bad_data",
@@ -480,7 +486,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "convert/tables.py",
-                "                repeated += of_row * _largest_entry(data[at : at + stored], size, column)\n",
+                "                repeated += of_row * _largest_entry(data[at : at + stored], size, count, column)\n",
                 "",
             ),
         ),
@@ -536,5 +542,100 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
                 "        pass\n",
             ),
         ),
+    ),
+    Mutation(
+        trap=105,
+        name="images of the_cauldron are left out",
+        test=SAME + "[the_cauldron]",
+        oracle="nanoVLM's rules, restated",
+        edits=(
+            (
+                "convert/layouts/texts.py",
+                '    if not any("<image>" in str(message["content"]) for message in messages):\n',
+                "    if False:\n",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=105,
+        name="the index of an image part is overlooked",
+        test=SAME + "[HuggingFaceH4's-vsft]",
+        oracle="TRL's rules, restated",
+        edits=(
+            (
+                "convert/columns.py",
+                "at = len(self.named[kind]) if index is None else index",
+                "at = len(self.named[kind])",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=105,
+        name="a caption of the first keyframe stands for the video",
+        test=SAME + "[ShareGPT4Video]",
+        oracle="the set's card",
+        edits=(("convert/layouts/captions.py", 'if each["idx"] in _WHOLE]', "][:1]"),),
+    ),
+    Mutation(
+        trap=105,
+        name="only the first sample of a pack of Qwen's finetuning is read",
+        test=SAME + "[Qwen's-packed-lists]",
+        oracle="its code, restated",
+        edits=(
+            (
+                "convert/records.py",
+                "for at, each in enumerate(raw.value):\n        yield replace",
+                "for at, each in enumerate(raw.value[:1]):\n        yield replace",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=105,
+        name="a cell with a stray quote loses it",
+        test="tests/convert/test_convert_sources.py::test_damaged_rows_are_refused_and_the_others_read",
+        oracle="the file",
+        edits=(("convert/tables.py", "delimiter=delimiter, strict=True)", "delimiter=delimiter)"),),
+    ),
+    Mutation(
+        trap=105,
+        name="escapes of a file address are kept",
+        test=READ + "test_file_addresses_below_the_media_root_are_paths",
+        oracle="urllib",
+        edits=(("convert/media_files.py", "else unquote(path_of)", "else path_of"),),
+    ),
+    Mutation(
+        trap=105,
+        name="another generator continues a conversion",
+        test=READ + "test_conversations_of_a_reader_are_stored_as_they_are_and_resumed_by_its_code",
+        oracle="the reader's file",
+        edits=(
+            (
+                "convert/reader.py",
+                '{"reader": name, "reader_code": hashlib.sha256(code).hexdigest()[:16]}',
+                '{"reader": name}',
+            ),
+        ),
+    ),
+    Mutation(
+        trap=106,
+        name="ids of one script get one key",
+        test=READ + "test_ids_that_are_not_ascii_become_unlike_readable_keys_and_stay_in_the_samples",
+        oracle="the records' ids",
+        edits=(("convert/keys.py", "    key = key_of_id(str(name))\n", "    key = safe_key(str(name))\n"),),
+    ),
+    Mutation(
+        trap=106,
+        name="a sample forgets its id",
+        test=READ + "test_ids_that_are_not_ascii_become_unlike_readable_keys_and_stay_in_the_samples",
+        oracle="the records' ids",
+        edits=(("convert/records.py", "            source_id=self.source_id,\n", ""),),
+    ),
+    Mutation(
+        trap=106,
+        name="an encoder by name is left out",
+        test="tests/conformance/test_in_batch_mode.py::test_an_encoder_of_the_users_own_makes_the_rows_of_a_data_set_that_names_it[packs]",
+        oracle="the bytes of the records",
+        edits=(("bridge/dataset.py", "build_task_encoder(config, encoder=own)", "build_task_encoder(config)"),),
+        needs_bridge=True,
     ),
 )

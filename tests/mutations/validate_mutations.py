@@ -18,6 +18,7 @@ IN_DATA = (
 IN_YAML = (
     "tests/conformance/test_names_in_bridges_yaml.py::"
     "test_what_bridge_runs_while_it_reads_a_file_is_refused_by_file_and_line_until_it_is_trusted"
+)
 DRAWN = (
     "tests/conformance/test_rules_of_bridge.py::"
     "test_no_drawn_run_is_refused_without_a_reason_or_accepted_where_bridge_cannot_build_it"

@@ -117,16 +117,20 @@ def find_layout(record: Mapping[str, Any], wanted: str) -> Layout:
     return matching[0]
 
 
+_INSTEAD = "--columns renames them, --reader reads any other layout"
+
+
 def unknown_layout(record: Mapping[str, Any], expected: str = "") -> SampleRejected:
     """Why a record cannot be read, with its columns.
 
     Args:
         record: the parsed JSON.
-        expected: what was expected; empty for a conversation.
+        expected: what was expected; empty for any layout that is detected.
     """
-    expected = expected or " or ".join(layout.expects for layout in all_layouts() if layout.fields is not None)
-    keys = ", ".join(sorted(key[:40] for key in record)[:20]) or "none"
-    return SampleRejected("unknown_layout", f"expected {expected}; the record's keys are: {keys}")
+    found = "; ".join(layout.expects for layout in all_layouts() if layout.fields or layout.restate)
+    keys = ", ".join(sorted(str(key)[:40] for key in record)[:20])[:200] or "none"
+    wanted = f"expected {expected}" if expected else f"looked for: {found}"
+    return SampleRejected("unknown_layout", f"the record's keys are: {keys} ({_INSTEAD}); {wanted}")
 
 
 def filled(record: Mapping[str, Any], *names: str) -> bool:

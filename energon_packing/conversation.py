@@ -362,8 +362,9 @@ class Conversation:
             where = f"message {number}"
             _RECORD.check_keys(message, {"content", *names.values()}, where)
             content = message.get("content")
+            given: Any = [content or ""] if content is None or isinstance(content, str) else content
             parts: list[Any] = []
-            for part in [content or ""] if content is None or isinstance(content, str) else content:
+            for part in given:
                 kind = part.get("type") if isinstance(part, Mapping) else None
                 if kind in ("image", "video"):
                     parts.append({"media": (index := next(taken))})
@@ -373,7 +374,7 @@ class Conversation:
                     raise _RECORD.bad(f"a part of {where} is {reprlib.repr(part)}, neither text, image nor video")
                 else:
                     parts.append(text)
-            stated = {name: message.get(given) for name, given in names.items()}
+            stated = {name: message.get(theirs) for name, theirs in names.items()}
             turns.append({name: value for name, value in stated.items() if value is not None} | {"parts": parts})
         record = {"version": RECORD_VERSION, "turns": turns, "media": [entry.to_record() for entry in listed]}
         return cls.from_record(key, record if tools is None else record | {"tools": list(tools)})

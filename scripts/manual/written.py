@@ -121,8 +121,8 @@ def names() -> str:
         parts.append(f"\n## {package}\n\n{about}\n")
         for name in sorted(_public(package)):
             module, _, own = _home(package, name).rpartition(".")
-            node = next(node for node in _parsed(_file(module)).body if _binds(node, own))
-            parts.append(f"\n### {name}\n\nIn `{module}`.\n\n```text\n{_described(node)}\n```\n")
+            found = next(node for node in _parsed(_file(module)).body if _binds(node, own))
+            parts.append(f"\n### {name}\n\nIn `{module}`.\n\n```text\n{_described(found)}\n```\n")
     return "".join([*parts, *_registered()])
 
 
@@ -143,7 +143,7 @@ def _described(node: ast.stmt) -> str:
         methods = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name[0] != "_"]
         for method in methods:
             told = " ".join((ast.get_docstring(method) or "").split("\n\n")[0].split())
-            parts.append(f"{_signature(method)}\n    {told}".rstrip())
+            parts.append(f"{_signature(method)}\n    {first}".rstrip())
     return "\n\n".join(parts)
 
 

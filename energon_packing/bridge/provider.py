@@ -105,7 +105,8 @@ class BridgePackIterator:
         def save(checkpoint: Any, *others: Any, **named: Any) -> None:
             config, step = checkpoint.state.cfg, checkpoint.state.train_state.step
             own = getattr(checkpoint.train_data_iterator, "iterable", None) is self
-            self._saved = own and bool(config.checkpoint.save) and config.dataset.dataloader_save is None
+            here = bool(config.checkpoint.save) and "://" not in str(config.checkpoint.save)
+            self._saved = own and here and config.dataset.dataloader_save is None
             try:
                 if self._saved:
                     groups = checkpoint.pg_collection or get_pg_collection(checkpoint.model)

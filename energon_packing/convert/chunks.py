@@ -211,14 +211,15 @@ def find_sources(
             known_as = known_as.encode("utf-8", "backslashreplace").decode()
             files.append(SourceFile(path=path, name=known_as, origin=origin, size=size, address=address))
             names.add(name)
-    for found, what in ((left, _LEFT), (again, "named before, by another path, pattern or link, and read once")):
+    for found, what, why in ((left, "not read", _LEFT), (again, "read once", _AGAIN)):
         if found and notes is not None:
-            listed_ones = ", ".join(map(repr, sorted(found)[:_MOST_LISTED])) + ", ..." * (len(found) > _MOST_LISTED)
-            notes.append(f"{len(found):,} source{'s' * (len(found) > 1)} {what}: {listed_ones}")
+            shown_ones = ", ".join(map(repr, sorted(found)[:_MOST_LISTED])) + ", ..." * (len(found) > _MOST_LISTED)
+            notes.append(f"{what}: {shown_ones} ({len(found):,} in all), {why}")
     return files
 
 
-_LEFT = "not read, links that lead out of the named directory or nowhere, or no files (name what they lead to)"
+_LEFT = "a link out of the named directory or to nothing, or no regular file; name what it leads to"
+_AGAIN = "named before, by another path, pattern or link"
 _MOST_LISTED = 5
 
 

@@ -46,8 +46,9 @@ def test_a_file_that_is_named_twice_by_whatever_path_or_pattern_is_read_once_and
     report = json.loads((tmp_path.with_name("out") / "conversion.json").read_text())
     assert (report["read"], report["written"], report["warnings"]) == (6, 6, {})
     (note,) = report["notes"]
-    assert note.startswith("7 sources named before, by another path, pattern or link, and read once: ")
-    assert f"warning: {note[:60]}" in said
+    assert note.startswith(f"read once: '{tmp_path}/a.jsonl', ")
+    assert note.endswith(", ... (7 in all), named before, by another path, pattern or link")
+    assert f"warning: {note[:30]}" in said
 
 
 def snapshot(root: Path, files: dict[str, bytes]) -> Path:
@@ -88,9 +89,10 @@ def test_links_are_followed_inside_the_named_directory_and_all_others_are_named(
     report = run(data, tmp_path / "converted")
     assert (report.read, report.written) == (6, 6)
     left, again = report.notes
-    assert left.startswith("4 sources not read, ")
+    assert left.startswith("not read: ")
+    assert "(4 in all), a link out of the named directory or to nothing, or no regular file" in left
     assert all(name in left for name in ("gone", "o.jsonl", "out'", "pipe"))
-    assert again.startswith("1 source named before")
+    assert again == f"read once: '{data}/in.jsonl' (1 in all), named before, by another path, pattern or link"
     for name in ("in", ".store"):
         shutil.rmtree(data / name)
     with pytest.raises(UserError, match=r"has no .* leads out of it, or is no file"):

@@ -394,7 +394,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "convert/tables.py",
-                "                repeated += of_row * _largest_entry(data[at : at + stored], size, column)\n",
+                "                repeated += of_row * _largest_entry(data[at : at + stored], size, count, column)\n",
                 "",
             ),
         ),

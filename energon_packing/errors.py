@@ -29,9 +29,8 @@ def fault_of(error: OSError) -> Literal["disk", "file", "store"]:
 def is_machines(error: BaseException) -> bool:
     """Whether an error is this machine's or a store's (no memory, no open files left, a read that failed) and says
     nothing of the data. What Pillow raises about bytes has no number of the system's."""
-    if isinstance(error, OSError):
-        return error.errno is not None and fault_of(error) != "file"
-    return isinstance(error, MemoryError)
+    of_system = isinstance(error, OSError) and error.errno is not None and fault_of(error) != "file"
+    return of_system or isinstance(error, MemoryError)
 
 
 class UserError(Exception):

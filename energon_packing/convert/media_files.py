@@ -463,12 +463,9 @@ class MediaChecker:
     def _check(self, path: str, kind: str) -> StoredMedia | SampleRejected:
         try:
             return read_again(os.path.dirname(path), lambda: self._tried(path, kind))
-        except MemoryError as error:
-            fix = "use fewer --workers, or lower --max-pixels or --max-media-mib"
-            raise UserError(f"there is no memory to check {path}; {fix}, and add --resume") from error
-        except OSError as error:
-            why = f"cannot be read: {error.strerror or error}"
-            raise UserError(f"{path} {why}; add --resume when this machine can read it again") from error
+        except (OSError, MemoryError) as error:
+            why = getattr(error, "strerror", None) or "no memory is left; use fewer --workers, or lower --max-pixels"
+            raise UserError(f"{path} cannot be checked: {why}; start again with --resume") from error
 
     def _tried(self, path: str, kind: str) -> StoredMedia | SampleRejected:
         most, of = self._config.max_media_bytes, self._kinds[kind]

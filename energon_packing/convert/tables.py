@@ -81,13 +81,13 @@ def _fields(data: memoryview, at: int) -> tuple[dict[int, Any], int]:
     return found, at + 1
 
 
-def _largest_entry(page: memoryview, size: int, column: Any) -> int:
+def _largest_entry(page: memoryview, size: int, count: int, column: Any) -> int:
     """Bytes of the largest entry of a dictionary, which unpacks to ``size``; ``size`` where that is not known."""
     import pyarrow
 
-    if column.physical_type != "BYTE_ARRAY":
-        return 16
     codec = column.compression.lower()
+    if column.physical_type != "BYTE_ARRAY":
+        return size // count
     if codec not in ("uncompressed", "snappy", "gzip", "brotli", "zstd"):
         return size
     entries = page if codec == "uncompressed" else pyarrow.decompress(page, size, codec)
@@ -113,10 +113,10 @@ def _rows_at_once(data: memoryview, group: Any) -> int:
             if unpacked > _MOST_UNPACKED + _LARGEST_RATIO * packed:
                 raise ValueError(f"pages of {packed} bytes unpack to {unpacked}, more than {_LARGEST_RATIO} times that")
             if kind == _DICTIONARY:
-                of_row = column.num_values / max(group.num_rows, 1)
-                if of_row * size / max(header[7][1], 1) > _LARGEST_ROW:
+                of_row, count = column.num_values / max(group.num_rows, 1), max(header[7][1], 1)
+                if of_row * size / count > _LARGEST_ROW:
                     raise ValueError("a row repeats one value until it has more than a gigabyte")
-                repeated += of_row * _largest_entry(data[at : at + stored], size, column)
+                repeated += of_row * _largest_entry(data[at : at + stored], size, count, column)
             at += stored
     return max(1, min(_MOST_ROWS, _BATCH_BYTES * group.num_rows // max(unpacked, 1), int(_MOST_REPEATED / repeated)))
 

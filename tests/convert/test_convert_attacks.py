@@ -174,7 +174,7 @@ def test_what_the_machine_fails_at_is_tried_again_and_is_no_bad_data(tmp_path, m
 
     monkeypatch.setattr(Image, "open", failing)
     if times > 1:
-        with pytest.raises(UserError, match=r"odd\.png.*add --resume"):
+        with pytest.raises(UserError, match=r"odd\.png cannot be checked.*--resume"):
             run(source, tmp_path / "out")
         left.clear()
     assert run(source, tmp_path / "out", resume=True).written == 2

@@ -119,7 +119,7 @@ def test_rejects_other_splits_and_unknown_keys_are_told(dataset, run, tmp_path):
     assert result.exit_code == 2
     assert "Nothing is known about 'nobody'" in result.output
     assert "try" not in result.output
-    assert "try '_-7'" in CliRunner().invoke(cli, ["explain", "\u5bf9\u8bdd-7", str(dataset)]).output
+    assert "try '5bf98bdd-7-e260f2f2'" in CliRunner().invoke(cli, ["explain", "\u5bf9\u8bdd-7", str(dataset)]).output
     val = load_config(None, [*SETTINGS, f"data.path={dataset}", "data.split=val"])
     key = next(iter(build_loader(val))).keys[0]
     story = {event.stage: event for event in story_in_dataset(key, str(dataset), config)}

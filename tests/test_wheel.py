@@ -19,7 +19,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from energon_packing.cli.main import EXTRA_OF, SUBCOMMANDS
-from energon_packing.sample_kind import all_kinds
+from energon_packing.sample_kind import KINDS
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.full
@@ -146,7 +146,7 @@ def test_every_package_of_an_extra_leads_to_an_extra_that_has_it() -> None:
     extras = project["optional-dependencies"]
     names = {extra: {Requirement(text).name.replace("-", "_") for text in extras[extra]} for extra in extras}
     called = {"multistorageclient": "multi_storage_client"}
-    brought = {**EXTRA_OF, **{module: extra for kind in all_kinds() for module, extra in kind.extras.items()}}
+    brought = {**EXTRA_OF, **{module: extra for kind in KINDS for module, extra in kind.extras.items()}}
     for module, extra in brought.items():
         package = {"megatron": "megatron.energon"}.get(module, called.get(module, module)).replace(".", "_")
         assert package in names[extra], module

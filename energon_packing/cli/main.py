@@ -179,11 +179,11 @@ def _sentence(error: Exception, group: CommandGroup, command: str) -> str:
     if isinstance(error, UserError):
         return line
     if isinstance(error, ModuleNotFoundError):
-        from energon_packing.sample_kind import all_kinds  # late: most commands end without an error
+        from energon_packing.sample_kind import KINDS  # late: most commands end without an error
 
         parts = (error.name or "").split(".")
         names = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
-        known = {**EXTRA_OF, **{module: extra for kind in all_kinds() for module, extra in kind.extras.items()}}
+        known = {**EXTRA_OF, **{module: extra for kind in KINDS for module, extra in kind.extras.items()}}
         if extra := next((known[name] for name in names if name in known), None):
             wanted = ",".join(sorted({extra, *(group.table[command].extras if command else ())}))
             return (

@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from energon_packing.cli.options import AT_LEAST_0, AT_LEAST_1, NEW_FILE, config_options, json_option
+from energon_packing.cli.options import AT_LEAST_0, AT_LEAST_1, NEW_FILE, Named, config_options, json_option
 from energon_packing.cli.terminal import ShownProgress, answer, cell, counted, dropped_lines, panel, print_warnings, say
 from energon_packing.config import load_config
 from energon_packing.errors import UserError
 from energon_packing.report.excerpt import Piece, excerpt, visible
-from energon_packing.sample_kind import all_kinds, kind_of_format
+from energon_packing.sample_kind import KINDS, kind_of_format
 
 _STAGES = {"skipped": "packs before", "packs": "packs"}
 TRAINED_MARKS = ("\u27e6", "\u27e7")
@@ -43,7 +43,7 @@ Trained text is green, or in \u27e6 \u27e7 without colours. A run of media token
     "kind",
     default="conversations",
     show_default=True,
-    type=click.Choice(["conversations", *(kind.record_format for kind in all_kinds() if kind.record_format)]),
+    type=Named(lambda: ["conversations", *(kind.record_format for kind in KINDS if kind.record_format)]),
     help="What the data set contains.",
 )
 @click.option("--packs", default=2, show_default=True, type=AT_LEAST_1, help="Packs to build.")

@@ -2,10 +2,14 @@
 
 from mutation_table import Mutation
 
-SEE_TRAPS = {63: "a figure or page shows packs that were not trained, hides a dead rank, or runs what a sample says"}
+SEE_TRAPS = {
+    63: "a figure or page shows packs that were not trained, hides a dead rank, or runs what a sample says",
+    127: "a command is silent while it imports, or imports what it does not use",
+}
 
 METRICS = "tests/energon/test_pack_metrics.py::"
 PAGE = "tests/report/test_preview_page.py::"
+IMPORTS = "tests/test_imports.py::"
 
 SEE_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
@@ -42,5 +46,12 @@ SEE_MUTATIONS: tuple[Mutation, ...] = (
         test=PAGE + "test_nothing_that_a_sample_says_is_markup",
         oracle="Python's `html.parser`",
         edits=(("report/page.py", "    return html.escape(text, quote=True)\n", "    return text\n"),),
+    ),
+    Mutation(
+        trap=127,
+        name="the names of executors and layouts are asked for although the default is taken",
+        test=IMPORTS + "test_a_command_imports_nothing_that_it_does_not_need[convert nowhere.jsonl --dry-run --json-]",
+        oracle="`sys.modules` of a fresh interpreter",
+        edits=(("cli/options.py", "value if param is not None and value == param.default else super()", "super()"),),
     ),
 )

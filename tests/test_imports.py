@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import graphlib
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import energon_packing
+from energon_packing.cli.installed import packages_distributions
 
 PACKAGE = Path(energon_packing.__file__).parent
 HEAVY = (
@@ -222,3 +224,26 @@ def test_every_public_name_is_there_and_is_what_its_module_defines() -> None:
         assert name in dir(energon_packing)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         energon_packing.nothing  # noqa: B018
+
+
+def test_commands_say_what_they_do_before_they_import_what_takes_long() -> None:
+    code = (
+        "import click\n"
+        "class Said(BaseException): pass\n"
+        "def echo(text, **form): raise Said(text)\n"
+        "click.echo = echo\n"
+        "from energon_packing.cli.main import cli\n"
+        "for words in ('validate x.yaml', 'stats data', 'preview data', 'measure data --config x --out y', 'explain k d',"
+        " 'plan index --out y.parquet', 'pack plan --out y', 'verify packs'):\n"
+        "    try: cli.main(words.split())\n"
+        "    except Said as said: assert words.split()[1][-4:] in str(said) and str(said).endswith(' ...'), said\n"
+    )
+    assert not {name.split(".")[0] for name in loaded_by(code) - loaded_by("pass")} & {*LOADERS, *HUB, "numpy"}
+
+
+def test_packages_are_those_that_the_standard_library_finds() -> None:
+    theirs, ours = (
+        {package: set(names) for package, names in find().items()}
+        for find in (importlib.metadata.packages_distributions, packages_distributions)
+    )
+    assert ours == theirs

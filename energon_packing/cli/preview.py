@@ -11,7 +11,17 @@ from rich.panel import Panel
 from rich.text import Text
 
 from energon_packing.cli.options import AT_LEAST_0, AT_LEAST_1, NEW_FILE, Named, config_options, json_option
-from energon_packing.cli.terminal import ShownProgress, answer, cell, counted, dropped_lines, panel, print_warnings, say
+from energon_packing.cli.terminal import (
+    ShownProgress,
+    answer,
+    cell,
+    counted,
+    dropped_lines,
+    panel,
+    print_warnings,
+    say,
+    starting,
+)
 from energon_packing.config import load_config
 from energon_packing.errors import UserError
 from energon_packing.report.excerpt import Piece, excerpt, visible
@@ -68,6 +78,7 @@ def preview(
 
     DATASET is an Energon data set, a plan, or a directory that `energon-packing pack` wrote.
     """
+    starting(f"Making packs of {dataset}", quiet=as_json)
     if (other := kind_of_format(kind)) is not None:
         if html is not None or key is not None or first:
             raise UserError(f"--html, --key and --pack are for conversations; leave them out with {kind}.")

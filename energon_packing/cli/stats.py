@@ -24,7 +24,7 @@ from energon_packing.cli.options import (
     split_option,
     together,
 )
-from energon_packing.cli.terminal import ShownProgress, answer, cells, print_warnings, say, table
+from energon_packing.cli.terminal import ShownProgress, answer, cells, print_warnings, say, starting, table
 from energon_packing.config import RunConfig, load_config
 from energon_packing.errors import UserError
 
@@ -119,6 +119,8 @@ def stats(ctx: click.Context, paths: tuple[Path, ...], as_json: bool, **options:
         raise UserError(f"`stats{f' --{modes[0]}' * bool(modes[0])}` does not take {named}; leave it out.")
     if len(paths) > 1 and modes != ["size"]:
         raise UserError(f"{len(paths)} paths are given; only --size takes several.")
+    done = {"": "Reading", "fill": "Packing", "size": "Measuring and packing", "profile": "Making packs of"}[modes[0]]
+    starting(f"{done} {', '.join(map(str, paths))}", quiet=as_json)
     given = SimpleNamespace(**options, paths=paths, path=paths[0], asked=asked, as_json=as_json)
     {"": _statistics, "fill": _fill, "size": _size, "profile": _profile}[modes[0]](given)
 

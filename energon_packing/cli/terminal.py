@@ -85,6 +85,19 @@ def print_warnings(warnings: Iterable[str]) -> None:
         Console().print(cell(f"warning: {sentence}", "yellow"))
 
 
+def starting(what: str, *, quiet: bool, models: bool = True) -> None:
+    """Says on standard error what a command does, before imports that take seconds, above all those of ``models``;
+    nothing with --json."""
+    if not quiet:
+        click.echo(f"{visible(what)} ...", err=True)
+    if models:
+        import importlib.metadata
+
+        from energon_packing.cli.installed import packages_distributions
+
+        importlib.metadata.packages_distributions = packages_distributions  # type: ignore[assignment]
+
+
 def panel(title: str, parts: Iterable[Iterable[RenderableType]], lines: Iterable[str]) -> "Panel":
     """A pack for a terminal of any width: its segments, and lines about the whole of it. Everything folds, nothing is
     cut off by a column."""

@@ -49,6 +49,19 @@ SEE_MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         trap=127,
+        name="a command says what it does when it has imported everything",
+        test=IMPORTS + "test_commands_say_what_they_do_before_they_import_what_takes_long",
+        oracle="`sys.modules` of a fresh interpreter",
+        edits=(
+            (
+                "cli/measure.py",
+                "    starting(f\"Measuring {', '.join(map(str, datasets))}\", quiet=as_json)\n",
+                "    import energon_packing.offline.measure\n\n    starting(\"Measuring data\", quiet=as_json)\n",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=127,
         name="the names of executors and layouts are asked for although the default is taken",
         test=IMPORTS + "test_a_command_imports_nothing_that_it_does_not_need[convert nowhere.jsonl --dry-run --json-]",
         oracle="`sys.modules` of a fresh interpreter",

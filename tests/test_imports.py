@@ -233,8 +233,8 @@ def test_commands_say_what_they_do_before_they_import_what_takes_long() -> None:
         "def echo(text, **form): raise Said(text)\n"
         "click.echo = echo\n"
         "from energon_packing.cli.main import cli\n"
-        "for words in ('validate x.yaml', 'stats data', 'preview data', 'measure data --config x --out y', 'explain k d',"
-        " 'plan index --out y.parquet', 'pack plan --out y', 'verify packs'):\n"
+        "for words in ('validate x.yaml', 'stats data', 'preview data', 'measure data --config x --out y', "
+        "'explain k d', 'plan index --out y.parquet', 'pack plan --out y', 'verify packs'):\n"
         "    try: cli.main(words.split())\n"
         "    except Said as said: assert words.split()[1][-4:] in str(said) and str(said).endswith(' ...'), said\n"
     )

@@ -56,7 +56,7 @@ SEE_MUTATIONS: tuple[Mutation, ...] = (
             (
                 "cli/measure.py",
                 "    starting(f\"Measuring {', '.join(map(str, datasets))}\", quiet=as_json)\n",
-                "    import energon_packing.offline.measure\n\n    starting(\"Measuring data\", quiet=as_json)\n",
+                '    import energon_packing.offline.measure\n\n    starting("Measuring data", quiet=as_json)\n',
             ),
         ),
     ),

@@ -1,4 +1,4 @@
-r"""Wan, text to video, on packed rows: Bridge's own recipes with the data set changed. Train with ``wan_step`` of Bridge.
+r"""Wan, text to video, on packed rows: Bridge's own recipes with the data set changed, for Bridge's ``wan_step``.
 
 Judge one in a fresh checkout; without ``--no-data`` also what it reads, once ``data/clips`` is there. (Where
 Transformer Engine 2.3 is installed, the run needs no ``--set``.) ::

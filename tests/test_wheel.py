@@ -129,7 +129,7 @@ def test_each_command_of_an_environment_begins_or_names_its_extras(
         missing = set(SUBCOMMANDS[name].extras).difference(extras)
         if missing:
             wanted = ",".join(sorted(SUBCOMMANDS[name].extras))
-            assert (code, f"pip install 'energon-packing[{wanted}]'" in stderr) == (2, True), (name, stderr)
+            assert (code, f"pip install '.[{wanted}]'" in stderr) == (2, True), (name, stderr)
             assert stderr.count("\n") == 1
         else:
             assert "pip install" not in stdout + stderr, (name, stdout, stderr)
@@ -137,7 +137,7 @@ def test_each_command_of_an_environment_begins_or_names_its_extras(
             expected = {"convert": (0,), "validate": (0, 1)}.get(name, (2,))
             assert code in expected, (name, stdout, stderr)
     assert [code for code, _, _ in found[-2:]] == [0, 0 if extras else 2], found[-2:]
-    assert extras or "energon-packing[convert]" in found[-1][2]
+    assert extras or ".[convert]" in found[-1][2]
 
 
 def test_every_package_of_an_extra_leads_to_an_extra_that_has_it() -> None:

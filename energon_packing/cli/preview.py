@@ -84,7 +84,7 @@ def preview(
             raise UserError(f"--html, --key and --pack are for conversations; leave them out with {kind}.")
         other.preview(dataset, config_path, overrides, packs, as_json)
         return
-    from energon_packing.report.page import writing
+    from energon_packing.report.page import write_whole
     from energon_packing.report.preview import Wanted, described, pairs_at
     from energon_packing.report.preview_page import drawn_packs, preview_page
 
@@ -96,9 +96,7 @@ def preview(
     views: list[dict[str, Any]] = []
     with ShownProgress(_STAGES, quiet=as_json, units=dict.fromkeys(_STAGES, "packs")) as shown:
         if html is not None:
-            page = preview_page(*drawn_packs(config, wanted, progress=shown, tell=warnings.append))
-            with writing(html):
-                html.write_text(page, encoding="utf-8")
+            write_whole(html, preview_page(*drawn_packs(config, wanted, progress=shown, tell=warnings.append)))
         else:
             views = described(config, wanted, progress=shown, tell=warnings.append)
     pairs = pairs_at(config)

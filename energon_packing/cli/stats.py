@@ -133,7 +133,7 @@ def _count(given: SimpleNamespace, default: float | None = None) -> int:
 
 
 def _statistics(given: SimpleNamespace) -> None:
-    from energon_packing.report.page import writing
+    from energon_packing.report.page import write_whole
     from energon_packing.report.stats import reader_figures, stats_report
     from energon_packing.report.stats_page import save_figure, stats_page
 
@@ -155,8 +155,7 @@ def _statistics(given: SimpleNamespace) -> None:
     if given.data_parallel is not None:
         report["readers"] = reader_figures(str(given.path), given.split, run, samples, given.data_parallel)
     if given.html is not None:
-        with writing(given.html):
-            given.html.write_text(stats_page(report), encoding="utf-8")
+        write_whole(given.html, stats_page(report))
     if given.png is not None:
         save_figure(report, given.png)
 

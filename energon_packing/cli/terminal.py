@@ -95,7 +95,7 @@ def starting(what: str, *, quiet: bool, models: bool = True) -> None:
 
         from energon_packing.cli.installed import packages_distributions
 
-        importlib.metadata.packages_distributions = packages_distributions  # type: ignore[assignment]
+        importlib.metadata.packages_distributions = packages_distributions
 
 
 def panel(title: str, parts: Iterable[Iterable[RenderableType]], lines: Iterable[str]) -> "Panel":

@@ -54,7 +54,7 @@ def commands() -> str:
         context = click.Context(cli, info_name="energon-packing")
         parts.append(f"\n## {name}\n\n")
         if entry.extras:
-            parts.append(f"Needs `pip install 'energon-packing[{','.join(entry.extras)}]'`.\n\n")
+            parts.append(f"Needs `pip install '.[{','.join(entry.extras)}]'`.\n\n")
         parts.append(_command(entry.load(), name, context))
     return "".join(parts)
 

@@ -1,5 +1,9 @@
 """Qwen2.5-VL on packed rows: Bridge's own recipes with the data set changed.
 
+Judge one in a fresh checkout; without ``--no-data`` also what it reads, once ``data/packed`` is there::
+
+    energon-packing validate bridge_configs.qwen25_vl:qwen25_vl_7b_sft --world-size 8 --step vlm_step --no-data
+
 No context parallelism: Bridge's Qwen2.5-VL has no code for it. Train with ``vlm_step``. ``GPUS`` is what each recipe
 was laid out for; more replicas need no other change than a global batch that they divide.
 """

@@ -1,4 +1,9 @@
-"""Qwen3, text only, on packed rows: Bridge's own recipes with the data set changed. Train with ``gpt_step``."""
+"""Qwen3, text only, on packed rows: Bridge's own recipes with the data set changed. Train with ``gpt_step``.
+
+Judge one in a fresh checkout; without ``--no-data`` also what it reads, once ``data/packed`` is there::
+
+    energon-packing validate bridge_configs.qwen3:qwen3_8b_sft --world-size 8 --step gpt_step --no-data
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,9 @@
 """Qwen3-VL on packed rows: Bridge's own recipes with the data set changed; two of them with context parallelism.
 
+Judge one in a fresh checkout; without ``--no-data`` also what it reads, once the data sets of ``BLEND`` are there::
+
+    energon-packing validate bridge_configs.qwen3_vl:qwen3_vl_8b_sft --world-size 8 --step vlm_step --no-data
+
 Train the 8B with ``vlm_step`` and the mixtures of experts with ``energon_packing.bridge.step.forward_step``, which
 keeps padding out of the routers' load balance; ``qwen3_vl_step``, which Bridge's recipes go with, refuses packed rows.
 None has sequence parallelism, with which Qwen3-VL loses gradients of images (rule ours/deepstack-over-tensor-ranks).

@@ -1,4 +1,10 @@
-"""Wan, text to video, on packed rows: Bridge's own recipes with the data set changed. Train with Bridge's ``wan_step``.
+r"""Wan, text to video, on packed rows: Bridge's own recipes with the data set changed, for Bridge's ``wan_step``.
+
+Judge one in a fresh checkout; without ``--no-data`` also what it reads, once ``data/clips`` is there. (Where
+Transformer Engine 2.3 is installed, the run needs no ``--set``.) ::
+
+    energon-packing validate bridge_configs.wan:wan_1_3b_text2video --world-size 8 --step wan_step --no-data \
+        --set model.apply_rope_fusion=false
 
 The data are stored latents and text embeddings (``energon-packing convert --format text-to-video``, docs/wan.md). Rows
 keep true text lengths; ``dataset.encoder.compat=bridge`` makes the rows of Bridge's own data path.

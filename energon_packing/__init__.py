@@ -90,10 +90,17 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name in _PUBLIC:
-        return getattr(importlib.import_module(_PUBLIC[name]), name)
-    if name == "thd":
-        return importlib.import_module("energon_packing.thd")
+    try:
+        if name in _PUBLIC:
+            return getattr(importlib.import_module(_PUBLIC[name]), name)
+        if name == "thd":
+            return importlib.import_module("energon_packing.thd")
+    except ModuleNotFoundError as error:
+        from energon_packing.cli.main import what_is_needed
+
+        if (needed := what_is_needed(error, f"energon_packing.{name}")) is None:
+            raise
+        raise ModuleNotFoundError(needed, name=error.name) from error
     raise AttributeError(f"module 'energon_packing' has no attribute {name!r}")
 
 

@@ -12,13 +12,23 @@ import importlib
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Mapping
-from functools import cached_property
-from importlib.metadata import EntryPoint, entry_points
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, cached_property
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from energon_packing.errors import ConfigError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint, EntryPoints
+
+
+@cache
+def _entry_points() -> "EntryPoints":
+    """Those of all installed packages; read once, since that opens the metadata of each."""
+    from importlib.metadata import entry_points  # reads mail headers, whose parsers take as long
+
+    return entry_points()
 
 
 def named_object(name: str, setting: str) -> Any:
@@ -41,7 +51,8 @@ def named_object(name: str, setting: str) -> Any:
 class Registry[Entry]:
     """Entries by name: those of a folder, in the order of their modules' names, then others' in order of registration.
 
-    Modules are imported when entries are first asked for; an entry point when its own name is.
+    Modules are imported when entries are first asked for; entry points are looked for when no other entry will do, and
+    each is imported when its own name, or every entry, is asked for.
     """
 
     def __init__(
@@ -60,9 +71,8 @@ class Registry[Entry]:
         self.declared = declared
 
     @cached_property
-    def _outside(self) -> dict[str, EntryPoint]:
-        """Entry points by name; looked for once, since that reads the metadata of every installed package."""
-        return {point.name: point for point in entry_points(group=self.folder)}
+    def _outside(self) -> "dict[str, EntryPoint]":
+        return {point.name: point for point in _entry_points().select(group=self.folder)}
 
     @cached_property
     def _entries(self) -> dict[str, Entry]:
@@ -74,6 +84,12 @@ class Registry[Entry]:
                     raise ConfigError(f"Two files of {self.folder} declare the {self.what} {name!r}.")
                 entries[name] = entry
         return entries
+
+    def __iter__(self) -> Iterator[Entry]:
+        """All entries; those of entry points come last, so that who finds an earlier one does not look for them."""
+        known = dict(self._entries)
+        yield from known.values()
+        yield from (self.find(name) for name in self._outside if name not in known)
 
     def names(self) -> list[str]:
         """Returns all known names."""

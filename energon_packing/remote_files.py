@@ -84,7 +84,7 @@ def check_remote(what: str, path: Path, instead: str) -> None:
     if importlib.util.find_spec("multistorageclient") is None:
         raise ConfigError(
             f"{what} {address} is a remote address, which needs the package multi-storage-client; run pip install "
-            f"'energon-packing[remote]', or {instead}"
+            f"'.[remote]', or {instead}"
         )
 
 

@@ -168,14 +168,9 @@ def register_kind(kind: SampleKind) -> None:
     KINDS.add(kind.name, kind)
 
 
-def all_kinds() -> list[SampleKind]:
-    """Returns every kind, built-in ones first."""
-    return [KINDS.find(name) for name in KINDS.names()]
-
-
 def kind_of_config(config: Any) -> SampleKind:
     """Returns the kind of a run's configuration, or of its ``encoder`` section. Raises `ConfigError`: it is of none."""
-    for kind in all_kinds():
+    for kind in KINDS:
         if isinstance(config, kind.run_class | kind.encoder_config):
             return kind
     raise ConfigError(f"{type(config).__name__} configures no kind of sample; known: {', '.join(KINDS.names())}.")
@@ -183,7 +178,7 @@ def kind_of_config(config: Any) -> SampleKind:
 
 def kind_of_subflavors(subflavors: Mapping[str, Any]) -> SampleKind | None:
     """Returns the kind that `convert` marked; None if it marked none."""
-    for kind in all_kinds():
+    for kind in KINDS:
         if kind.marks.items() <= subflavors.items():
             return kind
     return None
@@ -191,4 +186,4 @@ def kind_of_subflavors(subflavors: Mapping[str, Any]) -> SampleKind | None:
 
 def kind_of_format(record_format: str) -> SampleKind | None:
     """Returns the kind whose records have this format of `convert`; None for the formats of conversations."""
-    return next((kind for kind in all_kinds() if record_format and kind.record_format == record_format), None)
+    return next((kind for kind in KINDS if record_format and kind.record_format == record_format), None)

@@ -5,7 +5,7 @@ python scripts/manual.py blocks                 # runs every shell and Python bl
 python scripts/manual.py blocks docs/see.md     # those of a page
 python scripts/manual.py links                  # follows every internal link and anchor
 python scripts/manual.py write                  # writes the pages that are made from code: commands, settings, rules
-python scripts/manual.py build --out site       # builds the site; needs pip install 'energon-packing[docs]', no network
+python scripts/manual.py build --out site       # builds the site; needs pip install '.[docs]', no network
 """
 
 import json

@@ -19,7 +19,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from energon_packing.cli.main import EXTRA_OF, SUBCOMMANDS
-from energon_packing.sample_kind import all_kinds
+from energon_packing.sample_kind import KINDS
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.full
@@ -129,7 +129,7 @@ def test_each_command_of_an_environment_begins_or_names_its_extras(
         missing = set(SUBCOMMANDS[name].extras).difference(extras)
         if missing:
             wanted = ",".join(sorted(SUBCOMMANDS[name].extras))
-            assert (code, f"pip install 'energon-packing[{wanted}]'" in stderr) == (2, True), (name, stderr)
+            assert (code, f"pip install '.[{wanted}]'" in stderr) == (2, True), (name, stderr)
             assert stderr.count("\n") == 1
         else:
             assert "pip install" not in stdout + stderr, (name, stdout, stderr)
@@ -137,7 +137,7 @@ def test_each_command_of_an_environment_begins_or_names_its_extras(
             expected = {"convert": (0,), "validate": (0, 1)}.get(name, (2,))
             assert code in expected, (name, stdout, stderr)
     assert [code for code, _, _ in found[-2:]] == [0, 0 if extras else 2], found[-2:]
-    assert extras or "energon-packing[convert]" in found[-1][2]
+    assert extras or ".[convert]" in found[-1][2]
 
 
 def test_every_package_of_an_extra_leads_to_an_extra_that_has_it() -> None:
@@ -146,7 +146,7 @@ def test_every_package_of_an_extra_leads_to_an_extra_that_has_it() -> None:
     extras = project["optional-dependencies"]
     names = {extra: {Requirement(text).name.replace("-", "_") for text in extras[extra]} for extra in extras}
     called = {"multistorageclient": "multi_storage_client"}
-    brought = {**EXTRA_OF, **{module: extra for kind in all_kinds() for module, extra in kind.extras.items()}}
+    brought = {**EXTRA_OF, **{module: extra for kind in KINDS for module, extra in kind.extras.items()}}
     for module, extra in brought.items():
         package = {"megatron": "megatron.energon"}.get(module, called.get(module, module)).replace(".", "_")
         assert package in names[extra], module

@@ -37,7 +37,7 @@ from energon_packing.energon.sample_task_encoder import MicroBatchTaskEncoder, r
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import ConfigError, PackingError
 from energon_packing.offline.open_loader import open_loader
-from energon_packing.sample_kind import all_kinds
+from energon_packing.sample_kind import KINDS
 from energon_packing.thd.batch import PackedBatch
 from energon_packing.thd.fields import IGNORE_INDEX, TOKEN_FIELDS, TokenField
 from energon_packing.validate.recipes import view_of
@@ -344,7 +344,7 @@ def use_packed_data(
     """
     length = seq_length or cfg.model.seq_length
     fields = {"path": path, "seq_length": length, "num_workers": num_workers}
-    datasets = (kind.bridge_dataset(cfg, processor, **fields) for kind in all_kinds())
+    datasets = (kind.bridge_dataset(cfg, processor, **fields) for kind in KINDS)
     cfg.dataset = next(filter(None, datasets), None) or _of_conversations(cfg, processor, **fields)
     cfg.dataset.follow(cfg)
     cfg.model.seq_length = length

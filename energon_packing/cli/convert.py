@@ -7,7 +7,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from energon_packing.cli.options import PATH, executor_options, json_option
+from energon_packing.cli.options import PATH, Named, executor_options, json_option
 from energon_packing.cli.terminal import ShownProgress, answer, cell, counted, say
 from energon_packing.convert.config import (
     DEFAULT_FRAME_FPS,
@@ -54,7 +54,7 @@ Examples:
 )
 @click.option(
     "--format",
-    type=click.Choice(["auto", *LAYOUTS.names()]),
+    type=Named(lambda: ["auto", *LAYOUTS.names()]),
     default="auto",
     show_default=True,
     help="Layout of the records; auto detects that of each conversation.",

@@ -7,7 +7,7 @@ import click
 from rich.console import Console
 
 from energon_packing.cli.options import PATH, config_options, json_option
-from energon_packing.cli.terminal import answer, cell, table
+from energon_packing.cli.terminal import answer, cell, starting, table
 from energon_packing.config import load_config
 from energon_packing.errors import UserError
 
@@ -36,6 +36,7 @@ def explain(
     In a data set, the sample is read, measured and decoded again as in training, and the ledger of a run says which
     pack it went to. A plan gives its pack, place and neighbours.
     """
+    starting(f"Looking for {key} in {path}", quiet=as_json)
     from energon_packing.offline.data_paths import is_packed, is_plan
     from energon_packing.report.sample_story import events_of_plan, story_in_dataset
 

@@ -51,7 +51,7 @@ def init(
     from energon_packing.config import ParallelConfig
     from energon_packing.convert.layout import dataset_entry
     from energon_packing.offline.data_paths import has_global_packs
-    from energon_packing.report.page import writing
+    from energon_packing.report.page import write_whole
     from energon_packing.report.settings import json_schema, sketched_run
 
     if not os.path.exists(dataset):
@@ -84,10 +84,9 @@ def init(
         "training.global_batch_size": global_batch_size,
     }
     beside = None if schema is None else os.path.relpath(schema.absolute(), out.absolute().parent)
-    with writing(out):
-        out.write_text(sketched_run(given, schema=beside), encoding="utf-8")
-        if schema is not None:
-            schema.write_text(json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_whole(out, sketched_run(given, schema=beside))
+    if schema is not None:
+        write_whole(schema, json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n")
 
     written = f"Written: {out}{f' and {schema}' if schema else ''}\nNext: energon-packing validate {out}"
     answer({"out": str(out), "schema": schema and str(schema)}, as_json, lambda _: click.echo(written))

@@ -7,6 +7,7 @@ away. A subcommand ends with 1 through ``ctx.exit(1)``, and with 2 by raising `U
 import contextlib
 import difflib
 import errno
+import io
 import itertools
 import json
 import os
@@ -14,7 +15,7 @@ import pkgutil
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,21 +180,26 @@ def _sentence(error: Exception, group: CommandGroup, command: str) -> str:
     if isinstance(error, UserError):
         return line
     if isinstance(error, ModuleNotFoundError):
-        from energon_packing.sample_kind import all_kinds  # late: most commands end without an error
-
-        parts = (error.name or "").split(".")
-        names = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
-        known = {**EXTRA_OF, **{module: extra for kind in all_kinds() for module, extra in kind.extras.items()}}
-        if extra := next((known[name] for name in names if name in known), None):
-            wanted = ",".join(sorted({extra, *(group.table[command].extras if command else ())}))
-            return (
-                f"{command or 'this'} needs {parts[0]}, which is not installed; "
-                f"run pip install 'energon-packing[{wanted}]'"
-            )
+        needed = what_is_needed(error, command or "this", group.table[command].extras if command else ())
+        if needed is not None:
+            return needed
     return (
         f"Unexpected {type(error).__name__}: {line} (unless the message explains it, this is a bug in energon-packing: "
         "please report it with the output of `energon-packing --debug ...`)"
     )
+
+
+def what_is_needed(error: ModuleNotFoundError, who: str, extras: Iterable[str] = ()) -> str | None:
+    """Returns how to install what is missing, and the other extras of who needs it; None for a module of no extra."""
+    from energon_packing.sample_kind import KINDS  # late: most commands end without an error
+
+    parts = (error.name or "").split(".")
+    names = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+    known = {**EXTRA_OF, **{module: extra for kind in KINDS for module, extra in kind.extras.items()}}
+    if (extra := next((known[name] for name in names if name in known), None)) is None:
+        return None
+    wanted = ",".join(sorted({extra, *extras}))
+    return f"{who} needs {parts[0]}, which is not installed; run pip install '.[{wanted}]' in the checkout"
 
 
 def _report(sentence: str, as_json: bool) -> int:
@@ -209,7 +215,7 @@ def _report(sentence: str, as_json: bool) -> int:
     table=SUBCOMMANDS,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Each command has its own --help, with examples. [NAMES] are extras that a command needs, as in pip install "
-    "'energon-packing[vlm]'. Exit codes: 0 done, 1 a check failed, 2 unusable input.",
+    "'.[vlm]' in a checkout. Exit codes: 0 done, 1 a check failed, 2 unusable input.",
 )
 @click.version_option(__version__, message=f"energon-packing {__version__}")
 @click.option("--debug", is_flag=True, help=f"Show the traceback of an error (also: {DEBUG_VARIABLE}=1).")
@@ -222,6 +228,9 @@ def main() -> None:
     """Entry point of the console script."""
     # What `energon_packing.encoders.tokenized.use_one_thread` does, before a worker is forked and without its imports.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for stream in (sys.stdout, sys.stderr):  # keys and bars hold characters that a terminal's encoding may lack
+        if isinstance(stream, io.TextIOWrapper):  # None without a terminal
+            stream.reconfigure(errors="backslashreplace")
     cli.main(prog_name="energon-packing")
 
 

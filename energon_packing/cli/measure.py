@@ -7,7 +7,7 @@ import click
 from rich.console import Console
 
 from energon_packing.cli.options import PATH, executor_options, json_option, rank_options, split_option
-from energon_packing.cli.terminal import ShownProgress, answer, print_warnings, say, table
+from energon_packing.cli.terminal import ShownProgress, answer, print_warnings, say, starting, table
 
 _EXAMPLES = """\b
 Examples:
@@ -35,6 +35,7 @@ def measure(datasets: tuple[Path, ...], config: Path, out: Path, split: str, as_
     patches and positions of every sample, and why the others are dropped. It depends on the `encoder` section and on
     `packing.pairs` only. A second run measures what is new; an interrupted one goes on.
     """
+    starting(f"Measuring {', '.join(map(str, datasets))}", quiet=as_json)
     from energon_packing.offline.index import frequent_drops, pair_counts
     from energon_packing.offline.measure import MeasureConfig
     from energon_packing.offline.measure import measure as run_measure

@@ -1,7 +1,8 @@
 """Options that several commands share, each declared once."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,22 @@ class NewFile(click.Path):
         if not path.parent.is_dir():
             raise UserError(f"{path} cannot be written: there is no directory {path.parent}.")
         return path
+
+
+class Named(click.Choice[str]):
+    """A choice of names that are asked for when one is given, other than the default, or when help is printed."""
+
+    def __init__(self, names: Callable[[], Iterable[str]]) -> None:
+        self._names, self.case_sensitive = names, True
+
+    @cached_property
+    def choices(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The names."""
+        return tuple(self._names())
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """As click's."""
+        return value if param is not None and value == param.default else super().convert(value, param, ctx)
 
 
 PATH = click.Path(path_type=Path)
@@ -64,7 +81,7 @@ executor_options = together(
     ),
     click.option(
         "--executor",
-        type=click.Choice(EXECUTORS.names()),
+        type=Named(EXECUTORS.names),
         default="local",
         show_default=True,
         help="Who works: processes of this machine, or a Ray cluster.",

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from energon_packing.cli.options import AT_LEAST_1, PATH, executor_options, json_option, rank_options
-from energon_packing.cli.terminal import ShownProgress, answer, counted
+from energon_packing.cli.terminal import ShownProgress, answer, counted, starting
 
 _EXAMPLES = """\b
 Examples:
@@ -55,6 +55,7 @@ def pack(plan: Path, out: Path, form: str, as_json: bool, **given: Any) -> None:
     The data sets of the plan must be where they were measured. A command that was interrupted continues with the shards
     that are missing. A run reads DIR as it reads PLAN: data.path names it.
     """
+    starting(f"Packing {plan}", quiet=as_json)
     from energon_packing.offline.pack import PackConfig
     from energon_packing.offline.pack import pack as run_pack
 

@@ -8,7 +8,7 @@ import click
 from rich.console import Console
 
 from energon_packing.cli.options import FILE, PATH, config_options, json_option
-from energon_packing.cli.terminal import answer, say, table
+from energon_packing.cli.terminal import answer, say, starting, table
 from energon_packing.errors import UserError
 from energon_packing.sample_kind import KINDS, kind_of_config
 
@@ -64,6 +64,7 @@ def plan(
     if out is None:
         raise UserError("Give --out PLAN.parquet, the file to write.")
     check_plan_name(out)
+    starting(f"Planning packs of {', '.join(map(str, given))}", quiet=as_json, models=False)
     from energon_packing.offline.index import Index, kind_of
     from energon_packing.offline.planner import make_plan
 

@@ -10,12 +10,22 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from energon_packing.cli.options import AT_LEAST_0, AT_LEAST_1, NEW_FILE, config_options, json_option
-from energon_packing.cli.terminal import ShownProgress, answer, cell, counted, dropped_lines, panel, print_warnings, say
+from energon_packing.cli.options import AT_LEAST_0, AT_LEAST_1, NEW_FILE, Named, config_options, json_option
+from energon_packing.cli.terminal import (
+    ShownProgress,
+    answer,
+    cell,
+    counted,
+    dropped_lines,
+    panel,
+    print_warnings,
+    say,
+    starting,
+)
 from energon_packing.config import load_config
 from energon_packing.errors import UserError
 from energon_packing.report.excerpt import Piece, excerpt, visible
-from energon_packing.sample_kind import all_kinds, kind_of_format
+from energon_packing.sample_kind import KINDS, kind_of_format
 
 _STAGES = {"skipped": "packs before", "packs": "packs"}
 TRAINED_MARKS = ("\u27e6", "\u27e7")
@@ -43,7 +53,7 @@ Trained text is green, or in \u27e6 \u27e7 without colours. A run of media token
     "kind",
     default="conversations",
     show_default=True,
-    type=click.Choice(["conversations", *(kind.record_format for kind in all_kinds() if kind.record_format)]),
+    type=Named(lambda: ["conversations", *(kind.record_format for kind in KINDS if kind.record_format)]),
     help="What the data set contains.",
 )
 @click.option("--packs", default=2, show_default=True, type=AT_LEAST_1, help="Packs to build.")
@@ -68,12 +78,13 @@ def preview(
 
     DATASET is an Energon data set, a plan, or a directory that `energon-packing pack` wrote.
     """
+    starting(f"Making packs of {dataset}", quiet=as_json)
     if (other := kind_of_format(kind)) is not None:
         if html is not None or key is not None or first:
             raise UserError(f"--html, --key and --pack are for conversations; leave them out with {kind}.")
         other.preview(dataset, config_path, overrides, packs, as_json)
         return
-    from energon_packing.report.page import writing
+    from energon_packing.report.page import write_whole
     from energon_packing.report.preview import Wanted, described, pairs_at
     from energon_packing.report.preview_page import drawn_packs, preview_page
 
@@ -85,9 +96,7 @@ def preview(
     views: list[dict[str, Any]] = []
     with ShownProgress(_STAGES, quiet=as_json, units=dict.fromkeys(_STAGES, "packs")) as shown:
         if html is not None:
-            page = preview_page(*drawn_packs(config, wanted, progress=shown, tell=warnings.append))
-            with writing(html):
-                html.write_text(page, encoding="utf-8")
+            write_whole(html, preview_page(*drawn_packs(config, wanted, progress=shown, tell=warnings.append)))
         else:
             views = described(config, wanted, progress=shown, tell=warnings.append)
     pairs = pairs_at(config)

@@ -24,7 +24,7 @@ from energon_packing.cli.options import (
     split_option,
     together,
 )
-from energon_packing.cli.terminal import ShownProgress, answer, cells, print_warnings, say, table
+from energon_packing.cli.terminal import ShownProgress, answer, cells, print_warnings, say, starting, table
 from energon_packing.config import RunConfig, load_config
 from energon_packing.errors import UserError
 
@@ -119,6 +119,8 @@ def stats(ctx: click.Context, paths: tuple[Path, ...], as_json: bool, **options:
         raise UserError(f"`stats{f' --{modes[0]}' * bool(modes[0])}` does not take {named}; leave it out.")
     if len(paths) > 1 and modes != ["size"]:
         raise UserError(f"{len(paths)} paths are given; only --size takes several.")
+    done = {"": "Reading", "fill": "Packing", "size": "Measuring and packing", "profile": "Making packs of"}[modes[0]]
+    starting(f"{done} {', '.join(map(str, paths))}", quiet=as_json)
     given = SimpleNamespace(**options, paths=paths, path=paths[0], asked=asked, as_json=as_json)
     {"": _statistics, "fill": _fill, "size": _size, "profile": _profile}[modes[0]](given)
 
@@ -131,7 +133,7 @@ def _count(given: SimpleNamespace, default: float | None = None) -> int:
 
 
 def _statistics(given: SimpleNamespace) -> None:
-    from energon_packing.report.page import writing
+    from energon_packing.report.page import write_whole
     from energon_packing.report.stats import reader_figures, stats_report
     from energon_packing.report.stats_page import save_figure, stats_page
 
@@ -153,8 +155,7 @@ def _statistics(given: SimpleNamespace) -> None:
     if given.data_parallel is not None:
         report["readers"] = reader_figures(str(given.path), given.split, run, samples, given.data_parallel)
     if given.html is not None:
-        with writing(given.html):
-            given.html.write_text(stats_page(report), encoding="utf-8")
+        write_whole(given.html, stats_page(report))
     if given.png is not None:
         save_figure(report, given.png)
 

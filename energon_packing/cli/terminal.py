@@ -5,17 +5,19 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import click
 from rich import box
 from rich.console import Console, Group, RenderableType
-from rich.panel import Panel
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from energon_packing.report.excerpt import visible
+
+if TYPE_CHECKING:
+    from rich.panel import Panel
+    from rich.progress import Progress
 
 _SECONDS_BETWEEN_LINES = 30.0
 
@@ -83,9 +85,24 @@ def print_warnings(warnings: Iterable[str]) -> None:
         Console().print(cell(f"warning: {sentence}", "yellow"))
 
 
-def panel(title: str, parts: Iterable[Iterable[RenderableType]], lines: Iterable[str]) -> Panel:
+def starting(what: str, *, quiet: bool, models: bool = True) -> None:
+    """Says on standard error what a command does, before imports that take seconds, above all those of ``models``;
+    nothing with --json."""
+    if not quiet:
+        click.echo(f"{visible(what)} ...", err=True)
+    if models:
+        import importlib.metadata
+
+        from energon_packing.cli.installed import packages_distributions
+
+        importlib.metadata.packages_distributions = packages_distributions
+
+
+def panel(title: str, parts: Iterable[Iterable[RenderableType]], lines: Iterable[str]) -> "Panel":
     """A pack for a terminal of any width: its segments, and lines about the whole of it. Everything folds, nothing is
     cut off by a column."""
+    from rich.panel import Panel
+
     grid = Table.grid(padding=(0, 1))
     grid.add_column(justify="right", no_wrap=True, style="bold")
     grid.add_column(ratio=1, overflow="fold")
@@ -131,6 +148,8 @@ class ShownProgress:
     def __enter__(self) -> Self:
         self._open.enter_context(redirect_stdout(sys.stderr))
         if self._console.is_terminal and not self._quiet:
+            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
             columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
             self._bar = self._open.enter_context(Progress(*columns, console=self._console, transient=True))
         return self

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from energon_packing.cli.options import AT_LEAST_1, PATH, json_option, trust_option
-from energon_packing.cli.terminal import answer, cell, counted, say, table
+from energon_packing.cli.terminal import answer, cell, counted, say, starting, table
 from energon_packing.validate.looks.look import LOOKS, Look
 from energon_packing.validate.looks.run import look_at_run
 from energon_packing.validate.rules.loader import loader_bytes
@@ -109,6 +109,7 @@ def validate(
     installed Megatron-Bridge judges the run itself or an equivalent.
     """
 
+    starting(f"Checking {' '.join(given)}", quiet=as_json)
     source = run_source(given, overrides=overrides, world_size=world_size, step=step, model_configs=model_configs)
     if measure is not None:
         source.measure(measure)

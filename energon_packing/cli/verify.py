@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from energon_packing.cli.options import AT_LEAST_0, PATH, executor_options, json_option
-from energon_packing.cli.terminal import ShownProgress, answer, counted
+from energon_packing.cli.terminal import ShownProgress, answer, counted, starting
 
 _EXAMPLES = """\b
 Examples:
@@ -37,6 +37,7 @@ def verify(ctx: click.Context, directory: Path, as_json: bool, **given: Any) -> 
 
     Names the first thing that is wrong with each shard: its pack, the sample and the field.
     """
+    starting(f"Verifying {directory}", quiet=as_json)
     from energon_packing.offline.verify import VerifyConfig
     from energon_packing.offline.verify import verify as run_verify
 

@@ -22,16 +22,14 @@ in one pass, in the order of the samples; the tests compare them with Energon's.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import sqlite3
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import yaml
@@ -42,6 +40,9 @@ from energon_packing.convert.fields import near_name
 from energon_packing.convert.layouts.layout import SUBFLAVORS
 from energon_packing.errors import UserError
 from energon_packing.remote_files import read, remote_address
+
+if TYPE_CHECKING:
+    import sqlite3
 
 MEDIA_AUX = "media"
 """Name of the auxiliary data set that a cooker of a polylithic data set receives as keyword argument."""
@@ -119,6 +120,8 @@ def media_names(layout: Layout, names: list[str]) -> list[str]:
 def open_scratch(path: Path) -> sqlite3.Connection:
     """Opens a new database, written once, in one transaction without a journal: a partial one is thrown away."""
     # Nobody else opens it, so that it needs no locks, which network file systems may lack.
+    import sqlite3  # who only reads a data set does without
+
     database = sqlite3.connect(f"file:{quote(str(path))}?nolock=1", uri=True, isolation_level=None)
     for pragma in ("journal_mode = OFF", "synchronous = OFF", "locking_mode = EXCLUSIVE", "cache_size = -16384"):
         database.execute(f"PRAGMA {pragma}")
@@ -180,6 +183,8 @@ _INDEXES = (
 
 def energon_version() -> str:
     """The version as Energon states it; where it is not installed, the one whose format is written here."""
+    import importlib.metadata  # reads mail headers, whose parsers cost every command that only reads a data set
+
     try:
         return importlib.metadata.version("megatron-energon")
     except importlib.metadata.PackageNotFoundError:

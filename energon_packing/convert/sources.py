@@ -122,7 +122,7 @@ def _unpacking(packed: BinaryIO, compression: str, name: str) -> tuple[Any, tupl
     except ImportError as error:
         raise UserError(
             f"{name} is compressed with zstd, which needs the package zstandard; run pip install "
-            "'energon-packing[convert]', or unpack the file"
+            "'.[convert]', or unpack the file"
         ) from error
     unpacker: Any = zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW)
     return unpacker.stream_reader(packed, read_across_frames=True), (zstandard.ZstdError, EOFError)
@@ -168,6 +168,15 @@ def _look(
     if first == b"":
         return "lines", 0, SampleRejected("empty_file", f"{source.name}: the file is empty")
     if suffix == TEXT_SUFFIX:
+        line = b""
+        while first == b"{" and not line:
+            line = stream.readline(max_record_bytes).strip()
+        with suppress(ValueError, RecursionError):
+            if isinstance(json.loads(line), dict):
+                raise UserError(
+                    f"{source.name} holds JSON Lines, and of a {TEXT_SUFFIX} file each line would be trained as a "
+                    "document; rename it to .jsonl"
+                )
         return "text", start, None
     if suffix in DELIMITERS:
         return "cells", start, None

@@ -36,7 +36,7 @@ class RayWorkers:
         try:
             import ray
         except ImportError as error:
-            fix = "install it with: pip install 'energon-packing[ray]'"
+            fix = "install it with: pip install '.[ray]' in the checkout"
             raise UserError(f"--executor ray needs Ray ({error}); {fix}") from error
         self._ray: Any = ray
         self._count = count

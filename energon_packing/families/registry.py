@@ -1,5 +1,7 @@
 """Families by name and by processor class, and the loading of processors."""
 
+import os.path
+import warnings
 from types import ModuleType
 from typing import Any
 
@@ -30,12 +32,28 @@ def families() -> list[str]:
     return sorted(FAMILIES.names())
 
 
+def _do_without_a_silent_hub() -> None:
+    """Turns the hub off for this process if it does not answer: otherwise each file of a processor is asked for six
+    times, for minutes, although it may be in the cache."""
+    import httpx
+    from huggingface_hub import constants, get_session
+
+    if not constants.HF_HUB_OFFLINE:
+        try:
+            get_session().head(constants.ENDPOINT, timeout=10)
+        except (httpx.HTTPError, OSError) as error:
+            warnings.warn(f"{constants.ENDPOINT} does not answer ({error}): only its cache is used", stacklevel=3)
+            constants.HF_HUB_OFFLINE = True
+
+
 def load_processor(config: EncoderConfig) -> Any:
     """Loads the processor that ``config.processor`` names, or the tokenizer if the directory has nothing else."""
     if not config.processor:
         raise ConfigError("encoder.processor is empty; name the directory or hub name of a Hugging Face processor.")
     from transformers import AutoProcessor
 
+    if not os.path.isdir(config.processor):
+        _do_without_a_silent_hub()
     try:
         return AutoProcessor.from_pretrained(config.processor, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
@@ -76,7 +94,7 @@ def build_family(processor: Any, config: EncoderConfig) -> VisionFamily:
                 f"but encoder.processor is a {kind}; use family 'auto'."
             )
         return family(processor, config)
-    for family in map(FAMILIES.find, FAMILIES.names()):
+    for family in FAMILIES:
         if kind in family.processor_classes and kind not in family.by_name_only:
             return family(processor, config)
     if not hasattr(processor, "image_processor") and hasattr(processor, "get_vocab"):

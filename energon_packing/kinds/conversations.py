@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from energon_packing.config import PACK_LIMITS, EncoderConfig, PackingConfig, RunConfig
-from energon_packing.convert.layout import SUBFLAVORS
+from energon_packing.convert.layouts.layout import SUBFLAVORS
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.packing.constraints import PackLimits
 from energon_packing.sample_kind import NO_ROW, SampleKind

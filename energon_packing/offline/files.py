@@ -29,7 +29,7 @@ try:
     import pyarrow.parquet as pq
 except ImportError as error:
     raise UserError(
-        f"the offline road needs pyarrow ({error}); install it with: pip install 'energon-packing[offline]'"
+        f"the offline road needs pyarrow ({error}); install it with: pip install '.[offline]' in the checkout"
     ) from error
 
 

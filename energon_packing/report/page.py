@@ -7,8 +7,7 @@ import gzip
 import hashlib
 import html
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +71,17 @@ def page(title: str, body: str, *, style: str = "", script: str = "") -> str:
     )
 
 
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Raises a `UserError` about the file where what is inside cannot write it."""
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Writes a file whole or not at all: what was there stays. Raises `UserError`: it cannot be written."""
+    target = Path(os.path.realpath(path))  # of a link
+    aside = target.with_name(f".{target.name}.{os.getpid()}") if target.is_file() or not target.exists() else target
     try:
-        yield
+        aside.write_bytes(content if isinstance(content, bytes) else content.encode())
+        aside.replace(target)
     except OSError as error:
-        raise UserError(f"{error.filename or path} cannot be written: {error.strerror or error}.") from error
+        if aside != target:
+            aside.unlink(missing_ok=True)
+        raise UserError(f"{path} cannot be written: {error.strerror or error}.") from error
 
 
 def _digest(text: str) -> str:

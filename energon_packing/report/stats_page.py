@@ -1,11 +1,12 @@
 """Statistics as one self-contained HTML page and as a picture; numbers and names as a reader sees them."""
 
+import io
 from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from energon_packing.conversation import PairCounts
-from energon_packing.report.page import escaped, page, writing
+from energon_packing.report.page import escaped, page, write_whole
 from energon_packing.report.stats import QUANTITIES
 
 BAR = 14
@@ -232,8 +233,9 @@ def save_figure(report: Mapping[str, Any], path: Path) -> None:
     for axis in axes[panels:]:
         axis.set_axis_off()
     figure.suptitle(f"{_plain(report['path'])}\n{source_sentence(report)}", fontsize=10)
-    with writing(path):
-        figure.savefig(path, format="png", dpi=110)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=110)
+    write_whole(path, drawn.getvalue())
 
 
 def _plain(text: str) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.plain_yaml import MOST_OF_DATA, load_yaml
-from energon_packing.sample_kind import all_kinds
+from energon_packing.sample_kind import KINDS
 from energon_packing.trust import mappings_in, refuse_code
 from energon_packing.validate.run_facts import (
     PLACEHOLDERS,
@@ -159,7 +159,7 @@ def _bridge() -> None:
     try:
         with without_output():
             prepare_bridge()
-            for module in filter(None, (kind.bridge_module for kind in all_kinds())):
+            for module in filter(None, (kind.bridge_module for kind in KINDS)):
                 importlib.import_module(module)  # Bridge's YAML may name its classes
     except ImportError as error:
         raise UserError(f"Megatron-Bridge is needed for this and cannot be imported: {error}.") from error

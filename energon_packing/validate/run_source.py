@@ -425,7 +425,10 @@ def run_source(
     if len(given) > 1 and not name.startswith("--"):
         raise ConfigError(f"One run at a time: {' '.join(given[:3])}. Megatron-LM arguments begin with --.")
     path = Path(name)
-    text = path.read_text(encoding="utf-8-sig", errors="replace") if path.is_file() else ""
+    try:
+        text = path.read_text(encoding="utf-8-sig", errors="replace") if path.is_file() else ""
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
     first = next((line.split("#")[0].split()[0] for line in text.splitlines() if line.split("#")[0].split()), "")
     if name.startswith("--") or (first.startswith("--") and first != "---"):
         if model_configs is not None:

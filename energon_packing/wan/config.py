@@ -28,8 +28,6 @@ from energon_packing.errors import ConfigError
 from energon_packing.packing.constraints import PackLimits
 from energon_packing.thd.alignment import alignment_multiple
 
-SUBFLAVORS = {"energon_packing": "text-to-video-v1"}
-"""The mark of text-to-video samples, which no conversation cooker takes."""
 Longer = Literal["middle", "spread"]
 Compat = Literal["none", "bridge"]
 BRIDGE_TEXT_LENGTH = 512

@@ -16,6 +16,8 @@ from energon_packing.stored_record import StoredRecord
 TensorRole = Literal["latents", "context"]
 RECORD_VERSION = 1
 RECORD_KIND = "text_to_video"
+SUBFLAVORS = {"energon_packing": "text-to-video-v1"}
+"""The mark of text-to-video samples, which no conversation cooker takes."""
 FLOATING = ("float16", "bfloat16", "float32", "float64")
 """The dtypes of a stored tensor, by torch's names."""
 AXES: Mapping[TensorRole, int] = {"latents": 4, "context": 2}

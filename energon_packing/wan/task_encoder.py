@@ -24,11 +24,11 @@ from energon_packing.energon.task_encoder import WindowTaskEncoder
 from energon_packing.errors import PackingError, SampleRejected
 from energon_packing.packing.balance import pack_cost
 from energon_packing.stored_record import check_depth
-from energon_packing.wan.config import SUBFLAVORS, ClipLimits, TextToVideoPackingConfig, TextToVideoRunConfig
+from energon_packing.wan.config import ClipLimits, TextToVideoPackingConfig, TextToVideoRunConfig
 from energon_packing.wan.encoder import MeasuredClip, TextToVideoEncoder
 from energon_packing.wan.models import CaptionEncoder, LatentEncoder
 from energon_packing.wan.pack import WanPack, WanSample, clip_order, pack_wan
-from energon_packing.wan.record import TextToVideo
+from energon_packing.wan.record import SUBFLAVORS, TextToVideo
 
 
 @edataclass

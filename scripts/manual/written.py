@@ -55,7 +55,7 @@ def commands() -> str:
         context = click.Context(cli, info_name="energon-packing")
         parts.append(f"\n## {name}\n\n")
         if entry.extras:
-            parts.append(f"Needs `pip install 'energon-packing[{','.join(entry.extras)}]'`.\n\n")
+            parts.append(f"Needs `pip install '.[{','.join(entry.extras)}]'`.\n\n")
         parts.append(_command(entry.load(), name, context))
     return "".join(parts)
 
@@ -142,7 +142,7 @@ def _described(node: ast.stmt) -> str:
                 parts.append(f"{ast.unparse(entry.target)}\n    {' '.join(str(told.value.value).split())}")
         methods = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name[0] != "_"]
         for method in methods:
-            told = " ".join((ast.get_docstring(method) or "").split("\n\n")[0].split())
+            first = " ".join((ast.get_docstring(method) or "").split("\n\n")[0].split())
             parts.append(f"{_signature(method)}\n    {first}".rstrip())
     return "\n\n".join(parts)
 

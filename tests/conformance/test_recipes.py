@@ -7,6 +7,7 @@ import ast
 import dataclasses
 import json
 import random
+import shlex
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -83,6 +84,17 @@ def test_every_recipe_is_valid_and_bridge_accepts_it(module, name, size):
     assert answer["resolved"]["packing"] == "online"
     assert answer["resolved"]["micro_batches_per_step"] >= 1
     assert answer["resolved"]["context_parallel"] == 1 or module != "qwen25_vl"  # which has no code for it
+
+
+@pytest.mark.parametrize("module", ["qwen25_vl", "qwen3", "qwen3_vl", "wan"])
+def test_the_command_in_the_first_lines_of_a_recipe_file_runs_in_a_fresh_checkout(module, tmp_path, monkeypatch):
+    for shipped in ("bridge_configs", "energon_packing"):
+        (tmp_path / shipped).symlink_to(ROOT / shipped)
+    monkeypatch.chdir(tmp_path)
+    text = ast.get_docstring(ast.parse((FOLDER / f"{module}.py").read_text()))
+    (command,) = [line for line in text.replace("\\\n", "").splitlines() if line.startswith("    energon-packing ")]
+    done = CliRunner().invoke(cli, shlex.split(command)[1:])
+    assert (done.exit_code, "validate() accepts" in done.stdout) == (0, True), done.output
 
 
 @pytest.mark.parametrize(("module", "name", "size"), {recipe[0]: recipe for recipe in RECIPES}.values())

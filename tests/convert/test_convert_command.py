@@ -239,4 +239,4 @@ def test_a_source_that_needs_an_extra_says_which(tmp_path: Path, monkeypatch: py
         done = call(tmp_path / name, "--out", tmp_path / "out")
         assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
         assert extra in done.stderr
-        assert "energon-packing[convert]" in done.stderr
+        assert ".[convert]" in done.stderr

@@ -21,7 +21,7 @@ from energon_packing.convert.workspace import MARK
 from energon_packing.demo.generate import make_data
 from energon_packing.errors import UserError
 
-msc = pytest.importorskip("multistorageclient", reason="pip install 'energon-packing[remote]'")
+msc = pytest.importorskip("multistorageclient", reason="pip install '.[remote]'")
 OF_THE_PLACE = ("conversion.json", "index.uuid")
 """Files that depend on where the sources are, as they do for two local places."""
 
@@ -228,5 +228,5 @@ def test_without_the_package_or_its_profile_an_address_is_one_sentence(
     monkeypatch.setattr(remote_files.importlib.util, "find_spec", lambda name: None)
     said = told("msc://bucket/a.jsonl")
     assert said.startswith(f"{what} msc://bucket/a.jsonl is a remote address, which needs the package")
-    assert "pip install 'energon-packing[remote]'" in said
+    assert "pip install '.[remote]'" in said
     assert os.listdir(tmp_path) == ["a.jsonl"]

@@ -25,7 +25,7 @@ from energon_packing.executors.local import LocalProcesses
 from energon_packing.executors.work import CallingProcess, ExecutorConfig, in_order
 
 NEEDS_RAY = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install 'energon-packing[ray]'"
+    importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install '.[ray]'"
 )
 HERE = Path(__file__).parent
 THIS = os.pathsep.join((str(HERE), str(HERE.parent), ranks_environment()["PYTHONPATH"]))
@@ -229,7 +229,7 @@ def test_a_choice_that_cannot_be_is_refused(fields, sentence):
 
 def test_a_machine_without_ray_is_told_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(UserError, match=r"--executor ray needs Ray .*pip install 'energon-packing\[ray\]'"):
+    with pytest.raises(UserError, match=r"--executor ray needs Ray .*pip install '\.\[ray\]'"):
         ExecutorConfig(kind="ray").executor(3)
 
 

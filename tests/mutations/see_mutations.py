@@ -2,10 +2,16 @@
 
 from mutation_table import Mutation
 
-SEE_TRAPS = {63: "a figure or page shows packs that were not trained, hides a dead rank, or runs what a sample says"}
+SEE_TRAPS = {
+    63: "a figure or page shows packs that were not trained, hides a dead rank, or runs what a sample says",
+    126: "the first hour ends in an empty file, a bug report, or minutes of silence",
+    127: "a command is silent while it imports, or imports what it does not use",
+}
 
 METRICS = "tests/energon/test_pack_metrics.py::"
 PAGE = "tests/report/test_preview_page.py::"
+IMPORTS = "tests/test_imports.py::"
+FIRST = "tests/cli/test_first_hour.py::"
 
 SEE_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
@@ -42,5 +48,81 @@ SEE_MUTATIONS: tuple[Mutation, ...] = (
         test=PAGE + "test_nothing_that_a_sample_says_is_markup",
         oracle="Python's `html.parser`",
         edits=(("report/page.py", "    return html.escape(text, quote=True)\n", "    return text\n"),),
+    ),
+    Mutation(
+        trap=126,
+        name="a full disk leaves an empty page or configuration",
+        test=FIRST + "test_a_full_disk_leaves_what_was_there_and_nothing_else[None]",
+        oracle="the listing of the directory",
+        edits=(("report/page.py", "            aside.unlink(missing_ok=True)\n", "            pass\n"),),
+    ),
+    Mutation(
+        trap=126,
+        name="a bar ends a command on a terminal that is not UTF-8",
+        test=FIRST + "test_a_terminal_that_is_not_utf8_shows_escapes",
+        oracle="Python's own encoder",
+        edits=(
+            ("cli/main.py", 'stream.reconfigure(errors="backslashreplace")', 'stream.reconfigure(errors="strict")'),
+        ),
+    ),
+    Mutation(
+        trap=126,
+        name="a base install says that there is no module named torch",
+        test=FIRST + "test_a_public_name_of_a_base_install_says_which_extra_it_needs",
+        oracle="the extras of pyproject.toml",
+        edits=(
+            (
+                "__init__.py",
+                "        raise ModuleNotFoundError(needed, name=error.name) from error\n",
+                "        raise\n",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=126,
+        name="a hub without a network is asked for every file six times",
+        test=FIRST + "test_a_hub_that_does_not_answer_is_asked_once[False]",
+        oracle="the hub's own switch",
+        edits=(("families/registry.py", "            constants.HF_HUB_OFFLINE = True\n", "            pass\n"),),
+    ),
+    Mutation(
+        trap=126,
+        name="JSON Lines named .txt are trained as documents",
+        test=FIRST + "test_json_lines_in_a_text_file_are_not_trained_as_documents[lines]",
+        oracle="the records as JSON reads them",
+        edits=(("convert/sources.py", 'while first == b"{" and not line:', "while False:"),),
+    ),
+    Mutation(
+        trap=126,
+        name="a file that gives an I/O error is called a bug of ours",
+        test=FIRST + "test_a_file_that_cannot_be_read_is_said_to_be_so",
+        oracle="the kernel's error",
+        edits=(
+            (
+                "validate/run_source.py",
+                'raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error',
+                "raise",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=127,
+        name="a command says what it does when it has imported everything",
+        test=IMPORTS + "test_commands_say_what_they_do_before_they_import_what_takes_long",
+        oracle="`sys.modules` of a fresh interpreter",
+        edits=(
+            (
+                "cli/measure.py",
+                "    starting(f\"Measuring {', '.join(map(str, datasets))}\", quiet=as_json)\n",
+                '    import energon_packing.offline.measure\n\n    starting("Measuring data", quiet=as_json)\n',
+            ),
+        ),
+    ),
+    Mutation(
+        trap=127,
+        name="the names of executors and layouts are asked for although the default is taken",
+        test=IMPORTS + "test_a_command_imports_nothing_that_it_does_not_need[convert nowhere.jsonl --dry-run --json-]",
+        oracle="`sys.modules` of a fresh interpreter",
+        edits=(("cli/options.py", "value if param is not None and value == param.default else super()", "super()"),),
     ),
 )

@@ -416,6 +416,6 @@ def test_a_lock_that_another_process_has_still_counts(sources, tmp_path, monkeyp
 
 
 def test_an_address_without_a_cluster_is_a_sentence(plan_of, tmp_path):
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'energon-packing[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
     done = invoke("pack", plan_of.data.path, "--out", tmp_path / "p", "--executor", "ray", "--address", "127.0.0.1:1")
     assert (done.exit_code, "there is no Ray cluster that this machine can join" in done.stderr) == (2, True)

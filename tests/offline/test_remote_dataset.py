@@ -19,7 +19,7 @@ from energon_packing.offline.plan import Plan
 from energon_packing.offline.source import source_parts
 from energon_packing.offline.verify import VerifyConfig, verify
 
-pytest.importorskip("multistorageclient", reason="pip install 'energon-packing[remote]'")
+pytest.importorskip("multistorageclient", reason="pip install '.[remote]'")
 
 
 @pytest.fixture

@@ -79,7 +79,7 @@ LAYOUTS: Registry[Layout] = Registry("layout", folder=__package__, declared=_dec
 @cache
 def all_layouts() -> tuple[Layout, ...]:
     """Returns all layouts; asking the registry for every record would take longer than reading it."""
-    return tuple(LAYOUTS.find(name) for name in LAYOUTS.names())
+    return tuple(LAYOUTS)
 
 
 def register_layout(layout: Layout) -> None:

@@ -144,7 +144,7 @@ def all_rules() -> tuple[Rule, ...]:
 
     Not to be called while modules are imported: a rule's own may be the first of them, and would be found empty.
     """
-    return tuple(sorted(map(_REGISTRY.find, _REGISTRY.names()), key=lambda rule: rule.order))
+    return tuple(sorted(_REGISTRY, key=lambda rule: rule.order))
 
 
 def register_rule(rule: Rule) -> None:

@@ -10,12 +10,12 @@ from energon_packing.config import PACK_LIMITS
 from energon_packing.config.setting import length_free_of
 from energon_packing.sample_kind import NO_ROW, SampleKind
 from energon_packing.wan.config import (
-    SUBFLAVORS,
     ClipLimits,
     TextToVideoConfig,
     TextToVideoPackingConfig,
     TextToVideoRunConfig,
 )
+from energon_packing.wan.record import SUBFLAVORS
 
 if TYPE_CHECKING:  # planning needs neither torch nor Energon
     from megatron.energon import CrudeSample

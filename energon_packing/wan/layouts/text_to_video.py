@@ -15,8 +15,7 @@ from energon_packing.convert.fields import unread
 from energon_packing.convert.layouts.layout import FileKind, Layout
 from energon_packing.convert.media_files import MEDIA_KINDS, MediaFile
 from energon_packing.errors import SampleRejected
-from energon_packing.wan.config import SUBFLAVORS
-from energon_packing.wan.record import TextToVideo
+from energon_packing.wan.record import SUBFLAVORS, TextToVideo
 from energon_packing.wan.tensor_files import NAMES, TensorFile, check_tensor
 
 FileRole = Literal["video", "latents", "context"]

@@ -52,7 +52,7 @@ try:
         from support.bridge_cpu.modules import CpuSpecProvider, NormColumnParallelLinear, TorchNorm
 except ImportError as error:
     raise UserError(
-        f"Megatron-Core cannot be imported ({error}); install the extra with `pip install 'energon-packing[bridge]'`."
+        f"Megatron-Core cannot be imported ({error}); install the extra with `pip install '.[bridge]'`."
     ) from error
 
 

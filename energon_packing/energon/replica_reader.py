@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 import torch
@@ -97,14 +97,25 @@ class ReadAhead:
         self._stopped = True
         self._room.release()
         self._road.interrupt()
+        for _ in range(self._ready.qsize()):
+            with contextlib.suppress(Empty):
+                self._ready.put(_without_frames(self._ready.get_nowait()))
 
     def _run(self) -> None:
         error = None
         while error is None and self._room.acquire() and not self._stopped:
             made = _copied(self._road, self._copy)
             error = made.error
-            self._ready.put(made)
+            self._ready.put(_without_frames(made) if self._stopped else made)
         self._road.finish(self._stopped)
+
+
+def _without_frames(made: Made) -> Made:
+    """An error that nobody takes: its frames would keep the loader until garbage is collected, which then waits five
+    seconds for each of the loader's workers."""
+    if made.error is not None:
+        made.error.__traceback__ = made.error.__cause__ = made.error.__context__ = None
+    return made
 
 
 def _end_all() -> None:

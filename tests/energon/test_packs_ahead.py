@@ -8,6 +8,7 @@ import signal
 import subprocess
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -182,6 +183,35 @@ def test_the_thread_ends_with_its_reader(closed):
         gc.collect()
     own.join(timeout=200)
     assert not own.is_alive()
+
+
+@pytest.mark.parametrize("first", ["error", "close"])
+def test_a_loader_ends_with_its_reader_whose_thread_met_an_error_that_nobody_took(first):
+    """Its workers would go on until garbage is collected, which waits for them."""
+    closed, source = threading.Event(), replica_ranks.Source()
+
+    def change(number):
+        if number:
+            assert first == "error" or closed.wait(200)
+            raise ConfigError("no such prompt.")
+        return replica_ranks.pack(number)
+
+    source.change = change
+    reader, found = OneReader(source, Replica(), depth=2), weakref.ref(source)
+    next(reader)
+    thread = reader._ahead.thread
+    if first == "error":
+        thread.join(200)
+    del source, change
+    gc.disable()
+    try:
+        reader.close()
+        del reader
+        closed.set()
+        thread.join(200)
+        assert found() is None
+    finally:
+        gc.enable()
 
 
 def test_ranks_of_stages_and_hosts_end_while_packs_are_on_their_way(tmp_path):

@@ -269,6 +269,19 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         trap=64,
+        name="an error that nobody takes keeps the workers of a closed loader",
+        test=AHEAD + "test_a_loader_ends_with_its_reader_whose_thread_met_an_error_that_nobody_took[error]",
+        oracle="a weak reference to the source",
+        edits=(
+            (
+                "energon/replica_reader.py",
+                "self._ready.put(_without_frames(self._ready.get_nowait()))",
+                "self._ready.put(self._ready.get_nowait())",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=64,
         name="a rank that has left keeps the last message from other hosts",
         test="tests/energon/test_replica.py::test_a_rank_that_is_gone_keeps_no_message_from_other_hosts",
         oracle="the broadcast of the message",

@@ -1,13 +1,13 @@
 """Puts each bug of the mutation tables back, one at a time, and runs the test that must notice it.
 
-    python tests/mutations/mutation_run.py [--only 7 --only 12] [--third] [--jobs 2] [--json]
+    python tests/mutations/mutation_run.py [--only 7 --only 12] [--drawn] [--jobs 2] [--json]
 
 Exit codes: 0 every mutation was noticed, 1 one was not (or a test fails without any mutation), 2 the table does
 not fit the code. The working tree is only read: every mutation gets a copy of the package of its own in a fresh
 temporary directory. torch, transformers and Bridge are imported once, in a process that never imports the package for
 good; each mutation runs in a fork of it, so it pays for its own test and little more. What the tests import besides is
-known after a run of some of them on the package as it is, and is imported there too. ``--third``, which the tests use,
-puts back a third of the bugs, another one for each state of the package.
+known after a run of some of them on the package as it is, and is imported there too. ``--drawn``, which the tests use,
+puts back one bug in eight, others for each state of the package.
 """
 
 import argparse
@@ -106,10 +106,10 @@ def edited(mutation: Mutation) -> dict[str, str]:
 
 
 def drawn(mutations: Sequence[Mutation]) -> list[Mutation]:
-    """About a third of them, chosen by what the package's files hold: none stays out of many commits."""
+    """About one in eight, chosen by what the package's files hold: none stays out of many commits."""
     files = sorted((ROOT / PACKAGE).rglob("*.py"))
     state = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-    return [mutation for mutation in mutations if zlib.crc32(f"{state} {mutation.name}".encode()) % 3 == 0]
+    return [mutation for mutation in mutations if zlib.crc32(f"{state} {mutation.name}".encode()) % 8 == 0]
 
 
 def copy_package(folder: Path, mutation: Mutation | None, compiled: Path | None = None) -> None:
@@ -298,12 +298,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", type=int, action="append", metavar="TRAP", help="this trap; may be repeated")
-    parser.add_argument("--third", action="store_true", help="those of `drawn` alone")
+    parser.add_argument("--drawn", action="store_true", help="those of `drawn` alone")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="mutations at a time (default 2)")
     parser.add_argument("--json", action="store_true", help="print one JSON list")
     options = parser.parse_args(arguments)
     chosen = [mutation for mutation in ALL_MUTATIONS if not options.only or mutation.trap in options.only]
-    chosen = drawn(chosen) if options.third else chosen
+    chosen = drawn(chosen) if options.drawn else chosen
     if not chosen or options.jobs < 1:
         parser.error("no mutation chosen" if not chosen else "--jobs must be at least 1")
     began = time.monotonic()

@@ -81,11 +81,11 @@ def test_every_bug_fits_the_code_that_it_is_put_into():
 
 @pytest.fixture(scope="module")
 def verdicts():
-    """Mutation -> verdict and detail, from one run of a third of them in a process of its own."""
+    """Mutation -> verdict and detail, from one run of what is drawn of them in a process of its own."""
     script = str(Path(__file__).with_name("mutation_run.py"))
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [quick_python(), script, "--json", "--third", "--jobs", "3"],  # one of them may wait for a deadline
+        [quick_python(), script, "--json", "--drawn", "--jobs", "3"],  # one of them may wait for a deadline
         env=environment,
         capture_output=True,
         text=True,

@@ -348,7 +348,7 @@ class Conversation:
             messages: each has ``role`` and ``content``, and may have ``tool_calls``, ``tool_call_id`` and
                 ``reasoning_content``. Content is text or a list of parts: text, ``{"type": "text", "text": ...}``, or
                 ``{"type": "image"}`` and ``{"type": "video"}``, of which each takes the next of ``media``.
-            media: what the parts name, in order (`energon_packing.media.media_file` reads the sizes of a file).
+            media: what the parts name, in order (`energon_packing.media_file` reads the sizes of a file).
 
         Raises:
             SampleRejected: ``bad_record`` for messages of another form, and the reasons of `Conversation` itself.

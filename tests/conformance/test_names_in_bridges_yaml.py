@@ -85,6 +85,7 @@ LATER = {
     "what a module imported": ("activation_func", {"_target_": "megatron.core.utils.os.system", "_call_": False}),
     "functools.partial": ("init_method", {"_target_": "functools.partial", "_args_": []}),
     "code beside a processor": ("trust_remote_code", True),
+    "an encoder of one's own": ("encoder", "my_module:MyEncoder.Inner"),
     "a trusted data set": ("trust", True),
     "a class of the checkpoint's": ("custom_manager_class", "my_module.Manager"),
 }

@@ -2,6 +2,7 @@
 
 import errno
 import io
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +39,10 @@ def test_a_file_is_replaced_behind_its_link_and_a_pipe_is_written_to(tmp_path):
     for content in ("first", "second"):
         write_whole(tmp_path / "link", content)
         assert ((tmp_path / "link").is_symlink(), (tmp_path / "file").read_text()) == (True, content)
+    read, written = os.pipe()
+    (tmp_path / "stdout").symlink_to(f"/dev/fd/{written}")  # as /dev/stdout is one
+    write_whole(tmp_path / "stdout", "third")
+    assert (os.read(read, 9), os.readlink(tmp_path / "stdout")) == (b"third", f"/dev/fd/{written}")
     write_whole(Path("/dev/null"), "third")
     assert Path("/dev/null").is_char_device()
 

@@ -246,7 +246,7 @@ _KIND_OF_CLASS: dict[str, DatasetKind] = {
 }
 
 
-_TEXT_MODELS = {"Gemma4ModelProvider": "gemma4_text", "Gemma4DenseProvider": "gemma4_text"}
+TEXT_MODELS = {"Gemma4ModelProvider": "gemma4_text", "Gemma4DenseProvider": "gemma4_text"}
 """Providers of text whose names are those of a family that sees, with the names that transformers has for text."""
 
 _OF_HEADS = ("hidden_size", "num_attention_heads", "kv_channels", "global_kv_channels", "global_head_dim")
@@ -288,7 +288,7 @@ def view_of(container: Any, *, world_size: int, step: str | None = None, data: D
             "data": data,
             "megatron_core_version": installed_version("megatron-core"),
             "bridge_version": installed_version("megatron-bridge"),
-            "model": _TEXT_MODELS.get(name, name.removesuffix("ModelProvider").removesuffix("Provider")),
+            "model": TEXT_MODELS.get(name, name.removesuffix("ModelProvider").removesuffix("Provider")),
             "has_offline_packing_specs": specs is not None,
             "packed_metadata_missing": _missing_metadata(specs),
             "pad_to_max_length": getattr(dataset, "pad_to_max_length", False) is True

@@ -114,13 +114,8 @@ _TRUSTS = ("trust", "trust_remote_code", "hf_trust_remote_code", "custom_manager
 
 
 def _check_names(path: Path, text: str) -> None:
-    """Refuses a YAML of Bridge that names what is no configuration: Bridge's allow list lets whole packages through
-    (``numpy.testing.runstring``), and OmegaConf makes mappings of texts (``${oc.create:...}``).
-
-    Raises:
-        ConfigError: it does, or it names code in other words.
-        yaml.YAMLError, ValueError, RecursionError: as `load_yaml`.
-    """
+    """Refuses (`ConfigError`) a YAML of Bridge that names what is no configuration: Bridge's allow list lets whole
+    packages through (``numpy.testing.runstring``), and OmegaConf makes mappings of texts (``${oc.create:...}``)."""
     for found in mappings_in(load_yaml(text, most_values=MOST_OF_DATA)):
         target = str(found.get("_target_", ""))
         called = bool(found.get("_call_", True)) and not found.get("_partial_")

@@ -433,8 +433,8 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "remote_files.py",
-                '_QUERY.sub(r"\\1?...", _USER.sub("://...@", text))',
-                '_USER.sub("://...@", text)',
+                '_QUERY.sub(r"\\1?...", _USER.sub("://...@", text[:2000]))',
+                '_USER.sub("://...@", text[:2000])',
             ),
         ),
     ),

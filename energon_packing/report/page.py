@@ -72,7 +72,7 @@ def page(title: str, body: str, *, style: str = "", script: str = "") -> str:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes a file whole or not at all: what was there stays. Raises `UserError`: it cannot be written."""
+    """Writes a file whole or not at all. Raises `UserError`: it cannot be written, and what was there is as it was."""
     target = Path(os.path.realpath(path))  # of a link
     aside = target.with_name(f".{target.name}.{os.getpid()}") if target.is_file() or not target.exists() else target
     try:

@@ -394,7 +394,7 @@ def merged(directory: Path) -> LedgerReport:
         report.quarantined = len({(str(entry.get("data")), str(entry.get("key"))) for entry in _quarantined(directory)})
     except OSError as error:
         raise _unreadable(directory, error) from error
-    for epoch in range(max(positions, default=-1) // packs_of_plan + 1):
+    for epoch in sorted({at // packs_of_plan for at in positions}):
         held = range(epoch * packs_of_plan, (epoch + 1) * packs_of_plan)
         _count([line for at in held for line in positions.get(at, ())], report)
     report.duplicates.sort()

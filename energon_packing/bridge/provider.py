@@ -279,12 +279,12 @@ def saved_state(dataset: Any, resumed: tuple[int, Any] | None, *, rank: int, acc
         else "neither its checkpoint nor dataset.dataloader_load names a folder of loader states, so the data would "
         "start over; name it, or"
     )
-    for place in (path.parent for path in places):
-        if saved := len(list(place.glob(FILE.replace("{:03d}", "*")))):
+    for path in places:
+        if saved := len(list(path.parent.glob(FILE.replace("{:03d}", "*")))):
             lacking = (
-                f"{place} has the states of {saved} data-parallel rank{'s'[: saved > 1]}, and none of rank {rank}: a "
+                f"there is no state of the loader at {path}, but of {saved} data-parallel rank{'s'[: saved > 1]}: a "
                 f"data set that is read online keeps one per rank. Go on with {saved}, make a plan of the rest "
-                f"(`energon-packing state convert {place}`, docs/resume.md), or"
+                f"(`energon-packing state convert {path.parent}`, docs/resume.md), or"
             )
     raise ConfigError(f"The run continues at step {step}, but {lacking} {anew}")
 

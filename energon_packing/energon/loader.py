@@ -466,7 +466,7 @@ def build_dataset(
                 repeat=config.data.repeat,
                 packing_buffer_size=packing_buffer_size,
             )
-    except (OSError, KeyError, AssertionError, ValueError) as error:
+    except (OSError, KeyError, AssertionError, ValueError, ImportError) as error:
         raise UserError(
             f"The data set {config.data.path} cannot be opened with split {chosen!r}: "
             f"{type(error).__name__}: {error}. Check data.path and data.split."

@@ -42,6 +42,7 @@ from energon_packing.energon.samples import (
     Problem,
     RenderedSample,
     by_group,
+    data_of,
     read_media,
 )
 from energon_packing.energon.states import settings_of
@@ -414,6 +415,12 @@ class PackingTaskEncoder(WindowTaskEncoder):
     @stateless
     def preencode_sample(self, sample: ConversationSample) -> MeasuredSample:
         """Measures one conversation. Never raises: an error becomes the sample's problem."""
+        if not isinstance(sample, ConversationSample):  # of a data set that is cooked by nobody
+            refused = ConfigError(
+                f"{data_of(sample)} gives {type(sample).__name__}, no conversations: convert it with 'energon-packing "
+                "convert', or make it a CrudeWebdataset and give a cooker for it."
+            )
+            sample = ConversationSample.derive_from(sample, conversation=None, problem=Problem.of(refused))
         problem = sample.problem
         measured: AnyMeasured | None = None
         split: MeasuredSplit | None = None

@@ -72,7 +72,7 @@ def page(title: str, body: str, *, style: str = "", script: str = "") -> str:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes a file whole or not at all: what was there stays. Raises `UserError`: it cannot be written."""
+    """Writes a file whole or not at all. Raises `UserError`: it cannot be written, and what was there is as it was."""
     whole = path.is_file() or not path.exists()  # no device or pipe
     target = Path(os.path.realpath(path)) if whole else path  # of a link
     aside = target.with_name(f".{target.name}.{os.getpid()}") if whole else target

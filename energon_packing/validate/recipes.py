@@ -114,13 +114,8 @@ _TRUSTS = ("trust", "trust_remote_code", "hf_trust_remote_code", "custom_manager
 
 
 def _check_names(path: Path, text: str) -> None:
-    """Refuses a YAML of Bridge that names what is no configuration: Bridge's allow list lets whole packages through
-    (``numpy.testing.runstring``), and OmegaConf makes mappings of texts (``${oc.create:...}``).
-
-    Raises:
-        ConfigError: it does, or it names code in other words.
-        yaml.YAMLError, ValueError, RecursionError: as `load_yaml`.
-    """
+    """Refuses (`ConfigError`) a YAML of Bridge that names what is no configuration: Bridge's allow list lets whole
+    packages through (``numpy.testing.runstring``), and OmegaConf makes mappings of texts (``${oc.create:...}``)."""
     for found in mappings_in(load_yaml(text, most_values=MOST_OF_DATA)):
         target = str(found.get("_target_", ""))
         called = bool(found.get("_call_", True)) and not found.get("_partial_")
@@ -245,7 +240,7 @@ _KIND_OF_CLASS: dict[str, DatasetKind] = {
 }
 
 
-_TEXT_MODELS = {"Gemma4ModelProvider": "gemma4_text", "Gemma4DenseProvider": "gemma4_text"}
+TEXT_MODELS = {"Gemma4ModelProvider": "gemma4_text", "Gemma4DenseProvider": "gemma4_text"}
 """Providers of text whose names are those of a family that sees, with the names that transformers has for text."""
 
 _OF_HEADS = ("hidden_size", "num_attention_heads", "kv_channels", "global_kv_channels", "global_head_dim")
@@ -287,7 +282,7 @@ def view_of(container: Any, *, world_size: int, step: str | None = None, data: D
             "data": data,
             "megatron_core_version": installed_version("megatron-core"),
             "bridge_version": installed_version("megatron-bridge"),
-            "model": _TEXT_MODELS.get(name, name.removesuffix("ModelProvider").removesuffix("Provider")),
+            "model": TEXT_MODELS.get(name, name.removesuffix("ModelProvider").removesuffix("Provider")),
             "has_offline_packing_specs": specs is not None,
             "packed_metadata_missing": _missing_metadata(specs),
             "pad_to_max_length": getattr(dataset, "pad_to_max_length", False) is True

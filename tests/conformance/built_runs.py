@@ -18,8 +18,8 @@ from support.bridge_cpu import stand_ins, tiny_models, training_run
 from energon_packing.validate.rules.rule import Rule
 from energon_packing.validate.run_view import RunView
 
-FAMILIES = {"Qwen25VL": "qwen2_5_vl", "Qwen3VL": "qwen3_vl"}
-"""Drawn models with a tiny one."""
+FAMILIES = {"Qwen25VL": "qwen2_5_vl", "Qwen3VL": "qwen3_vl", "Qwen35VL": "qwen3_vl"}
+"""Drawn models that see, with a tiny one; Qwen3.5-VL has the class of Qwen3-VL (`FAMILY_TABLE`)."""
 
 TOKENS = tiny_models.SpecialTokens(vision_start=1, vision_end=2, image=3, video=4)
 

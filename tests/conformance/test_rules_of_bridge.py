@@ -7,6 +7,7 @@ Every run is judged by Bridge's unmodified ``ConfigContainer.validate()``. Bridg
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.util
 import itertools
 import os
@@ -24,7 +25,7 @@ from hypothesis import strategies as st
 
 from energon_packing.validate import verdict
 from energon_packing.validate.family_table import FAMILY_TABLE, FamilyLine, line_of
-from energon_packing.validate.recipes import view_of
+from energon_packing.validate.recipes import TEXT_MODELS, view_of
 from energon_packing.validate.rules.rule import Rule, all_rules, judge, rule_that_bridge_named, violations
 from energon_packing.validate.run_view import RunView, installed_version, smallest_world_size
 from energon_packing.validate.verdict import BridgeVerdict, bridge_verdict, equivalent_container
@@ -386,9 +387,10 @@ def test_a_line_holds_in_the_versions_that_it_speaks_of_and_in_no_other(source: 
 @pytest.mark.parametrize("source", sources())
 def test_every_family_of_the_table_has_a_provider_by_whose_name_a_run_finds_it(source: BridgeSource) -> None:
     text = " ".join(path.read_text(encoding="utf-8") for path in (source.folder / "models").rglob("*.py"))
-    classes = {word.split("(")[0].rstrip(":").lower() for word in text.split() if "Provider" in word}
+    classes = {word.split("(")[0].rstrip(":") for word in text.split() if "Provider" in word}
+    names = {TEXT_MODELS.get(name, name).lower().replace("_", "") for name in classes}
     for line in FAMILY_TABLE:
-        assert any(name.startswith(line.prefix) and "provider" in name for name in classes), line.name
+        assert any(name.startswith(line.prefix) for name in names), line.name
 
 
 @pytest.mark.parametrize("line", FAMILY_TABLE, ids=lambda line: f"{line.prefix}-{line.since[0]}.{line.since[1]}")
@@ -416,6 +418,27 @@ def test_a_run_is_refused_for_its_family_exactly_where_the_table_says_no(
     elif cp > 1 and not line.context_parallel:
         expected = {"ours/family-context-parallel"}
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("module", "provider", "refused"),
+    [
+        ("gemma.gemma4_provider", "Gemma4ModelProvider", []),
+        ("gemma.gemma4_provider", "Gemma4DenseProvider", []),
+        ("gemma_vl.gemma4_vl_provider", "Gemma4VLModelProvider", ["ours/family-takes-packs"]),
+        ("gemma_vl.gemma4_vl_provider", "Gemma4DenseVLProvider", ["ours/family-takes-packs"]),
+    ],
+)
+def test_gemma_4_takes_packs_as_a_model_of_text_where_its_widest_heads_have_a_kernel(
+    module: str, provider: str, refused: list[str]
+) -> None:
+    container = equivalent_container(consistent(dataset_kind="gpt_sft", **PACKED))
+    container.model = getattr(importlib.import_module(f"megatron.bridge.models.{module}"), provider)(seq_length=96)
+    view = view_of(container, world_size=1)
+    assert view.head_dim == 512
+    assert [found.rule.id for found in violations(view.changed(calculate_per_token_loss=True))] == refused
+    wide = view.changed(calculate_per_token_loss=True, context_parallel=2, world_size=2)
+    assert "ours/head-dimension" in [found.rule.id for found in violations(wide)]
 
 
 def test_the_page_shows_the_table_that_the_rules_read() -> None:

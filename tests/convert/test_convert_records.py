@@ -106,6 +106,12 @@ def test_placeholders_and_media_that_do_not_match_are_rejected_with_both_counts(
     ("record", "expected"),
     [
         ({"texts": "x", "zeta": 1}, "unknown_layout"),
+        ({"caption": "x", "image": "a.jpg", "question": "?", "answer": "!"}, "unknown_layout"),
+        ({"caption": "x"}, "unknown_layout"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "index": 1}]}], "images": ["a"]},
+            "placeholder_mismatch",
+        ),
         ([1, 2], "unknown_layout"),
         (None, "unknown_layout"),
         ({"conversations": [["human", "hi"]]}, "unknown_layout"),

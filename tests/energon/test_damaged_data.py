@@ -280,6 +280,22 @@ def test_no_pickle_is_opened_beside_a_record_or_in_its_place(tmp_path, suffix):
     assert trap.exists()
 
 
+@pytest.mark.parametrize(
+    ("module", "kind", "said"),
+    [
+        ("megatron.energon", "TextWebdataset", "gives TextSample, no conversations: convert it"),
+        ("not_installed_here", "TheirWebdataset", "cannot be opened .*No module named 'not_installed_here'"),
+    ],
+    ids=["text", "unknown"],
+)
+def test_a_data_set_of_other_samples_is_refused_in_a_sentence(tmp_path, module, kind, said):
+    run = shard_of(tmp_path, {"0.txt": b"a caption"})
+    description = {"__module__": module, "__class__": kind, "field_map": {"text": "txt"}}
+    (tmp_path / "text/.nv-meta/dataset.yaml").write_text(json.dumps(description))
+    with pytest.raises(UserError, match=said):
+        list(build_loader(run))
+
+
 @pytest.mark.parametrize("levels", [101, 1470, 400_000])
 def test_a_record_of_any_depth_costs_itself_and_is_named(tmp_path, levels):
     loader = build_loader(shard_of(tmp_path, {"a": record(), "deep": nested(levels), "z": record()}))

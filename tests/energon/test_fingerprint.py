@@ -51,6 +51,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any], bool]] = {
     "data.packs_ahead": (5, {}, False),
     "data.keep_memory": (False, {}, False),
     "data.accept_changed": (("encoder",), {}, False),
+    "data.trust": (True, {}, False),
     "encoder.processor": ("qwen3_vl", {}, True),
     "encoder.family": ("qwen2_5_vl", {}, False),  # what ``auto`` found
     "encoder.modality": ("text", {}, True),

@@ -201,7 +201,7 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         name="paths are not held to their root",
         test=HOSTILE + "test_every_kind_of_bad_media_is_rejected_by_reason_and_the_good_sample_is_kept",
         oracle="the file system",
-        edits=(("convert/media_files.py", "if not path.is_relative_to(root) and not (", "if path == root and not ("),),
+        edits=(("convert/media_files.py", "if not path.is_relative_to(root) and", "if path == root and"),),
     ),
     Mutation(
         trap=38,

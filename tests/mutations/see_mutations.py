@@ -94,6 +94,13 @@ SEE_MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         trap=126,
+        name="a data set of captions ends in a traceback of Energon",
+        test="tests/energon/test_damaged_data.py::test_a_data_set_of_other_samples_is_refused_in_a_sentence[text]",
+        oracle="the class that Energon gives",
+        edits=(("energon/task_encoder.py", "if not isinstance(sample, ConversationSample):", "if False:"),),
+    ),
+    Mutation(
+        trap=126,
         name="a file that gives an I/O error is called a bug of ours",
         test=FIRST + "test_a_file_that_cannot_be_read_is_said_to_be_so",
         oracle="the kernel's error",

@@ -16,7 +16,15 @@ if importlib.util.find_spec("megatron.bridge") is None:
 
 pytestmark = pytest.mark.slow
 
-SEQ_LENGTH = 2048
+SEQ_LENGTH = 512
+SIDES = {"min_pixels": 32 * 32, "video_min_pixels": 32 * 32, "max_pixels": 64 * 64, "video_max_pixels": 64 * 64}
+ROADS = {
+    "clips": (("bridge", 0), ("bridge", 2), ("loop", 2)),
+    "online": (("bridge", 0), ("bridge", 2), ("loop", 2), ("megatron_lm", 2)),
+    "planned": (("bridge", 2), ("loop", 2)),
+    "packed": (("bridge", 0), ("megatron_lm", 2)),
+}
+"""Of each way to read: who reads, with how many workers."""
 RANKS = ("tensor 0, context 0", "tensor 1, context 0", "tensor 0, context 1", "tensor 1, context 1")
 
 
@@ -32,7 +40,7 @@ def conversations(tmp_path_factory):
     convert(ConvertConfig(sources=(source,), out=folder / "data", split={"train": 0.8, "val": 0.2}, workers=0))
     run = RunConfig(
         data=DataConfig(path=str(folder / "data")),
-        encoder=EncoderConfig(processor=str(processor_path("qwen2_5_vl"))),
+        encoder=EncoderConfig(processor=str(processor_path("qwen2_5_vl")), **SIDES),
         packing=PackingConfig(seq_length=SEQ_LENGTH, drop_budget=1.0),
         parallel=ParallelConfig(context_parallel=2, tensor_parallel=2, sequence_parallel=True),
         plan=PlanConfig(),
@@ -45,6 +53,7 @@ def conversations(tmp_path_factory):
         kind: {
             **{"path": str(folder / path), "validation_path": "" if kind == "online" else str(folder / "data")},
             **{"processor": run.encoder.processor, "seq_length": SEQ_LENGTH},
+            **{f"encoder.{name}": value for name, value in SIDES.items()},
         }
         for kind, path in paths.items()
     }
@@ -52,7 +61,7 @@ def conversations(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["clips", "conversations"])
 def found(request, dataset, pipeline, tmp_path_factory):
-    """What the four ranks of a replica saw, by case: each road with workers, one without."""
+    """What the four ranks of a replica saw, by case."""
     clips = request.param == "clips"
     ways = (
         request.getfixturevalue("conversations")
@@ -71,7 +80,7 @@ def found(request, dataset, pipeline, tmp_path_factory):
             **{"workers": workers, "fields": fields},
         }
         for way, fields in ways.items()
-        for road, workers in (("bridge", 0), ("bridge", 2), ("loop", 2), *([] if clips else [("megatron_lm", 2)]))
+        for road, workers in ROADS[way]
     ]
     return generator_ranks.run(cases, tmp_path_factory.mktemp("generators"))
 

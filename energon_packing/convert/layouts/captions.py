@@ -13,8 +13,8 @@ from energon_packing.convert.layouts.layout import ANSWER_COLUMNS, Layout, fille
 from energon_packing.convert.layouts.texts import media_parts
 from energon_packing.errors import SampleRejected
 
-_OTHERS = ("instruction", "query", "prompt", "text", "texts", *ANSWER_COLUMNS)
-"""Columns of other layouts, beside which a caption is one more column."""
+_OTHERS = ("instruction", "query", "question", "answer", "prompt", "text", "texts", *ANSWER_COLUMNS)
+"""Columns of other layouts and names, beside which a caption is one more column."""
 _WHOLE = ("-1", -1)
 
 

@@ -108,7 +108,8 @@ class BridgePackIterator:
             iterator = getattr(checkpoint.train_data_iterator, "iterable", None)
             here = bool(config.checkpoint.save) and "://" not in str(config.checkpoint.save)
             if iterator is None or iterator is not this() or not here or config.dataset.dataloader_save is not None:
-                return bridges_own(checkpoint, *others, **named)
+                bridges_own(checkpoint, *others, **named)
+                return
             iterator._saved = True
             try:
                 groups = checkpoint.pg_collection or get_pg_collection(checkpoint.model)
@@ -117,7 +118,7 @@ class BridgePackIterator:
                     folder.mkdir(parents=True, exist_ok=True)
                     state = {"dataloader_state_dict": iterator._reader.save_state()}
                     torch.save(state, folder / FILE.format(get_pg_rank(groups.dp)))
-                return bridges_own(checkpoint, *others, **named)
+                bridges_own(checkpoint, *others, **named)
             finally:
                 iterator._saved = False
 

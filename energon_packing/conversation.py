@@ -363,6 +363,10 @@ class Conversation:
             _RECORD.check_keys(message, {"content", *names.values()}, where)
             content = message.get("content")
             given: Any = [content or ""] if content is None or isinstance(content, str) else content
+            if not isinstance(given, list | tuple):
+                raise _RECORD.bad(
+                    f"the content of {where} is a {type(given).__name__}, expected text or a list of parts"
+                )
             parts: list[Any] = []
             for part in given:
                 kind = part.get("type") if isinstance(part, Mapping) else None

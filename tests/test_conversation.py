@@ -93,6 +93,7 @@ def test_messages_make_the_conversation_again(conversation: Conversation) -> Non
         ([{"role": "user", "content": [{"type": "image"}, {"type": "image"}]}], "the record lists 1 media"),
         ([{"role": "user", "text": "hi"}], "unknown field 'text'"),
         (["hi"], "message 1 is"),
+        ([{"role": "user", "content": {"type": "text", "text": "hi"}}], "the content of message 1 is a dict"),
         ([{"role": "human", "content": [{"type": "image"}]}], "role 'human' is not one of"),
     ],
 )

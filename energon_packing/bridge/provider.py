@@ -18,6 +18,7 @@ import sys
 import traceback
 import typing
 import warnings
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -100,24 +101,26 @@ class BridgePackIterator:
         """Makes a checkpoint manager of Bridge write the states to ``energon/step_N``, unless
         ``dataset.dataloader_save`` says where; Bridge itself writes ``energon/iter_N``, which the clean-up of 0.6
         (``most_recent_k``) counts as checkpoints of the model: it keeps too few, and of 1 none."""
-        bridges_own = manager.save
+        bridges_own, this = manager.save, weakref.ref(self)  # a manager that refers to itself must not keep the loader
 
         def save(checkpoint: Any, *others: Any, **named: Any) -> None:
             config, step = checkpoint.state.cfg, checkpoint.state.train_state.step
-            own = getattr(checkpoint.train_data_iterator, "iterable", None) is self
+            iterator = getattr(checkpoint.train_data_iterator, "iterable", None)
             here = bool(config.checkpoint.save) and "://" not in str(config.checkpoint.save)
-            self._saved = own and here and config.dataset.dataloader_save is None
+            if iterator is None or iterator is not this() or not here or config.dataset.dataloader_save is not None:
+                bridges_own(checkpoint, *others, **named)
+                return
+            iterator._saved = True
             try:
-                if self._saved:
-                    groups = checkpoint.pg_collection or get_pg_collection(checkpoint.model)
-                    if not any(get_pg_rank(group) for group in (groups.pp, groups.tp, groups.cp)):
-                        folder = Path(config.checkpoint.save) / "energon" / f"{STATES}{step:07d}"
-                        folder.mkdir(parents=True, exist_ok=True)
-                        state = {"dataloader_state_dict": self._reader.save_state()}
-                        torch.save(state, folder / FILE.format(get_pg_rank(groups.dp)))
+                groups = checkpoint.pg_collection or get_pg_collection(checkpoint.model)
+                if not any(get_pg_rank(group) for group in (groups.pp, groups.tp, groups.cp)):
+                    folder = Path(config.checkpoint.save) / "energon" / f"{STATES}{step:07d}"
+                    folder.mkdir(parents=True, exist_ok=True)
+                    state = {"dataloader_state_dict": iterator._reader.save_state()}
+                    torch.save(state, folder / FILE.format(get_pg_rank(groups.dp)))
                 bridges_own(checkpoint, *others, **named)
             finally:
-                self._saved = False
+                iterator._saved = False
 
         manager.save = save
 

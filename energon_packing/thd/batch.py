@@ -208,11 +208,13 @@ class PackedBatch:
         positions the counted ones come first, ``[4, 1, T]``. ``labels`` are not shifted, since the models shift them.
         ``cu_seq_lens_q``, ``cu_seq_lens_k`` (int32 ``[num_segments + 1]``), ``max_length_q`` and ``max_length_k`` are
         there for a row without pixels: vision towers take arguments of these names for their own attention.
-        ``use_cache`` is False, because with a cache the models do not look for segments.
+        ``use_cache`` is False, because with a cache the models do not look for segments. Nothing here keeps them apart
+        in layers of linear attention (Qwen3.5, Qwen3-Next, Mamba); and Qwen2-VL, Qwen2.5-VL, GLM-V and Ernie 4.5 VL
+        look for none by positions of one axis: set ``encoder.position_ids: mrope``, for data without media too.
 
         Raises:
-            PackingError: a slice of context parallelism, media whose model takes three-axis positions with positions
-                of one axis, or a weight other than 0 and 1, for which the models' own loss has no place.
+            PackingError: a slice of context parallelism, positions of one axis for media whose model takes three, or a
+                weight other than 0 and 1, for which the models' own loss has no place.
         """
         row, counted = self.finished(), torch.arange(self.total_tokens, device=self.tokens.device)
         if self.cp_size != 1:

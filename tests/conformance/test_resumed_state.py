@@ -3,6 +3,7 @@
 import contextlib
 import shutil
 import warnings
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -144,7 +145,9 @@ def test_bridges_clean_up_leaves_the_checkpoint_of_the_model_and_its_state(datas
             "callbacks",
         )
     assert [path.name for path in Path(folder).glob("iter_*")] == ["iter_0000004"]
-    expected = iterator.save_state()
+    expected, kept = iterator.save_state(), weakref.ref(iterator)
+    del iterator
+    assert kept() is None  # its workers would live until garbage is collected, which waits for them
     assert setup(dataset, 4, Path(folder) / "energon").save_state() == expected
 
 

@@ -3,8 +3,8 @@
 import dataclasses
 import itertools
 import json
+import multiprocessing
 import threading
-import time
 from collections import Counter
 
 import pytest
@@ -86,15 +86,22 @@ def test_a_state_that_is_asked_for_while_a_worker_begins_continues_exactly(child
         loader = build_loader(config)
         next(iter(loader))
         begin = loader.save_state()
-    start = threading.Thread.start
+    start, asked = threading.Thread.start, multiprocessing.get_context("fork").Event()
+    slow = build_loader(config)
+    ask = type(slow._loader).save_state_rank
 
     def start_and_wait(thread):
         start(thread)
         if thread.name == "command_thread" and torch.utils.data.get_worker_info().id == 1:
-            time.sleep(2)
+            asked.wait(200)
+
+    def ask_and_tell(loader):
+        state = ask(loader)
+        asked.set()
+        return state
 
     monkeypatch.setattr(threading.Thread, "start", start_and_wait)
-    slow = build_loader(config)
+    monkeypatch.setattr(type(slow._loader), "save_state_rank", ask_and_tell)
     if begin is not None:
         slow.restore_state(begin)
     same(next(iter(slow)), reference[done])

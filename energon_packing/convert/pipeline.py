@@ -171,6 +171,8 @@ class Auditing:
         found = read_chunk(task, max_record_bytes=self._config.max_record_bytes)
         for index, raw in enumerate(each for read in found for each in unlisted(read)):
             wanted = {"id": raw.value.key} if isinstance(raw.value, Conversation) else with_id(raw.value)
+            if wanted == {"id": "messages"}:  # what `Conversation.from_messages` calls one without a key
+                wanted = {}
             key, named, warnings = wanted_key(wanted, raw.source.name, raw.number)
             if not named:
                 audit.unnamed.append(index)

@@ -73,9 +73,7 @@ def _fields(data: memoryview, at: int) -> tuple[dict[int, Any], int]:
             value, at = _number(data, at)
             if kind == 8:
                 at += value
-            elif value & 1:  # below 0
-                raise ValueError(_UNREADABLE)
-            found[number] = value >> 1
+            found[number] = -1 if value & 1 else value >> 1  # half of all checksums are below 0
         elif kind not in (1, 2):
             raise ValueError(_UNREADABLE)
     return found, at + 1
@@ -109,6 +107,8 @@ def _rows_at_once(data: memoryview, group: Any) -> int:
         while at < end:
             header, at = _fields(data, at)
             kind, size, stored = header[1], header[2], header[3]
+            if min(size, stored) < 0:
+                raise ValueError(_UNREADABLE)
             unpacked, packed = unpacked + size, packed + stored
             if unpacked > _MOST_UNPACKED + _LARGEST_RATIO * packed:
                 raise ValueError(f"pages of {packed} bytes unpack to {unpacked}, more than {_LARGEST_RATIO} times that")

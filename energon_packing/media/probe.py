@@ -7,6 +7,7 @@ starts another program), and the number of pixels is checked from the header bef
 import contextlib
 import io
 import mmap
+import struct
 import time
 from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
@@ -120,14 +121,16 @@ def image_info(source: Source, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode: 
                 info = (image.format or "UNKNOWN", image.mode)
                 grey = grey_range(image)
                 transparent = image.has_transparency_data
-                # Cameras put previews and depths behind the picture of a multi-picture JPEG.
-                animated = image.format != "MPO" and getattr(image, "is_animated", False)
                 if decode:
                     image.load()
                     transparent = is_transparent(image)
                     # A mode that cannot become RGB would fail later, at every use. All float samples are needed, to
                     # check their range.
                     to_rgb(image if image.mode == "F" else image.crop((0, 0, 1, 1)), grey)
+                animated = True
+                with contextlib.suppress(LookupError, struct.error):  # damage after the first frame, which alone counts
+                    # Cameras put previews and depths behind the picture of a multi-picture JPEG.
+                    animated = image.format != "MPO" and getattr(image, "is_animated", False)
         except SampleRejected:
             raise
         except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:

@@ -64,9 +64,9 @@ def as_parquet(path: Path, records: list[Any]) -> Path:
 
 
 def as_uneven_parquet(path: Path, records: list[Any]) -> Path:
-    """Row groups of any size, of which some are empty."""
+    """Row groups of any size, of which some are empty; pages with checksums, as Spark writes them."""
     path, table = path.with_suffix(".parquet"), pa.Table.from_pylist(records)
-    with pq.ParquetWriter(path, table.schema) as writer:
+    with pq.ParquetWriter(path, table.schema, write_page_checksum=True) as writer:
         for start, end in ((0, 3), (3, 3), (3, 40), (40, 40), (40, 40), (40, len(records))):
             writer.write_table(table.slice(start, end - start))
     return path

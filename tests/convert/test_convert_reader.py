@@ -136,6 +136,15 @@ def test_a_reader_that_fails_or_yields_nothing_useful_is_one_sentence(folder: Pa
         run(source, folder / "out", reader="odd:rows")
 
 
+def test_conversations_without_a_key_are_named_by_their_place(folder: Path) -> None:
+    code = "from energon_packing.conversation import Conversation\n\n\ndef rows(path):\n    for word in 'ab':\n"
+    said = "[{'role': 'user', 'content': word}, {'role': 'assistant', 'content': word}]"
+    (folder / "keyless.py").write_text(f"{code}        yield Conversation.from_messages({said})\n")
+    (folder / "lines.txt").write_text("One\n")
+    report = run(folder / "lines.txt", folder / "out", reader="keyless:rows", split={"train": 1.0})
+    assert (report.written, report.warnings) == (2, {})
+
+
 @pytest.mark.parametrize(
     ("turns", "reason"),
     [

@@ -118,6 +118,19 @@ def test_a_transparent_image_is_shown_on_white_or_as_the_transformers_loader_giv
     assert image_info(data, decode=True).transparent
 
 
+@pytest.mark.parametrize("decode", [False, True])
+def test_damage_after_the_first_frame_costs_no_image(decode: bool) -> None:
+    data, whole = TRANSPARENT["animated gif"], 0
+    for end in range(200, len(data), 3):
+        try:
+            Image.open(io.BytesIO(data[:end])).load()
+        except Exception:
+            continue
+        whole += 1
+        image_info(data[:end], decode=decode)
+    assert whole > 100
+
+
 @pytest.mark.parametrize("name", OPAQUE)
 def test_an_opaque_image_keeps_its_pixels_and_is_not_counted(name: str) -> None:
     found = decode_image(OPAQUE[name], max_pixels=LIMIT).permute(1, 2, 0).numpy()

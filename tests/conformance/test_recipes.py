@@ -267,7 +267,8 @@ def test_a_recipe_that_cannot_be_used_exits_with_2_and_one_sentence(given, words
     result = CliRunner().invoke(cli, ["validate", given])
     assert result.exit_code == 2
     assert words in result.stderr
-    assert result.stderr.count("\n") == 1
+    assert result.stderr.splitlines()[0] == f"Checking {given} ..."
+    assert result.stderr.count("\n") == 2
 
 
 FAMILIES = {"qwen25_vl": "qwen2_5_vl", "qwen3_vl": "qwen3_vl", "qwen3": "text"}

@@ -284,7 +284,11 @@ def test_no_pickle_is_opened_beside_a_record_or_in_its_place(tmp_path, suffix):
     ("module", "kind", "said"),
     [
         ("megatron.energon", "TextWebdataset", "gives TextSample, no conversations: convert it"),
-        ("not_installed_here", "TheirWebdataset", "cannot be opened .*No module named 'not_installed_here'"),
+        (
+            "not_installed_here",
+            "TheirWebdataset",
+            "names 'not_installed_here.TheirWebdataset'",
+        ),
     ],
     ids=["text", "unknown"],
 )

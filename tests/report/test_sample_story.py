@@ -143,4 +143,4 @@ def test_a_plan_tells_the_pack_and_the_command_prints_it(dataset, run, tmp_path,
     found = CliRunner().invoke(cli, ["explain", dropped, str(plan)])
     assert found.exit_code == 0, found.output
     assert "setting: packing.seq_length" in found.output
-    assert max(map(len, found.output.splitlines())) <= 80
+    assert max(map(len, found.stdout.splitlines())) <= 80

@@ -75,6 +75,10 @@ def _no_random_state(*_args: Any, **_kwargs: Any) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8)
 
 
+def _takes_random_state(*_args: Any, **_kwargs: Any) -> None:  # dynamo has another rule for it than for `_nothing`
+    pass
+
+
 def _one_random_state(*_args: Any, **_kwargs: Any) -> dict[str, torch.Tensor]:
     return {"none": _no_random_state()}
 
@@ -162,7 +166,9 @@ REPLACED: tuple[Replacement, ...] = (
     _row("torch.cuda:stream", _plain_block, "enters a side stream; the block just runs"),
     _row("torch.cuda:synchronize", _nothing, "timers wait for CUDA; CPU work is done when the call returns"),
     _row("torch.cuda:get_rng_state", _no_random_state, "checkpoints hold CUDA's random state; nothing draws from it"),
-    _row("torch.cuda:set_rng_state", _nothing, "a checkpoint's random state of CUDA, which nothing draws from"),
+    _row(
+        "torch.cuda:set_rng_state", _takes_random_state, "a checkpoint's random state of CUDA, which nothing draws from"
+    ),
     _row("torch.cuda.nvtx:range_push", _nothing, "the Qwen3-VL model marks profiler ranges"),
     _row("torch.cuda.nvtx:range_pop", _nothing, "the Qwen3-VL model marks profiler ranges"),
     *(

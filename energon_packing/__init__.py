@@ -96,7 +96,7 @@ def __getattr__(name: str) -> Any:
         if name == "thd":
             return importlib.import_module("energon_packing.thd")
     except ModuleNotFoundError as error:
-        from energon_packing.cli.main import what_is_needed
+        from energon_packing.sample_kind import what_is_needed
 
         if (needed := what_is_needed(error, f"energon_packing.{name}")) is None:
             raise

@@ -187,3 +187,31 @@ def kind_of_subflavors(subflavors: Mapping[str, Any]) -> SampleKind | None:
 def kind_of_format(record_format: str) -> SampleKind | None:
     """Returns the kind whose records have this format of `convert`; None for the formats of conversations."""
     return next((kind for kind in KINDS if record_format and kind.record_format == record_format), None)
+
+
+EXTRA_OF = {
+    module: extra
+    for extra, modules in {
+        "vlm": "torch torchvision transformers jinja2 megatron megatron.energon webdataset",
+        "bridge": "megatron.bridge megatron.core einops qwen_vl_utils",
+        "te": "transformer_engine",
+        "offline": "pyarrow",
+        "convert": "zstandard",
+        "ray": "ray",
+        "remote": "multistorageclient",
+        "figures": "matplotlib",
+    }.items()
+    for module in modules.split()
+}
+"""Module -> the first extra of pyproject.toml that brings it; the others need what that one needs."""
+
+
+def what_is_needed(error: ModuleNotFoundError, who: str, extras: Iterable[str] = ()) -> str | None:
+    """Returns how to install what is missing, and the other extras of who needs it; None for a module of no extra."""
+    parts = (error.name or "").split(".")
+    names = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+    known = {**EXTRA_OF, **{module: extra for kind in KINDS for module, extra in kind.extras.items()}}
+    if (extra := next((known[name] for name in names if name in known), None)) is None:
+        return None
+    wanted = ",".join(sorted({extra, *extras}))
+    return f"{who} needs {parts[0]}, which is not installed; run pip install '.[{wanted}]' in the checkout"

@@ -18,8 +18,8 @@ import pyarrow.parquet as pq
 import pytest
 from packaging.requirements import Requirement
 
-from energon_packing.cli.main import EXTRA_OF, SUBCOMMANDS
-from energon_packing.sample_kind import KINDS
+from energon_packing.cli.main import SUBCOMMANDS
+from energon_packing.sample_kind import EXTRA_OF, KINDS
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.full

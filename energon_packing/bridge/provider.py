@@ -105,22 +105,23 @@ class BridgePackIterator:
 
         def save(checkpoint: Any, *others: Any, **named: Any) -> None:
             config, step = checkpoint.state.cfg, checkpoint.state.train_state.step
-            iterator = getattr(checkpoint.train_data_iterator, "iterable", None)
+            own: Any = this()
             here = bool(config.checkpoint.save) and "://" not in str(config.checkpoint.save)
-            if iterator is None or iterator is not this() or not here or config.dataset.dataloader_save is not None:
+            is_own = own is not None and getattr(checkpoint.train_data_iterator, "iterable", None) is own
+            if not is_own or not here or config.dataset.dataloader_save is not None:
                 bridges_own(checkpoint, *others, **named)
                 return
-            iterator._saved = True
+            own._saved = True
             try:
                 groups = checkpoint.pg_collection or get_pg_collection(checkpoint.model)
                 if not any(get_pg_rank(group) for group in (groups.pp, groups.tp, groups.cp)):
                     folder = Path(config.checkpoint.save) / "energon" / f"{STATES}{step:07d}"
                     folder.mkdir(parents=True, exist_ok=True)
-                    state = {"dataloader_state_dict": iterator._reader.save_state()}
+                    state = {"dataloader_state_dict": own._reader.save_state()}
                     torch.save(state, folder / FILE.format(get_pg_rank(groups.dp)))
                 bridges_own(checkpoint, *others, **named)
             finally:
-                iterator._saved = False
+                own._saved = False
 
         manager.save = save
 

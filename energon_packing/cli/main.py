@@ -15,7 +15,7 @@ import pkgutil
 import signal
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,22 +68,6 @@ REMOVED: dict[str, str] = {
     "validate --fix": "the column `fix` of `energon-packing validate` says what to write",
 }
 """Commands and options of the release before -> what to do instead. They exit with 2."""
-
-EXTRA_OF = {
-    module: extra
-    for extra, modules in {
-        "vlm": "torch torchvision transformers jinja2 megatron megatron.energon webdataset",
-        "bridge": "megatron.bridge megatron.core einops qwen_vl_utils",
-        "te": "transformer_engine",
-        "offline": "pyarrow",
-        "convert": "zstandard",
-        "ray": "ray",
-        "remote": "multistorageclient",
-        "figures": "matplotlib",
-    }.items()
-    for module in modules.split()
-}
-"""Module -> the first extra of pyproject.toml that brings it; the others need what that one needs."""
 
 
 class CommandGroup(click.Group):
@@ -180,6 +164,8 @@ def _sentence(error: Exception, group: CommandGroup, command: str) -> str:
     if isinstance(error, UserError):
         return line
     if isinstance(error, ModuleNotFoundError):
+        from energon_packing.sample_kind import what_is_needed  # late: most commands end without an error
+
         needed = what_is_needed(error, command or "this", group.table[command].extras if command else ())
         if needed is not None:
             return needed
@@ -187,19 +173,6 @@ def _sentence(error: Exception, group: CommandGroup, command: str) -> str:
         f"Unexpected {type(error).__name__}: {line} (unless the message explains it, this is a bug in energon-packing: "
         "please report it with the output of `energon-packing --debug ...`)"
     )
-
-
-def what_is_needed(error: ModuleNotFoundError, who: str, extras: Iterable[str] = ()) -> str | None:
-    """Returns how to install what is missing, and the other extras of who needs it; None for a module of no extra."""
-    from energon_packing.sample_kind import KINDS  # late: most commands end without an error
-
-    parts = (error.name or "").split(".")
-    names = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
-    known = {**EXTRA_OF, **{module: extra for kind in KINDS for module, extra in kind.extras.items()}}
-    if (extra := next((known[name] for name in names if name in known), None)) is None:
-        return None
-    wanted = ",".join(sorted({extra, *extras}))
-    return f"{who} needs {parts[0]}, which is not installed; run pip install '.[{wanted}]' in the checkout"
 
 
 def _report(sentence: str, as_json: bool) -> int:

@@ -20,7 +20,7 @@ if not stand_ins.needed():
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(900)]
 
-STEPS, GLOBAL_BATCH, SAVED_AT, PACKS = 9, 4, 3, 14
+STEPS, GLOBAL_BATCH, SAVED_AT, PACKS = 9, 4, 3, 12
 STORES = {"tokens": {}, "pixels": {"store": "pixels"}}
 # DP 2, then 1, then 4; a plan aligned for CP 2 goes on with context parallelism in between, and on packed tokens at the
 # end. All but the last are killed a step after their checkpoint.

@@ -218,7 +218,10 @@ def find_sources(
     return files
 
 
-_LEFT = "a link out of the named directory or to nothing, or no regular file; name what it leads to"
+_LEFT = (
+    "a link out of the named directory or to nothing, or no regular file, or a table of text beside other files; name "
+    "what is to be read"
+)
 _AGAIN = "named before, by another path, pattern or link"
 _MOST_LISTED = 5
 
@@ -311,7 +314,10 @@ def _found(source: Path, is_shut: Callable[[Path], bool], left: list[str]) -> li
         if not found:
             why = f" ({left[-1]!r} leads out of it, or is no file)" if left else ""
             raise UserError(f"{source} has no {_KINDS} file{why}; name the file of conversations")
-        return found
+        # A table of text beside conversations describes them: an author's metadata.csv, a labels.tsv.
+        others = [entry for entry in found if suffix_of(entry[0])[0] not in DELIMITERS]
+        left += [str(path) for path, name, size in found if others and (path, name, size) not in others]
+        return others or found
     if source.is_file():
         if source.suffix.lower() in _ARCHIVES:
             raise UserError(f"{source} is an archive of a kind that is not read; unpack it, and name its files")

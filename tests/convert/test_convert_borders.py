@@ -51,6 +51,14 @@ def test_a_file_that_is_named_twice_by_whatever_path_or_pattern_is_read_once_and
     assert f"warning: {note[:30]}" in said
 
 
+def test_a_table_of_text_beside_conversations_is_named_and_not_read(tmp_path: Path) -> None:
+    chats(tmp_path / "data/a.jsonl", "a")
+    (tmp_path / "data/metadata.csv").write_text("file,licence\n" + "a.jpg,mit\n" * 9)
+    report = run(tmp_path / "data", tmp_path / "converted")
+    assert (report.read, report.written) == (3, 3)
+    assert report.notes[0].startswith(f"not read: '{tmp_path}/data/metadata.csv' (1 in all), ")
+
+
 def snapshot(root: Path, files: dict[str, bytes]) -> Path:
     """A repository in the cache of huggingface_hub, as its `_create_symlink` lays it out."""
     for number, (name, content) in enumerate(files.items()):

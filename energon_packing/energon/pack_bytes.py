@@ -33,7 +33,7 @@ class _Writer(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return NotImplemented
-        return _tensor, (_as_bytes(value).numpy(), value.dtype, tuple(value.shape))
+        return _tensor, (as_bytes(value).numpy(), value.dtype, tuple(value.shape))
 
 
 class _Reader(pickle.Unpickler):
@@ -78,7 +78,7 @@ def field_digests(batch: Any) -> dict[str, str]:
     for name, tensor in tensors_of(batch).items():
         digest = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=8)
         if tensor.nbytes:
-            digest.update(_as_bytes(tensor).numpy())
+            digest.update(as_bytes(tensor).numpy())
         digests[name] = digest.hexdigest()
     return digests
 
@@ -92,5 +92,6 @@ def tensors_of(batch: Any) -> dict[str, torch.Tensor]:
     return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the values as uint8 ``[n]``: a view where they are contiguous."""
     return tensor.contiguous().view(-1).view(torch.uint8)

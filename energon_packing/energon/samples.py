@@ -99,8 +99,12 @@ def data_of(sample: Sample) -> str:
 def by_group(samples: Sequence[Any]) -> dict[str, list[int]]:
     """Positions of the samples of each group, ascending; groups are in the order of their oldest sample."""
     found: dict[str, list[int]] = {}
+    names: dict[int, str] = {}  # by identity, as the samples of a data set share their subflavors
     for position, sample in enumerate(samples):
-        found.setdefault(group_name(sample.__subflavors__), []).append(position)
+        own = id(subflavors := sample.__subflavors__)
+        if own not in names:
+            names[own] = group_name(subflavors)
+        found.setdefault(names[own], []).append(position)
     return found
 
 

@@ -276,7 +276,10 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         Returns:
             Ascending positions of samples of one group (`by_group`), its oldest among them.
         """
-        held = max(by_group(samples).values(), key=lambda positions: self._units([samples[at] for at in positions]))
+        groups = list(by_group(samples).values())
+        held = groups[0]
+        if len(groups) > 1:
+            held = max(groups, key=lambda positions: self._units([samples[at] for at in positions]))
         measured: list[Any] = [found for at in held if (found := samples[at].measured) is not None]
         chosen = next_pack(
             self.packing.policy,

@@ -284,7 +284,8 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
             return
         group = list(self.packer.select_pack(held, self._draining))
         ascending = group == sorted(set(group)) and bool(group) and group[0] >= 0 and group[-1] < len(held)
-        if not ascending or not any(group[0] == own[0] and set(group) <= set(own) for own in by_group(held).values()):
+        own = by_group([held[at] for at in group]) if ascending else {}
+        if len(own) != 1 or own.keys() & by_group(held[: group[0]]).keys():
             raise PackingError(
                 f"selection {group} of {len(held)} samples must be ascending, without duplicates, of one group of data "
                 f"sets, and begin with the oldest, {held[0].__key__}, or with the oldest of its group"

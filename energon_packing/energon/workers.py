@@ -3,6 +3,9 @@
 glibc returns a large block to the kernel when it is freed, and the kernel clears every page of the next one: between a
 twentieth and a third of the CPU time of a worker that renders photographs. So workers keep freed memory. And a worker
 tokenizes one text at a time, which is quicker where the tokenizers library starts no threads.
+
+Torch hands over each tensor of a pack by a file in shared memory and a connection of its own, which cost a text pack
+more than its tokens. So small tensors go with the pack, in one message, and only large ones in shared memory.
 """
 
 import ctypes
@@ -14,9 +17,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+import torch
+
 from energon_packing.encoders.tokenized import use_one_thread
+from energon_packing.energon.pack_bytes import as_bytes, pack_from_bytes, pack_to_bytes
+from energon_packing.energon.samples import Pack
 from energon_packing.errors import PackingError, UserError
 
 # Parameters of mallopt(3), from glibc's malloc.h.
@@ -58,8 +66,19 @@ def _start(own: Callable[[int], None] | None, keep_memory: bool, worker: int) ->
     use_one_thread()
     if keep_memory:
         keep_freed_memory()
+    ForkingPickler.register(Pack, _in_one_message)
     if own is not None:
         own(worker)
+
+
+def _in_one_message(pack: Pack[Any]) -> tuple[Any, ...]:
+    large: list[torch.Tensor] = []
+    rest = pack_to_bytes(pack, apart=large)
+    return _received, (rest.numpy().tobytes(), [as_bytes(each) for each in large])
+
+
+def _received(rest: bytes, large: Sequence[torch.Tensor]) -> Any:
+    return pack_from_bytes(torch.frombuffer(bytearray(rest), dtype=torch.uint8), large)
 
 
 _TRACEBACK = re.compile(r"^Caught \w+ in DataLoader worker process \d+\.\nOriginal Traceback.*\n[\w.]+: ", re.DOTALL)

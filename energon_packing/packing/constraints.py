@@ -106,8 +106,10 @@ class Size:
 
 def _segments(sample: Any) -> tuple[Any, Any]:
     """Tokens of the segment, or of both of a preference pair, each aligned separately; 0 for one that is not there."""
-    first, *second = getattr(sample, "segment_lengths", (sample.length,))
-    return first, second[0] if second else 0
+    lengths = getattr(sample, "segment_lengths", None)
+    if lengths is None:
+        return sample.length, 0
+    return lengths[0], lengths[1] if len(lengths) > 1 else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import gc
+import itertools
 import json
 import multiprocessing
 import os
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from energon_packing.energon import pack_bytes
 from energon_packing.energon import workers as worker_start
 from energon_packing.energon.loader import build_loader
 from energon_packing.energon.workers import in_sentences
@@ -86,6 +88,26 @@ def test_a_worker_tokenizes_without_threads_unless_the_user_says_otherwise(monke
             monkeypatch.setenv("TOKENIZERS_PARALLELISM", before)
         loader.worker_init_fn(0)
         assert os.environ["TOKENIZERS_PARALLELISM"] == after
+
+
+@pytest.mark.parametrize("kind", ["online", "evaluation"])
+def test_workers_hand_over_the_packs_that_torch_would_with_large_tensors_in_shared_memory(
+    run_config, monkeypatch, kind
+):
+    config = run_config(data={"workers": 1}, seq_length=1024, drop_budget=1.0)
+
+    def packs(large):
+        monkeypatch.setattr(pack_bytes, "LARGE", large)
+        made = list(itertools.islice(loader_of(kind, config), 12))
+        shared = [tensor.is_shared() for pack in made for tensor in pack_bytes.tensors_of(pack.batch).values()]
+        return [pack_bytes.field_digests(pack.batch) for pack in made], shared
+
+    some, mixed = packs(1 << 15)
+    assert any(mixed)
+    assert not all(mixed)
+    monkeypatch.setattr(worker_start, "_in_one_message", lambda pack: pack.__reduce_ex__(4))
+    torchs, _ = packs(1 << 15)
+    assert some == torchs
 
 
 class Ended:

@@ -27,6 +27,11 @@ _DAMAGE = (ValueError, OSError, OverflowError, NotImplementedError, LookupError)
 """What Arrow and Python raise for a damaged file."""
 
 
+def _is_damage(error: BaseException) -> bool:
+    """Whether one of `_DAMAGE` is about the content: not about a file that is gone, nor about this machine."""
+    return not (isinstance(error, FileNotFoundError | PermissionError) or is_machines(error))
+
+
 def _pyarrow(path: Path) -> Any:
     try:
         import pyarrow
@@ -210,7 +215,7 @@ def find_rows(source: SourceFile, chunk_bytes: Callable[[], int]) -> Iterator[Ch
     try:
         parts = _Table(source.path).parts
     except _DAMAGE as error:
-        if isinstance(error, FileNotFoundError | PermissionError) or is_machines(error):
+        if not _is_damage(error):
             raise
         detail = f"{source.name}: cannot be read as {_kind(source.path)}: {one_line(error)}"
         yield Chunk(source=source, form="rows", error=SampleRejected(_CONTENT, detail))
@@ -239,7 +244,7 @@ def read_rows(chunk: Chunk, *, max_record_bytes: int) -> Iterator[RawRecord]:
             yield from _records(chunk, first, batch, max_record_bytes)
             row = first + batch.num_rows
     except _DAMAGE as error:
-        if is_machines(error):
+        if not _is_damage(error):
             raise
         # The same rows for every division into chunks: a chunk ends with its part of the file at the latest, and within
         # a part nothing can be read from the first damaged batch on.

@@ -37,6 +37,26 @@ ORDER = "tests/convert/test_convert_workers.py::test_keys_rejects_and_warnings_c
 
 CONVERT_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
+        trap=109,
+        name="a file of zstd that is cut off is read as a whole one",
+        test=PACKED + "test_a_compressed_file_that_is_cut_says_so_wherever_it_is_cut[as_zstd]",
+        oracle="zstandard's writer",
+        edits=(
+            (
+                "convert/sources.py",
+                "    if frame is not None:\n        raise EOFError",
+                "    if not frame:\n        return",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=109,
+        name="a number in a header of a tar ends the command",
+        test=TARS + "test_a_size_that_no_file_has_ends_the_tar_and_not_the_command",
+        oracle="the number of samples",
+        edits=(("convert/tars.py", "except (tarfile.TarError, ValueError, OverflowError)", "except tarfile.TarError"),),
+    ),
+    Mutation(
         trap=44,
         name="a system turn without text is left out",
         test=SYSTEM + "test_an_empty_system_turn_keeps_the_default_prompt_of_a_template_out",

@@ -34,8 +34,8 @@ def load_yaml(text: str, *, most_values: int = MOST_VALUES) -> Any:
     if len(text) > LARGEST_TEXT:
         raise ValueError(f"it is longer than {LARGEST_TEXT:,} characters")
     parser: Any = yaml.SafeLoader if len(text) < FAST_FROM else getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    loader: Any = type("Loader", (yaml.composer.Composer, parser), {"__init__": parser.__init__})(text)
-    yaml.composer.Composer.__init__(loader)
+    composer = {name: part for name, part in vars(yaml.composer.Composer).items() if not name.startswith("__")}
+    loader: Any = type("Loader", (parser,), {**composer, "anchors": {}})(text)
     try:
         node = loader.get_single_node()
         if node is None:

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from energon_packing.conversation import PREFERENCE, MediaKind, MediaPart, Turn, read_extras
 from energon_packing.convert.config import MissingPlaceholder
-from energon_packing.convert.fields import expect, says_nothing, unread
+from energon_packing.convert.fields import expect, near_name, says_nothing, unread
 from energon_packing.errors import SampleRejected
 from energon_packing.stored_record import LARGEST_NUMBER, SMALLEST_NUMBER
 
@@ -156,7 +156,7 @@ class RecordMedia:
         # Too few entries are reported for the record as a whole, with both counts.
         return self.add(column[at] if 0 <= at < len(column) else MediaReference(kind=kind, paths=("",)))
 
-    def check(self, hint: str = "") -> None:
+    def check(self) -> None:
         """Checks that each entry of the columns has its placeholder, else raises ``placeholder_mismatch``."""
         for kind, column in self.columns.items():
             entries = self.named[kind]
@@ -167,7 +167,10 @@ class RecordMedia:
             if count == len(column) or entries != [*range(count)]:
                 with_some = f"the content parts name the {kind}s {entries}, counted from 0, but {named}"
             detail = with_some if count else f"{named}, but no text has a <{kind}> placeholder"
-            raise SampleRejected("placeholder_mismatch", detail + hint)
+            for name in sorted(self.ignored):  # one of them may explain it
+                if (meant := near_name(name)) in READ_COLUMNS:
+                    detail += f"; the column {name!r} is not read, did you mean {meant!r}?"
+            raise SampleRejected("placeholder_mismatch", detail)
 
 
 def reference_of(

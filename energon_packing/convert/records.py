@@ -42,7 +42,7 @@ from energon_packing.convert.columns import (
     read_kto_label,
 )
 from energon_packing.convert.config import DEFAULT_FRAME_FPS, ColumnMap, MissingPlaceholder, RecordFormat
-from energon_packing.convert.fields import ROLE_OF, THINKING_FIELDS, expect, near_name
+from energon_packing.convert.fields import ROLE_OF, THINKING_FIELDS, expect
 from energon_packing.convert.layouts.conversations import OPENAI, SHAREGPT
 from energon_packing.convert.layouts.layout import (
     LAYOUTS,
@@ -330,7 +330,7 @@ def parse_record(
         turns = place_missing(turns, media, missing_placeholder, warnings)
     # Done before media are compared with placeholders, because an unread column may explain a mismatch.
     media.ignored |= check_columns(value, read, turns, media.references)
-    media.check(_hint(media.ignored))
+    media.check()
     both = () if pair is None else ((pair.chosen, pair.columns[1]), (pair.rejected, pair.columns[2]))
     taught = [_answer(answer, warnings, media.ignored, column) for answer, column in both]
     warnings += _check_taught(turns, taught)
@@ -416,11 +416,6 @@ def unlisted(raw: RawRecord) -> Iterator[RawRecord]:
         return
     for at, each in enumerate(raw.value):
         yield replace(raw, value=each, where=f"{raw.where}[{at}]")
-
-
-def _hint(ignored: set[str]) -> str:
-    meant = [(name, near) for name in sorted(ignored) if (near := near_name(name)) in READ_COLUMNS]
-    return "".join(f"; the column {name!r} is not read, did you mean {near!r}?" for name, near in meant)
 
 
 def _find_turns(value: Mapping[str, Any], layout: RecordFormat) -> tuple[list[Any], str]:

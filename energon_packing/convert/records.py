@@ -365,15 +365,17 @@ def _check_taught(turns: list[Turn], answers: list[list[Turn]]) -> list[str]:
     return warnings
 
 
-def parse_conversation(made: Conversation) -> ParsedRecord:
+def parse_conversation(made: Conversation, frame_fps: float = DEFAULT_FRAME_FPS) -> ParsedRecord:
     """Reads a conversation that a reader made; its media are named as records name them, and their sizes are not used.
+
+    ``frame_fps`` is the rate of lists of frames that have none.
 
     Raises:
         SampleRejected: ``empty_turn``, ``nothing_to_learn``, and the reasons of `Conversation.from_record`.
     """
     try:
         record, media = made.to_record(), [{"kind": each.kind, "name": "file"} for each in made.media]
-    except (AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError, RecursionError) as error:
         raise SampleRejected("bad_record", f"the Conversation cannot be written as JSON: {error}") from error
     # What Python lets pass, such as a number in place of a text, the reader of stored records does not.
     checked = Conversation.from_record(made.key, {**record, **({"media": media} if media else {})})
@@ -393,7 +395,7 @@ def parse_conversation(made: Conversation) -> ParsedRecord:
                 kind=each.kind,
                 paths=tuple(map(str, each.frame_names or (each.name,))),
                 is_frames=bool(each.frame_names),
-                fps=frame_rate(each.fps),
+                fps=frame_rate(each.fps) or (frame_fps if each.frame_names else None),
                 times=frame_times([*each.frame_times] or None, len(each.frame_names)),
             )
             for each in made.media
@@ -420,12 +422,12 @@ def unlisted(raw: RawRecord) -> Iterator[RawRecord]:
 
 def _find_turns(value: Mapping[str, Any], layout: RecordFormat) -> tuple[list[Any], str]:
     """The list of turns, and the column that holds it."""
-    for column in TURN_COLUMNS:
-        if isinstance(turns := value.get(column), list):
-            if not turns:
-                raise SampleRejected("empty_conversation", f"the record's {column} list is empty")
-            if layout_of_turn(turns[0], layout) is not None:
-                return turns, column
+    listed = {column: value[column] for column in TURN_COLUMNS if isinstance(value.get(column), list)}
+    for column, turns in listed.items():
+        if turns and layout_of_turn(turns[0], layout) is not None:
+            return turns, column
+    if listed and not any(listed.values()):
+        raise SampleRejected("empty_conversation", f"the record's {next(iter(listed))} list is empty")
     raise _unknown_layout(value, layout)
 
 

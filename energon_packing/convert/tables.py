@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 
 from energon_packing.convert.chunks import DELIMITERS, Chunk, RawRecord, SourceFile, one_line, suffix_of
 from energon_packing.convert.json_text import DigestingReader, parse_json
+from energon_packing.convert.layouts.layout import ANSWER_COLUMNS
 from energon_packing.errors import SampleRejected, UserError, is_machines
 
 _BATCH_BYTES = 1 << 20
@@ -369,6 +370,8 @@ def _column_values(column: Any) -> Any:
 
 _LISTS = frozenset(("messages", "conversations", "texts", "images", "videos", "history", "extras"))
 """Columns of lists and objects, which a cell holds as JSON text."""
+_SPOKEN = frozenset(("prompt", "completion", *ANSWER_COLUMNS))
+"""Columns of texts or messages; messages are JSON text there, too."""
 
 
 def _cells(lines: Iterator[str], source: SourceFile) -> Iterator[list[str] | csv.Error]:
@@ -446,7 +449,10 @@ def read_cells(chunk: Chunk, stream: BinaryIO, max_record_bytes: int) -> Iterato
 
 
 def _cell(name: str, text: str) -> Any:
-    if name in _LISTS and text.startswith(("[", "{")):
+    if name in _LISTS | _SPOKEN and text.startswith(("[", "{")):
         with suppress(ValueError, RecursionError):
-            return parse_json(text.encode())
+            value = parse_json(text.encode())
+            messages = [value] if isinstance(value, dict) else value
+            if name in _LISTS or all(isinstance(each, dict) and {"role", "from"} & each.keys() for each in messages):
+                return value
     return text or None

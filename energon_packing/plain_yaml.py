@@ -8,7 +8,7 @@ LARGEST_TEXT = 64 * 2**20
 """Bytes of a file; lists of shards are the longest that are read."""
 FAST_FROM = 2**16
 """Characters from which libyaml parses, if PyYAML was built with it: its messages are terser, and it is ten times as
-fast."""
+fast. Nodes are made by Python's composer all the same, as fast: libyaml's own ends the process where they lie deep."""
 MOST_VALUES = 100_000
 """Values of a configuration with each alias counted as what it names."""
 MOST_OF_DATA = 5_000_000
@@ -33,8 +33,9 @@ def load_yaml(text: str, *, most_values: int = MOST_VALUES) -> Any:
 
     if len(text) > LARGEST_TEXT:
         raise ValueError(f"it is longer than {LARGEST_TEXT:,} characters")
-    kind: Any = yaml.SafeLoader if len(text) < FAST_FROM else getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    loader = kind(text)
+    parser: Any = yaml.SafeLoader if len(text) < FAST_FROM else getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    composer = {name: part for name, part in vars(yaml.composer.Composer).items() if not name.startswith("__")}
+    loader: Any = type("Loader", (parser,), {**composer, "anchors": {}})(text)
     try:
         node = loader.get_single_node()
         if node is None:

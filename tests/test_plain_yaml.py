@@ -40,6 +40,12 @@ def test_aliases_and_merged_mappings_of_an_ordinary_file_work_and_duplicates_do_
         load_yaml(filler + "packing: {window: 1, window: 2}")
 
 
+@pytest.mark.parametrize("text", ["[", "- ", "{a: ", "? "])
+def test_a_text_of_any_depth_is_refused_and_does_not_end_the_process(text):
+    with pytest.raises(RecursionError):
+        load_yaml(text * FAST_FROM)
+
+
 def test_a_text_of_any_length_is_bounded():
     with pytest.raises(ValueError, match="longer than"):
         load_yaml("#" * (LARGEST_TEXT + 1))

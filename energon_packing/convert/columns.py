@@ -15,7 +15,8 @@ from typing import Any, Self
 
 from energon_packing.conversation import PREFERENCE, MediaKind, MediaPart, Turn, read_extras
 from energon_packing.convert.config import MissingPlaceholder
-from energon_packing.convert.fields import expect, says_nothing, unread
+from energon_packing.convert.fields import expect, first_of, near_name, says_nothing, unread
+from energon_packing.convert.json_text import parse_part
 from energon_packing.errors import SampleRejected
 from energon_packing.stored_record import LARGEST_NUMBER, SMALLEST_NUMBER
 
@@ -156,7 +157,7 @@ class RecordMedia:
         # Too few entries are reported for the record as a whole, with both counts.
         return self.add(column[at] if 0 <= at < len(column) else MediaReference(kind=kind, paths=("",)))
 
-    def check(self, hint: str = "") -> None:
+    def check(self) -> None:
         """Checks that each entry of the columns has its placeholder, else raises ``placeholder_mismatch``."""
         for kind, column in self.columns.items():
             entries = self.named[kind]
@@ -167,7 +168,10 @@ class RecordMedia:
             if count == len(column) or entries != [*range(count)]:
                 with_some = f"the content parts name the {kind}s {entries}, counted from 0, but {named}"
             detail = with_some if count else f"{named}, but no text has a <{kind}> placeholder"
-            raise SampleRejected("placeholder_mismatch", detail + hint)
+            for name in sorted(self.ignored):  # one of them may explain it
+                if (meant := near_name(name)) in READ_COLUMNS:
+                    detail += f"; the column {name!r} is not read, did you mean {meant!r}?"
+            raise SampleRejected("placeholder_mismatch", detail)
 
 
 def reference_of(
@@ -179,24 +183,25 @@ def reference_of(
     Args:
         where: column or part, for messages.
         frame_fps: frames per second if no rate is stated.
-        rate, times: of a list of frames, from separate columns; those in the entry take precedence.
+        rate, times: of a list of frames, from columns of their own; those of the entry take precedence.
 
     Raises:
         SampleRejected: ``non_string_value``, ``bad_frames``.
     """
     own = entry if isinstance(entry, dict) else {}
-    frames = own.get("frames", own.get("video")) if own else entry
+    frames = first_of(own, "frames", "video") if own else entry
     if kind != "video" or not isinstance(frames, list):
         return MediaReference(kind=kind, paths=(_path(entry, where),))
     if not frames:
         raise SampleRejected("bad_frames", f"{where!r} holds an empty list of frames")
-    given = frame_rate(own.get("sample_fps", own.get("fps", rate)))
+    timed = {**own, _RATES: rate, _TIMES: times}
+    given = frame_rate(first_of(timed, "sample_fps", "fps", _RATES))
     return MediaReference(
         kind=kind,
         paths=tuple(_path(frame, where) for frame in frames),
         is_frames=True,
         fps=frame_fps if given is None else given,
-        times=frame_times(own.get("timestamps", times), len(frames)),
+        times=frame_times(first_of(timed, "timestamps", _TIMES), len(frames)),
     )
 
 
@@ -212,9 +217,11 @@ def _column(record: Mapping[str, Any], kind: MediaKind, media: RecordMedia) -> l
     for column, values in ((_RATES, rates), (_TIMES, times)):
         if not isinstance(values, list) or len(values) != count:
             raise SampleRejected("bad_frames", f"{column!r} must have one entry for each of the {count} video(s)")
-    for entry in entries:
-        if isinstance(entry, dict):
-            _look_at_entry(entry, kind, name, media)
+    for entry in filter(lambda entry: isinstance(entry, dict), entries):
+        is_frames = kind == "video" and isinstance(first_of(entry, "frames", "video"), list)
+        refuse_own_view(entry, kind, "unsupported_field", f"an entry of {name!r}", is_frames=is_frames)
+        of_file = {"path", "bytes"} if isinstance(entry.get("bytes"), bytes) else {"path"}
+        media.ignore(entry, {"frames", "video", *FRAME_TIMING} if is_frames else of_file, f"{name}[]")
     return [
         reference_of(entry, kind, name, media.frame_fps, rate, seconds)
         for entry, rate, seconds in zip(entries, rates, times, strict=True)
@@ -223,17 +230,10 @@ def _column(record: Mapping[str, Any], kind: MediaKind, media: RecordMedia) -> l
 
 def filled_column(record: Mapping[str, Any], names: Collection[str]) -> str | None:
     """Which of some columns of one meaning has a value, or None; raises ``conflicting_columns`` if several have."""
-    filled = [name for name in names if record.get(name) not in (None, "", [])]
+    filled = [name for name in names if not says_nothing(record.get(name))]
     if len(filled) > 1:
         raise SampleRejected("conflicting_columns", f"the record has both {filled[0]!r} and {filled[1]!r}")
     return filled[0] if filled else None
-
-
-def _look_at_entry(entry: Mapping[str, Any], kind: MediaKind, column: str, media: RecordMedia) -> None:
-    is_frames = kind == "video" and isinstance(entry.get("frames", entry.get("video")), list)
-    refuse_own_view(entry, kind, "unsupported_field", f"an entry of {column!r}", is_frames=is_frames)
-    of_file = {"path", "bytes"} if isinstance(entry.get("bytes"), bytes) else {"path"}
-    media.ignore(entry, {"frames", "video", *FRAME_TIMING} if is_frames else of_file, f"{column}[]")
 
 
 def refuse_own_view(
@@ -261,7 +261,7 @@ def refuse_own_view(
     of_video = _CUTS + _MOST_FRAMES + (_FRAMES if is_part else ()) if kind == "video" and not is_frames else ()
     for name in _SIZES + of_video:
         asked = value.get(name)
-        if not says_nothing(asked) and asked != 0:  # a table may write 0 where nothing is asked
+        if not says_nothing(asked) and asked not in (0, "0"):  # a table may write 0 where nothing is asked
             raise SampleRejected(reason, f"{where} has {name!r} {asked!r:.40}; {_INSTEAD[name]}")
 
 
@@ -311,21 +311,28 @@ def place_missing(turns: list[Turn], media: RecordMedia, how: MissingPlaceholder
 AUDIO = ("audio", "audios", "input_audio", "sound", "sounds", "speech")
 _AUDIO_COLUMNS = frozenset((*AUDIO, *(f"audio_{what}{s}" for what in ("path", "file", "url") for s in ("", "s"))))
 LABELS = ("label", "labels", "kto_tag", "kto_label", "desirable")
-_LABEL_WORDS = ("true", "false", "0", "1", "-1", "desirable", "undesirable", "chosen", "rejected")
 _ANSWERS = ("chosen", "rejected")
+_WANTED = {"true": True, "1": True, "desirable": True, "chosen": True}
+_WANTED |= {"false": False, "0": False, "-1": False, "undesirable": False, "rejected": False}
 _GROUNDING = ("<bbox>", "<ref-object>")
+
+
+def _wanted(label: Any) -> bool | None:
+    """Whether a label says that an answer is wanted; None if it says something else. Tables may write 1 as 1.0."""
+    return _WANTED.get(str(label).strip().lower().removesuffix(".0"))
 
 
 def is_preference_label(value: Any) -> bool:
     """Whether a label marks an answer, its steps or its tokens as wanted or unwanted; class names do not."""
-    if isinstance(value, str):
-        return value.strip().lower() in _LABEL_WORDS
     if isinstance(value, list):
         return -100 in value or (bool(value) and all(isinstance(entry, bool) for entry in value))
-    return isinstance(value, bool) or value in (0, 1, -1)
+    return _wanted(value) is not None
 
 
 def _weighs(value: Any) -> bool:
+    if isinstance(value, str):  # a cell of CSV
+        with suppress(ValueError, RecursionError):
+            value = parse_part(value.strip().lower())
     if isinstance(value, list):
         return any(isinstance(entry, bool | int | float | list) for entry in value)
     return isinstance(value, bool | int | float) and value != 1  # True == 1
@@ -484,9 +491,6 @@ def _extra_column(record: Mapping[str, Any], name: str, pair: bool) -> Any:
     return value
 
 
-_WORDS = {"true": True, "1": True, "desirable": True, "false": False, "0": False, "-1": False, "undesirable": False}
-
-
 def read_kto_label(record: Mapping[str, Any], column: str, warnings: list[str], *, pair: bool) -> dict[str, float]:
     """The extra ``preference``, as pairs have it: 1 for a wanted answer, -1 for an unwanted one.
 
@@ -495,9 +499,7 @@ def read_kto_label(record: Mapping[str, Any], column: str, warnings: list[str], 
     """
     if pair:
         raise SampleRejected("bad_pair", f"the record is a pair and has the label {column!r}; convert pairs without it")
-    value = record.get(column)
-    wanted = value if isinstance(value, bool) else _WORDS.get(str(value).strip().lower())
-    if wanted is None:
+    if (wanted := _wanted(value := record.get(column))) is None:
         what = "is missing" if value is None else f"is {value!r:.60}"
         raise SampleRejected("bad_label", f"the label {column!r} {what}; it must be true or false")
     warnings.append("unpaired_preference")

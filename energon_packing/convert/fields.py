@@ -17,6 +17,11 @@ def says_nothing(value: Any) -> bool:
     return value is None or value == "" or value == [] or value == {}
 
 
+def first_of(value: Mapping[str, Any], *names: str) -> Any:
+    """The first of these fields that is not null, as exporters write a field that a row lacks; None if all are."""
+    return next((value[name] for name in names if value.get(name) is not None), None)
+
+
 def kind_of(value: Any) -> str:
     """The type of a value of JSON or of a table, in words for a message."""
     names = {"NoneType": "null", "dict": "an object", "list": "a list", "str": "text", "bool": "a truth value"}

@@ -394,7 +394,7 @@ def read_report(directory: Path) -> dict[str, Any] | None:
         value = json.loads(
             (directory / CONVERSION_FILE).read_bytes() if local else read(f"{address}/{CONVERSION_FILE}")
         )
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) and {"fingerprint", "written", "entry"} <= set(value) else None
 
@@ -410,7 +410,7 @@ def counted_pairs(places: Iterable[Path]) -> PairCounts:
             reports[place.parent] = read_report(place.parent) or {}
 
     def total(name: str) -> int:
-        return sum(int(report.get(name) or 0) for report in reports.values())
+        return sum(count for report in reports.values() if isinstance(count := report.get(name), int))
 
     return PairCounts(samples=total("written"), pairs=total("pairs"), unwanted=total("unwanted"))
 

@@ -209,7 +209,7 @@ class Auditing:
             audit.layouts[plain[1]] += 1
             return plain[0], content_sum(plain[2])
         of_reader = isinstance(raw.value, Conversation) and not (config.own_layout and config.own_layout.parse)
-        parsed = parse_conversation(raw.value) if of_reader else self._parse(raw.value)
+        parsed = parse_conversation(raw.value, config.frame_fps) if of_reader else self._parse(raw.value)
         warnings += parsed.warnings
         places = [self._files.place(file.path, root, raw.members) for file in parsed.media]
         checked = [

@@ -42,7 +42,7 @@ from energon_packing.convert.columns import (
     read_kto_label,
 )
 from energon_packing.convert.config import DEFAULT_FRAME_FPS, ColumnMap, MissingPlaceholder, RecordFormat
-from energon_packing.convert.fields import ROLE_OF, THINKING_FIELDS, expect, near_name
+from energon_packing.convert.fields import ROLE_OF, THINKING_FIELDS, expect
 from energon_packing.convert.layouts.conversations import OPENAI, SHAREGPT
 from energon_packing.convert.layouts.layout import (
     LAYOUTS,
@@ -330,7 +330,7 @@ def parse_record(
         turns = place_missing(turns, media, missing_placeholder, warnings)
     # Done before media are compared with placeholders, because an unread column may explain a mismatch.
     media.ignored |= check_columns(value, read, turns, media.references)
-    media.check(_hint(media.ignored))
+    media.check()
     both = () if pair is None else ((pair.chosen, pair.columns[1]), (pair.rejected, pair.columns[2]))
     taught = [_answer(answer, warnings, media.ignored, column) for answer, column in both]
     warnings += _check_taught(turns, taught)
@@ -365,15 +365,17 @@ def _check_taught(turns: list[Turn], answers: list[list[Turn]]) -> list[str]:
     return warnings
 
 
-def parse_conversation(made: Conversation) -> ParsedRecord:
+def parse_conversation(made: Conversation, frame_fps: float = DEFAULT_FRAME_FPS) -> ParsedRecord:
     """Reads a conversation that a reader made; its media are named as records name them, and their sizes are not used.
+
+    ``frame_fps`` is the rate of lists of frames that have none.
 
     Raises:
         SampleRejected: ``empty_turn``, ``nothing_to_learn``, and the reasons of `Conversation.from_record`.
     """
     try:
         record, media = made.to_record(), [{"kind": each.kind, "name": "file"} for each in made.media]
-    except (AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError, RecursionError) as error:
         raise SampleRejected("bad_record", f"the Conversation cannot be written as JSON: {error}") from error
     # What Python lets pass, such as a number in place of a text, the reader of stored records does not.
     checked = Conversation.from_record(made.key, {**record, **({"media": media} if media else {})})
@@ -393,7 +395,7 @@ def parse_conversation(made: Conversation) -> ParsedRecord:
                 kind=each.kind,
                 paths=tuple(map(str, each.frame_names or (each.name,))),
                 is_frames=bool(each.frame_names),
-                fps=frame_rate(each.fps),
+                fps=frame_rate(each.fps) or (frame_fps if each.frame_names else None),
                 times=frame_times([*each.frame_times] or None, len(each.frame_names)),
             )
             for each in made.media
@@ -418,19 +420,14 @@ def unlisted(raw: RawRecord) -> Iterator[RawRecord]:
         yield replace(raw, value=each, where=f"{raw.where}[{at}]")
 
 
-def _hint(ignored: set[str]) -> str:
-    meant = [(name, near) for name in sorted(ignored) if (near := near_name(name)) in READ_COLUMNS]
-    return "".join(f"; the column {name!r} is not read, did you mean {near!r}?" for name, near in meant)
-
-
 def _find_turns(value: Mapping[str, Any], layout: RecordFormat) -> tuple[list[Any], str]:
     """The list of turns, and the column that holds it."""
-    for column in TURN_COLUMNS:
-        if isinstance(turns := value.get(column), list):
-            if not turns:
-                raise SampleRejected("empty_conversation", f"the record's {column} list is empty")
-            if layout_of_turn(turns[0], layout) is not None:
-                return turns, column
+    listed = {column: value[column] for column in TURN_COLUMNS if isinstance(value.get(column), list)}
+    for column, turns in listed.items():
+        if turns and layout_of_turn(turns[0], layout) is not None:
+            return turns, column
+    if listed and not any(listed.values()):
+        raise SampleRejected("empty_conversation", f"the record's {next(iter(listed))} list is empty")
     raise _unknown_layout(value, layout)
 
 

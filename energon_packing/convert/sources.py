@@ -5,7 +5,6 @@ never held in memory as a whole: a 2 GB array takes as much memory as its larges
 to the disk first. JSON is read here; tables and tars have files of their own.
 """
 
-import errno
 import gzip
 import hashlib
 import io
@@ -38,7 +37,7 @@ from energon_packing.convert.json_text import DigestingReader, iterate_array, pa
 from energon_packing.convert.reader import read_yielded
 from energon_packing.convert.tables import find_cells, find_rows, read_cells, read_rows
 from energon_packing.convert.tars import find_samples, read_samples
-from energon_packing.errors import SampleRejected, UserError
+from energon_packing.errors import FULL, SampleRejected, UserError
 from energon_packing.remote_files import file_digest
 
 _BOM = b"\xef\xbb\xbf"
@@ -87,7 +86,7 @@ def find_chunks(
             yield Chunk(source=source, form="lines", error=damage)
         digests[source.place] = file_digest(source.path)
     except OSError as problem:
-        if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+        if problem.errno in FULL:
             raise  # the unpacked copy
         raise UserError(f"{source.path} cannot be read: {problem.strerror or problem}") from problem
 
@@ -101,9 +100,9 @@ def _unpack(source: SourceFile, compression: str, target: Path) -> SampleRejecte
     """Unpacks a file as far as it goes; returns why the rest cannot be unpacked."""
     target.parent.mkdir(exist_ok=True)
     with source.path.open("rb") as packed, target.open("wb") as copy:
-        stream, damage = _unpacking(packed, compression, source.name)
+        blocks, damage = _unpacking(packed, compression, source.name)
         try:
-            while block := stream.read1(_BLOCK):
+            for block in blocks:
                 if copy.tell() + len(block) > _ALWAYS_ALLOWED + _LARGEST_RATIO * packed.tell():
                     detail = f"unpacks to more than {_LARGEST_RATIO} times its size; unpack it if this is meant"
                     return SampleRejected("corrupt_source", f"{source.name}: {detail}")
@@ -113,10 +112,13 @@ def _unpack(source: SourceFile, compression: str, target: Path) -> SampleRejecte
     return None
 
 
-def _unpacking(packed: BinaryIO, compression: str, name: str) -> tuple[Any, tuple[type[BaseException], ...]]:
-    """A stream of the unpacked bytes, and the exceptions that mean damage."""
+def _unpacking(
+    packed: BinaryIO, compression: str, name: str
+) -> tuple[Iterator[bytes], tuple[type[BaseException], ...]]:
+    """The unpacked bytes in blocks, and the exceptions that mean damage."""
     if compression == "gzip":
-        return gzip.GzipFile(fileobj=packed, mode="rb"), (gzip.BadGzipFile, EOFError, zlib.error)
+        stream = gzip.GzipFile(fileobj=packed, mode="rb")
+        return iter(lambda: stream.read1(_BLOCK), b""), (gzip.BadGzipFile, EOFError, zlib.error)
     try:
         import zstandard
     except ImportError as error:
@@ -124,8 +126,19 @@ def _unpacking(packed: BinaryIO, compression: str, name: str) -> tuple[Any, tupl
             f"{name} is compressed with zstd, which needs the package zstandard; run pip install "
             "'.[convert]', or unpack the file"
         ) from error
-    unpacker: Any = zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW)
-    return unpacker.stream_reader(packed, read_across_frames=True), (zstandard.ZstdError, EOFError)
+    return _frames(packed, zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW)), (zstandard.ZstdError, EOFError)
+
+
+def _frames(packed: BinaryIO, unpacker: Any) -> Iterator[bytes]:
+    """The bytes of frames of zstd; raises EOFError where the file ends within one, which a stream reader takes for its
+    end."""
+    frame, left = None, b""
+    while block := left or packed.read(1 << 10):  # which may unpack to 32 MiB
+        frame = frame or unpacker.decompressobj()
+        yield frame.decompress(block)
+        frame, left = (None, frame.unused_data) if frame.eof else (frame, b"")
+    if frame is not None:
+        raise EOFError("the file ends within a frame")
 
 
 def _found(
@@ -275,10 +288,10 @@ def read_chunk(chunk: Chunk, *, max_record_bytes: int) -> Iterator[RawRecord]:
         where = source.name if chunk.form in LINES else chunk.where(chunk.first)
         yield RawRecord(source=source, number=chunk.first, where=where, value=None, error=chunk.error)
         return
-    if (read := _READ.get(chunk.form)) is not None:
-        yield from read(chunk, max_record_bytes=max_record_bytes)
-        return
     try:
+        if (read := _READ.get(chunk.form)) is not None:
+            yield from read(chunk, max_record_bytes=max_record_bytes)
+            return
         with (chunk.path or source.path).open("rb") as stream:
             stream.seek(chunk.start)
             if chunk.form in LINES:

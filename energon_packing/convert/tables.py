@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 
 from energon_packing.convert.chunks import DELIMITERS, Chunk, RawRecord, SourceFile, one_line, suffix_of
 from energon_packing.convert.json_text import DigestingReader, parse_json
+from energon_packing.convert.layouts.layout import ANSWER_COLUMNS
 from energon_packing.errors import SampleRejected, UserError, is_machines
 
 _BATCH_BYTES = 1 << 20
@@ -25,6 +26,11 @@ _MOST_ROWS = 1024
 _CONTENT = "corrupt_source"
 _DAMAGE = (ValueError, OSError, OverflowError, NotImplementedError, LookupError)
 """What Arrow and Python raise for a damaged file."""
+
+
+def _is_damage(error: BaseException) -> bool:
+    """Whether one of `_DAMAGE` is about the content: not about a file that is gone, nor about this machine."""
+    return not (isinstance(error, FileNotFoundError | PermissionError) or is_machines(error))
 
 
 def _pyarrow(path: Path) -> Any:
@@ -210,7 +216,7 @@ def find_rows(source: SourceFile, chunk_bytes: Callable[[], int]) -> Iterator[Ch
     try:
         parts = _Table(source.path).parts
     except _DAMAGE as error:
-        if isinstance(error, FileNotFoundError | PermissionError) or is_machines(error):
+        if not _is_damage(error):
             raise
         detail = f"{source.name}: cannot be read as {_kind(source.path)}: {one_line(error)}"
         yield Chunk(source=source, form="rows", error=SampleRejected(_CONTENT, detail))
@@ -239,7 +245,7 @@ def read_rows(chunk: Chunk, *, max_record_bytes: int) -> Iterator[RawRecord]:
             yield from _records(chunk, first, batch, max_record_bytes)
             row = first + batch.num_rows
     except _DAMAGE as error:
-        if is_machines(error):
+        if not _is_damage(error):
             raise
         # The same rows for every division into chunks: a chunk ends with its part of the file at the latest, and within
         # a part nothing can be read from the first damaged batch on.
@@ -364,6 +370,8 @@ def _column_values(column: Any) -> Any:
 
 _LISTS = frozenset(("messages", "conversations", "texts", "images", "videos", "history", "extras"))
 """Columns of lists and objects, which a cell holds as JSON text."""
+_SPOKEN = frozenset(("prompt", "completion", *ANSWER_COLUMNS))
+"""Columns of texts or messages; messages are JSON text there, too."""
 
 
 def _cells(lines: Iterator[str], source: SourceFile) -> Iterator[list[str] | csv.Error]:
@@ -441,7 +449,10 @@ def read_cells(chunk: Chunk, stream: BinaryIO, max_record_bytes: int) -> Iterato
 
 
 def _cell(name: str, text: str) -> Any:
-    if name in _LISTS and text.startswith(("[", "{")):
+    if name in _LISTS | _SPOKEN and text.startswith(("[", "{")):
         with suppress(ValueError, RecursionError):
-            return parse_json(text.encode())
+            value = parse_json(text.encode())
+            messages = [value] if isinstance(value, dict) else value
+            if name in _LISTS or all(isinstance(each, dict) and {"role", "from"} & each.keys() for each in messages):
+                return value
     return text or None

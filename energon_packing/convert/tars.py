@@ -111,7 +111,7 @@ def find_samples(
     while sample is not None:
         try:
             sample = next(found, None)
-        except tarfile.TarError as problem:
+        except (tarfile.TarError, ValueError, OverflowError) as problem:  # the others of numbers in a header
             error = damage or SampleRejected("corrupt_source", f"{source.name}: is damaged: {one_line(problem)}")
             sample = None
         if samples and (sample is None or len(samples) >= _MOST_SAMPLES or size >= chunk_bytes()):
@@ -131,8 +131,12 @@ def find_samples(
 def _samples(path: Path) -> Iterator[Sample]:
     key, members = "", list[MemberBytes]()
     with tarfile.open(path, "r:") as tar:
+        at = -1
         while (member := tar.next()) is not None:
             tar.members = []  # type: ignore[attr-defined]  # or the list would grow with the tar
+            if member.size < 0 or tar.offset <= at:  # it would be read from there again, without an end
+                raise tarfile.ReadError(f"the header at byte {member.offset} has a size below 0")
+            at = tar.offset
             base = member.name.rpartition("/")[2]
             if not member.isreg() or base.startswith(".") or member.issparse():
                 continue
@@ -186,7 +190,7 @@ def _record(key: str, members: tuple[MemberBytes, ...], max_record_bytes: int) -
     if len(texts or captions) != 1:
         names = ", ".join(f".{_suffix(key, member)}"[:40] for member in members[:10])
         raise SampleRejected("unknown_layout", f"a sample needs one .json or .txt member; this one has {names}")
-    if (texts or captions)[0].size > max_record_bytes:
+    if sum(each.size for each in (*texts, *captions)) > max_record_bytes:
         raise SampleRejected("record_too_large", f"its text has more than {max_record_bytes} bytes")
     try:
         value = parse_json(texts[0].read()) if texts else {}
@@ -207,7 +211,8 @@ def _record(key: str, members: tuple[MemberBytes, ...], max_record_bytes: int) -
         if value.setdefault("caption", caption) not in (None, caption):  # img2dataset writes it into both
             raise SampleRejected("conflicting_columns", "'caption' of its .json differs from its .txt; keep one")
         value["caption"] = caption
-    value.setdefault("id", key.replace("/", "_"))
+    if value.get("id") is None:
+        value["id"] = key.replace("/", "_")
     _add_media(value, key, members)
     return value
 
@@ -249,7 +254,7 @@ def _names(value: Mapping[str, Any], kind: MediaKind) -> bool:
     return any(
         isinstance(part, dict)
         and kind in str(part.get("type"))
-        and any(value is not None for field, value in part.items() if field != "type")
+        and any(value is not None for field, value in part.items() if field not in ("type", "index"))
         for column in TURN_COLUMNS
         for turn in (value[column] if isinstance(value.get(column), list) else ())
         for content in ((turn.get("content"), turn.get("value")) if isinstance(turn, dict) else ())

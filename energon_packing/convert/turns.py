@@ -23,6 +23,7 @@ from energon_packing.convert.fields import (
     ROLE_OF_TEXT,
     THINKING_FIELDS,
     expect,
+    first_of,
     kind_of,
     loss_weight,
     says_nothing,
@@ -41,7 +42,7 @@ def parse_tools(value: Any) -> tuple[dict[str, Any], ...] | None:
     """
     if isinstance(value, str):
         value = _parsed(value, "bad_tools", "the tools column is") if value.strip() else None
-    if value is None:
+    if says_nothing(value):
         return None
     tools = []
     listed = [value] if isinstance(value, dict) else value
@@ -81,10 +82,11 @@ def parse_tool_calls(value: Any, ignored: set[str]) -> tuple[dict[str, Any], ...
     calls = []
     for call in expect(() if value is None else value, (list, tuple), "bad_tool_call", "tool_calls is", "a list"):
         expect(call, dict, "bad_tool_call", "a tool call is", "an object")
-        if call.get("type", "function") != "function":
-            raise SampleRejected("bad_tool_call", f"a tool call has type {call['type']!r}, expected 'function'")
-        calls.append(_call(call.get("function", call), ignored, call.get("id")))
-        if "function" in call:
+        if (kind := call.get("type")) not in (None, "function"):
+            raise SampleRejected("bad_tool_call", f"a tool call has type {kind!r}, expected 'function'")
+        inner = call.get("function")
+        calls.append(_call(call if inner is None else inner, ignored, call.get("id")))
+        if inner is not None:
             ignored |= unread(call, ("id", "type", "function"))
     return tuple(calls)
 
@@ -170,14 +172,15 @@ def _read_part(part: Any, number: int, media: RecordMedia, column: str, pieces: 
     elif kind in ("image", "image_url", "video", "video_url", "input_image"):
         media_kind: MediaKind = "image" if "image" in kind else "video"
         name = "image_url" if kind == "input_image" else kind
-        path = part.get(name, part.get(media_kind))
-        read = {"type", name, media_kind}
+        # The last two are what transformers reads.
+        path_field = next((each for each in (name, media_kind, "path", "url") if part.get(each) is not None), name)
+        path, read = part.get(path_field), {"type", name, media_kind, path_field}
         if kind == "input_image" and part.get("file_id") is not None:
             raise SampleRejected("remote_media", f"turn {number}: an image is a file_id of a service, not a file")
         if isinstance(path, dict):
             media.ignore(path, {"url", "path", "bytes"}, f"{column}[].{kind}")
             if not isinstance(path.get("bytes"), bytes):
-                path = path.get("url", path.get("path"))
+                path = first_of(path, "url", "path")
         own_view = {"is_frames": isinstance(path, list), "is_part": True}
         refuse_own_view(part, media_kind, "unsupported_field", f"turn {number}: a content part", **own_view)
         index = part.get("index") if path is None else None

@@ -21,7 +21,9 @@ from PIL import Image
 from source_files import openai, read_records, rejects, run, write_image, write_lines, write_video
 
 from energon_packing.cli.main import cli
+from energon_packing.conversation import PairCounts
 from energon_packing.convert.chunks import find_sources
+from energon_packing.convert.layout import counted_pairs
 from energon_packing.errors import UserError
 from energon_packing.ledger import merged
 
@@ -205,6 +207,12 @@ def test_a_journal_of_foreign_lines_costs_nothing(tmp_path: Path) -> None:
     with (tmp_path / "out.partial/media-checks.jsonl").open("w") as journal:
         journal.writelines(json.dumps(line) + "\n" for line in foreign)
     assert convert(config).written == 1
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"fingerprint": 0, "written": "x", "entry": 0, "pairs": [1]}'])
+def test_a_foreign_conversion_json_counts_nothing(tmp_path: Path, text: str) -> None:
+    (tmp_path / "conversion.json").write_text(text)
+    assert counted_pairs([tmp_path]) == PairCounts()
 
 
 GOOD = [

@@ -62,6 +62,8 @@ def test_sound_that_the_answer_is_about_is_refused(column: str) -> None:
         ("loss_mask", [0, 0, 1], "masks"),
         ("loss", False, "weighs"),
         ("loss", 0.5, "weighs"),
+        ("weight", "0", "weighs"),
+        ("mask", "[0, 1]", "masks"),
         ("train", False, "weighs"),
         ("functions", [{"name": "f", "parameters": {}}], "rename it to 'tools'"),
         ("system_prompt", "Be brief.", "rename it to 'system'"),
@@ -83,12 +85,12 @@ def test_a_column_that_changes_the_meaning_is_refused_by_name(column: str, value
 @pytest.mark.parametrize(
     "columns",
     [
-        {"weight": 1, "train": True, "mask": "a/mask.png"},
+        {"weight": 1, "train": True, "mask": "a/mask.png", "sample_weight": "1.0"},
         {"system_prompt": "Be brief.", "system": "Be brief."},
         {"functions": [{"name": "f"}], "tools": [{"name": "f"}]},
         {"history": "long", "documents": "3"},
         {"objects": {"bbox": [[1, 2, 3, 4]]}},
-        *({"label": label} for label in ("dog", 7, ["dog", "cat"], {"class": 3})),
+        *({"label": label} for label in ("dog", 7, 0.5, ["dog", "cat"], {"class": 3})),
     ],
 )
 def test_the_same_names_are_counted_where_they_change_nothing(columns: dict[str, Any]) -> None:

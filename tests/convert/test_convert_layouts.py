@@ -215,8 +215,15 @@ def test_an_option_that_does_not_fit_the_record_refuses_it(
     assert refused(record, **options)[0] == reason
 
 
-@pytest.mark.parametrize(("label", "sign"), [(True, 1.0), (False, -1.0), ("false", -1.0), (1, 1.0), (-1, -1.0)])
+@pytest.mark.parametrize(
+    ("label", "sign"),
+    [
+        *((label, 1.0) for label in (True, 1, 1.0, "1.0", "chosen")),
+        *((label, -1.0) for label in (False, "false", -1, -1.0, 0.0, "Rejected")),
+    ],
+)
 def test_a_named_label_becomes_the_preference_that_pairs_have(label: Any, sign: float) -> None:
+    assert refused(openai(label=label))[0] == "unsupported_column"
     parsed = parse_record({"prompt": "q", "completion": "r", "label": label}, kto_label="label")
     assert (parsed.extras, parsed.warnings, parsed.ignored) == ({PREFERENCE: sign}, ("unpaired_preference",), ())
     read = Conversation.from_record("k", parsed.record("k", [], []))

@@ -32,6 +32,12 @@ def values(path: Path, limit: int = 1 << 20) -> list[Any]:
     return found
 
 
+def read_last(path: Path) -> str:
+    (source,) = find_sources((path,))
+    *_, last = read_records(source, max_record_bytes=1 << 20)
+    return str(last.error)
+
+
 def bad(path: Path, limit: int = 1 << 20) -> list[tuple[int, str]]:
     (source,) = find_sources((path,))
     records = list(read_records(source, max_record_bytes=limit))
@@ -301,6 +307,25 @@ def test_a_table_of_calls_and_definitions_is_stored_as_its_json_lines_are(
     expected = 0 if way is as_datasets_json else merged
     assert reports[1].warnings.get("null_fields_dropped", 0) == expected
     assert reports[0].ignored_columns == reports[1].ignored_columns
+
+
+@pytest.mark.parametrize("way", [as_gzip, as_zstd])
+def test_a_compressed_file_that_is_cut_says_so_wherever_it_is_cut(tmp_path: Path, way: Any) -> None:
+    whole = way(tmp_path / "a", RECORDS)
+    content = whole.read_bytes()
+    for end in (3, len(content) // 2 + 50, len(content) - 1):
+        whole.write_bytes(content[:end])
+        assert bad(whole)[-1] == (0, "corrupt_source")
+        assert "cannot be unpacked further" in read_last(whole)
+
+
+@pytest.mark.parametrize("way", [as_parquet, as_arrow_file, as_gzip])
+def test_a_source_that_is_gone_ends_the_conversion_and_its_records_are_no_bad_data(tmp_path: Path, way: Any) -> None:
+    (source,) = find_sources((way(tmp_path / "a", RECORDS),))
+    (chunk, *_) = chunks_of(source, tmp_path, lambda: 1 << 30)
+    (chunk.path or source.path).unlink()
+    with pytest.raises(UserError, match="cannot be read: No such file"):
+        list(read_chunk(chunk, max_record_bytes=1 << 20))
 
 
 def test_rows_that_cannot_be_read_are_named(tmp_path: Path) -> None:

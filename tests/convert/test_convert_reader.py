@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import sys
@@ -178,6 +179,9 @@ def test_lists_of_frames_of_a_conversation_stay_lists_and_texts_stay_texts() -> 
         (("a.jpg", "b.jpg"), True, 4.0, (0.0, 0.5))
     )
     assert parsed.turns[1].parts == ("A.",)
+    unstated = dataclasses.replace(frames, fps=None, frame_times=())
+    parsed = parse_conversation(Conversation(key="a", turns=turns, media=(unstated,)), frame_fps=8.0)
+    assert parsed.references[0].fps == 8.0
 
 
 def test_ids_that_are_not_ascii_become_unlike_readable_keys_and_stay_in_the_samples(tmp_path: Path) -> None:

@@ -71,12 +71,19 @@ def test_the_llava_column_may_be_a_path_a_list_or_an_object(column: dict[str, An
         [{"type": "image", "image": "a.jpg"}, {"type": "text", "text": "What?"}],
         [{"type": "image_url", "image_url": {"url": "a.jpg"}}, {"type": "text", "text": "Wh"}, "at?"],
         [{"type": "image_url", "image_url": "a.jpg"}, {"type": "text", "text": "What?"}],
+        [{"type": "image", "path": "a.jpg"}, {"type": "text", "text": "What?"}],
+        [{"type": "image_url", "image_url": {"url": None, "path": "a.jpg"}}, {"type": "text", "text": "What?"}],
+        [{"type": "image_url", "image_url": None, "image": "a.jpg"}, {"type": "text", "text": "What?"}],
     ],
 )
 def test_content_parts_may_carry_their_own_paths(parts: list[Any]) -> None:
     parsed = parse_record(openai(question=parts))
     assert parsed.turns[0].parts == (MediaPart(index=0), "What?")
     assert [(m.kind, m.path) for m in parsed.media] == [("image", "a.jpg")]
+
+
+def test_an_empty_column_of_turns_does_not_hide_the_other() -> None:
+    assert parse_record(sharegpt(messages=[])).turns == parse_record(sharegpt()).turns
 
 
 def test_bare_parts_take_the_column_in_order() -> None:
@@ -163,7 +170,8 @@ def test_images_and_videos_are_taken_each_from_its_own_column_in_reading_order()
 def test_calls_of_both_layouts_become_an_assistant_turn_with_parsed_arguments(arguments: Any) -> None:
     functions = [{"name": name, "arguments": arguments} for name in "fg"]
     expected = tuple({"type": "function", "function": {"name": name, "arguments": {"a": [1, "é"]}}} for name in "fg")
-    answer = {"role": "assistant", "content": None, "tool_calls": [{"function": each} for each in functions]}
+    merged = [{"type": None, "function": functions[0]}, {"type": "function", "function": None, **functions[1]}]
+    answer = {"role": "assistant", "content": None, "tool_calls": merged}  # nulls as exporters of tables write them
     asked, found, said = ({"role": role, "content": "x"} for role in ("user", "tool", "assistant"))
     for record in (calls(json.dumps(functions)), {"messages": [asked, answer, found, said]}):
         turns = parse_record(record).turns
@@ -178,7 +186,7 @@ def test_tools_come_out_in_the_form_of_chat_templates(as_text: bool, wrapped: bo
     tools: Any = [{"type": "function", "function": bare} if wrapped else bare]
     parsed = parse_record(sharegpt(tools=json.dumps(tools) if as_text else tools))
     assert parsed.tools == ({"type": "function", "function": bare},)
-    assert [parse_record(sharegpt(tools=none)).tools for none in (None, "", "[]", [])] == [None] * 4
+    assert [parse_record(sharegpt(tools=none)).tools for none in (None, "", "[]", [], {}, "null")] == [None] * 6
 
 
 @given(
@@ -452,6 +460,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "prompt repeated": {"prompt": "Why?", "chosen": [*ASKED_OPENAI, YES], "rejected": [*ASKED_OPENAI, NO]},
     "ms-swift": {"messages": [*ASKED_OPENAI, YES], "rejected_response": "No."},
     "ms-swift, list": {"messages": [*ASKED_OPENAI, YES], "rejected_response": [NO]},
+    "ms-swift, query": {"query": "Why?", "response": "Because.", "rejected_response": "No."},
     "ms-swift, messages": {"messages": [*ASKED_OPENAI, YES], "rejected_messages": [*ASKED_OPENAI, NO]},
 }
 
@@ -600,6 +609,7 @@ def frames(tmp_path: Path) -> Path:
         ({"videos": {"frames": FRAMES, "fps": "4"}, "video_fps": 9}, 4.0, ()),
         ({"videos": [FRAMES], "video_timestamps": [[0, 1, 4.5]]}, 2.0, (0.0, 1.0, 4.5)),
         ({"videos": [{"frames": FRAMES, "timestamps": [1, 2, 3]}]}, 2.0, (1.0, 2.0, 3.0)),
+        ({"videos": [{"frames": None, "video": FRAMES, "timestamps": None, "fps": 4}]}, 4.0, ()),
     ],
 )
 def test_a_column_may_hold_lists_of_frames_with_their_time(columns: Any, fps: float, times: Any) -> None:
@@ -610,7 +620,9 @@ def test_a_column_may_hold_lists_of_frames_with_their_time(columns: Any, fps: fl
     assert [(file.kind, file.path) for file in parsed.media] == [("image", name) for name in FRAMES]
 
 
-@pytest.mark.parametrize("rate", [{"fps": 4}, {"sample_fps": "4"}, {"sample_fps": 4.0, "fps": 9}])
+@pytest.mark.parametrize(
+    "rate", [{"fps": 4}, {"sample_fps": "4"}, {"sample_fps": 4.0, "fps": 9}, {"sample_fps": None, "fps": 4}]
+)
 def test_a_content_part_may_hold_a_list_of_frames_as_qwen_writes_it(rate: dict[str, Any]) -> None:
     (reference,) = parse_record(openai(question=[{"type": "video", "video": FRAMES, **rate}])).references
     assert (reference.paths, reference.fps) == (tuple(FRAMES), 4.0)

@@ -299,6 +299,18 @@ def test_damaged_rows_are_refused_and_the_others_read(tmp_path: Path, rows: str,
             assert wanted[1] in record.error.detail
 
 
+def test_messages_of_a_pair_in_cells_are_messages_and_no_text(tmp_path: Path) -> None:
+    user, yes, no = (
+        {"role": role, "content": text} for role, text in (("user", "?"), ("assistant", "Y"), ("assistant", "N"))
+    )
+    rows = [["?", json.dumps([user, yes]), json.dumps([user, no])], ["?", json.dumps(yes), '[{"a": 1}]']]
+    with (tmp_path / "a.csv").open("w", newline="") as stream:
+        csv.writer(stream).writerows([["prompt", "chosen", "rejected"], *rows])
+    first, second = good(tmp_path / "a.csv")
+    assert first == {"prompt": "?", "chosen": [user, yes], "rejected": [user, no]}
+    assert second == {"prompt": "?", "chosen": yes, "rejected": '[{"a": 1}]'}
+
+
 def test_a_header_that_names_a_column_twice_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("query,query\na,b\n")
     source = SourceFile(path=tmp_path / "a.csv", name="a.csv", origin=0)

@@ -69,11 +69,13 @@ def test_images_beside_a_record_are_named_by_it_or_taken_in_order(tmp_path: Path
             "d3.json": openai("own", "no image"),
             "x.json": part,
             "x.jpg": c,
+            "y.json": {**openai(question=[{"type": "image", "index": 0}]), "id": None},
+            "y.jpg": a,
         },
     )
     report = run(source, tmp_path / "out", split={"train": 1.0})
     assert report.rejected == {}
-    assert media(report) == {"dir_d1": [b, a], "d2": [b, c], "own": [], "x": [c]}
+    assert media(report) == {"dir_d1": [b, a], "d2": [b, c], "own": [], "x": [c], "y": [a]}
     assert list(report.ignored_columns) == [".cls"]
 
 
@@ -114,9 +116,12 @@ def test_samples_that_cannot_be_read_are_refused_one_by_one(tmp_path: Path, imag
             "heard.wav": b"RIFF",
             "both.json": openai(question="<image>?", images=["both.jpg"]),
             "both.jpgs": pickle.dumps(images[:1]),
+            "long.json": b'{"caption": null}',
+            "long.txt": b"x" * 5000,
+            "long.jpg": images[0],
         },
     )
-    run(source, tmp_path / "out", max_rejects=1.0)
+    run(source, tmp_path / "out", max_rejects=1.0, max_record_bytes=4096)
     assert {line["key"]: line["reason"] for line in rejects(tmp_path / "out")} == {
         "a-1": "unknown_layout",
         "a-2": "bad_json",
@@ -124,6 +129,7 @@ def test_samples_that_cannot_be_read_are_refused_one_by_one(tmp_path: Path, imag
         "outside": "missing_media",
         "heard": "unsupported_column",
         "a-6": "conflicting_columns",
+        "a-7": "record_too_large",
     }
 
 
@@ -150,6 +156,26 @@ def test_a_damaged_tar_gives_what_comes_before_the_damage(tmp_path: Path, suffix
     assert len(good) < 20
     assert records[-1].error is not None
     assert records[-1].error.reason == "corrupt_source"
+
+
+@pytest.mark.parametrize(
+    "size", [b"\xff" * 10 + b"\xfe\x00", b"size=-512", b"GNU.sparse.map=abc", b"size=" + b"9" * 30]
+)
+def test_a_size_that_no_file_has_ends_the_tar_and_not_the_command(tmp_path: Path, size: bytes) -> None:
+    """A size of -512 in the header leads back to it, in a loop without an end."""
+    member = tarfile.TarInfo("a.json")
+    if size[0] != 255:
+        name, _, value = size.decode().partition("=")
+        member.pax_headers = {name: value}
+    header = bytearray(member.tobuf(tarfile.PAX_FORMAT))
+    if size[0] == 255:
+        header[124:136], header[148:156] = size, b" " * 8
+        header[148:156] = b"%06o\0 " % sum(header)
+    (tmp_path / "a.tar").write_bytes(header + bytes(2048))
+    (source,) = find_sources((tmp_path / "a.tar",))
+    (record,) = read_records(source, max_record_bytes=1 << 20)
+    assert record.error is not None
+    assert record.error.reason == "corrupt_source"
 
 
 def pack(path: Path, suffix: str) -> Path:

@@ -37,6 +37,53 @@ ORDER = "tests/convert/test_convert_workers.py::test_keys_rejects_and_warnings_c
 
 CONVERT_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
+        trap=109,
+        name="a file of zstd that is cut off is read as a whole one",
+        test=PACKED + "test_a_compressed_file_that_is_cut_says_so_wherever_it_is_cut[as_zstd]",
+        oracle="zstandard's writer",
+        edits=(
+            (
+                "convert/sources.py",
+                "    if frame is not None:\n        raise EOFError",
+                "    if not frame:\n        return",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=105,
+        name="a rate of null hides the one beside it",
+        test=SYSTEM + "test_a_content_part_may_hold_a_list_of_frames_as_qwen_writes_it",
+        oracle="the record",
+        edits=(
+            (
+                "convert/columns.py",
+                'first_of(timed, "sample_fps", "fps", _RATES)',
+                'timed.get("sample_fps", timed.get("fps", rate))',
+            ),
+        ),
+    ),
+    Mutation(
+        trap=105,
+        name="messages in cells are trained as the text of an answer",
+        test="tests/convert/test_convert_sources.py::test_messages_of_a_pair_in_cells_are_messages_and_no_text",
+        oracle="the records",
+        edits=(("convert/tables.py", "if name in _LISTS | _SPOKEN and", "if name in _LISTS and"),),
+    ),
+    Mutation(
+        trap=46,
+        name="a weight in a cell of text is counted as an ignored column",
+        test=COLUMNS + "test_a_column_that_changes_the_meaning_is_refused_by_name[weight-0-weighs]",
+        oracle="the record",
+        edits=(("convert/columns.py", "value = parse_part(value.strip().lower())", "value = None"),),
+    ),
+    Mutation(
+        trap=109,
+        name="a number in a header of a tar ends the command",
+        test=TARS + "test_a_size_that_no_file_has_ends_the_tar_and_not_the_command",
+        oracle="the number of samples",
+        edits=(("convert/tars.py", "except (tarfile.TarError, ValueError, OverflowError)", "except tarfile.TarError"),),
+    ),
+    Mutation(
         trap=44,
         name="a system turn without text is left out",
         test=SYSTEM + "test_an_empty_system_turn_keeps_the_default_prompt_of_a_template_out",

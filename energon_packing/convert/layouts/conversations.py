@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from energon_packing.convert.layouts import llamafactory_v1, qwen_vl
-from energon_packing.convert.layouts.layout import ANSWER_COLUMNS, TURN_COLUMNS, Layout, has_turns
+from energon_packing.convert.layouts.layout import ANSWER_COLUMNS, TURN_COLUMNS, Layout, filled, has_turns
 
 
 def _first_message(record: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -24,7 +24,9 @@ def _is_conversation(record: Mapping[str, Any]) -> bool:
     if llamafactory_v1.matches(record) or (qwen_vl.matches(record) and not qwen_vl.names_images(record)):
         return False
     is_pair = any(record.get(name) is not None for name in ANSWER_COLUMNS)
-    return has_turns(record) or (is_pair and "instruction" not in record)
+    # ms-swift's pair of a query has the chosen answer in `response`.
+    of_query = filled(record, "query", "response") and record.get("chosen") is None
+    return has_turns(record) or (is_pair and not of_query and "instruction" not in record)
 
 
 def _is_sharegpt(record: Mapping[str, Any]) -> bool:

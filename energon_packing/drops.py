@@ -220,11 +220,9 @@ def over_budget(dropped: int, read: int, budget: float) -> bool:
     if dropped == 0 or not 0.0 < budget < 1.0:
         return dropped > 0 and budget <= 0.0
     read = max(read, dropped)
-    beyond = read >= BUDGET_STARTS_AT and dropped > budget * read
-    return beyond and evidence(dropped, read, budget) >= -math.log(FALSE_STOP)
-
-
-def evidence(dropped: float, read: int, budget: float) -> float:
-    """Returns ``-log((read + 1) * P[Binomial(read, budget) = dropped])``; ``dropped`` may be a fraction."""
+    if read < BUDGET_STARTS_AT or dropped <= budget * read:
+        return False
+    # -log((read + 1) * P[Binomial(read, budget) = dropped])
     log_beta = math.lgamma(dropped + 1) + math.lgamma(read - dropped + 1) - math.lgamma(read + 2)
-    return log_beta - dropped * math.log(budget) - (read - dropped) * math.log1p(-budget)
+    evidence = log_beta - dropped * math.log(budget) - (read - dropped) * math.log1p(-budget)
+    return evidence >= -math.log(FALSE_STOP)

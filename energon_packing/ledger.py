@@ -292,11 +292,9 @@ def ledger_apart[Run: Any](run: Run, name: str) -> Run:
 
 
 class LedgerLock:
-    """Keeps other processes from writing the ledger of a data-parallel rank as long as it exists.
-
-    It is a POSIX record lock: nothing is left over after a kill, network file systems know it, and the workers that a
-    process forks need no lock of their own. Without a directory, nothing is locked.
-    """
+    """Keeps other processes from writing the ledger of a data-parallel rank as long as it exists. It is a POSIX record
+    lock: nothing is left over after a kill, network file systems know it, and the workers that a process forks need no
+    lock of their own. Without a directory, nothing is locked."""
 
     def __init__(self, directory: str | None, rank: int) -> None:
         self._path = None if directory is None else Path(directory) / f"rank{rank}.lock"

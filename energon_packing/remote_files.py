@@ -62,15 +62,8 @@ def shown(path: str | Path) -> str:
 
 
 def check_remote(what: str, path: Path, instead: str) -> None:
-    """Refuses an address that cannot be read or written here. Local paths pass.
-
-    Args:
-        what: the option that named it.
-        instead: what the user can do without the package.
-
-    Raises:
-        ConfigError: it is of another kind, or the package that reads it is not installed.
-    """
+    """Refuses an address, which the option ``what`` named, if it cannot be read or written here. Raises `ConfigError`:
+    it is of another kind, or needs a package that is not installed; ``instead`` is what the user can do without it."""
     address = remote_address(path)
     if address is None:
         return

@@ -199,9 +199,8 @@ def convert(
             report = run_conversion(config, told)
     except KeyboardInterrupt:
         if out is not None and not dry_run:
-            what = f"Nothing was written to {out}"
-            if remote_address(out) is not None:  # which may hold a part of it
-                what = f"{shown(out)} is not complete"
+            remote = remote_address(out) is not None  # which may hold a part of it
+            what = f"{shown(out)} is not complete" if remote else f"Nothing was written to {out}"
             click.echo(f"{what}; add --resume to reuse the media checks so far.", err=True)
         raise
     answer(report.to_json(), as_json, lambda _: _print_report(report), ensure_ascii=False)
@@ -245,11 +244,8 @@ def _failure(report: ConversionReport, config: ConvertConfig, allow_truncated: b
         share = f"{report.reject_share:.1%} of the" if most <= 1 else f"{sum(report.rejected.values()):,}"
         return f"{share} records were rejected, more than --max-rejects {most:g}; see {see}"
     if (broken := sum(report.rejected.get(reason, 0) for reason in UNREAD_REASONS)) and not allow_truncated:
-        place = counted(broken, "place")
-        return (
-            f"sources are damaged or break off at {place}, and what follows was not read; see {see}, fix the source, "
-            "or add --allow-truncated"
-        )
+        at = f"sources are damaged or break off at {counted(broken, 'place')}, and what follows was not read"
+        return f"{at}; see {see}, fix the source, or add --allow-truncated"
     return None
 
 

@@ -111,12 +111,8 @@ StoredMedia = Any
 
 
 def resolve_media(reference: str, root: Path) -> str:
-    """The file that a record names, with all links resolved, inside its root, which must be resolved already.
-
-    Raises:
-        SampleRejected: ``remote_media``, ``media_outside_root``, ``missing_media``.
-        OSError: the directory cannot be looked at.
-    """
+    """The file that a record names, with all links resolved, inside its root, which must be resolved already. Raises
+    `SampleRejected`: ``remote_media``, ``media_outside_root``, ``missing_media``; OSError: the place cannot be read."""
     if address := _FILE_ADDRESS.match(reference):
         path_of = reference[address.end() :]  # as qwen_vl_utils reads it; others escape characters
         reference = path_of if "%" not in path_of or (root / path_of).exists() else unquote(path_of)

@@ -446,10 +446,8 @@ def _build(
     most = _MOST_OF_CLUSTER if config.workers is None and config.executor_config.cluster else config.workers or 0
     results = partial(in_order, executor, ahead=max(_AHEAD, 4 * most))
     with ExitStack() as stack:
-        media = MediaTable(scratch / "media", one_store=config.layout == "polylithic")
-        stack.callback(media.close)
-        reading = ReadRecords(config, media, SamplePlan(scratch / "plan"))
-        stack.callback(reading.plan.close)
+        media = stack.enter_context(closing(MediaTable(scratch / "media", one_store=config.layout == "polylithic")))
+        reading = ReadRecords(config, media, stack.enter_context(closing(SamplePlan(scratch / "plan"))))
         fingerprint["sources"] = _read(config, sources, results, reading, build, journal, tell)
         if (unusable := reading.unusable_source(sources)) is not None:
             shutil.rmtree(scratch)

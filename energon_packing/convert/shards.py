@@ -174,12 +174,8 @@ def _reserve(descriptor: int, start: int, size: int) -> None:
 
 
 def _member(file: StoredFile) -> Iterator[bytes]:
-    """The pieces of a checked file's member; what fails in passing is read again.
-
-    Raises:
-        UserError: it has changed since the check, which may show in its time stamp or else shows in its digest; or it
-            cannot be read.
-    """
+    """The pieces of a checked file's member; what fails in passing is read again. Raises `UserError`: it has changed
+    since the check, which may show in its time stamp or else shows in its digest; or it cannot be read."""
     at, size, place = 0, file.stamp.size, os.path.dirname(file.path)
 
     def read() -> Any:

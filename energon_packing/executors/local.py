@@ -48,11 +48,8 @@ class _Worker:
 
 class LocalProcesses:
     """Forks of this process, as a loader's workers are: they share its imports and what the work holds, and start at
-    once. They end with the calling process, however that ends. An executor as `Executor` describes it.
-
-    Args:
-        count: processes; at least 1.
-    """
+    once. They end with the calling process, however that ends. An executor as `Executor` describes it, of one process
+    or more."""
 
     def __init__(self, count: int) -> None:
         self._count = count

@@ -115,8 +115,8 @@ class FrequentDrops:
         self._told: set[tuple[str, str, str]] = set()
 
     def add(self, read: Mapping[tuple[str, str], int], dropped: Iterable[DroppedSample]) -> None:
-        """Counts the samples that were read, by data set and modality ("" where that is unknown), and those of them that
-        are dropped; any may be dropped later than it is read."""
+        """Counts the samples that were read, by data set and modality ("" where that is unknown), and those of them
+        that are dropped; any may be dropped later than it is read."""
         for (data, modality), count in read.items():
             self._read.setdefault(data, Counter())[modality] += count
         for entry in dropped:

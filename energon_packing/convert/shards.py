@@ -86,22 +86,20 @@ class StoredFile:
     Attributes:
         name: of the member; in a media store, it begins with the digest of the content.
         metadata: type and content in Energon's table of media; None for what Energon has none for.
-        digest: the first 32 hexadecimal digits of its SHA-256; by default those of the name.
+        digest: the first 32 hexadecimal digits of its SHA-256.
     """
 
     name: str
     path: str
     stamp: Stamp
-    metadata: tuple[str, str] | None = None
-    digest: str = ""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "digest", self.digest or self.name.partition(".")[0])
+    metadata: tuple[str, str] | None
+    digest: str
 
     @classmethod
     def of(cls, file: StoredMedia, stamp: Stamp) -> Self:
         """The file as it was checked."""
-        return cls(name=file.name, path=file.path, stamp=stamp, metadata=file.metadata)
+        digest = file.name.partition(".")[0]
+        return cls(name=file.name, path=file.path, stamp=stamp, metadata=file.metadata, digest=digest)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -335,13 +333,13 @@ class MediaTable:
     def rows(self) -> Generator[list[StoredFile], None, None]:
         """Yields the distinct files in the order in which they were added, each with those of the same content but
         another extension: one sample of the store holds them all, because its key is their digest."""
-        query = "SELECT name, path, size, changed, checked, kind, content FROM media ORDER BY rowid"
+        query = "SELECT digest, name, path, size, changed, checked, kind, content FROM media ORDER BY rowid"
         with closing(self._database.execute(query)) as found:
-            for name, path, size, changed, checked, kind, content in found:
+            for digest, name, path, *stamp, kind, content in found:
                 metadata = None if kind is None else (kind, content)
-                stamp = Stamp(size, changed, checked)
-                first = StoredFile(name=name, path=os.fsdecode(path), stamp=stamp, metadata=metadata)
-                yield [first, *self._named.get(first.digest, ())]
+                place, stamped = os.fsdecode(path), Stamp(*stamp)
+                first = StoredFile(name=name, path=place, stamp=stamped, metadata=metadata, digest=digest)
+                yield [first, *self._named.get(digest, ())]
 
 
 class _Tars:

@@ -450,8 +450,10 @@ def _build(
         reading = ReadRecords(config, media, stack.enter_context(closing(SamplePlan(scratch / "plan"))))
         fingerprint["sources"] = _read(config, sources, results, reading, build, journal, tell)
         if (unusable := reading.unusable_source(sources)) is not None:
-            shutil.rmtree(scratch)
-            raise UserError(unusable)
+            if config.dry_run or not media.files:
+                shutil.rmtree(scratch)
+                raise UserError(unusable)
+            raise UserError(f"{unusable}; fix it or leave it out, and add --resume to reuse the media checks so far")
         reading.splits.finish()
         splits = dict(zip(reading.splits.names, reading.splits.counts, strict=True))
         shards = 0

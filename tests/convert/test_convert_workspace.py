@@ -240,3 +240,14 @@ def test_a_mount_point_is_refused_before_anything_is_read(
     with pytest.raises(UserError, match=r"disk is a mount point.*name a directory in it"):
         run(source, tmp_path / "disk")
     assert run(source, tmp_path / "disk/data").written == 6
+
+
+def test_a_source_without_a_usable_record_does_not_cost_the_media_checks_of_others(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty = write_json(tmp_path / "src/empty.json", [])
+    with pytest.raises(UserError, match=r"empty\.json holds no usable record.*leave it out, and add --resume"):
+        run((source, empty), tmp_path / "out")
+    checked = count_checks(monkeypatch)
+    assert run(source, tmp_path / "out", resume=True).written == 6
+    assert checked == []

@@ -507,6 +507,14 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         trap=110,
+        name="a source without a usable record costs the media checks of all others",
+        test="tests/convert/test_convert_workspace.py::"
+        "test_a_source_without_a_usable_record_does_not_cost_the_media_checks_of_others",
+        oracle="the files that are opened",
+        edits=(("convert/pipeline.py", "if config.dry_run or not media.files:", "if config:"),),
+    ),
+    Mutation(
+        trap=110,
         name="what took too long stays rejected",
         test=ATTACKS + "test_resume_tries_again_what_another_time_or_machine_may_not_refuse",
         oracle="the animation",

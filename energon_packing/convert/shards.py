@@ -1,10 +1,8 @@
 """Tar shards: one process says what is in them, any process writes them, and the same input gives the same bytes."""
 
-import ctypes
 import hashlib
 import os
 import pickle
-import sys
 import tarfile
 from array import array
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -76,7 +74,6 @@ def ending(size: int) -> bytes:
 
 
 _BUFFER = 1 << 20
-_FALLOC_FL_KEEP_SIZE = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,16 +158,6 @@ def _opened_at(path: Path, place: int) -> BinaryIO:
     return stream
 
 
-def _reserve(descriptor: int, start: int, size: int) -> None:
-    """Asks the file system for the room of a piece at once, which costs less than block by block.
-
-    The size of the file stays as it is. A file system that cannot do this, or has no room, says so when written to.
-    """
-    if sys.platform == "linux" and size > _BUFFER:
-        libc: Any = ctypes.CDLL(None)
-        libc.fallocate(descriptor, _FALLOC_FL_KEEP_SIZE, ctypes.c_int64(start), ctypes.c_int64(size))
-
-
 def _member(file: StoredFile) -> Iterator[bytes]:
     """The pieces of a checked file's member; what fails in passing is read again. Raises `UserError`: it has changed
     since the check, which may show in its time stamp or else shows in its digest; or it cannot be read."""
@@ -220,7 +207,6 @@ class Writing:
         spools: dict[int, BinaryIO] = {}
         with ExitStack() as stack:
             tar = stack.enter_context(_opened_at(path, piece.start))
-            _reserve(tar.fileno(), piece.start, piece.end - piece.start)
             for file in piece.files.get(-1, ()):
                 tar.writelines(_member(file))
             for number, (name, size, spool, offset) in enumerate(piece.records):

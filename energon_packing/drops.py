@@ -104,11 +104,8 @@ class DroppedSample:
 
 
 class FrequentDrops:
-    """Counts samples by data set and modality, and says once which reasons drop many of them.
-
-    Args:
-        done: what was done with the samples that are counted, for the sentences.
-    """
+    """Counts samples by data set and modality, and says once which reasons drop many of them; ``done`` says what
+    was done with the samples."""
 
     def __init__(self, done: str = "read so far") -> None:
         self._done = done
@@ -118,12 +115,8 @@ class FrequentDrops:
         self._told: set[tuple[str, str, str]] = set()
 
     def add(self, read: Mapping[tuple[str, str], int], dropped: Iterable[DroppedSample]) -> None:
-        """Counts samples.
-
-        Args:
-            read: all of them, those that are dropped included, by data set and modality ("" where that is unknown).
-            dropped: those that are dropped; any may be dropped later than it is read.
-        """
+        """Counts the samples that were read, by data set and modality ("" where that is unknown), and those of them
+        that are dropped; any may be dropped later than it is read."""
         for (data, modality), count in read.items():
             self._read.setdefault(data, Counter())[modality] += count
         for entry in dropped:
@@ -220,11 +213,9 @@ def over_budget(dropped: int, read: int, budget: float) -> bool:
     if dropped == 0 or not 0.0 < budget < 1.0:
         return dropped > 0 and budget <= 0.0
     read = max(read, dropped)
-    beyond = read >= BUDGET_STARTS_AT and dropped > budget * read
-    return beyond and evidence(dropped, read, budget) >= -math.log(FALSE_STOP)
-
-
-def evidence(dropped: float, read: int, budget: float) -> float:
-    """Returns ``-log((read + 1) * P[Binomial(read, budget) = dropped])``; ``dropped`` may be a fraction."""
+    if read < BUDGET_STARTS_AT or dropped <= budget * read:
+        return False
+    # -log((read + 1) * P[Binomial(read, budget) = dropped])
     log_beta = math.lgamma(dropped + 1) + math.lgamma(read - dropped + 1) - math.lgamma(read + 2)
-    return log_beta - dropped * math.log(budget) - (read - dropped) * math.log1p(-budget)
+    evidence = log_beta - dropped * math.log(budget) - (read - dropped) * math.log1p(-budget)
+    return evidence >= -math.log(FALSE_STOP)

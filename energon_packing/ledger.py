@@ -292,11 +292,9 @@ def ledger_apart[Run: Any](run: Run, name: str) -> Run:
 
 
 class LedgerLock:
-    """Keeps other processes from writing the ledger of a data-parallel rank as long as it exists.
-
-    It is a POSIX record lock: nothing is left over after a kill, network file systems know it, and the workers that a
-    process forks need no lock of their own. Without a directory, nothing is locked.
-    """
+    """Keeps other processes from writing the ledger of a data-parallel rank as long as it exists. It is a POSIX record
+    lock: nothing is left over after a kill, network file systems know it, and the workers that a process forks need no
+    lock of their own. Without a directory, nothing is locked."""
 
     def __init__(self, directory: str | None, rank: int) -> None:
         self._path = None if directory is None else Path(directory) / f"rank{rank}.lock"
@@ -380,23 +378,13 @@ def merged(directory: Path) -> LedgerReport:
     """Reads the ledger of a run, while it runs or afterwards. Raises `UserError`: the directory holds no ledger, or
     cannot be read."""
     report = LedgerReport()
-    positions: dict[int, list[dict[str, Any]]] = {}
-    packs_of_plan = 1
-    for _, worker in _workers(directory, report):
-        report.workers += 1
-        if worker.mark.get("packs_of_plan"):
-            packs_of_plan = worker.mark["packs_of_plan"]
-            positions |= worker.by_position()
-        else:
-            _count(worker.lines, report, **{name: worker.mark.get(name) for name in ("samples", "ahead", "times")})
+    for mark, lines in _standing(directory, report):
+        _count([line for _, line in lines], report, mark)
     try:
         report.cut = sum(file.read_bytes().count(b"\n") for file in directory.glob("*.cut"))
         report.quarantined = len({(str(entry.get("data")), str(entry.get("key"))) for entry in _quarantined(directory)})
     except OSError as error:
         raise _unreadable(directory, error) from error
-    for epoch in sorted({at // packs_of_plan for at in positions}):
-        held = range(epoch * packs_of_plan, (epoch + 1) * packs_of_plan)
-        _count([line for at in held for line in positions.get(at, ())], report)
     report.duplicates.sort()
     return report
 
@@ -405,14 +393,25 @@ def standing_lines(directory: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     """The lines of a ledger that still hold, with their files: not those of runs that nobody continued, nor of packs
     that a resumed run made again or has yet to make again. Raises `UserError`: the directory holds no ledger, or cannot
     be read."""
+    for _, lines in _standing(directory, LedgerReport()):
+        yield from lines
+
+
+def _standing(
+    directory: Path, report: LedgerReport
+) -> Iterator[tuple[Mapping[str, Any], list[tuple[Path, dict[str, Any]]]]]:
+    """The lines of each worker that still hold, with its mark; then those of each epoch of a plan, whose positions any
+    worker may have made."""
     positions: dict[int, list[tuple[Path, dict[str, Any]]]] = {}
-    for file, worker in _workers(directory, LedgerReport()):
+    packs_of_plan = 1
+    for file, worker in _workers(directory, report):
         if worker.mark.get("packs_of_plan"):
+            packs_of_plan = worker.mark["packs_of_plan"]
             positions |= {at: [(file, line) for line in lines] for at, lines in worker.by_position().items()}
         else:
-            yield from ((file, line) for line in worker.lines)
-    for at in sorted(positions):
-        yield from positions[at]
+            yield worker.mark, [(file, line) for line in worker.lines]
+    for _, epoch in itertools.groupby(sorted(positions), key=lambda at: at // packs_of_plan):
+        yield {}, [line for at in epoch for line in positions[at]]
 
 
 def _unreadable(place: Path, error: OSError) -> UserError:
@@ -466,12 +465,13 @@ class _Worker:
 
 def _workers(directory: Path, report: LedgerReport) -> Iterator[tuple[Path, _Worker]]:
     """Each worker's file with its lines that still hold."""
-    files = sorted(directory.glob("*.jsonl")) if directory.is_dir() else []
+    files = sorted(directory.glob("*.jsonl"))
     if not files:
         raise UserError(f"{directory} holds no ledger; name the directory of packing.ledger.")
     ours = False  # else of something else, such as metrics or the rejects of a conversion
     for file in files:
         worker = _Worker(report)
+        report.workers += 1
         try:
             for entry in read_lines(file):
                 if not _is_line(entry):
@@ -493,16 +493,10 @@ def _is_line(entry: Mapping[str, Any]) -> bool:
     return all(isinstance(entry[name], kind) for name, kind in _FIELDS.items() if name in entry)
 
 
-def _count(
-    lines: list[dict[str, Any]],
-    report: LedgerReport,
-    *,
-    samples: int | None = None,
-    ahead: int | None = None,
-    times: int | None = None,
-) -> None:
-    """Counts the lines of a worker, for which the numbers are those of its mark (`Ledger.begin`), or of an epoch of a
-    plan. The ``ahead`` samples of a shuffle buffer may be of the next epoch."""
+def _count(lines: list[dict[str, Any]], report: LedgerReport, mark: Mapping[str, Any]) -> None:
+    """Counts the lines of a worker with its mark (`Ledger.begin`), or of an epoch of a plan, which has none. The
+    samples ``ahead`` in a shuffle buffer may be of the next epoch."""
+    samples, ahead, times = (mark.get(name) for name in ("samples", "ahead", "times"))
     before = 0
     for epoch, ended in _epochs(lines):
         seen: Counter[str] = Counter()

@@ -61,21 +61,9 @@ def shown(path: str | Path) -> str:
     return remote_address(path) or str(path)
 
 
-def absolute(path: Path) -> str:
-    """The address, or the absolute path."""
-    return remote_address(path) or str(path.absolute())
-
-
 def check_remote(what: str, path: Path, instead: str) -> None:
-    """Refuses an address that cannot be read or written here. Local paths pass.
-
-    Args:
-        what: the option that named it.
-        instead: what the user can do without the package.
-
-    Raises:
-        ConfigError: it is of another kind, or the package that reads it is not installed.
-    """
+    """Refuses an address, which the option ``what`` named, if it cannot be read or written here. Raises `ConfigError`:
+    it is of another kind, or needs a package that is not installed; ``instead`` is what the user can do without it."""
     address = remote_address(path)
     if address is None:
         return
@@ -184,16 +172,12 @@ def digest(address: str) -> str:
     return content.hexdigest()
 
 
-def copy_place(address: str, directory: Path, version: str = "") -> Path:
-    """Where `local_copy` puts a file, below a directory; another one for each version."""
-    name = hashlib.sha256((address + version).encode()).hexdigest()[:32]
-    return directory / name[:2] / name[2:] / address.rpartition("/")[2]
-
-
 def local_copy(address: str, directory: Path, version: str = "") -> Path:
-    """Copies a file to this machine: whole or not at all, with the time of its last change. One that is there stays.
-    Raises ``OSError``: the file is not there, cannot be read, or changes; or the target cannot be written."""
-    before, target = _present(address), copy_place(address, directory, version)
+    """Copies a file to this machine: whole or not at all, with the time of its last change; each version to a place
+    of its own below the directory. One that is there stays. Raises ``OSError``: the file is not there, cannot be
+    read, or changes; or the target cannot be written."""
+    before, name = _present(address), hashlib.sha256((address + version).encode()).hexdigest()[:32]
+    target = directory / name[:2] / name[2:] / address.rpartition("/")[2]
     with contextlib.suppress(FileNotFoundError):
         there = target.stat()
         if (there.st_size, there.st_mtime_ns) == (before.size, before.changed):
@@ -256,7 +240,6 @@ def _described(there: Any) -> RemoteFile:
 
 _META, _INDEX = ".nv-meta", "index.sqlite"
 _SHARDS = (".tar", ".idx")
-_DESCRIBING = (*_SHARDS, ".yaml", ".yml", ".json", ".uuid")
 
 
 def metadata_text(root: Path, name: str) -> str:
@@ -267,12 +250,8 @@ def metadata_text(root: Path, name: str) -> str:
 
 
 def index_file(root: Path) -> Path:
-    """The index of a data set's shards; one in a store is copied once, to the directory for temporary files.
-
-    Raises:
-        UserError: that directory cannot be used.
-        OSError: the index cannot be read.
-    """
+    """The index of a data set's shards; one in a store is copied once, to the directory for temporary files. Raises
+    `UserError`: that directory cannot be used; OSError: the index cannot be read."""
     address = remote_address(root)
     if address is None:
         return root / _META / _INDEX
@@ -293,12 +272,13 @@ def describe(address: str, directory: Path) -> Path:
             raise UserError(f"{address} does not exist; name the directory that 'energon-packing convert' wrote")
         for name, _ in files:
             path = PurePosixPath(name)
-            describes = path.suffix in _DESCRIBING or path.parent.name == _META
+            in_meta = path.parent.name == _META
+            describes = in_meta or path.suffix in (*_SHARDS, ".yaml", ".yml") or path.name == "conversion.json"
             if path.is_absolute() or ".." in path.parts or not describes:
                 continue
             copy = directory / name
             copy.parent.mkdir(parents=True, exist_ok=True)
-            if path.name == _INDEX and path.parent.name == _META:
+            if in_meta and path.name == _INDEX:
                 copy.symlink_to(index_file(Path(f"{root}/{path.parent.parent}")))
             else:
                 copy.write_bytes(b"" if path.suffix in _SHARDS else read(f"{root}/{name}"))

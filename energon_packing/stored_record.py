@@ -21,10 +21,10 @@ LARGEST_DEPTH = 100
 Python stops at a thousand calls."""
 
 
-def is_too_deep(value: Any, most: int = LARGEST_DEPTH) -> bool:
-    """Whether objects and lists of a JSON value lie more than ``most`` deep inside each other; does not recurse."""
+def is_too_deep(value: Any) -> bool:
+    """Whether objects and lists of a JSON value lie too deep inside each other; does not recurse."""
     level = [value]
-    for _ in range(most + 1):
+    for _ in range(LARGEST_DEPTH + 1):
         level = [
             inner
             for outer in level

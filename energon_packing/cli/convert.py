@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from energon_packing.cli.options import PATH, Named, executor_options, json_option
-from energon_packing.cli.terminal import ShownProgress, answer, cell, counted, say
+from energon_packing.cli.terminal import ShownProgress, answer, cell, counted, say, starting
 from energon_packing.convert.config import (
     DEFAULT_FRAME_FPS,
     DEFAULT_SPLIT,
@@ -26,7 +26,7 @@ from energon_packing.media import DEFAULT_MAX_PIXELS
 from energon_packing.remote_files import remote_address, shown
 
 _STAGES = {"read": "reading and checking", "write": "writing shards", "index": "indexing", "store": "storing"}
-_UNITS = {"records": "records", "read": "bytes", "write": "samples", "index": "shards", "store": "bytes"}
+_UNITS = {"records": "records", "read": "bytes", "write": "bytes", "index": "shards", "store": "bytes"}
 _MOST_LINES = 20  # about ignored columns
 
 _EXAMPLES = """\b
@@ -176,30 +176,14 @@ def convert(
     if (dataset_info is None) != (dataset is None):
         raise ConfigError("--dataset-info and --dataset belong together: the file, and the name of an entry in it")
     if dataset_info is not None and dataset is not None:
-        if given["column_map"] or given["format"] != "auto":
-            raise ConfigError("--dataset-info sets columns, roles and format; leave out the options for them")
-        entry = read_dataset_info(dataset_info, dataset)
-        if given["kto_label"] != entry.kto_label:
-            if entry.kto_label is None:
-                raise ConfigError(
-                    f"--kto-label {given['kto_label']}: the entry {dataset!r} has no kto_tag; leave the option out, or "
-                    "add it to the entry"
-                )
-            raise ConfigError(  # unwanted answers come in only where the user says so
-                f"the entry {dataset!r} labels its answers as wanted or unwanted (kto_tag: {entry.kto_label}), and "
-                f"cross-entropy would train both; add --kto-label {entry.kto_label} to keep the labels, which "
-                "packing.pairs of a run decides about"
-            )
-        given |= {"column_map": entry.column_map, "format": entry.format}
-        given["media_root"] = given["media_root"] or entry.media_root
-        if not sources and entry.source is None:
-            raise ConfigError(f"--dataset {dataset} is not a local file; download it and name its files as SRC")
-        sources = sources or ((entry.source,) if entry.source is not None else ())
+        sources = _read_dataset_info(dataset_info, dataset, sources, given)
     if not sources:
         raise click.UsageError("Missing argument 'SRC...'.")
     dry_run = given["dry_run"]
     if out is None and not dry_run:
         raise click.UsageError("Missing option '--out'; only --dry-run does without it.")
+    others = f" and {counted(len(sources) - 1, 'other source')}" if len(sources) > 1 else ""
+    starting(f"{'Checking' if dry_run else 'Converting'} {shown(sources[0])}{others}", quiet=as_json, models=False)
     config = ConvertConfig(
         sources=sources,
         out=out or Path(),
@@ -214,30 +198,55 @@ def convert(
         with ShownProgress(_STAGES, quiet=as_json, units=_UNITS) as told:
             report = run_conversion(config, told)
     except KeyboardInterrupt:
-        if not dry_run:
-            remote = out is not None and remote_address(out) is not None  # which may hold a part of it
-            what = f"{shown(config.out)} is not complete" if remote else f"Nothing was written to {out}"
+        if out is not None and not dry_run:
+            remote = remote_address(out) is not None  # which may hold a part of it
+            what = f"{shown(out)} is not complete" if remote else f"Nothing was written to {out}"
             click.echo(f"{what}; add --resume to reuse the media checks so far.", err=True)
         raise
     answer(report.to_json(), as_json, lambda _: _print_report(report), ensure_ascii=False)
-    see = "the report" if dry_run else shown(config.out / REJECTS_FILE)
-    if report.too_many_rejects(config.max_rejects):
-        most, count = config.max_rejects, sum(report.rejected.values())
-        share = f"{report.reject_share:.1%} of the" if most <= 1 else f"{count:,}"
-        click.echo(f"Error: {share} records were rejected, more than --max-rejects {most:g}; see {see}", err=True)
-        context.exit(1)
-    if (broken := sum(report.rejected.get(reason, 0) for reason in UNREAD_REASONS)) and not allow_truncated:
-        click.echo(
-            f"Error: sources are damaged or break off at {counted(broken, 'place')}, and what follows was not read; "
-            f"see {see}, fix the source, or add --allow-truncated",
-            err=True,
-        )
+    if (failure := _failure(report, config, allow_truncated)) is not None:
+        click.echo(f"Error: {failure}", err=True)
         context.exit(1)
     if not as_json and not dry_run and (config.own_layout is None or config.own_layout.parse is None):
         if remote_address(config.out) is None:
             click.echo(f"Next: energon-packing init {config.out} --processor NAME")
         else:  # init reads local data sets only
             click.echo(f"Next: write data.path: {shown(config.out)} into a configuration")
+
+
+def _read_dataset_info(path: Path, dataset: str, sources: tuple[Path, ...], given: dict[str, Any]) -> tuple[Path, ...]:
+    """Puts the options of an entry among the ``given`` ones, and returns its file unless there are sources."""
+    if given["column_map"] or given["format"] != "auto":
+        raise ConfigError("--dataset-info sets columns, roles and format; leave out the options for them")
+    entry = read_dataset_info(path, dataset)
+    if given["kto_label"] != entry.kto_label:
+        if entry.kto_label is None:
+            raise ConfigError(
+                f"--kto-label {given['kto_label']}: the entry {dataset!r} has no kto_tag; leave the option out, or "
+                "add it to the entry"
+            )
+        raise ConfigError(  # unwanted answers come in only where the user says so
+            f"the entry {dataset!r} labels its answers as wanted or unwanted (kto_tag: {entry.kto_label}), and "
+            f"cross-entropy would train both; add --kto-label {entry.kto_label} to keep the labels, which "
+            "packing.pairs of a run decides about"
+        )
+    given |= {"column_map": entry.column_map, "format": entry.format}
+    given["media_root"] = given["media_root"] or entry.media_root
+    if not sources and entry.source is None:
+        raise ConfigError(f"--dataset {dataset} is not a local file; download it and name its files as SRC")
+    return sources or tuple(filter(None, [entry.source]))
+
+
+def _failure(report: ConversionReport, config: ConvertConfig, allow_truncated: bool) -> str | None:
+    """Why a conversion that has come to its end counts as failed; None if it does not."""
+    see = "the report" if config.dry_run else shown(config.out / REJECTS_FILE)
+    if report.too_many_rejects(most := config.max_rejects):
+        share = f"{report.reject_share:.1%} of the" if most <= 1 else f"{sum(report.rejected.values()):,}"
+        return f"{share} records were rejected, more than --max-rejects {most:g}; see {see}"
+    if (broken := sum(report.rejected.get(reason, 0) for reason in UNREAD_REASONS)) and not allow_truncated:
+        at = f"sources are damaged or break off at {counted(broken, 'place')}, and what follows was not read"
+        return f"{at}; see {see}, fix the source, or add --allow-truncated"
+    return None
 
 
 def _print_report(report: ConversionReport) -> None:

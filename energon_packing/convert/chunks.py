@@ -37,7 +37,7 @@ class SourceFile:
     """One file of records.
 
     Attributes:
-        path: where it is, or will be once it is fetched.
+        path: where it is on this machine, once it is fetched.
         name: its path in reports, relative to the directory that was named; unique in a conversion.
         origin: index into `ConvertConfig.sources`.
         size: bytes.
@@ -199,11 +199,11 @@ def find_sources(
     again: list[str] = []
     for origin, source in enumerate(sources):
         remote = remote_address(source) is not None
-        for path, name, size in _found_remote(source) if remote else _found(source, is_shut, left):
+        for path, name, size in _found_remote(source, left) if remote else _found(source, is_shut, left):
             address = remote_address(path) if remote else None
             place = address or os.path.realpath(path)
             if place in places:
-                again.append(str(path))
+                again.append(shown(path))
                 continue
             places.add(place)
             known_as = name if name not in names else address or str(path)
@@ -234,7 +234,7 @@ def hub_blobs(root: Path) -> Path | None:
     return None if repository is None or not (repository / "blobs").is_dir() else repository / "blobs"
 
 
-def _found_remote(source: Path) -> list[tuple[Path, str, int]]:
+def _found_remote(source: Path, left: list[str]) -> list[tuple[Path, str, int]]:
     """`_found` for an address."""
     address = shown(source)
     try:
@@ -252,6 +252,7 @@ def _found_remote(source: Path) -> list[tuple[Path, str, int]]:
                 for path in sorted(sizes)
                 if _has_records(path) and not (path.name in _OF_DATASETS and _is_saved_dataset(path.parent, sizes))
             ]
+            found = _without_tables(found, left)
     except OSError as error:
         raise UserError(f"{address} cannot be read: {error.strerror or error}") from error
     if not found:
@@ -314,10 +315,7 @@ def _found(source: Path, is_shut: Callable[[Path], bool], left: list[str]) -> li
         if not found:
             why = f" ({left[-1]!r} leads out of it, or is no file)" if left else ""
             raise UserError(f"{source} has no {_KINDS} file{why}; name the file of conversations")
-        # A table of text beside conversations describes them: an author's metadata.csv, a labels.tsv.
-        others = [entry for entry in found if suffix_of(entry[0])[0] not in DELIMITERS]
-        left += [str(path) for path, name, size in found if others and (path, name, size) not in others]
-        return others or found
+        return _without_tables(found, left)
     if source.is_file():
         if source.suffix.lower() in _ARCHIVES:
             raise UserError(f"{source} is an archive of a kind that is not read; unpack it, and name its files")
@@ -328,11 +326,17 @@ def _found(source: Path, is_shut: Callable[[Path], bool], left: list[str]) -> li
     raise UserError(f"{source} {what}; name a {_KINDS} file, or a directory of such files")
 
 
+def _without_tables(found: list[tuple[Path, str, int]], left: list[str]) -> list[tuple[Path, str, int]]:
+    """The files of a directory. A table of text beside conversations describes them (an author's metadata.csv, a
+    labels.tsv), and is ``left``."""
+    others = [entry for entry in found if suffix_of(entry[0])[0] not in DELIMITERS]
+    left += [shown(path) for path, *_ in set(found).difference(others)] if others else []
+    return others or found
+
+
 def _has_records(path: Path) -> bool:
     """Whether a file with this path in a named directory is read: its suffix says so, and no part of it is hidden."""
-    suffix, compression = suffix_of(path)
-    read = suffix in {*JSON_SUFFIXES, *DELIMITERS, TAR_SUFFIX} or (compression is None and suffix in TABLE_SUFFIXES)
-    return read and not _is_hidden(path)
+    return path.name.lower().endswith(_SUFFIXES) and not _is_hidden(path)
 
 
 def _is_hidden(path: Path, root: Path = Path()) -> bool:

@@ -16,7 +16,7 @@ from energon_packing.convert.reader import load_reader, reader_options
 from energon_packing.errors import ConfigError, SampleRejected, UserError
 from energon_packing.executors.work import ExecutorConfig, ExecutorKind
 from energon_packing.media import DEFAULT_MAX_PIXELS
-from energon_packing.remote_files import absolute, check_remote, read, remote_address
+from energon_packing.remote_files import check_remote, read, remote_address
 from energon_packing.stored_record import LARGEST_NUMBER, SMALLEST_NUMBER
 
 RECORD_COLUMNS = (
@@ -142,8 +142,8 @@ class ConvertConfig:
     """One conversion.
 
     Attributes:
-        sources: files (JSON array, JSON Lines) or directories of such files. These and the next two may be addresses of
-            object stores, see `energon_packing.remote_files`.
+        sources: files of records, directories of them, or patterns. These and the next two may be addresses of object
+            stores, see `energon_packing.remote_files`.
         out: directory of the data set; created, or replaced as a whole. A dry run needs none.
         media_root: media paths are resolved in it and may not leave it; None uses the directory of each source file.
         format: layout of the records; ``auto`` detects the conversation in each record.
@@ -269,22 +269,19 @@ class ConvertConfig:
             *("format", "layout", "samples_per_shard", "media_shard_bytes", "check_media", "max_pixels"),
             *("max_media_bytes", "max_record_bytes", "frame_fps", "extra_columns", "kto_label", "missing_placeholder"),
         )
+        root = self.media_root
         return {name: getattr(self, name) for name in names} | {
             "extra_columns": list(self.extra_columns),
             "column_map": self.column_map.to_json(),
-            "media_root": None if self.media_root is None else absolute(self.media_root),
+            "media_root": root and (remote_address(root) or str(root.absolute())),
             "split": dict(self.split),
             **({} if self.reader is None else reader_options(self.reader)),
         }
 
 
 def normalised_split(split: Mapping[str, float]) -> dict[str, float]:
-    """Shares that add up to 1, in the given order.
-
-    Raises:
-        ConfigError: no split, a name that cannot start a file name, a negative or non-finite share, all shares zero, or
-            more or less than 1 together (thirds may be written 0.33).
-    """
+    """Shares that add up to 1, in the given order. Raises `ConfigError`: no split, a name that cannot start a file
+    name, a negative or non-finite share, all shares zero, or not 1 together (thirds may be written 0.33)."""
     for name, share in split.items():
         if not _SPLIT_NAME.fullmatch(name):
             raise ConfigError(f"split name {name!r} must be letters, digits and '_', starting with a letter")
@@ -340,12 +337,8 @@ class NamedDataset:
 
 
 def read_dataset_info(path: Path, name: str) -> NamedDataset:
-    """Reads one entry of a ``dataset_info.json``.
-
-    Raises:
-        UserError: the file cannot be read or has no such entry.
-        ConfigError: the entry asks for something that is not supported.
-    """
+    """Reads one entry of a ``dataset_info.json``. Raises `UserError`: the file cannot be read or has no such entry;
+    `ConfigError`: the entry asks for something that is not supported."""
     try:
         address = remote_address(path)
         entries = json.loads((path.read_bytes() if address is None else read(address)).decode())

@@ -39,18 +39,7 @@ _BASE64 = re.compile(r"(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR)[A-Za-z0-9+/=\s]{40,}")
 """How PNG, JPEG, GIF and WebP begin."""
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://|data:)")
 _FILE_ADDRESS = re.compile("file://(localhost(?=/))?", re.IGNORECASE)
-_EXTENSION_OF_IMAGE = {
-    "JPEG": "jpg",
-    "MPO": "jpg",
-    "PNG": "png",
-    "GIF": "gif",
-    "WEBP": "webp",
-    "BMP": "bmp",
-    "TIFF": "tiff",
-    "PPM": "ppm",
-    "JPEG2000": "jp2",
-    "AVIF": "avif",
-}
+_EXTENSION_OF_IMAGE = {"JPEG": "jpg", "MPO": "jpg", "JPEG2000": "jp2"}  # of all others, the name of their format
 _EXTENSION_OF_CONTAINER = {
     "mov": "mp4",
     "matroska": "mkv",
@@ -122,12 +111,8 @@ StoredMedia = Any
 
 
 def resolve_media(reference: str, root: Path) -> str:
-    """The file that a record names, with all links resolved, inside its root, which must be resolved already.
-
-    Raises:
-        SampleRejected: ``remote_media``, ``media_outside_root``, ``missing_media``.
-        OSError: the directory cannot be looked at.
-    """
+    """The file that a record names, with all links resolved, inside its root, which must be resolved already. Raises
+    `SampleRejected`: ``remote_media``, ``media_outside_root``, ``missing_media``; OSError: the place cannot be read."""
     if address := _FILE_ADDRESS.match(reference):
         path_of = reference[address.end() :]  # as qwen_vl_utils reads it; others escape characters
         reference = path_of if "%" not in path_of or (root / path_of).exists() else unquote(path_of)
@@ -190,12 +175,8 @@ def check_path(reference: str) -> None:
 
 
 def check_media(stream: BinaryIO, path: str, size: int, kind: MediaKind, config: ConvertConfig) -> MediaFile:
-    """Reads and checks an open image or video.
-
-    Raises:
-        SampleRejected: ``corrupt_media``, ``media_too_large``.
-        OSError: it cannot be read.
-    """
+    """Reads and checks an open image or video. Raises `SampleRejected`: ``corrupt_media``, ``media_too_large``;
+    OSError: it cannot be read."""
     from energon_packing.media.probe import image_info, jpeg_info, probe_video  # text needs neither Pillow nor FFmpeg
 
     head = stream.peek() if kind == "image" else b""  # type: ignore[attr-defined]
@@ -207,7 +188,7 @@ def check_media(stream: BinaryIO, path: str, size: int, kind: MediaKind, config:
         if found is None or found.width * found.height > config.max_pixels:
             with _pillow_pixel_limit(config.max_pixels):
                 found = image_info(path, max_pixels=config.max_pixels, decode=decode)
-        extension = _EXTENSION_OF_IMAGE[found.format]
+        extension = _EXTENSION_OF_IMAGE.get(found.format, found.format.lower())
     else:
         found = probe_video(path, max_pixels=config.max_pixels, decode=decode)
         extension = _video_extension(Path(path), found.container)
@@ -233,11 +214,8 @@ def _digest(stream: BinaryIO) -> str:
 
 
 def open_regular(path: str) -> Any:
-    """Opens a resolved path for reading; does not follow a link that has replaced it in the meantime.
-
-    Raises:
-        OSError: it cannot be opened, or is no regular file.
-    """
+    """Opens a resolved path for reading; does not follow a link that has replaced it in the meantime. Raises OSError:
+    it cannot be opened, or is no regular file."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -407,12 +385,7 @@ class MediaChecker:
     """
 
     def __init__(self, config: ConvertConfig, journal: Path, index: Path) -> None:
-        """
-        Args:
-            config: limits, and the kinds of files.
-            journal: file of results, to which several processes append.
-            index: file to make, of what the journal holds.
-        """
+        """``journal`` is the file of results, ``index`` one to make, of what the journal holds."""
         self._config = config
         self._kinds = (config.own_layout and config.own_layout.files) or MEDIA_KINDS
         self._recent: dict[str, Checked] = {}
@@ -423,12 +396,9 @@ class MediaChecker:
         self._index.execute("CREATE TABLE checks (place BLOB PRIMARY KEY, entry TEXT) WITHOUT ROWID")
 
     def check(self, path: str, kind: str, named: object) -> tuple[StoredMedia, Stamp]:
-        """The result for one file, which a record has ``named`` so.
-
-        Raises:
-            SampleRejected: ``missing_media`` (unreadable), ``media_too_large``, and what its kind refuses.
-            UserError: the machine has no memory for it, or cannot read it; the file may be in order.
-        """
+        """The result for one file, which a record has ``named`` so. Raises `SampleRejected`: ``missing_media``
+        (unreadable), ``media_too_large``, and what its kind refuses; `UserError`: the machine has no memory for it, or
+        cannot read it."""
         key = f"{kind} {path}"
         if (checked := self._recent.get(key)) is None:
             if (checked := self._earlier(key)) is None:

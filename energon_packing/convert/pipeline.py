@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import sqlite3
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -61,10 +62,9 @@ from energon_packing.convert.sources import find_chunks, read_chunk
 from energon_packing.convert.tables import close_table
 from energon_packing.convert.workspace import (
     check_out,
-    copy_of,
     delete_copies,
     dry_workspace,
-    fetch_source,
+    fetched,
     finished_report,
     local_place,
     partial_directory,
@@ -170,9 +170,9 @@ class Auditing:
         contents: list[bytes] = []
         found = read_chunk(task, max_record_bytes=self._config.max_record_bytes)
         for index, raw in enumerate(each for read in found for each in unlisted(read)):
-            wanted = {"id": raw.value.key} if isinstance(raw.value, Conversation) else with_id(raw.value)
-            if wanted == {"id": "messages"}:  # what `Conversation.from_messages` calls one without a key
-                wanted = {}
+            wanted = with_id(raw.value)
+            if isinstance(raw.value, Conversation):  # whose key is "messages" if `from_messages` was given none
+                wanted = {} if raw.value.key == "messages" else {"id": raw.value.key}
             key, named, warnings = wanted_key(wanted, raw.source.name, raw.number)
             if not named:
                 audit.unnamed.append(index)
@@ -239,7 +239,7 @@ _MOST_OF_CLUSTER = 256
 _AHEAD = 32  # tasks, at least, that may be given out or done before the first of them is taken; 4 per worker
 
 Progress = Callable[[str, int, int], None]
-"""Called as ``progress(stage, done, total)``; stages are ``read`` (bytes), ``write`` (samples), ``index`` (shards), and
+"""Called as ``progress(stage, done, total)``; stages are ``read`` and ``write`` (bytes), ``index`` (shards), and
 ``store`` (bytes) if the data set goes to an object store.
 
 Before each ``read``, ``records`` says how many records have been read; their total, which is not known, is 0.
@@ -255,7 +255,8 @@ class ReadRecords:
         self._written_of_origin = Counter[int]()
         self._first_reject: dict[int, str] = {}
         self._media_names = sha256()
-        self.read = self.record_bytes = 0
+        self._sources_with_media: set[str] = set()
+        self.read = self.record_bytes = self.media_bytes = 0
         self.rejected, self.warnings = Counter[str](), Counter[str]()
         self.ignored, self.mentions = Counter[str](), Counter[str]()
         self.layouts: dict[str, Counter[str]] = {}
@@ -273,7 +274,7 @@ class ReadRecords:
         for index, key in changed.items():
             keys[index] = key
         self.read += len(keys)
-        bad = [index for index, *_ in audit.rejects]
+        bad = {index for index, *_ in audit.rejects}
         for index, where, reason, detail in audit.rejects:
             self.rejected[reason] += 1
             self._first_reject.setdefault(source.origin, f"{where}: {reason}: {detail}")
@@ -288,7 +289,7 @@ class ReadRecords:
             entry = {"source": source.name, "record": audit.numbers[index], "key": keys[index], "warnings": names}
             warnings.write(json.dumps(entry) + "\n")
         if bad:
-            keys = [keys[index] for index in np.delete(np.arange(len(keys)), bad).tolist()]
+            keys = [key for index, key in enumerate(keys) if index not in bad]
         self._written_of_origin[source.origin] += len(keys)
         self.mentions.update(audit.mentions)
         self.record_bytes += sum(audit.sizes)
@@ -299,16 +300,18 @@ class ReadRecords:
         planned = PlannedSamples(
             spool=audit.spool, offset=audit.offset, keys=keys, sizes=audit.sizes, positions=positions
         )
+        apart = self._config.layout == "polylithic"
+        if audit.files:
+            self._sources_with_media.add(source.place)
+        for file, stamp in audit.files.values():  # in the order of first mention
+            added = self.media.add(file, stamp)
+            self.media_bytes += added if apart else 0
         for number, names in audit.named.items():
-            distinct = [audit.files[name] for name in dict.fromkeys(names)]
-            for file, stamp in distinct:
-                self.media.add(file, stamp)
-                self._media_names.update(file.name.encode())
-            if self._config.layout == "monolithic":
-                planned.files[number] = [
-                    StoredFile(name=file.name, path=file.path, stamp=stamp, metadata=file.metadata)
-                    for file, stamp in distinct
-                ]
+            distinct = dict.fromkeys(names)
+            self._media_names.update("".join(distinct).encode())
+            if not apart:
+                planned.files[number] = [StoredFile.of(*audit.files[name]) for name in distinct]
+                self.media_bytes += sum(file.stamp.size for file in planned.files[number])
         if keys:
             self.plan.add(planned)
 
@@ -317,12 +320,17 @@ class ReadRecords:
         for origin in sorted({source.origin for source in sources}):
             if self._written_of_origin[origin] == 0:
                 first = self._first_reject.get(origin, "it is an empty list")
-                return f"{self._config.sources[origin]} holds no usable record; the first problem: {first}"
+                return f"{shown(self._config.sources[origin])} holds no usable record; the first problem: {first}"
         return None
 
     def identity(self, fingerprint: Mapping[str, Any]) -> bytes:
         """Returns a digest of all that decides the content of the data set."""
-        return sha256(json.dumps(fingerprint, sort_keys=True).encode() + self._media_names.digest()).digest()
+        sources = [*fingerprint["sources"]]
+        # The order counts where the names of media do not tell it. A sorted one, as that of files in a directory, is
+        # left out: such a data set has the identifier that earlier releases gave it.
+        told = self._sources_with_media.issuperset(sources) or sources == sorted(sources, key=Path)
+        decisive = json.dumps(fingerprint, sort_keys=True) + ("" if told else json.dumps(sources))
+        return sha256(decisive.encode() + self._media_names.digest()).digest()
 
 
 def _counted_as(name: str, counts: Mapping[str, Any], what: str) -> str:
@@ -360,18 +368,18 @@ def convert(config: ConvertConfig, progress: Progress | None = None) -> Conversi
             return ConversionReport(**{**finished, "out": shown(config.out), "skipped": True})
     if address is not None and not config.dry_run:
         return _convert_to_store(config, address, tell)
-    with dry_workspace() if config.dry_run else workspace(config, fingerprint) as (build, journal):
-        try:
+    try:
+        with dry_workspace() if config.dry_run else workspace(config, fingerprint) as (build, journal):
             report = _build(config, sources, notes, build.absolute(), journal.absolute(), fingerprint, tell)
-        except MemoryError as error:
-            raise UserError("memory has run out; use fewer --workers, and add --resume") from error
-        except (OSError, sqlite3.OperationalError) as error:
-            if (sentence := _unwritable(config, build, error)) is None:
-                raise
-            raise UserError(sentence) from error
-        report = replace(report, seconds=round(time.monotonic() - started, 3))
-        if not config.dry_run:
-            publish(build, config.out)
+            report = replace(report, seconds=round(time.monotonic() - started, 3))
+            if not config.dry_run:
+                publish(build, config.out)
+    except MemoryError as error:
+        raise UserError("memory has run out; use fewer --workers, and add --resume") from error
+    except (OSError, sqlite3.OperationalError) as error:
+        if (sentence := _unwritable(config, error)) is None:
+            raise
+        raise UserError(sentence) from error
     return report
 
 
@@ -398,19 +406,21 @@ def _convert_to_store(config: ConvertConfig, address: str, tell: Progress) -> Co
     return report
 
 
-def _unwritable(config: ConvertConfig, build: Path, error: OSError | sqlite3.OperationalError) -> str | None:
+def _unwritable(config: ConvertConfig, error: OSError | sqlite3.OperationalError) -> str | None:
     """A sentence about a place that cannot be written any more; None for any other error."""
     if isinstance(error, OSError):
         if (code := error.errno) not in UNWRITABLE:
-            what = error.filename or "a file"
-            return f"{what} cannot be used: {error.strerror}; add --resume afterwards" if is_machines(error) else None
+            if code == errno.EPIPE or not is_machines(error):  # who read what the command prints is gone
+                return None
+            return f"{error.filename or 'a file'} cannot be used: {error.strerror}; add --resume afterwards"
     elif not any(words in str(error) for words in ("full", "disk I/O", "readonly", "read-only")):
         return None
     else:
         code = errno.ENOSPC if "full" in str(error) else None
     why = str(error) if code is None else os.strerror(code)
     if config.dry_run:
-        return f"a dry run keeps its notes in {build.parent}, which cannot be written ({why}); point TMPDIR elsewhere"
+        place = tempfile.gettempdir()
+        return f"a dry run keeps its notes in {place}, which cannot be written ({why}); point TMPDIR elsewhere"
     what = "make room" if code in FULL else "make it writable"
     return f"--out {config.out} cannot be written ({why}); {what}, and add --resume to reuse the media checks so far"
 
@@ -436,22 +446,20 @@ def _build(
     most = _MOST_OF_CLUSTER if config.workers is None and config.executor_config.cluster else config.workers or 0
     results = partial(in_order, executor, ahead=max(_AHEAD, 4 * most))
     with ExitStack() as stack:
-        media = MediaTable(scratch / "media", one_store=config.layout == "polylithic")
-        stack.callback(media.close)
-        reading = ReadRecords(config, media, SamplePlan(scratch / "plan"))
-        stack.callback(reading.plan.close)
+        media = stack.enter_context(closing(MediaTable(scratch / "media", one_store=config.layout == "polylithic")))
+        reading = ReadRecords(config, media, stack.enter_context(closing(SamplePlan(scratch / "plan"))))
         fingerprint["sources"] = _read(config, sources, results, reading, build, journal, tell)
         if (unusable := reading.unusable_source(sources)) is not None:
-            shutil.rmtree(scratch)
-            raise UserError(unusable)
+            if config.dry_run or not media.files:
+                shutil.rmtree(scratch)
+                raise UserError(unusable)
+            raise UserError(f"{unusable}; fix it or leave it out, and add --resume to reuse the media checks so far")
         reading.splits.finish()
         splits = dict(zip(reading.splits.names, reading.splits.counts, strict=True))
-        if config.dry_run:  # what would be stored, without shards
-            media_bytes, shards = sum(file.stamp.size for files in media.rows() for file in files), 0
-        else:
+        shards = 0
+        if not config.dry_run:
             store = stack.enter_context(closing(SampleStore(config, media, splits, build)))
             shards = _write(store, reading, splits, results, reading.identity(fingerprint), tell)
-            media_bytes = store.media_bytes
     mentions = reading.mentions
     entry = config.out / DATASET_FILE if config.layout == "polylithic" else config.out
     report = ConversionReport(
@@ -473,7 +481,7 @@ def _build(
         videos=mentions["video"],
         tensors=mentions.total() - sum(mentions[name] for name in ("pair", "unwanted", "image", "video")),
         media_files=media.files,
-        media_bytes=media_bytes,
+        media_bytes=reading.media_bytes,
         record_bytes=reading.record_bytes,
         shards=shards,
         dry_run=config.dry_run,
@@ -494,19 +502,16 @@ def _read(
 ) -> dict[str, str]:
     """The first half; returns the digest of each source."""
     total, scratch = sum(source.size for source in sources), build.parent
-    sources = [copy_of(source, scratch) for source in sources]
     size = ChunkSize()
     digests: dict[str, str] = {}
 
     def chunks() -> Iterator[Chunk]:
-        for source in sources:
-            fetch_source(source, scratch)
+        for source in (fetched(each, scratch) for each in sources):
+            options: dict[str, Any] = {"chunk_bytes": size, "digests": digests}
             if config.reader is not None:
-                yield from find_yielded(source, config.reader, size, digests)
-                continue
-            yield from find_chunks(
-                source, max_record_bytes=config.max_record_bytes, chunk_bytes=size, scratch=scratch, digests=digests
-            )
+                yield from find_yielded(source, config.reader, **options)
+            else:
+                yield from find_chunks(source, max_record_bytes=config.max_record_bytes, scratch=scratch, **options)
 
     with (
         (build / REJECTS_FILE).open("w", encoding="utf-8") as rejects,
@@ -514,17 +519,19 @@ def _read(
         closing(Auditing(config, scratch, journal)) as work,
         closing(results(chunks(), work)) as audits,
     ):
-        done, before = 0, sources[0]
+        done = 0
+        before: SourceFile | None = None
         for chunk, audit in audits:
-            if chunk.source is not before:
+            if before is not None and chunk.source is not before:
                 done += before.size
                 delete_copies(before, scratch)
-                before = chunk.source
+            before = chunk.source
             reading.add(chunk, audit, rejects, warnings)
             size.learn(audit.seconds)
             tell("records", reading.read, 0)
             tell("read", min(done + (chunk.end if chunk.position < 0 else chunk.position), total), total)
-    delete_copies(before, scratch)
+    if before is not None:
+        delete_copies(before, scratch)
     tell("read", total, total)
     return digests
 
@@ -538,7 +545,7 @@ def _write(
     tell: Progress,
 ) -> int:
     """The second half; returns the number of tars."""
-    total, done = sum(splits.values()), 0
+    total, done = reading.record_bytes + reading.media_bytes, 0
     tell("write", done, total)
     # Closed here, whatever happens: they read from files that are closed right after.
     with (
@@ -547,7 +554,7 @@ def _write(
         closing(results(pieces, Writing(store.build.parent))) as written,
     ):
         for (_, piece), _ in written:
-            done += len(piece.records)
+            done += piece.content
             tell("write", done, total)
     tell("index", 0, 1)
     shards = store.finish([name for name, count in splits.items() if count], identity)

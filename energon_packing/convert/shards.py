@@ -1,13 +1,11 @@
 """Tar shards: one process says what is in them, any process writes them, and the same input gives the same bytes."""
 
-import ctypes
 import hashlib
 import os
 import pickle
-import sys
 import tarfile
 from array import array
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
@@ -29,7 +27,7 @@ from energon_packing.convert.layout import (
 )
 from energon_packing.convert.layouts.layout import SUBFLAVORS
 from energon_packing.convert.media_files import Stamp, StoredMedia, open_regular
-from energon_packing.errors import UserError
+from energon_packing.errors import UserError, fault_of, read_again
 
 BLOCK = tarfile.BLOCKSIZE
 _LONGEST_NAME = 100
@@ -76,7 +74,6 @@ def ending(size: int) -> bytes:
 
 
 _BUFFER = 1 << 20
-_FALLOC_FL_KEEP_SIZE = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,20 +82,21 @@ class StoredFile:
 
     Attributes:
         name: of the member; in a media store, it begins with the digest of the content.
-        path: of the file.
-        stamp: of the check.
         metadata: type and content in Energon's table of media; None for what Energon has none for.
-        digest: the first 32 hexadecimal digits of its SHA-256; by default those of the name.
+        digest: the first 32 hexadecimal digits of its SHA-256.
     """
 
     name: str
     path: str
     stamp: Stamp
-    metadata: tuple[str, str] | None = None
-    digest: str = ""
+    metadata: tuple[str, str] | None
+    digest: str
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "digest", self.digest or self.name.partition(".")[0])
+    @classmethod
+    def of(cls, file: StoredMedia, stamp: Stamp) -> Self:
+        """The file as it was checked."""
+        digest = file.name.partition(".")[0]
+        return cls(name=file.name, path=file.path, stamp=stamp, metadata=file.metadata, digest=digest)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -113,6 +111,7 @@ class ShardPiece:
         files: number of a record -> media files that follow it; -1: before the first record.
         offsets: where each sample begins in the tar.
         end: bytes of the tar up to the end of the piece.
+        content: bytes of its members, without headers.
         last: whether nothing follows in the tar.
     """
 
@@ -123,6 +122,7 @@ class ShardPiece:
     files: dict[int, list[StoredFile]] = field(default_factory=dict)
     offsets: array[int] = field(default_factory=lambda: array("Q"))
     end: int = 0
+    content: int = 0
     last: bool = False
 
     def add_record(self, name: str, size: int, spool: int, offset: int) -> int:
@@ -136,9 +136,10 @@ class ShardPiece:
         return self._add(file.stamp.size)
 
     def _add(self, size: int) -> int:
-        content = self.end + BLOCK
+        begin = self.end + BLOCK
         self.end += BLOCK + size + -size % BLOCK
-        return content
+        self.content += size
+        return begin
 
     def next_piece(self) -> Self:
         """An empty piece of the same tar that follows this one."""
@@ -157,37 +158,36 @@ def _opened_at(path: Path, place: int) -> BinaryIO:
     return stream
 
 
-def _reserve(descriptor: int, start: int, size: int) -> None:
-    """Asks the file system for the room of a piece at once, which costs less than block by block.
+def _member(file: StoredFile) -> Iterator[bytes]:
+    """The pieces of a checked file's member; what fails in passing is read again. Raises `UserError`: it has changed
+    since the check, which may show in its time stamp or else shows in its digest; or it cannot be read."""
+    at, size, place = 0, file.stamp.size, os.path.dirname(file.path)
 
-    The size of the file stays as it is. A file system that cannot do this, or has no room, says so when written to.
-    """
-    if sys.platform == "linux" and size > _BUFFER:
-        libc: Any = ctypes.CDLL(None)
-        libc.fallocate(descriptor, _FALLOC_FL_KEEP_SIZE, ctypes.c_int64(start), ctypes.c_int64(size))
+    def read() -> Any:
+        stream.seek(at)
+        return stream.read(min(size - at, _BUFFER))
 
-
-def _copy(tar: BinaryIO, file: StoredFile) -> None:
-    """Copies a checked file, and refuses one that has changed since the check, which may show in its time stamp or else
-    shows in its digest."""
+    yield header(file.name, size)
     changed = UserError(f"{file.path} changed while the conversion ran; start it again when nobody writes to it")
-    left = file.stamp.size
-    tar.write(header(file.name, left))
     try:
-        stream = open_regular(file.path)
+        with read_again(place, lambda: open_regular(file.path)) as stream:
+            trusted = file.stamp.settled and file.stamp.same_file(os.fstat(stream.fileno()))
+            digest = hashlib.sha256()
+            while at < size and (block := read_again(place, read)):
+                yield block
+                at += len(block)
+                if not trusted:
+                    digest.update(block)
+            same = digest.hexdigest()[:32] == file.digest
+            if trusted:
+                same = file.stamp.same_file(os.fstat(stream.fileno()))
     except OSError as error:
-        raise changed from error
-    with stream:
-        digest = None if file.stamp.settled and file.stamp.same_file(os.fstat(stream.fileno())) else hashlib.sha256()
-        while left and (block := stream.read(min(left, _BUFFER))):
-            tar.write(block)
-            left -= len(block)
-            if digest is not None:
-                digest.update(block)
-        as_stamped = digest is None and file.stamp.same_file(os.fstat(stream.fileno()))
-    if left or not (as_stamped or (digest is not None and digest.hexdigest()[:32] == file.digest)):
+        if fault_of(error) == "file":
+            raise changed from error
+        raise UserError(f"{file.path} cannot be read: {error.strerror or error}; add --resume afterwards") from error
+    if at < size or not same:
         raise changed
-    tar.write(padding(file.stamp.size))
+    yield padding(size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,29 +201,23 @@ class Writing:
         """Nothing to open."""
 
     def do(self, task: tuple[Path, ShardPiece]) -> None:
-        """Writes a piece of a tar, and of Energon's index of its samples (``.tar.idx``).
-
-        Raises:
-            UserError: a media file changed or vanished after it was checked.
-        """
+        """Writes a piece of a tar, and of Energon's index of its samples (``.tar.idx``); raises as `_member` does."""
         directory, piece = task
         path = directory / piece.name
-        places: dict[int, int] = {}  # of the streams; asking them is a system call
-        streams: dict[int, BinaryIO] = {}
+        spools: dict[int, BinaryIO] = {}
         with ExitStack() as stack:
             tar = stack.enter_context(_opened_at(path, piece.start))
-            _reserve(tar.fileno(), piece.start, piece.end - piece.start)
             for file in piece.files.get(-1, ()):
-                _copy(tar, file)
+                tar.writelines(_member(file))
             for number, (name, size, spool, offset) in enumerate(piece.records):
-                if spool not in streams:
-                    streams[spool] = stack.enter_context(spool_file(self.scratch, spool).open("rb", buffering=_BUFFER))
-                if places.get(spool) != offset:
-                    streams[spool].seek(offset)
-                places[spool] = offset + size
-                tar.write(b"".join((header(name, size), streams[spool].read(size), padding(size))))
+                if spool not in spools:
+                    spools[spool] = stack.enter_context(spool_file(self.scratch, spool).open("rb"))
+                content = os.pread(spools[spool].fileno(), size, offset)
+                if len(content) < size:
+                    raise UserError(f"{spools[spool].name} ends too early; all workers must see the same files")
+                tar.write(b"".join((header(name, size), content, padding(size))))
                 for file in piece.files.get(number, ()):
-                    _copy(tar, file)
+                    tar.writelines(_member(file))
             if piece.last:
                 tar.write(ending(piece.end))
         offsets = array("Q", [*piece.offsets, piece.end] if piece.last else piece.offsets)
@@ -307,31 +301,31 @@ class MediaTable:
         """Closes the file."""
         self._database.close()
 
-    def add(self, file: StoredMedia, stamp: Stamp) -> None:
-        """Adds a file that a record names; one with a content that is there already adds nothing, or another name."""
+    def add(self, file: StoredMedia, stamp: Stamp) -> int:
+        """Adds a file that a record names; one with a content that is there already adds nothing, or another name.
+        Returns the bytes that a store grows by."""
         digest = file.name.partition(".")[0]
         values = (digest, file.name, os.fsencode(file.path), *stamp, *(file.metadata or (None, None)))
         if self._database.execute("INSERT OR IGNORE INTO media VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values).rowcount:
             self.files += 1
-            return
-        if not self._one_store:
-            return
+            return stamp.size
         names = {each.name for each in self._named.get(digest, ())}
         names.update(*self._database.execute("SELECT name FROM media WHERE digest = ?", (digest,)))
-        if file.name not in names:
-            other = StoredFile(name=file.name, path=file.path, stamp=stamp, metadata=file.metadata)
-            self._named.setdefault(digest, []).append(other)
+        if not self._one_store or file.name in names:
+            return 0
+        self._named.setdefault(digest, []).append(StoredFile.of(file, stamp))
+        return stamp.size
 
     def rows(self) -> Generator[list[StoredFile], None, None]:
         """Yields the distinct files in the order in which they were added, each with those of the same content but
         another extension: one sample of the store holds them all, because its key is their digest."""
-        query = "SELECT name, path, size, changed, checked, kind, content FROM media ORDER BY rowid"
+        query = "SELECT digest, name, path, size, changed, checked, kind, content FROM media ORDER BY rowid"
         with closing(self._database.execute(query)) as found:
-            for name, path, size, changed, checked, kind, content in found:
+            for digest, name, path, *stamp, kind, content in found:
                 metadata = None if kind is None else (kind, content)
-                stamp = Stamp(size, changed, checked)
-                first = StoredFile(name=name, path=os.fsdecode(path), stamp=stamp, metadata=metadata)
-                yield [first, *self._named.get(first.digest, ())]
+                place, stamped = os.fsdecode(path), Stamp(*stamp)
+                first = StoredFile(name=name, path=place, stamp=stamped, metadata=metadata, digest=digest)
+                yield [first, *self._named.get(digest, ())]
 
 
 class _Tars:
@@ -385,11 +379,7 @@ class SampleStore:
     in the order of first mention (polylithic), or each sample's record and media together (monolithic)."""
 
     def __init__(self, config: ConvertConfig, media: MediaTable, counts: Mapping[str, int], build: Path) -> None:
-        """
-        Args:
-            counts: samples of each split.
-            build: directory of the data set.
-        """
+        """``counts`` are the samples of each split, ``build`` is the directory of the data set."""
         self._config, self._media, self.build = config, media, build
         self._subflavors = SUBFLAVORS if config.own_layout is None else config.own_layout.subflavors
         self._apart = config.layout == "polylithic"
@@ -402,7 +392,6 @@ class SampleStore:
             first += -(-count // config.samples_per_shard)
         self._media_tars = _Tars(build / MEDIA_DIRECTORY, "media", 0)
         self._media_index = IndexWriter(build / MEDIA_DIRECTORY) if self._apart and media.files else None
-        self.media_bytes = 0
 
     def close(self) -> None:
         """Closes the indexes."""
@@ -454,7 +443,6 @@ class SampleStore:
             if file.metadata is not None:
                 index.media.append((file.name, *file.metadata))
             tars.bytes += size
-            self.media_bytes += size
         index.add((tars.number, key, number, start, piece.end - start))
         yield from tars.full_piece()
 

@@ -13,7 +13,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ from energon_packing.convert.sources import unpacked
 from energon_packing.errors import UserError, fault_of
 from energon_packing.line_file import lock
 from energon_packing.remote_files import (
-    copy_place,
     digest,
     file_digest,
     listed,
@@ -68,6 +67,8 @@ def check_out(config: ConvertConfig) -> None:
         if (address := remote_address(out)) is None:
             if out.name in ("", ".."):
                 raise UserError(f"--out {out} has no name of its own; name a directory to create")
+            if out.is_mount():
+                raise UserError(f"--out {out} is a mount point, whose place nothing can take; name a directory in it")
             is_file, is_filled = out.exists() and not out.is_dir(), out.is_dir() and any(out.iterdir())
             below = out.resolve()
             local = [each for each in sources if report and not remote_address(each)]
@@ -116,42 +117,43 @@ def workspace(config: ConvertConfig, fingerprint: Mapping[str, Any]) -> Iterator
         UserError: another conversion is running there, or the directory cannot be written.
     """
     partial = partial_directory(config.out)
-    try:
-        if partial.exists() and not (partial / _STATE).is_file() and any(partial.iterdir()):
-            raise UserError(f"{partial} is in the way and was not made by convert; move it away")
-        partial.mkdir(parents=True, exist_ok=True)
-        held = os.fdopen(os.open(partial / _LOCK, os.O_RDWR | os.O_CREAT, 0o644), "w")
-    except OSError as error:
-        raise UserError(f"--out {config.out} cannot be written: {error.strerror or error}") from error
-    with held:
+    with ExitStack() as stack:
         try:
-            lock(held, config.out, wait=False)
-            if not os.path.samestat(os.fstat(held.fileno()), os.stat(partial / _LOCK)):
-                raise OSError("it was made anew")
-        except OSError as error:  # also where another one has finished meanwhile, and removed the file
-            raise UserError(
-                f"another conversion is writing to {config.out}; wait for it, or choose another --out"
-            ) from error
-        if (replaced := partial / _REPLACED).is_dir() and not config.out.exists():
-            os.rename(replaced, config.out)  # a kill between the two renames of `publish`
-        check_out(config)  # another conversion may have finished since it was checked first
-        _clear(partial, keep_journal=config.resume and _same_options(partial, fingerprint))
-        (partial / _STATE).write_text(json.dumps(fingerprint), encoding="utf-8")
-        yield _built_in(partial)
+            left = set(os.listdir(partial)) if partial.exists() else set()
+            if left - {_LOCK} and _STATE not in left:
+                raise UserError(f"{partial} is in the way and was not made by convert; move it away")
+            partial.mkdir(parents=True, exist_ok=True)
+            held = stack.enter_context((partial / _LOCK).open("a"))
+            try:
+                lock(held, config.out, wait=False)
+                if not os.path.samestat(os.fstat(held.fileno()), os.stat(partial / _LOCK)):
+                    raise OSError("it was made anew")
+            except OSError as error:  # also where another one has finished meanwhile, and removed the file
+                busy = f"another conversion is writing to {config.out}; wait for it, or choose another --out"
+                raise UserError(busy) from error
+            if (replaced := partial / _REPLACED).is_dir() and not config.out.exists():
+                os.rename(replaced, config.out)  # a kill between the two renames of `publish`
+            check_out(config)  # another conversion may have finished since it was checked first
+            same = _same_options(partial, fingerprint)
+            _clear(partial, keep_journal=config.resume and same)
+            if not same:  # on a full disk, writing it again would lose it, and the journal with it
+                (partial / _STATE).write_text(json.dumps(fingerprint), encoding="utf-8")
+            places = _built_in(partial)
+        except OSError as error:
+            raise UserError(f"--out {config.out} cannot be written: {error.strerror or error}") from error
+        yield places
 
 
 @contextmanager
 def dry_workspace() -> Iterator[tuple[Path, Path]]:
     """A directory like that of `workspace` for a conversion that writes nothing; deleted afterwards."""
     with tempfile.TemporaryDirectory(prefix="energon-packing-", ignore_cleanup_errors=True) as scratch:
-        owner, main = os.getpid(), threading.current_thread() is threading.main_thread()
+        own = threading.current_thread() is threading.main_thread()
+        own = own and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # which leaves the directory there
 
         def end(number: int, _: object) -> None:
-            if os.getpid() != owner:
-                os._exit(128 + number)  # a worker, which has inherited this
             raise SystemExit(128 + number)
 
-        own = main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # which leaves the directory there
         try:
             if own:
                 signal.signal(signal.SIGTERM, end)
@@ -206,17 +208,13 @@ def publish(build: Path, out: Path) -> None:
     shutil.rmtree(partial)
 
 
-def copy_of(source: SourceFile, scratch: Path) -> SourceFile:
-    """A source as a file of this machine: itself, or where the copy of one in an object store will be."""
-    return source if source.address is None else replace(source, path=copy_place(source.address, scratch / "sources"))
-
-
-def fetch_source(source: SourceFile, scratch: Path) -> None:
-    """Makes the copy of a source in an object store; raises OSError if this machine's disk takes no more."""
+def fetched(source: SourceFile, scratch: Path) -> SourceFile:
+    """A source as a file of this machine: itself, or a copy of one in an object store. Raises OSError: this machine's
+    disk takes no more."""
     if source.address is None:
-        return
+        return source
     try:
-        local_copy(source.address, scratch / "sources")
+        return replace(source, path=local_copy(source.address, scratch / "sources"))
     except OSError as error:
         if fault_of(error) == "disk":
             raise

@@ -9,7 +9,7 @@ import pickle
 import signal
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -48,11 +48,8 @@ class _Worker:
 
 class LocalProcesses:
     """Forks of this process, as a loader's workers are: they share its imports and what the work holds, and start at
-    once. They end with the calling process, however that ends. An executor as `Executor` describes it.
-
-    Args:
-        count: processes; at least 1.
-    """
+    once. They end with the calling process, however that ends. An executor as `Executor` describes it, of one process
+    or more."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -95,28 +92,27 @@ class LocalProcesses:
         """Gives a task to every worker that has none; new workers are started as long as there are tasks for them."""
         free = [worker for worker in workers if worker.attempt is None]
         while (free or len(workers) < self._count) and (attempt := attempts.take()) is not None:
-            if free:
-                worker = free.pop()
-            else:
-                worker = _started(work, [each.connection for each in workers])
-                workers.append(worker)
+            worker = free.pop() if free else _started(work, workers)
             worker.attempt = attempt
             with contextlib.suppress(OSError):  # it died while it was idle, as reading from it will show
                 worker.connection.send(attempt.task)
 
 
-def _started(work: Work[Any, Any], others: list[Connection]) -> _Worker:
+def _started(work: Work[Any, Any], workers: list[_Worker]) -> _Worker:
+    """A new worker, which is one of the ``workers`` from now on."""
     ours, theirs = multiprocessing.Pipe()
-    forked = multiprocessing.get_context("fork")
-    # Ctrl-C is for this process, which ends its workers; theirs is blocked from their first instruction on.
+    inherited = [ours, *(each.connection for each in workers)]
+    process = multiprocessing.get_context("fork").Process(target=_serve, args=(work, theirs, inherited, os.getpid()))
+    # Ctrl-C is for this process, which ends its workers, so it waits until this one is among them; theirs is blocked
+    # from their first instruction on.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    process = forked.Process(target=_serve, args=(work, theirs, [ours, *others], os.getpid()))
     try:
         process.start()
+        workers.append(_Worker(process=process, connection=ours))
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     theirs.close()
-    return _Worker(process=process, connection=ours)
+    return workers[-1]
 
 
 def _serve(work: Work[Any, Any], connection: Connection, inherited: list[Connection], parent: int) -> None:
@@ -140,15 +136,21 @@ def _serve(work: Work[Any, Any], connection: Connection, inherited: list[Connect
         torch.set_num_threads(1)
     try:
         work.begin()
-        while True:
-            connection.send(("done", work.do(connection.recv())))
-    except (EOFError, ConnectionError):
-        return  # the calling process is gone
+        for task in _received(connection):
+            connection.send(("done", work.do(task)))
     except Exception as error:
-        connection.send(("failed", sendable(error)))
+        with contextlib.suppress(ConnectionError):
+            connection.send(("failed", _sendable(error)))
 
 
-def sendable(error: Exception) -> Exception:
+def _received(connection: Connection) -> Iterator[Any]:
+    """Tasks, until the calling process is gone. What a task raises is not raised here, whatever its class is."""
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            yield connection.recv()
+
+
+def _sendable(error: Exception) -> Exception:
     """The exception with its traceback as a note; a `RuntimeError` of the same words if it cannot be sent.
 
     Some exceptions are pickled but cannot be read back, as their ``__init__`` has other parameters; the process that

@@ -169,7 +169,7 @@ class ExecutorConfig:
     address: str | None = None
 
     def __post_init__(self) -> None:
-        cluster = EXECUTORS.find(self.kind).cluster
+        cluster = self.cluster
         if self.workers is not None and self.workers < 0:
             raise ConfigError(f"--workers is {self.workers}; it must be at least 0.")
         most = max(_MOST_WORKERS, 4 * (os.cpu_count() or 1))

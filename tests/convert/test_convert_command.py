@@ -35,6 +35,7 @@ def source(tmp_path: Path) -> Path:
 def test_a_good_conversion_prints_a_table_and_exits_with_0(source: Path, tmp_path: Path) -> None:
     result = call(source, "--out", tmp_path / "out")
     assert result.exit_code == 0
+    assert result.stderr.startswith(f"Converting {source} ...\n")
     assert "samples written" in result.stdout
     assert "missing_media" in result.stdout
     assert str(tmp_path / "out" / "rejects.jsonl") in result.stdout.replace("\n", "")
@@ -66,8 +67,9 @@ def test_a_remote_address_is_one_sentence_and_no_directory_of_that_name(
     given = {"SRC": str(source), "--out": "out", "--media-root": str(source.parent), what: address}
     result = call(given.pop("SRC"), *(word for pair in given.items() for word in pair))
     assert result.exit_code == 2
-    assert result.stderr.startswith(f"Error: {what} {address} is a remote address")
-    assert result.stderr.count("\n") == 1
+    said, error = result.stderr.splitlines()
+    assert said == f"Converting {address if what == 'SRC' else source} ..."
+    assert error.startswith(f"Error: {what} {address} is a remote address")
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -137,18 +139,23 @@ SAME = ("read", "written", "rejected", "warnings", "layouts", "splits", "images"
 MORE = ("record_bytes", "ignored_columns", "first_rejects", "fingerprint", "entry", "videos")
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(("layout", "workers"), [("polylithic", 1), ("monolithic", 2)])
 def test_a_dry_run_has_the_numbers_of_the_conversion_and_writes_nothing(
-    source: Path, tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
+    source: Path, tmp_path: Path, layout: str, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tmp").mkdir()
     (tmp_path / "file").write_text("x")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     before = sorted(tmp_path.rglob("*"))
-    dry = run(source, tmp_path / "out", workers=workers, dry_run=True)
+    dry = run(source, tmp_path / "out", layout=layout, workers=workers, dry_run=True)
     assert run(source, tmp_path / "file/out", dry_run=True).written == 7  # needs no place to write to
     assert sorted(tmp_path.rglob("*")) == before
-    real = run(source, tmp_path / "out")
+    told: list[tuple[int, int]] = []
+    config = ConvertConfig(sources=(source,), out=tmp_path / "out", layout=layout, workers=1)
+    real = convert(config, lambda stage, done, total: told.append((done, total)) if stage == "write" else None)
+    total = real.record_bytes + real.media_bytes
+    assert (told[0], told[-1]) == ((0, total), (total, total))
+    assert 0 < told[1][0] < total
     assert dry.dry_run
     assert not real.dry_run
     assert {name: getattr(dry, name) for name in (*SAME, *MORE)} == {
@@ -161,6 +168,7 @@ def test_a_dry_run_has_the_numbers_of_the_conversion_and_writes_nothing(
 def test_the_command_prints_why_records_would_be_rejected(source: Path, tmp_path: Path) -> None:
     result = call(source, "--out", tmp_path / "out", "--dry-run")
     assert result.exit_code == 0
+    assert result.stderr.startswith(f"Checking {source} ...\n")
     assert "Dry run (nothing was written)" in result.stdout
     assert "first missing_media: a.json[6]" in result.stdout
     assert "layout alpaca" in result.stdout
@@ -237,6 +245,6 @@ def test_a_source_that_needs_an_extra_says_which(tmp_path: Path, monkeypatch: py
         (tmp_path / name).write_bytes(b"PAR1")
         monkeypatch.setitem(sys.modules, extra, None)
         done = call(tmp_path / name, "--out", tmp_path / "out")
-        assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
+        assert (done.exit_code, done.stderr.count("\n")) == (2, 2)  # what is done, and why not
         assert extra in done.stderr
         assert ".[convert]" in done.stderr

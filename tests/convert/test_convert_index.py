@@ -153,3 +153,13 @@ def test_both_accept_every_kind_of_data_set_with_its_second_description(made: st
     content = shard.read_bytes()
     shard.write_bytes(content.replace(b'{"', b"{!", 1))  # the first record is no JSON any more
     assert "JSONDecodeError" in tools(path, *OPTION)[1].output, "every record is read"
+
+
+def test_the_same_sources_in_another_order_are_another_data_set(tmp_path: Path) -> None:
+    """An index or a state of one must not be taken for that of the other: shards and bytes are as many."""
+    sources = [write_json(tmp_path / f"{name}.json", [sharegpt(name)]) for name in "abc"]
+    found = set()
+    for number, order in enumerate(([0, 1, 2], [0, 2, 1], [2, 1, 0])):
+        run(tuple(sources[at] for at in order), tmp_path / str(number), split={"train": 1.0})
+        found.add((tmp_path / f"{number}/text/.nv-meta/index.uuid").read_text())
+    assert len(found) == 3

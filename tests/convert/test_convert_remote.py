@@ -110,11 +110,13 @@ def test_files_patterns_and_saved_data_sets_in_a_store_are_found_as_on_a_disk(bu
     write_json(root / "z.json", [sharegpt("c", "Hi")])
     write_lines(root / ".hidden/d.jsonl", [sharegpt("d", "Hi")])
     (root / "notes.txt").write_text("not read")
+    (root / "metadata.csv").write_text("file,licence\na.jpg,mit\n")
     for tail in ("", "/*/*.jsonl", "/**/*.json*", "/saved"):
         here = converted(f"{root}{tail}", out=tmp_path / f"here{len(tail)}")
         there = converted(f"msc://bucket/kinds{tail}", out=tmp_path / f"there{len(tail)}", overwrite=True)
         if tail != "/**/*.json*":  # on a disk a pattern also finds what a saved data set has beside its tables
-            assert there.layouts == here.layouts, tail
+            assert (there.layouts, there.read) == (here.layouts, here.read), tail
+            assert [note[:9] for note in there.notes] == [note[:9] for note in here.notes]
         assert there.written == here.written
     for wrong in ("none.jsonl", "none/", "none/*.json"):
         with pytest.raises(UserError, match=r"msc://bucket/kinds/none.* does not exist"):

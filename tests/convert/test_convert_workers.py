@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from source_files import count_checks, rejects, sharegpt, write_image, write_json, write_lines
 
+from energon_packing import errors
 from energon_packing.convert import ConversionReport, ConvertConfig, chunks, convert, shards
 from energon_packing.convert import layout as layout_files
 from energon_packing.convert import media_files as media_checks
@@ -264,6 +265,27 @@ def test_a_change_within_the_clocks_resolution_is_found_by_the_digest(
     else:
         with pytest.raises(UserError, match=r"a\.bmp changed while the conversion ran"):
             convert(config, meddle)
+
+
+@pytest.mark.parametrize("times", [1, 9])
+def test_a_file_that_cannot_be_read_for_a_moment_has_not_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    write_image(tmp_path / "a.png")
+    source = write_json(tmp_path / "a.json", [sharegpt("k", "<image>", image="a.png")])
+    opened, left = shards.open_regular, [OSError(errno.EMFILE, os.strerror(errno.EMFILE))] * times
+    monkeypatch.setattr(errors, "PAUSES", (0, 0, 0))
+    monkeypatch.setattr(shards, "open_regular", lambda path: opened(path) if not left else raised(left.pop()))
+    config = ConvertConfig(sources=(source,), out=tmp_path / "out", workers=1)
+    if times == 1:
+        assert convert(config).written == 1
+    else:
+        with pytest.raises(UserError, match=r"a\.png cannot be read: Too many open files; add --resume"):
+            convert(config)
+
+
+def raised(error: OSError) -> None:
+    raise error
 
 
 def test_a_line_that_a_killed_worker_left_unfinished_costs_one_check(

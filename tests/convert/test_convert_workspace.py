@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import fcntl
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -200,3 +202,52 @@ def test_a_workspace_that_is_removed_while_its_lock_is_opened_is_that_of_another
         run(source, tmp_path / "out")
     monkeypatch.undo()
     assert run(source, tmp_path / "out").written == 6
+
+
+def test_a_kill_before_anything_was_noted_is_in_nobodys_way(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial/in-progress.lock").touch()
+    assert run(source, tmp_path / "out").written == 6
+
+
+def test_a_disk_that_is_full_from_the_start_is_one_sentence_and_costs_no_check(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, *ignored: Any, **more: Any) -> None:
+        path.open("w").close()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        with pytest.raises(UserError, match=f"--out {out} cannot be written: No space left on device"):
+            run(source, out)
+    interrupted(ConvertConfig(sources=(source,), out=out, workers=1))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        with pytest.raises(UserError, match="No space left on device"):
+            run(source, out, resume=True)
+    checked = count_checks(monkeypatch)
+    assert run(source, out, resume=True).written == 6
+    assert checked == []
+
+
+def test_a_mount_point_is_refused_before_anything_is_read(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path / "disk")
+    with pytest.raises(UserError, match=r"disk is a mount point.*name a directory in it"):
+        run(source, tmp_path / "disk")
+    assert run(source, tmp_path / "disk/data").written == 6
+
+
+def test_a_source_without_a_usable_record_does_not_cost_the_media_checks_of_others(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty = write_json(tmp_path / "src/empty.json", [])
+    with pytest.raises(UserError, match=r"empty\.json holds no usable record.*leave it out, and add --resume"):
+        run((source, empty), tmp_path / "out")
+    checked = count_checks(monkeypatch)
+    assert run(source, tmp_path / "out", resume=True).written == 6
+    assert checked == []

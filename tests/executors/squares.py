@@ -38,6 +38,8 @@ class Squares:
             os.kill(os.getpid(), signal.SIGKILL)
         if word == "fails in its own way":
             raise Particular(number, "a matter of its own")
+        if word == "ends early":  # what a pipe that is closed raises, too
+            raise EOFError("the file ended")
         if word == "fails":
             raise SampleRejected("bad", f"number {number}")
         time.sleep(0.3 if word == "slow" else 3 if word == "slowest" else 0)

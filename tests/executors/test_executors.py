@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import multiprocessing
 import os
 import shutil
 import signal
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -102,6 +104,13 @@ def test_what_a_task_raises_is_raised(executor_of, kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_an_error_that_a_closed_pipe_raises_too_is_not_taken_for_one(executor_of, kind, tmp_path):
+    with pytest.raises(EOFError, match="the file ended"):
+        list(executor_of(kind).results([(3, "ends early")], Squares(tmp_path)))
+    assert attempts(tmp_path) == {3: 1}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_tasks_are_taken_when_workers_are_free_and_a_closed_iterator_ends_them(executor_of, kind, tmp_path):
     taken = []
 
@@ -185,6 +194,18 @@ def test_workers_end_with_a_calling_process_that_is_killed(tmp_path):
         assert Path(f"/proc/{worker}").exists()
         running.kill()
     assert ended(worker)
+
+
+def test_ctrl_c_while_a_worker_starts_leaves_no_process(tmp_path, monkeypatch):
+    start = BaseProcess.start
+    monkeypatch.setattr(BaseProcess, "start", lambda self: (start(self), os.kill(os.getpid(), signal.SIGINT)))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background lacks
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            list(LocalProcesses(2).results([(0, ""), (1, "")], Squares(tmp_path)))
+        assert multiprocessing.active_children() == []
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 THREADED = """

@@ -102,8 +102,8 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "drops.py",
-                "evidence(dropped, read, budget) >= -math.log(FALSE_STOP)\n",
-                "True\n",
+                "return evidence >= -math.log(FALSE_STOP)\n",
+                "return True\n",
             ),
         ),
     ),
@@ -115,8 +115,8 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "drops.py",
-                "evidence(dropped, read, budget) >= -math.log(FALSE_STOP)\n",
-                "evidence(dropped, read, budget) >= -3 * math.log(FALSE_STOP)\n",
+                "return evidence >= -math.log(FALSE_STOP)\n",
+                "return evidence >= -3 * math.log(FALSE_STOP)\n",
             ),
         ),
     ),

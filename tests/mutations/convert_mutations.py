@@ -475,7 +475,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         name="a second ending of the same bytes is not stored",
         test=BORDERS + "test_two_endings_of_the_same_bytes_are_two_names_of_one_content[polylithic]",
         oracle="Energon's loader",
-        edits=(("convert/shards.py", "self._named.setdefault(digest, []).append(other)", "del other"),),
+        edits=(("convert/shards.py", "self._named.setdefault(digest, []).append(StoredFile.of(file, stamp))", "pass"),),
     ),
     Mutation(
         trap=109,
@@ -537,6 +537,28 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
                 "",
             ),
         ),
+    ),
+    Mutation(
+        trap=110,
+        name="a file that cannot be read while shards are written is said to have changed",
+        test="tests/convert/test_convert_workers.py::test_a_file_that_cannot_be_read_for_a_moment_has_not_changed[9]",
+        oracle="the file",
+        edits=(("convert/shards.py", 'if fault_of(error) == "file":', "if error:"),),
+    ),
+    Mutation(
+        trap=111,
+        name="sources in another order have the same identifier",
+        test="tests/convert/test_convert_index.py::test_the_same_sources_in_another_order_are_another_data_set",
+        oracle="the data sets",
+        edits=(("convert/pipeline.py", '("" if told else json.dumps(sources))', '""'),),
+    ),
+    Mutation(
+        trap=110,
+        name="a source without a usable record costs the media checks of all others",
+        test="tests/convert/test_convert_workspace.py::"
+        "test_a_source_without_a_usable_record_does_not_cost_the_media_checks_of_others",
+        oracle="the files that are opened",
+        edits=(("convert/pipeline.py", "if config.dry_run or not media.files:", "if config:"),),
     ),
     Mutation(
         trap=110,

@@ -54,4 +54,18 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the definition",
         edits=(("executors/work.py", "None if task is NOT_YET else Attempt(task)", "Attempt(task)"),),
     ),
+    Mutation(
+        trap=104,
+        name="an error that a closed pipe raises, too, is taken for the end of the calling process",
+        test=EXECUTORS + "test_an_error_that_a_closed_pipe_raises_too_is_not_taken_for_one[local]",
+        oracle="the error of the task",
+        edits=(
+            (
+                "executors/local.py",
+                'connection.send(("done", work.do(task)))\n    except Exception as error:\n',
+                'connection.send(("done", work.do(task)))\n    except EOFError:\n        return\n'
+                "    except Exception as error:\n",
+            ),
+        ),
+    ),
 )

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from test_planned_loader import digests, planned
 
+from energon_packing import remote_files
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline import source as tar_files
 from energon_packing.offline.index import Index
@@ -90,6 +91,13 @@ def test_records_that_follow_each_other_are_read_at_once_and_others_alone(shelf,
 
 
 def test_what_is_not_in_the_store_or_cannot_be_there_is_one_sentence(shelf, dataset, run_of, tmp_path, monkeypatch):
+    asked = []
+    original = remote_files.read
+    monkeypatch.setattr(remote_files, "read", lambda address: asked.append(address) or original(address))
+    (dataset / "chats.json").write_text("[]")  # what was converted, of any size
+    source_parts(shelf, "train")
+    assert any(address.endswith(".info.json") for address in asked)
+    assert not any(address.endswith("chats.json") for address in asked)
     none = f"{os.path.dirname(shelf)}/none"
     with pytest.raises(UserError, match=f"{none} does not exist"):
         source_parts(none, "train")

@@ -166,9 +166,10 @@ class ShardPacker(PackFormat):
             with locked(out):
                 with replacing(out / DROPS_FILE) as aside, aside.open("w", encoding="utf-8") as file:
                     file.write(json.dumps({"plan": self.facts.plan}) + "\n")
-                    for entry in entries:
-                        for drop in _drops(self.path(entry.number)) if entry.drops else ():
-                            file.write(json.dumps({**drop, "shard": entry.number}, ensure_ascii=False) + "\n")
+                    for number in (entry.number for entry in entries if entry.drops):
+                        for key, reason, detail in ShardFile(self.path(number)).facts["drops"]:
+                            drop = {"dropped": key, "reason": reason, "detail": detail, "shard": number}
+                            file.write(json.dumps(drop, ensure_ascii=False) + "\n")
                 self.facts.save(out)
         except OSError as error:
             raise unwritable(out, error, "pack") from error
@@ -218,12 +219,6 @@ def _entry_of(shard: ShardFile, number: int) -> ShardEntry:
         raise UserError(
             f"{shard.path} is damaged ({error!r}); delete it and run 'energon-packing pack' again"
         ) from error
-
-
-def _drops(path: Path) -> list[dict[str, Any]]:
-    opened = ShardFile(path)
-    opened.close()
-    return [{"dropped": key, "reason": reason, "detail": detail} for key, reason, detail in opened.facts["drops"]]
 
 
 class MediaCopy:

@@ -51,8 +51,10 @@ def plan(
         from energon_packing.offline.explain import changes, explanation
         from energon_packing.offline.plan import Plan
 
-        if out is not None or config_path is not None or (diff and explain is not None):
-            raise UserError("--diff and --explain read plans only: use one of them, without --out and --config.")
+        if out is not None or config_path is not None or overrides or force or (diff and explain is not None):
+            raise UserError(
+                "--diff and --explain read plans only: use one of them, without --out, --force, --config and --set."
+            )
         if len(given) != 1 + diff:
             what = "--diff compares two plans" if diff else "--explain reads one plan"
             raise UserError(f"{what}, but {len(given)} are given.")

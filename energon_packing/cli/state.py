@@ -83,6 +83,7 @@ def convert(
         except (OSError, RuntimeError) as error:
             raise UserError(f"--states-out {states_out} cannot be written ({error})") from error
     rest = sum(left.samples.values())
+    first = facts.epoch_ends[0] if len(facts.epoch_ends) > facts.epochs else 0  # none if the plan drops them all
     result = {
         "plan": str(out),
         "id": facts.id,
@@ -96,7 +97,7 @@ def convert(
     def show(told: dict[str, Any]) -> None:
         say(
             f"saved by {left.ranks} ranks x {left.workers} workers after {left.packs:,} packs each; {rest:,} samples "
-            f"of epoch {left.epoch} are left, in the first {facts.epoch_ends[0] if rest else 0:,} packs of the plan"
+            f"of epoch {left.epoch} are left, in the first {first:,} packs of the plan"
         )
         show_summary(told)
 

@@ -19,6 +19,7 @@ from energon_packing.config.run import PlanConfig, PlannedDatasetConfig, group_n
 from energon_packing.convert.layout import TEXT_DIRECTORY
 from energon_packing.errors import ConfigError
 from energon_packing.offline.index import IndexedDataset
+from energon_packing.offline.plan import ROUNDING
 from energon_packing.offline.samples import Samples
 
 
@@ -115,9 +116,6 @@ def _named_settings(datasets: Sequence[IndexedDataset], config: PlanConfig) -> l
         named[numbers[0]] = name
         settings[numbers[0]] = setting
     return settings
-
-
-_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -224,4 +222,4 @@ def _repeats(shares: Sequence[Share], amounts: Sequence[float]) -> tuple[float, 
 def _position(value: float) -> float:
     """A number of permutations, without the rounding error that would cut a sliver off a whole one."""
     whole = round(value)
-    return float(whole) if abs(value - whole) < _ROUNDING * max(1.0, abs(value)) else value
+    return float(whole) if abs(value - whole) < ROUNDING * max(1.0, abs(value)) else value

@@ -125,7 +125,8 @@ def _rows(plan: Plan, shards: dict[tuple[str, str, str], int]) -> _Rows:
     columns = {name: rows.column(name).to_numpy().astype(np.int64) for name in names}
     number = np.zeros(columns["row"].size, dtype=np.int64)
     for at, dataset in enumerate(plan.facts.datasets):
-        known = [shards.setdefault((dataset.path, dataset.split, each.name), len(shards)) for each in dataset.shards]
+        # Parts of a metadataset share its path.
+        known = [shards.setdefault((dataset.root, dataset.split, each.name), len(shards)) for each in dataset.shards]
         here = columns["dataset"] == at
         number[here] = np.array(known, dtype=np.int64)[columns["shard"][here]]
     return _Rows(

@@ -37,12 +37,12 @@ HOST = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname())
 """Part of the name of a file that is being written, since several hosts may write to one directory."""
 
 
-def remove_leftovers(directory: Path) -> None:
-    """Removes files that processes of this host were writing to `directory` when they were killed.
+def remove_leftovers(directory: Path, name: str = "*") -> None:
+    """Removes files that processes of this host were writing to `directory`, by any name or one, when they were killed.
 
     Containers may share the name of their host and not its processes, so a file that is locked stays too.
     """
-    for file in directory.glob(f".*.{HOST}.*"):
+    for file in directory.glob(f".{name}.{HOST}.*"):
         try:  # one that ended and that nobody waited for is there for good in a container without an init
             lives = b") Z " not in Path(f"/proc/{file.suffix[1:]}/stat").read_bytes()
         except OSError:
@@ -52,18 +52,6 @@ def remove_leftovers(directory: Path) -> None:
                 with file.open("r+b") as opened:  # NFS locks only what may be written
                     fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 file.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def no_leftovers(*directories: Path) -> Iterator[None]:
-    """Removes what other processes were writing when the work inside ended with an error, which kills them."""
-    try:
-        yield
-    except BaseException:
-        for directory in directories:
-            with contextlib.suppress(OSError):  # what is raised already says more
-                remove_leftovers(directory)
-        raise
 
 
 def said(error: OSError) -> str:
@@ -104,11 +92,9 @@ def locked(directory: Path, byte: int = 0, *, wait: bool = True) -> Iterator[boo
         yield True  # closing the file gives the lock back
 
 
-def write_table(
-    path: Path, schema: pa.Schema, tables: Iterable[pa.Table], metadata: Mapping[str, Any], *, rows: int | None = None
-) -> None:
-    """Writes tables of one schema, one or more row groups each, of at most `rows` rows; None leaves that to pyarrow,
-    which then makes one per table. `metadata` is for `read_metadata`: anything that JSON can express.
+def write_table(path: Path, schema: pa.Schema, tables: Iterable[pa.Table], metadata: Mapping[str, Any]) -> None:
+    """Writes tables of one schema, each as a row group. `metadata` is for `read_metadata`: anything that JSON can
+    express.
 
     Raises OSError: the disk is full or read-only; nothing is left behind.
     """
@@ -119,7 +105,7 @@ def write_table(
         pq.ParquetWriter(aside, described, compression="zstd", write_page_checksum=True) as writer,
     ):
         for table in tables:
-            writer.write_table(table.cast(described), row_group_size=rows)
+            writer.write_table(table.cast(described))
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -254,8 +240,8 @@ def differing(
     Returns:
         Every name whose values differ, in order, with both values; those of a section have its name before a dot.
     """
-    stored, own, defaults = _flat(stored), _flat(own), _flat(defaults or {})
-    pairs = [(name, stored.get(name, defaults.get(name)), own.get(name)) for name in sorted({*stored, *own})]
+    stored, own = ({**_flat(defaults or {}), **_flat(each)} for each in (stored, own))
+    pairs = ((name, stored.get(name), own.get(name)) for name in sorted({*stored, *own}))
     return [(name, before, now) for name, before, now in pairs if before != now]
 
 

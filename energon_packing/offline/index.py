@@ -8,7 +8,9 @@
 Nothing in it depends on ``seq_length``, alignment, policy or blend, so plans that differ in these share an index.
 """
 
+import contextlib
 import errno
+import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,12 +21,23 @@ from typing import Annotated, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from energon_packing.config import to_mapping
+from energon_packing.config.setting import marked
 from energon_packing.conversation import PairCounts
 from energon_packing.drops import DroppedSample, FrequentDrops
 from energon_packing.errors import UserError
-from energon_packing.offline.files import Amount, Count, InnerPath, Name, read_json, read_metadata, write_json
+from energon_packing.offline.files import (
+    Amount,
+    Count,
+    InnerPath,
+    Name,
+    differing,
+    read_json,
+    read_metadata,
+    write_json,
+)
 from energon_packing.remote_files import check_local, remote_address, status
-from energon_packing.sample_kind import KINDS, kind_of_subflavors
+from energon_packing.sample_kind import KINDS, AnyRun, kind_of_subflavors
 
 FORMAT = 2
 """2 counts turns, images, videos, frames and pixels too."""
@@ -221,6 +234,21 @@ class Index:
         return table
 
 
+def differing_lengths(stored: Mapping[str, Any], own: Mapping[str, Any], run: AnyRun) -> list[tuple[str, Any, Any]]:
+    """Compares two fingerprints of `measure.measuring_fingerprint`; see `differing`. `run` is of the samples' kind."""
+    defaults = {f"encoder.{name}": value for name, value in to_mapping(type(run.encoder)()).items()}
+    defaults |= {f"packing.{name}": getattr(type(run.packing)(), name) for name in marked(run.packing, "newer")}
+    return differing(_parsed(stored), _parsed(own), defaults)
+
+
+def _parsed(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    parsed = dict(fingerprint)
+    for name in parsed:
+        with contextlib.suppress(TypeError, ValueError):  # of a file that somebody changed
+            parsed[name] = json.loads(parsed[name]) if name.startswith("encoder.") else parsed[name]
+    return parsed
+
+
 def modality_of(row: Mapping[str, Any]) -> str:
     """One of `MODALITIES` for a row of an index; empty for a clip, or a record that could not be read."""
     return MODALITIES[(row["stills"] > 0) + 2 * (row["videos"] > 0)] if row["turns"] else ""
@@ -231,11 +259,10 @@ def frequent_drops(index: Index) -> FrequentDrops:
     frequent = FrequentDrops("measured")
     for dataset in index.datasets:
         for shard in dataset.shards:
-            columns = ["turns", "stills", "videos", *(("key", "reason", "detail") if shard.dropped else ())]
-            rows = index.rows(dataset, shard, columns)
-            kinds = rows.select(columns[:3]).group_by(columns[:3]).aggregate([([], "count_all")]).to_pylist()
+            columns = ["turns", "stills", "videos"]
+            rows = index.rows(dataset, shard, [*columns, *(("key", "reason", "detail") if shard.dropped else ())])
             read: Counter[tuple[str, str]] = Counter()
-            for each in kinds:
+            for each in rows.group_by(columns).aggregate([([], "count_all")]).to_pylist():
                 read[dataset.path, modality_of(each)] += each["count_all"]
             bad = rows.filter(rows.column("reason").is_valid()).to_pylist() if shard.dropped else []
             frequent.add(read, [dropped_row(row, dataset.path) for row in bad])

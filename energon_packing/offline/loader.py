@@ -18,8 +18,8 @@ from energon_packing.energon.workers import in_workers
 from energon_packing.errors import ConfigError, PackingError, UserError
 from energon_packing.ledger import LedgerLock
 from energon_packing.offline.files import differing
-from energon_packing.offline.index import pair_counts
-from energon_packing.offline.measure import differing_lengths, measuring_fingerprint
+from energon_packing.offline.index import differing_lengths, pair_counts
+from energon_packing.offline.measure import measuring_fingerprint
 from energon_packing.offline.packs import PlannedPacks, PositionedPacks
 from energon_packing.offline.plan import Plan
 from energon_packing.sample_kind import KINDS, AnyRun, kind_of_config
@@ -224,8 +224,12 @@ def loader_of(
     Raises:
         ConfigError: as `check_plan`.
     """
-    check_kind(plan, config)
-    encoder = kind_of_config(config).task_encoder(config) if task_encoder is None else task_encoder
+    kind = kind_of_config(config)
+    if plan.facts.kind != kind.name:
+        raise ConfigError(
+            f"{plan.path} is a plan of {plan.facts.kind}, but this run reads {kind.name}; name a plan of those."
+        )
+    encoder = kind.task_encoder(config) if task_encoder is None else task_encoder
     check_plan(plan, config, encoder, split)
     return PlannedLoader(
         packs_of(encoder, rank),
@@ -249,19 +253,9 @@ def loader_of(
     )
 
 
-def check_kind(plan: Plan, config: AnyRun) -> None:
-    """Refuses a run that reads another kind of sample than a plan holds."""
-    own = kind_of_config(config).name
-    if plan.facts.kind != own:
-        raise ConfigError(
-            f"{plan.path} is a plan of {plan.facts.kind}, but this run reads {own}; name a plan of those."
-        )
-
-
 def check_plan(plan: Plan, config: AnyRun, encoder: Any, split: str | None) -> None:
     """Compares a run with the plan that it is to read. Raises ConfigError: a setting on which the packs depend differs,
     and both values are named; or the run does not pack."""
-    check_kind(plan, config)
     if type(encoder) is not KINDS.find(plan.facts.kind).encoder_class:
         raise ConfigError(f"{plan.path} is a plan, which holds packs; {type(encoder).__name__} does not read them.")
     splits = {dataset.split for dataset in plan.facts.datasets}
@@ -289,6 +283,13 @@ def check_plan(plan: Plan, config: AnyRun, encoder: Any, split: str | None) -> N
             f"{plan.path} aligns samples to {multiple} tokens, but the parallel sizes of this run need "
             f"{encoder.multiple}; plan again with these sizes."
         )
+    for name in (each for each in plan.facts.decided if each.startswith("max_")):
+        most, own = plan.facts.decided[name], getattr(config.packing, name, None)
+        if own is not None and (most is None or own < most):
+            raise ConfigError(
+                f"{plan.path} was made with packing.{name}={most}, and its packs may hold more than this run's {own}; "
+                "plan again."
+            )
     rows, planned = changing(config.packing, "rows"), plan.facts.config["packing"]
     for name, before, own in differing(planned, to_mapping(config.packing), to_mapping(type(config.packing)())):
         if name in rows:

@@ -3,7 +3,6 @@
 Every sample of a shard becomes one row of the index, without a pixel.
 """
 
-import contextlib
 import hashlib
 import json
 import re
@@ -24,15 +23,7 @@ from energon_packing.convert.layout import counted_pairs
 from energon_packing.encoders.tokenized import use_one_thread
 from energon_packing.energon.samples import MeasuredSample
 from energon_packing.errors import ConfigError, PackingError, UserError
-from energon_packing.offline.files import (
-    differing,
-    locked,
-    read_metadata,
-    remove_leftovers,
-    said,
-    unwritable,
-    write_table,
-)
+from energon_packing.offline.files import locked, read_metadata, remove_leftovers, said, unwritable, write_table
 from energon_packing.offline.index import (
     FORMAT,
     INDEX_FILE,
@@ -42,6 +33,7 @@ from energon_packing.offline.index import (
     Index,
     IndexedDataset,
     IndexedShard,
+    differing_lengths,
     schema_of,
     shard_status,
 )
@@ -76,20 +68,6 @@ def measuring_fingerprint(encoder: Any, run: AnyRun) -> dict[str, str]:
     return {**own, **fields}
 
 
-def differing_lengths(stored: Mapping[str, Any], own: Mapping[str, Any], run: AnyRun) -> list[tuple[str, Any, Any]]:
-    """Compares two fingerprints of `measuring_fingerprint`, of a stored file and of a run; see `differing`."""
-    defaults = {f"encoder.{name}": value for name, value in to_mapping(type(run.encoder)()).items()}
-    return differing(_parsed(stored), _parsed(own), defaults)
-
-
-def _parsed(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    parsed = dict(fingerprint)
-    for name in parsed:
-        with contextlib.suppress(TypeError, ValueError):  # of a file that somebody changed
-            parsed[name] = json.loads(parsed[name]) if name.startswith("encoder.") else parsed[name]
-    return parsed
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class MeasureTask:
     """A shard to measure: its number among all, its part, its name, and the directory that its rows go to."""
@@ -108,6 +86,7 @@ class ShardMeasurer:
         directories: that hold what it writes.
 
     Attributes:
+        fingerprint: of the run; an index that is brought up to date keeps its own, which may lack newer settings.
         pair_counts: of all samples that were measured.
 
     Raises:
@@ -121,13 +100,16 @@ class ShardMeasurer:
         self._encoder = self._kind.measuring_encoder(run)
         self.fingerprint = measuring_fingerprint(self._encoder, run)
         self.pair_counts = PairCounts()
-        self._digest = hashlib.sha256(json.dumps(self.fingerprint, sort_keys=True).encode()).hexdigest()[:32]
         self._files = TarFiles()
         self._indices: dict[str, ShardIndex] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Another machine makes its own, whose fingerprint must be the same.
         return _made_again, (self.run, self.fingerprint, self.directories)
+
+    @property
+    def _digest(self) -> str:
+        return hashlib.sha256(json.dumps(self.fingerprint, sort_keys=True).encode()).hexdigest()[:32]
 
     def index_of(self, root: str) -> ShardIndex:
         """The index of a data set's directory, opened once."""
@@ -244,19 +226,17 @@ class ShardMeasurer:
             raise problem.fatal
         if problem is not None or measured is None:
             reason, detail = (problem.reason, problem.detail) if problem else ("unmeasured", "no length and no reason")
-            length = (problem and problem.length) or 0
-            return {**self._row(None), **_shown(sample), "length": length, "reason": reason, "detail": detail}
+            return self._refused(sample, reason, detail, (problem and problem.length) or 0)
         files = []
         for name in dict.fromkeys(self._kind.media_names(measured)):
-            position = store.position(name)
-            if position is None:
-                detail = f"{name!r} is not in the data set"
-                return {**self._row(None), **_shown(sample), "reason": "missing_media", "detail": detail}
-            files.append({"name": name, "shard": position.shard, "offset": position.offset, "size": position.size})
-        return {**self._row(measured), "media": files}
+            if (position := store.position(name)) is None:
+                return self._refused(sample, "missing_media", f"{name!r} is not in the data set")
+            files.append({"name": name, **position._asdict()})
+        return {**self._kind.row(measured), "media": files, "reason": None, "detail": None}
 
-    def _row(self, measured: Any) -> dict[str, Any]:
-        return {**self._kind.row(measured), "media": [], "reason": None, "detail": None}
+    def _refused(self, sample: Any, reason: str, detail: str, length: int = 0) -> dict[str, Any]:
+        sizes = {**self._kind.row(None), **_shown(sample), "length": length, "media": []}
+        return {**sizes, "reason": reason, "detail": detail}
 
 
 def _shown(sample: Any) -> dict[str, int]:
@@ -295,11 +275,12 @@ def _together(records: Iterable[Record]) -> Iterator[list[Record]]:
 def _made_again(run: AnyRun, fingerprint: Mapping[str, str], directories: Sequence[Path]) -> ShardMeasurer:
     """A measurer on another machine, which must measure the same."""
     measurer = ShardMeasurer(run, directories)
-    for name, here, there in differing(fingerprint, measurer.fingerprint):
+    for name, here, there in differing_lengths(fingerprint, measurer.fingerprint, run):
         raise UserError(
             f"{socket.gethostname()} would measure something else: {name} is {there} there and {here} here; install "
             "the same packages and the same processor on every node"
         )
+    measurer.fingerprint = dict(fingerprint)
     return measurer
 
 
@@ -342,16 +323,27 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
     """
     kind = kind_of_config(run).name
     measurer = ShardMeasurer(run)
-    _index(config.out, measurer)  # refused before anything is measured
-    with locked(config.out):  # so that a file system without locks is told of before the work
-        pass
+    before = _index(config.out, measurer)  # refused before anything is measured
+    measurer.fingerprint = dict(before.fingerprint) or measurer.fingerprint
     parts = [part for path in config.paths for part in source_parts(path, config.split, kind)]
     names = [_name(part) for part in parts]
     for name, part in zip(names, parts, strict=True):
         if names.count(name) > 1:
             raise UserError(f"{part.root} is named twice with split {part.split!r}; name each data set once")
+    held = {each.split for each in before.datasets}
+    if held and held.isdisjoint(part.split for part in parts):
+        raise UserError(
+            f"{config.out} holds the split {', '.join(sorted(held))}, and a plan takes all that an index holds; "
+            f"measure the split {config.split} into an index of its own"
+        )
     if isinstance(run, RunConfig):
         counted_pairs(Path(part.root) for part in parts).check(", ".join(map(shown, config.paths)), run.packing.pairs)
+    try:
+        config.out.mkdir(parents=True, exist_ok=True)
+        with locked(config.out):  # so that a file system without locks is told of before the work
+            pass
+    except OSError as error:
+        raise unwritable(config.out, error, "measure") from error
     out = config.out.absolute()  # workers may have another current directory
     directories = [out / name for name in names]
     measurer.directories = tuple(directories)
@@ -378,22 +370,19 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
             for name, part in zip(names, parts, strict=True)
         ]
         try:
-            index = _saved(config.out, measurer, datasets, run.encoder)
+            index = _saved(config, measurer, datasets)
         except OSError as error:
             raise unwritable(config.out, error, "measure") from error
     return MeasureReport(index=index, measured=shared.done, reused=shared.reused, missing=shared.missing)
 
 
-def _index(out: Path, measurer: ShardMeasurer) -> Index | None:
-    """The index that is there already; a UserError if `out` is something else, or was made with another encoder."""
+def _index(out: Path, measurer: ShardMeasurer) -> Index:
+    """The index that is there already, else one that holds nothing; a UserError if `out` is something else, or was made
+    with another encoder."""
     if not (out / INDEX_FILE).exists():
         if out.is_file() or (out.is_dir() and any(each.is_file() and each.name[0] != "." for each in out.iterdir())):
             raise UserError(f"{out} is there and is not an index; choose another --out")
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise unwritable(out, error, "measure") from error
-        return None
+        return Index()
     index = Index.open(out)
     for name, before, now in differing_lengths(index.fingerprint, measurer.fingerprint, measurer.run):
         raise UserError(
@@ -402,12 +391,24 @@ def _index(out: Path, measurer: ShardMeasurer) -> Index | None:
     return index
 
 
-def _saved(out: Path, measurer: ShardMeasurer, datasets: Sequence[IndexedDataset], encoder: Any) -> Index:
-    """Writes the index with the data sets of this command in it, beside those that are there."""
-    with locked(out):
-        before = _index(out, measurer) or Index()  # another command may have added a data set meanwhile, or made it
-        kept = tuple({each.name: each for each in (*before.datasets, *datasets)}.values())
-        index = Index(directory=out, datasets=kept, encoder=to_mapping(encoder), fingerprint=measurer.fingerprint)
+def _saved(config: MeasureConfig, measurer: ShardMeasurer, datasets: Sequence[IndexedDataset]) -> Index:
+    """Writes the index with the data sets of this command in it, beside those that are there.
+
+    A part that its metadataset no longer names is left out, and so is what has got another name, with its metadataset.
+    """
+    measured = {(each.root, each.split) for each in datasets} | {(each.path, config.split) for each in datasets}
+    named = {each.name: each for each in datasets}
+    with locked(config.out):
+        there = _index(config.out, measurer).datasets  # another command may have added a data set meanwhile
+        kept = (
+            it for it in there if it.name in named or measured.isdisjoint([(it.root, it.split), (it.path, it.split)])
+        )
+        index = Index(
+            directory=config.out,
+            datasets=tuple(({each.name: each for each in kept} | named).values()),
+            encoder=to_mapping(measurer.run.encoder),
+            fingerprint=measurer.fingerprint,
+        )
         index.save()
     return index
 

@@ -20,6 +20,7 @@ from energon_packing.energon.reader_shares import dealt_identity
 from energon_packing.energon.states import READERS, check_fingerprint, read_state
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline.planner import ALL, Left
+from energon_packing.offline.source import ShardIndex, source_parts
 
 _FREE_OF_PIECES = frozenset(
     (
@@ -115,7 +116,8 @@ def left_in_epoch(states: Sequence[Any], config: RunConfig) -> Left:
     left: Counter[tuple[str, int, int, int]] = Counter()
     for part in parts:
         left.update(part.left(epochs))
-    return Left(samples=left, epoch=epochs - 1, ranks=ranks, workers=count, packs=packs.pop())
+    uuid = ShardIndex.uuid_of(Path(source_parts(config.data.path, config.data.split)[0].root))
+    return Left(samples=left, epoch=epochs - 1, ranks=ranks, workers=count, packs=packs.pop(), uuid=uuid)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -85,6 +85,7 @@ class PackConfig(SharedConfig):
     shard_packs: int = SHARD_PACKS
 
     def __post_init__(self) -> None:
+        check_local("PLAN", self.plan)
         check_local("--out", self.out)
         if self.store == "pixels" and self.media == "copy":
             raise ConfigError("--store pixels holds the rendered media, so --media copy would copy what is never read.")

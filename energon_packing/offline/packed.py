@@ -29,7 +29,8 @@ from energon_packing.offline.packs import Passes, PositionedPacks
 from energon_packing.offline.plan import Plan
 from energon_packing.offline.shards import DamagedBytes, ShardFile
 from energon_packing.offline.source import PositionedMedia, ShardIndex, TarFiles, inside
-from energon_packing.sample_kind import KINDS, AnyRun, SampleKind
+from energon_packing.remote_files import shown
+from energon_packing.sample_kind import KINDS, AnyRun
 
 FORMAT = 1
 PLAN_FILE = "plan.parquet"
@@ -145,11 +146,6 @@ def media_path(directory: Path, number: int) -> Path:
     return directory / f"media-{number:05}.bin"
 
 
-def stored_fingerprint(kind: SampleKind, encoder: Any, store: Store) -> dict[str, str]:
-    """What the stored packs depend on, by name: all that a state depends on, but for what the loader still decides."""
-    return kind.stored_settings(encoder.encoder.fingerprint(), store)
-
-
 MOST_SHARDS = 64
 """Open shards of one process."""
 
@@ -215,8 +211,8 @@ class StoredPacks[Record](PositionedPacks):
         if any(file.shard >= 0 for file in sample.files) and sample.dataset not in self._compared:
             if ShardIndex.uuid_of(root) != self._packed.facts.media_uuids[sample.dataset]:
                 raise UserError(
-                    f"{root} changed since {self._packed.directory} was packed with --media reference (it has another "
-                    "index); bring it back as it was, or measure, plan and pack again"
+                    f"{shown(root)} changed since {self._packed.directory} was packed with --media reference (it has "
+                    "another index); bring it back as it was, or measure, plan and pack again"
                 )
             self._compared.add(sample.dataset)
         tars = [copied if file.shard < 0 else inside(root, dataset.media_shards[file.shard]) for file in sample.files]
@@ -242,8 +238,9 @@ def packed_loader(config: AnyRun, **arguments: Any) -> PlannedLoader:
 def check_stored(packed: Packed, encoder: Any) -> None:
     """Compares what was stored with what the run would make. Raises ConfigError: a setting of the encoder differs that
     a plan leaves open, but stored packs do not."""
-    stored = stored_fingerprint(KINDS.find(packed.plan.facts.kind), encoder, packed.facts.store)
-    for name, before, own in differing(packed.facts.encoder, stored):
+    kind = KINDS.find(packed.plan.facts.kind)
+    own_settings = kind.stored_settings(encoder.encoder.fingerprint(), packed.facts.store)
+    for name, before, own in differing(packed.facts.encoder, own_settings):
         raise ConfigError(
             f"{packed.directory} was packed with {name}={before}, but this run has {own}; restore the setting, or plan "
             "and pack again."

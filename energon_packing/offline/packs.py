@@ -262,15 +262,19 @@ class SampleRemeasurer:
         self._encoder = encoder
         self._indexes = [Index.open(directory) for directory in directories]
         self._files = TarFiles()
-        self._sources: dict[tuple[str, str], PlannedSource] = {}
+        self._sources: dict[tuple[str, str], tuple[PlannedSource, Index, dict[str, int]]] = {}
 
     def __call__(self, dataset: IndexedDataset, shard: IndexedShard, rows: list[int]) -> list[Remeasured]:
         """One result per row. Raises UserError: the shard is not the one that was measured, or a sample shows that the
         configuration cannot work."""
-        source = self._sources.setdefault((dataset.root, dataset.split), PlannedSource(dataset, self._files))
-        index = next(each for each in self._indexes if dataset in each.datasets)
+        place = dataset.root, dataset.split
+        if place not in self._sources:  # data sets of 100,000 shards take a while to be compared
+            index = next(each for each in self._indexes if dataset in each.datasets)
+            numbers = {each.name: at for at, each in enumerate(dataset.shards)}
+            self._sources[place] = PlannedSource(dataset, self._files), index, numbers
+        source, index, numbers = self._sources[place]
         table = index.rows(dataset, shard, ("key", "offset", "size", "media")).take(rows).to_pylist()
-        unplanned: dict[str, Any] = {"dataset": 0, "shard": dataset.shards.index(shard)}
+        unplanned: dict[str, Any] = {"dataset": 0, "shard": numbers[shard.name]}
         unplanned |= {"length": 0, "second": 0, "piece": -1}
         results: list[Remeasured] = []
         for row, values in zip(rows, table, strict=True):

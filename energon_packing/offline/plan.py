@@ -173,11 +173,18 @@ class PlanFacts:
         read_as(tuple[Amount | None, ...], [facts.decided[name] for name in facts.decided if name.startswith("max_")])
         read_as(tuple[Count, ...], [facts.decided[name] for name in ("seq_length", "multiple", "reserved")])
         read_as(Mapping, facts.config["packing"])
+        shares = [(each["name"], each["per_epoch"]) for each in facts.summary.get("datasets", ())]
+        read_as(tuple[tuple[str, Amount], ...], shares)
+        planned = read_as(Mapping, facts.decided["plan"])
+        epochs, _ = read_as(tuple[Count, Count], (planned["epochs"], planned["seed"]))
+        if not epochs or len(facts.epoch_ends) - epochs not in (0, 1) or not facts.max_data_parallel:
+            raise ValueError(f"{len(facts.epoch_ends)} epochs end, and it has {epochs}")
         if len({kind_of([each]) for each in facts.datasets}) > 1:
             raise ValueError("its data sets are of several kinds")
-        ascending = (*facts.row_groups, facts.packs)
-        if facts.row_groups[:1] != (0,) or any(stop <= first for first, stop in pairwise(ascending)):
-            raise ValueError(f"row groups that begin at {facts.row_groups[:8]} do not hold {facts.packs} packs")
+        for places in ((*facts.row_groups, facts.packs), (0, *facts.epoch_ends)):
+            ascends = all(first < stop for first, stop in pairwise(places))
+            if not ascends or (places[0], places[-1]) != (0, facts.packs):
+                raise ValueError(f"its {facts.packs} packs cannot be divided at {places[:8]}")
         return facts
 
 
@@ -298,8 +305,8 @@ def written_drops(plan: Path, identifier: str, drops: Sequence[Drop], sources: S
     with replacing(drops_path(plan)) as aside:
         with aside.open("w", encoding="utf-8") as file:
             file.write(json.dumps({"plan": identifier}) + "\n")
-            for drop in drops:
-                number, at, row = (int(value[0]) for value in sources.place(np.array([drop.source])))
+            places = sources.place(np.array([drop.source for drop in drops], dtype=np.int64))
+            for drop, number, at, row in zip(drops, *(each.tolist() for each in places), strict=True):
                 dataset = sources.datasets[number]
                 entry: dict[str, Any] = {"dropped": drop.key, "reason": drop.reason, "detail": drop.detail}
                 entry |= {"setting": drop.setting} if drop.setting else {}

@@ -4,6 +4,7 @@ Every epoch of the blend is packed, its packs are put in order, and the rows fol
 an online run's epoch. Figures for readers end it: histogram, fill, balance of steps, steps per epoch.
 """
 
+import glob
 import hashlib
 import json
 from collections import Counter
@@ -22,10 +23,10 @@ from energon_packing.drops import WISHED, over_budget
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline import plan as plan_file
 from energon_packing.offline.blend import Blend
-from energon_packing.offline.files import said, write_table
+from energon_packing.offline.files import remove_leftovers, said, write_table
 from energon_packing.offline.index import MEDIA, IndexedDataset, pair_counts
 from energon_packing.offline.order import balanced_order, incomplete_group
-from energon_packing.offline.plan import PlanFacts, written_drops
+from energon_packing.offline.plan import PlanFacts, drops_path, written_drops
 from energon_packing.offline.samples import (
     AnyLimits,
     Drop,
@@ -51,20 +52,19 @@ def policy_of(packing: Any) -> str:
     return "best_fit" if packing.policy == "window" else packing.policy
 
 
-def packs_of(sizes: Sizes, limits: AnyLimits, policy: str, *, window: int, seed: int) -> PackGroups:
-    """Packs samples that fit alone; the samples of a pack are in the order in which they are given."""
-    units, constraints = _constraints(sizes, limits)
+def packs_of(sizes: Sizes, limits: AnyLimits, config: AnyRun) -> tuple[PackGroups, int]:
+    """Packs samples that fit alone, those of a pack in the order in which they are given; and how many packs no packer
+    can do without."""
+    policy, window, seed = policy_of(config.packing), config.packing.window, config.plan.seed
+    units = limits.length_units(sizes)  # of alignment
+    constraints = Constraints(costs=costs(limits, sizes), limits=limits.limited)
     if constraints and policy == "best_fit":
         packs = pack_limited(units, limits.units, constraints)
         check_groups(packs, units, limits.units, constraints)
-        return packs
-    pairs = {name: (cost, constraints.limits[name]) for name, cost in constraints.costs.items()}
-    return pack_lengths_flat(units, limits.units, policy, constraints=pairs, window=window, seed=seed)
-
-
-def _constraints(sizes: Sizes, limits: AnyLimits) -> tuple[np.ndarray, Constraints]:
-    """Alignment units of each sample, and its costs under the other limits."""
-    return limits.length_units(sizes), Constraints(costs=costs(limits, sizes), limits=limits.limited)
+    else:
+        pairs = {name: (cost, constraints.limits[name]) for name, cost in constraints.costs.items()}
+        packs = pack_lengths_flat(units, limits.units, policy, constraints=pairs, window=window, seed=seed)
+    return packs, lower_bound(units, limits.units, constraints)
 
 
 def show_padding(order: np.ndarray, offsets: np.ndarray, sizes: Sizes, multiple: int) -> np.ndarray:
@@ -170,13 +170,10 @@ def _packed_epoch(
         drawn = blend.epoch(epoch, group)
         if drawn.size == 0:
             continue
-        sizes = samples.sizes.take(drawn)
-        policy, window = policy_of(config.packing), config.packing.window
-        packs = packs_of(sizes, limits, policy, window=window, seed=config.plan.seed)
+        packs, least = packs_of(samples.sizes.take(drawn), limits, config)
         rows.append(drawn[packs.order])
         counts.append(np.diff(packs.offsets))
-        units, constraints = _constraints(sizes, limits)
-        bound += lower_bound(units, limits.units, constraints)
+        bound += least
     empty = np.zeros(0, dtype=np.int64)
     return np.concatenate([*rows, empty]), np.concatenate([*counts, empty]), bound
 
@@ -198,7 +195,7 @@ class Left:
 
     `samples` are ``(shard, row, first, stop)`` -> how often: pieces ``[first, stop)`` of a sample; ``[0, ALL)`` is the
     whole. More than once if some worker has begun an epoch that the worker of this sample has not. No workers is one
-    process.
+    process. `uuid` is that of the index of the run's data set.
     """
 
     samples: Mapping[tuple[str, int, int, int], int]
@@ -206,6 +203,7 @@ class Left:
     ranks: int
     workers: int
     packs: int
+    uuid: str
 
 
 def rows_left(left: Left, sources: Sources, samples: Samples) -> np.ndarray:
@@ -220,6 +218,10 @@ def rows_left(left: Left, sources: Sources, samples: Samples) -> np.ndarray:
         names = ", ".join(dataset.name for dataset in sources.datasets)
         raise UserError(f"the index has several data sets ({names}); measure the run's own into an index for itself")
     (dataset,) = sources.datasets
+    if any(
+        shard.identity["index_uuid"] != left.uuid for shard in dataset.shards
+    ):  # shards have the same names anywhere
+        raise UserError(f"{dataset.path} in the index is another data set than the run's; measure the run's own")
     first_source = {shard.name: int(start) for shard, start in zip(dataset.shards, sources.starts, strict=False)}
     size = {shard.name: shard.samples for shard in dataset.shards}
     rows: list[int] = []
@@ -299,22 +301,13 @@ def efficiency_of(costs: np.ndarray, ranks: int) -> float | None:
     return step_efficiency(costs[:whole].reshape(-1, ranks).T) if whole else None
 
 
+_FILE = pa.struct([pa.field("name", pa.large_string()), *(each for each in MEDIA.value_type if each.name != "name")])
 _CONTENT = pa.schema(
     [
         pa.field("key", pa.large_string()),
         pa.field("offset", pa.int64()),
         pa.field("size", pa.int32()),
-        pa.field(
-            "media",
-            pa.large_list(
-                pa.struct(
-                    [
-                        pa.field("name", pa.large_string()),
-                        *(field for field in MEDIA.value_type if field.name != "name"),
-                    ]
-                )
-            ),
-        ),
+        pa.field("media", pa.large_list(_FILE)),
     ]
 )
 """What a row of the plan has from its source, with offsets of 64 bits."""
@@ -350,8 +343,10 @@ def make_plan(
         raise UserError(f"{out} exists already; name another file, or replace it with --force.")
     if not out.parent.is_dir():
         raise UserError(f"{out.parent} is not a directory; make it, or name another file.")
+    for file in (out, drops_path(out)):
+        remove_leftovers(out.parent, glob.escape(file.name))
     limits = limits or kind_of_config(config).limits(config)
-    sources = Sources.open(directories, config.encoder)
+    sources = Sources.open(directories, config)
     samples, drops = fitting_samples(sources, limits, config, remeasure)
     _check_measured(directories, sources, samples, config)
     _check_drops(sources, samples, drops, config)

@@ -17,7 +17,7 @@ from energon_packing.config import to_mapping
 from energon_packing.config.setting import length_free_of
 from energon_packing.errors import ConfigError, PackingError, UserError
 from energon_packing.offline.files import differing
-from energon_packing.offline.index import Index, IndexedDataset, IndexedShard, kind_of
+from energon_packing.offline.index import Index, IndexedDataset, IndexedShard, differing_lengths, kind_of
 from energon_packing.packing.balance import LINEAR, PATCH
 from energon_packing.packing.constraints import Size
 from energon_packing.sample_kind import KINDS, AnyRun, kind_of_config
@@ -114,8 +114,8 @@ class Sources:
     shard: np.ndarray
 
     @classmethod
-    def open(cls, directories: Sequence[str | Path], encoder: Any) -> "Sources":
-        """The data sets of these indexes; `encoder` is that of the plan's configuration.
+    def open(cls, directories: Sequence[str | Path], config: AnyRun) -> "Sources":
+        """The data sets of these indexes, for a plan of this configuration.
 
         Raises:
             UserError: there is no index or no data set, or a data set is in two of them.
@@ -125,15 +125,18 @@ class Sources:
         if not any(index.datasets for index in indexes):
             raise UserError("There is nothing to plan: the index has no data sets; run 'energon-packing measure'.")
         kind = kind_of(dataset for index in indexes for dataset in index.datasets)
-        if kind != kind_of_config(encoder).name:
+        if kind != kind_of_config(config).name:
             raise ConfigError(f"{directories[0]} is an index of {kind}; give the configuration that measured it.")
         for index in indexes:
-            _check_measured_alike(index, indexes[0], encoder)
+            _check_measured_alike(index, indexes[0], config)
         datasets = [dataset for index in indexes for dataset in index.datasets]
         known = Counter((dataset.root, dataset.split) for dataset in datasets)  # parts of a metadataset share its path
         for dataset in datasets:
             if known[dataset.root, dataset.split] > 1:
-                raise UserError(f"{dataset.path} ({dataset.split}) is in two of the indexes; name only one of them.")
+                raise UserError(
+                    f"{dataset.root} ({dataset.split}) is in two of the indexes, or twice in one; name only one of "
+                    "them, or measure it again."
+                )
         shards = [
             (number, at, shard.samples)
             for number, dataset in enumerate(datasets)
@@ -171,15 +174,15 @@ class Sources:
             yield start, self.table(number, columns)
 
 
-def _check_measured_alike(index: Index, first: Index, encoder: Any) -> None:
-    free = length_free_of(encoder)
-    for name, measured, own in differing(index.encoder, to_mapping(encoder), to_mapping(type(encoder)())):
-        if name.partition(".")[0] not in free:
+def _check_measured_alike(index: Index, first: Index, config: AnyRun) -> None:
+    own_encoder, defaults = to_mapping(config.encoder), to_mapping(type(config.encoder)())
+    for name, measured, own in differing(index.encoder, own_encoder, defaults):
+        if name.partition(".")[0] not in length_free_of(config.encoder):
             raise ConfigError(
                 f"{index.directory} was measured with encoder.{name}={measured!r}, the configuration has {own!r}; give "
                 "the same configuration to 'energon-packing measure' and 'energon-packing plan'."
             )
-    for name, in_first, in_other in differing(first.fingerprint, index.fingerprint):
+    for name, in_first, in_other in differing_lengths(first.fingerprint, index.fingerprint, config):
         raise UserError(
             f"{first.directory} and {index.directory} cannot share a plan: {name} is {in_first!r} in one and "
             f"{in_other!r} in the other; measure both with the same processor and configuration."

@@ -19,7 +19,7 @@ import math
 import mmap
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -211,8 +211,10 @@ class ShardFile:
 
     def digest(self) -> str:
         """The checksum of what the file holds now; that of a whole shard is `checksum`."""
-        end = self.bytes - 32 - len(MAGIC)
-        return digest_of(os.pread(self._descriptor, min(_CHUNK, end - at), at) for at in range(0, end, _CHUNK))
+        digest, end = hashlib.sha256(), self.bytes - 32 - len(MAGIC)
+        for at in range(0, end, _CHUNK):
+            digest.update(os.pread(self._descriptor, min(_CHUNK, end - at), at))
+        return digest.hexdigest()
 
     def close(self) -> None:
         """Closes the file; records that were read stay."""
@@ -221,17 +223,3 @@ class ShardFile:
         self._descriptor = -1
 
     __del__ = close
-
-
-def digest_of(chunks: Iterator[bytes]) -> str:
-    """SHA-256 of bytes in pieces, in hexadecimal digits."""
-    digest = hashlib.sha256()
-    for chunk in chunks:
-        digest.update(chunk)
-    return digest.hexdigest()
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file."""
-    with path.open("rb") as file:
-        return digest_of(iter(lambda: file.read(_CHUNK), b""))

@@ -1,13 +1,13 @@
 """What the commands `measure`, `pack` and `verify` have alike: who works, and how several share the shards."""
 
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from energon_packing.executors.work import ExecutorConfig, ExecutorKind, check_rank
-from energon_packing.offline.files import no_leftovers
+from energon_packing.offline.files import remove_leftovers
 
 Progress = Callable[[str, int, int], None]
 """Called with the stage, the samples or packs that are done, and all of them that the command has to do."""
@@ -85,16 +85,19 @@ def work_shared(
     for _ in range(2):  # no more: some file systems refuse a lock even to those who wait for it
         if not left:
             break
-        # Closed at once, whatever happens: else its processes would end only when nothing refers to it any more.
-        with (
-            no_leftovers(*directories),
-            closing(config.executor_config().executor(len(left)).results(left, work)) as ended,
-        ):
-            for task, result in ended:
-                results[task.number] = result
-                if result is not None:
-                    done += size(task)
-                    progress(done, total)
+        try:
+            # Closed at once, whatever happens: else its processes would end only when nothing refers to it any more.
+            with closing(config.executor_config().executor(len(left)).results(left, work)) as ended:
+                for task, result in ended:
+                    results[task.number] = result
+                    if result is not None:
+                        done += size(task)
+                        progress(done, total)
+        except BaseException:  # which killed those that were writing
+            for directory in directories:
+                with suppress(OSError):  # what is raised already says more
+                    remove_leftovers(directory)
+            raise
         left = [replace(task, wait=True) for task in left if results[task.number] is None]
     # Other ranks may have finished meanwhile.
     results = [there(task) if result is None else result for task, result in zip(tasks, results, strict=True)]

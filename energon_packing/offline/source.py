@@ -76,12 +76,15 @@ class _RemotePieces:
 
 class TarFiles:
     """Open tars, the least recently used closed first; of tars in object stores, pieces are read
-    (`energon_packing.remote_files`). Not for several threads or across a fork."""
+    (`energon_packing.remote_files`). Not for several threads; a fork has descriptors of its own."""
 
     def __init__(self) -> None:
         self._open: OrderedDict[Path, int] = OrderedDict()
-        self._process = os.getpid()
         self._remote = _RemotePieces()
+
+    def __del__(self) -> None:
+        for descriptor in self._open.values():
+            os.close(descriptor)
 
     def read(self, path: Path, offset: int, size: int) -> bytes:
         """Returns `size` bytes of `path` from byte `offset` on. Raises UserError: the file is missing, unreadable, or
@@ -112,9 +115,6 @@ class TarFiles:
             os.close(descriptor)
 
     def _descriptor(self, path: Path) -> int:
-        if self._process != os.getpid():  # descriptors are shared with the parent, which may close them
-            self._open.clear()
-            self._process = os.getpid()
         if path not in self._open:
             while len(self._open) >= MOST_OPEN:
                 os.close(self._open.popitem(last=False)[1])

@@ -18,9 +18,9 @@ from energon_packing.offline.pack import AT_ONCE, run_of_plan
 from energon_packing.offline.packed import Packed, ShardEntry, check_stored, media_path, shard_path
 from energon_packing.offline.packs import PlannedPacks
 from energon_packing.offline.plan import PlannedPack
-from energon_packing.offline.shards import ShardFile, file_digest
+from energon_packing.offline.shards import ShardFile
 from energon_packing.offline.shared_work import Progress, WorkersConfig, work_shared
-from energon_packing.remote_files import check_local
+from energon_packing.remote_files import check_local, file_digest
 from energon_packing.sample_kind import KINDS
 from energon_packing.thd.batch import PackedBatch
 

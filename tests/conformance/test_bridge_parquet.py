@@ -24,8 +24,8 @@ from energon_packing.thd.rows import unpack
 SEQ_LENGTH = 1024
 
 
-def planned(folder, *, context=1, **encoder):
-    """A plan of texts of one and of several turns."""
+def planned(folder, *, context=1, weight=1, **encoder):
+    """A plan of texts of one and of several turns, with a weight of each answer."""
     say = "It is what it is. "
     records = [
         {
@@ -35,7 +35,7 @@ def planned(folder, *, context=1, **encoder):
                 for at in range(1 + number % 3)
                 for turn in (
                     {"from": "human", "value": f"Why {at}?"},
-                    {"from": "gpt", "value": say * (1 + number % 17)},
+                    {"from": "gpt", "value": say * (1 + number % 17)} | ({"weight": weight} if weight != 1 else {}),
                 )
             ],
         }
@@ -112,11 +112,15 @@ def test_bridge_reads_the_tokens_targets_and_boundaries_of_every_pack_of_the_pla
 
 
 def test_what_bridges_form_cannot_hold_is_refused_by_name(tmp_path):
-    planned(tmp_path, loss_weighting="sample")
+    planned(tmp_path, weight=0.5)
     done = pack(tmp_path, "--workers", "0")
     assert (done.exit_code, "has loss weights besides 0 and 1" in done.output) == (2, True), done.output
     done = pack(tmp_path, "--store", "pixels")
     assert (done.exit_code, "holds text only" in done.output) == (2, True)
+    (tmp_path / "other").mkdir()
+    planned(tmp_path / "other", loss_weighting="sample")
+    done = pack(tmp_path / "other", "--workers", "0")
+    assert (done.exit_code, "weights of 0 and 1 only" in done.output) == (2, True), done.output
     (tmp_path / "packs" / "other.parquet").write_bytes(b"")
     done = pack(tmp_path, "--workers", "0")
     assert (done.exit_code, "holds other files (other.parquet)" in done.output) == (2, True)

@@ -45,6 +45,28 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(("offline/source.py", "        if leaf.subset:\n", "        if False:\n"),),
     ),
     Mutation(
+        trap=66,
+        name="a part that a metadataset no longer names stays in its index",
+        test=BLENDS + "test_a_part_that_its_metadataset_no_longer_names_is_in_no_plan",
+        oracle="what the metadataset names",
+        edits=(("offline/measure.py", "it.name in named or measured", "True or measured"),),
+    ),
+    Mutation(
+        trap=66,
+        name="an index takes a second split, on which its plan then trains",
+        test="tests/offline/test_measure.py::test_an_index_holds_one_split_so_that_no_plan_trains_on_another_one",
+        oracle="the split that was measured first",
+        edits=(("offline/measure.py", "    if held and held", "    if False and held"),),
+    ),
+    Mutation(
+        trap=61,
+        name="the rest of a run is planned from the index of another data set",
+        test="tests/offline/test_state_convert.py::"
+        "test_states_that_cannot_be_counted_are_refused_in_a_sentence[polylithic]",
+        oracle="another data set whose shards have the same names",
+        edits=(("offline/planner.py", '["index_uuid"] != left.uuid', '["index_uuid"] is None'),),
+    ),
+    Mutation(
         trap=60,
         name="labels are stored as the tokens that follow, whatever they are",
         test=ROWS,

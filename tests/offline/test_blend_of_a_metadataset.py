@@ -16,6 +16,7 @@ from energon_packing.convert import ConvertConfig, convert
 from energon_packing.convert.layout import dataset_entry
 from energon_packing.demo import processor_path
 from energon_packing.errors import ConfigError, UserError
+from energon_packing.offline.explain import changes
 from energon_packing.offline.measure import MeasureConfig, measure
 from energon_packing.offline.plan import Plan
 from energon_packing.offline.planner import make_plan
@@ -138,6 +139,24 @@ def test_a_new_weight_measures_nothing_and_counts(parts, measured, tmp_path):
     report = measure(MeasureConfig(paths=(file,), out=tmp_path / "index", workers=0), run())
     assert (report.measured, report.reused) == (0, 2)
     assert drawn(tmp_path / "index", tmp_path) == [{"a": 60, "b": 30, "c": 0}]
+
+
+def test_a_part_that_its_metadataset_no_longer_names_is_in_no_plan(parts, measured, tmp_path):
+    index = measured({"blend_epochized": entries(parts, a={}, b={}, c={})})
+    assert drawn(index, tmp_path) == [{"a": 60, "b": 30, "c": 12}]
+    measured({"blend_epochized": entries(parts, a={}, c={})})
+    assert drawn(index, tmp_path) == [{"a": 60, "b": 0, "c": 12}]
+    measure(MeasureConfig(paths=(parts["c"],), out=index, workers=0), run())
+    assert drawn(index, tmp_path) == [{"a": 60, "b": 0, "c": 12}], "under the name that it was measured by last"
+
+
+def test_diff_tells_the_parts_of_a_metadataset_apart(parts, measured, tmp_path):
+    index = measured({"blend_epochized": entries(parts, a={}, b={})})
+    old, new = (tmp_path / f"{name}.parquet" for name in "ab")
+    make_plan([index], run(datasets={"set-b": {"epochs": 0}}), old)
+    make_plan([index], run(datasets={"set-a": {"epochs": 0}}), new)
+    found = changes(Plan.open(old), Plan.open(new))
+    assert [found[name] for name in ("left", "entered", "moved", "kept")] == [60, 30, 0, 0]
 
 
 @pytest.mark.parametrize("where", ["entry", "list"])

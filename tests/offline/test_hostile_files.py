@@ -23,9 +23,9 @@ from energon_packing.config import RunConfig, from_mapping, to_mapping
 from energon_packing.errors import UserError
 from energon_packing.offline.explain import changes, explanation
 from energon_packing.offline.files import METADATA
-from energon_packing.offline.index import INDEX_FILE
-from energon_packing.offline.measure import differing_lengths
+from energon_packing.offline.index import INDEX_FILE, differing_lengths
 from energon_packing.offline.pack import shard_firsts
+from energon_packing.offline.packs import Passes
 from energon_packing.offline.plan import Plan, drops_path
 from energon_packing.offline.planner import make_plan
 from energon_packing.offline.shards import CHECKED, MAGIC, ShardFile
@@ -89,6 +89,10 @@ def test_a_changed_index_is_planned_or_refused_in_a_sentence(made: Path, data: s
 def look_at(path: Path, before: Plan) -> None:
     """All that reads a plan and no data set."""
     plan = Plan.open(path)
+    assert plan.facts.unfinished is None or plan.facts.unfinished.endswith("times)")
+    passes = Passes(plan.facts)
+    assert [passes.number(at) for at in (0, passes.end(0) - 1)] == [0, len(plan) - 1]
+    assert 0 <= passes.number(len(plan)) < len(plan)
     found = plan.packs(0, len(plan))
     assert [pack.number for pack in found] == list(range(len(plan)))
     for pack in found:
@@ -124,6 +128,22 @@ def test_a_changed_plan_is_read_or_refused_in_a_sentence(made: Path, data: st.Da
         look_at(other, Plan.open(made / "plan.parquet"))
 
 
+def test_a_plan_whose_epochs_cannot_be_is_refused_before_its_packs_come_again(made: Path) -> None:
+    table = pq.read_table(made / "plan.parquet")
+    facts = json.loads(table.schema.metadata[METADATA])
+    packs, decided = facts["packs"], facts["decided"]
+    for change in (
+        *({"epoch_ends": ends} for ends in ([], [packs - 1], [packs + 1], [1, 0, packs], [1, 2, packs])),
+        *({"decided": decided | {"plan": decided["plan"] | values}} for values in ({"epochs": 0}, {"seed": None})),
+        *({"max_data_parallel": 0}, {"decided": {n: decided[n] for n in decided if n != "plan"}}),
+        {"summary": facts["summary"] | {"datasets": [{"name": "a", "per_epoch": None}]}},
+    ):
+        schema = table.schema.with_metadata({METADATA: json.dumps(facts | change).encode()})
+        pq.write_table(table.cast(schema), made / "changed.parquet")
+        with pytest.raises(UserError, match="has damaged metadata"):
+            Plan.open(made / "changed.parquet")
+
+
 def test_a_negative_number_never_means_the_last_of_a_list(made: Path) -> None:
     table = pq.read_table(made / "plan.parquet")
     for name in ("dataset", "shard"):
@@ -149,6 +169,7 @@ def test_an_index_and_a_plan_from_before_a_setting_were_made_with_its_default(ma
     finally:
         file.write_text(whole)
     assert not differing_lengths(older, own, RUN)
+    assert not differing_lengths(own, older, RUN)
     changed = own | {"encoder.train_on": '"all"'}
     assert differing_lengths(older, changed, RUN) == [("encoder.train_on", RUN.encoder.train_on, "all")]
     limits = json.loads(own["encoder.limits"])

@@ -190,6 +190,43 @@ def test_two_commands_that_begin_an_index_at_once_lose_no_data_set(sources, run_
     assert {each.path for each in Index.open(out).datasets} == {str(first), str(second)}
 
 
+def test_an_index_holds_one_split_so_that_no_plan_trains_on_another_one(sources, run_of, tmp_path):
+    data, out = tmp_path / "data", tmp_path / "index"
+    convert(ConvertConfig(sources=sources, out=data, split={"train": 0.6, "val": 0.4}, workers=0))
+    run = run_of(data)
+    measure(MeasureConfig(paths=(data,), out=out, workers=0), run)
+    with pytest.raises(UserError, match=r"holds the split train, .* measure the split val into an index of its own"):
+        measure(MeasureConfig(paths=(data,), out=out, split="val", workers=0), run)
+    assert {each.split for each in Index.open(out).datasets} == {"train"}
+
+
+def test_an_index_from_before_a_setting_is_not_measured_again(dataset, run_of, tmp_path, monkeypatch):
+    from energon_packing.offline import measure as measuring
+
+    run, config, own = run_of(dataset), MeasureConfig(paths=(dataset,), out=tmp_path / "a", workers=0), {}
+
+    def older(*given):
+        own.update(measuring_fingerprint(*given))
+        return {name: value for name, value in own.items() if name != "encoder.template_date"}
+
+    measuring_fingerprint = measuring.measuring_fingerprint
+    with monkeypatch.context() as before:
+        before.setattr(measuring, "measuring_fingerprint", older)
+        measure(config, run)
+    report = measure(config, run)
+    assert (report.measured, report.reused) == (0, 6)
+    assert report.index.fingerprint == {name: own[name] for name in own if name != "encoder.template_date"}
+    sent = measuring.ShardMeasurer(run)
+    sent.fingerprint = dict(report.index.fingerprint)
+    assert pickle.loads(pickle.dumps(sent)).fingerprint == report.index.fingerprint
+
+
+def test_an_index_that_cannot_be_locked_is_a_sentence(dataset, run_of, tmp_path):
+    (tmp_path / "index" / ".lock").mkdir(parents=True)  # as in a directory of somebody else
+    with pytest.raises(UserError, match=r"index cannot be written \(Is a directory\)"):
+        measure(MeasureConfig(paths=(dataset,), out=tmp_path / "index", workers=0), run_of(dataset))
+
+
 def test_shards_of_like_names_have_files_of_their_own():
     names = ("a/b.tar", "a_b.tar", "a%2Fb.tar", "b.tar")
     shards = [IndexedShard(name=name, samples=0, dropped=0, tokens=0, identity={}) for name in names]

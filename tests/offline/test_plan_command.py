@@ -134,6 +134,8 @@ def test_explain_tells_keys_with_a_number_sign_from_pieces(index: Path, tmp_path
         (["--explain", "x", "one.parquet", "two.parquet"], "reads one plan, but 2"),
         (["--explain", "x", "one.parquet"], "There is no plan one.parquet"),
         (["--diff", "one.parquet", "two.parquet", "--out", "OUT"], "without --out"),
+        (["--diff", "one.parquet", "two.parquet", "--force"], "without --out, --force"),
+        (["--explain", "x", "one.parquet", "--set", "plan.epochs=2"], "--config and --set"),
         (["INDEX", "--out", "OUT", "--set", "packing.oversize=raise"], "Sample a-0-200 has 2000 tokens"),
         (["INDEX", "--out", "OUT", "--set", "packing.seq_length=64"], "would be dropped"),
     ],

@@ -1,6 +1,7 @@
 """Packs of a plan: the samples of the online loader, in one order for any number of ranks and workers."""
 
 import dataclasses
+import gc
 import itertools
 import json
 import os
@@ -185,6 +186,14 @@ def test_the_state_after_the_last_step_is_the_same_on_every_rank(plan_of):
     assert first.save_state() == last.save_state()
 
 
+def test_a_loader_that_nobody_holds_any_more_leaves_no_file_open(plan_of):
+    for _ in range(2):  # the first one opens what the process keeps
+        before = len(os.listdir("/proc/self/fd"))
+        list(open_loader(plan_of))
+        gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_a_state_read_later_is_that_of_the_pack_at_which_it_was_asked_for(plan_of):
     loader = open_loader(plan_of)
     packs = iter(loader)
@@ -251,6 +260,7 @@ def test_a_plan_whose_data_or_settings_changed_is_refused_by_name(dataset, run_o
         ({"packing": dataclasses.replace(run.packing, seq_length=4096)}, "seq_length 2048, but this run has 4096"),
         ({"parallel": ParallelConfig(context_parallel=2)}, "aligns samples to 1 tokens"),
         ({"packing": dataclasses.replace(run.packing, oversize="split")}, "oversize='drop'"),
+        ({"packing": dataclasses.replace(run.packing, max_images_per_pack=1)}, "may hold more than this run's 1"),
     ):
         with pytest.raises(ConfigError, match=sentence):
             open_loader(dataclasses.replace(run, **change))

@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from energon_packing.energon.loader import build_task_encoder
 from energon_packing.errors import UserError
 from energon_packing.kinds.conversations import Conversations
 from energon_packing.offline import plan as plan_file
+from energon_packing.offline.files import HOST
 from energon_packing.offline.index import IndexedDataset, IndexedShard
 from energon_packing.offline.plan import Plan, PlannedPack, drops_path
 from energon_packing.offline.planner import make_plan
@@ -299,6 +301,9 @@ def test_indexes_share_a_plan_unless_their_encoders_differ_or_a_data_set_is_in_b
     ]
     facts = make_plan(paths[:2], config(), tmp_path / "plan.parquet")
     assert facts.samples == 70
+    newer = {"processor": "one", "encoder.train_on": '"assistant"', "packing.pairs": "refuse"}  # the defaults
+    paths.append(made_index(tmp_path / "five", {"e": [drawn_rows(40)]}, fingerprint=newer))
+    make_plan([paths[0], paths[4]], config(), tmp_path / "of_both.parquet")
     with pytest.raises(UserError, match="processor is 'one' in one and 'two' in the other"):
         make_plan([paths[0], paths[2]], config(), tmp_path / "x.parquet")
     with pytest.raises(UserError, match="is in two of the indexes"):
@@ -317,6 +322,15 @@ def test_an_existing_plan_is_replaced_only_by_force_and_a_failure_leaves_nothing
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.drops.jsonl", "plan.parquet"]
     with pytest.raises(UserError, match="is not a directory"):
         make_plan([index], config(), tmp_path / "none" / "plan.parquet")
+
+
+def test_what_a_killed_plan_left_is_removed_by_the_next_one_and_nothing_else(index: Path, tmp_path: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    for name in ("plan.parquet", "plan.drops.jsonl", "other.parquet"):
+        (tmp_path / f".{name}.{HOST}.{ended.pid}").touch()
+    make_plan([index], config(), tmp_path / "plan.parquet")
+    assert {path.name for path in tmp_path.iterdir() if path.name[0] == "."} == {f".other.parquet.{HOST}.{ended.pid}"}
 
 
 def test_too_many_drops_stop_the_plan_and_name_the_reasons(tmp_path: Path) -> None:

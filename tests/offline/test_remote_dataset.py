@@ -111,6 +111,7 @@ def test_what_is_not_in_the_store_or_cannot_be_there_is_one_sentence(shelf, data
     for make in (
         lambda: MeasureConfig(paths=(dataset,), out=address),
         lambda: PackConfig(plan=Path("plan.parquet"), out=address),
+        lambda: PackConfig(plan=address, out=Path("packed")),
         lambda: VerifyConfig(directory=address),
         lambda: Index.open(address),
         lambda: Plan.open(address),

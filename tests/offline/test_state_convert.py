@@ -159,6 +159,9 @@ def test_states_that_cannot_be_counted_are_refused_in_a_sentence(dataset, run_of
     first, second = (tmp_path / "states" / f"train_dataloader_dprank00{rank}.pt" for rank in range(2))
     other = tmp_path / "other"
     convert(ConvertConfig(sources=sources[1:], out=other, split={"train": 1.0}, workers=0))
+    like = tmp_path / "like"  # the same names of as many samples
+    convert(ConvertConfig(sources=sources[::-1], out=like, split={"train": 1.0}, samples_per_shard=6, workers=0))
+    measure(MeasureConfig(paths=(like,), out=tmp_path / "of-like", workers=0), run)
     (tmp_path / "text.pt").write_text("no state")
     torch.save({"dataloader_state_dict": {"format": "energon_packing plan 1"}}, tmp_path / "plan.pt")
     torch.save(build_loader(run).save_state(), tmp_path / "beginning.pt")
@@ -185,6 +188,7 @@ def test_states_that_cannot_be_counted_are_refused_in_a_sentence(dataset, run_of
         ([tmp_path], run, index, "has no train_dataloader_dprank000.pt"),
         ([first, second], run_of(other, window=8), index, "was made with data set="),
         ([first, second], run, mixed, "the index has several data sets"),
+        ([first, second], run, tmp_path / "of-like", "in the index is another data set than the run's"),
         ([tmp_path / "blended"], blend, mixed, "Energon's BlendDataset, as a blend does"),
         ([first, second], run_of(dataset, data={"shuffle_over_epochs": 3}), index, "shuffle_over_epochs is 3"),
     ):

@@ -30,7 +30,8 @@ SCHEMA = pa.schema(
 
 
 class BridgeParquet(PackFormat):
-    """Writes one file per shard, and no other file, as Bridge reads the whole directory."""
+    """Writes one file per shard, and no other file, as Bridge reads the whole directory; see `PackFormat`. A sample
+    that cannot be expressed is a UserError."""
 
     def __init__(self, plan: Plan, run: Any, config: PackConfig) -> None:
         if (config.store, config.media) != ("tokens", "reference"):
@@ -40,16 +41,20 @@ class BridgeParquet(PackFormat):
         super().__init__(plan, run, config)
         if run.encoder.extra_fields or run.packing.dummy_image:
             raise UserError("--format bridge-parquet holds no encoder.extra_fields and no packing.dummy_image.")
+        if (run.encoder.loss_weighting, run.encoder.loss_scale or 1) != ("token", 1):
+            raise UserError(
+                f"--format bridge-parquet holds weights of 0 and 1 only, but {plan.path} was made with "
+                f"encoder.loss_weighting={run.encoder.loss_weighting} and encoder.loss_scale={run.encoder.loss_scale}; "
+                "plan with loss_weighting token and no loss_scale."
+            )
         assert isinstance(self.encoder.encoder, ConversationEncoder)  # what a configuration always builds
         self._multiple = int(plan.facts.decided["multiple"])
         self._end = self.encoder.encoder.tokenizer.eos_token_id
 
     def path(self, number: int) -> Path:
-        """See `PackFormat.path`."""
         return self.config.out / f"packs-{number:05}.idx.parquet"
 
     def prepare(self) -> None:
-        """See `PackFormat.prepare`."""
         out = self.config.out
         out.mkdir(parents=True, exist_ok=True)
         ours = {self.path(number).name for number in range(len(self.firsts))}
@@ -60,7 +65,6 @@ class BridgeParquet(PackFormat):
             )
 
     def found(self, number: int) -> bool | None:
-        """See `PackFormat.found`."""
         path = self.path(number)
         if not path.exists():
             return None
@@ -69,7 +73,6 @@ class BridgeParquet(PackFormat):
         return True
 
     def do(self, task: PackTask) -> bool:
-        """See `PackFormat.do`; a sample that cannot be expressed is a UserError."""
         path = self.path(task.number)
         rows = (self._row(planned) for planned in self.planned_packs(task.number))
         tables = (pa.Table.from_pylist(list(some), SCHEMA) for some in batched(rows, AT_ONCE))

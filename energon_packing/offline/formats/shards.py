@@ -30,7 +30,6 @@ from energon_packing.offline.packed import (
     ShardEntry,
     media_path,
     shard_path,
-    stored_fingerprint,
 )
 from energon_packing.offline.plan import Plan, PlannedPack, PlannedSample, drops_path
 from energon_packing.offline.shards import ShardFile, ShardWriter
@@ -39,7 +38,8 @@ from energon_packing.sample_kind import KINDS
 
 
 class ShardPacker(PackFormat):
-    """Packs shards of one directory; a subclass knows what a pack of its kind of sample is stored as."""
+    """Packs shards of one directory, as `PackFormat` describes; a subclass knows what a pack of its kind of sample is
+    stored as."""
 
     facts: PackedFacts
 
@@ -55,7 +55,7 @@ class ShardPacker(PackFormat):
             firsts=self.firsts,
             packs=len(plan),
             padded_rows=getattr(run.packing, "pad_to_max_length", False),
-            encoder=stored_fingerprint(KINDS.find(plan.facts.kind), self.encoder, config.store),
+            encoder=KINDS.find(plan.facts.kind).stored_settings(self.encoder.encoder.fingerprint(), config.store),
             media_uuids=tuple(ShardIndex.uuid_of(root) if elsewhere else None for root in roots),
         )
 
@@ -64,16 +64,13 @@ class ShardPacker(PackFormat):
         """Makes one pack; compressed media are copied to `media`, or stay where they are if it is None."""
 
     def forget_open_files(self) -> None:
-        """See `PackFormat.forget_open_files`."""
         super().forget_open_files()
         self._files = TarFiles()
 
     def path(self, number: int) -> Path:
-        """See `PackFormat.path`."""
         return shard_path(self.config.out, number)
 
     def prepare(self) -> None:
-        """See `PackFormat.prepare`."""
         out, plan = self.config.out, self.config.plan
         if out.exists() and not out.is_dir():
             raise UserError(f"{out} is there and is no directory; choose another --out")
@@ -84,9 +81,8 @@ class ShardPacker(PackFormat):
                 raise UserError(f"{out} is there and is no packed directory (it has {others[0]}); choose another --out")
         out.mkdir(parents=True, exist_ok=True)
         with locked(out):
-            complete = (out / PACKED_FILE).exists()
-            there = PackedFacts.read(out).settings if complete else self.facts.settings
-            for name, value in there.items():
+            new = not (out / PACKED_FILE).exists()
+            for name, value in (self.facts if new else PackedFacts.read(out)).settings.items():
                 for inner, packed, asked in differing({name: value}, {name: self.facts.settings[name]}):
                     told = f"{packed!r}, now it would be {asked!r}" if len(repr(packed)) < 200 else "another"
                     raise UserError(
@@ -98,11 +94,10 @@ class ShardPacker(PackFormat):
                     if source.exists():
                         with replacing(target) as aside:
                             shutil.copyfile(source, aside)
-            if not complete:
+            if new:
                 self.facts.save(out)
 
     def found(self, number: int) -> ShardEntry | None:
-        """See `PackFormat.found`."""
         path = self.path(number)
         if not path.exists():
             return None
@@ -116,7 +111,6 @@ class ShardPacker(PackFormat):
         return entry if whole else None
 
     def do(self, task: PackTask) -> ShardEntry | None:
-        """See `PackFormat.do`."""
         with locked(self.config.out, task.number + 1, wait=task.wait) as ours:
             return (self.found(task.number) or self._pack(task.number)) if ours else None
 
@@ -172,9 +166,10 @@ class ShardPacker(PackFormat):
             with locked(out):
                 with replacing(out / DROPS_FILE) as aside, aside.open("w", encoding="utf-8") as file:
                     file.write(json.dumps({"plan": self.facts.plan}) + "\n")
-                    for entry in entries:
-                        for drop in _drops(self.path(entry.number)) if entry.drops else ():
-                            file.write(json.dumps({**drop, "shard": entry.number}, ensure_ascii=False) + "\n")
+                    for number in (entry.number for entry in entries if entry.drops):
+                        for key, reason, detail in ShardFile(self.path(number)).facts["drops"]:
+                            drop = {"dropped": key, "reason": reason, "detail": detail, "shard": number}
+                            file.write(json.dumps(drop, ensure_ascii=False) + "\n")
                 self.facts.save(out)
         except OSError as error:
             raise unwritable(out, error, "pack") from error
@@ -224,12 +219,6 @@ def _entry_of(shard: ShardFile, number: int) -> ShardEntry:
         raise UserError(
             f"{shard.path} is damaged ({error!r}); delete it and run 'energon-packing pack' again"
         ) from error
-
-
-def _drops(path: Path) -> list[dict[str, Any]]:
-    opened = ShardFile(path)
-    opened.close()
-    return [{"dropped": key, "reason": reason, "detail": detail} for key, reason, detail in opened.facts["drops"]]
 
 
 class MediaCopy:

@@ -3,7 +3,7 @@
 from mutation_table import Mutation
 
 ENGINE_TRAPS = {
-    103: "packs are over a limit, or make ranks wait, and nobody says so",
+    103: "packs are over a limit, make ranks wait, or differ by processor, and nobody says so",
     104: "a task whose worker died is lost, or is not tried again",
 }
 
@@ -32,6 +32,19 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
         test=POLICIES + "test_a_policy_that_breaks_a_limit_is_stopped",
         oracle="the definition",
         edits=(("packing/partition.py", "        if over.any():", "        if False:"),),
+    ),
+    Mutation(
+        trap=103,
+        name="of equally roomy packs those are chosen that the processor's instructions put first",
+        test=POLICIES + "test_packs_under_limits_are_the_same_on_every_processor",
+        oracle="NumPy without those instructions",
+        edits=(
+            (
+                "packing/policies/best_fit.py",
+                'np.argsort(room, kind="stable")[::-1][:open_]',
+                "np.argpartition(-room, open_ - 1)[:open_]",
+            ),
+        ),
     ),
     Mutation(
         trap=104,

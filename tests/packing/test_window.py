@@ -16,6 +16,8 @@ from energon_packing.packing import (
     pack_stream,
     select_from_window,
 )
+from energon_packing.packing.online import next_pack
+from energon_packing.packing.policies import window
 
 
 def _mix(count: int, seed: int = 5) -> tuple[np.ndarray, np.ndarray]:
@@ -76,6 +78,16 @@ def test_the_drain_is_best_fit_decreasing_and_starts_with_the_oldest() -> None:
     # Oldest first would pair 2 and 6 too, but 3 with 4; best fit decreasing finds two packs.
     assert drain_window([3, 6, 2, 5], 8) == [[0, 3], [1, 2]]
     assert drain_window([], 8) == []
+
+
+def test_the_next_pack_under_limits_costs_no_packing_of_the_rest_at_the_end_of_a_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A window of 1,024 took 13 s to empty: each pack was the first of all that were left."""
+    lengths, images = [3, 6, 2, 5, 1], {"images": [1, 1, 1, 0, 1]}
+    expected = drain_window(lengths, 8, images, {"images": 2})[0]
+    monkeypatch.setattr(window, "drain_window", None)
+    assert next_pack("window", lengths, 8, images, {"images": 2}, ended=True) == expected
 
 
 def test_the_state_of_a_packer_is_plain_json() -> None:

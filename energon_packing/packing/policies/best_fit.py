@@ -131,8 +131,8 @@ class _Packs:
             # Packs that are roomier than the roomiest after its next sample get one each before any gets a second.
             open_ = max(int(np.count_nonzero(room > room.max() - size)), count // PART, 1)
             open_ = min(open_, members.size - at, count)
-            packs = np.argpartition(-room, open_ - 1)[:open_] if open_ < count else np.arange(count)
-            packs = packs[np.argsort(-room[packs], kind="stable")]
+            # Of equally roomy ones the last; which ones `argpartition` takes differs by processor.
+            packs = np.argsort(room, kind="stable")[::-1][:open_]
             given = members[at : at + open_]
             fits = (self.columns[given] <= self.free[packs]).all(axis=1)
             self.free[packs[fits]] -= self.columns[given[fits]]

@@ -416,9 +416,10 @@ def next_from_window(
     *,
     ended: bool,
 ) -> list[int]:
-    """`select_from_window` while the stream runs, and the first pack of `drain_window` once it has ended."""
-    if ended:  # draining the rest returns the other packs
-        return drain_window(lengths, capacity, costs, limits)[0]
+    """`select_from_window` while the stream runs, and the first pack of `drain_window` once it has ended; under limits
+    that is the same one, and the others need not be packed for it."""
+    if ended and not limits:
+        return drain_window(lengths, capacity)[0]
     return select_from_window(lengths, capacity, costs, limits)
 
 

@@ -666,7 +666,7 @@ def test_an_encoder_of_the_users_own_makes_the_rows_of_a_data_set_that_names_it(
         loaders[1].restore_state(loaders[0].save_state())
     with pytest.warns(UserWarning, match=r"encoder=my_bytes:Bytes.*accept_changed"):
         loaders[2].restore_state(loaders[0].save_state())
-        next(iter(loaders[2]))
+    next(iter(loaders[2]))
     for name, words in (("my_bytes:torch", "is no subclass of"), ("my_bytes:Lost", "cannot be imported")):
         made.encoder = name
         with pytest.raises(ConfigError, match=rf"dataset.encoder {name} {words}"):

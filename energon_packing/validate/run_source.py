@@ -292,6 +292,8 @@ def view_of_arguments(words: Sequence[str], *, world_size: int | None = None, st
     fields |= {entry.name: given[name] for entry, name in _arguments() if name in given}
     if "model_seq_length" not in fields:
         raise ConfigError("The arguments do not contain --seq-length, the length of a packed row.")
+    if (rows := given.get("--dataloader-seq-length")) is not None:  # of vision scripts, as `row_length` reads it
+        fields |= {"dataset_seq_length": rows, "model_seq_length": rows}
     fields.setdefault("global_batch_size", fields.get("micro_batch_size", 1))
     fields.setdefault("expert_tensor_parallel", fields.get("tensor_parallel", 1))  # Megatron-Core's own default
     view = RunView(

@@ -108,8 +108,8 @@ class BridgePackIterator:
             model, place = config.checkpoint.save, config.dataset.dataloader_save
             if place is None and model:
                 place = Path(model) / "energon"
-            theirs = getattr(checkpoint.train_data_iterator, "iterable", None)
-            if own is None or own is not theirs or not place or "://" in f"{place} {model}":
+            is_own = own is not None and getattr(checkpoint.train_data_iterator, "iterable", None) is own
+            if not is_own or not place or "://" in f"{place} {model}":
                 bridges_own(checkpoint, *others, **named)
                 return
             groups = checkpoint.pg_collection or get_pg_collection(checkpoint.model)

@@ -9,6 +9,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -32,7 +33,7 @@ from energon_packing.bridge.provider import (
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, ParallelConfig, RunConfig
 from energon_packing.config.run import MetricsConfig
 from energon_packing.encoders.sample_encoder import own_encoder
-from energon_packing.energon.loader import LoaderBase, build_task_encoder, data_fingerprint
+from energon_packing.energon.loader import LoaderBase, data_fingerprint
 from energon_packing.energon.sample_task_encoder import MicroBatchTaskEncoder, refuse_unread
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import ConfigError, PackingError
@@ -292,12 +293,18 @@ class PackedEnergonDatasetConfig(PackProvider):
         return to_bridge if self.mode == "packs" else form_of(self, config.parallel.multiple)
 
     def _task_encoder(self, config: RunConfig) -> PackingTaskEncoder:
-        own = own_encoder(self.encoder, config.encoder, "dataset.encoder") if isinstance(self.encoder, str) else None
-        if self.mode == "packs":
-            return build_task_encoder(config, encoder=own)
-        size, fingerprint = self.micro_batch_size, data_fingerprint(config)
-        sections = (own or config.encoder, config.packing, config.parallel)
-        return MicroBatchTaskEncoder(*sections, micro_batch_size=size, fingerprint=fingerprint)
+        own, named = None, {}
+        if isinstance(self.encoder, str):
+            own, named = own_encoder(self.encoder, config.encoder, "dataset.encoder"), {"encoder": self.encoder}
+        packs = self.mode == "packs"
+        make = PackingTaskEncoder if packs else partial(MicroBatchTaskEncoder, micro_batch_size=self.micro_batch_size)
+        return make(
+            own or config.encoder,
+            config.packing,
+            config.parallel,
+            fingerprint=lambda: data_fingerprint(config) | named,
+            accept_changed=config.data.accept_changed,
+        )
 
 
 # Bridge instantiates a class that a YAML file names in ``_target_`` only from registered modules: these and no others.

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
+import shutil
 import sys
 import traceback
 import typing
@@ -24,13 +25,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.utils.pg_utils import get_pg_collection
 from megatron.bridge.utils.instantiate_utils import target_allowlist
-from megatron.core.utils import get_pg_rank
+from megatron.core.utils import get_pg_rank, get_pg_size
 
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, ParallelConfig, from_mapping
 from energon_packing.config.run import MetricsConfig
@@ -75,7 +77,8 @@ class BridgePackIterator:
         self._reader = reader
         self._form = form
         self._metrics = metrics
-        self._continues = self._saved = False
+        self._continues = False
+        self._states: dict[Path, Path] = {}  # of this process: folder of states -> that of the model's checkpoint
         if metrics is not None:
             metrics.until_end_of(self)
 
@@ -89,41 +92,55 @@ class BridgePackIterator:
             batch = batch.with_pixels_on(torch.device("cuda", torch.cuda.current_device()))
         return self._form(batch)
 
-    @property
-    def save_state(self) -> Callable[[], Any]:
-        """The state after the last batch, of builtins and Energon's own state classes. While Bridge writes a checkpoint
-        whose state is written already, there is no such method, and it writes none."""
-        if self._saved:
-            raise AttributeError("the state is written already")
-        return self._reader.save_state
+    def save_state(self) -> Any:
+        """Returns the state after the last batch, of builtins and Energon's own state classes."""
+        return self._reader.save_state()
 
     def save_apart(self, manager: Any) -> None:
-        """Makes a checkpoint manager of Bridge write the states to ``energon/step_N``, unless
-        ``dataset.dataloader_save`` says where; Bridge itself writes ``energon/iter_N``, which the clean-up of 0.6
-        (``most_recent_k``) counts as checkpoints of the model: it keeps too few, and of 1 none."""
+        """Makes a checkpoint manager of Bridge write the states to ``step_N`` of ``energon``, or of the folder that
+        ``dataset.dataloader_save`` names. Bridge itself writes ``iter_N`` there, which the clean-up of 0.6
+        (``most_recent_k``) counts as a checkpoint of the model: it keeps too few, and of 1 none."""
         bridges_own, this = manager.save, weakref.ref(self)  # a manager that refers to itself must not keep the loader
 
         def save(checkpoint: Any, *others: Any, **named: Any) -> None:
-            config, step = checkpoint.state.cfg, checkpoint.state.train_state.step
             own: Any = this()
-            here = bool(config.checkpoint.save) and "://" not in str(config.checkpoint.save)
+            config, step = checkpoint.state.cfg, checkpoint.state.train_state.step
+            model, place = config.checkpoint.save, config.dataset.dataloader_save
+            if place is None and model:
+                place = Path(model) / "energon"
             is_own = own is not None and getattr(checkpoint.train_data_iterator, "iterable", None) is own
-            if not is_own or not here or config.dataset.dataloader_save is not None:
+            if not is_own or not place or "://" in f"{place} {model}":
                 bridges_own(checkpoint, *others, **named)
                 return
-            own._saved = True
-            try:
-                groups = checkpoint.pg_collection or get_pg_collection(checkpoint.model)
-                if not any(get_pg_rank(group) for group in (groups.pp, groups.tp, groups.cp)):
-                    folder = Path(config.checkpoint.save) / "energon" / f"{STATES}{step:07d}"
-                    folder.mkdir(parents=True, exist_ok=True)
-                    state = {"dataloader_state_dict": own._reader.save_state()}
-                    torch.save(state, folder / FILE.format(get_pg_rank(groups.dp)))
+            groups = checkpoint.pg_collection or get_pg_collection(checkpoint.model)
+            writes = not any(get_pg_rank(group) for group in (groups.pp, groups.tp, groups.cp))
+            folder = Path(place) / f"{STATES}{step:07d}"
+            if writes:
+                own._write_state(folder, groups.dp)
+            bridges_states = "megatron.bridge.training.checkpointing.maybe_save_dataloader_state"
+            with mock.patch(bridges_states, lambda *_, **__: None):  # noqa: PT008  a `Mock` would keep the loader
                 bridges_own(checkpoint, *others, **named)
-            finally:
-                own._saved = False
+            if writes and not get_pg_rank(groups.dp) and config.checkpoint.most_recent_k > -1:
+                own._clean_up(folder, Path(model or "") / f"iter_{step:07d}")
 
         manager.save = save
+
+    def _write_state(self, folder: Path, data_parallel: Any) -> None:
+        rank = get_pg_rank(data_parallel)
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save({"dataloader_state_dict": self.save_state()}, folder / FILE.format(rank))
+        for file in folder.glob(FILE.replace("{:03d}", "*")) if rank == 0 else ():
+            number = file.stem.rpartition("dprank")[2]
+            if number.isdigit() and int(number) >= get_pg_size(data_parallel):
+                file.unlink()  # of an earlier attempt on more ranks
+
+    def _clean_up(self, folder: Path, model: Path) -> None:
+        """Deletes the states that this process wrote for checkpoints that Bridge has deleted since."""
+        for states in [states for states, written in self._states.items() if not written.exists()]:
+            shutil.rmtree(states, ignore_errors=True)
+            del self._states[states]
+        if model.exists():
+            self._states[folder] = model
 
     def restore_together(self, read: Callable[[], Any]) -> None:
         """Continues at the state that ``read`` returns, if any; see `OneReader.restore_together`."""

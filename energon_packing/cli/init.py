@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from energon_packing.cli.options import AT_LEAST_1, FILE, json_option
-from energon_packing.cli.terminal import answer
+from energon_packing.cli.terminal import answer, starting
 from energon_packing.errors import UserError
 
 _EXAMPLES = """
@@ -48,6 +48,7 @@ def init(
 
     Every setting is in it: those that you give, and all others as comments with their defaults.
     """
+    starting(f"Writing {out}", quiet=as_json, models=False)
     from energon_packing.config import ParallelConfig
     from energon_packing.convert.layout import dataset_entry
     from energon_packing.offline.data_paths import has_global_packs

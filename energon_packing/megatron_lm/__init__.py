@@ -7,20 +7,8 @@
 loads neither torch nor Megatron-LM. See docs/megatron_lm.md.
 """
 
-import importlib
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-# Public name -> the module that defines it.
-_PUBLIC = {
-    "PackDataloader": "dataloader",
-    "StageBatch": "dataloader",
-    "add_energon_packing_args": "arguments",
-    "get_batch": "dataloader",
-    "loss_func": "gpt",
-    "parse_and_validate_args": "arguments",
-    "run_config_of": "arguments",
-    "train_valid_test_datasets_provider": "dataloader",
-}
 
 __all__ = [
     "PackDataloader",
@@ -45,6 +33,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name in _PUBLIC:
-        return getattr(importlib.import_module(f"energon_packing.megatron_lm.{_PUBLIC[name]}"), name)
+    if name in __all__:
+        modules = (import_module(f"energon_packing.megatron_lm.{each}") for each in ("arguments", "dataloader", "gpt"))
+        return next(getattr(module, name) for module in modules if hasattr(module, name))
     raise AttributeError(f"module 'energon_packing.megatron_lm' has no attribute {name!r}")

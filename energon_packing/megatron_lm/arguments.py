@@ -9,10 +9,9 @@ import argparse
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from energon_packing.config import RunConfig, load_config
+from energon_packing.config import RunConfig, from_mapping, load_values
 from energon_packing.errors import ConfigError
 
 ROW_LENGTH = "packing_row_length"
@@ -111,8 +110,9 @@ def run_config_of(args: Any) -> RunConfig:
     if not getattr(args, "packing_config", None) and not getattr(args, "packing_set", None):
         raise ConfigError("--packing-config is missing; give the YAML file that you ran `energon-packing validate` on.")
     check_arguments(args)
-    config = load_config(args.packing_config, args.packing_set)
-    given = _settings_given(args.packing_config, args.packing_set)
+    values, where = load_values(args.packing_config, args.packing_set)
+    config = from_mapping(RunConfig, values, where=where)
+    given = {f"{section}.{key}" for section, settings in values.items() for key in settings or ()}
     _refuse_contradictions(config, given, args)
     length = row_length(args)
     if "packing.seq_length" in given and config.packing.seq_length != length:
@@ -129,6 +129,11 @@ def run_config_of(args: Any) -> RunConfig:
     if (pipeline or experts) and "packing.pad_to_max_length" in given and not config.packing.pad_to_max_length:
         raise ConfigError(
             "packing.pad_to_max_length is false, but pipeline stages and experts need rows of equal width; remove it."
+        )
+    if config.encoder.loss_weighting != "token" and not args.calculate_per_token_loss:
+        raise ConfigError(
+            f"encoder.loss_weighting is {config.encoder.loss_weighting!r}, whose weights are divided by their sum over "
+            "the step; add --calculate-per-token-loss (rule ours/weights-need-token-loss)."
         )
     data = config.data if "data.workers" in given else replace(config.data, workers=args.num_workers)
     packing = replace(
@@ -214,14 +219,6 @@ def check_arguments(args: Any) -> None:
     ):
         if broken:
             raise ConfigError(sentence)
-
-
-def _settings_given(path: str | None, overrides: list[str]) -> set[str]:
-    import yaml
-
-    values: Any = {} if path is None else yaml.safe_load(Path(path).read_text(encoding="utf-8-sig")) or {}
-    named = {f"{section}.{key}" for section, entries in values.items() for key in (entries or {})}
-    return named | {override.partition("=")[0].strip() for override in overrides}
 
 
 def _refuse_contradictions(config: RunConfig, given: set[str], args: Any) -> None:

@@ -10,6 +10,7 @@ import dataclasses
 import enum
 import importlib
 import json
+import math
 import re
 import sys
 import warnings
@@ -135,14 +136,17 @@ def _is_configuration(target: str, *, called: bool) -> bool:
 
     if target in target_allowlist.allowed_exact - {"functools.partial"}:  # our data sets, and those of add-ons
         return True
-    if not (_CALLED if called else _HELD).fullmatch(target):
+    admits = (_CALLED if called else _HELD).fullmatch
+    if not admits(target):
         return False
     try:
         found = _locate(target.removesuffix(".from_dict"))
     except ImportError:
         return False
-    if not target.startswith(("torch.", f"{getattr(found, '__module__', '')}.{getattr(found, '__qualname__', '')}")):
-        return False  # a name that a module imported: `os.system` of one that imports `os`
+    # A module has the names that it imported, too: of a configuration's new place, or `os` with `os.system`.
+    own = f"{getattr(found, '__module__', '')}.{getattr(found, '__qualname__', '')}"
+    if not target.startswith("torch.") and not admits(own):
+        return False
     if not called or not isinstance(found, type):
         return not called
     plain = dataclasses.is_dataclass(found) or issubclass(found, enum.Enum) or target.startswith("transformers.")
@@ -300,7 +304,7 @@ def view_of(container: Any, *, world_size: int, step: str | None = None, data: D
             ),
             "head_dim": widest,
             "model_tokens": TokenFacts(
-                size=getattr(model, "vocab_size", None),
+                size=_embedding_rows(model),
                 placeholders=numbers({kind: getattr(model, f"{kind}_token_id", None) for kind in PLACEHOLDERS}),
                 geometry=model_geometry(getattr(model, "vision_config", None), model),
             ),
@@ -336,6 +340,15 @@ def finalised(model: Any) -> Any:
         warnings.simplefilter("ignore")
         changed.finalize()
     return changed
+
+
+def _embedding_rows(model: Any) -> int | None:
+    """The vocabulary, as ``GPTModelProvider.provide`` pads it where a run took its size from the tokenizer."""
+    size = getattr(model, "vocab_size", None)
+    if not size or not getattr(model, "should_pad_vocab", False):
+        return size
+    step = model.make_vocab_size_divisible_by * model.tensor_model_parallel_size
+    return math.ceil(size / step) * step
 
 
 def _has_weights(container: Any) -> bool:

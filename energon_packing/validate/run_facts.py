@@ -115,11 +115,6 @@ class DataFacts:
     packs: int
 
     @property
-    def samples_per_pack(self) -> float:
-        """Mean number of samples per row."""
-        return (self.measured - self.dropped) / self.packs if self.packs else 0.0
-
-    @property
     def packs_per_epoch(self) -> int:
         """Packs per epoch over all replicas."""
         return round(self.packs * self.samples / self.measured) if self.measured else 0
@@ -130,14 +125,14 @@ class DataFacts:
         return round((self.measured - self.dropped) * self.samples / self.measured) if self.measured else 0
 
 
-def processor_facts(processor: str | None) -> TokenFacts | None:
+def processor_facts(processor: Any) -> TokenFacts | None:
     """Returns ids and sizes of the processor in a directory, or of a hub name in this machine's cache; None if it is
-    neither, or has no ``tokenizer.json``.
+    neither (another's data set may hold a processor itself), or has no ``tokenizer.json``.
 
     Raises:
         ConfigError: the file cannot be read.
     """
-    if not processor:
+    if not isinstance(processor, str) or not processor:
         return None
     local = Path(processor).is_dir() or not is_hub_name(processor)
     folder = Path(processor) if local else cached_directory(processor)

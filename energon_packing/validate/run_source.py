@@ -49,6 +49,8 @@ class RunReads:
             why.
         places: setting of our YAML -> its name in the run.
         other_splits: parts of the data set for evaluation: setting -> part.
+        validation_path: the data set that has these parts; empty where the training's has them.
+        encoder: ``module:class`` that measures and renders the samples in place of ours.
         unread: why the run names nothing to look at.
         problem: why the names cannot be determined; the run would stop for the same reason.
     """
@@ -56,6 +58,8 @@ class RunReads:
     config: RunConfig | None = None
     places: Mapping[str, str] = field(default_factory=lambda: PLACES)
     other_splits: Mapping[str, str] = field(default_factory=dict)
+    validation_path: str = ""
+    encoder: str = ""
     unread: str = ""
     problem: str = ""
 
@@ -207,9 +211,10 @@ class ContainerRun(RunSource):
     def measured(self) -> tuple[RunConfig, ParallelConfig]:
         """See `RunSource.measured`."""
         dataset, view = self.container.dataset, self.view()
-        if not hasattr(dataset, "run_config"):
-            named = f"{self.name} has a {type(dataset).__name__}"
-            raise ConfigError(f"--measure reads our data set, but {named}: give --tokens-per-sample.")
+        own = getattr(dataset, "encoder", None)
+        if not hasattr(dataset, "run_config") or isinstance(own, str):
+            named = f"the encoder {own}" if isinstance(own, str) else f"a {type(dataset).__name__}"
+            raise ConfigError(f"--measure reads our data set, but {self.name} has {named}: give --tokens-per-sample.")
         names = ("tensor_parallel", "context_parallel", "sequence_parallel", "eval_context_parallel")
         parallel = ParallelConfig(**{name: getattr(view, name) for name in names})
         return dataset.run_config(parallel), parallel
@@ -224,8 +229,13 @@ class ContainerRun(RunSource):
         except ConfigError as error:
             return RunReads(problem=str(error).rstrip("."))
         evaluates = dataset.do_validation and validation.eval_iters and validation.eval_interval
-        others = {"dataset.validation_split": dataset.validation_split} if evaluates else {}
-        return RunReads(config=config, places=PLACES_IN_BRIDGE, other_splits=others)
+        return RunReads(
+            config=config,
+            places=PLACES_IN_BRIDGE,
+            other_splits={"dataset.validation_split": dataset.validation_split} if evaluates else {},
+            validation_path=dataset.validation_path if evaluates else "",
+            encoder=dataset.encoder if isinstance(dataset.encoder, str) else "",
+        )
 
     def verdict(self) -> BridgeVerdict:
         """Bridge's verdict on the container, and on an equivalent run if its data set is ours."""
@@ -282,9 +292,8 @@ def view_of_arguments(words: Sequence[str], *, world_size: int | None = None, st
     fields |= {entry.name: given[name] for entry, name in _arguments() if name in given}
     if "model_seq_length" not in fields:
         raise ConfigError("The arguments do not contain --seq-length, the length of a packed row.")
-    for name in ("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel", "micro_batch_size"):
-        if fields.get(name, 1) < 1:
-            raise ConfigError(f"{name} is {fields[name]}; it must be at least 1.")
+    if (rows := given.get("--dataloader-seq-length")) is not None:  # of vision scripts, as `row_length` reads it
+        fields |= {"dataset_seq_length": rows, "model_seq_length": rows}
     fields.setdefault("global_batch_size", fields.get("micro_batch_size", 1))
     fields.setdefault("expert_tensor_parallel", fields.get("tensor_parallel", 1))  # Megatron-Core's own default
     view = RunView(

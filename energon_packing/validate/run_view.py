@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from energon_packing.errors import ConfigError
 from energon_packing.thd.alignment import alignment_multiple
 from energon_packing.validate.run_facts import DataFacts, TokenFacts
 
@@ -194,6 +195,11 @@ class RunView:
     """Measurements of the data set."""
     megatron_core_version: str | None = None
     bridge_version: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel", "micro_batch_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
 
     def changed(self, **fields: Any) -> Self:
         """Returns a copy of the view with changed fields."""

@@ -58,9 +58,20 @@ def test_a_balance_of_sequences_is_refused_with_the_loss_that_it_would_be(contai
     container.validate()
 
 
+def test_a_vocabulary_from_the_tokenizer_has_the_rows_that_bridge_pads_it_to(container):
+    from megatron.bridge.utils.vocab_utils import calculate_padded_vocab_size
+
+    model = container.model
+    model.vocab_size, model.should_pad_vocab = 4000, True
+    model.make_vocab_size_divisible_by, model.tensor_model_parallel_size = 128, 2
+    rows = view_of(container, world_size=2).model_tokens.size
+    assert rows == calculate_padded_vocab_size(4000, 128, 2) == 4096
+
+
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
+        ("model.tensor_model_parallel_size", 0, "tensor_parallel is 0; it must be at least 1"),
         ("model.seq_length", 512, "bridge/same-seq-length"),
         ("model.calculate_per_token_loss", False, "bridge/per-token-loss"),
         ("ddp.average_in_collective", True, "bridge/no-average-in-collective"),

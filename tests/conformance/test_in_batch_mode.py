@@ -96,14 +96,18 @@ def iterator_of(made):
     return train
 
 
-def samples_of(made, count):
-    """The rows of the first micro-batches, from the loader under the mode."""
+def loader_of(made):
+    """The loader under the mode."""
     from energon_packing.config import ParallelConfig
     from energon_packing.energon.loader import build_loader
 
     config = made.run_config(ParallelConfig())
-    loader = build_loader(config, task_encoder=made._task_encoder(config))
-    return [thd.unpack(pack.batch) for pack, _ in zip(loader, range(count), strict=False)]
+    return build_loader(config, task_encoder=made._task_encoder(config))
+
+
+def samples_of(made, count):
+    """The rows of its first micro-batches."""
+    return [thd.unpack(pack.batch) for pack, _ in zip(loader_of(made), range(count), strict=False)]
 
 
 def padded_by_hand(rows):
@@ -636,7 +640,8 @@ def test_an_encoder_of_the_users_own_makes_the_rows_of_a_data_set_that_names_it(
     from energon_packing.bridge import PackedEnergonDatasetConfig
 
     page = (ROOT / "docs/encoders.md").read_text(encoding="utf-8")
-    (tmp_path / "my_bytes.py").write_text(re.search(r"```python\n([^`]*class Bytes[^`]*)```", page)[1])
+    other = "\n\nclass Other(Bytes): ...\n"
+    (tmp_path / "my_bytes.py").write_text(re.search(r"```python\n([^`]*class Bytes[^`]*)```", page)[1] + other)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "my_bytes", raising=False)
@@ -652,6 +657,16 @@ def test_an_encoder_of_the_users_own_makes_the_rows_of_a_data_set_that_names_it(
     found = [bytes(row["input_ids"].tolist()).decode() for rows in samples_of(made, 4) for row in rows]
     assert len(found) >= 4
     assert set(found) <= texts
+    loaders = []
+    for name, accepted in (("my_bytes:Bytes", ()), ("my_bytes:Other", ()), ("my_bytes:Other", ("encoder",))):
+        made.encoder, made.data.accept_changed = name, accepted
+        loaders.append(loader_of(made))
+    next(iter(loaders[0]))
+    with pytest.raises(ConfigError, match="made with encoder=my_bytes:Bytes, but this run has my_bytes:Other"):
+        loaders[1].restore_state(loaders[0].save_state())
+    with pytest.warns(UserWarning, match=r"encoder=my_bytes:Bytes.*accept_changed"):
+        loaders[2].restore_state(loaders[0].save_state())
+    next(iter(loaders[2]))
     for name, words in (("my_bytes:torch", "is no subclass of"), ("my_bytes:Lost", "cannot be imported")):
         made.encoder = name
         with pytest.raises(ConfigError, match=rf"dataset.encoder {name} {words}"):

@@ -75,6 +75,8 @@ def test_overrides_change_the_file_and_the_files_workers_count(arguments):
     words = ("--packing-set", "packing.window=5", "data.workers=0", "--packing-set", "encoder.train_on=all")
     config = run_config_of(arguments("packing: {window: 99}", *words))
     assert (config.packing.window, config.data.workers, config.encoder.train_on) == (5, 0, "all")
+    with pytest.raises(ConfigError, match=r"packing\.seq_length is 8192, but --seq-length is 4096"):
+        run_config_of(arguments("", "--packing-set", "packing={seq_length: 8192}"))
 
 
 def test_every_argument_of_the_group_is_on_the_page(arguments):
@@ -110,6 +112,7 @@ def test_a_vision_script_that_overwrites_the_length_keeps_the_rows(arguments):
         ("training: {global_batch_size: 8}", {}, "training.global_batch_size is 8"),
         ("parallel: {eval_context_parallel: 2}", {}, "eval_context_parallel"),
         ("packing: {windo: 9}", {}, "did you mean 'window'"),
+        ("encoder: {loss_weighting: square}", {"calculate_per_token_loss": False}, "ours/weights-need-token-loss"),
         ("", {"dataloader_type": "cyclic"}, "--dataloader-type is cyclic"),
         ("", {"micro_batch_size": 2}, "--micro-batch-size is 2"),
         ("", {"virtual_pipeline_model_parallel_size": 2}, "Virtual pipeline"),

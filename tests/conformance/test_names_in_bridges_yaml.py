@@ -17,7 +17,7 @@ from energon_packing.cli.main import cli
 from energon_packing.demo import processor_path
 from energon_packing.errors import ConfigError
 from energon_packing.trust import mappings_in, trusting
-from energon_packing.validate.recipes import container_of_file
+from energon_packing.validate.recipes import _is_configuration, container_of_file
 
 
 @pytest.fixture(scope="module")
@@ -108,3 +108,9 @@ def test_what_bridge_writes_is_read_without_a_flag(written, tmp_path):
     file = tmp_path / "run_config.yaml"
     file.write_text(yaml.safe_dump(written))
     assert container_of_file(file).dataset.path == "data"
+
+
+def test_a_configuration_may_be_named_where_another_module_imports_it_and_nothing_else_may():
+    stand_ins.install()
+    assert _is_configuration("megatron.core.optimizer.OptimizerConfig", called=True)  # of `optimizer_config`
+    assert not _is_configuration("megatron.core.models.gpt.gpt_model.torch.hub.load", called=False)

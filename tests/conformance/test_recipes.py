@@ -230,6 +230,13 @@ def test_what_a_recipe_reads_is_looked_at_under_bridges_names_and_an_evaluation_
     assert (code, wrong["at"]) == (1, "dataset.validation_split: val")
     looks = reads_of(here[0], f"dataset.path={tmp_path / 'train'}", "validation.eval_iters=0")[1]
     assert {look["outcome"] for look in looks} == {"ok"}
+    other = f"dataset.validation_path={tmp_path / 'both'}"
+    looks = reads_of(here[0], f"dataset.path={tmp_path / 'train'}", other)[1]
+    assert {look["outcome"] for look in looks} == {"ok"}
+    code, looks = reads_of(*here, "dataset.validation_path=nowhere", "dataset.encoder=my_module:MyEncoder")
+    found = {look["at"]: look["outcome"] for look in looks}
+    assert (code, found["dataset.validation_path: nowhere"]) == (1, "error")
+    assert found["dataset.encoder: my_module:MyEncoder"] == found[here[1].replace("=", ": ")] == "not looked at"
     code, looks = reads_of("dataset.path=nowhere", "dataset.encoder.chat_template=none.jinja")
     assert code == 1
     assert [look["at"] for look in looks if look["outcome"] == "error"] == [

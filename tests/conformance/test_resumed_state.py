@@ -39,7 +39,7 @@ def test_bridge_has_the_names_that_tell_whether_a_run_continues(source: BridgeSo
     assert 'f"train_dataloader_dprank{dp_rank:03d}.pt"' in saving
     assert "dataloader starts from the beginning" in saving  # what it would do in silence
     assert 'not hasattr(iterable, "restore_state")' in saving
-    assert 'and hasattr(getattr(train_data_iterator, "iterable", None), "save_state")' in saving
+    assert "\n    maybe_save_dataloader_state(\n" in saving
     assert "def save(self, ctx: CheckpointSaveContext" in saving
 
 
@@ -119,7 +119,8 @@ def test_a_run_that_continues_is_refused_where_no_state_would_be_restored(datase
     assert iterator.save_state()["packs"] == 2
 
 
-def test_bridges_clean_up_leaves_the_checkpoint_of_the_model_and_its_state(dataset, tmp_path):
+@pytest.mark.parametrize("named", [None, "states"])
+def test_bridges_clean_up_leaves_the_checkpoint_of_the_model_and_its_state(dataset, tmp_path, named):
     from megatron.bridge.training import checkpointing
 
     groups = SimpleNamespace(pp=None, tp=None, cp=None, dp=None)
@@ -127,15 +128,20 @@ def test_bridges_clean_up_leaves_the_checkpoint_of_the_model_and_its_state(datas
     def save(checkpoint, callbacks):
         """What Bridge's own does of this."""
         assert callbacks == "callbacks"
-        Path(folder, f"iter_{checkpoint.state.train_state.step:07d}").mkdir(parents=True)
-        assert not hasattr(checkpoint.train_data_iterator.iterable, "save_state")  # Bridge then writes none
+        step, iterator = checkpoint.state.train_state.step, checkpoint.train_data_iterator
+        Path(folder, f"iter_{step:07d}").mkdir(parents=True)
+        checkpointing.maybe_save_dataloader_state([], iterator, step, str(states), pg_collection=groups)  # writes none
         checkpointing.cleanup_old_non_persistent_checkpoint(folder, leave_ckpt_num=1)
 
     folder = str(tmp_path / "kept")
+    states = Path(folder, named or "energon")
+    dataset.dataloader_save = named and str(states)
+    (states / "step_0000004").mkdir(parents=True)
+    (states / "step_0000004/train_dataloader_dprank001.pt").touch()  # of an earlier attempt, on two ranks
     iterator = setup(dataset, 0, None, save)
     for step in (2, 4):
         next(iterator)
-        cfg = SimpleNamespace(checkpoint=SimpleNamespace(save=folder), dataset=dataset)
+        cfg = SimpleNamespace(checkpoint=SimpleNamespace(save=folder, most_recent_k=1), dataset=dataset)
         dataset.manager.save(
             SimpleNamespace(
                 state=SimpleNamespace(cfg=cfg, train_state=SimpleNamespace(step=step)),
@@ -144,11 +150,12 @@ def test_bridges_clean_up_leaves_the_checkpoint_of_the_model_and_its_state(datas
             ),
             "callbacks",
         )
-    assert [path.name for path in Path(folder).glob("iter_*")] == ["iter_0000004"]
+    assert [path.name for path in Path(folder).rglob("iter_*")] == ["iter_0000004"]
+    assert list(states.rglob("*.pt")) == [states / "step_0000004/train_dataloader_dprank000.pt"]
     expected, kept = iterator.save_state(), weakref.ref(iterator)
     del iterator
     assert kept() is None  # its workers would live until garbage is collected, which waits for them
-    assert setup(dataset, 4, Path(folder) / "energon").save_state() == expected
+    assert setup(dataset, 4, states).save_state() == expected
 
 
 def test_a_run_with_more_ranks_names_both_numbers_and_the_way_out(dataset, tmp_path):

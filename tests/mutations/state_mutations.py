@@ -260,6 +260,23 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         needs_bridge=True,
     ),
     Mutation(
+        trap=94,
+        name="states in a folder that the run names are left to Bridge",
+        test=RESUMED + "test_bridges_clean_up_leaves_the_checkpoint_of_the_model_and_its_state[states]",
+        oracle="Bridge's own clean-up",
+        edits=(("bridge/provider.py", "or not place or", "or config.dataset.dataloader_save or not place or"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=51,
+        name="an encoder of one's own is changed and the state is restored",
+        test="tests/conformance/test_in_batch_mode.py::"
+        "test_an_encoder_of_the_users_own_makes_the_rows_of_a_data_set_that_names_it[packs]",
+        oracle="the definition",
+        edits=(("bridge/dataset.py", "data_fingerprint(config) | named", "data_fingerprint(config)"),),
+        needs_bridge=True,
+    ),
+    Mutation(
         trap=53,
         name="a run with more ranks is not told how many there were",
         test="tests/conformance/test_resumed_state.py::test_a_run_with_more_ranks_names_both_numbers_and_the_way_out",

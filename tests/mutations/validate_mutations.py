@@ -209,4 +209,12 @@ VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
         oracle="Bridge on the same file",
         edits=(("validate/recipes.py", 'if "${" in str(found):', "if False:"),),
     ),
+    Mutation(
+        trap=107,
+        name="what a module imported passes for a configuration",
+        test="tests/conformance/test_names_in_bridges_yaml.py::"
+        "test_a_configuration_may_be_named_where_another_module_imports_it_and_nothing_else_may",
+        oracle="the definition",
+        edits=(("validate/recipes.py", "and not admits(own):", "and False:"),),
+    ),
 )

@@ -92,6 +92,7 @@ def test_validate_accepts_the_file_and_every_comment_is_a_setting(dataset, tmp_p
     out, schema = tmp_path / "run.yaml", tmp_path / "run.schema.json"
     done = init(dataset, "--processor", processor_path("text"), "--out", out, "--schema", schema)
     assert done.exit_code == 0, done.output
+    assert done.stderr == f"Writing {out} ...\n"
     run = load_config(out)
     assert (run.data.path, run.packing.seq_length) == (str(dataset), 8192)
     verdict = CliRunner().invoke(cli, ["validate", str(out), "--no-bridge"])

@@ -148,6 +148,7 @@ def test_a_file_that_is_no_metadataset_is_an_error(tmp_path, made):
         ("b.yaml", "splits: {train: {blend: []}}\n", "lists no references"),
         ("c.yaml", "splits: {train: {pth: x}}\n", "has no path (pth)"),
         ("d.yaml", "splits: {train: {path: d.yaml}}\n", "refers to itself"),
+        ("h.yaml", "splits: {train: {path: x, aux: [media]}}\n", "'aux' of"),
         ("e.txt", "", "not .yaml"),
         ("g.yaml", f"splits: {{train: {{path: {made['polylithic']}}}}}", "which a metadataset must name itself"),
         ("f.yml", "splits: {train: {path: data}}", "neither a metadataset (.yaml)"),

@@ -101,6 +101,10 @@ def _follow(reference: Leaf, above: tuple[str, ...]) -> Iterator[Leaf | Flaw]:
 
 def _references(values: Mapping[str, Any], parent: Leaf, above: tuple[str, ...]) -> Iterator[Leaf | Flaw]:
     """Leaves of the entry of a split, or of a list of references."""
+    for key in ("aux", "subflavors"):
+        if not isinstance(values.get(key) or {}, Mapping):
+            yield Flaw("data-path", f"{key!r} of {above[-1]} is no mapping", "correct the metadataset")
+            return
     listed = next((name for name in _LISTS if name in values), None)
     if listed is None:
         if isinstance(values.get("path"), str):

@@ -124,14 +124,25 @@ def look_at_run(reads: RunReads, *, data_parallel: int = 1) -> list[Look]:
             looks[0] = replace(looks[0], outcome="error", why=reads.problem, fix="correct the setting")
         return looks
     config, places = reads.config, reads.places
-    data = look_at_data(config.data.path, config.data.split, places, reads.other_splits)
+    elsewhere = reads.validation_path
+    data = look_at_data(config.data.path, config.data.split, places, {} if elsewhere else reads.other_splits)
+    looks = data.looks
+    for setting, split in reads.other_splits.items() if elsewhere else ():
+        where = {"data.path": "dataset.validation_path", "data.split": setting}
+        looks = looks + look_at_data(elsewhere, split, where, {}).looks
+    looks = sorted(looks, key=lambda look: list(LOOKS).index(look.id))
     ledger = look_at_ledger(config.packing.ledger, places["packing.ledger"])
     at = f"{places['data.path']}: {config.data.path}" if config.data.path else places["data.path"]
     unread = Look("samples", at, "not looked at", "there is no data set to read")
     with without_output():
-        of_processor, processor = look_at_processor(
-            config.encoder, places["encoder.processor"], places["encoder.chat_template"]
-        )
+        unrendered = "without a processor and a template nothing can be rendered"
+        if reads.encoder:
+            unrendered = f"{reads.encoder} reads it, which is not run here"
+            unlooked = Look("processor", f"dataset.encoder: {reads.encoder}", "not looked at", unrendered)
+            of_processor, processor = [unlooked, replace(unlooked, id="chat-template")], None
+        else:
+            settings = places["encoder.processor"], places["encoder.chat_template"]
+            of_processor, processor = look_at_processor(config.encoder, *settings)
         samples = [unread]
         if data.readable:
             try:  # the run stops where it does not choose what is trained of the pairs that `convert` counted
@@ -139,19 +150,15 @@ def look_at_run(reads: RunReads, *, data_parallel: int = 1) -> list[Look]:
                 counts.check(config.data.path, config.packing.pairs)
             except ConfigError as error:
                 why, _, fix = str(error).partition("; ")
-                return [
-                    *data.looks,
-                    ledger,
-                    *of_processor,
-                    replace(unread, outcome="error", why=why, fix=fix.rstrip(".")),
-                ]
-            samples = [replace(unread, why="without a processor and a template nothing can be rendered")]
+                refused = replace(unread, outcome="error", why=why, fix=fix.rstrip("."))
+                return [*looks, ledger, *of_processor, refused]
+            samples = [replace(unread, why=unrendered)]
             if processor is not None:
                 from energon_packing.validate.looks.samples import look_at_samples
 
                 samples = look_at_samples(config, processor, data, at, data_parallel=data_parallel)
             samples[0] = _with_pairs(samples[0], config, counts) if counts else samples[0]
-    return [*data.looks, ledger, *of_processor, *samples]
+    return [*looks, ledger, *of_processor, *samples]
 
 
 def look_at_ledger(ledger: str | None, place: str) -> Look:

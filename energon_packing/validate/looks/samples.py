@@ -202,7 +202,8 @@ def _judged(at: str, number: int, refused: list[RefusedSample], frequent: Freque
     if not number:
         return _error(at, "it has no samples", "convert records into it", number, refused)
     listed = ", ".join(f"{count} {why}" for why, count in Counter(sample.reason for sample in refused).most_common())
-    by_template = [sample for sample in refused if is_of_the_template(sample.reason)]
+    # Other samples will be refused for the same.
+    by_template = [each for each in refused if each.reason.startswith("template_") or each.reason == "unstable_prefix"]
     unmeasured = [sample for sample in refused if sample.reason == "unmeasured_media"]
     unseen = [sample for sample in refused if sample.reason == "unsupported_media" and "family text" in sample.detail]
     for kind, fix in (
@@ -219,15 +220,11 @@ def _judged(at: str, number: int, refused: list[RefusedSample], frequent: Freque
         why = f"all {number} conversations are refused ({listed}): {refused[0].key}: {refused[0].detail}"
         return _error(at, why, "change settings or records so that some can be trained on", number, refused)
     if refused:
-        why = f"{len(refused)} of {number} conversations would be dropped ({listed}), none for its template"
-        why = " ".join([f"{why}.", *frequent.news(final=True)])
+        for_its_template = "" if by_template else ", none for its template"
+        why = f"{len(refused)} of {number} conversations would be dropped ({listed}){for_its_template}."
+        why = " ".join([why, *frequent.news(final=True)])
         return dataclasses.replace(_error(at, why, "see 'preview'", number, refused), outcome="note")
     return Look("samples", at, "ok", f"{number} conversations were measured, and none is refused", samples=number)
-
-
-def is_of_the_template(reason: str) -> bool:
-    """Whether a sample is refused because of the chat template, so that other samples will be refused too."""
-    return reason.startswith("template_") or reason == "unstable_prefix"
 
 
 def _error(at: str, why: str, fix: str, samples: int = 0, refused: Sequence[RefusedSample] = ()) -> Look:

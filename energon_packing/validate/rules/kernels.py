@@ -1,6 +1,6 @@
 """Rules about the kernels that compute packed rows: fp8 and attention."""
 
-from energon_packing.validate.rules.rule import Finding, SourceLine, core, rule, unless
+from energon_packing.validate.rules.rule import Finding, attention, core, rule, unless
 from energon_packing.validate.run_view import RunView
 
 WIDEST_HEAD = 256
@@ -48,7 +48,7 @@ def _fp8_multiple(view: RunView) -> Finding | None:
     applies=lambda view: view.packed and view.head_dim is not None,
     # From 2.11 on, Transformer Engine's unfused attention takes packed rows of any width without padding in them.
     holds=lambda view: view.multiple == 1 and view.attention_backend in (None, "auto", "unfused"),
-    sources=(SourceLine("transformer_engine/pytorch/attention/dot_product_attention/utils.py", "head_dim_qk > 256"),),
+    sources=(attention("utils.py", "head_dim_qk > 256"),),
 )
 def _head_dimension(view: RunView) -> Finding | None:
     width = view.head_dim or 0
@@ -67,10 +67,7 @@ def _head_dimension(view: RunView) -> Finding | None:
     place="transformer_engine.pytorch.attention.dot_product_attention.utils.get_attention_backend",
     applies=lambda view: view.packed and view.attention_backend not in (None, "auto"),
     sources=(
-        SourceLine(
-            "transformer_engine/pytorch/attention/dot_product_attention/utils.py",
-            "Disabling UnfusedDotProductAttention for pad_between_seqs = True",
-        ),
+        attention("utils.py", "Disabling UnfusedDotProductAttention for pad_between_seqs = True"),
         core("transformer/dot_product_attention.py", "Packed sequence is not supported by DotProductAttention."),
     ),
 )
@@ -95,12 +92,7 @@ def _attention_kernel(view: RunView) -> Finding | None:
     applies=lambda view: view.packed and view.attention_backend == "flash",
     holds=lambda view: view.multiple == 1,
     severity="warning",
-    sources=(
-        SourceLine(
-            "transformer_engine/pytorch/attention/dot_product_attention/utils.py",
-            "FA3 supports pad_between_seqs via seqused_q/seqused_k",
-        ),
-    ),
+    sources=(attention("utils.py", "FA3 supports pad_between_seqs via seqused_q/seqused_k"),),
 )
 def _flash_version(view: RunView) -> Finding | None:
     return Finding(

@@ -8,7 +8,7 @@ neither torch nor Bridge.
 import math
 import re
 
-from energon_packing.validate.rules.rule import Finding, SourceLine, bridge, bridges_rule, rule, unless
+from energon_packing.validate.rules.rule import Finding, SourceLine, attention, bridge, bridges_rule, rule, unless
 from energon_packing.validate.run_view import PACKING_STEPS, RunView, installed_version
 
 
@@ -189,12 +189,7 @@ def _cut_over_ranks(view: RunView) -> bool:
     place="transformer_engine.pytorch.attention.dot_product_attention, pad_between_seqs (TransformerEngine#3331)",
     applies=_cut_over_ranks,
     severity="warning",
-    sources=(
-        SourceLine(
-            "transformer_engine/pytorch/attention/dot_product_attention/dot_product_attention.py",
-            "not torch.equal(cu_seqlens_q_padded[:-1], cu_seqlens_q[:-1])",
-        ),
-    ),
+    sources=(attention("dot_product_attention.py", "not torch.equal(cu_seqlens_q_padded[:-1], cu_seqlens_q[:-1])"),),
 )
 def _padding_is_visible(view: RunView) -> Finding | None:
     installed = installed_version("transformer-engine")

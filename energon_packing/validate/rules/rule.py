@@ -61,6 +61,11 @@ def bridge(file: str, says: str, **versions: Any) -> SourceLine:
     return SourceLine(f"megatron/bridge/{file}", says, **versions)
 
 
+def attention(file: str, says: str) -> SourceLine:
+    """Returns a line of Transformer Engine's attention."""
+    return SourceLine(f"transformer_engine/pytorch/attention/dot_product_attention/{file}", says)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule(Versioned):
     """One rule.

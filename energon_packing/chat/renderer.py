@@ -46,7 +46,7 @@ class TemplateRenderer:
         self.source = source
         # A variable of this name takes the place of the function that transformers gives to every template.
         self._special = {**special, "strftime_now": _no_date if date is None else datetime.fromisoformat(date).strftime}
-        self.marks_generation = _GENERATION.search(source) is not None
+        self.marks_generation = _GENERATION.search(code) is not None
         self.content_as_list = self._wants_lists()
 
     def run(

@@ -261,8 +261,15 @@ class ConversationEncoder(SampleEncoder):
                 for piece, first in zip(pieces, starts, strict=True)
             ]
         checked: list[Measured | SampleRejected] = []
+        family = self._resizer.family(measured.settings)
         for piece in pieces:
             try:
+                if family.plans(piece.media) != piece.plans:  # LLaVA-OneVision cuts an image that is alone into tiles
+                    raise SampleRejected(
+                        "oversize",
+                        f"a row holds only some of the sample's media, and the family {family.name} makes something "
+                        "else of these than of all together",
+                    )
                 checked.append(self._enough_targets(piece))
             except SampleRejected as error:
                 checked.append(error)

@@ -158,7 +158,8 @@ class SharedRoom:
         """Returns pages to the kernel, from byte `first` on; returns `first`."""
         whole = _whole_pages(first)
         if last > whole and hasattr(mmap, "MADV_REMOVE"):
-            self._memory.madvise(mmap.MADV_REMOVE, _GUARD + whole, last - whole)
+            with contextlib.suppress(OSError):  # where the kernel cannot, they stay
+                self._memory.madvise(mmap.MADV_REMOVE, _GUARD + whole, last - whole)
         return first
 
 
@@ -257,7 +258,7 @@ class DecodingProcess:
         self._work, self._seconds = work, seconds
         self._child: _Child | None = None
         self._in_a_row = 0
-        self._busy = False
+        self._busy = self._asked = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return DecodingProcess, (self._work, self._seconds)
@@ -273,6 +274,8 @@ class DecodingProcess:
             SampleRejected: `TIMEOUT` or `CRASH`; the next call has a new child. Also whatever the function raises.
             UserError: `MOST_IN_A_ROW` calls in a row ended the child.
         """
+        if self._asked:  # an interrupt ended the last call, whose answer would be taken for that to this one
+            self.close()
         if self._child is None and torch.cuda.is_initialized():
             # Pinned memory, which devices write to, must not be shared with a fork.
             return dict(self._work(request, read))
@@ -304,14 +307,14 @@ class DecodingProcess:
             has_failed, answer, end = pickle.loads(child.connection.recv_bytes())
         except (EOFError, OSError):
             raise self._ended(CRASH, f"the decoder crashed: {_cause(self.close())}") from None
-        self._in_a_row = 0
+        self._asked, self._in_a_row = False, 0
         if has_failed:
             raise answer
         return child.room.taken(answer, start, end)
 
     def close(self) -> int:
         """Ends the child, whatever it does; returns its wait status, or 0 if there is none."""
-        child, self._child = self._child, None
+        child, self._child, self._asked = self._child, None, False
         if child is None:
             return 0
         self._finalizer.detach()
@@ -336,6 +339,7 @@ class DecodingProcess:
         if child is None:
             child = self._child = _fork(self._work, self._seconds)
             self._finalizer = weakref.finalize(self, _end, child)
+        self._asked = True
         return child
 
     def _ended(self, reason: str, detail: str) -> Exception:

@@ -163,6 +163,14 @@ def test_an_end_of_turn_that_the_marks_leave_out_joins_its_span() -> None:
     ]
 
 
+def test_a_comment_that_speaks_of_marks_is_none() -> None:
+    source = "{#- Mark answers with {% generation %} to train them. -#}" + plain(CHATML)
+    assert trained_text(ChatTemplate(tokenizer_for("chatml"), source=source), TALK) == [
+        "First.<|im_end|>",
+        "Second.<|im_end|>",
+    ]
+
+
 def weighed(*weights: float | None) -> Conversation:
     turns: list[Turn] = []
     for number, weight in enumerate(weights):

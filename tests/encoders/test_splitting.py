@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.offline_processors import llava_onevision
 
 from energon_packing.config import EncoderConfig, LimitsConfig
 from energon_packing.conversation import Conversation, Media, MediaPart, Turn
@@ -216,6 +217,18 @@ def test_adjacent_images_may_be_parted_and_keep_their_frames(made):
         ids = piece.token_ids.tolist()
         at = ids.index(tokens("<|image_pad|>"))
         assert [ids[at - 1], ids[at + 1]] == [tokens("<|vision_start|>"), tokens("<|vision_end|>")]
+
+
+def test_a_piece_whose_image_would_become_another_without_the_others_of_its_sample_says_so():
+    images = tuple(Media(kind="image", name=f"{at}.png", width=90, height=60) for at in range(3))
+    turns = [Turn(role="user", parts=(MediaPart(index=at), "What is it?")) for at in range(3)]
+    answer = Turn(role="assistant", parts=("A cat.",))
+    conversation = Conversation(key="k", turns=tuple(turn for ask in turns for turn in (ask, answer)), media=images)
+    encoder = ConversationEncoder(EncoderConfig(), processor=llava_onevision(28, 9))
+    two, alone = encoder.split(conversation, encoder.measure(conversation), bounded(10_000, images=2)).pieces
+    assert [plan.tiles for plan in two.plans] == [1, 1]
+    assert alone.reason == "oversize"
+    assert "llava_onevision" in alone.detail
 
 
 def test_a_piece_needs_a_share_of_targets_strictly_above_the_ratio_and_so_does_the_sample():

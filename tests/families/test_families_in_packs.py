@@ -54,6 +54,8 @@ def test_the_documented_family_equals_its_processor(documented_family):
 
     check()
     assert compared > 5
+    ((measured, row),) = rows(ours, [[(90, 60), (40, 200)]])
+    assert len(thd.finished_row(row)["visual_inputs"]["pixel_values"]) == measured.patches
 
 
 def test_the_page_names_every_family_and_its_processor_classes():

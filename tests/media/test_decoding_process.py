@@ -33,6 +33,8 @@ def act(request, read):
         os._exit(3)
     if request == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
+    if request == "slow":
+        time.sleep(1.0)
     if isinstance(request, Exception):
         raise request
     return {"pid": os.getpid(), "data": read("file")}
@@ -185,6 +187,21 @@ def test_a_fork_of_the_parent_gets_a_child_of_its_own_and_leaves_the_other_one(p
         os._exit(0 if process("fine", read, ("file",))["pid"] != pid else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) == 0
     assert process("fine", read, ("file",))["pid"] == pid
+
+
+def test_the_answer_to_a_call_that_was_interrupted_is_not_given_to_the_next_one(process):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    process("fine", read, ("file",))
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            process("slow", read, ("file",))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert process("fine", lambda name: b"another file", ("file",))["data"] == b"another file"
 
 
 def test_a_child_that_ended_while_idle_is_replaced(process):

@@ -22,7 +22,7 @@ STATE_TRAPS = {
     52: "data that were edited, reordered or swapped under equal counts are read on as if they were the old ones",
     55: "what a finite epoch drops after its last pack is reported nowhere, or an epoch without a pack ends well",
     56: "one record or one shard stops a run and each restart of it, without its name",
-    65: "a decoder that hangs or crashes holds or ends the run, now and after every restart",
+    65: "a decoder that hangs, crashes or is interrupted holds or ends the run, or spoils the next sample",
     53: "a state is changed by restoring it or by a later error, or is missing or damaged and the data begin anew",
     93: "the reading rank draws from a global random generator, which its tensor- and context-parallel peers share",
     94: "a run that is started again after its last step cannot save its state",
@@ -174,6 +174,13 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         test=CHILD + "test_a_parent_that_is_killed_takes_its_child_along_even_within_a_decode[hang]",
         oracle="the kernel's list of processes",
         edits=(("media/decoding_process.py", ".prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)", ""),),
+    ),
+    Mutation(
+        trap=65,
+        name="the answer to a call that was interrupted is given to the next one",
+        test=CHILD + "test_the_answer_to_a_call_that_was_interrupted_is_not_given_to_the_next_one",
+        oracle="the bytes of the file",
+        edits=(("media/decoding_process.py", "        self._asked = True\n", ""),),
     ),
     Mutation(
         trap=65,

@@ -308,11 +308,13 @@ def pad_cu_seqlens(batch: PackedBatch, *, max_segments: int, max_seqlen: int | N
         kept = boundaries[: batch.num_segments + 1]
         return torch.cat([kept, kept[-1:].expand(spare)])
 
-    padded = batch.cu_seqlens_padded
+    real, padded = repeat_last(batch.cu_seqlens), batch.cu_seqlens_padded
+    if padded is not None:
+        padded = repeat_last(padded) if batch.pad_between_seqs else real  # one tensor stays one
     return replace(
         batch,
-        cu_seqlens=repeat_last(batch.cu_seqlens),
-        cu_seqlens_padded=None if padded is None else repeat_last(padded),  # one tensor again if they are equal
+        cu_seqlens=real,
+        cu_seqlens_padded=padded,
         max_seqlen=batch.max_seqlen if max_seqlen is None else max_seqlen,
         boundary_padding=spare,
     )

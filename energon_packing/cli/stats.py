@@ -304,11 +304,14 @@ def _fill(given: SimpleNamespace) -> None:
     if len(given.multiple) > 1:
         raise UserError("--fill takes one --multiple; run it once for each.")
     policies, windows = given.policy or policy_names(), given.window or (256, 1024)
-    rows = list(fills(samples, capacity, policies, windows, multiple=multiple, image_limit=given.image_limit))
+    if not given.ranks and (idle := given.asked & {"balance_window", "shift"}):
+        raise UserError(f"--{min(idle).replace('_', '-')} is about steps of ranks; give --ranks too, or leave it out.")
+    limits = {"multiple": multiple, "image_limit": given.image_limit}
+    rows = list(fills(samples, capacity, policies, windows, **limits))
     balance_windows, window = given.balance_window or (64,), max(given.window, default=256)
     steps = list(
         step_efficiencies(
-            samples, capacity, given.ranks, balance_windows, window=window, multiple=multiple, max_shift=given.shift
+            samples, capacity, given.ranks, balance_windows, window=window, max_shift=given.shift, **limits
         )
     )
     if given.as_json:

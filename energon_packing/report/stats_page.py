@@ -140,9 +140,9 @@ def _recommendation(found: Mapping[str, Any]) -> str:
 
 def _packing(report: Mapping[str, Any]) -> str:
     names = ("seq_length", "multiple", "window", "fill", "alignment", "tail", "lost", "packs", "steps")
-    settings = report["recommendation"]["settings"]
-    best = tuple(settings.get(f"packing.{name}") for name in ("seq_length", "window"))
-    marked = {at for at, row in enumerate(report["packing"]) if (row["seq_length"], row["window"]) == best}
+    settings, rows = report["recommendation"]["settings"], report["packing"]
+    best = (*(settings.get(f"packing.{name}") for name in names[:3:2]), min(row["multiple"] for row in rows))
+    marked = {at for at, row in enumerate(rows) if (row["seq_length"], row["window"], row["multiple"]) == best}
     explained = (
         "Fill, alignment and tail are shares of all tokens of all rows. Lost is the share of tokens in samples longer "
         f"than a row. Packs of a step: {report['global_batch_size']}."

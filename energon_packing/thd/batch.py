@@ -253,8 +253,7 @@ class PackedBatch:
 
         Raises:
             PackingError: the batch is a context-parallel slice (Bridge slices the whole row itself), or has a visual
-                input for which the installed ``GenericVisualInputs`` has no field, or pixels of Ernie 4.5 VL that are
-                not bytes, which Bridge's model would normalise again.
+                input for which the installed ``GenericVisualInputs`` has no field, or as `media_of_model`.
         """
         if self.cp_size != 1:
             raise PackingError(

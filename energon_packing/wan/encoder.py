@@ -131,6 +131,7 @@ class MeasuredClip:
     Attributes:
         latent_shape: channels, frames, height, width of the latents.
         grid: patches along frames, height and width.
+        frames: that are taken from a video; 0 of stored latents.
         text_tokens: real text tokens of the sample's keys (with ``compat=bridge`` the 512 that Bridge calls real).
         text_rows: embeddings that are there.
         token_ids: int32 ``[text_rows]`` of the caption; None where its embeddings are stored.
@@ -144,6 +145,7 @@ class MeasuredClip:
     text_tokens: int
     text_rows: int
     token_ids: np.ndarray | None
+    frames: int = 0
     changes: tuple[tuple[str, str], ...] = ()
     images: ClassVar[int] = 0
     """No vision encoder reads a clip."""
@@ -204,7 +206,8 @@ class TextToVideoEncoder:
                 into patches; ``over_limit`` for too many stored embeddings; ``too_short``, ``too_small``, ``bad_text``.
             ConfigError: the record needs a model that the configuration does not name.
         """
-        shape = self._latent_shape(sample)
+        plan = None if sample.video is None else self._plan(sample.video)
+        shape = self._stored_shape(sample) if plan is None else (self.config.latent_channels, *plan.latent_shape)
         grid = [side // size for side, size in zip(shape[1:], self.config.patch, strict=True)]
         rows, token_ids, changes = self._text(sample)
         return MeasuredClip(
@@ -215,6 +218,7 @@ class TextToVideoEncoder:
             text_tokens=BRIDGE_TEXT_LENGTH if self.config.compat == "bridge" else rows,
             text_rows=rows,
             token_ids=token_ids,
+            frames=0 if plan is None else len(plan.frame_indices),
             changes=changes,
         )
 
@@ -248,13 +252,10 @@ class TextToVideoEncoder:
             metadata=dict(sample.metadata),
         )
 
-    def _latent_shape(self, sample: TextToVideo) -> tuple[int, int, int, int]:
-        channels = self.config.latent_channels
-        if sample.latents is None:
-            assert sample.video is not None
-            return (channels, *self._plan(sample.video).latent_shape)
+    def _stored_shape(self, sample: TextToVideo) -> tuple[int, int, int, int]:
+        assert sample.latents is not None
         stored, frames, height, width = sample.latents.shape
-        sides, patch = [frames, height, width], list(self.config.patch)
+        sides, patch, channels = [frames, height, width], list(self.config.patch), self.config.latent_channels
         if stored != channels:
             raise SampleRejected(
                 "wrong_shape", f"latents of {stored} channels, but encoder.latent_channels is {channels}"

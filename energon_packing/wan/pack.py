@@ -13,7 +13,7 @@ all 512 real, so that attention sees the padding; it aligns to ``2 * CP`` only, 
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -102,34 +102,6 @@ class WanPack:
         """Returns ``cu_seq_len_q``, ``cu_seq_len_q_padded`` and the same of ``kv``: int32 ``[n + 1]``."""
         ends = {name: getattr(self, name).cumsum(0) for name in _LENGTH_FIELDS}
         return {f"cu_{name}": functional.pad(each, (1, 0)).to(torch.int32) for name, each in ends.items()}
-
-    def packed_seq_params(self) -> dict[str, Any]:
-        """Returns Megatron-Core's ``PackedSeqParams`` of both attentions: ``self_attention`` and ``cross_attention``.
-
-        Queries of both are the patches; keys are patches in the first and text tokens in the second.
-        """
-        from megatron.core.packed_seq_params import PackedSeqParams
-
-        cu, knows_padding = self.boundaries(), any(spec.name == "pad_between_seqs" for spec in fields(PackedSeqParams))
-        sides = {}
-        for side, longest in (("q", self.seq_len_q_padded), ("kv", self.seq_len_kv_padded)):
-            real, physical = cu[f"cu_seq_len_{side}"], cu[f"cu_seq_len_{side}_padded"]
-            padded = not torch.equal(real, physical)
-            # Where nothing is padded, one tensor: to Transformer Engine 2.18 and later that means no padding.
-            sides[side] = (real, physical if padded else real, int(longest.max()), padded)
-        return {
-            name: PackedSeqParams(
-                qkv_format="thd",
-                cu_seqlens_q=sides["q"][0],
-                cu_seqlens_q_padded=sides["q"][1],
-                max_seqlen_q=sides["q"][2],
-                cu_seqlens_kv=sides[keys][0],
-                cu_seqlens_kv_padded=sides[keys][1],
-                max_seqlen_kv=sides[keys][2],
-                **({"pad_between_seqs": sides["q"][3] or sides[keys][3]} if knows_padding else {}),
-            )
-            for name, keys in (("self_attention", "q"), ("cross_attention", "kv"))
-        }
 
 
 _LENGTH_FIELDS = ("seq_len_q", "seq_len_q_padded", "seq_len_kv", "seq_len_kv_padded")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -198,10 +197,11 @@ def _samples(given: SimpleNamespace, run: RunConfig, shown: ShownProgress) -> An
         return samples_of_dataset(
             str(path), given.split, run, most=_count(given, 2000), seed=given.seed, progress=shown
         )
+    from energon_packing.convert.workspace import dry_workspace
     from energon_packing.offline.measure import MeasureConfig, measure
 
-    with tempfile.TemporaryDirectory(prefix="energon-packing-stats-") as directory:
-        config = MeasureConfig(paths=(path,), out=Path(directory), split=given.split, workers=given.workers)
+    with dry_workspace() as (directory, _):  # goes after SIGTERM, too
+        config = MeasureConfig(paths=(path,), out=directory, split=given.split, workers=given.workers)
         index = measure(config, run, shown).index
         assert index is not None  # this command measures all shards itself
         return samples_of_index(index, str(path))
@@ -339,14 +339,15 @@ def _fill(given: SimpleNamespace) -> None:
 
 
 def _size(given: SimpleNamespace) -> None:
+    from energon_packing.convert.workspace import dry_workspace
     from energon_packing.report.size import size
 
     samples = _count(given)
     if given.config_path is None:
         raise UserError("--size needs the configuration of the run; give --config.")
     run = load_config(given.config_path, given.overrides)
-    with tempfile.TemporaryDirectory(prefix="energon-packing-size-") as folder:
-        stages = size(given.paths, run, Path(folder), samples=samples, probe=given.probe, split=given.split)
+    with dry_workspace() as (folder, _):
+        stages = size(given.paths, run, folder, samples=samples, probe=given.probe, split=given.split)
     # `plan` works in one process.
     rows = [each | {"hours": each["cpu_hours"] / (1 if each["stage"] == "plan" else given.cores)} for each in stages]
     answer({"samples": samples, "cores": given.cores, "stages": rows}, given.as_json, _show_size)

@@ -318,13 +318,7 @@ class TextToVideoEncoder:
         frames = (
             self._decoding(wanted, read, (video.name,)) if self.config.decode_in_child else self._frames(wanted, read)
         )
-        latent = self.latent_encoder.encode(frames["frames"])
-        if tuple(latent.shape) != measured.latent_shape:
-            raise ConfigError(
-                f"{self.latent_encoder.name} made latents of shape {list(latent.shape)}, but its strides imply "
-                f"{list(measured.latent_shape)}."
-            )
-        return latent.float()
+        return _of_shape(measured.latent_shape, self.latent_encoder.encode(frames["frames"]), self.latent_encoder)
 
     def _frames(self, wanted: tuple[Media, ClipPlan], read: Callable[[str], bytes]) -> dict[str, torch.Tensor]:
         """Returns the planned frames of a video in their planned size, as ``frames``."""
@@ -351,12 +345,13 @@ class TextToVideoEncoder:
         assert self.caption_encoder is not None
         assert measured.token_ids is not None
         text = self.caption_encoder.encode(measured.token_ids.tolist())
-        if tuple(text.shape) != (measured.text_rows, self.config.text_width):
-            raise ConfigError(
-                f"{self.caption_encoder.name} made embeddings of shape {list(text.shape)} for {measured.text_rows} "
-                f"tokens of width {self.config.text_width}."
-            )
-        return text.float()
+        return _of_shape((measured.text_rows, self.config.text_width), text, self.caption_encoder)
+
+
+def _of_shape(shape: tuple[int, ...], made: torch.Tensor, model: LatentEncoder | CaptionEncoder) -> torch.Tensor:
+    if tuple(made.shape) != shape:
+        raise ConfigError(f"{model.name} made a tensor of shape {list(made.shape)}, but promised {list(shape)}.")
+    return made.float()
 
 
 def _read(name: str, read: Callable[[str], bytes]) -> bytes:

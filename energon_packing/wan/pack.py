@@ -227,18 +227,19 @@ def _checked_grid(sample: WanSample, compat: Compat, patch: tuple[int, ...]) -> 
     for name, tensor, axes in (("text", text, 2), ("latent", latent, 4)):
         if tensor.dim() != axes or 0 in tensor.shape:
             wrong = f"its {name} has shape {list(tensor.shape)}, expected {axes} axes, none empty"
-        elif not torch.isfinite(tensor).all():
+        elif not tensor.isfinite().all():
             wrong = f"its {name} holds NaN or infinite values"
-    if not wrong and compat == "bridge" and float(latent.abs().max()) > BRIDGE_LARGEST_LATENT:
-        wrong = f"its latent has values above {BRIDGE_LARGEST_LATENT:g}, which Bridge skips"
-    elif not wrong and compat == "bridge" and len(text) > BRIDGE_TEXT_LENGTH:
-        wrong = (
-            f"its text has {len(text)} tokens, more than the {BRIDGE_TEXT_LENGTH} of Bridge's data path; shorten it, "
-            "or pack with compat='none'"
-        )
+    if not wrong and compat == "bridge":
+        if float(latent.abs().max()) > BRIDGE_LARGEST_LATENT:
+            wrong = f"its latent has values above {BRIDGE_LARGEST_LATENT:g}, which Bridge skips"
+        elif len(text) > BRIDGE_TEXT_LENGTH:
+            wrong = (
+                f"its text has {len(text)} tokens, more than the {BRIDGE_TEXT_LENGTH} of Bridge's data path; shorten "
+                "it, or pack with compat='none'"
+            )
+    if wrong:
+        raise PackingError(f"sample {sample.key}: {wrong}")
     try:
-        if not wrong:
-            return patch_grid(latent.shape[1:], patch)
+        return patch_grid(latent.shape[1:], patch)
     except PackingError as error:
-        wrong = str(error)
-    raise PackingError(f"sample {sample.key}: {wrong}")
+        raise PackingError(f"sample {sample.key}: {error}") from None

@@ -30,9 +30,6 @@ def container_with(names: tuple[str, ...]) -> Any:
     return make_dataclass("VisualInputs", more, bases=(GenericVisualInputs,))
 
 
-__all__ = ["IGNORE_INDEX", "PackedBatch"]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PackedBatch:
     """A THD row of T tokens. A *segment* lies between two boundaries; a *sample* is a segment with content.

@@ -22,7 +22,7 @@ from energon_packing.media.decoding_process import DecodingProcess
 from energon_packing.media.video import decode_frames
 from energon_packing.wan.config import BRIDGE_TEXT_LENGTH, TextToVideoConfig
 from energon_packing.wan.models import CaptionEncoder, LatentEncoder, T5CaptionEncoder, WanLatentEncoder
-from energon_packing.wan.pack import BRIDGE_LARGEST_LATENT, WanSample
+from energon_packing.wan.pack import BRIDGE_LARGEST_LATENT, WanSample, largest
 from energon_packing.wan.record import StoredTensor, TextToVideo
 from energon_packing.wan.tensor_files import read_tensor
 
@@ -238,10 +238,11 @@ class TextToVideoEncoder:
         latent = self._encoded(measured, read) if sample.latents is None else self._stored(sample.latents, read)
         text = self._embedded(measured) if sample.context is None else self._stored(sample.context, read)
         text = text[: measured.text_rows]
-        for what, tensor in (("latents", latent), ("text embeddings", text)):
-            if not torch.isfinite(tensor).all():
+        sizes = {"latents": largest(latent), "text embeddings": largest(text)}
+        for what, size in sizes.items():
+            if not math.isfinite(size):
                 raise SampleRejected("not_finite", f"its {what} hold NaN or infinite values")
-        if self.config.compat == "bridge" and float(latent.abs().max()) > BRIDGE_LARGEST_LATENT:
+        if self.config.compat == "bridge" and sizes["latents"] > BRIDGE_LARGEST_LATENT:
             raise SampleRejected(
                 "over_limit", f"its latents have values above {BRIDGE_LARGEST_LATENT:g}, which Bridge skips"
             )

@@ -366,7 +366,7 @@ def _show_size(told: Mapping[str, Any]) -> None:
 
 
 def _profile(given: SimpleNamespace) -> None:
-    from energon_packing.report.loader_profile import loader_profile
+    from energon_packing.report.loader_profile import STEP_SECONDS, loader_profile
 
     run = load_config(given.config_path, given.overrides)
     run = dataclasses.replace(run, data=dataclasses.replace(run.data, path=str(given.path)))
@@ -374,7 +374,7 @@ def _profile(given: SimpleNamespace) -> None:
         found = loader_profile(
             run,
             packs=given.packs,
-            step_seconds=given.step_seconds or (0.5, 1.0, 2.0, 5.0),
+            step_seconds=given.step_seconds or STEP_SECONDS,
             packs_per_step=given.packs_per_step,
             progress=shown,
         )

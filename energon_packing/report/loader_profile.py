@@ -33,6 +33,7 @@ STAGES = {
     "assemble": "rows to a pack",
 }
 """Stages of a loader process and what they do, in the order of a sample's road."""
+STEP_SECONDS = (0.5, 1.0, 2.0, 5.0)
 MOST_HANDED = 20
 """Packs that are taken from a process to see what the hand-over costs."""
 
@@ -113,7 +114,7 @@ def loader_profile(
     run: RunConfig,
     *,
     packs: int,
-    step_seconds: Sequence[float] = (0.5, 1.0, 2.0, 5.0),
+    step_seconds: Sequence[float] = STEP_SECONDS,
     packs_per_step: int = 1,
     progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> dict[str, Any]:

@@ -17,12 +17,12 @@ from torch.nn import functional
 
 from energon_packing.conversation import Media
 from energon_packing.energon.states import settings_of
-from energon_packing.errors import ConfigError, SampleRejected
+from energon_packing.errors import ConfigError, PackingError, SampleRejected
 from energon_packing.media.decoding_process import DecodingProcess
 from energon_packing.media.video import decode_frames
 from energon_packing.wan.config import BRIDGE_TEXT_LENGTH, TextToVideoConfig
 from energon_packing.wan.models import CaptionEncoder, LatentEncoder, T5CaptionEncoder, WanLatentEncoder
-from energon_packing.wan.pack import BRIDGE_LARGEST_LATENT, WanSample, largest
+from energon_packing.wan.pack import BRIDGE_LARGEST_LATENT, WanSample, largest, patch_grid
 from energon_packing.wan.record import StoredTensor, TextToVideo
 from energon_packing.wan.tensor_files import read_tensor
 
@@ -206,19 +206,28 @@ class TextToVideoEncoder:
                 into patches; ``over_limit`` for too many stored embeddings; ``too_short``, ``too_small``, ``bad_text``.
             ConfigError: the record needs a model that the configuration does not name.
         """
-        plan = None if sample.video is None else self._plan(sample.video)
-        shape = self._stored_shape(sample) if plan is None else (self.config.latent_channels, *plan.latent_shape)
-        grid = [side // size for side, size in zip(shape[1:], self.config.patch, strict=True)]
+        channels, frames = self.config.latent_channels, 0
+        shape: Any = sample.latents and sample.latents.shape
+        if sample.video is not None:
+            plan = self._plan(sample.video)
+            frames, shape = len(plan.frame_indices), (channels, *plan.latent_shape)
+        if shape[0] != channels:
+            detail = f"latents of {shape[0]} channels, but encoder.latent_channels is {channels}"
+            raise SampleRejected("wrong_shape", detail)
+        try:
+            grid = patch_grid(shape[1:], self.config.patch)
+        except PackingError as error:
+            raise SampleRejected("wrong_shape", str(error)) from None
         rows, token_ids, changes = self._text(sample)
         return MeasuredClip(
             key=sample.key,
             sample=sample,
             latent_shape=shape,
-            grid=(grid[0], grid[1], grid[2]),
+            grid=grid,
             text_tokens=BRIDGE_TEXT_LENGTH if self.config.compat == "bridge" else rows,
             text_rows=rows,
             token_ids=token_ids,
-            frames=0 if plan is None else len(plan.frame_indices),
+            frames=frames,
             changes=changes,
         )
 
@@ -252,18 +261,6 @@ class TextToVideoEncoder:
             text=text.to(self.dtype),
             metadata=dict(sample.metadata),
         )
-
-    def _stored_shape(self, sample: TextToVideo) -> tuple[int, int, int, int]:
-        assert sample.latents is not None
-        stored, frames, height, width = sample.latents.shape
-        sides, patch, channels = [frames, height, width], list(self.config.patch), self.config.latent_channels
-        if stored != channels:
-            raise SampleRejected(
-                "wrong_shape", f"latents of {stored} channels, but encoder.latent_channels is {channels}"
-            )
-        if any(side % size for side, size in zip(sides, patch, strict=True)):
-            raise SampleRejected("wrong_shape", f"latents of {sides} do not divide into patches of {patch}")
-        return stored, frames, height, width
 
     def _plan(self, video: Media) -> ClipPlan:
         if self.latent_encoder is None:

@@ -141,7 +141,8 @@ def _recommendation(found: Mapping[str, Any]) -> str:
 def _packing(report: Mapping[str, Any]) -> str:
     names = ("seq_length", "multiple", "window", "fill", "alignment", "tail", "lost", "packs", "steps")
     settings, rows = report["recommendation"]["settings"], report["packing"]
-    best = (*(settings.get(f"packing.{name}") for name in names[:3:2]), min(row["multiple"] for row in rows))
+    least = min(row["multiple"] for row in rows)
+    best = (settings.get("packing.seq_length"), settings.get("packing.window"), least)
     marked = {at for at, row in enumerate(rows) if (row["seq_length"], row["window"], row["multiple"]) == best}
     explained = (
         "Fill, alignment and tail are shares of all tokens of all rows. Lost is the share of tokens in samples longer "

@@ -121,9 +121,8 @@ def loader_profile(
     """Reads packs in this process and counts, then takes some from one loader process.
 
     Args:
-        run: the whole configuration; its workers are not used.
+        run: its workers are not used.
         packs: to count, after a first one that fills the window.
-        step_seconds: step times for which workers are computed.
         packs_per_step: of one rank: global batch size divided by data-parallel size.
 
     Returns:

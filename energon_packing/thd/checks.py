@@ -79,8 +79,7 @@ def check_media(
     over the row.
 
     Args:
-        image_token_id: placeholder of images; None if the family has none.
-        video_token_id: placeholder of videos; None if the family has none.
+        image_token_id, video_token_id: placeholders; None if the family has none.
 
     Returns:
         One sentence per mismatch, beginning with ``"media: "``; empty if all match.

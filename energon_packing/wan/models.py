@@ -46,7 +46,6 @@ class WanLatentEncoder:
 
     Args:
         path: a diffusers pipeline (its folder ``vae`` is taken) or the VAE itself; directory or hub name.
-        device: where it runs.
 
     Raises:
         ConfigError: diffusers is missing, there is no such VAE at ``path``, or it is of another kind.
@@ -118,7 +117,6 @@ class T5CaptionEncoder:
     Args:
         path: a diffusers pipeline (its folders ``text_encoder`` and ``tokenizer`` are taken), or a directory that holds
             both; directory or hub name.
-        device: where it runs.
 
     Raises:
         ConfigError: transformers is missing, or there is no text encoder or tokenizer at ``path``.

@@ -128,7 +128,7 @@ def _show_packs(views: Sequence[Mapping[str, Any]], width: int, multiple: int, t
     console.print(
         f"{counted(len(views), 'pack')}, {counted(segments, 'segment')}, {counted(real, 'token')} in rows of "
         f"{width}: fill {real / len(views) / width:.2%}, "
-        f"alignment padding {counted(tokens - real, 'token')} (multiple {multiple})"
+        f"padding {counted(tokens - real, 'token')} (multiple {multiple})"
     )
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -198,10 +197,11 @@ def _samples(given: SimpleNamespace, run: RunConfig, shown: ShownProgress) -> An
         return samples_of_dataset(
             str(path), given.split, run, most=_count(given, 2000), seed=given.seed, progress=shown
         )
+    from energon_packing.convert.workspace import dry_workspace
     from energon_packing.offline.measure import MeasureConfig, measure
 
-    with tempfile.TemporaryDirectory(prefix="energon-packing-stats-") as directory:
-        config = MeasureConfig(paths=(path,), out=Path(directory), split=given.split, workers=given.workers)
+    with dry_workspace() as (directory, _):  # goes after SIGTERM, too
+        config = MeasureConfig(paths=(path,), out=directory, split=given.split, workers=given.workers)
         index = measure(config, run, shown).index
         assert index is not None  # this command measures all shards itself
         return samples_of_index(index, str(path))
@@ -304,11 +304,14 @@ def _fill(given: SimpleNamespace) -> None:
     if len(given.multiple) > 1:
         raise UserError("--fill takes one --multiple; run it once for each.")
     policies, windows = given.policy or policy_names(), given.window or (256, 1024)
-    rows = list(fills(samples, capacity, policies, windows, multiple=multiple, image_limit=given.image_limit))
+    if not given.ranks and (idle := given.asked & {"balance_window", "shift"}):
+        raise UserError(f"--{min(idle).replace('_', '-')} is about steps of ranks; give --ranks too, or leave it out.")
+    limits = {"multiple": multiple, "image_limit": given.image_limit}
+    rows = list(fills(samples, capacity, policies, windows, **limits))
     balance_windows, window = given.balance_window or (64,), max(given.window, default=256)
     steps = list(
         step_efficiencies(
-            samples, capacity, given.ranks, balance_windows, window=window, multiple=multiple, max_shift=given.shift
+            samples, capacity, given.ranks, balance_windows, window=window, max_shift=given.shift, **limits
         )
     )
     if given.as_json:
@@ -336,14 +339,15 @@ def _fill(given: SimpleNamespace) -> None:
 
 
 def _size(given: SimpleNamespace) -> None:
+    from energon_packing.convert.workspace import dry_workspace
     from energon_packing.report.size import size
 
     samples = _count(given)
     if given.config_path is None:
         raise UserError("--size needs the configuration of the run; give --config.")
     run = load_config(given.config_path, given.overrides)
-    with tempfile.TemporaryDirectory(prefix="energon-packing-size-") as folder:
-        stages = size(given.paths, run, Path(folder), samples=samples, probe=given.probe, split=given.split)
+    with dry_workspace() as (folder, _):
+        stages = size(given.paths, run, folder, samples=samples, probe=given.probe, split=given.split)
     # `plan` works in one process.
     rows = [each | {"hours": each["cpu_hours"] / (1 if each["stage"] == "plan" else given.cores)} for each in stages]
     answer({"samples": samples, "cores": given.cores, "stages": rows}, given.as_json, _show_size)
@@ -362,7 +366,7 @@ def _show_size(told: Mapping[str, Any]) -> None:
 
 
 def _profile(given: SimpleNamespace) -> None:
-    from energon_packing.report.loader_profile import loader_profile
+    from energon_packing.report.loader_profile import STEP_SECONDS, loader_profile
 
     run = load_config(given.config_path, given.overrides)
     run = dataclasses.replace(run, data=dataclasses.replace(run.data, path=str(given.path)))
@@ -370,7 +374,7 @@ def _profile(given: SimpleNamespace) -> None:
         found = loader_profile(
             run,
             packs=given.packs,
-            step_seconds=given.step_seconds or (0.5, 1.0, 2.0, 5.0),
+            step_seconds=given.step_seconds or STEP_SECONDS,
             packs_per_step=given.packs_per_step,
             progress=shown,
         )

@@ -184,51 +184,32 @@ def make_defects(folder: Path, rng: Random, twin: str) -> list[dict[str, Any]]:
     answer = picture.description()
     user = {"role": "user", "content": "What is this?"}
 
-    def rejected(key: str | None, source: str, reason: str, what: str, record: Any) -> tuple[Any, ...]:
-        return key, source, "convert", "rejected", reason, what, record
-
     def openai(key: str, question: str, said: Any) -> Record:
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": said}]
         return {"id": key, "messages": messages}
 
-    rows = [
-        rejected(
-            f"bad-{name}",
-            "sharegpt.json",
-            reason,
-            what,
-            {
-                "id": f"bad-{name}",
-                "conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}],
-                **columns,
-            },
-        )
-        for name, reason, what, question, columns in _WRONG_MEDIA
-    ]
+    def human(name: str, question: str, columns: dict[str, list[str]]) -> Record:
+        turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+        return {"id": f"bad-{name}", "conversations": turns, **columns}
+
     narrated = {"id": "bad-role", "messages": [user, {"role": "narrator", "content": answer}]}
     twice = "Two records have one id; both are kept, the later one under another key."
     long = openai("bad-long", "Write a very long story.", story(rng, 30_000)[0])
-    jsonl = "openai.jsonl"
+    cut = '{"id": "bad-json", "messages": [{"role": "us'
+    number = openai("bad-value", "What is this?", 42)
+    jsonl, rejected = "openai.jsonl", ("convert", "rejected")
+    rows: list[tuple[Any, ...]] = [
+        (f"bad-{name}", "sharegpt.json", *rejected, reason, what, human(name, question, columns))
+        for name, reason, what, question, columns in _WRONG_MEDIA
+    ]
     rows += [
-        rejected("bad-role", jsonl, "unknown_role", "A turn has an unknown role.", narrated),
-        rejected(
-            "bad-no-turns",
-            jsonl,
-            "empty_conversation",
-            "The list of messages is empty.",
+        ("bad-role", jsonl, *rejected, "unknown_role", "A turn has an unknown role.", narrated),
+        (
+            *("bad-no-turns", jsonl, *rejected, "empty_conversation", "The list of messages is empty."),
             {"id": "bad-no-turns", "messages": []},
         ),
-        rejected(
-            *("bad-value", jsonl, "non_string_value", "A turn contains a number instead of text."),
-            openai("bad-value", "What is this?", 42),
-        ),
-        rejected(
-            None,
-            jsonl,
-            "bad_json",
-            "The line is cut off and is not JSON.",
-            '{"id": "bad-json", "messages": [{"role": "us',
-        ),
+        ("bad-value", jsonl, *rejected, "non_string_value", "A turn contains a number instead of text.", number),
+        (None, jsonl, *rejected, "bad_json", "The line is cut off and is not JSON.", cut),
         (twin, jsonl, "convert", "warned", "duplicate_id", twice, openai(twin, *small_talk(rng))),
         ("bad-long", jsonl, "measure", "dropped", "oversize", "The sample has far more than 4096 tokens.", long),
     ]

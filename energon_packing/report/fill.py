@@ -43,7 +43,8 @@ def read_lengths(path: Path) -> SampleLengths:
             words = path.read_text(encoding="utf-8").split()
             arrays = {"length": np.array([int(word) for word in words], dtype=np.int64)}
         lengths, images, capacity = arrays["length"], arrays.get("images"), arrays.get("capacity")
-    except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        capacity = None if capacity is None else int(capacity)
+    except (OSError, KeyError, ValueError, TypeError, OverflowError, EOFError, zipfile.BadZipFile) as error:
         raise UserError(
             f"{path} is not a list of lengths ({error}); give .npz with an array `length`, .npy, or text with one "
             "length per line."
@@ -55,7 +56,7 @@ def read_lengths(path: Path) -> SampleLengths:
     return SampleLengths(
         lengths=lengths.astype(np.int64),
         images=None if images is None else images.astype(np.int64),
-        capacity=None if capacity is None else int(capacity),
+        capacity=capacity,
     )
 
 
@@ -83,20 +84,8 @@ def fills(
     Raises:
         UserError: the capacity is not a multiple of `multiple`, images are limited but not known, or nothing fits.
     """
-    if capacity % multiple:
-        raise UserError(f"the capacity of {capacity} tokens is not a multiple of {multiple}")
-    if image_limit is not None and samples.images is None:
-        raise UserError("images are limited, but the list does not say how many images each sample has")
-    aligned = -(-samples.lengths // multiple) * multiple
-    fits = aligned <= capacity
-    pairs = {}
-    if samples.images is not None and image_limit is not None:
-        fits &= samples.images <= image_limit
-        pairs = {"images": (samples.images[fits], image_limit)}
-    if not fits.any():
-        raise UserError(f"none of the {fits.size} samples fits a pack of {capacity} tokens; raise the capacity")
-    tokens, real = aligned[fits], samples.lengths[fits]
-    bound = lower_bound(tokens, capacity, Constraints.from_pairs(pairs, tokens.size))
+    fits, tokens, pairs = _fitting(samples, capacity, multiple, image_limit)
+    real, bound = samples.lengths[fits], lower_bound(tokens, capacity, Constraints.from_pairs(pairs, tokens.size))
     for policy in policies:
         for window in windows if policy == "window" else (max(windows),):
             start = time.perf_counter()
@@ -111,6 +100,24 @@ def fills(
             }
 
 
+def _fitting(
+    samples: SampleLengths, capacity: int, multiple: int, image_limit: int | None
+) -> tuple[np.ndarray, np.ndarray, dict[str, tuple[np.ndarray, int]]]:
+    """Which samples fit a pack, ``[N]`` bool; the aligned lengths of those, and what else limits them."""
+    if capacity % multiple:
+        raise UserError(f"the capacity of {capacity} tokens is not a multiple of {multiple}")
+    aligned = -(-samples.lengths // multiple) * multiple
+    fits, pairs = aligned <= capacity, {}
+    if image_limit is not None:
+        if samples.images is None:
+            raise UserError("images are limited, but the list does not say how many images each sample has")
+        fits &= samples.images <= image_limit
+        pairs = {"images": (samples.images[fits], image_limit)}
+    if not fits.any():
+        raise UserError(f"none of the {fits.size} samples fits a pack of {capacity} tokens; raise the capacity")
+    return fits, aligned[fits], pairs
+
+
 def step_efficiencies(
     samples: SampleLengths,
     capacity: int,
@@ -119,31 +126,29 @@ def step_efficiencies(
     *,
     window: int,
     multiple: int = 1,
+    image_limit: int | None = None,
     max_shift: int = 0,
-    seed: int = 0,
 ) -> Iterator[dict[str, Any]]:
-    """Simulates data-parallel steps on the packs of the policy ``window``.
+    """Simulates data-parallel steps on the packs of the policy ``window``; what is not named here is as for `fills`.
 
     Args:
         ranks: data-parallel sizes.
         balance_windows: packs that a rank sorts by cost at a time (``packing.balance_window``); unsorted comes first.
         window: samples held.
         max_shift: largest distance between ranks in packs, as if some ranks had dropped samples.
-        seed: of the shifts.
 
     Yields:
         ``ranks, balance_window, order``, ``efficiency`` (share of the time in which ranks compute) and ``drift``
         (distance between the 5th and 95th percentile of a step's cost, in means).
     """
-    aligned = -(-samples.lengths // multiple) * multiple
-    fits = aligned <= capacity
-    packs = pack_lengths(aligned[fits], capacity, "window", window=window)
+    fits, tokens, pairs = _fitting(samples, capacity, multiple, image_limit)
+    packs = pack_lengths(tokens, capacity, "window", constraints=pairs, window=window)
     costs = [pack_cost(samples.lengths[fits][pack]) for pack in packs]
     for size in ranks:
         for sorted_at_once in (1, *balance_windows):
             order: Order = "none" if sorted_at_once == 1 else "serpentine"
             steps = simulate_steps(
-                costs, ranks=size, window=sorted_at_once, order=order, max_shift=max_shift, seed=seed
+                costs, ranks=size, window=sorted_at_once, order=order, max_shift=max_shift, seed=0
             ).to_json()
             figures = {name: round(steps[name], 4) for name in ("efficiency", "drift")}
             yield {"ranks": size, "balance_window": sorted_at_once, "order": order, **figures}

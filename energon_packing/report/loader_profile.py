@@ -33,6 +33,7 @@ STAGES = {
     "assemble": "rows to a pack",
 }
 """Stages of a loader process and what they do, in the order of a sample's road."""
+STEP_SECONDS = (0.5, 1.0, 2.0, 5.0)
 MOST_HANDED = 20
 """Packs that are taken from a process to see what the hand-over costs."""
 
@@ -113,16 +114,15 @@ def loader_profile(
     run: RunConfig,
     *,
     packs: int,
-    step_seconds: Sequence[float] = (0.5, 1.0, 2.0, 5.0),
+    step_seconds: Sequence[float] = STEP_SECONDS,
     packs_per_step: int = 1,
     progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> dict[str, Any]:
     """Reads packs in this process and counts, then takes some from one loader process.
 
     Args:
-        run: the whole configuration; its workers are not used.
+        run: its workers are not used.
         packs: to count, after a first one that fills the window.
-        step_seconds: step times for which workers are computed.
         packs_per_step: of one rank: global batch size divided by data-parallel size.
 
     Returns:

@@ -26,6 +26,7 @@ from energon_packing.offline.loader import PlannedLoader
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.packed import Packed
 from energon_packing.offline.plan import Plan
+from energon_packing.report.sample_story import source_key
 from energon_packing.thd.batch import PackedBatch
 
 Tell = Callable[[str], None]
@@ -45,10 +46,8 @@ class Wanted:
 
     def holds(self, pack: Pack) -> bool:
         """Whether the pack has the key; a piece or an answer of a sample has its sample's key too."""
-        return self.key is None or any(
-            self.key in (name, name.rpartition("#")[0], name.rpartition("/")[0])
-            for name in (*pack.keys, *pack.batch.sample_keys)
-        )
+        names = (*pack.keys, *pack.batch.sample_keys)
+        return self.key is None or any(self.key in (name, source_key(name)) for name in names)
 
 
 def described(config: RunConfig, wanted: Wanted, *, progress: Progress, tell: Tell) -> list[dict[str, Any]]:
@@ -119,8 +118,7 @@ def _sources(pack: Pack) -> tuple[str, ...]:
 
 
 def _of_segments(pack: Pack, places: dict[str, str]) -> tuple[str, ...]:
-    """The segments of a pair continue the key of their sample."""
-    return tuple(places.get(key) or places.get(key.rpartition("/")[0], "") for key in pack.batch.sample_keys)
+    return tuple(places.get(key) or places.get(source_key(key), "") for key in pack.batch.sample_keys)
 
 
 def _planned(plan: Plan, loader: Any, wanted: Wanted) -> Iterator[tuple[Pack, tuple[str, ...]]]:

@@ -169,8 +169,6 @@ def drawn_pack(
     """Describes one pack for a page.
 
     Args:
-        pack: what the loader yielded.
-        family: decodes tokens, and knows which of them stand for media.
         seq_length: configured width of a row.
         context_parallel: ranks among which segments are cut.
         media: gives the images and videos of a segment by its key.

@@ -59,7 +59,7 @@ def story_in_dataset(key: str, path: str, run: RunConfig, *, ledger: Path | None
     Raises:
         UserError: the data set cannot be read, or nothing is known about the key.
     """
-    source = _source_key(key)
+    source = source_key(key)
     events = list(_conversion(source, Path(path)))
     if (place := _place_of(source, path)) is not None:
         part, shard, position = place
@@ -109,7 +109,8 @@ def _first(names: Sequence[str]) -> str:
     return f"{', '.join(names[:5]) or 'nothing'}{more}"
 
 
-def _source_key(key: str) -> str:
+def source_key(key: str) -> str:
+    """The key of the sample that a piece (``KEY#0``) or an answer (``KEY/chosen``) is of."""
     return re.sub(r"#\d+\Z", "", key).removesuffix("/chosen").removesuffix("/rejected")
 
 
@@ -214,10 +215,10 @@ def _in_ledger(key: str, directory: Path | None) -> Iterator[Event]:
     if directory is None:
         yield Event("pack", "unknown", "no ledger: give --ledger DIR of a run (packing.ledger)")
         return
-    source = _source_key(key)
+    source = source_key(key)
 
     def concerns(entered: Any) -> bool:
-        return entered in (key, source) or (key == source and _source_key(str(entered)) == source)
+        return entered in (key, source) or (key == source and source_key(str(entered)) == source)
 
     told = False
     packs: dict[tuple[str, int], list[str]] = {}

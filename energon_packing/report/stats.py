@@ -270,7 +270,7 @@ def recommendation(samples: StatsSamples, run: RunConfig, found: Sequence[Mappin
     splits = best["lost"] > NEGLIGIBLE_LOSS and not clips
     oversize = "split" if splits else run.packing.oversize
     drops, read = unwished(samples.dropped, samples.measured)
-    too_long = 0 if best["oversize"] and splits else best["oversize"] * samples.measured / samples.total
+    too_long = 0 if oversize in ("split", "truncate") else best["oversize"] * samples.measured / samples.total
     dropped = (drops.total() + too_long) / max(read, 1)
     balances = ordered > even + 0.02
     settings = {

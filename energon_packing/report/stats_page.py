@@ -140,9 +140,10 @@ def _recommendation(found: Mapping[str, Any]) -> str:
 
 def _packing(report: Mapping[str, Any]) -> str:
     names = ("seq_length", "multiple", "window", "fill", "alignment", "tail", "lost", "packs", "steps")
-    settings = report["recommendation"]["settings"]
-    best = tuple(settings.get(f"packing.{name}") for name in ("seq_length", "window"))
-    marked = {at for at, row in enumerate(report["packing"]) if (row["seq_length"], row["window"]) == best}
+    settings, rows = report["recommendation"]["settings"], report["packing"]
+    least = min(row["multiple"] for row in rows)
+    best = (settings.get("packing.seq_length"), settings.get("packing.window"), least)
+    marked = {at for at, row in enumerate(rows) if (row["seq_length"], row["window"], row["multiple"]) == best}
     explained = (
         "Fill, alignment and tail are shares of all tokens of all rows. Lost is the share of tokens in samples longer "
         f"than a row. Packs of a step: {report['global_batch_size']}."

@@ -76,22 +76,20 @@ def samples_of_index(index: Index, path: str) -> StatsSamples:
     """All samples of an index. Raises `UserError`: a file of it is missing or damaged, or it holds nothing."""
     columns = (*COLUMNS, *KINDS.find(kind_of(index.datasets)).more_columns)
     parts: dict[str, list[np.ndarray]] = {name: [] for name in (*columns, "dataset", "place")}
-    drops = []
+    drops: list[Counter[str]] = [Counter() for _ in index.datasets]
     total = 0
     for number, dataset in enumerate(index.datasets):
-        reasons: list[str] = []
-        before = total
+        first = total
         for shard in dataset.shards:
             table = index.rows(dataset, shard, [*columns, "reason"])
             reason = table.column("reason")
-            kept = ~reason.is_valid().to_numpy()
-            reasons += reason.drop_null().to_pylist()
+            kept = np.flatnonzero(reason.is_null().to_numpy())
+            drops[number].update(reason.drop_null().to_pylist())
             for name in columns:
                 parts[name].append(table.column(name).to_numpy()[kept].astype(np.int64))
-            parts["dataset"].append(np.full(int(kept.sum()), number, dtype=np.int64))
-            parts["place"].append(np.flatnonzero(kept) + total - before)
+            parts["dataset"].append(np.full(kept.size, number, dtype=np.int64))
+            parts["place"].append(kept + total - first)
             total += table.num_rows
-        drops.append(Counter(reasons))
     if total == 0:
         raise UserError(f"{path} holds no samples; measure a data set that has some")
     return StatsSamples(

@@ -14,9 +14,8 @@ Why kernels would guess: Transformer Engine 2.2 to 2.17.1 compares real and phys
 entries* (``dot_product_attention.py``: ``torch.equal(cu_seqlens_q_padded[:-1],
 cu_seqlens_q[:-1])``) and treats a row as unpadded if they are equal. They are also equal if only the last segment is
 padded. Context parallelism then cuts the lengths as ``cu_seqlens // cp_size``, and real keys are silently lost
-(TransformerEngine#3331). So a row must be fully aligned, or have padding before the start of its last segment.
-So another sample goes last (`visible_order`), and a sample that is alone gets a last, fully masked segment of one
-multiple, for which its row needs room (`PackLimits.lone_room`).
+(TransformerEngine#3331). So another sample goes last (`visible_order`), and a sample that is alone gets the masked
+segment, for which its row needs room (`PackLimits.lone_room`).
 """
 
 import math

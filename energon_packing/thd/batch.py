@@ -30,9 +30,6 @@ def container_with(names: tuple[str, ...]) -> Any:
     return make_dataclass("VisualInputs", more, bases=(GenericVisualInputs,))
 
 
-__all__ = ["IGNORE_INDEX", "PackedBatch"]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PackedBatch:
     """A THD row of T tokens. A *segment* lies between two boundaries; a *sample* is a segment with content.
@@ -253,8 +250,7 @@ class PackedBatch:
 
         Raises:
             PackingError: the batch is a context-parallel slice (Bridge slices the whole row itself), or has a visual
-                input for which the installed ``GenericVisualInputs`` has no field, or pixels of Ernie 4.5 VL that are
-                not bytes, which Bridge's model would normalise again.
+                input for which the installed ``GenericVisualInputs`` has no field, or as `media_of_model`.
         """
         if self.cp_size != 1:
             raise PackingError(
@@ -308,11 +304,13 @@ def pad_cu_seqlens(batch: PackedBatch, *, max_segments: int, max_seqlen: int | N
         kept = boundaries[: batch.num_segments + 1]
         return torch.cat([kept, kept[-1:].expand(spare)])
 
-    padded = batch.cu_seqlens_padded
+    real, padded = repeat_last(batch.cu_seqlens), batch.cu_seqlens_padded
+    if padded is not None:
+        padded = repeat_last(padded) if batch.pad_between_seqs else real  # one tensor stays one
     return replace(
         batch,
-        cu_seqlens=repeat_last(batch.cu_seqlens),
-        cu_seqlens_padded=None if padded is None else repeat_last(padded),  # one tensor again if they are equal
+        cu_seqlens=real,
+        cu_seqlens_padded=padded,
         max_seqlen=batch.max_seqlen if max_seqlen is None else max_seqlen,
         boundary_padding=spare,
     )

@@ -79,8 +79,7 @@ def check_media(
     over the row.
 
     Args:
-        image_token_id: placeholder of images; None if the family has none.
-        video_token_id: placeholder of videos; None if the family has none.
+        image_token_id, video_token_id: placeholders; None if the family has none.
 
     Returns:
         One sentence per mismatch, beginning with ``"media: "``; empty if all match.
@@ -129,28 +128,24 @@ def _types(batch: Any) -> Iterator[str]:
             tensors |= {f"{name}[{inner!r}]": value for inner, value in held.items()}
         elif held is not None or name == "extra":
             yield f"type: {name} is a {type(held).__name__}, expected a mapping of tensors"
-    counts = batch.visual_counts
-    numbers = [*_NUMBERS, *(["boundary_padding"] if batch.boundary_padding is not None else [])]
-    found = [
-        *((name, value, isinstance(value, torch.Tensor), "a tensor") for name, value in tensors.items()),
-        *(
-            (name, getattr(batch, name), _are(getattr(batch, name), kind), f"a sequence of {kind.__name__}")
-            for name, kind in _SEQUENCES.items()
-        ),
-        (
-            "visual_counts",
-            counts,
-            isinstance(counts, Mapping) and all(_are(held, int) for held in counts.values()),
-            "a mapping of counts",
-        ),
-        *((name, getattr(batch, name), _is(getattr(batch, name), int), "an int") for name in numbers),
-    ]
-    yield from (
-        f"type: {name} is {reprlib.repr(value)}, expected {kind}" for name, value, right, kind in found if not right
-    )
     for name, value in tensors.items():
-        if name.startswith("visual_inputs") and isinstance(value, torch.Tensor) and value.dim() == 0:
+        if not isinstance(value, torch.Tensor):
+            yield _unexpected(name, value, "a tensor")
+        elif name.startswith("visual_inputs") and value.dim() == 0:
             yield f"type: {name} has no axis, expected one over media or patches"
+    for name, kind in _SEQUENCES.items():
+        if not _are(getattr(batch, name), kind):
+            yield _unexpected(name, getattr(batch, name), f"a sequence of {kind.__name__}")
+    counts = batch.visual_counts
+    if not isinstance(counts, Mapping) or not all(_are(held, int) for held in counts.values()):
+        yield _unexpected("visual_counts", counts, "a mapping of counts")
+    for name in (*_NUMBERS, *(["boundary_padding"] if batch.boundary_padding is not None else [])):
+        if not _is(getattr(batch, name), int):
+            yield _unexpected(name, getattr(batch, name), "an int")
+
+
+def _unexpected(name: str, value: Any, kind: str) -> str:
+    return f"type: {name} is {reprlib.repr(value)}, expected {kind}"
 
 
 def _is(value: Any, kind: type) -> bool:

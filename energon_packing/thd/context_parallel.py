@@ -18,15 +18,7 @@ from energon_packing.thd.fields import TOKEN_FIELDS
 
 
 def context_parallel_indices_numpy(cu_seqlens_padded: np.ndarray, cp_size: int, cp_rank: int) -> np.ndarray:
-    """Positions of the full row that a rank holds, in its order, int64 ``[T / cp_size]``.
-
-    Args:
-        cu_seqlens_padded: physical boundaries ``[segments + 1]``, without repeated ones.
-
-    Raises:
-        ConfigError: a rank outside ``0 .. cp_size - 1``.
-        PackingError: an empty segment, or one whose length is no multiple of ``2 * cp_size``.
-    """
+    """As `context_parallel_indices`, of NumPy's arrays: boundaries ``[segments + 1]``, positions int64."""
     if cp_size < 1 or not 0 <= cp_rank < cp_size:
         raise ConfigError(f"context-parallel rank {cp_rank} of {cp_size} does not exist")
     boundaries = np.asarray(cu_seqlens_padded).astype(np.int64)

@@ -17,12 +17,12 @@ from torch.nn import functional
 
 from energon_packing.conversation import Media
 from energon_packing.energon.states import settings_of
-from energon_packing.errors import ConfigError, SampleRejected
+from energon_packing.errors import ConfigError, PackingError, SampleRejected
 from energon_packing.media.decoding_process import DecodingProcess
 from energon_packing.media.video import decode_frames
 from energon_packing.wan.config import BRIDGE_TEXT_LENGTH, TextToVideoConfig
 from energon_packing.wan.models import CaptionEncoder, LatentEncoder, T5CaptionEncoder, WanLatentEncoder
-from energon_packing.wan.pack import BRIDGE_LARGEST_LATENT, WanSample
+from energon_packing.wan.pack import BRIDGE_LARGEST_LATENT, WanSample, largest, patch_grid
 from energon_packing.wan.record import StoredTensor, TextToVideo
 from energon_packing.wan.tensor_files import read_tensor
 
@@ -131,6 +131,7 @@ class MeasuredClip:
     Attributes:
         latent_shape: channels, frames, height, width of the latents.
         grid: patches along frames, height and width.
+        frames: that are taken from a video; 0 of stored latents.
         text_tokens: real text tokens of the sample's keys (with ``compat=bridge`` the 512 that Bridge calls real).
         text_rows: embeddings that are there.
         token_ids: int32 ``[text_rows]`` of the caption; None where its embeddings are stored.
@@ -144,6 +145,7 @@ class MeasuredClip:
     text_tokens: int
     text_rows: int
     token_ids: np.ndarray | None
+    frames: int = 0
     changes: tuple[tuple[str, str], ...] = ()
     images: ClassVar[int] = 0
     """No vision encoder reads a clip."""
@@ -204,17 +206,28 @@ class TextToVideoEncoder:
                 into patches; ``over_limit`` for too many stored embeddings; ``too_short``, ``too_small``, ``bad_text``.
             ConfigError: the record needs a model that the configuration does not name.
         """
-        shape = self._latent_shape(sample)
-        grid = [side // size for side, size in zip(shape[1:], self.config.patch, strict=True)]
+        channels, frames = self.config.latent_channels, 0
+        shape: Any = sample.latents and sample.latents.shape
+        if sample.video is not None:
+            plan = self._plan(sample.video)
+            frames, shape = len(plan.frame_indices), (channels, *plan.latent_shape)
+        if shape[0] != channels:
+            detail = f"latents of {shape[0]} channels, but encoder.latent_channels is {channels}"
+            raise SampleRejected("wrong_shape", detail)
+        try:
+            grid = patch_grid(shape[1:], self.config.patch)
+        except PackingError as error:
+            raise SampleRejected("wrong_shape", str(error)) from None
         rows, token_ids, changes = self._text(sample)
         return MeasuredClip(
             key=sample.key,
             sample=sample,
             latent_shape=shape,
-            grid=(grid[0], grid[1], grid[2]),
+            grid=grid,
             text_tokens=BRIDGE_TEXT_LENGTH if self.config.compat == "bridge" else rows,
             text_rows=rows,
             token_ids=token_ids,
+            frames=frames,
             changes=changes,
         )
 
@@ -234,10 +247,11 @@ class TextToVideoEncoder:
         latent = self._encoded(measured, read) if sample.latents is None else self._stored(sample.latents, read)
         text = self._embedded(measured) if sample.context is None else self._stored(sample.context, read)
         text = text[: measured.text_rows]
-        for what, tensor in (("latents", latent), ("text embeddings", text)):
-            if not torch.isfinite(tensor).all():
+        sizes = {"latents": largest(latent), "text embeddings": largest(text)}
+        for what, size in sizes.items():
+            if not math.isfinite(size):
                 raise SampleRejected("not_finite", f"its {what} hold NaN or infinite values")
-        if self.config.compat == "bridge" and float(latent.abs().max()) > BRIDGE_LARGEST_LATENT:
+        if self.config.compat == "bridge" and sizes["latents"] > BRIDGE_LARGEST_LATENT:
             raise SampleRejected(
                 "over_limit", f"its latents have values above {BRIDGE_LARGEST_LATENT:g}, which Bridge skips"
             )
@@ -247,21 +261,6 @@ class TextToVideoEncoder:
             text=text.to(self.dtype),
             metadata=dict(sample.metadata),
         )
-
-    def _latent_shape(self, sample: TextToVideo) -> tuple[int, int, int, int]:
-        channels = self.config.latent_channels
-        if sample.latents is None:
-            assert sample.video is not None
-            return (channels, *self._plan(sample.video).latent_shape)
-        stored, frames, height, width = sample.latents.shape
-        sides, patch = [frames, height, width], list(self.config.patch)
-        if stored != channels:
-            raise SampleRejected(
-                "wrong_shape", f"latents of {stored} channels, but encoder.latent_channels is {channels}"
-            )
-        if any(side % size for side, size in zip(sides, patch, strict=True)):
-            raise SampleRejected("wrong_shape", f"latents of {sides} do not divide into patches of {patch}")
-        return stored, frames, height, width
 
     def _plan(self, video: Media) -> ClipPlan:
         if self.latent_encoder is None:
@@ -317,13 +316,7 @@ class TextToVideoEncoder:
         frames = (
             self._decoding(wanted, read, (video.name,)) if self.config.decode_in_child else self._frames(wanted, read)
         )
-        latent = self.latent_encoder.encode(frames["frames"])
-        if tuple(latent.shape) != measured.latent_shape:
-            raise ConfigError(
-                f"{self.latent_encoder.name} made latents of shape {list(latent.shape)}, but its strides imply "
-                f"{list(measured.latent_shape)}."
-            )
-        return latent.float()
+        return _of_shape(measured.latent_shape, self.latent_encoder.encode(frames["frames"]), self.latent_encoder)
 
     def _frames(self, wanted: tuple[Media, ClipPlan], read: Callable[[str], bytes]) -> dict[str, torch.Tensor]:
         """Returns the planned frames of a video in their planned size, as ``frames``."""
@@ -350,12 +343,13 @@ class TextToVideoEncoder:
         assert self.caption_encoder is not None
         assert measured.token_ids is not None
         text = self.caption_encoder.encode(measured.token_ids.tolist())
-        if tuple(text.shape) != (measured.text_rows, self.config.text_width):
-            raise ConfigError(
-                f"{self.caption_encoder.name} made embeddings of shape {list(text.shape)} for {measured.text_rows} "
-                f"tokens of width {self.config.text_width}."
-            )
-        return text.float()
+        return _of_shape((measured.text_rows, self.config.text_width), text, self.caption_encoder)
+
+
+def _of_shape(shape: tuple[int, ...], made: torch.Tensor, model: LatentEncoder | CaptionEncoder) -> torch.Tensor:
+    if tuple(made.shape) != shape:
+        raise ConfigError(f"{model.name} made a tensor of shape {list(made.shape)}, but promised {list(shape)}.")
+    return made.float()
 
 
 def _read(name: str, read: Callable[[str], bytes]) -> bytes:

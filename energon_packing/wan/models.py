@@ -15,7 +15,7 @@ from energon_packing.errors import ConfigError, SampleRejected
 
 
 class LatentEncoder(Protocol):
-    """A video VAE. Anything with these attributes and this method can be given to `TextToVideoEncoder`."""
+    """A video VAE: anything with these attributes and this method."""
 
     @property
     def name(self) -> str:
@@ -41,13 +41,11 @@ class LatentEncoder(Protocol):
 
 
 class WanLatentEncoder:
-    """diffusers' `AutoencoderKLWan`: the mode of its distribution, normalised by its own means and deviations.
-
-    diffusers' Wan pipelines and Wan's own training code use these latents.
+    """diffusers' `AutoencoderKLWan`: the mode of its distribution, normalised by its own means and deviations, as
+    diffusers' Wan pipelines and Wan's own training code use it.
 
     Args:
         path: a diffusers pipeline (its folder ``vae`` is taken) or the VAE itself; directory or hub name.
-        device: where it runs.
 
     Raises:
         ConfigError: diffusers is missing, there is no such VAE at ``path``, or it is of another kind.
@@ -80,7 +78,7 @@ class WanLatentEncoder:
 
     @torch.inference_mode()
     def encode(self, frames: torch.Tensor) -> torch.Tensor:
-        """Returns latents float32 ``[channels, t, h, w]`` of frames uint8 ``[T, H, W, 3]``."""
+        """See `LatentEncoder.encode`; float32."""
         vae = self._vae
         pixels = frames.to(self._device).permute(3, 0, 1, 2)[None].to(vae.dtype) / 127.5 - 1.0
         latents = vae.encode(pixels).latent_dist.mode()[0].float()
@@ -93,7 +91,7 @@ class WanLatentEncoder:
 
 
 class CaptionEncoder(Protocol):
-    """A text encoder. Anything with these attributes and methods can be given to `TextToVideoEncoder`."""
+    """A text encoder: anything with these attributes and methods."""
 
     @property
     def name(self) -> str:
@@ -119,7 +117,6 @@ class T5CaptionEncoder:
     Args:
         path: a diffusers pipeline (its folders ``text_encoder`` and ``tokenizer`` are taken), or a directory that holds
             both; directory or hub name.
-        device: where it runs.
 
     Raises:
         ConfigError: transformers is missing, or there is no text encoder or tokenizer at ``path``.
@@ -168,7 +165,7 @@ class T5CaptionEncoder:
 
     @torch.inference_mode()
     def encode(self, token_ids: list[int]) -> torch.Tensor:
-        """Returns embeddings float32 ``[len(token_ids), width]``."""
+        """See `CaptionEncoder.encode`; float32."""
         ids = torch.tensor([token_ids], device=self._device)
         hidden = self._model(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state
         return hidden[0].float().cpu().clone()

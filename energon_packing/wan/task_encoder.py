@@ -159,8 +159,7 @@ class TextToVideoTaskEncoder(WindowTaskEncoder):
             SampleRejected: see `TextToVideoEncoder.render`.
         """
         measured = sample.measured
-        if measured is None:
-            raise PackingError(f"sample {sample.__key__} was selected although it was never measured")
+        assert measured is not None, "the window selects what was measured"
         return self.as_rendered(sample, self.encoder.render(measured, functools.partial(read_media, sample.store)))
 
     def as_rendered(self, sample: MeasuredClipSample, clip: WanSample) -> RenderedClipSample:
@@ -230,16 +229,10 @@ def build_text_to_video_loader(
     Args:
         latent_encoder, caption_encoder: models of your own; None takes those of ``config.encoder``.
         task_encoder: None builds one from the configuration and the two models.
-        arguments: as for `energon_packing.energon.loader.build_loader`.
-
-    Raises:
-        UserError: there is no data set at ``data.path``, or it lacks the split.
-        ConfigError: a model or a size cannot be used.
+        arguments, and what is raised: as for `energon_packing.energon.loader.build_loader`.
     """
-    if task_encoder is None:
-        task_encoder = build_text_to_video_task_encoder(
-            config, latent_encoder=latent_encoder, caption_encoder=caption_encoder
-        )
+    models = {"latent_encoder": latent_encoder, "caption_encoder": caption_encoder}
+    task_encoder = task_encoder or build_text_to_video_task_encoder(config, **models)
     return build_loader(_shared_settings(config), task_encoder=cast("Any", task_encoder), **arguments)
 
 

@@ -272,12 +272,13 @@ def check_tensor(stream: Any, path: str, size: int, role: TensorRole, config: Co
     """
     suffix = Path(path).suffix.lower().lstrip(".")
     info = tensor_info(stream, suffix, NAMES[role])
-    shape, rows = _shape(info, role), None
+    shape = _shape(info, role)
     stream.seek(0)
     digest = hashlib.file_digest(stream, "sha256").hexdigest()[:32]
+    rows = None
     if role == "context" or config.check_media == "full":
         stream.seek(0)
-        rows = _check_values(stream.read(size), suffix, info, role)
+        rows = _filled_rows(stream.read(size), suffix, info, role)
     return TensorFile(
         kind=role,
         path=path,
@@ -286,7 +287,7 @@ def check_tensor(stream: Any, path: str, size: int, role: TensorRole, config: Co
         tensor=info.tensor,
         shape=shape,
         dtype=info.dtype,
-        rows=rows if role == "context" and rows != shape[0] else None,
+        rows=None if rows == shape[0] else rows,
     )
 
 
@@ -299,15 +300,15 @@ def _shape(info: TensorInfo, role: TensorRole) -> tuple[int, ...]:
     return shape
 
 
-def _check_values(data: bytes, suffix: str, info: TensorInfo, role: TensorRole) -> int:
-    """Returns the number of rows of text embeddings, without trailing rows of zeros; of latents, of frames."""
-    import torch
+def _filled_rows(data: bytes, suffix: str, info: TensorInfo, role: TensorRole) -> int | None:
+    """Checks every value; returns the number of rows of text embeddings, without trailing rows of zeros."""
+    from energon_packing.wan.pack import largest  # needs torch
 
     tensor = read_tensor(data, suffix, (info.tensor, *NAMES[role]))
-    if not torch.isfinite(tensor).all():
+    if not math.isfinite(largest(tensor)):
         raise SampleRejected("not_finite", "it holds NaN or infinite values")
     if role == "latents":
-        return info.shape[-3]
+        return None
     filled = tensor.reshape(info.shape[-2:]).ne(0).any(dim=1).nonzero()
     if len(filled) == 0:
         raise SampleRejected("empty_context", "all embeddings of the text are zero")

@@ -76,6 +76,8 @@ def test_sorting_by_cost_lets_ranks_wait_less(lists):
     assert set(by) == {(2, 1), (2, 16), (8, 1), (8, 16)}
     assert by[8, 16] > by[8, 1]
     assert by[8, 1] < by[2, 1]
+    limited = rows(lists / "mine.npz", "--ranks", 8, "--balance-window", 16, "--image-limit", 6)
+    assert {row["efficiency"] for row in limited if "ranks" in row}.isdisjoint(by.values()), "packs of those steps too"
 
 
 @pytest.mark.parametrize(
@@ -87,6 +89,7 @@ def test_sorting_by_cost_lets_ranks_wait_less(lists):
         ("evil.npy", PICKLED.getvalue(), "is not a list of lengths"),
         ("zero.txt", b"12 0", "only positive whole numbers"),
         ("empty.txt", b"", "at least one length"),
+        ("huge.txt", b"9" * 40, "is not a list of lengths"),
     ],
 )
 def test_a_file_that_is_no_list_is_told_in_a_sentence(tmp_path, name, content, told):
@@ -104,6 +107,7 @@ def test_a_file_that_is_no_list_is_told_in_a_sentence(tmp_path, name, content, t
         (["--capacity", 5], "none of the 400 samples fits"),
         (["--capacity", 2048, "--image-limit", 4], "does not say how many images"),
         (["--capacity", 2048, "--policy", "windw"], "Did you mean 'window'"),
+        (["--capacity", 2048, "--shift", 3], "--shift is about steps of ranks; give --ranks too"),
     ],
 )
 def test_settings_that_cannot_be_met_are_told_in_a_sentence(lists, arguments, told):

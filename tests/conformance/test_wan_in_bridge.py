@@ -417,15 +417,16 @@ def test_no_pack_of_videos_hides_its_padding_from_either_attention(shapes, multi
     assert (pack.num_samples, pack.real_tokens) == (len(samples), sum(patches))
     assert pack.loss_mask.sum() == sum(patches)
     assert len(pack.to_bridge()["video_metadata"]) == len(pack.seq_len_q) == len(samples) + pack.fillers
-    for name, params in pack.packed_seq_params().items():
-        pairs = [
-            (params.cu_seqlens_q, params.cu_seqlens_q_padded),
-            (params.cu_seqlens_kv, params.cu_seqlens_kv_padded),
-        ]
+    boundaries = pack.boundaries()
+    patches, texts = (
+        (real, real if torch.equal(real, boundaries[f"{name}_padded"]) else boundaries[f"{name}_padded"])
+        for name in ("cu_seq_len_q", "cu_seq_len_kv")
+        for real in (boundaries[name],)
+    )
+    for pairs in ((patches,), (patches, texts)):  # attention among patches, and of patches to texts
         has_padding = any(not torch.equal(*pair) for pair in pairs)
         for release in ("2.9", "2.16", "2.18"):
-            assert any(infers_padding(*pair, release) for pair in pairs) is has_padding, (name, release)
-        assert params.pad_between_seqs is has_padding
+            assert any(infers_padding(*pair, release) for pair in pairs) is has_padding, release
 
 
 def test_a_video_that_leaves_no_room_for_the_masked_clip_is_refused_and_bridges_form_has_none():

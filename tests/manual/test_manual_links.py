@@ -30,7 +30,8 @@ def test_blocks_are_run_here_or_by_a_test_that_is_there_or_say_why_not():
 
 def quoted_messages() -> list[str]:
     """What the first column of the tables by symptom quotes, in pieces without names and numbers."""
-    rows = [line for line in (DOCS / "troubleshooting.md").read_text().splitlines() if line.startswith("| ")]
+    tables = (DOCS / "see.md").read_text().partition("\n## By symptom\n")[2]
+    rows = [line for line in tables.splitlines() if line.startswith("| ")]
     quoted = [code for row in rows for code in re.findall(r"`([^`]*)`", row.split(" | ")[0])]
     return [piece.strip() for code in quoted for piece in code.split("...") if piece.strip()]
 

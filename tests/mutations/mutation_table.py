@@ -484,6 +484,13 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         trap=47,
+        name="fixed boundaries of an aligned row are two tensors on a device",
+        test=BATCH + "test_fixed_boundary_arrays_without_padding_stay_one_tensor_where_nothing_can_be_compared",
+        oracle="one tensor, as Transformer Engine 2.18 asks",
+        edits=(("thd/batch.py", "repeat_last(padded) if batch.pad_between_seqs else real", "repeat_last(padded)"),),
+    ),
+    Mutation(
+        trap=47,
         name="a video alone gets no masked clip",
         test="tests/conformance/test_wan_in_bridge.py::test_no_pack_of_videos_hides_its_padding_from_either_attention",
         oracle="Transformer Engine's comparison",

@@ -20,6 +20,7 @@ from energon_packing.demo import processor_path
 from energon_packing.drops import DroppedSample
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.ledger import ChangedSample
+from energon_packing.report.preview import Wanted
 from energon_packing.report.preview_page import (
     KINDS,
     PICTURES,
@@ -172,6 +173,14 @@ def preview(dataset, *arguments):
 def shown_by(path):
     check_closed(path.read_text())
     return data_of(path.read_text())
+
+
+@pytest.mark.parametrize(
+    ("key", "holds"), [("a#12", True), ("a/rejected", True), ("b/a", False), ("a#b", False), ("a/0001", False)]
+)
+def test_a_sample_is_found_by_its_pieces_and_answers_and_not_by_what_its_key_begins_with(key, holds):
+    pack = SimpleNamespace(keys=(key,), batch=SimpleNamespace(sample_keys=()))
+    assert (Wanted(packs=1, key="a").holds(pack), Wanted(packs=1, key=key).holds(pack)) == (holds, True)
 
 
 def test_the_command_writes_real_packs_with_pictures_and_places(dataset, tmp_path):

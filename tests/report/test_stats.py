@@ -1,7 +1,10 @@
 """Statistics against counts made by hand in plain Python, on indexes, plans and data sets."""
 
 import json
+import os
+import signal
 import statistics as plain
+import tempfile
 from collections import Counter
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -16,6 +19,7 @@ from energon_packing.cli.main import cli
 from energon_packing.config import RunConfig, TrainingConfig, load_config
 from energon_packing.demo import processor_path
 from energon_packing.energon.loader import build_loader
+from energon_packing.offline import measure
 from energon_packing.offline.index import Index
 from energon_packing.offline.plan import Plan
 from energon_packing.report.stats import packings, statistics, stats_report
@@ -202,6 +206,17 @@ def test_a_data_set_is_drawn_from_or_measured_whole(dataset, tmp_path):
     own, true = part["quantities"]["tokens"], whole["quantities"]["tokens"]
     assert abs(own["mean"] - true["mean"]) <= 2 * own["mean_error"]
     assert part == result(dataset, *options, "--samples", 25), "the seed decides"
+
+
+def test_a_command_that_is_told_to_end_leaves_no_directory(dataset, tmp_path, monkeypatch):
+    def told_to_end(*_):
+        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # which would end the tests
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(measure, "measure", told_to_end)
+    ended = stats(dataset, "--full", "--set", f"encoder.processor={processor_path('qwen2_5_vl')}")
+    assert (ended.exit_code, list(tmp_path.iterdir())) == (128 + signal.SIGTERM, [])
 
 
 @pytest.mark.parametrize("weights", [(3, 1), None])

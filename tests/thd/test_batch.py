@@ -291,6 +291,12 @@ def test_fixed_boundary_arrays_repeat_the_last_boundary_and_pass_every_check(mul
         assert_same(thd.reassemble([thd.slice_for_context_parallel(fixed, 2, rank) for rank in range(2)]), fixed)
 
 
+def test_fixed_boundary_arrays_without_padding_stay_one_tensor_where_nothing_can_be_compared():
+    aligned = text_batch(8, 4, multiple=4, width=12).to("meta")  # as on a GPU, where a comparison would wait
+    fixed = thd.pad_cu_seqlens(aligned, max_segments=5)
+    assert (fixed.cu_seqlens_padded is fixed.cu_seqlens, fixed.pad_between_seqs) == (True, False)
+
+
 def test_fixed_boundary_arrays_refuse_what_they_cannot_hold():
     batch = text_batch(5, 12, 3, multiple=4, width=32)
     with pytest.raises(PackingError, match="4 segments, more than max_segments=3"):

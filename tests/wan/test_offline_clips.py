@@ -127,11 +127,14 @@ def test_the_index_has_a_row_for_every_clip_with_the_sizes_of_the_online_loader(
     packs, dropped = online
     rows = rows_of(Index.open(index))
     sizes = {row["key"]: (row["length"], row["text_tokens"]) for row in rows}
+    frames = {row["key"]: row["frames"] for row in rows}
     assert len(rows) == len(sizes) == 36
     for each in packs:
         lengths = zip(each.batch.seq_len_q.tolist(), each.batch.seq_len_kv.tolist(), strict=True)
-        for key, size in zip(each.keys, lengths, strict=False):  # the last may be a filler
+        steps = each.batch.grid_sizes[:, 0].tolist()
+        for key, size, latents in zip(each.keys, lengths, steps, strict=False):  # the last may be a filler
             assert sizes.pop(key) == size
+            assert frames[key] in (0, 1 + 4 * (latents - 1)), "those that the VAE is given, not all of the file"
     assert sizes.keys() == dropped.keys()
     assert all(row["reason"] is None for row in rows)  # what is dropped is so by limits of a pack
 

@@ -88,8 +88,8 @@ class Clips(SampleKind):
             "targets": measured.length,
             "text_tokens": measured.text_tokens,
             "videos": 1,
-            "frames": video.frames if video else 0,
-            "pixels": video.width * video.height * video.frames if video else 0,
+            "frames": measured.frames,
+            "pixels": video.width * video.height * measured.frames if video else 0,
         }
 
     def planned_sizes(self, measured: MeasuredClip) -> tuple[int, ...]:

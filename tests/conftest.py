@@ -11,8 +11,10 @@ from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else routers of experts are compiled, by g++ on a new machine
 
 import pytest
+from forking_python import UNFREEZE, freeze_for_good
 from hypothesis import HealthCheck, settings
 
 from energon_packing.config import EncoderConfig
@@ -23,7 +25,6 @@ settings.register_profile("patient", deadline=None, suppress_health_check=[Healt
 settings.load_profile("patient")
 
 VISION = ("qwen2_5_vl", "qwen3_vl")
-FREEZE, UNFREEZE = gc.freeze, gc.unfreeze
 STEP = 300 << 20
 LARGE = [1500 << 20]
 """Bytes of a test process from which on what was frozen is looked through again."""
@@ -121,11 +122,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=turn)
 
 
-def pytest_collection_finish() -> None:
-    """Keeps Energon from unfreezing what `imports_without_garbage` froze; it unfreezes all after every epoch."""
-    gc.freeze = gc.unfreeze = lambda: None  # type: ignore[assignment]
-
-
 @pytest.fixture(scope="module", autouse=True)
 def imports_without_garbage() -> None:
     """Keeps the garbage collector off all that was imported before this file, for good.
@@ -134,14 +130,13 @@ def imports_without_garbage() -> None:
     each time, and each forked worker copies the pages that a collection writes to. What was frozen while a test used it
     becomes garbage out of reach; it is let go once it is large, because forks copy the tables of all memory.
     """
-    gc.collect()
     if resident() > LARGE[0]:
         UNFREEZE()
         gc.collect()
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
         LARGE[0] = resident() + STEP
-    FREEZE()
+    freeze_for_good()
 
 
 @pytest.fixture(autouse=True)
@@ -150,8 +145,7 @@ def first_use_without_garbage() -> Iterator[None]:
     before = len(sys.modules)
     yield
     if len(sys.modules) > before + 50:
-        gc.collect()
-        FREEZE()
+        freeze_for_good()
 
 
 @pytest.fixture(autouse=True)

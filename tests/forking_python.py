@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "energon_packing"
 STARTED = "ENERGON_PACKING_QUICK_PYTHON"  # for programs of tests that are tests again
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+FREEZE, UNFREEZE = gc.freeze, gc.unfreeze
 
 CLIENT = r"""#!{python} -IS
 import json, os, signal, socket, sys
@@ -48,6 +49,18 @@ if status < 0:
     os.kill(os.getpid(), -status)
 os._exit(status)
 """
+
+
+def freeze_for_good() -> None:
+    """Keeps the garbage collector off all that is in memory now.
+
+    Energon unfreezes it after every epoch. Each collection then goes through a million imported objects, half a second,
+    and writes to every page that a fork shares with its parent.
+    """
+    gc.collect()
+    FREEZE()
+    gc.freeze = gc.unfreeze = lambda: None
+    gc.get_freeze_count = lambda: 1  # which counts them one by one
 
 
 def import_slow_modules() -> bool:
@@ -71,9 +84,7 @@ def import_slow_modules() -> bool:
     for name in [name for name in sys.modules if name.partition(".")[0] in (PACKAGE, "support")]:
         del sys.modules[name]
     sys.path.remove(str(ROOT))
-    # Else a fork's first collection of garbage writes to every page that it shares with this process.
-    gc.collect()
-    gc.freeze()
+    freeze_for_good()
     return has_bridge
 
 
@@ -169,6 +180,7 @@ def end_program(code: int) -> None:
 
 def serve(address: str, owner: int) -> None:
     """Forks programs until the process `owner` is gone."""
+    sys.modules["forking_python"] = sys.modules["__main__"]  # programs that freeze know the functions of gc by it
     import_slow_modules()
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"{address}.new")

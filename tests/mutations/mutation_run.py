@@ -13,7 +13,6 @@ puts back one bug in eight, others for each state of the package.
 import argparse
 import compileall
 import contextlib
-import gc
 import hashlib
 import importlib
 import json
@@ -37,7 +36,7 @@ from budget_mutations import BUDGET_MUTATIONS
 from convert_mutations import CONVERT_MUTATIONS
 from engine_mutations import ENGINE_MUTATIONS
 from family_mutations import FAMILY_MUTATIONS
-from forking_python import PACKAGE, ROOT, import_slow_modules
+from forking_python import PACKAGE, ROOT, freeze_for_good, import_slow_modules
 from media_mutations import MEDIA_MUTATIONS
 from megatron_lm_mutations import MEGATRON_LM_MUTATIONS
 from mutation_table import MUTATIONS, Mutation
@@ -194,8 +193,7 @@ def import_libraries(result: Path) -> None:
         if name not in sys.modules:
             with contextlib.suppress(Exception), contextlib.redirect_stderr(None):
                 importlib.import_module(name)
-    gc.collect()
-    gc.freeze()
+    freeze_for_good()
 
 
 def start(folder: Path, tests: Sequence[str], *, one_case: bool) -> int:

@@ -1,7 +1,7 @@
 """Programs of tests that import once and fork, one process a rank: their environment, their start, their end."""
 
 import contextlib
-import gc
+import importlib
 import logging
 import os
 import secrets
@@ -9,9 +9,12 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+
+from forking_python import freeze_for_good, quick_python
 
 import energon_packing
 
@@ -32,8 +35,6 @@ def launch(program: str, *arguments: object, folder: Path, timeout: float = 400,
     Raises:
         RuntimeError: the program failed.
     """
-    from forking_python import quick_python
-
     command = [quick_python(), "-W", "ignore", program, *map(str, arguments)]
     output = folder / "output.txt"
     with output.open("w") as out:
@@ -60,9 +61,7 @@ def ready() -> None:
     PIL.Image.init()
     # A rank sets the levels of many of a thousand loggers, and each time the caches of all of them would be cleared.
     logging.root.manager._clear_cache = lambda: None  # type: ignore[attr-defined]
-    # Else the first collection of garbage in every rank copies all pages of the imports: a third of a run's time.
-    gc.collect()
-    gc.freeze()
+    freeze_for_good()
 
 
 def free_port() -> int:
@@ -83,8 +82,30 @@ def torchrun(rank: int, world: int, port: int) -> None:
 def fork(world: int, be_rank: Callable[[int], None], *, grace: int = 0) -> bool:
     """Forks ranks and waits for them. Returns whether all of them ended well.
 
-    Where one is killed the others are too; where one fails they get `grace` seconds to say why.
+    Where one is killed the others are too; where one fails they get `grace` seconds to say why. What the first rank
+    imported is imported here then, for the ranks that are forked after these.
     """
+    with tempfile.TemporaryFile("w+") as imported:
+
+        def be(rank: int) -> None:
+            try:
+                be_rank(rank)
+            finally:
+                if rank == 0:
+                    imported.write("\n".join(sys.modules))
+                    imported.flush()
+
+        well = _forked(world, be, grace)
+        imported.seek(0)
+        for name in imported.read().split():
+            if name not in sys.modules:
+                with contextlib.suppress(Exception):
+                    importlib.import_module(name)
+    freeze_for_good()
+    return well
+
+
+def _forked(world: int, be_rank: Callable[[int], None], grace: int) -> bool:
     ranks: set[int] = set()
     for rank in range(world):
         child = os.fork()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Self
 
-from energon_packing.conversation import PREFERENCE, MediaKind, MediaPart, Turn, read_extras
+from energon_packing.conversation import PREFERENCE, MediaKind, MediaPart, Turn, read_extras, wrong_extra
 from energon_packing.convert.config import MissingPlaceholder
 from energon_packing.convert.fields import expect, first_of, near_name, says_nothing, unread
 from energon_packing.convert.json_text import parse_part
@@ -136,8 +136,7 @@ class RecordMedia:
         """The columns of a record; raises ``conflicting_columns``, ``non_string_value``, ``bad_frames``,
         ``unsupported_field``."""
         media = cls(columns={}, frame_fps=frame_fps)
-        for kind in COLUMNS:
-            media.columns[kind] = _column(record, kind, media)
+        media.columns |= {kind: _column(record, kind, media) for kind in COLUMNS}
         return media
 
     def ignore(self, value: Mapping[str, Any], read: Collection[str], place: str) -> None:
@@ -343,11 +342,22 @@ def _count(turns: Sequence[Turn], tag: str) -> int:
 
 
 _Applies = Callable[[Any, Mapping[str, Any], Sequence[Turn]], bool]
-_CHANGE_THE_MEANING: tuple[tuple[Collection[str], _Applies, str], ...] = (
-    (_AUDIO_COLUMNS, lambda value, record, turns: True, "holds audio, which is not supported"),
+_OF_TEMPLATE = "is an argument of the chat template, which is not supported"
+
+
+def _always(value: Any, record: Mapping[str, Any], turns: Sequence[Turn]) -> bool:
+    return True
+
+
+def _is_list(value: Any, record: Mapping[str, Any], turns: Sequence[Turn]) -> bool:
+    return isinstance(value, list)
+
+
+_MEANINGS: tuple[tuple[Collection[str], _Applies, str], ...] = (
+    (_AUDIO_COLUMNS, _always, "holds audio, which is not supported"),
     (
         LABELS,
-        lambda value, record, turns: is_preference_label(value),
+        lambda value, *_: is_preference_label(value),
         "is {value!r:.60}, a preference label (KTO); --kto-label {name} keeps it for a loss that reads 'preference'; "
         "to train on the preferred answers alone, keep only their records and remove the column",
     ),
@@ -356,7 +366,7 @@ _CHANGE_THE_MEANING: tuple[tuple[Collection[str], _Applies, str], ...] = (
             *("weight", "weights", "sample_weight", "loss_weight", "loss_scale", "loss_mask"),
             *("loss", "train_mask", "mask", "train"),
         ),
-        lambda value, record, turns: _weighs(value),
+        lambda value, *_: _weighs(value),
         "weighs or masks the whole record, which is not supported; write the field 'weight' into its messages",
     ),
     (
@@ -373,35 +383,28 @@ _CHANGE_THE_MEANING: tuple[tuple[Collection[str], _Applies, str], ...] = (
     ),
     (
         ("history",),
-        lambda value, record, turns: isinstance(value, list),
+        _is_list,
         "holds earlier turns, which are read beside 'instruction' or 'query' only; put them into the list of turns",
     ),
-    (
-        ("chat_template_kwargs",),
-        lambda value, record, turns: True,
-        "is an argument of the chat template, which is not supported",
-    ),
-    (
-        ("documents",),
-        lambda value, record, turns: isinstance(value, list),
-        "is an argument of the chat template, which is not supported",
-    ),
+    (("chat_template_kwargs",), _always, _OF_TEMPLATE),
+    (("documents",), _is_list, _OF_TEMPLATE),
     (
         ("objects",),
         lambda value, record, turns: any(_count(turns, tag) for tag in _GROUNDING),
         f"holds the values of {' and '.join(_GROUNDING)} in the text, which are not supported",
     ),
     (
-        frozenset(
+        [
             f"{answer}_{what}{s}"
             for answer in ("chosen", "rejected", "positive", "negative")
             for what in ("message", "response", "conversation", "answer", "output", "image", "video", "audio", "tool")
             for s in ("", "s")
-        ),
-        lambda value, record, turns: True,
+        ],
+        _always,
         "belongs to an unknown layout of pairs; docs/convert.md lists the supported ones",
     ),
 )
+_CHANGE_THE_MEANING = {name: (applies, why) for names, applies, why in _MEANINGS for name in names}
 """Columns, when they may not be ignored, and why."""
 
 
@@ -416,12 +419,10 @@ def check_columns(
         turns, media: what was found in them.
     """
     others = {name: record[name] for name in record if name not in read}
-    for name in sorted(name for name in others if not says_nothing(record[name])):
-        for names, applies, why in _CHANGE_THE_MEANING:
-            if name in names and applies(record[name], record, turns):
-                raise SampleRejected(
-                    "unsupported_column", f"the column {name!r} {why.format(name=name, value=record[name])}"
-                )
+    for name in sorted(_CHANGE_THE_MEANING.keys() & others.keys()):
+        (applies, why), value = _CHANGE_THE_MEANING[name], record[name]
+        if not says_nothing(value) and applies(value, record, turns):
+            raise SampleRejected("unsupported_column", f"the column {name!r} {why.format(name=name, value=value)}")
     if not _AUDIO_COLUMNS.isdisjoint(record) and (count := _count(turns, "<audio>")):
         raise SampleRejected(
             "placeholder_mismatch", f"the text has {count} <audio> placeholder(s), but the record has no audio"
@@ -441,9 +442,8 @@ def parse_extras(record: Mapping[str, Any], columns: Sequence[str], *, pair: boo
     Raises:
         SampleRejected: ``bad_extra`` for an invalid value, ``conflicting_columns`` if a name has two values.
     """
-    values: dict[str, Any] = {}
-    if record.get("extras") is not None:
-        values |= expect(record["extras"], dict, "bad_extra", "the extras column is", "name -> value")
+    given = {} if says_nothing(record.get("extras")) else record["extras"]
+    values = {**expect(given, dict, "bad_extra", "the extras column is", "name -> value")}
     for name in columns:
         if (value := _extra_column(record, name, pair)) is None:
             continue
@@ -457,10 +457,8 @@ def parse_extras(record: Mapping[str, Any], columns: Sequence[str], *, pair: boo
     if PREFERENCE in extras:
         raise _bad_extra(f"{PREFERENCE!r} is made from the answers of a pair and cannot be given")
     for name, value in extras.items():
-        if isinstance(value, Mapping) and (not pair or set(value) != set(_ANSWERS)):
-            raise _bad_extra(f"{name!r} has parts other than the two answers of a pair")
-        if isinstance(value, list | tuple) and pair:
-            raise _bad_extra(f"{name!r} is one list, but a pair has two answers; give one list for each")
+        if wrong := wrong_extra(value, is_pair=pair):
+            raise _bad_extra(f"{name!r} {wrong}")
     return extras
 
 

@@ -202,22 +202,24 @@ def _read_part(part: Any, number: int, media: RecordMedia, column: str, pieces: 
 
 
 _CALLS = ("tool_calls", "function_call")
-_CHANGE_THE_MEANING: tuple[tuple[Collection[str], Callable[[Any, Mapping[str, Any]], bool], str], ...] = (
-    (AUDIO, lambda value, message: True, "but audio is not supported"),
+
+
+def _always(value: Any, message: Mapping[str, Any]) -> bool:
+    return True
+
+
+_MEANINGS: tuple[tuple[Collection[str], Callable[[Any, Mapping[str, Any]], bool], str], ...] = (
+    (AUDIO, _always, "but audio is not supported"),
     (
         ("image", "images", "image_url", "video", "videos", "video_url"),
-        lambda value, message: True,
+        _always,
         "which is not read; name the file in a content part, or in the column 'images' or 'videos' of the record",
     ),
-    (
-        ("tools", "functions"),
-        lambda value, message: True,
-        "which is not read; tool definitions belong in the record's column 'tools'",
-    ),
-    (_CALLS, lambda value, message: True, "but only an assistant calls tools"),
+    (("tools", "functions"), _always, "which is not read; tool definitions belong in the record's column 'tools'"),
+    (_CALLS, _always, "but only an assistant calls tools"),
     (
         ("train_detail", "mask", "masked", "loss_mask", "train_mask", "loss_scale", "training"),
-        lambda value, message: True,
+        _always,
         "which is not read; 'weight', 'loss', 'loss_weight' or 'train' of a message sets how much it is trained",
     ),
     (
@@ -230,17 +232,14 @@ _CHANGE_THE_MEANING: tuple[tuple[Collection[str], Callable[[Any, Mapping[str, An
         lambda value, message: bool(value != "final"),
         "{value!r:.60}; thinking belongs in 'reasoning_content', calls in 'tool_calls'",
     ),
-    (
-        ("tool_plan",),
-        lambda value, message: True,
-        "which is not read; thinking belongs in 'reasoning_content'",
-    ),
+    (("tool_plan",), _always, "which is not read; thinking belongs in 'reasoning_content'"),
     (
         ("reasoning_details",),
         lambda value, message: not any(message.get(name) for name in THINKING_FIELDS),
         "which is not read; thinking belongs in 'reasoning_content'",
     ),
 )
+_CHANGE_THE_MEANING = {name: (applies, why) for names, applies, why in _MEANINGS for name in names}
 """Fields of a message, when they may not be left out, and why."""
 
 
@@ -348,8 +347,9 @@ def _check_fields(
     if message.keys() <= read:
         return
     for name, value in message.items():
-        for columns, applies, why in _CHANGE_THE_MEANING if name not in read and not says_nothing(value) else ():
-            if name in columns and applies(value, message):
+        if name in _CHANGE_THE_MEANING and name not in read and not says_nothing(value):
+            applies, why = _CHANGE_THE_MEANING[name]
+            if applies(value, message):
                 said = f"turn {number} ({role}) has the field {name!r}, {why.format(value=value)}"
                 raise SampleRejected("unsupported_field", said)
     media.ignore(message, read, f"{column}[]")

@@ -1,6 +1,6 @@
 """What a layout is, all layouts, and which of them a record has.
 
-A layout is a module of this folder that declares a `LAYOUT`, or several as `LAYOUTS`.
+A layout is a module of this folder that declares a `LAYOUT`, or several as `DECLARED`.
 """
 
 from collections.abc import Callable, Mapping

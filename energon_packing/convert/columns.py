@@ -177,15 +177,12 @@ def reference_of(
     entry: Any, kind: MediaKind, where: str, frame_fps: float, rate: Any = None, times: Any = None
 ) -> MediaReference:
     """One image or video: a path or ``{"path": ...}``; for a video also a list of frames or a timed
-    ``{"frames": [...]}``.
+    ``{"frames": [...]}``; raises ``non_string_value``, ``bad_frames``.
 
     Args:
         where: column or part, for messages.
         frame_fps: frames per second if no rate is stated.
         rate, times: of a list of frames, from columns of their own; those of the entry take precedence.
-
-    Raises:
-        SampleRejected: ``non_string_value``, ``bad_frames``.
     """
     own = entry if isinstance(entry, dict) else {}
     frames = first_of(own, "frames", "video") if own else entry
@@ -250,12 +247,8 @@ def refuse_own_view(
     Fields as ``qwen_vl_utils.fetch_image`` and ``fetch_video`` read them.
 
     Args:
-        value: a record, an entry of a column, or a content part.
-        kind: ``image`` or ``video``; images have no parts and no frames.
-        reason: of the rejection.
-        where: what the object is, for the message.
+        value: a record, an entry of a column, or a content part (``is_part``), which ``where`` names.
         is_frames: whether the video is a list of frames, which is used as it is; its rate says when they are shown.
-        is_part: whether this is a content part.
     """
     of_video = _CUTS + _MOST_FRAMES + (_FRAMES if is_part else ()) if kind == "video" and not is_frames else ()
     for name in _SIZES + of_video:
@@ -281,11 +274,8 @@ def place_missing(turns: list[Turn], media: RecordMedia, how: MissingPlaceholder
 
     A text with some placeholders, but too few, stays as it is: nobody can say which of the images it means.
 
-    Args:
-        turns: of the record.
-        media: of the record; its references are put into the order of the new turns.
-        how: ``prepend`` to or ``append`` to the first turn of the user; images come before videos.
-        warnings: receives ``placeholder_added``.
+    They come before or after the first turn of the user, images before videos, and ``media.references`` in the order of
+    the new turns. ``warnings`` receives ``placeholder_added``.
     """
     first = next((number for number, turn in enumerate(turns) if turn.role == "user"), None)
     missing = [kind for kind, column in media.columns.items() if column and not media.named[kind]]
@@ -411,13 +401,8 @@ _CHANGE_THE_MEANING = {name: (applies, why) for names, applies, why in _MEANINGS
 def check_columns(
     record: Mapping[str, Any], read: Collection[str], turns: Sequence[Turn], media: Sequence[MediaReference]
 ) -> set[str]:
-    """Names of the filled columns that nothing reads; raises ``unsupported_column`` for one that changes the meaning.
-
-    Args:
-        record: the parsed JSON.
-        read: the columns that were read.
-        turns, media: what was found in them.
-    """
+    """Names of the filled columns other than ``read``; raises ``unsupported_column`` for one that changes the meaning
+    of the turns and media."""
     others = {name: record[name] for name in record if name not in read}
     for name in sorted(_CHANGE_THE_MEANING.keys() & others.keys()):
         (applies, why), value = _CHANGE_THE_MEANING[name], record[name]
@@ -453,17 +438,13 @@ def parse_extras(record: Mapping[str, Any], columns: Sequence[str], *, pair: boo
     try:
         extras = read_extras(values)
     except SampleRejected as error:
-        raise _bad_extra(error.detail) from error
+        raise SampleRejected("bad_extra", error.detail) from error
     if PREFERENCE in extras:
-        raise _bad_extra(f"{PREFERENCE!r} is made from the answers of a pair and cannot be given")
+        raise SampleRejected("bad_extra", f"{PREFERENCE!r} is made from the answers of a pair and cannot be given")
     for name, value in extras.items():
         if wrong := wrong_extra(value, is_pair=pair):
-            raise _bad_extra(f"{name!r} {wrong}")
+            raise SampleRejected("bad_extra", f"{name!r} {wrong}")
     return extras
-
-
-def _bad_extra(detail: str) -> SampleRejected:
-    return SampleRejected("bad_extra", detail)
 
 
 def extra_columns_read(columns: Sequence[str], *, pair: bool) -> set[str]:
@@ -484,7 +465,7 @@ def _extra_column(record: Mapping[str, Any], name: str, pair: bool) -> Any:
         if value is not None:
             raise SampleRejected("conflicting_columns", f"the record has both {name!r} and {names[0]!r}")
         if None in parts:
-            raise _bad_extra(f"the record has only one of {names[0]!r} and {names[1]!r}")
+            raise SampleRejected("bad_extra", f"the record has only one of {names[0]!r} and {names[1]!r}")
         value = dict(zip(_ANSWERS, parts, strict=True))
     return value
 

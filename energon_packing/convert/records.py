@@ -215,12 +215,7 @@ class ParsedRecord:
         return tuple(file for reference in self.references for file in reference.files)
 
     def record(self, key: str, names: Sequence[str], files: Sequence[MediaFile]) -> dict[str, Any]:
-        """The JSON form of the sample.
-
-        Args:
-            key: of the sample.
-            names: the entry in the store of each of ``media``.
-            files: each of these, checked.
+        """The JSON form of the sample, of whose ``media`` each has a name in the store and has been checked.
 
         Raises:
             SampleRejected: ``unequal_frames``, and the reasons of `Conversation`.
@@ -247,12 +242,9 @@ class ParsedRecord:
 
 
 def media_of_frames(frames: Sequence[tuple[str, MediaFile]], *, fps: float | None, times: tuple[float, ...]) -> Media:
-    """A video made of checked images, each with its name in the store.
+    """A video made of checked images of one size, else ``unequal_frames`` is raised, each with its name in the store.
 
-    Args:
-        frames: in order; of one size, or ``unequal_frames`` is raised.
-        fps: frames per second.
-        times: seconds of each frame, or empty; for two or more frames, they set the rate and override ``fps``.
+    ``times`` are the seconds of each frame, or empty; for two or more frames, they set the rate and override ``fps``.
     """
     width, height = frames[0][1].width, frames[0][1].height
     for number, (_, file) in enumerate(frames):

@@ -120,14 +120,8 @@ _PLACEHOLDER = re.compile(r"<(image|video)>")
 def read_content(content: Any, number: int, media: RecordMedia, column: str) -> tuple[Part, ...]:
     """Text and media in reading order; text is kept verbatim, adjacent texts are joined.
 
-    Args:
-        content: text, or a list of texts and parts.
-        number: of the turn, for messages.
-        media: receives the media that the content names and the fields that nothing reads.
-        column: where the content is, such as ``messages[].content``.
-
-    Raises:
-        SampleRejected: ``non_string_value``, ``unknown_part``, ``unsupported_field``, ``bad_frames``.
+    ``media`` receives the media that the content names, and the fields that nothing reads, which ``column`` precedes
+    (``messages[].content``). Raises ``non_string_value``, ``unknown_part``, ``unsupported_field``, ``bad_frames``.
     """
     if type(content) is str and "<image>" not in content and "<video>" not in content:
         return (content,) if content else ()
@@ -246,14 +240,12 @@ _CHANGE_THE_MEANING = {name: (applies, why) for names, applies, why in _MEANINGS
 def read_turns(
     messages: list[Any], fields: tuple[str, str], media: RecordMedia, warnings: list[str], column: str
 ) -> list[Turn]:
-    """The turns of a list of messages.
+    """The turns of a list of messages, which a column holds.
 
     Args:
-        messages: as the record holds them.
         fields: names of the fields that hold the role and the content of a message.
         media: of the record; receives the media that the turns name and the fields that nothing reads.
         warnings: receives ``empty_system_turn_kept`` for every system turn without text.
-        column: the one that holds the messages.
 
     Raises:
         SampleRejected: ``unknown_role``, ``empty_turn``, ``non_string_value``, ``bad_tool_call``, ``bad_weight``,

@@ -335,16 +335,17 @@ _Applies = Callable[[Any, Mapping[str, Any], Sequence[Turn]], bool]
 _OF_TEMPLATE = "is an argument of the chat template, which is not supported"
 
 
-def _always(value: Any, record: Mapping[str, Any], turns: Sequence[Turn]) -> bool:
+def always(*_: Any) -> bool:
+    """For a name that may never be ignored."""
     return True
 
 
-def _is_list(value: Any, record: Mapping[str, Any], turns: Sequence[Turn]) -> bool:
+def _is_list(value: Any, *_: Any) -> bool:
     return isinstance(value, list)
 
 
 _MEANINGS: tuple[tuple[Collection[str], _Applies, str], ...] = (
-    (_AUDIO_COLUMNS, _always, "holds audio, which is not supported"),
+    (_AUDIO_COLUMNS, always, "holds audio, which is not supported"),
     (
         LABELS,
         lambda value, *_: is_preference_label(value),
@@ -376,7 +377,7 @@ _MEANINGS: tuple[tuple[Collection[str], _Applies, str], ...] = (
         _is_list,
         "holds earlier turns, which are read beside 'instruction' or 'query' only; put them into the list of turns",
     ),
-    (("chat_template_kwargs",), _always, _OF_TEMPLATE),
+    (("chat_template_kwargs",), always, _OF_TEMPLATE),
     (("documents",), _is_list, _OF_TEMPLATE),
     (
         ("objects",),
@@ -390,7 +391,7 @@ _MEANINGS: tuple[tuple[Collection[str], _Applies, str], ...] = (
             for what in ("message", "response", "conversation", "answer", "output", "image", "video", "audio", "tool")
             for s in ("", "s")
         ],
-        _always,
+        always,
         "belongs to an unknown layout of pairs; docs/convert.md lists the supported ones",
     ),
 )

@@ -427,7 +427,7 @@ def _answer(messages: list[Any], warnings: list[str], ignored: set[str], column:
     """The turns of one answer of a pair: text only, beginning with the assistant."""
     media = RecordMedia.of({}, DEFAULT_FRAME_FPS)
     found = layout_of_turn(messages[0], "auto") if messages else None
-    fields = ("role", "content") if found is None or found.fields is None else found.fields
+    fields = (found and found.fields) or ("role", "content")
     turns = read_turns(messages, fields, media, warnings, column)
     ignored |= media.ignored
     if media.references:

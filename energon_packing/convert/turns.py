@@ -13,6 +13,7 @@ from energon_packing.convert.columns import (
     FRAME_TIMING,
     LABELS,
     RecordMedia,
+    always,
     is_preference_label,
     reference_of,
     refuse_own_view,
@@ -196,24 +197,18 @@ def _read_part(part: Any, number: int, media: RecordMedia, column: str, pieces: 
 
 
 _CALLS = ("tool_calls", "function_call")
-
-
-def _always(value: Any, message: Mapping[str, Any]) -> bool:
-    return True
-
-
 _MEANINGS: tuple[tuple[Collection[str], Callable[[Any, Mapping[str, Any]], bool], str], ...] = (
-    (AUDIO, _always, "but audio is not supported"),
+    (AUDIO, always, "but audio is not supported"),
     (
         ("image", "images", "image_url", "video", "videos", "video_url"),
-        _always,
+        always,
         "which is not read; name the file in a content part, or in the column 'images' or 'videos' of the record",
     ),
-    (("tools", "functions"), _always, "which is not read; tool definitions belong in the record's column 'tools'"),
-    (_CALLS, _always, "but only an assistant calls tools"),
+    (("tools", "functions"), always, "which is not read; tool definitions belong in the record's column 'tools'"),
+    (_CALLS, always, "but only an assistant calls tools"),
     (
         ("train_detail", "mask", "masked", "loss_mask", "train_mask", "loss_scale", "training"),
-        _always,
+        always,
         "which is not read; 'weight', 'loss', 'loss_weight' or 'train' of a message sets how much it is trained",
     ),
     (
@@ -226,7 +221,7 @@ _MEANINGS: tuple[tuple[Collection[str], Callable[[Any, Mapping[str, Any]], bool]
         lambda value, message: bool(value != "final"),
         "{value!r:.60}; thinking belongs in 'reasoning_content', calls in 'tool_calls'",
     ),
-    (("tool_plan",), _always, "which is not read; thinking belongs in 'reasoning_content'"),
+    (("tool_plan",), always, "which is not read; thinking belongs in 'reasoning_content'"),
     (
         ("reasoning_details",),
         lambda value, message: not any(message.get(name) for name in THINKING_FIELDS),

@@ -289,15 +289,11 @@ class Conversation:
             if any(isinstance(part, MediaPart) for part in turn.parts):
                 raise SampleRejected("bad_record", "the answers of a pair may contain only text; put media before them")
         for name, value in self.extras.items():
+            wrong = wrong_extra(value, is_pair=self.is_pair)
             if name == PREFERENCE and (self.is_pair or not isinstance(value, int | float)):
-                why = "is made from the answers of a pair"
-            elif isinstance(value, Mapping) and (not self.is_pair or set(value) != {"chosen", "rejected"}):
-                why = "names parts other than the answers of a pair"
-            elif isinstance(value, list | tuple) and self.is_pair:
-                why = "is one list, but a pair has two answers"
-            else:
-                continue
-            raise SampleRejected("bad_record", f"extras {name!r} {why}")
+                wrong = "is made from the answers of a pair"
+            if wrong:
+                raise SampleRejected("bad_record", f"extras {name!r} {wrong}")
         named = [part.index for turn in self.turns for part in turn.parts if type(part) is MediaPart]
         if named != list(range(len(self.media))):
             raise SampleRejected(
@@ -439,6 +435,15 @@ def read_extras(value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise _RECORD.bad(f"extras of the record is a {type(value).__name__}, expected an object")
     return {str(name): _read_extra(name, part) for name, part in value.items()}
+
+
+def wrong_extra(value: Any, *, is_pair: bool) -> str | None:
+    """Why a value cannot be an extra of a pair, or of another conversation; None if it can."""
+    if isinstance(value, Mapping) and (not is_pair or set(value) != {"chosen", "rejected"}):
+        return "has parts other than the two answers of a pair"
+    if isinstance(value, list | tuple) and is_pair:
+        return "is one list, but a pair has two answers; give one list for each"
+    return None
 
 
 def _read_extra(name: Any, value: Any) -> Any:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Self
 
-from energon_packing.conversation import PREFERENCE, MediaKind, MediaPart, Turn, read_extras
+from energon_packing.conversation import PREFERENCE, MediaKind, MediaPart, Turn, read_extras, wrong_extra
 from energon_packing.convert.config import MissingPlaceholder
 from energon_packing.convert.fields import expect, first_of, near_name, says_nothing, unread
 from energon_packing.convert.json_text import parse_part
@@ -136,8 +136,7 @@ class RecordMedia:
         """The columns of a record; raises ``conflicting_columns``, ``non_string_value``, ``bad_frames``,
         ``unsupported_field``."""
         media = cls(columns={}, frame_fps=frame_fps)
-        for kind in COLUMNS:
-            media.columns[kind] = _column(record, kind, media)
+        media.columns |= {kind: _column(record, kind, media) for kind in COLUMNS}
         return media
 
     def ignore(self, value: Mapping[str, Any], read: Collection[str], place: str) -> None:
@@ -178,15 +177,12 @@ def reference_of(
     entry: Any, kind: MediaKind, where: str, frame_fps: float, rate: Any = None, times: Any = None
 ) -> MediaReference:
     """One image or video: a path or ``{"path": ...}``; for a video also a list of frames or a timed
-    ``{"frames": [...]}``.
+    ``{"frames": [...]}``; raises ``non_string_value``, ``bad_frames``.
 
     Args:
         where: column or part, for messages.
         frame_fps: frames per second if no rate is stated.
         rate, times: of a list of frames, from columns of their own; those of the entry take precedence.
-
-    Raises:
-        SampleRejected: ``non_string_value``, ``bad_frames``.
     """
     own = entry if isinstance(entry, dict) else {}
     frames = first_of(own, "frames", "video") if own else entry
@@ -251,12 +247,8 @@ def refuse_own_view(
     Fields as ``qwen_vl_utils.fetch_image`` and ``fetch_video`` read them.
 
     Args:
-        value: a record, an entry of a column, or a content part.
-        kind: ``image`` or ``video``; images have no parts and no frames.
-        reason: of the rejection.
-        where: what the object is, for the message.
+        value: a record, an entry of a column, or a content part (``is_part``), which ``where`` names.
         is_frames: whether the video is a list of frames, which is used as it is; its rate says when they are shown.
-        is_part: whether this is a content part.
     """
     of_video = _CUTS + _MOST_FRAMES + (_FRAMES if is_part else ()) if kind == "video" and not is_frames else ()
     for name in _SIZES + of_video:
@@ -282,11 +274,8 @@ def place_missing(turns: list[Turn], media: RecordMedia, how: MissingPlaceholder
 
     A text with some placeholders, but too few, stays as it is: nobody can say which of the images it means.
 
-    Args:
-        turns: of the record.
-        media: of the record; its references are put into the order of the new turns.
-        how: ``prepend`` to or ``append`` to the first turn of the user; images come before videos.
-        warnings: receives ``placeholder_added``.
+    They come before or after the first turn of the user, images before videos, and ``media.references`` in the order of
+    the new turns. ``warnings`` receives ``placeholder_added``.
     """
     first = next((number for number, turn in enumerate(turns) if turn.role == "user"), None)
     missing = [kind for kind, column in media.columns.items() if column and not media.named[kind]]
@@ -343,11 +332,23 @@ def _count(turns: Sequence[Turn], tag: str) -> int:
 
 
 _Applies = Callable[[Any, Mapping[str, Any], Sequence[Turn]], bool]
-_CHANGE_THE_MEANING: tuple[tuple[Collection[str], _Applies, str], ...] = (
-    (_AUDIO_COLUMNS, lambda value, record, turns: True, "holds audio, which is not supported"),
+_OF_TEMPLATE = "is an argument of the chat template, which is not supported"
+
+
+def always(*_: Any) -> bool:
+    """For a name that may never be ignored."""
+    return True
+
+
+def _is_list(value: Any, *_: Any) -> bool:
+    return isinstance(value, list)
+
+
+_MEANINGS: tuple[tuple[Collection[str], _Applies, str], ...] = (
+    (_AUDIO_COLUMNS, always, "holds audio, which is not supported"),
     (
         LABELS,
-        lambda value, record, turns: is_preference_label(value),
+        lambda value, *_: is_preference_label(value),
         "is {value!r:.60}, a preference label (KTO); --kto-label {name} keeps it for a loss that reads 'preference'; "
         "to train on the preferred answers alone, keep only their records and remove the column",
     ),
@@ -356,7 +357,7 @@ _CHANGE_THE_MEANING: tuple[tuple[Collection[str], _Applies, str], ...] = (
             *("weight", "weights", "sample_weight", "loss_weight", "loss_scale", "loss_mask"),
             *("loss", "train_mask", "mask", "train"),
         ),
-        lambda value, record, turns: _weighs(value),
+        lambda value, *_: _weighs(value),
         "weighs or masks the whole record, which is not supported; write the field 'weight' into its messages",
     ),
     (
@@ -373,55 +374,41 @@ _CHANGE_THE_MEANING: tuple[tuple[Collection[str], _Applies, str], ...] = (
     ),
     (
         ("history",),
-        lambda value, record, turns: isinstance(value, list),
+        _is_list,
         "holds earlier turns, which are read beside 'instruction' or 'query' only; put them into the list of turns",
     ),
-    (
-        ("chat_template_kwargs",),
-        lambda value, record, turns: True,
-        "is an argument of the chat template, which is not supported",
-    ),
-    (
-        ("documents",),
-        lambda value, record, turns: isinstance(value, list),
-        "is an argument of the chat template, which is not supported",
-    ),
+    (("chat_template_kwargs",), always, _OF_TEMPLATE),
+    (("documents",), _is_list, _OF_TEMPLATE),
     (
         ("objects",),
         lambda value, record, turns: any(_count(turns, tag) for tag in _GROUNDING),
         f"holds the values of {' and '.join(_GROUNDING)} in the text, which are not supported",
     ),
     (
-        frozenset(
+        [
             f"{answer}_{what}{s}"
             for answer in ("chosen", "rejected", "positive", "negative")
             for what in ("message", "response", "conversation", "answer", "output", "image", "video", "audio", "tool")
             for s in ("", "s")
-        ),
-        lambda value, record, turns: True,
+        ],
+        always,
         "belongs to an unknown layout of pairs; docs/convert.md lists the supported ones",
     ),
 )
+_CHANGE_THE_MEANING = {name: (applies, why) for names, applies, why in _MEANINGS for name in names}
 """Columns, when they may not be ignored, and why."""
 
 
 def check_columns(
     record: Mapping[str, Any], read: Collection[str], turns: Sequence[Turn], media: Sequence[MediaReference]
 ) -> set[str]:
-    """Names of the filled columns that nothing reads; raises ``unsupported_column`` for one that changes the meaning.
-
-    Args:
-        record: the parsed JSON.
-        read: the columns that were read.
-        turns, media: what was found in them.
-    """
+    """Names of the filled columns other than ``read``; raises ``unsupported_column`` for one that changes the meaning
+    of the turns and media."""
     others = {name: record[name] for name in record if name not in read}
-    for name in sorted(name for name in others if not says_nothing(record[name])):
-        for names, applies, why in _CHANGE_THE_MEANING:
-            if name in names and applies(record[name], record, turns):
-                raise SampleRejected(
-                    "unsupported_column", f"the column {name!r} {why.format(name=name, value=record[name])}"
-                )
+    for name in sorted(_CHANGE_THE_MEANING.keys() & others.keys()):
+        (applies, why), value = _CHANGE_THE_MEANING[name], record[name]
+        if not says_nothing(value) and applies(value, record, turns):
+            raise SampleRejected("unsupported_column", f"the column {name!r} {why.format(name=name, value=value)}")
     if not _AUDIO_COLUMNS.isdisjoint(record) and (count := _count(turns, "<audio>")):
         raise SampleRejected(
             "placeholder_mismatch", f"the text has {count} <audio> placeholder(s), but the record has no audio"
@@ -441,9 +428,8 @@ def parse_extras(record: Mapping[str, Any], columns: Sequence[str], *, pair: boo
     Raises:
         SampleRejected: ``bad_extra`` for an invalid value, ``conflicting_columns`` if a name has two values.
     """
-    values: dict[str, Any] = {}
-    if record.get("extras") is not None:
-        values |= expect(record["extras"], dict, "bad_extra", "the extras column is", "name -> value")
+    given = {} if says_nothing(record.get("extras")) else record["extras"]
+    values = {**expect(given, dict, "bad_extra", "the extras column is", "name -> value")}
     for name in columns:
         if (value := _extra_column(record, name, pair)) is None:
             continue
@@ -453,19 +439,13 @@ def parse_extras(record: Mapping[str, Any], columns: Sequence[str], *, pair: boo
     try:
         extras = read_extras(values)
     except SampleRejected as error:
-        raise _bad_extra(error.detail) from error
+        raise SampleRejected("bad_extra", error.detail) from error
     if PREFERENCE in extras:
-        raise _bad_extra(f"{PREFERENCE!r} is made from the answers of a pair and cannot be given")
+        raise SampleRejected("bad_extra", f"{PREFERENCE!r} is made from the answers of a pair and cannot be given")
     for name, value in extras.items():
-        if isinstance(value, Mapping) and (not pair or set(value) != set(_ANSWERS)):
-            raise _bad_extra(f"{name!r} has parts other than the two answers of a pair")
-        if isinstance(value, list | tuple) and pair:
-            raise _bad_extra(f"{name!r} is one list, but a pair has two answers; give one list for each")
+        if wrong := wrong_extra(value, is_pair=pair):
+            raise SampleRejected("bad_extra", f"{name!r} {wrong}")
     return extras
-
-
-def _bad_extra(detail: str) -> SampleRejected:
-    return SampleRejected("bad_extra", detail)
 
 
 def extra_columns_read(columns: Sequence[str], *, pair: bool) -> set[str]:
@@ -486,7 +466,7 @@ def _extra_column(record: Mapping[str, Any], name: str, pair: bool) -> Any:
         if value is not None:
             raise SampleRejected("conflicting_columns", f"the record has both {name!r} and {names[0]!r}")
         if None in parts:
-            raise _bad_extra(f"the record has only one of {names[0]!r} and {names[1]!r}")
+            raise SampleRejected("bad_extra", f"the record has only one of {names[0]!r} and {names[1]!r}")
         value = dict(zip(_ANSWERS, parts, strict=True))
     return value
 

@@ -30,12 +30,8 @@ def kind_of(value: Any) -> str:
 
 
 def expect(value: Any, kind: type | tuple[type, ...], reason: str, what: str, expected: str) -> Any:
-    """Returns a value of some types; raises ``reason`` for one of another type.
-
-    Args:
-        what: the value, and ``is``, for the message.
-        expected: in words.
-    """
+    """Returns a value of some types; raises ``reason`` for one of another type: ``what`` (which ends with ``is``) its
+    type, and what was ``expected``."""
     if not isinstance(value, kind):
         raise SampleRejected(reason, f"{what} {kind_of(value)}, expected {expected}")
     return value

@@ -1,14 +1,13 @@
-"""JSON text -> values: those of the standard library, in half of its time.
+"""JSON text -> values: those of the standard library, in half of its time; and a JSON array, one element at a time.
 
 orjson is strict about the same things, with three exceptions. It reads an integer of more than 64 bits as a float; it
 refuses lone surrogates, numbers that overflow to infinity and nesting below 1024 levels, where the standard library
 accepts them. So a text with nineteen digits in a row, and one that orjson refuses, go to the standard library, which
 has the last word and words the error.
 
-A JSON array, one element at a time, with the standard library's own scanner.
-
-Why not ijson: its fast parser (measured with 3.6) silently turns a lone surrogate into ``?``, stops reading the file at
-an integer above 64 bits, and has no limit per element. Here each element has the value that `json.loads` returns.
+An array is read with the standard library's own scanner, so each element has the value that `json.loads` returns.
+ijson's fast parser (3.6) silently turns a lone surrogate into ``?``, stops reading the file at an integer above 64
+bits, and has no limit per element.
 """
 
 import codecs
@@ -16,7 +15,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import orjson
@@ -79,7 +78,7 @@ class Element:
 
     Attributes:
         last: True if nothing after this element could be separated, so that reading ended.
-        start, end: bytes of the stream before the element and up to its end.
+        start, end: bytes of the stream before the element and up to its end; 0 if it is such a last one.
     """
 
     value: Any = None
@@ -168,9 +167,7 @@ def iterate_array(stream: BinaryIO | DigestingReader, *, max_element: int) -> It
     source.at += 1
     if source.peek() != "]":
         while True:
-            start = source.place()
-            element = _element(source, max_element)
-            yield replace(element, start=start, end=source.place())
+            yield (element := _element(source, max_element))
             if element.last:
                 return
             if (mark := source.peek()) == "]":
@@ -189,6 +186,7 @@ def iterate_array(stream: BinaryIO | DigestingReader, *, max_element: int) -> It
 
 
 def _element(source: _Text, max_element: int) -> Element:
+    start = source.place()
     while True:
         error: str | None = None
         value: Any = None
@@ -215,4 +213,4 @@ def _element(source: _Text, max_element: int) -> Element:
         if end - source.at > max_element:
             return Element(error=f"the element is longer than {max_element} characters", last=True)
         source.at = end
-        return Element(value=value, error=error)
+        return Element(value=value, error=error, start=start, end=source.place())

@@ -233,9 +233,7 @@ class IndexWriter:
 
         Args:
             shards: shard name -> number of samples, in the order of their numbers; names begin with their split.
-            splits: names of the splits.
             identity: 16 bytes or more that depend on the content; `index.uuid` is made from them.
-            subflavors: the mark of the samples.
             with_records: whether the samples hold records.
         """
         self._flush()

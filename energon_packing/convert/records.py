@@ -45,7 +45,6 @@ from energon_packing.convert.config import DEFAULT_FRAME_FPS, ColumnMap, Missing
 from energon_packing.convert.fields import ROLE_OF, THINKING_FIELDS, expect
 from energon_packing.convert.layouts.conversations import OPENAI, SHAREGPT
 from energon_packing.convert.layouts.layout import (
-    LAYOUTS,
     TURN_COLUMNS,
     Layout,
     find_layout,
@@ -65,6 +64,7 @@ from energon_packing.errors import SampleRejected
 from energon_packing.stored_record import LARGEST_NUMBER, SMALLEST_NUMBER, check_depth, is_unicode
 
 _ALIASES = {"human": "user", "gpt": "assistant"}
+_EXPECTED = {layout.name: layout.expects for layout in (SHAREGPT, OPENAI)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,12 +215,7 @@ class ParsedRecord:
         return tuple(file for reference in self.references for file in reference.files)
 
     def record(self, key: str, names: Sequence[str], files: Sequence[MediaFile]) -> dict[str, Any]:
-        """The JSON form of the sample.
-
-        Args:
-            key: of the sample.
-            names: the entry in the store of each of ``media``.
-            files: each of these, checked.
+        """The JSON form of the sample, of whose ``media`` each has a name in the store and has been checked.
 
         Raises:
             SampleRejected: ``unequal_frames``, and the reasons of `Conversation`.
@@ -247,12 +242,9 @@ class ParsedRecord:
 
 
 def media_of_frames(frames: Sequence[tuple[str, MediaFile]], *, fps: float | None, times: tuple[float, ...]) -> Media:
-    """A video made of checked images, each with its name in the store.
+    """A video made of checked images of one size, else ``unequal_frames`` is raised, each with its name in the store.
 
-    Args:
-        frames: in order; of one size, or ``unequal_frames`` is raised.
-        fps: frames per second.
-        times: seconds of each frame, or empty; for two or more frames, they set the rate and override ``fps``.
+    ``times`` are the seconds of each frame, or empty; for two or more frames, they set the rate and override ``fps``.
     """
     width, height = frames[0][1].width, frames[0][1].height
     for number, (_, file) in enumerate(frames):
@@ -288,19 +280,11 @@ def parse_record(
 
     Args:
         value: the parsed JSON.
-        layout: the name of one rejects all others; ``auto`` detects it.
-        extra_columns: columns that hold extras under their own names.
-        frame_fps: frames per second of lists of frames that state no rate.
-        column_map: other names of columns and roles.
-        kto_label: column that says whether the answer is a wanted one.
-        missing_placeholder: what happens to images or videos that no text has a placeholder for.
+        layout: the name of one rejects all others; ``auto`` detects it. It and the others as in
+            `energon_packing.convert.config.ConvertConfig`.
 
     Raises:
-        SampleRejected: ``unknown_layout``, ``ambiguous_layout``, ``unknown_role``, ``empty_turn``,
-            ``empty_conversation``, ``non_string_value``, ``nothing_to_learn``, ``placeholder_mismatch``,
-            ``bad_tool_call``, ``bad_tools``, ``bad_weight``, ``unsupported_weight``, ``unsupported_column``,
-            ``unsupported_field``, ``conflicting_thinking``, ``unknown_part``, ``two_system_prompts``,
-            ``conflicting_columns``, ``bad_pair``, ``bad_extra``, ``bad_frames``, ``bad_label``.
+        SampleRejected: with most of the reasons that docs/convert.md lists, those of files aside.
     """
     expect(value, dict, "unknown_layout", "the record is", "an object")
     left: set[str] = set()
@@ -317,7 +301,7 @@ def parse_record(
         if not messages:
             raise _bad("there is no message before the two answers")
     if (conversation := layout_of_turn(messages[0], layout)) is None or conversation.fields is None:
-        raise _unknown_layout(value, layout)
+        raise unknown_layout(value, _EXPECTED.get(layout, ""))
     media = RecordMedia.of(value, frame_fps)
     media.ignored |= left
     turns = _with_system_column(value, read_turns(messages, conversation.fields, media, warnings, columns[0]))
@@ -428,12 +412,7 @@ def _find_turns(value: Mapping[str, Any], layout: RecordFormat) -> tuple[list[An
             return turns, column
     if listed and not any(listed.values()):
         raise SampleRejected("empty_conversation", f"the record's {next(iter(listed))} list is empty")
-    raise _unknown_layout(value, layout)
-
-
-def _unknown_layout(value: Mapping[str, Any], layout: RecordFormat) -> SampleRejected:
-    own = LAYOUTS.find(layout) if layout in (SHAREGPT.name, OPENAI.name) else None
-    return unknown_layout(value, "" if own is None else own.expects)
+    raise unknown_layout(value, _EXPECTED.get(layout, ""))
 
 
 def layout_of_turn(message: Any, layout: str) -> Layout | None:
@@ -441,14 +420,14 @@ def layout_of_turn(message: Any, layout: str) -> Layout | None:
     if not isinstance(message, dict):
         return None
     found = SHAREGPT if "from" in message and "role" not in message else OPENAI if "role" in message else None
-    return None if found is not None and layout in (SHAREGPT.name, OPENAI.name) and layout != found.name else found
+    return None if found is not None and layout in _EXPECTED and layout != found.name else found
 
 
 def _answer(messages: list[Any], warnings: list[str], ignored: set[str], column: str) -> list[Turn]:
     """The turns of one answer of a pair: text only, beginning with the assistant."""
     media = RecordMedia.of({}, DEFAULT_FRAME_FPS)
     found = layout_of_turn(messages[0], "auto") if messages else None
-    fields = ("role", "content") if found is None or found.fields is None else found.fields
+    fields = (found and found.fields) or ("role", "content")
     turns = read_turns(messages, fields, media, warnings, column)
     ignored |= media.ignored
     if media.references:

@@ -449,7 +449,7 @@ def read_cells(chunk: Chunk, stream: BinaryIO, max_record_bytes: int) -> Iterato
 
 
 def _cell(name: str, text: str) -> Any:
-    if name in _LISTS | _SPOKEN and text.startswith(("[", "{")):
+    if text.startswith(("[", "{")) and name in _LISTS | _SPOKEN:
         with suppress(ValueError, RecursionError):
             value = parse_json(text.encode())
             messages = [value] if isinstance(value, dict) else value

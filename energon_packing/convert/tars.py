@@ -107,8 +107,7 @@ def find_samples(
     first = size = position = 0
     error = damage
     found = _samples(source.path)
-    sample: Sample | None = ("", ())
-    while sample is not None:
+    while True:
         try:
             sample = next(found, None)
         except (tarfile.TarError, ValueError, OverflowError) as problem:  # the others of numbers in a header
@@ -118,10 +117,11 @@ def find_samples(
             yield Chunk(source=source, form="samples", end=position, first=first, samples=tuple(samples))
             first += len(samples)
             samples, size = [], 0
-        if sample is not None:
-            samples.append(sample)
-            size += sum(member.size for member in sample[1] if member.name.endswith(".json")) or 1
-            position = max(member.offset + member.size for member in sample[1])
+        if sample is None:
+            break
+        samples.append(sample)
+        size += sum(member.size for member in sample[1] if member.name.endswith(".json")) or 1
+        position = max(member.offset + member.size for member in sample[1])
     if error is None and first == 0:
         error = SampleRejected("empty_file", f"{source.name}: the tar has no samples")
     if error is not None:

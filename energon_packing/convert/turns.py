@@ -13,6 +13,7 @@ from energon_packing.convert.columns import (
     FRAME_TIMING,
     LABELS,
     RecordMedia,
+    always,
     is_preference_label,
     reference_of,
     refuse_own_view,
@@ -120,14 +121,8 @@ _PLACEHOLDER = re.compile(r"<(image|video)>")
 def read_content(content: Any, number: int, media: RecordMedia, column: str) -> tuple[Part, ...]:
     """Text and media in reading order; text is kept verbatim, adjacent texts are joined.
 
-    Args:
-        content: text, or a list of texts and parts.
-        number: of the turn, for messages.
-        media: receives the media that the content names and the fields that nothing reads.
-        column: where the content is, such as ``messages[].content``.
-
-    Raises:
-        SampleRejected: ``non_string_value``, ``unknown_part``, ``unsupported_field``, ``bad_frames``.
+    ``media`` receives the media that the content names, and the fields that nothing reads, which ``column`` precedes
+    (``messages[].content``). Raises ``non_string_value``, ``unknown_part``, ``unsupported_field``, ``bad_frames``.
     """
     if type(content) is str and "<image>" not in content and "<video>" not in content:
         return (content,) if content else ()
@@ -202,22 +197,18 @@ def _read_part(part: Any, number: int, media: RecordMedia, column: str, pieces: 
 
 
 _CALLS = ("tool_calls", "function_call")
-_CHANGE_THE_MEANING: tuple[tuple[Collection[str], Callable[[Any, Mapping[str, Any]], bool], str], ...] = (
-    (AUDIO, lambda value, message: True, "but audio is not supported"),
+_MEANINGS: tuple[tuple[Collection[str], Callable[[Any, Mapping[str, Any]], bool], str], ...] = (
+    (AUDIO, always, "but audio is not supported"),
     (
         ("image", "images", "image_url", "video", "videos", "video_url"),
-        lambda value, message: True,
+        always,
         "which is not read; name the file in a content part, or in the column 'images' or 'videos' of the record",
     ),
-    (
-        ("tools", "functions"),
-        lambda value, message: True,
-        "which is not read; tool definitions belong in the record's column 'tools'",
-    ),
-    (_CALLS, lambda value, message: True, "but only an assistant calls tools"),
+    (("tools", "functions"), always, "which is not read; tool definitions belong in the record's column 'tools'"),
+    (_CALLS, always, "but only an assistant calls tools"),
     (
         ("train_detail", "mask", "masked", "loss_mask", "train_mask", "loss_scale", "training"),
-        lambda value, message: True,
+        always,
         "which is not read; 'weight', 'loss', 'loss_weight' or 'train' of a message sets how much it is trained",
     ),
     (
@@ -230,31 +221,26 @@ _CHANGE_THE_MEANING: tuple[tuple[Collection[str], Callable[[Any, Mapping[str, An
         lambda value, message: bool(value != "final"),
         "{value!r:.60}; thinking belongs in 'reasoning_content', calls in 'tool_calls'",
     ),
-    (
-        ("tool_plan",),
-        lambda value, message: True,
-        "which is not read; thinking belongs in 'reasoning_content'",
-    ),
+    (("tool_plan",), always, "which is not read; thinking belongs in 'reasoning_content'"),
     (
         ("reasoning_details",),
         lambda value, message: not any(message.get(name) for name in THINKING_FIELDS),
         "which is not read; thinking belongs in 'reasoning_content'",
     ),
 )
+_CHANGE_THE_MEANING = {name: (applies, why) for names, applies, why in _MEANINGS for name in names}
 """Fields of a message, when they may not be left out, and why."""
 
 
 def read_turns(
     messages: list[Any], fields: tuple[str, str], media: RecordMedia, warnings: list[str], column: str
 ) -> list[Turn]:
-    """The turns of a list of messages.
+    """The turns of a list of messages, which a column holds.
 
     Args:
-        messages: as the record holds them.
         fields: names of the fields that hold the role and the content of a message.
         media: of the record; receives the media that the turns name and the fields that nothing reads.
         warnings: receives ``empty_system_turn_kept`` for every system turn without text.
-        column: the one that holds the messages.
 
     Raises:
         SampleRejected: ``unknown_role``, ``empty_turn``, ``non_string_value``, ``bad_tool_call``, ``bad_weight``,
@@ -348,8 +334,9 @@ def _check_fields(
     if message.keys() <= read:
         return
     for name, value in message.items():
-        for columns, applies, why in _CHANGE_THE_MEANING if name not in read and not says_nothing(value) else ():
-            if name in columns and applies(value, message):
+        if name in _CHANGE_THE_MEANING and name not in read and not says_nothing(value):
+            applies, why = _CHANGE_THE_MEANING[name]
+            if applies(value, message):
                 said = f"turn {number} ({role}) has the field {name!r}, {why.format(value=value)}"
                 raise SampleRejected("unsupported_field", said)
     media.ignore(message, read, f"{column}[]")

@@ -39,11 +39,12 @@ def _history(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _restate_alpaca(record: Mapping[str, Any], warnings: list[str]) -> Mapping[str, Any]:
     question = "\n".join(text for text in (_text(record, "instruction"), _text(record, "input")) if text)
     messages = [*_history(record), {"role": "user", "content": question}]
-    rest = without(record, "instruction", "input", "output", "history")
-    if filled(record, "chosen", "rejected"):
-        # An output beside them is counted as ignored, because nothing says what it would be.
-        return without(record, "instruction", "input", "history") | {"messages": messages}
-    return {**rest, "messages": [*messages, {"role": "assistant", "content": _text(record, "output")}]}
+    rest = without(record, "instruction", "input", "history")
+    # An output beside two answers stays and is counted as ignored, because nothing says what it would be.
+    if not filled(record, "chosen", "rejected"):
+        messages.append({"role": "assistant", "content": _text(rest, "output")})
+        rest.pop("output", None)
+    return {**rest, "messages": messages}
 
 
 def _restate_query(record: Mapping[str, Any], warnings: list[str]) -> Mapping[str, Any]:

@@ -1,6 +1,6 @@
 """What a layout is, all layouts, and which of them a record has.
 
-A layout is a module of this folder that declares a `LAYOUT`, or several as `LAYOUTS`.
+A layout is a module of this folder that declares a `LAYOUT`, or several as `DECLARED`.
 """
 
 from collections.abc import Callable, Mapping
@@ -93,15 +93,8 @@ def register_layout(layout: Layout) -> None:
 
 
 def find_layout(record: Mapping[str, Any], wanted: str) -> Layout:
-    """The layout of a record.
-
-    Args:
-        record: the parsed JSON.
-        wanted: a name, or ``auto``.
-
-    Raises:
-        SampleRejected: ``unknown_layout`` if none matches, ``ambiguous_layout`` if several do.
-    """
+    """The layout of a record: the wanted one, or that which matches; raises ``unknown_layout`` if none does, and
+    ``ambiguous_layout`` if several do."""
     if wanted != "auto":
         layout = LAYOUTS.find(wanted)
         if layout.fields is None and not layout.matches(record):  # a conversation itself names what it misses
@@ -121,12 +114,7 @@ _INSTEAD = "--columns renames them, --reader reads any other layout"
 
 
 def unknown_layout(record: Mapping[str, Any], expected: str = "") -> SampleRejected:
-    """Why a record cannot be read, with its columns.
-
-    Args:
-        record: the parsed JSON.
-        expected: what was expected; empty for any layout that is detected.
-    """
+    """Why a record cannot be read, with its columns and what was expected: any layout that is detected, if empty."""
     found = "; ".join(layout.expects for layout in all_layouts() if layout.fields or layout.restate)
     keys = ", ".join(sorted(str(key)[:40] for key in record)[:20])[:200] or "none"
     wanted = f"expected {expected}" if expected else f"looked for: {found}"

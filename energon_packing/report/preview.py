@@ -126,7 +126,7 @@ def _planned(plan: Plan, loader: Any, wanted: Wanted) -> Iterator[tuple[Pack, tu
         raise UserError(f"{plan.path} has {len(plan)} packs, numbered from 0; --pack {wanted.first} is not among them.")
     numbers: Sequence[int] = range(wanted.first, len(plan))
     if wanted.key is not None:
-        numbers = sorted({each["pack"] for each in explanation(plan, wanted.key)["packed"]})
+        numbers = sorted({each["pack"] for each in explanation(plan, wanted.key)["packed"]}.intersection(numbers))
     for number in numbers:
         loader.start_at(number)
         pack = next(iter(loader))

@@ -11,7 +11,6 @@ import numpy as np
 
 from energon_packing.config import RunConfig
 from energon_packing.drops import unwished
-from energon_packing.errors import ConfigError
 from energon_packing.kinds.conversations import row_limits
 from energon_packing.offline.index import MODALITIES
 from energon_packing.offline.samples import Sizes, costs, holds
@@ -19,6 +18,7 @@ from energon_packing.packing.balance import simulate_steps
 from energon_packing.packing.constraints import PackLimits
 from energon_packing.packing.whole_list import pack_lengths_flat
 from energon_packing.report.stats_samples import StatsSamples
+from energon_packing.thd.alignment import check_multiple
 
 Z = 1.959964
 """Half the width of a 95 % interval, in standard errors."""
@@ -215,7 +215,8 @@ def packings(
     sizes = _sizes(samples)
     for seq_length in seq_lengths:
         for multiple in multiples:
-            limits = _limits(run, seq_length, multiple)
+            check_multiple("seq_length", seq_length, multiple)
+            limits = row_limits(run.packing, seq_length, multiple)
             fits = holds(limits, sizes)
             for window in (*windows, None):
                 yield _packed(samples, sizes, fits, limits, window, run, seed)
@@ -317,16 +318,6 @@ def _sizes(samples: StatsSamples) -> Sizes:
     empty = np.zeros(samples.dataset.size, dtype=np.int64)
     columns = {name: samples.columns.get(name, empty) for name in ("length", "second", "images", "patches")}
     return Sizes(**columns, text_tokens=samples.columns.get("text_tokens"))
-
-
-def _limits(run: RunConfig, seq_length: int, multiple: int) -> PackLimits:
-    if seq_length % multiple:
-        down = seq_length // multiple * multiple
-        raise ConfigError(
-            f"A row of {seq_length} tokens is not a multiple of {multiple}; use {down or multiple} or "
-            f"{down + multiple}."
-        )
-    return row_limits(run.packing, seq_length, multiple)
 
 
 def _packed(

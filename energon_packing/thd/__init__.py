@@ -11,22 +11,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _PUBLIC = {
-    "IGNORE_INDEX": "fields",
-    "INVARIANTS": "checks",
-    "PackedBatch": "batch",
-    "TokenField": "fields",
-    "alignment_multiple": "alignment",
-    "assemble": "assembly",
-    "check_media": "checks",
-    "check_thd": "checks",
-    "context_parallel_indices": "context_parallel",
-    "context_parallel_indices_numpy": "context_parallel",
-    "finished_row": "pixels",
-    "packed_seq_params": "batch",
-    "pad_cu_seqlens": "batch",
-    "reassemble": "context_parallel",
-    "slice_for_context_parallel": "context_parallel",
-    "unpack": "rows",
+    name: module
+    for module, names in {
+        "alignment": ("alignment_multiple",),
+        "assembly": ("assemble",),
+        "batch": ("PackedBatch", "packed_seq_params", "pad_cu_seqlens"),
+        "checks": ("INVARIANTS", "check_media", "check_thd"),
+        "context_parallel": (
+            *("context_parallel_indices", "context_parallel_indices_numpy", "reassemble", "slice_for_context_parallel"),
+        ),
+        "fields": ("IGNORE_INDEX", "TokenField"),
+        "pixels": ("finished_row",),
+        "rows": ("unpack",),
+    }.items()
+    for name in names
 }
 
 __all__ = [

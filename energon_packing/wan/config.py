@@ -26,7 +26,7 @@ from energon_packing.config.run import MetricsConfig, PlanConfig
 from energon_packing.config.setting import check_bounds, setting
 from energon_packing.errors import ConfigError
 from energon_packing.packing.constraints import PackLimits
-from energon_packing.thd.alignment import alignment_multiple
+from energon_packing.thd.alignment import alignment_multiple, check_multiple
 
 Longer = Literal["middle", "spread"]
 Compat = Literal["none", "bridge"]
@@ -141,12 +141,7 @@ class TextToVideoRunConfig:
                 f"encoder.device is {self.encoder.device!r} with data.workers={self.data.workers}: forked loader "
                 "processes cannot use it. Set data.workers to 0, or store latents and embeddings beforehand."
             )
-        if self.packing.seq_length % self.multiple:
-            down = self.packing.seq_length // self.multiple * self.multiple
-            raise ConfigError(
-                f"packing.seq_length {self.packing.seq_length} is not a multiple of {self.multiple}, which the "
-                f"parallel sizes need; use {down or self.multiple} or {down + self.multiple}."
-            )
+        check_multiple("packing.seq_length", self.packing.seq_length, self.multiple)
 
     @property
     def multiple(self) -> int:

@@ -144,3 +144,7 @@ def test_a_plan_tells_the_pack_and_the_command_prints_it(dataset, run, tmp_path,
     assert found.exit_code == 0, found.output
     assert "setting: packing.seq_length" in found.output
     assert max(map(len, found.stdout.splitlines())) <= 80
+    settings = [f"--set={each}" for each in SETTINGS]
+    for first, code in ((1, 0), (2, 2)):
+        found = CliRunner().invoke(cli, ["preview", str(plan), *settings, "--key", sample.key, "--pack", str(first)])
+        assert found.exit_code == code, "packs that hold the key, from the given number on"

@@ -31,29 +31,17 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from bridge_mutations import BRIDGE_MUTATIONS
-from budget_mutations import BUDGET_MUTATIONS
-from convert_mutations import CONVERT_MUTATIONS
-from engine_mutations import ENGINE_MUTATIONS
-from family_mutations import FAMILY_MUTATIONS
 from forking_python import PACKAGE, ROOT, freeze_for_good, import_slow_modules
-from media_mutations import MEDIA_MUTATIONS
-from megatron_lm_mutations import MEGATRON_LM_MUTATIONS
-from mutation_table import MUTATIONS, Mutation
-from offline_mutations import OFFLINE_MUTATIONS
-from reader_mutations import READER_MUTATIONS
-from see_mutations import SEE_MUTATIONS
-from state_mutations import STATE_MUTATIONS
-from target_mutations import TARGET_MUTATIONS
-from template_mutations import TEMPLATE_MUTATIONS
-from validate_mutations import VALIDATE_MUTATIONS
+from mutation_table import MUTATIONS, TRAPS, Mutation
 
-ALL_MUTATIONS = (
-    *(*MUTATIONS, *MEDIA_MUTATIONS, *TEMPLATE_MUTATIONS, *CONVERT_MUTATIONS),
-    *(*BUDGET_MUTATIONS, *VALIDATE_MUTATIONS, *FAMILY_MUTATIONS, *BRIDGE_MUTATIONS, *STATE_MUTATIONS),
-    *(*OFFLINE_MUTATIONS, *SEE_MUTATIONS, *TARGET_MUTATIONS, *MEGATRON_LM_MUTATIONS, *READER_MUTATIONS),
-    *ENGINE_MUTATIONS,
+OTHERS = (
+    *("media", "template", "convert", "budget", "validate", "family", "bridge", "state", "offline", "see", "target"),
+    *("megatron_lm", "reader", "engine"),
 )
+"""Areas with a module of tables each, in the order of docs/correctness.md."""
+_TABLES = {area: vars(importlib.import_module(f"{area}_mutations")) for area in OTHERS}
+ALL_MUTATIONS = sum((_TABLES[area][f"{area.upper()}_MUTATIONS"] for area in OTHERS), MUTATIONS)
+TABLES: tuple[dict[int, str], ...] = (TRAPS, *(_TABLES[area][f"{area.upper()}_TRAPS"] for area in OTHERS))
 PYTEST = ("-ppytest_timeout", "--timeout=0", "--tb=native", "--assert=plain")
 LIMIT_S = 300
 """A test that has not ended by then is stopped; a mutation that makes code hang counts as not noticed."""

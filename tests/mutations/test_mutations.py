@@ -6,42 +6,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from bridge_mutations import BRIDGE_TRAPS
-from budget_mutations import BUDGET_TRAPS
-from convert_mutations import CONVERT_TRAPS
-from engine_mutations import ENGINE_TRAPS
-from family_mutations import FAMILY_TRAPS
 from forking_python import quick_python
-from media_mutations import MEDIA_TRAPS
-from megatron_lm_mutations import MEGATRON_LM_TRAPS
 from mutation_run import ALL_MUTATIONS as ALL
-from mutation_run import ROOT, drawn, edited
-from mutation_table import TRAPS, Mutation
-from offline_mutations import OFFLINE_TRAPS
-from reader_mutations import READER_TRAPS
-from see_mutations import SEE_TRAPS
-from state_mutations import STATE_TRAPS
-from target_mutations import TARGET_TRAPS
-from template_mutations import TEMPLATE_TRAPS
-from validate_mutations import VALIDATE_TRAPS
+from mutation_run import ROOT, TABLES, drawn, edited
+from mutation_table import Mutation
 
-TABLES = (
-    TRAPS,
-    MEDIA_TRAPS,
-    TEMPLATE_TRAPS,
-    CONVERT_TRAPS,
-    BUDGET_TRAPS,
-    VALIDATE_TRAPS,
-    FAMILY_TRAPS,
-    BRIDGE_TRAPS,
-    STATE_TRAPS,
-    OFFLINE_TRAPS,
-    SEE_TRAPS,
-    TARGET_TRAPS,
-    MEGATRON_LM_TRAPS,
-    READER_TRAPS,
-    ENGINE_TRAPS,
-)
 ALL_TRAPS = {number: trap for table in TABLES for number, trap in table.items()}
 TABLE = ROOT / "docs" / "correctness.md"
 

@@ -186,12 +186,17 @@ def test_the_state_after_the_last_step_is_the_same_on_every_rank(plan_of):
     assert first.save_state() == last.save_state()
 
 
-def test_a_loader_that_nobody_holds_any_more_leaves_no_file_open(plan_of):
-    for _ in range(2):  # the first one opens what the process keeps
-        before = len(os.listdir("/proc/self/fd"))
-        list(open_loader(plan_of))
+def test_a_loader_that_nobody_holds_any_more_leaves_no_tar_open(plan_of):
+    def tars():
         gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+        places = (Path("/proc/self/fd") / number for number in os.listdir("/proc/self/fd"))
+        return sorted(str(place.readlink()) for place in places if place.is_file() and place.resolve().suffix == ".tar")
+
+    before, loader = tars(), open_loader(plan_of)
+    list(loader)
+    assert len(tars()) > len(before)
+    del loader
+    assert tars() == before
 
 
 def test_a_state_read_later_is_that_of_the_pack_at_which_it_was_asked_for(plan_of):

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from energon_packing.cli.main import cli
 from energon_packing.config import to_mapping
 from energon_packing.convert import ConvertConfig, convert
+from energon_packing.demo import make_data
 from energon_packing.energon.loader import build_loader
 from energon_packing.energon.replica import Replica
 from energon_packing.energon.replica_reader import OneReader
@@ -159,8 +160,9 @@ def test_states_that_cannot_be_counted_are_refused_in_a_sentence(dataset, run_of
     first, second = (tmp_path / "states" / f"train_dataloader_dprank00{rank}.pt" for rank in range(2))
     other = tmp_path / "other"
     convert(ConvertConfig(sources=sources[1:], out=other, split={"train": 1.0}, workers=0))
-    like = tmp_path / "like"  # the same names of as many samples
-    convert(ConvertConfig(sources=sources[::-1], out=like, split={"train": 1.0}, samples_per_shard=6, workers=0))
+    source, like = make_data(tmp_path / "made", conversations=36, seed=6, defects=False), tmp_path / "like"
+    # Shards of the same names, with as many samples.
+    convert(ConvertConfig(sources=(source,), out=like, split={"train": 1.0}, samples_per_shard=6, workers=0))
     measure(MeasureConfig(paths=(like,), out=tmp_path / "of-like", workers=0), run)
     (tmp_path / "text.pt").write_text("no state")
     torch.save({"dataloader_state_dict": {"format": "energon_packing plan 1"}}, tmp_path / "plan.pt")

@@ -92,98 +92,140 @@ def _any_of(tokens: Sequence[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
 
 
-def find_answers(
-    layout: Layout, messages: Sequence[dict[str, Any]], render: Render, stops: StopTokens, thinking: str
-) -> list[Answer]:
-    """Returns all answers with at least one mark.
+class AnswerSearch(NamedTuple):
+    """Finds the answers of a conversation in its layout.
 
-    Args:
+    Attributes:
         messages: with marks, those that the layout was made from.
         render: runs the template.
         thinking: what the template writes before thinking; a generation prompt that holds it opens the thinking.
-
-    Raises:
-        SampleRejected: ``assistant_first`` if the template does not show where a leading answer begins,
-            ``unstable_prefix`` if it renders the turns before an answer differently on their own, or writes no
-            generation prompt.
     """
-    answers = []
-    places = layout.places_of_turns()
-    for turn, (first, last) in sorted(places.items()):
-        if messages[turn].get("role") != "assistant":
-            continue
-        last = _last_mark(layout, messages, render, turn, last)
-        before = len(layout.frames[first]) - _header(layout, messages, render, stops, thinking, turn, first)
-        answers.append(Answer(turn, first, before, last, *_end(layout, messages, render, stops, turn, last)))
-    return answers
 
+    layout: Layout
+    messages: Sequence[dict[str, Any]]
+    render: Render
+    stops: StopTokens
+    thinking: str
 
-def _header(
-    layout: Layout,
-    messages: Sequence[dict[str, Any]],
-    render: Render,
-    stops: StopTokens,
-    thinking: str,
-    turn: int,
-    first: int,
-) -> int:
-    """Returns the length of the frame before an answer up to the end of its header."""
-    try:
-        asked = render(messages[:turn], True)
-    except SampleRejected as error:
-        if turn:
-            raise
-        # Otherwise the header, and a system prompt that the template adds, would count as part of the answer.
-        raise SampleRejected("assistant_first", _LEADING) from error
-    frame = layout.frames[first]
-    if not turn:
-        # Without turns, a template writes no beginning and no default prompt; the frame must hold the whole header.
-        opening = asked.partition(thinking)[0]
-        if not opening or opening not in frame:
-            raise SampleRejected("assistant_first", _LEADING)
-        return frame.rindex(opening) + len(opening)
-    prompt = _behind(asked, layout.order[first - 1] if first else None)
-    if prompt is None:
-        raise SampleRejected(
-            "unstable_prefix",
-            f"the chat template renders the turns before turn {turn + 1} differently on their own; mark the answers in "
-            "it with {% generation %} and name the file in encoder.chat_template",
-        )
-    header = common_prefix(prompt, frame)
-    header = min(stops.whole(prompt, header), stops.whole(frame, header))
-    # The generation prompt may open the thinking while history does not; thinking belongs to the answer.
-    opened = prompt.find(thinking)
-    header = header if opened < 0 else min(header, opened)
-    # After a tool's result, some templates write a header in history but not in the generation prompt.
-    name = _own_header(messages[:turn], render, thinking)
-    header += len(name) if name and frame.startswith(name, header) else 0
-    # A special token that opens the text is a header if the template has no generation prompt.
-    headless = layout.pieces[layout.order[first]].kind == "text" and stops.opening(frame[header:])
-    if headless and render(messages[:turn], False) == asked:
-        raise SampleRejected(
-            "unstable_prefix",
-            "the chat template writes no generation prompt, so an answer's header would be trained too; make it write "
-            "one for add_generation_prompt, or mark the answers with {% generation %}",
-        )
-    return header
+    def answers(self) -> list[Answer]:
+        """Returns all answers with at least one mark.
 
+        Raises:
+            SampleRejected: ``assistant_first`` if the template does not show where a leading answer begins,
+                ``unstable_prefix`` if it renders the turns before an answer differently on their own, or writes no
+                generation prompt.
+        """
+        answers = []
+        for turn, (first, last) in sorted(self.layout.places_of_turns().items()):
+            if self.messages[turn].get("role") == "assistant":
+                last = self._last_mark(turn, last)
+                before = len(self.layout.frames[first]) - self._header(turn, first)
+                answers.append(Answer(turn, first, before, last, *self._end(turn, last)))
+        return answers
 
-def _own_header(messages: Sequence[dict[str, Any]], render: Render, thinking: str) -> str:
-    """What the generation prompt adds to the last question before an answer."""
-    questions = [at for at, message in enumerate(messages) if message.get("role") == "user"]
-    if not questions or questions[-1] + 1 == len(messages):
-        return ""  # the question directly precedes the answer, so its prompt was already compared
-    without, prompted = (_shown(render, messages[: questions[-1] + 1], prompt) for prompt in (False, True))
-    name = prompted[len(without) :] if without and prompted.startswith(without) else ""
-    return name.partition(thinking)[0]
+    def _header(self, turn: int, first: int) -> int:
+        """Returns the length of the frame before an answer up to the end of its header."""
+        try:
+            asked = self.render(self.messages[:turn], True)
+        except SampleRejected as error:
+            if turn:
+                raise
+            # Otherwise the header, and a system prompt that the template adds, would count as part of the answer.
+            raise SampleRejected("assistant_first", _LEADING) from error
+        frame = self.layout.frames[first]
+        if not turn:
+            # Without turns, a template writes no beginning and no default prompt; the frame must hold the whole header.
+            opening = asked.partition(self.thinking)[0]
+            if not opening or opening not in frame:
+                raise SampleRejected("assistant_first", _LEADING)
+            return frame.rindex(opening) + len(opening)
+        prompt = _behind(asked, self.layout.order[first - 1] if first else None)
+        if prompt is None:
+            raise SampleRejected(
+                "unstable_prefix",
+                f"the chat template renders the turns before turn {turn + 1} differently on their own; mark the "
+                "answers in it with {% generation %} and name the file in encoder.chat_template",
+            )
+        header = common_prefix(prompt, frame)
+        header = min(self.stops.whole(prompt, header), self.stops.whole(frame, header))
+        # The generation prompt may open the thinking while history does not; thinking belongs to the answer.
+        opened = prompt.find(self.thinking)
+        header = header if opened < 0 else min(header, opened)
+        # After a tool's result, some templates write a header in history but not in the generation prompt.
+        name = self._own_header(turn)
+        header += len(name) if name and frame.startswith(name, header) else 0
+        # A special token that opens the text is a header if the template has no generation prompt.
+        headless = self.layout.pieces[self.layout.order[first]].kind == "text" and self.stops.opening(frame[header:])
+        if headless and self.render(self.messages[:turn], False) == asked:
+            raise SampleRejected(
+                "unstable_prefix",
+                "the chat template writes no generation prompt, so an answer's header would be trained too; make it "
+                "write one for add_generation_prompt, or mark the answers with {% generation %}",
+            )
+        return header
 
+    def _own_header(self, turn: int) -> str:
+        """What the generation prompt adds to the last question before an answer."""
+        questions = [at for at, message in enumerate(self.messages[:turn]) if message.get("role") == "user"]
+        if not questions or questions[-1] + 1 == turn:
+            return ""  # the question directly precedes the answer, so its prompt was already compared
+        without, prompted = (self._shown(questions[-1] + 1, prompt) for prompt in (False, True))
+        name = prompted[len(without) :] if without and prompted.startswith(without) else ""
+        return name.partition(self.thinking)[0]
 
-def _shown(render: Render, messages: Sequence[dict[str, Any]], prompt: bool = False) -> str:
-    """Returns the text of messages; an empty one if the template refuses them."""
-    try:
-        return render(messages, prompt)
-    except SampleRejected:
-        return ""
+    def _shown(self, turns: int, prompt: bool = False, *more: dict[str, Any]) -> str:
+        """Returns the text of the first turns, and ``more`` after them; an empty one if the template refuses them."""
+        try:
+            return self.render([*self.messages[:turns], *more], prompt)
+        except SampleRejected:
+            return ""
+
+    def _last_mark(self, turn: int, last: int) -> int:
+        """The last mark of an answer, repetitions included, except those in a result that names its call again."""
+        order, again = self.layout.order, last
+        while again + 1 < len(order) and self.layout.pieces[order[again + 1]].turn == turn:
+            again += 1
+        if again == last or turn + 1 == len(self.messages):
+            return again
+        shown = [piece for _, _, piece in find_marks(self._shown(turn + 1))]
+        while again > last and shown.count(order[again]) < order[: again + 1].count(order[again]):
+            again -= 1
+        return again
+
+    def _end(self, turn: int, last: int) -> tuple[int, str, bool]:
+        """`Answer.after`, `Answer.added` and `Answer.opens`."""
+        frame = self.layout.frames[last + 1]
+        end = self.stops.first_end(frame)
+        is_last = last + 1 == len(self.layout.order) and turn + 1 == len(self.messages)
+        if end is not None and (is_last or self.stops.is_first(frame, end)):
+            return (self.stops.rest(frame, end) if is_last else end), "", False
+        if is_last:
+            return self._open_end(last, frame)
+        closing = common_prefix(_behind(self._shown(turn + 1), self.layout.order[last]) or "", frame)
+        if end is not None and end <= closing:
+            return end, "", False
+        # Of the headers that may follow, only those of a question or a result stop an answer.
+        follows = turn + 1 < len(self.messages) and self.messages[turn + 1].get("role") in ("user", "tool")
+        opening = self.stops.opening(frame[closing:]) if follows else None
+        return closing + (opening or 0), "", bool(opening)
+
+    def _open_end(self, last: int, frame: str) -> tuple[int, str, bool]:
+        """The end of a last answer without a turn-ending token: adding a turn shows where generation stops."""
+        content: Any = _PROBE
+        if any(isinstance(message.get("content"), list) for message in self.messages):
+            content = [{"type": "text", "text": _PROBE}]
+        role = "tool" if self.messages[-1].get("tool_calls") else "user"
+        shown = self._shown(len(self.messages), False, {"role": role, "content": content})
+        followed = _behind(shown, self.layout.order[last])
+        if followed is None:  # the template refuses another turn, or drops the answer before it
+            return len(frame), "", False
+        behind = followed.partition(_PROBE)[0]
+        closing = common_prefix(frame, behind)
+        if closing < len(frame):
+            # The template appends the generation prompt unasked, so the shared prefix may end inside a header.
+            return self.stops.opening(frame) or closing, "", True
+        opening = self.stops.opening(behind[closing:])
+        return closing, behind[closing:][:opening] if opening else "", bool(opening)
 
 
 def _behind(text: str, piece: int | None) -> str | None:
@@ -192,73 +234,6 @@ def _behind(text: str, piece: int | None) -> str | None:
         return text
     ends = [end for _, end, found in find_marks(text) if found == piece]
     return text[ends[-1] :] if ends else None
-
-
-def _last_mark(layout: Layout, messages: Sequence[dict[str, Any]], render: Render, turn: int, last: int) -> int:
-    """The last mark of an answer, repetitions included, except those in a result that names its call again."""
-    again = last
-    while again + 1 < len(layout.order) and layout.pieces[layout.order[again + 1]].turn == turn:
-        again += 1
-    if again == last or turn + 1 == len(messages):
-        return again
-    whole = list(layout.order[: again + 1])
-    shown = [piece for _, _, piece in find_marks(_shown(render, messages[: turn + 1]))]
-    while again > last and shown.count(layout.order[again]) < whole.count(layout.order[again]):
-        whole.pop()
-        again -= 1
-    return again
-
-
-def _end(
-    layout: Layout,
-    messages: Sequence[dict[str, Any]],
-    render: Render,
-    stops: StopTokens,
-    turn: int,
-    last: int,
-) -> tuple[int, str, bool]:
-    """`Answer.after`, `Answer.added` and `Answer.opens`."""
-    frame = layout.frames[last + 1]
-    end = stops.first_end(frame)
-    is_last = last + 1 == len(layout.order) and turn + 1 == len(messages)
-    if end is not None and (is_last or stops.is_first(frame, end)):
-        return (stops.rest(frame, end) if is_last else end), "", False
-    if is_last:
-        return _open_end(layout, messages, render, stops, last, frame)
-    alone = _behind(_shown(render, messages[: turn + 1]), layout.order[last])
-    closing = common_prefix(alone or "", frame)
-    if end is not None and end <= closing:
-        return end, "", False
-    # Of the headers that may follow, only those of a question or a result stop an answer.
-    follows = messages[turn + 1].get("role") in ("user", "tool") if turn + 1 < len(messages) else False
-    opening = stops.opening(frame[closing:]) if follows else None
-    return closing + (opening or 0), "", bool(opening)
-
-
-def _open_end(
-    layout: Layout,
-    messages: Sequence[dict[str, Any]],
-    render: Render,
-    stops: StopTokens,
-    last: int,
-    frame: str,
-) -> tuple[int, str, bool]:
-    """The end of a last answer without a turn-ending token: adding a turn shows where generation stops."""
-    content: Any = _PROBE
-    if any(isinstance(message.get("content"), list) for message in messages):
-        content = [{"type": "text", "text": _PROBE}]
-    piece = layout.order[last]
-    role = "tool" if messages[-1].get("tool_calls") else "user"
-    followed = _behind(_shown(render, [*messages, {"role": role, "content": content}]), piece)
-    if followed is None:  # the template refuses another turn, or drops the answer before it
-        return len(frame), "", False
-    behind = followed.partition(_PROBE)[0]
-    closing = common_prefix(frame, behind)
-    if closing < len(frame):
-        # The template appends the generation prompt unasked, so the shared prefix may end inside a header.
-        return stops.opening(frame) or closing, "", True
-    opening = stops.opening(behind[closing:])
-    return closing, behind[closing:][:opening] if opening else "", bool(opening)
 
 
 _MODES: tuple[dict[str, bool], ...] = ({}, {"markup": True}, {"markup": True, "calls": False})

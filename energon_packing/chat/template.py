@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Any
 
 from energon_packing.chat.renderer import TemplateRenderer, common_prefix
-from energon_packing.chat.structures import Reading, StopTokens, TemplateReader, find_answers
+from energon_packing.chat.structures import AnswerSearch, Reading, StopTokens, TemplateReader
 from energon_packing.chat.thinking import (
     OPEN,
     TrainedSpan,
@@ -237,13 +237,13 @@ class ChatTemplate:
         structure, places, text = reading.structure, reading.places, reading.text
         if structure.answers is None:
             tools, run = structure.tools, self.renderer.run
-            structure.answers = find_answers(
+            structure.answers = AnswerSearch(
                 structure.layout,
                 structure.messages,
                 lambda messages, prompt: run(list(messages), tools, prompt=prompt)[0],
                 self.stops,
                 self.renderer.thinking.opening or OPEN,
-            )
+            ).answers()
         found = []
         for answer in structure.answers:
             start = places[answer.first][0] - answer.before

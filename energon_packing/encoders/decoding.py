@@ -114,8 +114,9 @@ def decode_media(
         return data
 
     for media, plan in zip(measured.media, measured.plans, strict=True):
+        limits = {"max_pixels": config.max_source_pixels, "max_bytes": left}
         try:
-            decoded.append(_decode(media, plan, fetch, config, left, deadline, family))
+            decoded.append(_decode(media, plan, fetch, config, family, deadline, limits))
         except SampleRejected as error:
             raise SampleRejected(error.reason, f"{media.kind} {media.name!r}: {error.detail}") from error
         left -= decoded[-1].numel()
@@ -142,29 +143,25 @@ def _decode(
     plan: MediaPlan,
     read: Callable[[str], bytes],
     config: EncoderConfig,
-    left: int,
-    deadline: float | None,
     family: VisionFamily,
+    deadline: float | None,
+    limits: Mapping[str, int],
 ) -> torch.Tensor:
-    pixels, on_white = config.max_source_pixels, config.transparency == "white"
+    on_white = config.transparency == "white"
     if plan.kind == "image" and config.jpeg_scaled_decoding is not None:
         height, width = family.image_size(plan)
         least = config.jpeg_scaled_decoding * height, config.jpeg_scaled_decoding * width
-        image = decode_scaled_image(read(media.name), least, max_pixels=pixels, max_bytes=left, on_white=on_white)
+        image = decode_scaled_image(read(media.name), least, on_white=on_white, **limits)
         _check_size(media, image.width, image.height)
         # From the size of the smaller image, a processor would compute another grid.
         return family.resize_image(image.pixels, plan)
     if plan.kind == "image":
-        decoded = decode_image(read(media.name), max_pixels=pixels, max_bytes=left, on_white=on_white)
+        decoded = decode_image(read(media.name), on_white=on_white, **limits)
     elif media.frame_names:
         names = [media.frame_names[index] for index in plan.frame_indices]
-        decoded = decode_frame_files(
-            read, names, max_pixels=pixels, max_bytes=left, deadline=deadline, on_white=on_white
-        )
+        decoded = decode_frame_files(read, names, deadline=deadline, on_white=on_white, **limits)
     else:
-        decoded = decode_frames(
-            read(media.name), plan.frame_indices, max_pixels=pixels, max_bytes=left, deadline=deadline
-        )
+        decoded = decode_frames(read(media.name), plan.frame_indices, deadline=deadline, **limits)
     _check_size(media, decoded.shape[-1], decoded.shape[-2])
     return decoded
 

@@ -41,9 +41,7 @@ from energon_packing.errors import ConfigError, PackingError, SampleRejected
 from energon_packing.families.base import PROCESSOR_SETTINGS, MediaPlan, VisionFamily
 from energon_packing.families.registry import build_family, generation_stops, load_processor
 from energon_packing.media.decoding_process import DecodingProcess
-from energon_packing.thd.fields import TokenField
-
-IGNORE_INDEX = -100
+from energon_packing.thd.fields import IGNORE_INDEX, TokenField
 
 
 class ConversationEncoder(SampleEncoder):

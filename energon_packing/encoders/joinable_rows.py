@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
+from energon_packing.families.base import IMAGE, VIDEO
 from energon_packing.thd.fields import TokenField
 from energon_packing.thd.pixels import PIXEL_FORMS, PIXELS, finish, repeated
 
@@ -20,7 +21,6 @@ PADDED_MEDIA = "padded_media"
 SHARED_PLACEHOLDER = "shared_placeholder"
 """Key of a row: True if the model cannot distinguish placeholders of images from those of videos."""
 TYPES = "mm_token_type_ids"
-IMAGE, VIDEO = 1, 2
 
 
 def joinable(rows: Sequence[Mapping[str, Any]], fields: Sequence[TokenField] = ()) -> list[Mapping[str, Any]]:

@@ -10,8 +10,25 @@ from energon_packing.conversation import Media
 from energon_packing.families.base import MediaPlan
 
 
+class OneSegment:
+    """A measured sample that becomes one row."""
+
+    __slots__ = ()
+    length: int
+
+    @property
+    def segments(self) -> tuple[Self, ...]:
+        """The rows that this sample becomes: itself."""
+        return (self,)
+
+    @property
+    def segment_lengths(self) -> tuple[int, ...]:
+        """Tokens of each segment."""
+        return (self.length,)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Measured:
+class Measured(OneSegment):
     """A sample between selection and rendering. It is small because a packing window holds hundreds of them.
 
     Attributes:
@@ -45,16 +62,6 @@ class Measured:
     changes: tuple[tuple[str, str], ...] = ()
     position_start: int = 0
     extras: Mapping[str, float | np.ndarray] = field(default_factory=dict)
-
-    @property
-    def segments(self) -> tuple[Self, ...]:
-        """The rows that this sample becomes: itself."""
-        return (self,)
-
-    @property
-    def segment_lengths(self) -> tuple[int, ...]:
-        """Tokens of each segment."""
-        return (self.length,)
 
     @property
     def targets(self) -> int:

@@ -7,20 +7,20 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Conversation
-from energon_packing.encoders.measured import Measured, MeasuredPair
+from energon_packing.encoders.measured import Measured, MeasuredPair, OneSegment
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.registry import named_object
 from energon_packing.thd.fields import TokenField
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class PlainMeasured:
+class PlainMeasured(OneSegment):
     """The minimum that `SampleEncoder.measure` must return; for encoders that do not build a `Measured`.
 
     Attributes:
@@ -37,16 +37,6 @@ class PlainMeasured:
     patches: int = 0
     payload: Any = None
     changes: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def segments(self) -> tuple[Self, ...]:
-        """The rows that this sample becomes: itself."""
-        return (self,)
-
-    @property
-    def segment_lengths(self) -> tuple[int, ...]:
-        """Tokens of each segment."""
-        return (self.length,)
 
 
 class SampleEncoder(ABC):

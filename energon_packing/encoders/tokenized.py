@@ -290,17 +290,16 @@ class TextTokenizer:
         # that is forked later cannot use. So it is used only if the library's own variable switches threads off.
         if not _one_thread() or self._lengths is None:
             return [None] * len(texts)
-        kept = [text for text in texts if self._keeps(text)]
-        encodings = iter(self._backend.encode_batch_fast(kept, add_special_tokens=add_special_tokens))
+        kept = {at: text for at, text in enumerate(texts) if self._keeps(text)}
+        encodings = self._backend.encode_batch_fast(list(kept.values()), add_special_tokens=add_special_tokens)
         quick: list[ByteText | None] = [None] * len(texts)
-        for at, text in enumerate(texts):
-            if self._keeps(text):
-                tokens = next(encodings).ids
-                ids = np.fromiter(tokens, dtype=np.int32, count=len(tokens))
-                ends = self._lengths.take(ids).cumsum()
-                # Bytes of tokens that are not those of the text tell no places.
-                if (ends[-1] if len(ids) else 0) == (len(text) if text.isascii() else len(text.encode())):
-                    quick[at] = ByteText(self._backend, text, add_special_tokens, ids, ends)
+        for (at, text), encoding in zip(kept.items(), encodings, strict=True):
+            tokens = encoding.ids
+            ids = np.fromiter(tokens, dtype=np.int32, count=len(tokens))
+            ends = self._lengths.take(ids).cumsum()
+            # Bytes of tokens that are not those of the text tell no places.
+            if (ends[-1] if len(ids) else 0) == (len(text) if text.isascii() else len(text.encode())):
+                quick[at] = ByteText(self._backend, text, add_special_tokens, ids, ends)
         return quick
 
     @cached_property

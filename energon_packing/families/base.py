@@ -23,6 +23,8 @@ from energon_packing.families.pixel_forms import RAW, proven
 from energon_packing.thd.fields import TokenField
 from energon_packing.thd.pixels import PixelForm
 
+IMAGE, VIDEO = 1, 2
+"""Values of ``mm_token_type_ids`` and ``moe_mm_token_type_ids``; 0 is text."""
 IMAGE_SIZES = ("min_pixels", "max_pixels")
 VIDEO_SIZES = ("video_min_pixels", "video_max_pixels")
 FAMILY_FIELDS = marked(EncoderConfig, "by_family")
@@ -196,7 +198,7 @@ class VisionFamily(ABC):
     def visual_kinds(self, input_ids: np.ndarray) -> np.ndarray:
         """Returns the kind of each token ``[L]``: 1 for an image, 2 for a video, else 0; 1 if both share one token."""
         image, video = self.placeholder_ids.get("image", -1), self.placeholder_ids.get("video", -1)
-        return np.where(input_ids == image, 1, np.where(input_ids == video, 2, 0))
+        return np.where(input_ids == image, IMAGE, np.where(input_ids == video, VIDEO, 0))
 
     def stand_for_media(self, placeholders: Mapping[MediaKind, str], *edges: str) -> None:
         """Sets ``placeholders`` to tokens that stand for media as they are; ``edges`` are tokens around them.

@@ -14,13 +14,11 @@ from PIL import ImageFont
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media
 from energon_packing.errors import ConfigError
-from energon_packing.families.base import MediaPlan, ask
+from energon_packing.families.base import IMAGE, VIDEO, MediaPlan, ask
 from energon_packing.families.geometry import sampled_frames
 from energon_packing.families.qwen_vl import Qwen25VL
 from energon_packing.thd.fields import TokenField
 
-IMAGE, VIDEO = 1, 2
-"""Values of ``mm_token_type_ids`` and ``moe_mm_token_type_ids`` besides 0 for text."""
 SMALLEST_FRAME = 10
 """Pixels of the shorter side of a frame that the time can be drawn on: its letters are a tenth of that side."""
 

@@ -9,13 +9,10 @@ import torch
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media
 from energon_packing.errors import SampleRejected
-from energon_packing.families.base import IMAGE_SIZES, VIDEO_SIZES, MediaPlan
+from energon_packing.families.base import IMAGE, IMAGE_SIZES, VIDEO, VIDEO_SIZES, MediaPlan
 from energon_packing.families.geometry import VIDEO_FRAMES, chosen_frames, sampled_frames
 from energon_packing.families.qwen_vl import TimeSteps
 from energon_packing.thd.fields import TokenField
-
-TEXT, IMAGE, VIDEO = 0, 1, 2
-"""Values of ``mm_token_type_ids``."""
 
 
 class Glm4v(TimeSteps):
@@ -110,7 +107,7 @@ class Glm4v(TimeSteps):
         """Returns what ``Glm4vProcessor.create_mm_token_type_ids`` does: 1 for image tokens, 2 for videos, else 0."""
         start, end = self._clip_ids
         inside = np.cumsum(input_ids == start) > np.cumsum(input_ids == end)
-        return np.where(input_ids == self.placeholder_ids["image"], np.where(inside, VIDEO, IMAGE), TEXT)
+        return np.where(input_ids == self.placeholder_ids["image"], np.where(inside, VIDEO, IMAGE), 0)
 
     def token_values(self, input_ids: np.ndarray) -> dict[str, np.ndarray]:
         """Returns ``mm_token_type_ids`` ``[L]``, which the model derives positions from, even without media."""

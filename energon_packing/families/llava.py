@@ -93,8 +93,5 @@ class Llava(VisionFamily):
         """Returns ``pixel_values`` ``[images, 3, H, W]``."""
         if not media:
             return {}
-        return {
-            "pixel_values": ask(self.images, raw, images=list(media), input_data_format="channels_first")[
-                "pixel_values"
-            ]
-        }
+        made = ask(self.images, raw, images=list(media), input_data_format="channels_first")
+        return {"pixel_values": made["pixel_values"]}

@@ -35,7 +35,7 @@ def row_limits(packing: PackingConfig, seq_length: int, multiple: int) -> PackLi
 
 
 class Conversations(SampleKind):
-    """Conversations with any number of images and videos, preference pairs among them."""
+    """Conversations with any number of images and videos, preference pairs among them; methods as in `SampleKind`."""
 
     name = title = "conversations"
     marks = SUBFLAVORS
@@ -49,13 +49,11 @@ class Conversations(SampleKind):
     sizes = "tokens"
 
     def cook(self, sample: CrudeSample, store: FileStore[bytes]) -> Any:
-        """See `SampleKind.cook`."""
         from energon_packing.energon.cookers import cook_record
 
         return cook_record(sample, primary=store)
 
     def measuring_encoder(self, run: RunConfig) -> PackingTaskEncoder:
-        """See `SampleKind.measuring_encoder`."""
         return self.encoder_class(run.encoder, PackingConfig(seq_length=NO_ROW, pairs=run.packing.pairs))
 
     def task_encoder(self, run: RunConfig, **models: Any) -> PackingTaskEncoder:
@@ -75,13 +73,11 @@ class Conversations(SampleKind):
         )
 
     def build_loader(self, run: RunConfig, **arguments: Any) -> PackLoader:
-        """See `SampleKind.build_loader`."""
         from energon_packing.energon.loader import build_loader
 
         return build_loader(run, **arguments)
 
     def row(self, measured: AnyMeasured | None) -> dict[str, Any]:
-        """See `SampleKind.row`."""
         from energon_packing.encoders.measured import Measured, MeasuredPair
 
         if measured is None:
@@ -108,29 +104,20 @@ class Conversations(SampleKind):
         }
 
     def planned_sizes(self, measured: AnyMeasured) -> tuple[int, ...]:
-        """See `SampleKind.planned_sizes`."""
         return tuple(measured.segment_lengths)
 
     def media_names(self, measured: AnyMeasured) -> Iterator[str]:
-        """See `SampleKind.media_names`."""
-        from energon_packing.encoders.measured import MeasuredPair
-
-        segment = measured.chosen if isinstance(measured, MeasuredPair) else measured
-        for media in getattr(segment, "media", ()):
-            yield from media.frame_names or (media.name,)
-        if isinstance(measured, MeasuredPair):
-            for media in measured.rejected.media:
+        for segment in measured.segments:
+            for media in getattr(segment, "media", ()):
                 yield from media.frame_names or (media.name,)
 
     def changes_samples(self, run: RunConfig) -> bool:
-        """See `SampleKind.changes_samples`."""
         limits, oversize = run.encoder.limits, run.packing.oversize
         limited = (limits.max_images, limits.max_frames, limits.max_visual_tokens, limits.max_tokens)
         lowered = oversize != "split" and any(limit is not None for limit in limited)
         return oversize in ("truncate", "split") or (lowered and bool({"resize", "truncate"} & set(limits.when_over)))
 
     def limits(self, run: RunConfig) -> PackLimits:
-        """See `SampleKind.limits`."""
         packing = run.packing
         if packing.dummy_image:
             raise UserError(
@@ -146,7 +133,6 @@ class Conversations(SampleKind):
         return row_limits(packing, packing.seq_length, multiple)
 
     def decided(self, run: RunConfig, limits: Any) -> dict[str, Any]:
-        """See `SampleKind.decided`."""
         packing = run.packing
         assert isinstance(limits, PackLimits)
         return {
@@ -157,7 +143,6 @@ class Conversations(SampleKind):
         }
 
     def planned_limits(self, decided: Mapping[str, Any], encoder: PackingTaskEncoder) -> PackLimits:
-        """See `SampleKind.planned_limits`."""
         return PackLimits(
             tokens=decided["seq_length"] - decided["reserved"],
             multiple=int(decided["multiple"]),
@@ -169,7 +154,6 @@ class Conversations(SampleKind):
         )
 
     def too_long(self, size: Any, limits: PackLimits, run: RunConfig) -> str:
-        """See `SampleKind.too_long`."""
         aligned = f", {limits.aligned(size)} aligned" if limits.multiple > 1 else ""
         masked = limits.masked_units(size) * limits.multiple
         aligned += f" and {masked} for a masked segment after it" if masked else ""
@@ -178,7 +162,6 @@ class Conversations(SampleKind):
         return f"{size.length} tokens{aligned}; a row holds packing.seq_length={run.packing.seq_length}{less}"
 
     def free_when_stored(self, store: str) -> set[str]:
-        """See `SampleKind.free_when_stored`."""
         # Limits count as configured, which the plan compares, because a run lowers them to those of its rows.
         return {"limits", "pixels", *(("jpeg_scaled_decoding",) if store == "tokens" else ())}
 

@@ -15,8 +15,9 @@ from energon_packing.config import EncoderConfig
 from energon_packing.config.setting import changing, entries_of, marked
 from energon_packing.conversation import Conversation, Media, MediaPart, Turn
 from energon_packing.demo import processor_path
-from energon_packing.encoders.encoder import IGNORE_INDEX, ConversationEncoder
+from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.errors import SampleRejected
+from energon_packing.thd import IGNORE_INDEX
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 IMAGE = Media(kind="image", name="a.png", width=100, height=60)

@@ -84,7 +84,11 @@ TEMPLATE_MUTATIONS: tuple[Mutation, ...] = (
         test=TRAPS + "test_what_is_trained_is[no header that nobody asked for, where the next header ends a turn]",
         oracle=WORDS,
         edits=(
-            ("chat/structures.py", "        return stops.opening(frame) or closing, ", "        return len(frame), "),
+            (
+                "chat/structures.py",
+                "            return self.stops.opening(frame) or closing, ",
+                "            return len(frame), ",
+            ),
         ),
     ),
     Mutation(
@@ -100,7 +104,11 @@ TEMPLATE_MUTATIONS: tuple[Mutation, ...] = (
         test=TRAPS + "test_what_is_trained_is[answers of qwen3, which takes back earlier thinking]",
         oracle="Qwen3's published template",
         edits=(
-            ("chat/structures.py", "asked = render(messages[:turn], True)", "asked = render(messages[:turn], False)"),
+            (
+                "chat/structures.py",
+                "asked = self.render(self.messages[:turn], True)",
+                "asked = self.render(self.messages[:turn], False)",
+            ),
         ),
     ),
     Mutation(
@@ -111,7 +119,7 @@ TEMPLATE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "chat/structures.py",
-                "    header = min(stops.whole(prompt, header), stops.whole(frame, header))\n",
+                "        header = min(self.stops.whole(prompt, header), self.stops.whole(frame, header))\n",
                 "",
             ),
         ),
@@ -124,8 +132,8 @@ TEMPLATE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "chat/structures.py",
-                "    return closing + (opening or 0), ",
-                "    return closing, ",
+                "        return closing + (opening or 0), ",
+                "        return closing, ",
             ),
         ),
     ),

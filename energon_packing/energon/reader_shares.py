@@ -182,6 +182,7 @@ def deal_samples(
             each.deal(readers, worker_config, media_tokens, whole=whole, held=held, number=number)
         elif each.samples:
             each.check_fraction(np.array([each.samples]))
+        each.loader.restore_sample = functools.partial(_restored_sample, each.loader, each.first, each.samples)
 
 
 def described_shares(dataset: SavableDataset[Any]) -> list[str]:
@@ -313,7 +314,6 @@ class _Source:
             description=f"{self.name}: {_spread(bounds, reader_of, sizes, readers, whole=whole)}",
         )
         loader._get_sample = functools.partial(_dealt_sample, loader)
-        loader.restore_sample = functools.partial(_restored_sample, loader)
 
 
 def _spread(bounds: np.ndarray, reader_of: np.ndarray, sizes: np.ndarray | None, readers: int, *, whole: bool) -> str:
@@ -334,11 +334,10 @@ def _dealt_sample(loader: Any, number: int) -> Any:
     return WebdatasetSampleLoaderDataset._get_sample(loader, loader.share.sample(number))
 
 
-def _restored_sample(loader: Any, restore_key: tuple[Any, ...]) -> Any:
-    share = loader.share
-    if restore_key[-1] >= share.first + share.samples:
+def _restored_sample(loader: Any, first: int, samples: int, restore_key: tuple[Any, ...]) -> Any:
+    if restore_key[-1] >= first + samples:
         raise UserError(
-            f"The loader state holds sample {restore_key[-1]} of a data set that has {share.samples} now; it was made "
+            f"The loader state holds sample {restore_key[-1]} of a data set that has {samples} now; it was made "
             "smaller. Start the data over."
         )
     return WebdatasetSampleLoaderDataset._get_sample(loader, restore_key[-1])

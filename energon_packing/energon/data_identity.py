@@ -31,6 +31,7 @@ _AT_ONCE = 100
 """Shards that one of them opens in a row."""
 _TOLD: ContextVar[Mapping[str, str] | None] = ContextVar("told", default=None)
 _CONFIGS = (".yaml", ".yml", ".json")
+_LINES = ".jsonl"
 _FILES = ("index.uuid", INFO_FILE, "split.yaml", "dataset.yaml")
 """Of ``.nv-meta``; a metadataset may name others, as ``split_config`` and ``dataset_config``."""
 
@@ -78,7 +79,7 @@ def _walk(
     place: Any, split: str | None, seen: set[str], named: set[str] | None = None
 ) -> Iterator[tuple[Any, bytes | None]]:
     """Yields each data set from `place` on once, a metadataset with its content."""
-    if not place.is_file():
+    if not place.is_file() or place.name.endswith(_LINES):
         yield place, None
         return
     try:
@@ -115,7 +116,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _child(parent: Any, named: str) -> Any:
-    """The prepared data set or metadataset that a text of a metadataset names; None if it names none.
+    """The prepared data set, metadataset or JSON Lines that a text of a metadataset names; None if it names none.
 
     Any text counts, so no way to name a data set (blends, joins, auxiliary data sets) can be forgotten.
     """
@@ -124,7 +125,7 @@ def _child(parent: Any, named: str) -> Any:
     try:
         child = _place(named) if "://" in named or named.startswith("/") else parent.parent / named
         child = child.resolve() if isinstance(child, Path) else child
-        if named.endswith((".yaml", ".yml")):
+        if named.endswith((".yaml", ".yml", _LINES)):
             return child if child.is_file() else None
         return child if (child / META_DIRECTORY / INFO_FILE).is_file() else None
     except (OSError, ValueError, KeyError):  # not a path, or storage that is not set up
@@ -151,6 +152,10 @@ def _ordered(value: Any, key: Any = None) -> Any:
 
 
 def _prepared(place: Any, named: Collection[str], told: str | None) -> str:
+    if place.name.endswith(_LINES):  # Energon's index has the place of every line
+        index, header = place.parent / f"{place.name}.idx", _start(str(place))[1] if isinstance(place, Path) else b""
+        digest = hashlib.sha256(header + (index.read_bytes() if index.is_file() else b""))
+        return f"JSON Lines ({digest.hexdigest()[:12]})"
     meta = place / META_DIRECTORY
     digest = hashlib.sha256()
     for name in (*_FILES, *sorted(name for name in {*named}.difference(_FILES) if (meta / name).is_file())):

@@ -44,9 +44,9 @@ class DatasetLimits:
             ConfigError: the subflavor is not a mapping, has an unknown key or an invalid value, or the encoder is not a
                 `ConversationEncoder`.
         """
-        given, where = _given(sample), _where(sample)
-        if given is None:
+        if (given := _given(sample)) is None:
             return encoder
+        where = _where(sample)
         known = (number, json.dumps([where, given], sort_keys=True, default=str))
         if known not in self._encoders:
             if not isinstance(encoder, ConversationEncoder):

@@ -116,7 +116,7 @@ def even_packs(
             raise NothingToPack(_nothing(mode, empty, report if empty == rank else None))
     while pack is not None:
         report.dropped_packs += 1
-        report.dropped_keys += pack.batch.sample_keys
+        report.dropped_keys += pack.keys
         pack = next(packs, None)
 
 

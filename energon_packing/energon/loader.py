@@ -129,12 +129,12 @@ class LoaderBase(ABC):
         common = ", ".join(f"{count} {name}" for name, count in report.dropped.most_common(3)) or "none"
         last = next(iter(report.dropped_at_end), None)
         example = f"; one is {last.key}: {last.detail}" if last else ""
-        if not report.made and (dropped or (self._world_size == 1 and not self._resumed)):
-            raise NothingToPack(
-                f"The epoch ended without a pack: {max(report.read, dropped)} samples were read and {dropped} dropped "
-                f"({common}{example}). Fix the data, the limits or data.split."
-            )
-        if not report.made and not self._resumed:
+        if not report.made and not self._resumed:  # else its packs may have been before the saved state
+            if dropped or self._world_size == 1:
+                raise NothingToPack(
+                    f"The epoch ended without a pack: {max(report.read, dropped)} samples were read and {dropped} "
+                    f"dropped ({common}{example}). Fix the data, the limits or data.split."
+                )
             filled = f", so its {report.padding_packs} packs were padding" if report.padding_packs else ""
             self.tell(
                 f"Data-parallel rank {self._rank} of {self._world_size} had no sample in this epoch{filled}; give "
@@ -328,8 +328,6 @@ class PackLoader(LoaderBase):
         return functools.partial(self._state_of, then)
 
     def share_unpinned(self) -> None:
-        """Makes the loader yield tensors in its workers' shared memory where there is a GPU too, instead of copies of
-        them in page-locked memory; call before iterating."""
         self._loader.pin_memory = False
 
     def restore_state(self, state: Any) -> None:
@@ -429,7 +427,8 @@ def build_dataset(
         batch_size: Energon's ``batch_size``, None or 1.
         packing_buffer_size: None packs from the sliding window of ``packing.window`` samples; a number packs disjoint
             buffers of that many samples, as Energon's own packing does.
-        tells_end: whether each worker yields an `end_of_epoch` after the last pack of an epoch, for a `PackLoader`.
+        tells_end: whether each worker yields the end of an epoch (`Pack.ended`) after the last pack, for a
+            `PackLoader`.
         sequence: samples that are read in their order before the reader goes on elsewhere; None reads
             whole shards, or where there are several readers, their chunks (`reader_shares`).
 

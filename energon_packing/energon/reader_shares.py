@@ -77,8 +77,8 @@ class Share:
         first, samples: of the data set's part: number of its first sample, and how many it has.
         starts: ``[S]``, increasing; Energon's number of the first sample of each slice.
         places: ``[S]``; what that sample is, counted from ``first``. Above ``samples`` it is one of a further copy.
-        bounds: ``[M + 1]``, where each chunk of all ranks begins, and
-        reader_of: ``[M]``, its reader; None where every reader reads the whole.
+        copies: of the data set, dealt together.
+        reader_of: ``[M]``, the reader of each chunk of all ranks; None where every reader reads the whole.
     """
 
     first: int
@@ -86,7 +86,7 @@ class Share:
     starts: Sequence[int]
     places: Sequence[int]
     identity: str
-    bounds: np.ndarray
+    copies: int
     reader_of: np.ndarray | None
     description: str
 
@@ -105,9 +105,10 @@ class Share:
         if self.reader_of is None:
             return np.full(readers, float(each.sum()))
         found = np.zeros(readers)
-        for copy in range(0, int(self.bounds[-1]), self.samples):
-            chunks = np.searchsorted(self.bounds, places + copy, side="right") - 1
-            found += np.bincount(self.reader_of[chunks], each, readers)
+        for copy in range(self.copies):
+            # Chunk c begins at sample c * total // chunks, as in `deal`.
+            after = (places + copy * self.samples + 1) * len(self.reader_of)
+            found += np.bincount(self.reader_of[(after - 1) // (self.samples * self.copies)], each, readers)
         return found
 
 
@@ -135,10 +136,7 @@ def deal(
     each = max(samples // readers, 1)
     rows = min(max(each // min(max(each // CHUNKS, 1), longest), 1), MOST_CHUNKS)
     bounds = np.arange(rows * readers + 1, dtype=np.int64) * samples // (rows * readers)
-    if sizes is None:
-        weights = np.diff(bounds).astype(np.float64)
-    else:
-        weights = np.diff(np.concatenate(([0.0], np.cumsum(sizes, dtype=np.float64)))[bounds])
+    weights = np.diff(bounds).astype(np.float64) if sizes is None else _of_chunks(sizes, bounds)
     blocks = rows if sizes is None else -(-rows // ROWS)
     weights *= samples / max(weights.sum(), 1.0)
     reader_of, held = np.empty(rows * readers, dtype=np.int64), np.zeros(readers) if held is None else held
@@ -151,6 +149,10 @@ def deal(
             reader_of[row] = to
             held[to] += weights[row]
     return bounds, reader_of
+
+
+def _of_chunks(sizes: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+    return np.diff(np.concatenate(([0.0], np.cumsum(sizes, dtype=np.float64)))[bounds])
 
 
 def deal_samples(
@@ -167,7 +169,7 @@ def deal_samples(
         UserError: a data set that repeats without end has no samples; or a fraction of one that is repeated cannot be
             had by so many readers.
     """
-    sources = list(_sources(dataset, None, None, None))
+    sources = list(_sources(dataset))
     readers = max(worker_config.num_workers, 1) * worker_config.world_size
     for each in sources:
         if each.endless is not None and not (each.samples if each.factory.subset else each.usable):
@@ -180,6 +182,7 @@ def deal_samples(
             each.deal(readers, worker_config, media_tokens, whole=whole, held=held, number=number)
         elif each.samples:
             each.check_fraction(np.array([each.samples]))
+        each.loader.restore_sample = functools.partial(_restored_sample, each.loader, each.first, each.samples)
 
 
 def described_shares(dataset: SavableDataset[Any]) -> list[str]:
@@ -189,8 +192,7 @@ def described_shares(dataset: SavableDataset[Any]) -> list[str]:
 
 def dealt_shares(dataset: SavableDataset[Any]) -> list[tuple[str, Share]]:
     """Directory and share of each data set; none where there is one reader."""
-    sources = _sources(dataset, None, None, None)
-    return [(each.name, each.loader.share) for each in sources if hasattr(each.loader, "share")]
+    return [(each.name, each.loader.share) for each in _sources(dataset) if hasattr(each.loader, "share")]
 
 
 def dealt_identity(dataset: SavableDataset[Any]) -> dict[str, str]:
@@ -280,9 +282,9 @@ class _Source:
             read = media_tokens if self.endless is None else None
             sizes = _sizes(loader.join_readers, self.first, self.samples, read)
         longest = min(self.factory.max_samples_per_sequence or LONGEST, LONGEST)
-        samples, dealt = self.samples * copies, None if whole else held
-        bounds, reader_of = deal(samples, 1 if whole else readers, sizes, longest=longest, held=dealt, number=number)
-        counts = np.bincount(reader_of, np.diff(bounds), 1 if whole else readers)
+        samples, shares, dealt = self.samples * copies, 1 if whole else readers, None if whole else held
+        bounds, reader_of = deal(samples, shares, sizes, longest=longest, held=dealt, number=number)
+        counts = np.bincount(reader_of, np.diff(bounds), shares)
         self.check_fraction(np.repeat(counts, readers) if whole else counts)
         known = "" if sizes is None else f"{zlib.crc32(sizes.tobytes()):08x}"
         workers = max(worker_config.num_workers, 1)
@@ -307,12 +309,11 @@ class _Source:
             starts=starts,
             places=places,
             identity=f"{self.first} {self.samples} {copies} {readers} {whole} {longest} {known}",
-            bounds=bounds,
+            copies=copies,
             reader_of=None if whole else reader_of.astype(np.min_scalar_type(readers)),
             description=f"{self.name}: {_spread(bounds, reader_of, sizes, readers, whole=whole)}",
         )
         loader._get_sample = functools.partial(_dealt_sample, loader)
-        loader.restore_sample = functools.partial(_restored_sample, loader)
 
 
 def _spread(bounds: np.ndarray, reader_of: np.ndarray, sizes: np.ndarray | None, readers: int, *, whole: bool) -> str:
@@ -325,9 +326,7 @@ def _spread(bounds: np.ndarray, reader_of: np.ndarray, sizes: np.ndarray | None,
     of = f"{held.min():,.0f} to {held.max():,.0f} of {samples:,} samples for each of {readers:,} readers"
     if sizes is None:
         return f"{of}, dealt by place"
-    known = np.bincount(
-        reader_of, np.diff(np.concatenate(([0.0], np.cumsum(sizes, dtype=np.float64)))[bounds]), readers
-    )
+    known = np.bincount(reader_of, _of_chunks(sizes, bounds), readers)
     return f"{of}, whose sizes differ by {known.max() / known.min() - 1:.1%}"
 
 
@@ -335,17 +334,16 @@ def _dealt_sample(loader: Any, number: int) -> Any:
     return WebdatasetSampleLoaderDataset._get_sample(loader, loader.share.sample(number))
 
 
-def _restored_sample(loader: Any, restore_key: tuple[Any, ...]) -> Any:
-    share = loader.share
-    if restore_key[-1] >= share.first + share.samples:
+def _restored_sample(loader: Any, first: int, samples: int, restore_key: tuple[Any, ...]) -> Any:
+    if restore_key[-1] >= first + samples:
         raise UserError(
-            f"The loader state holds sample {restore_key[-1]} of a data set that has {share.samples} now; it was made "
+            f"The loader state holds sample {restore_key[-1]} of a data set that has {samples} now; it was made "
             "smaller. Start the data over."
         )
     return WebdatasetSampleLoaderDataset._get_sample(loader, restore_key[-1])
 
 
-def _sources(node: Any, factory: Any, endless: Any, finite: Any) -> Iterator[_Source]:
+def _sources(node: Any, factory: Any = None, endless: Any = None, finite: Any = None) -> Iterator[_Source]:
     """The loaders beneath a data set and its wrappers."""
     if isinstance(node, WebdatasetSampleLoaderDataset) and isinstance(factory, Sharder):
         yield _Source(loader=node, factory=factory, endless=endless, finite=finite)

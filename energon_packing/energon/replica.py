@@ -42,10 +42,10 @@ class OwnGroup:
     derives the group's name from how many groups a process has, which differs between ranks.
     """
 
-    def __init__(self, ranks: Sequence[int], here: int, name: str, patience: timedelta) -> None:
+    def __init__(self, ranks: Sequence[int], here: int, name: str) -> None:
         self._ranks = tuple(ranks)
         store = distributed.PrefixStore(f"energon-packing/{name}", _get_default_store())
-        self._group: Any = distributed.ProcessGroupGloo(store, self._ranks.index(here), len(ranks), patience)
+        self._group: Any = distributed.ProcessGroupGloo(store, self._ranks.index(here), len(ranks), PATIENCE)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Fills the tensor with that of the global rank ``source``."""
@@ -59,19 +59,19 @@ class OwnGroup:
         """Fills the tensor with what a global rank sends."""
         self._group.recv([tensor], self._ranks.index(source), tag).wait()
 
-    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors of all ranks, which have one shape."""
-        found = [torch.empty_like(tensor) for _ in self._ranks]
-        self._group.allgather([found], [tensor]).wait()
-        return found
-
     def all_gather_values(self, value: Any) -> list[Any]:
         """Returns the values of all ranks."""
+
+        def of_all(tensor: torch.Tensor) -> list[torch.Tensor]:
+            found = [torch.empty_like(tensor) for _ in self._ranks]
+            self._group.allgather([found], [tensor]).wait()
+            return found
+
         text = to_text(value)
-        sizes = [int(size) for size in self.all_gather(torch.tensor([len(text)]))]
+        sizes = [int(size) for size in of_all(torch.tensor([len(text)]))]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(text)] = text
-        return [from_text(each[:size]) for each, size in zip(self.all_gather(padded), sizes, strict=True)]
+        return [from_text(each[:size]) for each, size in zip(of_all(padded), sizes, strict=True)]
 
 
 def to_text(value: Any) -> torch.Tensor:
@@ -245,7 +245,7 @@ class Replica:
         if depth > 1:
             name = _gathered(secrets.token_hex(), (pp,))[0]
             if here in leaders:
-                leader_group = OwnGroup(leaders, here, name, PATIENCE)
+                leader_group = OwnGroup(leaders, here, name)
         by_host: dict[Any, list[int]] = {}
         for member, host in zip(ranks, hosts, strict=True):
             by_host.setdefault(host, []).append(member)

@@ -353,7 +353,7 @@ class StageSpread:
             address = dict(zip(replica.members, addresses, strict=True))[host[0]]
             self._up = HostMember(here, host[0], address, patience=seconds)
         if leads and len(replica.hosts) > 1:
-            self._hosts_group = OwnGroup([each[0] for each in replica.hosts], here, names[0], PATIENCE)
+            self._hosts_group = OwnGroup([each[0] for each in replica.hosts], here, names[0])
 
     @property
     def reaches_others(self) -> bool:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from energon_packing.energon.pack_bytes import field_digests, pack_from_bytes, pack_to_bytes
-from energon_packing.energon.replica import PATIENCE, Facts, OwnGroup, Replica, from_text, to_text
+from energon_packing.energon.replica import Facts, OwnGroup, Replica, from_text, to_text
 from energon_packing.energon.replica_channel import (
     CLOSED,
     END,
@@ -278,9 +278,7 @@ class _Compared(_Road):
         self._own, self._every = source, every
         self._group: OwnGroup | None = None
         if len(replica.members) > 1:
-            self._group = OwnGroup(
-                replica.members, replica.global_rank, replica.gather(secrets.token_hex())[0], PATIENCE
-            )
+            self._group = OwnGroup(replica.members, replica.global_rank, replica.gather(secrets.token_hex())[0])
 
     def make(self) -> Made:
         batch: PackedBatch | None = None

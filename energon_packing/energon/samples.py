@@ -99,13 +99,15 @@ def data_of(sample: Sample) -> str:
 def by_group(samples: Sequence[Any]) -> dict[str, list[int]]:
     """Positions of the samples of each group, ascending; groups are in the order of their oldest sample."""
     found: dict[str, list[int]] = {}
-    names: dict[int, str] = {}  # by identity, as the samples of a data set share their subflavors
     for position, sample in enumerate(samples):
-        own = id(subflavors := sample.__subflavors__)
-        if own not in names:
-            names[own] = group_name(subflavors)
-        found.setdefault(names[own], []).append(position)
+        found.setdefault(group_of(sample), []).append(position)
     return found
+
+
+def group_of(sample: Sample) -> str:
+    """Returns the group of a sample's data set, see `group_name`."""
+    subflavors = sample.__subflavors__
+    return group_name(subflavors) if subflavors and "group" in subflavors else ""
 
 
 def read_media(store: FileStore | None, name: str) -> bytes:
@@ -183,10 +185,6 @@ class RenderedSample(Sample):
     cost: int = 0
 
 
-END = -1
-"""In place of the number of a pack, in the restore key of the end of an epoch."""
-
-
 @edataclass
 class Pack(Sample, Generic[Batch]):
     """What the loader yields: one packed row, and what was dropped since the previous pack.
@@ -228,18 +226,3 @@ class Pack(Sample, Generic[Batch]):
     def __repr__(self) -> str:
         """One line."""
         return f"Pack({self.index} of worker {self.worker}, {len(self.dropped)} dropped before it: {self.batch})"
-
-
-def end_of_epoch(read: int, ledger: Ledger, worker: int) -> Pack[Any]:
-    """What a worker yields after its last pack of a finite epoch, so that what it dropped since is reported."""
-    return Pack(
-        __key__="",
-        __restore_key__=(),
-        __subflavors__={},
-        __sources__=(),
-        batch=None,
-        ended=read,
-        dropped=ledger.take_dropped(),
-        read=ledger.take_read(),
-        worker=worker,
-    )

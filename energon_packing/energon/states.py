@@ -16,7 +16,7 @@ import pickle
 import types
 import warnings
 import zipfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +71,20 @@ READERS = ("ranks", "workers")
 """Entries that nobody can accept as changed: Energon's states hold one part per reader."""
 
 
-def settings_of(section: str, config: Any, *, left_out: Collection[str] = ()) -> dict[str, str]:
+_NEWER = {
+    f"{section}.{entry.name}": json.dumps(entry.default)
+    for section, config in SECTIONS.items()
+    for entry in dataclasses.fields(config)
+    if entry.metadata.get("newer")
+}
+"""Settings that states from before them do not have, with what that means."""
+
+
+def settings_of(section: str, config: Any) -> dict[str, str]:
     """Every field of a section by its dotted name, as JSON, but those that change nothing or are stated by content."""
     unread = {*changing(config, "nothing"), *marked(config, "stated")}
-    values = {f"{section}.{name}": value for name, value in to_mapping(config).items() if name not in unread}
-    return {name: json.dumps(value, sort_keys=True) for name, value in values.items() if name not in left_out}
+    values = {name: value for name, value in to_mapping(config).items() if name not in unread}
+    return {f"{section}.{name}": json.dumps(value, sort_keys=True) for name, value in values.items()}
 
 
 def check_fingerprint(
@@ -103,7 +112,8 @@ def check_fingerprint(
                 f"{saved.get(name)} {name}, and this run has {own.get(name)}; restore the number, or train from a plan "
                 "(docs/offline.md), whose state fits any number."
             )
-    differs = [name for name in sorted(saved.keys() | own.keys()) if saved.get(name) != own.get(name)]
+    names = sorted(saved.keys() | own.keys())
+    differs = [name for name in names if saved.get(name, _NEWER.get(name)) != own.get(name, _NEWER.get(name))]
     causes = {name for name in differs if _accepts(accepted, name)}
     lines = []
     for name in sorted(differs, key=lambda name: name in FOLLOWS):

@@ -276,16 +276,13 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         Returns:
             Ascending positions of samples of one group (`by_group`), its oldest among them.
         """
-        groups = list(by_group(samples).values())
-        held = groups[0]
-        if len(groups) > 1:
-            held = max(groups, key=lambda positions: self._units([samples[at] for at in positions]))
-        measured: list[Any] = [found for at in held if (found := samples[at].measured) is not None]
+        units = self._units(samples)
+        held = max(by_group(samples).values(), key=lambda positions: sum(units[at] for at in positions))
         chosen = next_pack(
             self.packing.policy,
-            [self.limits.length_units(sample) for sample in measured],
+            [units[at] for at in held],
             self.limits.units,
-            self.limits.costs(measured),
+            self.limits.costs([samples[at].measured for at in held]),
             self.limits.limited,
             ended=ended,
         )
@@ -293,12 +290,12 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
 
     def fewest_packs(self, samples: Sequence[MeasuredSample]) -> int:
         """Returns a lower bound on the packs that the samples fill: by length alone, as if samples were divisible."""
+        units = self._units(samples)
         groups = by_group(samples).values()
-        return sum(-(-self._units([samples[at] for at in held]) // self.limits.units) for held in groups)
+        return sum(-(-sum(units[at] for at in held) // self.limits.units) for held in groups)
 
-    def _units(self, samples: Sequence[MeasuredSample]) -> int:
-        measured: list[Any] = [sample.measured for sample in samples if sample.measured is not None]
-        return sum(int(self.limits.length_units(sample)) for sample in measured)
+    def _units(self, samples: Sequence[MeasuredSample]) -> list[int]:
+        return [self.limits.length_units(sample.measured) for sample in samples]
 
     def order_plans(self, plans: Sequence[Sequence[MeasuredSample]], block: int) -> Sequence[int]:
         """Serpentine order: cost rises in one block and falls in the next, so all ranks have similar costs at once."""

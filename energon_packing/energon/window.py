@@ -29,16 +29,14 @@ from energon_packing.energon.internals import (
     set_sample_restore_key,
 )
 from energon_packing.energon.samples import (
-    END,
     MeasuredSample,
     Pack,
     Problem,
     RenderedSample,
     account_for,
-    by_group,
     comes_again,
     data_of,
-    end_of_epoch,
+    group_of,
     shuffled_ahead,
 )
 from energon_packing.energon.states import check_fingerprint
@@ -47,6 +45,8 @@ from energon_packing.ledger import Ledger
 
 SHOWN_KEYS = 8
 """Number of keys that an error names; the rest are only counted."""
+_END = -1
+"""In place of the number of a pack, in the restore key of the end of an epoch."""
 
 
 def render_or_drop(packer: Any, sample: MeasuredSample, ledger: Ledger) -> RenderedSample | None:
@@ -133,7 +133,8 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
             another object with its ``make_ledger``, ``select_pack`` (for a `DisjointPackingDataset`,
             ``select_samples_to_pack``), ``order_plans``, ``fewest_packs``, ``postencode_sample``, ``arrange`` and
             ``pack_selected_samples``.
-        tells_end: whether an `end_of_epoch` follows the last pack of an epoch, for a loader, which then tells of drops.
+        tells_end: whether the end of an epoch (`Pack.ended`) follows its last pack, for a loader, which then tells of
+            drops.
     """
 
     _savable_fields = (
@@ -228,10 +229,21 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
             yield self._end(self.ledger.read - before)
         self._draining = False
 
-    def _end(self, read: int) -> Pack:
+    def _end(self, read: int) -> Pack[Any]:
+        """What follows the last pack of a finite epoch, so that what was dropped since is reported."""
         self.ledger.end_epoch(read)
-        end = end_of_epoch(read, self.ledger, self.worker_config.rank_worker_id())
-        return set_sample_restore_key(end, END, src=self)
+        end: Pack[Any] = Pack(
+            __key__="",
+            __restore_key__=(),
+            __subflavors__={},
+            __sources__=(),
+            batch=None,
+            ended=read,
+            dropped=self.ledger.take_dropped(),
+            read=self.ledger.take_read(),
+            worker=self.worker_config.rank_worker_id(),
+        )
+        return set_sample_restore_key(end, _END, src=self)
 
     def _wake(self) -> int:
         """Reads the samples of a restored state again, and accounts for those that can no longer be read."""
@@ -284,8 +296,8 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
             return
         group = list(self.packer.select_pack(held, self._draining))
         ascending = group == sorted(set(group)) and bool(group) and group[0] >= 0 and group[-1] < len(held)
-        own = by_group([held[at] for at in group]) if ascending else {}
-        if len(own) != 1 or own.keys() & by_group(held[: group[0]]).keys():
+        own = {group_of(held[at]) for at in group} if ascending else set()
+        if len(own) != 1 or any(group_of(sample) in own for sample in held[: group[0]]):
             raise PackingError(
                 f"selection {group} of {len(held)} samples must be ascending, without duplicates, of one group of data "
                 f"sets, and begin with the oldest, {held[0].__key__}, or with the oldest of its group"
@@ -338,7 +350,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
 
     def restore_sample(self, restore_key: tuple[Any, ...]) -> Pack:
         index, *members = _after_name(self, restore_key)
-        if index == END:
+        if index == _END:
             return self._end(0)
         rendered = []
         for member in members:

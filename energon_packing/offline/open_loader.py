@@ -148,15 +148,16 @@ class EndlessPacks:
         self._packs = self._endless()
         self.save_state, self.state_later = loader.save_state, loader.state_later
 
-    def _endless(self) -> Iterator[PackedBatch]:
+    def _endless(self, *, resumed: bool = False) -> Iterator[PackedBatch]:
         while True:
             pack = None
             for pack in self._loader:
                 if self._metrics is not None:
                     self._metrics.made(pack)
                 yield pack.batch
-            if pack is None:
+            if pack is None and not resumed:  # else the state was that after the epoch's last pack
                 raise ConfigError("A whole epoch of the data set had no packs; the ledger (packing.ledger) says why.")
+            resumed = False
 
     def __next__(self) -> PackedBatch:
         return next(self._packs)
@@ -164,7 +165,7 @@ class EndlessPacks:
     def restore_state(self, state: Any) -> None:
         """Continues after the batch at which the state was saved; call before the first batch."""
         self._loader.restore_state(state)
-        self._packs = self._endless()
+        self._packs = self._endless(resumed=True)
         if self._metrics is not None:
             self._metrics.forget()
 

@@ -7,7 +7,7 @@ exact, and makes the integers in the ``window`` policy's subset sum that much sh
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -68,22 +68,6 @@ def _column(name: str, values: Sequence[int | float] | np.ndarray, count: int) -
     return column
 
 
-class Sized(Protocol):
-    """A sample that has been measured; `energon_packing.encoders.measured.Measured` is one."""
-
-    @property
-    def length(self) -> int:
-        """Tokens."""
-
-    @property
-    def images(self) -> int:
-        """Images, tiles counted one by one."""
-
-    @property
-    def patches(self) -> int:
-        """Rows of vision input."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
     """A sample described by its numbers only.
@@ -109,7 +93,7 @@ def _segments(sample: Any) -> tuple[Any, Any]:
     lengths = getattr(sample, "segment_lengths", None)
     if lengths is None:
         return sample.length, 0
-    return lengths[0], lengths[1] if len(lengths) > 1 else 0
+    return (lengths[0], lengths[1]) if len(lengths) > 1 else (lengths[0], 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,11 +170,11 @@ class PackLimits:
         """Whether a sample, including the masked segment that it may need, is longer than a row."""
         return self.length_units(sample) + self.masked_units(sample) > self.units
 
-    def holds(self, sample: Sized) -> bool:
+    def holds(self, sample: Any) -> bool:
         """Whether the sample fits a pack by itself."""
         return not self.too_long(sample) and self.exceeded(sample) is None
 
-    def exceeded(self, sample: Sized) -> str | None:
+    def exceeded(self, sample: Any) -> str | None:
         """The first limit other than tokens that a sample exceeds by itself, as part of a sentence; None if it fits."""
         for name, (cost,) in self.costs([sample]).items():
             limit = self.limited[name]

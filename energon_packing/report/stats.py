@@ -424,8 +424,8 @@ def reader_figures(path: str, split: str, run: RunConfig, samples: StatsSamples,
             each = share is not None and share.reader_of is None
             given[number] = tokens[number] * repetitions / (1 if each else readers)
         else:
-            copies = max(int(share.bounds[-1]) // share.samples, 1)
-            given[number] = share.amounts(samples.place[own], samples.tokens[own], readers) * repetitions / copies
+            own_tokens = share.amounts(samples.place[own], samples.tokens[own], readers)
+            given[number] = own_tokens * repetitions / share.copies
     of_tokens = mix * tokens / np.maximum(counts, 1)
     rows = zip(samples.datasets, mix / mix.sum(), of_tokens / max(of_tokens.sum(), 1e-9), given, strict=True)
     return {

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -19,9 +20,10 @@ from made_data import chat, converted
 from energon_packing import thd
 from energon_packing.config import DataConfig, ParallelConfig, to_mapping
 from energon_packing.energon.epoch_end import EpochReport, even_packs
-from energon_packing.energon.loader import build_loader, build_task_encoder
+from energon_packing.energon.loader import LoaderBase, build_loader, build_task_encoder
 from energon_packing.errors import ConfigError
 from energon_packing.ledger import NothingToPack
+from energon_packing.offline.open_loader import EndlessPacks
 
 PADDING = "padding"
 
@@ -70,8 +72,9 @@ def stream(kept, promised):
     for at, worth in enumerate(promised):
         left[at % 2] -= worth
         if kept[at]:
-            keys = (str(at),)
-            yield SimpleNamespace(worker=at % 2, ahead=left[at % 2], batch=SimpleNamespace(sample_keys=keys))
+            # A preference pair is one sample and two segments.
+            batch = SimpleNamespace(sample_keys=(str(at), str(at)))
+            yield SimpleNamespace(worker=at % 2, ahead=left[at % 2], keys=(str(at),), batch=batch)
 
 
 def even(mode, sizes, known, resumed=False):
@@ -120,6 +123,28 @@ def test_an_epoch_in_which_no_rank_would_emit_a_pack_is_refused_by_all_with_the_
         # A run that goes on after its last step has no packs left either, and that is no mistake.
         assert even(mode, sizes, known=True, resumed=True)[0] == [[] for _ in sizes]
     assert len({report.agreements for report in reports}) == 1
+
+
+def test_a_run_that_goes_on_after_the_last_pack_of_an_epoch_begins_the_next_one():
+    def endless():
+        epochs = iter([[], [SimpleNamespace(batch="first of the next")]])
+        nothing = dict.fromkeys(("save_state", "state_later", "restore_state"), lambda *_: None)
+        return EndlessPacks(type("Loader", (), {"__iter__": lambda _: iter(next(epochs))} | nothing)())
+
+    resumed = endless()
+    resumed.restore_state({})
+    assert next(resumed) == "first of the next"
+    with pytest.raises(ConfigError, match="A whole epoch of the data set had no packs"):
+        next(endless())
+
+
+def test_what_a_resumed_epoch_has_left_may_all_be_dropped():
+    report = EpochReport(dropped=Counter(corrupt_media=1))
+    loader = SimpleNamespace(_resumed=True, _world_size=1, _rank=0, _budget=None)
+    LoaderBase._check_epoch(loader, report)
+    loader._resumed = False
+    with pytest.raises(NothingToPack, match="1 dropped \\(1 corrupt_media\\)"):
+        LoaderBase._check_epoch(loader, report)
 
 
 def test_ranks_that_know_packs_ahead_exchange_an_integer_a_window_not_a_pack():

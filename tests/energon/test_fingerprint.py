@@ -245,6 +245,13 @@ def test_a_setting_that_a_family_refuses_is_refused_in_any_value(streams: Stream
             streams.of({name: value})
 
 
+def test_a_state_from_before_a_setting_has_its_default() -> None:
+    own = {"data.seed": "1", "encoder.special_tokens_in_text": '"keep"', "packing.pairs": '"refuse"'}
+    assert check_fingerprint({"data.seed": "1"}, own) == check_fingerprint(own, {"data.seed": "1"}) == []
+    with pytest.raises(ConfigError, match=r"made without any packing\.pairs, but this run has \"drop\""):
+        check_fingerprint({"data.seed": "1"}, own | {"packing.pairs": '"drop"'})
+
+
 def test_accepting_a_section_accepts_no_data_set() -> None:
     saved, own = ({"data.seed": seed, "data set": name} for seed, name in (("1", "old"), ("2", "new")))
     with pytest.raises(ConfigError, match="made with data set=old"):

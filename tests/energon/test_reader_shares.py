@@ -1,5 +1,6 @@
 """How often samples are seen: by their length, by rank, by data set of a blend, and in splits of a few samples."""
 
+import dataclasses
 import functools
 import gc
 import itertools
@@ -368,6 +369,20 @@ def test_a_state_is_refused_where_other_samples_are_a_readers(made, tmp_path):
     other = build_loader(run_of(str(copy)), task_encoder=encoder_of(path), rank=0, world_size=2)
     with pytest.raises(ConfigError, match="data set shares"):
         other.restore_state(state)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_state_of_a_sample_that_the_data_have_no_more_is_refused_in_a_sentence(few_and_many, ranks):
+    """The run accepts other data, and the window holds a sample of the old ones."""
+    few, many = (run_of(path) for path in few_and_many)
+    loader = build_loader(many, world_size=ranks)
+    next(iter(loader))
+    accepting = dataclasses.replace(few.data, accept_changed=("data set", "data set shares"))
+    other = build_loader(dataclasses.replace(few, data=accepting), world_size=ranks)
+    with pytest.warns(UserWarning, match="data set"):
+        other.restore_state(loader.save_state())
+    with pytest.raises(UserError, match="of a data set that has 3 now; it was made smaller"):
+        next(iter(other))
 
 
 def test_json_lines_are_dealt_whole_with_their_own_keys(tmp_path):

@@ -20,7 +20,9 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from made_data import chat, converted, metadataset
+from megatron.energon.epathlib import EPath
 from megatron.energon.eyaml import load_yaml
+from megatron.energon.flavors.jsonl.jsonl_prepare import JsonlPreparator
 
 from energon_packing.energon import loader as loader_module
 from energon_packing.energon import window
@@ -312,6 +314,18 @@ def test_files_that_a_metadataset_names_belong_to_the_data(dataset, tmp_path, na
     assert before == commented
     assert [name for name in before if before[name] != changed[name]] == ["data set 1 (text)"]
     assert data_identity(str(place), "train") == {"data set": data_identity(str(dataset / "text"), "train")["data set"]}
+
+
+def test_lines_of_json_that_were_edited_and_indexed_again_are_other_data(tmp_path):
+    blend = metadataset(tmp_path / "blend.yaml", {"path": "./chats.jsonl"})
+    lines = tmp_path / "chats.jsonl"
+    found = []
+    for said in ("one", "one", "three"):
+        lines.write_text(f'{{"said": "x"}}\n{{"said": "{said}"}}\n')
+        JsonlPreparator.prepare_dataset(EPath(lines))
+        found.append(data_identity(blend, "train"))
+    assert list(found[0]) == ["data set", "data set 1 (chats.jsonl)"]
+    assert found[0] == found[1] != found[2]
 
 
 def test_the_identity_of_data_reads_one_header_of_a_shard(dataset, monkeypatch):

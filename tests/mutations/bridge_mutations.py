@@ -291,8 +291,8 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "energon/replica.py",
-                "                leader_group = OwnGroup(leaders, here, name, PATIENCE)\n",
-                "                leader_group = OwnGroup(leaders, here, name, PATIENCE)\n"
+                "                leader_group = OwnGroup(leaders, here, name)\n",
+                "                leader_group = OwnGroup(leaders, here, name)\n"
                 "            distributed.new_group(leaders)\n",
             ),
         ),

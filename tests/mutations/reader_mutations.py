@@ -58,7 +58,7 @@ READER_MUTATIONS: tuple[Mutation, ...] = (
         name="stats counts a repeated data set once in what readers have",
         test="tests/report/test_stats.py::test_readers_have_the_tokens_that_loaders_of_their_ranks_give[None]",
         oracle="tokens of the packs of each rank",
-        edits=(("report/stats.py", "readers) * repetitions / copies", "readers)"),),
+        edits=(("report/stats.py", "own_tokens * repetitions / share.copies", "own_tokens"),),
     ),
     Mutation(
         trap=87,

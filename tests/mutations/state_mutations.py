@@ -119,14 +119,14 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         name="the end of a worker's epoch carries no drops",
         test=EPOCHS + "test_everything_read_is_emitted_or_dropped_by_reason_in_every_epoch",
         oracle="the number of samples",
-        edits=(("energon/samples.py", "dropped=ledger.take_dropped(),", "dropped=(),"),),
+        edits=(("energon/window.py", "dropped=self.ledger.take_dropped(),", "dropped=(),"),),
     ),
     Mutation(
         trap=55,
         name="an epoch that made no pack ends as if it had",
         test=EPOCHS + "test_a_finite_run_that_makes_no_pack_ends_with_the_reason",
         oracle="the definition",
-        edits=(("energon/loader.py", "if not report.made and (", "if False and ("),),
+        edits=(("energon/loader.py", "if dropped or self._world_size == 1:", "if False:"),),
     ),
     Mutation(
         trap=56,

@@ -8,14 +8,13 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else routers of experts are compiled, by g++ on a new machine
 
 import pytest
-from forking_python import UNFREEZE, freeze_for_good, quick_python
+from forking_python import UNFREEZE, freeze_for_good
 from hypothesis import HealthCheck, settings
 
 from energon_packing.config import EncoderConfig
@@ -97,14 +96,6 @@ FIRST_CASE_IS_FAST = ("conformance", "energon", "executors", "offline", "wan")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="leave out the tests that are marked `full`")
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
-    """In a run of all tests, their processes are forks too: each would import for ten seconds."""
-    if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
-        for spec in specs:
-            spec.python = quick_python()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -118,7 +118,7 @@ class BridgePackIterator:
             if writes:
                 own._write_state(folder, groups.dp)
             bridges_states = "megatron.bridge.training.checkpointing.maybe_save_dataloader_state"
-            with mock.patch(bridges_states, lambda *_, **__: None):  # noqa: PT008  a `Mock` would keep the loader
+            with mock.patch(bridges_states, lambda *_, **__: None):  # noqa: PT008  a mock would keep the loader
                 bridges_own(checkpoint, *others, **named)
             if writes and not get_pg_rank(groups.dp) and config.checkpoint.most_recent_k > -1:
                 own._clean_up(folder, Path(model or "") / f"iter_{step:07d}")

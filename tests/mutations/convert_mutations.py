@@ -704,7 +704,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         name="an encoder by name is left out",
         test="tests/conformance/test_in_batch_mode.py::test_an_encoder_of_the_users_own_makes_the_rows_of_a_data_set_that_names_it[packs]",
         oracle="the bytes of the records",
-        edits=(("bridge/dataset.py", "build_task_encoder(config, encoder=own)", "build_task_encoder(config)"),),
+        edits=(("bridge/dataset.py", "            own or config.encoder,\n", "            config.encoder,\n"),),
         needs_bridge=True,
     ),
 )

@@ -89,8 +89,8 @@ VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "validate/looks/samples.py",
-                'reason.startswith("template_") or reason == "unstable_prefix"',
-                'reason in ("template_error", "unstable_prefix")',
+                'each.reason.startswith("template_") or each.reason == "unstable_prefix"',
+                'each.reason in ("template_error", "unstable_prefix")',
             ),
         ),
     ),

@@ -5,7 +5,7 @@ twentieth and a third of the CPU time of a worker that renders photographs. So w
 tokenizes one text at a time, which is quicker where the tokenizers library starts no threads.
 
 Torch hands over each tensor of a pack by a file in shared memory and a connection of its own, which cost a text pack
-more than its tokens. So small tensors go with the pack, in one message, and only large ones in shared memory.
+more than its tokens. So all small tensors share one, with the rest of the pack.
 """
 
 import ctypes
@@ -66,19 +66,16 @@ def _start(own: Callable[[int], None] | None, keep_memory: bool, worker: int) ->
     use_one_thread()
     if keep_memory:
         keep_freed_memory()
-    ForkingPickler.register(Pack, _in_one_message)
+    ForkingPickler.register(Pack, _together)
     if own is not None:
         own(worker)
 
 
-def _in_one_message(pack: Pack[Any]) -> tuple[Any, ...]:
+def _together(pack: Pack[Any]) -> tuple[Any, ...]:
     large: list[torch.Tensor] = []
     rest = pack_to_bytes(pack, apart=large)
-    return _received, (rest.numpy().tobytes(), [as_bytes(each) for each in large])
-
-
-def _received(rest: bytes, large: Sequence[torch.Tensor]) -> Any:
-    return pack_from_bytes(torch.frombuffer(bytearray(rest), dtype=torch.uint8), large)
+    # Not through the pipe: a worker whose loader was killed would wait for ever to write more than it holds.
+    return pack_from_bytes, (rest, [as_bytes(each) for each in large])
 
 
 _TRACEBACK = re.compile(r"^Caught \w+ in DataLoader worker process \d+\.\nOriginal Traceback.*\n[\w.]+: ", re.DOTALL)

@@ -105,7 +105,7 @@ def test_workers_hand_over_the_packs_that_torch_would_with_large_tensors_in_shar
     some, mixed = packs(1 << 15)
     assert any(mixed)
     assert not all(mixed)
-    monkeypatch.setattr(worker_start, "_in_one_message", lambda pack: pack.__reduce_ex__(4))
+    monkeypatch.setattr(worker_start, "_together", lambda pack: pack.__reduce_ex__(4))
     torchs, _ = packs(1 << 15)
     assert some == torchs
 

@@ -4,8 +4,8 @@ glibc returns a large block to the kernel when it is freed, and the kernel clear
 twentieth and a third of the CPU time of a worker that renders photographs. So workers keep freed memory. And a worker
 tokenizes one text at a time, which is quicker where the tokenizers library starts no threads.
 
-Torch hands over each tensor of a pack by a file in shared memory and a connection of its own, which cost a text pack
-more than its tokens. So all small tensors share one, with the rest of the pack.
+Torch hands over each tensor of a pack by a file in shared memory and a connection of its own. Here all small tensors
+share one, with the rest of the pack.
 """
 
 import ctypes

@@ -35,7 +35,18 @@ THIS = os.pathsep.join((str(HERE), str(HERE.parent), ranks_environment()["PYTHON
 KINDS = ("local", pytest.param("ray", marks=NEEDS_RAY))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request):
+    """A kind of executor; pytest runs all tests of one before those of the next, and no test forks beside Ray.
+
+    With a fork between two of its calls, a program has lost Ray's word that its actors live, and waited for ever.
+    """
+    if request.param != "ray":
+        yield request.param
+        return
+    yield from cluster()
+
+
 def cluster():
     """A Ray of the calling program with two CPUs, which executors use and leave running."""
     ray = pytest.importorskip("ray")
@@ -48,19 +59,14 @@ def cluster():
                 RayWorkers(2, None)._connect()
                 break
             ray.shutdown()
-    yield
+    yield "ray"
     assert ray.is_initialized(), "an executor ended the cluster of its caller, or it never began"
     ray.shutdown()
 
 
 @pytest.fixture
-def executor_of(request):
-    def make(kind: str):
-        if kind == "ray":
-            request.getfixturevalue("cluster")
-        return ExecutorConfig(kind=kind, workers=2).executor(100)
-
-    return make
+def executor(kind):
+    return ExecutorConfig(kind=kind, workers=2).executor(100)
 
 
 def ended(process: int) -> bool:
@@ -75,11 +81,10 @@ def attempts(notes: Path) -> dict[int, int]:
     return {int(note.name): len(note.read_text()) for note in notes.iterdir()}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_task_is_done_once_in_the_order_of_completion_but_for_those_whose_worker_died(executor_of, kind, tmp_path):
+def test_each_task_is_done_once_in_the_order_of_completion_but_for_those_whose_worker_died(executor, kind, tmp_path):
     dying = (5,) if kind == "ray" else (1, 5, 6, 9)
     tasks = [(number, "dies once" if number in dying else "" if number else "slowest") for number in range(10)]
-    found = list(executor_of(kind).results(tasks, Squares(tmp_path)))
+    found = list(executor.results(tasks, Squares(tmp_path)))
     assert sorted((task[0], value) for task, (value, _) in found) == [(n, n * n) for n in range(10)]
     assert attempts(tmp_path) == {n: 2 if n in dying else 1 for n in range(10)}
     assert found[0][0] != tasks[0]
@@ -88,30 +93,26 @@ def test_each_task_is_done_once_in_the_order_of_completion_but_for_those_whose_w
     assert os.getpid() not in workers
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_task_at_which_two_workers_died_is_given_up_by_name(executor_of, kind, tmp_path):
+def test_a_task_at_which_two_workers_died_is_given_up_by_name(executor, kind, tmp_path):
     tasks = [(number, "dies" if number == 7 else "") for number in range(20)]
     with pytest.raises(UserError, match="squaring 7 was given up: 2 workers died at it, and the last one "):
-        list(executor_of(kind).results(tasks, Squares(tmp_path)))
+        list(executor.results(tasks, Squares(tmp_path)))
     assert attempts(tmp_path)[7] == 2
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_a_task_raises_is_raised(executor_of, kind, tmp_path):
+def test_what_a_task_raises_is_raised(executor, kind, tmp_path):
     with pytest.raises(SampleRejected, match="number 3") as caught:
-        list(executor_of(kind).results([(3, "fails")], Squares(tmp_path)))
+        list(executor.results([(3, "fails")], Squares(tmp_path)))
     assert (caught.value.reason, caught.value.detail) == ("bad", "number 3")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_error_that_a_closed_pipe_raises_too_is_not_taken_for_one(executor_of, kind, tmp_path):
+def test_an_error_that_a_closed_pipe_raises_too_is_not_taken_for_one(executor, kind, tmp_path):
     with pytest.raises(EOFError, match="the file ended"):
-        list(executor_of(kind).results([(3, "ends early")], Squares(tmp_path)))
+        list(executor.results([(3, "ends early")], Squares(tmp_path)))
     assert attempts(tmp_path) == {3: 1}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_tasks_are_taken_when_workers_are_free_and_a_closed_iterator_ends_them(executor_of, kind, tmp_path):
+def test_tasks_are_taken_when_workers_are_free_and_a_closed_iterator_ends_them(executor, kind, tmp_path):
     taken = []
 
     def tasks():
@@ -119,7 +120,7 @@ def test_tasks_are_taken_when_workers_are_free_and_a_closed_iterator_ends_them(e
             taken.append(number)
             yield number, ""
 
-    results = executor_of(kind).results(tasks(), Squares(tmp_path))
+    results = executor.results(tasks(), Squares(tmp_path))
     _, (_, process) = next(results)
     threading.Event().wait(0.3)  # time in which workers could run ahead
     assert len(taken) <= 6
@@ -145,8 +146,8 @@ def test_results_in_order_wait_for_a_slow_first_task_with_a_bounded_number_of_ot
 
 
 @pytest.mark.full
-@NEEDS_RAY
-def test_ray_converts_what_one_process_converts_although_its_workers_are_killed(cluster, tmp_path):
+@pytest.mark.parametrize("kind", [pytest.param("ray", marks=NEEDS_RAY)], indirect=True)
+def test_ray_converts_what_one_process_converts_although_its_workers_are_killed(kind, tmp_path):
     source, out = make_data(tmp_path / "demo", conversations=20), tmp_path / "out"
     killed = []
 

@@ -99,7 +99,8 @@ def stats(ctx: click.Context, paths: tuple[Path, ...], as_json: bool, **options:
     """Show how samples are distributed, and compare row lengths, alignments and windows.
 
     An index (`energon-packing measure`) is read in seconds. A data set is measured in part, at random, and figures have
-    error bars. A plan knows tokens only.
+    error bars. A plan knows tokens only. A data set, --size and --profile need the extra vlm too, --png needs figures,
+    and --fill needs none.
 
     --fill shows how full packs of your own lengths would be, per policy: of .npz with the array `length` (and `images`,
     `capacity`), .npy, or text with one length per line. With --ranks, a second table shows the share of each step in

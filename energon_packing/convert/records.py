@@ -405,11 +405,15 @@ def unlisted(raw: RawRecord) -> Iterator[RawRecord]:
 
 
 def _find_turns(value: Mapping[str, Any], layout: RecordFormat) -> tuple[list[Any], str]:
-    """The list of turns, and the column that holds it."""
+    """The list of turns, and the column that holds it; a column that repeats them is not read."""
     listed = {column: value[column] for column in TURN_COLUMNS if isinstance(value.get(column), list)}
-    for column, turns in listed.items():
-        if turns and layout_of_turn(turns[0], layout) is not None:
-            return turns, column
+    fitting = [(turns, column) for column, turns in listed.items() if turns and layout_of_turn(turns[0], layout)]
+    said = [[*map(_speech, turns)] for turns, _ in fitting] if len(fitting) > 1 else [[]]
+    if said[0] != said[-1] and layout in ("auto", *_EXPECTED):  # another layout's turns were put into one column
+        both = "'messages' and 'conversations' hold different turns"
+        raise SampleRejected("ambiguous_layout", f"{both}; keep one, or name its layout with --format")
+    if fitting:
+        return fitting[0]
     if listed and not any(listed.values()):
         raise SampleRejected("empty_conversation", f"the record's {next(iter(listed))} list is empty")
     raise unknown_layout(value, _EXPECTED.get(layout, ""))

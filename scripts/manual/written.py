@@ -48,8 +48,8 @@ def commands() -> str:
         "# Commands\n\n"
         f"Every command of `energon-packing`, as `--help` shows it. `{WRITE}` makes this page; a\n"
         "test keeps it in step.\n"
-        "\nEvery command takes `--json`, and exits with 0 for done, 1 where a check failed, 2 for unusable input.\n"
-        "`energon-packing --debug COMMAND` shows the traceback of an error.\n"
+        "\nEvery command (of `state`: `state convert`) takes `--json`. Exit codes: 0 done, 1 a check failed, 2\n"
+        "unusable input. `energon-packing --debug COMMAND` shows the traceback of an error.\n"
     ]
     for name, entry in sorted(SUBCOMMANDS.items()):
         context = click.Context(cli, info_name="energon-packing")

@@ -182,6 +182,19 @@ def test_a_record_of_two_layouts_is_refused_with_both_names(record: dict[str, An
     assert {parse_record(record, first).layout, parse_record(record, second).layout} == {first, second}  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("other", [sharegpt(question="Why?"), {"conversations": openai(answer="No.")["messages"]}])
+def test_two_columns_of_turns_are_refused_where_they_differ(other: dict[str, Any]) -> None:
+    """Oracle: the record of each column alone. A copy of the turns in the other column changes nothing."""
+    reason, detail = refused(openai() | other)
+    assert reason == "ambiguous_layout"
+    assert "'messages' and 'conversations' hold different turns" in detail
+    if "from" in other["conversations"][0]:
+        assert parse_record(openai() | other, "sharegpt").turns == parse_record(other).turns
+        assert parse_record(openai() | other, "openai").turns == parse_record(openai()).turns
+    copied = parse_record(openai() | sharegpt())
+    assert (copied.turns, copied.ignored) == (parse_record(openai()).turns, ("conversations",))
+
+
 # -- labels ------------------------------------------------------------------------------------------------------------
 
 

@@ -48,8 +48,10 @@ def test_the_loss_of_a_row_is_that_of_its_samples_alone(row_and_model):
         losses = torch.nn.functional.cross_entropy(logits, row["labels"], ignore_index=-100, reduction="none")
         total, targets = total + (losses * row["loss_mask"]).sum(), targets + int(row["loss_mask"].sum())
     assert targets > 100
-    packed = model(**batch.to_hugging_face()).loss
-    torch.testing.assert_close(packed, total / targets, rtol=1e-6, atol=0)
+    for attention in ("eager", "sdpa"):
+        model.set_attn_implementation(attention)
+        packed = model(**batch.to_hugging_face()).loss
+        torch.testing.assert_close(packed, total / targets, rtol=1e-6, atol=0)
     packed.backward()
     # With a cache, transformers looks for no segments: samples would see each other, and nothing would say so.
     cached = model(**batch.to_hugging_face() | {"use_cache": True}).loss

@@ -274,6 +274,13 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         edits=(("convert/layouts/layout.py", "    if len(matching) > 1:\n", "    if len(matching) > 8:\n"),),
     ),
     Mutation(
+        trap=46,
+        name="of two columns of turns that differ, the first is trained",
+        test=LAYOUTS + "test_two_columns_of_turns_are_refused_where_they_differ",
+        oracle="the record of each column alone",
+        edits=(("convert/records.py", "in fitting] if len(fitting) > 1 else", "in fitting] if len(fitting) > 8 else"),),
+    ),
+    Mutation(
         trap=51,
         name="of the rows that damage makes unreadable, one is reported for each chunk",
         test=PACKED + "test_a_damaged_row_group_costs_its_own_rows_in_every_division_into_chunks",

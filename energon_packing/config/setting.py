@@ -15,8 +15,8 @@ from energon_packing.errors import ConfigError
 Effect = Literal["lengths", "drops", "rows", "packs", "nothing"]
 """The most that another value of a setting changes. ``lengths``: tokens of samples. ``drops``: which samples are
 refused when they are measured, and no row. ``rows``: what else a row holds (weights, positions, pixels, what becomes of
-a sample that is longer than a row). ``packs``: which samples are read and share a row, in which order, and how wide it
-is. Each of them changes packs."""
+a sample that is longer than a row). ``packs``: which samples are read and share a row, in which order, how wide it is,
+and how many boundaries it states. Each of them changes packs."""
 
 
 def setting[T](
@@ -65,14 +65,17 @@ def check_bounds(section: str, config: Any) -> None:
             raise ConfigError(f"{section}.{entry.name} is {value}; it must be {bounds}.")
 
 
-def marked(config: Any, mark: str) -> tuple[str, ...]:
-    """Returns the fields of a configuration, or of its class, that have a mark, such as ``by_family``."""
-    return tuple(entry.name for entry in dataclasses.fields(config) if entry.metadata.get(mark))
+def marked(config: Any, mark: str, *effects: Effect) -> tuple[str, ...]:
+    """Returns the fields of a configuration, or of its class, that have a mark, such as ``by_family``, and one of these
+    effects where any is given."""
+    names = changing(config, *(effects or typing.get_args(Effect)))
+    return tuple(entry.name for entry in dataclasses.fields(config) if entry.metadata.get(mark) and entry.name in names)
 
 
-def marked_and_set(config: Any, mark: str) -> dict[str, Any]:
-    """Returns the fields of a configuration that have a mark and another value than their default."""
-    defaults = {entry.name: entry.default for entry in dataclasses.fields(config) if entry.metadata.get(mark)}
+def marked_and_set(config: Any, mark: str, *effects: Effect) -> dict[str, Any]:
+    """Returns the fields that `marked` does, with their values, where these are not their defaults."""
+    names = marked(config, mark, *effects)
+    defaults = {entry.name: entry.default for entry in dataclasses.fields(config) if entry.name in names}
     return {name: getattr(config, name) for name, default in defaults.items() if getattr(config, name) != default}
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from datetime import date
 from typing import Any, Literal
 
+from energon_packing.config.counterparts import COUNTERPARTS
 from energon_packing.errors import ConfigError
 
 Effect = Literal["lengths", "drops", "rows", "packs", "nothing"]
@@ -108,7 +109,8 @@ def from_mapping[T](cls: type[T], values: Any, *, where: str) -> T:
         where: source of the values, for messages; for example ``"run.yaml"`` or ``"packing"``.
 
     Raises:
-        ConfigError: an unknown key (the nearest known one is named), a wrong type, or a value that the class refuses.
+        ConfigError: an unknown key (its counterpart is named if another trainer has it, else the nearest known one), a
+            wrong type, or a value that the class refuses.
     """
     values = {} if values is None else values
     if not isinstance(values, Mapping):
@@ -120,6 +122,8 @@ def from_mapping[T](cls: type[T], values: Any, *, where: str) -> T:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}."
+            named = ((whose, names[key]) for whose, names in COUNTERPARTS.items() if key in names)
+            hint = next((f"the one of {whose} {here} (docs/migration.md)." for whose, here in named), hint)
             raise ConfigError(f"{where}: unknown key {key!r}; {hint}")
         arguments[key] = _convert(hints[key], value, where=f"{where}: {key}")
     return cls(**arguments)

@@ -4,6 +4,7 @@
 #   git clone --recurse-submodules https://github.com/NVIDIA-NeMo/Megatron-Bridge bridge
 #   bash scripts/on_bridge.sh bridge python -m pytest tests/conformance
 #   bash scripts/on_bridge.sh bridge bash scripts/demo.sh
+#   bash scripts/on_bridge.sh bridge bridges_packing_tests   # those of the checkout, with our package imported first
 #
 # Everything else comes from .venv (or the environment of PYTHON=/path/to/python). Nothing is installed or changed:
 # `megatron` is a namespace package, so PYTHONPATH puts the checkout's `megatron/bridge` and `megatron/core` first, and
@@ -38,6 +39,16 @@ describe() { # NAME, the file with its version
 }
 describe megatron-bridge "$checkout/src/megatron/bridge/package_info.py"
 describe megatron-core "$core/megatron/core/package_info.py"
+
+# Bridge's tests of packed rows and of the settings of packing; on a CPU too, where Transformer Engine is absent.
+bridges_packing_tests() {
+  cd "$checkout"
+  local run="import sys, pytest; from energon_packing.validate.verdict import prepare_bridge; prepare_bridge()
+import energon_packing.bridge.dataset, energon_packing.bridge.step
+sys.exit(pytest.main(sys.argv[1:]))"
+  python -c "$run" -o addopts= -p no:cacheprovider --tb=short -k "packed or packing or cu_seqlens" \
+    tests/unit_tests/training/{utils/test_packed_seq_utils,test_config,test_vlm_step}.py "$@"
+}
 
 export PYTHONPATH="$root:$metadata:$checkout/src:$core${PYTHONPATH:+:$PYTHONPATH}"
 export ENERGON_PACKING_BRIDGE_MAIN=$checkout ENERGON_PACKING_BRIDGE_SOURCE=$checkout/src

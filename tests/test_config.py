@@ -1,5 +1,6 @@
 """Configuration files: strict keys and types, overrides, one clear sentence for each mistake."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,10 @@ from energon_packing.config import (
     load_config,
     to_mapping,
 )
+from energon_packing.config.counterparts import COUNTERPARTS
 from energon_packing.errors import ConfigError
+
+MIGRATION = (Path(__file__).parents[1] / "docs" / "migration.md").read_text()
 
 
 def written(tmp_path: Path, content: str | bytes) -> Path:
@@ -34,6 +38,19 @@ def refusal(path: Path | None, *overrides: str) -> str:
     message = str(caught.value)
     assert "\n" not in message.strip(), "a user's mistake is told in one line"
     return message
+
+
+@pytest.mark.parametrize(("whose", "name"), [(whose, name) for whose, names in COUNTERPARTS.items() for name in names])
+def test_a_setting_of_another_trainer_is_answered_with_what_its_table_says(whose: str, name: str) -> None:
+    told = refusal(None, f"packing.{name}=1")
+    section = MIGRATION.split(f"\n## {whose}", 1)[1].split("\n## ", 1)[0]
+    (row,) = (line for line in section.splitlines() if re.match(rf"\|[^|]*`([\w.]+\.)?{name}\b", line))
+    settings = re.findall(r"\b(packing|encoder|data|metrics)\.(\w+)", told)
+    assert f"the one of {whose} " in told
+    assert settings or "has no counterpart" in told
+    for part, setting in settings:
+        assert hasattr(getattr(RunConfig(), part), setting)
+        assert f"{part}.{setting}" in row
 
 
 def test_a_file_sets_what_it_names_and_leaves_the_rest_at_the_defaults(tmp_path: Path) -> None:

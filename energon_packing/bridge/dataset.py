@@ -241,7 +241,9 @@ class PackedEnergonDatasetConfig(PackProvider):
     @property
     def offline_packing_specs(self) -> PackedSequenceSpecs | None:
         """Read by ``validate()``: the size of the rows. Computed, so that an overridden ``seq_length`` counts."""
-        return PackedSequenceSpecs(packed_sequence_size=self.seq_length) if self.mode == "packs" else None
+        fixed = bool(getattr(self.packing, "pad_cu_seqlens", False))
+        specs = PackedSequenceSpecs(packed_sequence_size=self.seq_length, pad_cu_seqlens=fixed)
+        return specs if self.mode == "packs" else None
 
     def check_fields(self) -> None:
         """See `PackProvider.check_fields`."""

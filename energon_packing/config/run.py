@@ -192,6 +192,9 @@ class PackingConfig:
     trains all, for a loss that reads ``preference``; see docs/limits.md."""
     pad_to_max_length: bool = setting(False, changes="packs")
     """True makes every row ``seq_length`` long, which pipelines, experts and CUDA graphs need."""
+    pad_cu_seqlens: bool = setting(False, changes="packs", newer=True)
+    """True gives every row of text the same number of boundaries, ``max_segments_per_pack + 2``, and the same
+    ``max_seqlen``, which CUDA graphs over attention need. Needs ``pad_to_max_length`` and ``max_segments_per_pack``."""
     dummy_image: bool = setting(False, changes="rows")
     """True adds the family's smallest image, masked and with zero weight, to packs without media. Every micro-step then
     has media on all ranks, and collectives inside a vision tower cannot hang. Packs reserve room for it."""
@@ -205,6 +208,11 @@ class PackingConfig:
 
     def __post_init__(self) -> None:
         check_bounds("packing", self)
+        if self.pad_cu_seqlens and not (self.pad_to_max_length and self.max_segments_per_pack):
+            raise ConfigError(
+                "packing.pad_cu_seqlens fixes the number of boundaries in rows of one width; set pad_to_max_length to "
+                "true, and packing.max_segments_per_pack to the most samples of a row."
+            )
         if self.policy != "window":  # the registry needs numpy
             from energon_packing.packing.online import check_online_policy
 

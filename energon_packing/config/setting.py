@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from datetime import date
 from typing import Any, Literal
 
+from energon_packing.config.counterparts import COUNTERPARTS
 from energon_packing.errors import ConfigError
 
 Effect = Literal["lengths", "drops", "rows", "packs", "nothing"]
 """The most that another value of a setting changes. ``lengths``: tokens of samples. ``drops``: which samples are
 refused when they are measured, and no row. ``rows``: what else a row holds (weights, positions, pixels, what becomes of
-a sample that is longer than a row). ``packs``: which samples are read and share a row, in which order, and how wide it
-is. Each of them changes packs."""
+a sample that is longer than a row). ``packs``: which samples are read and share a row, in which order, how wide it is,
+and how many boundaries it states. Each of them changes packs."""
 
 
 def setting[T](
@@ -65,14 +66,17 @@ def check_bounds(section: str, config: Any) -> None:
             raise ConfigError(f"{section}.{entry.name} is {value}; it must be {bounds}.")
 
 
-def marked(config: Any, mark: str) -> tuple[str, ...]:
-    """Returns the fields of a configuration, or of its class, that have a mark, such as ``by_family``."""
-    return tuple(entry.name for entry in dataclasses.fields(config) if entry.metadata.get(mark))
+def marked(config: Any, mark: str, *effects: Effect) -> tuple[str, ...]:
+    """Returns the fields of a configuration, or of its class, that have a mark, such as ``by_family``, and one of these
+    effects where any is given."""
+    names = changing(config, *(effects or typing.get_args(Effect)))
+    return tuple(entry.name for entry in dataclasses.fields(config) if entry.metadata.get(mark) and entry.name in names)
 
 
-def marked_and_set(config: Any, mark: str) -> dict[str, Any]:
-    """Returns the fields of a configuration that have a mark and another value than their default."""
-    defaults = {entry.name: entry.default for entry in dataclasses.fields(config) if entry.metadata.get(mark)}
+def marked_and_set(config: Any, mark: str, *effects: Effect) -> dict[str, Any]:
+    """Returns the fields that `marked` does, with their values, where these are not their defaults."""
+    names = marked(config, mark, *effects)
+    defaults = {entry.name: entry.default for entry in dataclasses.fields(config) if entry.name in names}
     return {name: getattr(config, name) for name, default in defaults.items() if getattr(config, name) != default}
 
 
@@ -105,7 +109,8 @@ def from_mapping[T](cls: type[T], values: Any, *, where: str) -> T:
         where: source of the values, for messages; for example ``"run.yaml"`` or ``"packing"``.
 
     Raises:
-        ConfigError: an unknown key (the nearest known one is named), a wrong type, or a value that the class refuses.
+        ConfigError: an unknown key (its counterpart is named if another trainer has it, else the nearest known one), a
+            wrong type, or a value that the class refuses.
     """
     values = {} if values is None else values
     if not isinstance(values, Mapping):
@@ -117,6 +122,8 @@ def from_mapping[T](cls: type[T], values: Any, *, where: str) -> T:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}."
+            named = ((whose, names[key]) for whose, names in COUNTERPARTS.items() if key in names)
+            hint = next((f"the one of {whose} {here} (docs/migration.md)." for whose, here in named), hint)
             raise ConfigError(f"{where}: unknown key {key!r}; {hint}")
         arguments[key] = _convert(hints[key], value, where=f"{where}: {key}")
     return cls(**arguments)

@@ -356,6 +356,13 @@ class PackingTaskEncoder(WindowTaskEncoder):
         ]
         if packing.dummy_image and not takes_images:
             raise ConfigError("packing.dummy_image needs an encoder that takes images.")
+        own = (each for each in self.encoders if isinstance(each, ConversationEncoder))
+        seen = (each.kinds & set(each.family.placeholders) for each in own)
+        if packing.pad_cu_seqlens and (self.encoder.config.position_ids == "mrope" or any(seen)):
+            raise ConfigError(
+                "packing.pad_cu_seqlens repeats the last boundary, which only models of text accept; leave it out, or "
+                "set encoder.modality to text and encoder.position_ids to 1d."
+            )
         self.dummy = DummyImage(takes_images[0]) if packing.dummy_image else None
         reserved = 0 if self.dummy is None else -(-self.dummy.measured.length // self.multiple) * self.multiple
         if reserved >= packing.seq_length:
@@ -589,7 +596,14 @@ class PackingTaskEncoder(WindowTaskEncoder):
             width=self.packing.seq_length if self.packing.pad_to_max_length else None,
             pad_token_id=self.encoder.pad_token_id,
         )
-        return mask_fillers(batch, len(fillers))
+        return self.with_fixed_boundaries(mask_fillers(batch, len(fillers)))
+
+    def with_fixed_boundaries(self, batch: thd.PackedBatch) -> thd.PackedBatch:
+        """Returns the row with as many boundaries as every other, if ``packing.pad_cu_seqlens`` asks for that."""
+        if not self.packing.pad_cu_seqlens:
+            return batch
+        most = (self.packing.max_segments_per_pack or 0) + 1  # and the masked rest of the row
+        return thd.pad_cu_seqlens(batch, max_segments=most, max_seqlen=self.packing.seq_length)
 
     def packed(
         self, dataset: SavableDataset[Any], buffer_size: int | None, worker_config: WorkerConfig

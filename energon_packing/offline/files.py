@@ -108,7 +108,7 @@ def write_table(path: Path, schema: pa.Schema, tables: Iterable[pa.Table], metad
             writer.write_table(table.cast(described))
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
+def write_json(path: Path, content: Any) -> None:
     """Writes a JSON file, whole or not at all."""
     with replacing(path) as aside:
         aside.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")

@@ -52,7 +52,7 @@ def measuring_fingerprint(encoder: Any, run: AnyRun) -> dict[str, str]:
     """What lengths, targets and refusals depend on, by name.
 
     Every field of the ``encoder`` section is in it but those that do not change lengths, and those that name a place,
-    so none can be forgotten; of the ``packing`` section those marked ``newer``.
+    so none can be forgotten; and of the ``packing`` section those of them that are ``newer``.
     """
     length_free = length_free_of(run.encoder)
     fields = {
@@ -61,7 +61,7 @@ def measuring_fingerprint(encoder: Any, run: AnyRun) -> dict[str, str]:
         if name not in (*length_free, *marked(run.encoder, "place"))
     }
     # Their defaults leave the fingerprints of older indexes and plans as they were.
-    fields |= {f"packing.{name}": value for name, value in marked_and_set(run.packing, "newer").items()}
+    fields |= {f"packing.{name}": value for name, value in marked_and_set(run.packing, "newer", "lengths").items()}
     # Limits count as configured, because a run lowers them to those of its rows.
     left_out = {"limits", *length_free, *(f"encoder.{name}" for name in length_free)}
     own = {name: str(value) for name, value in encoder.encoder.fingerprint().items() if name not in left_out}

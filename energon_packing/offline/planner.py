@@ -364,7 +364,7 @@ def make_plan(
 def _check_measured(directories: Sequence[str | Path], sources: Sources, samples: Samples, config: AnyRun) -> None:
     """Refuses indexes whose samples were measured under other settings of packs, or with pairs that the run refuses."""
     where = ", ".join(map(str, directories))
-    for name in marked(config.packing, "newer"):
+    for name in marked(config.packing, "newer", "lengths"):
         own = getattr(config.packing, name)
         if name == "pairs":  # an older index did not count them
             known, seen = pair_counts(sources.datasets), int(np.count_nonzero(samples.sizes.second))

@@ -35,7 +35,8 @@ class PackedRows(tuple[Any, ...]):
 
     Attributes:
         input_ids, labels, attention_mask: ``[R, max_length]`` int64, padded at the end; the mask is 0 on padding.
-        position_ids: ``[R, max_length]`` int64; restart at 0 in each segment and in the padding.
+        position_ids: ``[R, max_length]`` int64; restart at 0 in each segment and in the padding. Models of
+            ``transformers`` keep segments apart by them, with ``use_cache=False`` and without `attention_mask` only.
         cu_seqlens: for each row, int32 ``[segments + 1]``, from 0 to `max_length`; padding is a last segment of its
             own.
         segments: for each row, its `Segment` entries, without padding.
@@ -106,7 +107,8 @@ def pack_sequences(
         ``[R, max_length]`` int64, or this and `Boundaries`.
 
     Raises:
-        UserError: a sequence that is too long under ``"raise"``; names its index, its length and the row's.
+        UserError: a sequence that is too long under ``"raise"``; names its index, its length and the row's. Or a
+            ``pad_token_id`` of None, as of a tokenizer without a padding token.
         ConfigError: an unknown policy or oversize mode.
 
     Source: fast-axolotl's documentation of the function of that name.
@@ -204,9 +206,14 @@ def _rows(
     return rows, dropped
 
 
-def _fill(rows: list[list[Segment]], values: Sequence[Tokens], max_length: int, pad: int) -> torch.Tensor:
+def _fill(rows: list[list[Segment]], values: Sequence[Tokens], max_length: int, pad: int | None) -> torch.Tensor:
     import torch
 
+    if pad is None:
+        raise UserError(
+            "pad_token_id is None, so this tokenizer has no padding token; pass another id, such as its eos_token_id: "
+            "padding is a segment of its own"
+        )
     filled = np.full((len(rows), max_length), pad, dtype=np.int64)
     for number, row in enumerate(rows):
         for segment in row:

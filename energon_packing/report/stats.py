@@ -42,6 +42,10 @@ NEGLIGIBLE_FILL = 0.002
 """A window that fills rows by no more than this less than the best is good enough."""
 NEGLIGIBLE_LOSS = 0.005
 """Share of tokens in samples longer than a row that a recommended ``seq_length`` may lose."""
+PADDED = 4
+"""Samples of a padded micro-batch, with which packed rows are compared."""
+HELPS = 1.05
+"""Packing helps where its rows are that many times as full."""
 RANKS = 8
 """Data-parallel ranks for which sorting by cost is judged."""
 BALANCE_WINDOW = 64
@@ -274,6 +278,8 @@ def recommendation(samples: StatsSamples, run: RunConfig, found: Sequence[Mappin
     too_long = 0 if oversize in ("split", "truncate") else best["oversize"] * samples.measured / samples.total
     dropped = (drops.total() + too_long) / max(read, 1)
     balances = ordered > even + 0.02
+    padded = _padded_fill(samples.tokens[samples.tokens <= best["seq_length"]])
+    helps = "helps" if chosen["fill"] >= HELPS * padded else "hardly helps"
     settings = {
         "packing.seq_length": best["seq_length"],
         "packing.window": chosen["window"],
@@ -281,6 +287,8 @@ def recommendation(samples: StatsSamples, run: RunConfig, found: Sequence[Mappin
         **({"packing.balance_window": BALANCE_WINDOW} if balances else {}),
     }
     reasons = {
+        f"Packing {helps}: packed rows are {chosen['fill']:.1%} full, micro-batches of {PADDED} samples padded to the "
+        f"longest {padded:.1%}, and rows of one sample {chosen['fill'] / chosen['samples_per_pack']:.1%}.": True,
         f"packing.seq_length={best['seq_length']}: rows are {chosen['fill']:.2%} full, and {best['lost']:.2%} of the "
         "tokens are in samples that are longer than a row. Longer rows need more memory, which is not measured "
         "here.": True,
@@ -301,6 +309,12 @@ def recommendation(samples: StatsSamples, run: RunConfig, found: Sequence[Mappin
         f"of a step; with packs sorted by cost it is {ordered:.1%}.": balances,
     }
     return {"settings": settings, "reasons": [reason for reason, holds in reasons.items() if holds]}
+
+
+def _padded_fill(tokens: np.ndarray) -> float:
+    """Share of tokens that are real where `PADDED` samples drawn at random are padded to the longest of them."""
+    drawn = np.resize(np.random.default_rng(0).permutation(tokens), (-(-tokens.size // PADDED), PADDED))
+    return float(drawn.sum() / (PADDED * drawn.max(axis=1).sum()))
 
 
 def _best_length(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -5,6 +5,7 @@ line against the source of the installed Bridge (and of a checkout of main). Any
 is a GPT without an encoder.
 """
 
+import re
 from dataclasses import dataclass
 from functools import partial
 
@@ -181,14 +182,27 @@ FAMILY_TABLE: tuple[FamilyLine, ...] = (
 )
 """Lines of one family in the order of their versions.
 
-Qwen3-Next and GLM-4.5 are not here: they share the provider of every GPT, so a run does not reveal them.
-`NAMED_TEXT_MODELS` judges them if our YAML names them.
+Qwen3-Next and GLM-4.5 are not here: they share the provider of every GPT. `NAMED_TEXT_MODELS` judges them where our
+YAML, the provider's ``hf_model_id`` or the tokenizer names them.
 """
 
 NAMED_TEXT_MODELS = {
     "qwen3next": "its recipes say that packed sequences are not supported",
-    "glm45": "its recipes say that packed sequences are not supported",
+    "glm45(?!v)": "its recipes say that packed sequences are not supported",
 }
+"""Starts of normalised names, as patterns, of models whose recipes opt out of packing."""
+
+
+def opt_out(family: str) -> str:
+    """Why the recipes of a model of text opt out of packing, as a clause; empty if they do not."""
+    return next((why for name, why in NAMED_TEXT_MODELS.items() if re.match(name, family)), "")
+
+
+GPTS = (
+    *("gpt", "llama", "qwen2", "qwen3", "mistral", "mixtral", "deepseek", "moonlight", "olmoe", "gemma", "glm"),
+    *("kimik2", "minimaxm2", "exaone", "ernie45"),
+)
+"""Starts of the normalised names of models that Bridge trains as Megatron-Core's GPT; by them, our YAML is judged."""
 
 
 def line_of(family: str, release: tuple[int, int]) -> FamilyLine | None:

@@ -7,7 +7,9 @@ reads attributes by name, as Bridge does, so it imports neither torch nor Bridge
 import contextlib
 import copy
 import dataclasses
+import difflib
 import enum
+import functools
 import importlib
 import json
 import math
@@ -23,6 +25,7 @@ from energon_packing.errors import ConfigError, UserError
 from energon_packing.plain_yaml import MOST_OF_DATA, load_yaml
 from energon_packing.sample_kind import KINDS
 from energon_packing.trust import mappings_in, refuse_code
+from energon_packing.validate.family_table import opt_out
 from energon_packing.validate.run_facts import (
     PLACEHOLDERS,
     DataFacts,
@@ -31,7 +34,7 @@ from energon_packing.validate.run_facts import (
     numbers,
     processor_facts,
 )
-from energon_packing.validate.run_view import DatasetKind, RunView, installed_version, stated
+from energon_packing.validate.run_view import DatasetKind, RunView, installed_version, normalised, stated
 from energon_packing.validate.verdict import prepare_bridge, without_output
 
 SHIPPED = Path(__file__).resolve().parents[2] / "bridge_configs" / "hf"
@@ -56,7 +59,7 @@ def container_of_recipe(name: str, model_configs: Path | None) -> Any:
             module = importlib.import_module(module_name)
             function = getattr(module, function_name, None)
         except ImportError as error:
-            raise ConfigError(f"The module of the recipe {name} cannot be imported: {error}.") from error
+            raise ConfigError(f"The module of the recipe {name} cannot be imported: {_reason(error)}.") from error
         if not callable(function):
             recipes = [entry for entry in dir(module) if entry.endswith("_config")]
             listed = f"; it has {', '.join(recipes[:8])}" if recipes else ""
@@ -164,7 +167,9 @@ def _bridge() -> None:
 
 
 def _reason(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    text = " ".join(str(error).split())[:300] or type(error).__name__
+    new = [f" (in Megatron-Bridge 0.6.2 and 0.7: {new})" for old, new in OLD_NAMES.items() if old in text]
+    return text + "".join(new)
 
 
 def _checked(container: Any, name: str) -> Any:
@@ -203,7 +208,11 @@ def _models_from(folder: Path | None) -> contextlib.AbstractContextManager[Any]:
     def from_folder(path: Any, **keywords: Any) -> Any:
         """Stands in for ``AutoBridge.from_hf_pretrained``: the folder's configuration if there is one."""
         file = config_file(str(path), folder)
-        return original(path, **keywords) if file is None else AutoBridge.from_hf_config(_read(file))
+        if file is None:
+            return original(path, **keywords)
+        config = _read(file)
+        config.name_or_path = str(path)  # as from the hub: it names the model in the provider
+        return AutoBridge.from_hf_config(config)
 
     return mock.patch.object(AutoBridge, "from_hf_pretrained", from_folder)
 
@@ -286,7 +295,10 @@ def view_of(container: Any, *, world_size: int, step: str | None = None, data: D
             "data": data,
             "megatron_core_version": installed_version("megatron-core"),
             "bridge_version": installed_version("megatron-bridge"),
-            "model": TEXT_MODELS.get(name, name.removesuffix("ModelProvider").removesuffix("Provider")),
+            "model": TEXT_MODELS.get(name)
+            or _opted_out(container)
+            or name.removesuffix("ModelProvider").removesuffix("Provider"),
+            "unknown_settings": _unknown_settings(container),
             "has_offline_packing_specs": specs is not None,
             "packed_metadata_missing": _missing_metadata(specs),
             "pad_to_max_length": getattr(dataset, "pad_to_max_length", False) is True
@@ -320,6 +332,53 @@ def view_of(container: Any, *, world_size: int, step: str | None = None, data: D
             "has_weights": _has_weights(container),
         }
     )
+
+
+OLD_NAMES = {
+    "packed_sequence_specs": "offline_packing_specs, with enable_offline_packing=True",
+    "pack_sequences_in_batch": "enable_in_batch_packing",
+    "megatron.bridge.data.datasets.packed_sequence": "megatron.bridge.data.packing",
+}
+"""Names on the sequence-packing page of Bridge 0.4, with those of 0.6.2 and 0.7."""
+
+
+def _opted_out(container: Any) -> str | None:
+    """The published name of a model of `NAMED_TEXT_MODELS`, whose class is that of every GPT."""
+    model, tokenizer = container.model, getattr(container, "tokenizer", None)
+    places = (getattr(model, "hf_model_id", None), getattr(tokenizer, "tokenizer_model", None))
+    names = (Path(str(place)).name for place in places if place)
+    return next((name for name in names if opt_out(normalised(name))), None)
+
+
+def _unknown_settings(container: Any) -> tuple[tuple[str, str], ...]:
+    """See `RunView.unknown_settings`. Bridge's dataclasses take any attribute, and nothing reads it. Bridge itself sets
+    some: private ones, those that a class declares, and in its recipes others, which its sources mention."""
+    found, waiting = [], [("", container)] * dataclasses.is_dataclass(container)
+    for path, section in waiting:  # grows
+        names = {entry.name for entry in dataclasses.fields(section)}
+        for name, value in getattr(section, "__dict__", {}).items():
+            if name in names:
+                part = dataclasses.is_dataclass(value) and not isinstance(value, type)
+                known = not path or type(value).__module__.startswith("megatron.")
+                if part and known and all(value is not seen for _, seen in waiting):
+                    waiting.append((f"{path}{name}.", value))
+            elif not name.startswith("_") and not hasattr(type(section), name):
+                near = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
+                meant = OLD_NAMES.get(name) or "".join(near)
+                if isinstance(getattr(type(section), meant.partition(",")[0], None), property):  # our data set's
+                    meant = "mode"
+                found.append((name, f"{path}{name}", f"{path}{meant}" if meant else ""))
+    theirs = _in_sources(frozenset(name for name, _, _ in found if name not in OLD_NAMES))
+    return tuple(sorted((path, meant) for name, path, meant in found if name not in theirs))
+
+
+@functools.cache
+def _in_sources(names: frozenset[str]) -> frozenset[str]:
+    """Those of the names that a source file of Megatron-Bridge or Megatron-Core has as a word."""
+    word = re.compile(rf"\b({'|'.join(map(re.escape, sorted(names)))})\b")
+    packages = filter(None, map(sys.modules.get, ("megatron.bridge", "megatron.core") if names else ()))
+    files = (file for package in packages for folder in package.__path__ for file in Path(folder).rglob("*.py"))
+    return frozenset(found for file in files for found in word.findall(file.read_text("utf-8", "replace")))
 
 
 def finalised(model: Any) -> Any:

@@ -19,6 +19,7 @@ from typing import Any
 from energon_packing.config import ParallelConfig, RunConfig, load_config
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.megatron_lm.arguments import run_config_of
+from energon_packing.validate.family_table import GPTS
 from energon_packing.validate.looks.samples import measure_data
 from energon_packing.validate.recipes import config_file, container_of_file, container_of_recipe, view_of
 from energon_packing.validate.run_facts import DataFacts, model_facts, processor_facts
@@ -179,6 +180,7 @@ def view_of_config(
         }
         | ({} if model_config is None else model_facts(model_config))
     )
+    view = view.changed(is_gpt=not view.family or view.family.startswith(GPTS))
     forced = view.model_forces_sequence_parallel and view.tensor_parallel > 1
     return view.changed(
         world_size=world_size or view.smallest_world_size, sequence_parallel=view.sequence_parallel or forced

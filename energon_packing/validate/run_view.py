@@ -47,6 +47,11 @@ def place_of(field: dataclasses.Field[Any], kind: Literal["bridge", "ours", "arg
     return f"{place}{field.name}" if place.endswith(".") else place
 
 
+def normalised(name: str) -> str:
+    """Returns the name of a model family in lower case, with letters and digits only."""
+    return "".join(c for c in name.lower() if c.isalnum())
+
+
 def stated(source: Any, kind: Literal["bridge", "ours"]) -> dict[str, Any]:
     """Returns the fields of the view that a run states in the places that `RunView` declares for this kind of source.
 
@@ -73,6 +78,9 @@ class RunView:
     dataset_kind: DatasetKind = "packed_energon"
     source: Literal["bridge", "ours", "argument"] = "ours"
     """What states the run; findings name its keys."""
+    unknown_settings: tuple[tuple[str, str], ...] = ()
+    """Attributes of a ``ConfigContainer`` that no class of it declares, each with what it is called there; empty where
+    nothing has such a name."""
     step: str | None = at(None, ours="training.")
     """Forward step by function or module name."""
 
@@ -109,7 +117,7 @@ class RunView:
     dataset_seq_length: int = at(4096, bridge="dataset.seq_length", ours="packing.seq_length", argument=True)
     model_seq_length: int = at(4096, bridge="model.seq_length", ours="training.", argument=True)
     packed_sequence_size: int | None = at(None, bridge="dataset.offline_packing_specs.")
-    pad_cu_seqlens: bool = at(False, bridge="dataset.offline_packing_specs.")
+    pad_cu_seqlens: bool = at(False, bridge="dataset.offline_packing_specs.", ours="packing.")
     pad_to_max_length: bool = at(False, ours="packing.")
     pad_seq_to_multiple: int | None = at(None, bridge="dataset.offline_packing_specs.pad_seq_to_mult")
     """Multiple to which packs that Bridge prepares offline pad each sample."""
@@ -391,7 +399,7 @@ class RunView:
     @property
     def family(self) -> str:
         """Lower case, letters and digits only: ``Qwen2.5-VL``, ``qwen2_5_vl`` and ``qwen25_vl`` are one family."""
-        return "".join(c for c in (self.model or "").lower() if c.isalnum())
+        return normalised(self.model or "")
 
     @property
     def may_show_images(self) -> bool:
@@ -422,7 +430,7 @@ def _keys_of(source: Literal["bridge", "argument"]) -> dict[str, str]:
     places = [(place_of(entry, "ours"), place_of(entry, source)) for entry in dataclasses.fields(RunView)]
     keys = {ours: own.replace("final.", "model.") for ours, own in reversed(places) if ours and own}
     return {"training.step": "--step", **keys} | (
-        {f"packing.{name}": f"dataset.packing.{name}" for name in ("oversize", "window")}
+        {f"packing.{name}": f"dataset.packing.{name}" for name in ("oversize", "window", "pad_cu_seqlens")}
         | {f"packing.{name}": f"dataset.{name}" for name in ("pad_to_max_length", "seq_length")}
         if source == "bridge"
         else {}

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import bridge_here  # noqa: F401
 import pytest
 import torch
 from click.testing import CliRunner
 
+from energon_packing import thd
 from energon_packing.cli.main import cli
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, ParallelConfig, PlanConfig, RunConfig
 from energon_packing.convert import ConvertConfig, convert
@@ -22,6 +27,7 @@ from energon_packing.offline.planner import make_plan
 from energon_packing.thd.rows import unpack
 
 SEQ_LENGTH = 1024
+MOST = 7
 
 
 def planned(folder, *, context=1, weight=1, **encoder):
@@ -46,7 +52,7 @@ def planned(folder, *, context=1, weight=1, **encoder):
     run = RunConfig(
         data=DataConfig(path=str(folder / "data"), workers=0, repeat=False),
         encoder=EncoderConfig(processor=str(processor_path("text")), **encoder),
-        packing=PackingConfig(seq_length=SEQ_LENGTH, drop_budget=1.0),
+        packing=PackingConfig(seq_length=SEQ_LENGTH, drop_budget=1.0, max_segments_per_pack=MOST),
         parallel=ParallelConfig(context_parallel=context),
         plan=PlanConfig(max_data_parallel=2),
     )
@@ -60,6 +66,54 @@ def pack(folder, *more):
     return CliRunner().invoke(cli, [str(word) for word in words])
 
 
+def fixed_rows(run, dataset, metadata, multiple):
+    """Compares Bridge's rows and ours with fixed boundaries (``pad_cu_seqlens``), Bridge's by `pack`'s metadata."""
+    from megatron.bridge.data.packing import algorithms
+
+    (sizes,) = json.loads(metadata.read_text())
+    items = [dataset[number] for number in range(len(dataset))]
+    lengths = [[stop - start - 1 for start, stop in pairwise(item["seq_boundaries"])] for item in items]
+    counts = Counter(itertools.chain(*lengths))
+    histogram = [counts[length] for length in range(SEQ_LENGTH + 1)]
+    with mock.patch.object(algorithms, "first_fit_shuffle", return_value=lengths):
+        _, expected = algorithms.create_packing_strategy(histogram, SEQ_LENGTH, "first_fit_shuffle")
+    assert sizes == expected
+    theirs = type(dataset)(
+        file_path=dataset._file_path_spec,
+        tokenizer=dataset.tokenizer,
+        pad_cu_seqlens=True,
+        pad_seq_to_mult=multiple,
+        pack_metadata_file_path=str(metadata),
+        max_seq_length=SEQ_LENGTH,
+        prompt_template="{text} {answer}",
+        answer_only_loss=True,
+        pad_to_max_length=True,
+    )
+    settings = {"pad_to_max_length": True, "pad_cu_seqlens": True}
+    own = dataclasses.replace(run, packing=dataclasses.replace(run.packing, **settings))
+    ours = [made.batch for made in open_loader(own)]
+    stored = metadata.parents[1] / "stored"
+    words = ["pack", run.data.path, "--out", stored, "--workers", "0"]
+    assert CliRunner().invoke(cli, [str(word) for word in words]).exit_code == 0
+    read = open_loader(dataclasses.replace(own, data=dataclasses.replace(own.data, path=str(stored))))
+    assert all(torch.equal(made.batch.cu_seqlens, batch.cu_seqlens) for made, batch in zip(read, ours, strict=True))
+    names = ("cu_seqlens_q", "cu_seqlens_q_padded")[: 1 + (multiple > 1)]
+
+    def compare(item, number, unfixed):
+        batch, row = theirs.collate_fn([item]), ours[number].to_bridge()
+        for name in names:
+            assert batch[name].numel() == sizes["max_samples_per_bin"] + 2
+            assert row[name].numel() == MOST + 2
+            assert row[name][unfixed.num_samples + 1 :].unique().numel() == 1  # the rest of the row, again and again
+        assert thd.check_thd(ours[number], multiple=multiple) == []
+        assert row["max_seqlen_q"] == SEQ_LENGTH
+        assert torch.equal(
+            row["cu_seqlens_q"][: unfixed.num_samples + 1], unfixed.cu_seqlens[: unfixed.num_samples + 1]
+        )
+
+    return compare
+
+
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("context", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_bridge_reads_the_tokens_targets_and_boundaries_of_every_pack_of_the_plan_in_order(context, tmp_path):
@@ -71,7 +125,7 @@ def test_bridge_reads_the_tokens_targets_and_boundaries_of_every_pack_of_the_pla
     assert done.exit_code == 0, done.output
     report = json.loads(done.output)
     expected = list(open_loader(run))
-    files = sorted((tmp_path / "packs").glob("[!.]*"))
+    files = sorted((tmp_path / "packs").glob("[!.]*.parquet"))
     assert (report["packs"], report["packed"]) == (len(expected), len(files))
     assert len(files) > 1
     tokenizer = AutoTokenizer.from_pretrained(processor_path("text"))
@@ -85,10 +139,12 @@ def test_bridge_reads_the_tokens_targets_and_boundaries_of_every_pack_of_the_pla
         answer_only_loss=True,
         pad_to_max_length=False,
     )
+    fixed = fixed_rows(run, dataset, tmp_path / "packs" / "metadata.json", multiple)
     assert len(dataset) == len(expected)
     learned = 0
     for number, made in enumerate(expected):
         item = dataset[number]
+        fixed(item, number, made.batch)
         dataset.validate_row(number, item["input_ids"], item["loss_mask"], item["seq_boundaries"][:-1])
         batch = dataset.collate_fn([item])
         boundaries = batch["cu_seqlens_q_padded" if multiple > 1 else "cu_seqlens_q"].reshape(-1).tolist()

@@ -4,6 +4,8 @@ import json
 
 import pytest
 import torch
+from support.bridge_cpu.tiny_models import hugging_face_config
+from transformers import AutoModelForCausalLM
 
 from energon_packing import thd
 from energon_packing.config import EncoderConfig, LimitsConfig, PackingConfig, ParallelConfig
@@ -125,6 +127,45 @@ def test_a_chosen_answer_is_trained_as_in_the_pair_and_earlier_answers_are_not(p
     expected = whole.render(whole.measure_pair(conversation).chosen, lambda name: b"")
     for name in ("input_ids", "labels", "loss_mask", "preference", "ref"):
         assert torch.equal(row[name], expected[name]), name
+
+
+def test_packed_losses_of_preferences_and_advantages_are_those_of_each_answer_alone(packer, encoders):
+    made = packer(ParallelConfig(context_parallel=2), 512, extra_fields=("preference", "advantages", "old"))
+    extras = {"advantages": {"chosen": 0.5, "rejected": -1.5}, "old": -3.0}
+    other = (Turn(role="assistant", parts=("Because of its air, they say.",)),)
+    pairs = [pair("p", extras=extras), pair("q", chosen=other, extras=extras)]
+    batch = packed(made, measured(made, *pairs)).batch
+    torch.manual_seed(0)
+    vocabulary = max(encoders["text"].tokenizer.get_vocab().values()) + 1
+    config = hugging_face_config("text", vocab_size=vocabulary)
+    model, reference = (AutoModelForCausalLM.from_config(config).requires_grad_(False) for _ in range(2))
+
+    def log_probs(each, labels, **inputs):
+        return -torch.nn.functional.cross_entropy(each(**inputs).logits[0], labels, reduction="none")
+
+    def clipped(values, advantages, old):
+        ratio = (values - old).exp()
+        return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).sum()
+
+    inputs = batch.to_hugging_face()
+    del inputs["labels"]
+    now, before = (log_probs(each, batch.labels[0], **inputs) for each in (model, reference))
+    gains = (batch.extra["preference"][0] * (now - before)).split(batch.boundaries.diff().tolist())
+    assert [key for key in batch.sample_keys if key.endswith("/chosen")] == ["p/chosen", "q/chosen"]
+    margins = [gains[at].sum() + gains[at + 1].sum() for at in (0, 2)]
+    alone, loss = [], torch.zeros(())
+    for row in thd.unpack(batch):
+        given = {"labels": row["labels"], "input_ids": row["input_ids"][None]}
+        own = [log_probs(each, **given) for each in (model, reference)]
+        alone.append((own[0] - own[1]).sum())
+        learned = row["labels"] != -100
+        advantage = 0.5 if len(alone) % 2 else -1.5
+        loss = loss + clipped(own[0][learned], torch.tensor(advantage), torch.tensor(-3.0))
+    expected = torch.stack([alone[0] - alone[1], alone[2] - alone[3]])
+    torch.testing.assert_close(torch.stack(margins), expected, rtol=0, atol=1e-5)
+    assert expected.abs().min() > 1e-2
+    ours = clipped(now, batch.extra["advantages"][0], batch.extra["old"][0])
+    torch.testing.assert_close(ours, loss, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("multiple", [1, 4, 16])

@@ -36,6 +36,7 @@ BASE: dict[str, Any] = {
 }
 MROPE = {"encoder.position_ids": "mrope"}
 SPLIT = {"packing.oversize": "split", "packing.seq_length": 256}
+FIXED = {"packing.pad_to_max_length": True, "packing.max_segments_per_pack": 4, "encoder.modality": "text"}
 FEW_TOKENS = {"encoder.limits.max_tokens": 300, "packing.seq_length": 512}  # three conversations have fewer
 
 # Each field: another value, what both sides have besides, and whether packs change. A new field needs a row.
@@ -101,6 +102,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any], bool]] = {
     "packing.split_positions": ("continue", SPLIT, True),
     "packing.pairs": ("drop", {}, False),  # the demo has no pairs
     "packing.pad_to_max_length": (True, {}, True),
+    "packing.pad_cu_seqlens": (True, FIXED, True),
     "packing.dummy_image": (True, {}, True),
     "packing.drop_budget": (0.9, {}, False),
     "packing.max_drops_without_pack": (5000, {}, False),

@@ -80,6 +80,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         needs_bridge=True,
     ),
     Mutation(
+        trap=1,
+        name="positions of rows of tokens go on counting",
+        test="tests/packing/test_token_rows.py::"
+        "test_a_model_sees_each_sequence_alone_only_by_positions_without_cache_and_mask",
+        oracle="a model of transformers on each sequence alone",
+        edits=(("packing/tokens.py", "np.arange(end - start)", "np.arange(start, end)"),),
+    ),
+    Mutation(
         trap=2,
         name="positions go on counting through the row",
         test="tests/thd/test_thd_properties.py::"

@@ -10,6 +10,10 @@ SHARES = "tests/offline/test_blend.py::"
 EVALUATIONS = "tests/offline/test_evaluation.py::"
 BLENDS = "tests/offline/test_blend_of_a_metadataset.py::"
 LIMITS = "tests/offline/test_array_limits.py::test_every_number_is_that_of_pack_limits"
+PARQUET = (
+    "tests/conformance/test_bridge_parquet.py::"
+    "test_bridge_reads_the_tokens_targets_and_boundaries_of_every_pack_of_the_plan_in_order[2]"
+)
 DIFFERS = COMMAND + "test_a_pack_that_differs_from_its_source_is_named_with_sample_and_field[polylithic]"
 
 OFFLINE_TRAPS = {
@@ -23,6 +27,20 @@ OFFLINE_TRAPS = {
 }
 
 OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
+    Mutation(
+        trap=60,
+        name="the sizes beside Bridge's packed files count tokens, where Bridge counts positions",
+        test=PARQUET,
+        oracle="Bridge's `create_packing_strategy` on the same packs",
+        edits=(("offline/formats/bridge_parquet.py", "np.diff([*starts, end]) - 1", "np.diff([*starts, end])"),),
+    ),
+    Mutation(
+        trap=60,
+        name="a stored row keeps the number of its boundaries where the run fixes it",
+        test=PARQUET,
+        oracle="the row from the plan, and Bridge's packed data set with pad_cu_seqlens",
+        edits=(("offline/stored_pack.py", "self._encoder.with_fixed_boundaries(batch)", "batch"),),
+    ),
     Mutation(
         trap=66,
         name="the weights of a blend are not measured",

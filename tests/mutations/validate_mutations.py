@@ -7,6 +7,7 @@ VALIDATE_TRAPS = {
     85: "a processor of a neighbouring family fits until the first image",
     107: "code runs that a data set or a YAML of Bridge names",
     112: "a run that Bridge builds and trains is refused without a reason",
+    117: "a setting is lost under a name that nothing reads, or a model that nobody looked at counts as sound",
 }
 
 READS = "tests/cli/test_validate_data.py::"
@@ -23,6 +24,7 @@ DRAWN = (
     "tests/conformance/test_rules_of_bridge.py::"
     "test_no_drawn_run_is_refused_without_a_reason_or_accepted_where_bridge_cannot_build_it"
 )
+PAGE = "tests/conformance/test_packing_page_of_bridge.py::"
 SHARDS = "tests/validate/test_shards.py::test_what_stops_or_starves_the_loader_is_an_error"
 
 VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
@@ -216,5 +218,27 @@ VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
         "test_a_configuration_may_be_named_where_another_module_imports_it_and_nothing_else_may",
         oracle="the definition",
         edits=(("validate/recipes.py", "and not admits(own):", "and False:"),),
+    ),
+    Mutation(
+        trap=117,
+        name="attributes that no class declares are passed over",
+        test=PAGE + "test_a_line_of_the_page_is_valid_or_its_new_name_is_told[the specs of 0.4]",
+        oracle="the page of Bridge 0.4",
+        edits=(("validate/recipes.py", 'elif not name.startswith("_") and', "elif False and"),),
+    ),
+    Mutation(
+        trap=117,
+        name="a model is known by its class alone, which Qwen3-Next shares with every GPT",
+        test=PAGE + "test_a_recipe_that_opts_out_of_packing_is_refused_if_it_packs[qwen3_next_80b_a3b_sft_config]",
+        oracle="Bridge's recipe",
+        edits=(("validate/recipes.py", "            or _opted_out(container)\n", ""),),
+    ),
+    Mutation(
+        trap=117,
+        name="a model of any name is said to take packs",
+        test="tests/validate/test_rules.py::"
+        "test_only_a_known_model_is_said_to_keep_samples_apart[foo-not applicable-warning]",
+        oracle="the definition",
+        edits=(("validate/run_source.py", "is_gpt=not view.family or view.family.startswith(GPTS)", "is_gpt=True"),),
     ),
 )

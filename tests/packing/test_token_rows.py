@@ -1,11 +1,14 @@
 """Rows of tokens: fast-axolotl's documented examples, and that nothing leaks or gets lost."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.bridge_cpu.tiny_models import hugging_face_config
+from transformers import AutoModelForCausalLM
 
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.packing import concatenate_and_pack, pack_sequences
@@ -68,6 +71,29 @@ def test_unequal_labels_or_masks_are_refused_by_index() -> None:
         concatenate_and_pack([[1], [1, 2]], [[1], [1]], [[1], [1, 1]], 4, 0)
     with pytest.raises(UserError, match="1 labels"):
         concatenate_and_pack([[1], [1, 2]], [[1]], [[1], [1, 1]], 4, 0)
+
+
+def test_a_tokenizer_without_padding_token_is_one_sentence() -> None:
+    with pytest.raises(UserError, match=r"pad_token_id is None.*such as its eos_token_id"):
+        pack_sequences([[1, 2]], 4, None)  # type: ignore[arg-type]
+
+
+def test_a_model_sees_each_sequence_alone_only_by_positions_without_cache_and_mask() -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(hugging_face_config("text", vocab_size=99)).eval()
+    sequences = [torch.randint(1, 99, (length,)).tolist() for length in (5, 9, 7)]
+    rows = concatenate_and_pack(sequences, sequences, [[1] * len(each) for each in sequences], 24, 0)
+
+    @torch.no_grad()
+    def far(**given: Any) -> float:
+        """The largest difference of a logit from that of the sequence alone."""
+        alone = torch.cat([model(input_ids=torch.tensor([each])).logits[0] for each in sequences])
+        packed = model(input_ids=rows.input_ids, position_ids=rows.position_ids, **given).logits[0]
+        return float((packed[: len(alone)] - alone).abs().max())
+
+    assert far(use_cache=False) < 1e-5
+    assert far() > 0.1  # transformers looks for segments neither beside a cache
+    assert far(use_cache=False, attention_mask=rows.attention_mask) > 0.1  # nor beside a mask
 
 
 def test_no_sequences_give_no_rows() -> None:

@@ -86,3 +86,17 @@ def test_every_mistake_is_one_sentence_that_says_what_to_do(checkout, tmp_path):
     done = on_bridge(checkout, "true")
     assert done.returncode == 2
     assert "submodule update --init 3rdparty/Megatron-LM" in done.stderr
+
+
+def test_one_word_runs_bridges_own_tests_of_packing_in_the_checkout(checkout, tmp_path):
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    python.write_text('#!/bin/bash\npwd\nprintf "%s\\n" "${@:3}"\n')
+    python.chmod(0o755)
+    done = on_bridge(checkout, "bridges_packing_tests", "-x", PYTHON=str(python))
+    place, *words = done.stdout.splitlines()
+    names = ("utils/test_packed_seq_utils", "test_config", "test_vlm_step")
+    assert (done.returncode, place, words[-1]) == (0, str(checkout), "-x"), done.stderr
+    assert [word for word in words if word.endswith(".py")] == [
+        f"tests/unit_tests/training/{name}.py" for name in names
+    ]

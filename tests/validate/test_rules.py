@@ -435,6 +435,24 @@ OWN = [
     ("ours/family-listed", {"model": "Exaone45"}, {"model": "Qwen3VL"}, "warning"),
     ("ours/family-listed", {"model": "Mamba", "is_gpt": False}, {"is_gpt": True}, "warning"),
     (
+        "ours/settings-by-their-names",
+        {"source": "bridge", "unknown_settings": (("dataset.packed_sequence_specs", "dataset.offline_packing_specs"),)},
+        {"unknown_settings": (("model.of_my_step", ""),)},
+        "error",
+    ),
+    (
+        "ours/settings-are-read",
+        {"source": "bridge", "unknown_settings": (("model.of_my_step", ""),)},
+        {"unknown_settings": ()},
+        "warning",
+    ),
+    (
+        "ours/captured-rows-alike",
+        GRAPHS | {"context_parallel": 2, "num_moe_experts": None},
+        {"context_parallel": 1, "world_size": 1},
+        "error",
+    ),
+    (
         "ours/step-packs-in-batch",
         IN_BATCH | {"defer_in_batch_packing_to_step": True, "step": "vlm_step"},
         {"step": "qwen3_vl_step"},
@@ -506,7 +524,7 @@ def test_bridges_own_packers_are_warned_about_until_transformer_engine_asks_no_m
 def test_a_run_of_bridge_is_not_told_keys_of_our_yaml(
     rule: str, broken: dict[str, Any], fixed: dict[str, Any], severity: str
 ) -> None:
-    found = next(each for each in judge(packed(**broken, source="bridge")) if each.rule.id == rule)
+    found = next(each for each in judge(packed(**{**broken, "source": "bridge"})) if each.rule.id == rule)
     assert found.finding is not None
     assert not re.search(r"(?<![\w.])(training|parallel|packing)\.", found.finding.why + found.finding.fix)
 
@@ -550,7 +568,7 @@ def of_length(length: int, tensor: int = 1, context: int = 1, shared: bool = Fal
         ("ours/family-takes-packs", packed(**{"model": "Qwen3-Omni-30B-A3B"}), "error"),
         ("ours/family-takes-packs", packed(**(IN_BATCH | {"model": "Qwen3-Omni-30B-A3B"})), "error"),
         ("ours/family-takes-packs", packed(**(IN_BATCH | {"model": "Qwen35VL", "step": "vlm_step"})), "ok"),
-        ("ours/family-takes-packs", packed(**OMNI), "ok"),
+        ("ours/family-takes-packs", packed(**OMNI), "not applicable"),  # nobody looked at it
         # A step that packs itself may do so where packing is left to it.
         ("ours/step-reads-packs", packed(**(IN_BATCH | {"step": "qwen3_vl_step"})), "error"),
         ("ours/step-reads-packs", packed(**(IN_BATCH | DEFERRED | {"step": "qwen3_vl_step"})), "not applicable"),
@@ -630,6 +648,24 @@ def test_our_data_set_is_declared_to_bridge_as_packed_rows_unless_bridge_packs_i
     in_batch = view_of_config(RunConfig(training=TrainingConfig(enable_in_batch_packing=True, micro_batch_size=2)))
     assert not in_batch.enable_offline_packing
     assert not violations(in_batch.changed(global_batch_size=2))
+
+
+@pytest.mark.parametrize(
+    ("model", "takes_packs", "listed"),
+    [
+        ("foo", "not applicable", "warning"),
+        ("InternVL3-8B", "not applicable", "warning"),
+        ("Qwen3-8B", "ok", "ok"),
+        ("gpt", "ok", "ok"),
+        ("Qwen3-VL-8B", "ok", "ok"),
+        ("GLM-4.5V", "ok", "ok"),
+        ("GLM-4.5-Air", "error", "ok"),
+    ],
+)
+def test_only_a_known_model_is_said_to_keep_samples_apart(model: str, takes_packs: str, listed: str) -> None:
+    view = view_of_config(RunConfig(training=TrainingConfig(model=model)))
+    assert outcome("ours/family-takes-packs", view) == takes_packs
+    assert outcome("ours/family-listed", view) == listed
 
 
 def test_without_a_world_size_one_replica_of_training_and_evaluation_is_judged() -> None:

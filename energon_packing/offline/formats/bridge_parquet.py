@@ -6,15 +6,19 @@ tokens becomes ``n - 1`` positions there, as its last token is only a target. We
 0, and a position whose token ends a text learns nothing. What this form cannot hold is refused by name.
 """
 
+from collections.abc import Sequence
 from itertools import batched
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.errors import UserError
-from energon_packing.offline.files import read_metadata, unwritable, write_table
+from energon_packing.offline.files import read_metadata, unwritable, write_json, write_table
 from energon_packing.offline.index import DEFAULT_KIND
 from energon_packing.offline.pack import AT_ONCE, PackConfig, PackFormat, PackTask
 from energon_packing.offline.plan import Plan, PlannedPack
@@ -29,9 +33,13 @@ SCHEMA = pa.schema(
 )
 
 
+METADATA = "metadata.json"
+"""What ``packed_metadata_path`` of Bridge's ``PackedSequenceSpecs`` names, which ``pad_cu_seqlens`` needs."""
+
+
 class BridgeParquet(PackFormat):
-    """Writes one file per shard, and no other file, as Bridge reads the whole directory; see `PackFormat`. A sample
-    that cannot be expressed is a UserError."""
+    """Writes one file per shard, and `METADATA` when all are there; see `PackFormat`. No other file, as Bridge reads
+    every Parquet file of the directory. A sample that cannot be expressed is a UserError."""
 
     def __init__(self, plan: Plan, run: Any, config: PackConfig) -> None:
         if (config.store, config.media) != ("tokens", "reference"):
@@ -57,7 +65,7 @@ class BridgeParquet(PackFormat):
     def prepare(self) -> None:
         out = self.config.out
         out.mkdir(parents=True, exist_ok=True)
-        ours = {self.path(number).name for number in range(len(self.firsts))}
+        ours = {METADATA, *(self.path(number).name for number in range(len(self.firsts)))}
         others = {each.name for each in out.iterdir() if each.name[0] != "."} - ours
         if others:
             raise UserError(
@@ -81,6 +89,32 @@ class BridgeParquet(PackFormat):
         except OSError as error:
             raise unwritable(path, error, "pack") from error
         return True
+
+    def complete(self, entries: Sequence[Any]) -> None:
+        """Writes the sizes of all rows, as ``create_packing_strategy`` of ``megatron.bridge.data.packing.algorithms``
+        counts them: in positions, of which a sample has one less than tokens."""
+        sizes = []
+        for number in range(len(self.firsts)):
+            for rows in pq.ParquetFile(self.path(number)).iter_batches(AT_ONCE, columns=["loss_mask", "seq_start_id"]):
+                tokens = pc.list_value_length(rows["loss_mask"]).to_pylist()
+                for starts, end in zip(rows["seq_start_id"].to_pylist(), tokens, strict=True):
+                    positions = np.diff([*starts, end]) - 1
+                    sizes.append((len(positions), positions.sum(), positions.max(initial=0)))
+        samples, packed, longest = np.array(sizes).T
+        row = int(self.plan.facts.decided["seq_length"])
+        sizes_of_rows = {
+            "dataset_max_seqlen": int(longest.max()),
+            "max_samples_per_bin": int(samples.max()),
+            "packing_factor": round(float(samples.mean()), 2),
+            "packing_efficiency": round(float(packed.mean()) / row * 100, 2),
+            "pack_size": row,
+            "min_packed_seqlen": int(packed.min()),
+        }
+        path = self.config.out / METADATA
+        try:
+            write_json(path, [sizes_of_rows])
+        except OSError as error:
+            raise unwritable(path, error, "pack") from error
 
     def _metadata(self, number: int) -> dict[str, Any]:
         first, end = self.span(number)

@@ -5,7 +5,7 @@ Nothing else reports these: the run starts, and computes something other than wh
 
 from collections.abc import Callable
 
-from energon_packing.validate.family_table import FAMILY_TABLE, NAMED_TEXT_MODELS, FamilyLine, line_of
+from energon_packing.validate.family_table import FAMILY_TABLE, FamilyLine, line_of, opt_out
 from energon_packing.validate.rules.rule import Finding, SourceLine, bridge, core, rule, unless
 from energon_packing.validate.run_view import RunView
 
@@ -17,6 +17,12 @@ UNSCALED_POSITIONS = 16384
 def _known_family_with_cp(view: RunView) -> bool:
     line = line_of(view.family, view.bridge_release)
     return line is not None and line.packed and view.wide  # if it takes no packs, ours/family-takes-packs reports it
+
+
+def _is_known(view: RunView) -> bool:
+    """Whether the table lists the family, or it is Megatron-Core's GPT alone, which keeps samples apart."""
+    listed = line_of(view.family, view.bridge_release) is not None
+    return listed or (view.is_gpt and not view.sees_or_hears) or bool(opt_out(view.family))
 
 
 def _qwen3_vl_over_tensor_ranks(view: RunView) -> bool:
@@ -40,14 +46,14 @@ def _lines_where(refused: Callable[[FamilyLine], bool]) -> tuple[SourceLine, ...
     order=1190,
     checks="the model family supports packed rows",
     place="docs/families.md",
-    applies=lambda view: view.reaches_the_step_packed and view.model is not None,
+    applies=lambda view: view.reaches_the_step_packed and view.model is not None and _is_known(view),
     sources=_lines_where(lambda line: not line.packed),
 )
 def _family_takes_packs(view: RunView) -> Finding | None:
     line = line_of(view.family, view.bridge_release)
     if line is not None and not line.packed:
         return Finding(why=f"{line.name} of Megatron-Bridge {view.bridge_name} {line.why}", fix="train it unpacked")
-    reason = next((why for name, why in NAMED_TEXT_MODELS.items() if view.family.startswith(name)), "")
+    reason = opt_out(view.family)
     why = f"{view.model} does not support packed rows: {reason}"
     return unless(line is not None or not reason, why=why, fix="train it unpacked")
 
@@ -59,10 +65,7 @@ def _family_takes_packs(view: RunView) -> Finding | None:
     place="docs/families.md",
     severity="warning",
     applies=lambda view: view.reaches_the_step_packed and view.model is not None,
-    # Megatron-Core's GPT alone keeps samples apart.
-    holds=lambda view: (
-        (view.is_gpt and not view.sees_or_hears) or line_of(view.family, view.bridge_release) is not None
-    ),
+    holds=_is_known,
     sources=(SourceLine("energon_packing/validate/family_table.py", "FAMILY_TABLE"),),
 )
 def _family_listed(view: RunView) -> Finding | None:

@@ -1,4 +1,5 @@
-"""Rules about packing modes, CUDA graphs over packed rows, and runs that stay on the packing of Megatron-Bridge.
+"""Rules about packing modes and what their settings are called, CUDA graphs over packed rows, and runs that stay on
+the packing of Megatron-Bridge.
 
 Bridge's ``validate()`` reads packing modes and graphs by name from any data set object, so its rules apply to every
 run. Nobody else checks before GPUs are taken what forward steps and loader do with rows that Bridge packs. Imports
@@ -10,6 +11,41 @@ import re
 
 from energon_packing.validate.rules.rule import Finding, SourceLine, attention, bridge, bridges_rule, rule, unless
 from energon_packing.validate.run_view import PACKING_STEPS, RunView, installed_version
+
+
+@rule(
+    id="ours/settings-by-their-names",
+    order=1000,
+    checks="settings have the names that the installed Bridge gives them",
+    applies=lambda view: view.source == "bridge",
+    place="docs/migration.md",
+    sources=(bridge("training/config.py", 'getattr(self.dataset, "offline_packing_specs", None)'),),
+)
+def _settings_by_their_names(view: RunView) -> Finding | None:
+    renamed = {old: new for old, new in view.unknown_settings if new}
+    return unless(
+        not renamed,
+        why=f"Megatron-Bridge {view.bridge_name} has no setting {', '.join(renamed)}: nothing reads it",
+        fix=f"use {'; '.join(renamed.values())}",
+    )
+
+
+@rule(
+    id="ours/settings-are-read",
+    order=1005,
+    checks="every attribute of the configuration is a setting of its class",
+    applies=lambda view: view.source == "bridge",
+    place="megatron.bridge.training.config.ConfigContainer",
+    severity="warning",
+    sources=(bridge("training/config.py", "class ConfigContainer(Container):"),),
+)
+def _settings_are_read(view: RunView) -> Finding | None:
+    unknown = [name for name, meant in view.unknown_settings if not meant]
+    return unless(
+        not unknown,
+        why=f"no class declares {', '.join(unknown)}: nothing in Megatron-Bridge {view.bridge_name} reads it",
+        fix="leave it out, or begin its name with an underscore if it is yours",
+    )
 
 
 @bridges_rule(
@@ -85,9 +121,10 @@ def _graphs_need_fixed_width(view: RunView) -> Finding | None:
     bridge_says=("Packed attention CUDA graphs require offline_packing_specs.pad_cu_seqlens=True",),
 )
 def _graphs_need_fixed_boundaries(view: RunView) -> Finding | None:
+    section = "packing" if view.dataset_kind == "packed_energon" else "offline_packing_specs"
     return Finding(
         why=f"cuda_graph_impl={view.cuda_graph_impl!r} captures packed attention, whose boundaries change",
-        fix="set offline_packing_specs.pad_cu_seqlens to true, or leave attention out of the capture",
+        fix=f"set {section}.pad_cu_seqlens to true, or leave attention out of the capture",
     )
 
 
@@ -160,6 +197,25 @@ def _in_batch_rows_may_be_long(view: RunView) -> Finding | None:
         why=f"Bridge limits each of the {size} samples to {length} tokens, not the row that they are joined in: it may "
         f"have up to {size * length}",
         fix=f"leave memory for {size * length} tokens, or use mode 'packs', whose rows never exceed {length}",
+    )
+
+
+@rule(
+    id="ours/captured-rows-alike",
+    order=1385,
+    checks="rows of captured attention are all padded between samples, or none is",
+    place="transformer_engine.pytorch.attention.dot_product_attention, pad_between_seqs",
+    applies=lambda view: (
+        view.dataset_kind == "packed_energon" and view.pad_cu_seqlens and view.graphs_capture_attention
+    ),
+    holds=lambda view: view.multiple == 1,
+    sources=(attention("dot_product_attention.py", "not torch.equal(cu_seqlens_q_padded[:-1], cu_seqlens_q[:-1])"),),
+)
+def _captured_rows_are_alike(view: RunView) -> Finding | None:
+    return Finding(
+        why=f"samples are padded to a multiple of {view.multiple}, and a CUDA graph of attention keeps from its first "
+        "row whether there is padding between them; other rows would lose keys or attend to padding",
+        fix="leave attention out of the capture, or use parallel sizes without alignment",
     )
 
 

@@ -49,7 +49,9 @@ class Gemma3(VisionFamily):
                 "preprocessor_config.json."
             )
         self._patches = size.height // SIGLIP_PATCH, size.width // SIGLIP_PATCH
-        for name, value in type(processor).valid_processor_kwargs._defaults["images_kwargs"].items():
+        kind = type(processor)  # from transformers 5.23 on an attribute, before a default of the call
+        defaults = getattr(kind, "images_kwargs", None) or kind.valid_processor_kwargs._defaults["images_kwargs"]
+        for name, value in defaults.items():
             if name.startswith("pan_and_scan"):
                 setattr(self.images, name, value)
         self.images.do_pan_and_scan = bool(config.pan_and_scan)

@@ -186,6 +186,14 @@ FAMILY_MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         trap=84,
+        name="images are resized by a method that computes another size",
+        test="tests/families/test_no_floats.py::"
+        "test_a_processor_that_computes_the_size_in_its_resize_still_gives_bytes[image_processor]",
+        oracle="Hugging Face's processor",
+        edits=(("families/pixel_forms.py", "_resize_of(type(processor))(", "type(processor).resize("),),
+    ),
+    Mutation(
+        trap=84,
         name="times that Ernie draws are float64",
         test=FROM_FILES + "[ernie4_5_vl-setting23]",
         oracle="Hugging Face's processor",

@@ -2,6 +2,7 @@
 
 import errno
 import functools
+import importlib
 import io
 import json
 import os
@@ -89,6 +90,18 @@ def test_a_video_without_pyav_is_a_sentence_with_the_extra_and_no_damaged_file(t
     assert (result.exit_code, "pip install '.[video]' in the checkout" in result.stderr) == (2, True), result.output
     with pytest.raises(UserError, match=r"pip install '\.\[video\]' in the checkout"):
         decode_frames(b"clip", [0], max_pixels=1)
+
+
+def test_the_processors_of_the_demo_need_no_pyav_and_its_clips_name_the_extra(tmp_path, monkeypatch):
+    demo = sys.modules["energon_packing.demo"]
+    monkeypatch.setattr(energon_packing, "demo", demo)  # which the import below replaces
+    for name in [name for name in sys.modules if name.startswith(demo.__name__)]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "av", None)
+    demo = importlib.import_module(demo.__name__)
+    assert demo.processor_path("qwen2_5_vl") == processor_path("qwen2_5_vl")
+    with pytest.raises(UserError, match=r"pip install '\.\[video\]' in the checkout"):
+        demo.make_data(tmp_path / "demo", conversations=1)
 
 
 def test_a_module_of_bridge_is_of_no_extra():

@@ -72,7 +72,7 @@ def check_remote(what: str, path: Path, instead: str) -> None:
     if importlib.util.find_spec("multistorageclient") is None:
         raise ConfigError(
             f"{what} {address} is a remote address, which needs the package multi-storage-client; run pip install "
-            f"'.[remote]', or {instead}"
+            f"'.[remote]' in the checkout, or {instead}"
         )
 
 

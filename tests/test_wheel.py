@@ -4,6 +4,7 @@ An environment is a directory of links to the packages that the wheel's metadata
 """
 
 import json
+import re
 import subprocess
 import sys
 import sysconfig
@@ -138,6 +139,14 @@ def test_each_command_of_an_environment_begins_or_names_its_extras(
             assert code in expected, (name, stdout, stderr)
     assert [code for code, _, _ in found[-2:]] == [0, 0 if extras else 2], found[-2:]
     assert extras or ".[convert]" in found[-1][2]
+
+
+def test_the_long_description_links_to_nothing_that_an_index_does_not_have(wheel: Path) -> None:
+    (info,) = wheel.glob("*.dist-info")
+    text = str(metadata.Distribution.at(info).metadata.get_payload())
+    assert "## Install" in text
+    assert "<!--" not in text
+    assert all(link.startswith("https://") for link in re.findall(r"\]\(([^)]*)\)", text)), text
 
 
 def test_every_package_of_an_extra_leads_to_an_extra_that_has_it() -> None:

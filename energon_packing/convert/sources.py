@@ -124,7 +124,7 @@ def _unpacking(
     except ImportError as error:
         raise UserError(
             f"{name} is compressed with zstd, which needs the package zstandard; run pip install "
-            "'.[convert]', or unpack the file"
+            "'.[convert]' in the checkout, or unpack the file"
         ) from error
     return _frames(packed, zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW)), (zstandard.ZstdError, EOFError)
 

@@ -39,7 +39,7 @@ def _pyarrow(path: Path) -> Any:
     except ImportError as error:
         raise UserError(
             f"{path} holds rows in the format {_kind(path)}, which needs the package pyarrow; run pip install "
-            "'.[convert]', or save the records as JSON Lines"
+            "'.[convert]' in the checkout, or save the records as JSON Lines"
         ) from error
     return pyarrow
 

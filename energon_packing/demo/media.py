@@ -7,11 +7,11 @@ from pathlib import Path
 from random import Random
 from typing import Self
 
-import av
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from energon_packing.demo import words
+from energon_packing.media.probe import pyav
 
 Exchange = tuple[str, str]
 """A question and its answer, which follows from the picture or from the text before it."""
@@ -149,6 +149,7 @@ class Clip:
 
     def save(self, path: Path, width: int, height: int, *, fps: int, frames: int) -> None:
         """Encodes at least 2 frames of an even size; ``.avi`` is MPEG-4, ``.mp4`` H.264 where FFmpeg can encode it."""
+        av = pyav()  # the demo's processors need none
         codec = "libx264" if path.suffix == ".mp4" and "libx264" in av.codecs_available else "mpeg4"
         step_x, step_y = words.DIRECTIONS[self.direction]
         with av.open(str(path), mode="w") as container:
@@ -183,6 +184,7 @@ def _draw_shape(draw: ImageDraw.ImageDraw, shape: str, colour: str, at: tuple[fl
 
 def save_sound(path: Path) -> None:
     """Writes an ``.mp4`` with a second of a tone and no video: one of the demo's defects."""
+    av = pyav()
     rate, size = 16000, 1024
     with av.open(str(path), mode="w") as container:
         stream = container.add_stream("aac", rate=rate)

@@ -63,6 +63,10 @@ class Measured(OneSegment):
     position_start: int = 0
     extras: Mapping[str, float | np.ndarray] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        """One line."""
+        return f"Measured({self.key}: {self.length} tokens, {self.targets} targets, {len(self.media)} media)"
+
     @property
     def targets(self) -> int:
         """Number of tokens that are learned; the first token of a sample never is, because nothing precedes it."""

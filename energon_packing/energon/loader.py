@@ -194,6 +194,45 @@ class LoaderBase(ABC):
     def restore_state(self, state: Any) -> None:
         """Continues after the pack at which ``state`` was saved; call before iterating."""
 
+    def save_state_rank(self) -> Any:
+        """Returns `save_state`; for loops that were written for Energon's ``SavableDataLoader``, as the next three."""
+        return self.save_state()
+
+    def restore_state_rank(self, state: Any) -> None:
+        """Does `restore_state`."""
+        self.restore_state(state)
+
+    def save_state_global(self, global_dst_rank: int) -> list[Any] | None:
+        """Returns the states of all data-parallel ranks, in order, on one rank of the default group, and None on the
+        others; a collective call of the data-parallel group."""
+        own = self.save_state()
+        if self._world_size == 1:
+            return [own]
+        states = [None] * self._world_size if distributed.get_rank() == global_dst_rank else None
+        distributed.gather_object(own, states, global_dst_rank, group=self._group)
+        return states
+
+    def restore_state_global(self, state: Sequence[Any] | None, *, src_rank: int | None = None) -> None:
+        """Restores this rank's part of what `save_state_global` returned: on all ranks the same list; or with
+        ``src_rank``, as a collective call, the list of that data-parallel rank.
+
+        Raises:
+            ConfigError: the list has not one state for each rank; or as `restore_state`.
+        """
+        if src_rank is not None and src_rank != self._rank:
+            state = [None] * self._world_size  # comes from the other rank
+        if not isinstance(state, list) or len(state) != self._world_size:
+            raise ConfigError(
+                f"The state is no list of {self._world_size}, one for each data-parallel rank, as save_state_global "
+                "returns it; give that list, or one rank's state to restore_state."
+            )
+        if src_rank is not None and self._world_size > 1:
+            source = src_rank if self._group is None else distributed.get_global_rank(self._group, src_rank)
+            own: list[Any] = [None]
+            distributed.scatter_object_list(own, state, source, group=self._group)
+            return self.restore_state(own[0])
+        return self.restore_state(state[self._rank])
+
     @abstractmethod
     def share_unpinned(self) -> None:
         """Makes the loader yield tensors in its workers' shared memory where there is a GPU too, instead of copies of
@@ -499,7 +538,7 @@ def build_loader(
     if not path:  # before a processor is loaded
         raise ConfigError(NO_PATH)
     if path.endswith(".parquet") or (Path(path) / "packed.json").is_file():
-        call = "energon_packing.offline.open_loader.open_loader(config), which reads both and data sets"
+        call = "energon_packing.open_loader(config), which reads plans, packed directories and data sets"
         raise ConfigError(f"data.path {path} is a plan, or packed from one: call {call}.")
     if task_encoder is None:
         data = dataclasses.replace(config.data, split=arguments.get("split") or config.data.split)

@@ -147,6 +147,11 @@ EXECUTORS: Registry[ExecutorEntry] = Registry(
 )
 
 
+def register_executor(name: str, entry: ExecutorEntry) -> None:
+    """Adds an executor to this process; a ConfigError if the name is taken."""
+    EXECUTORS.add(name, entry)
+
+
 def check_rank(rank: int, world_size: int) -> None:
     """Refuses a rank that is none of the commands that share their work."""
     if not 0 <= rank < world_size:

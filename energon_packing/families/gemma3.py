@@ -49,7 +49,12 @@ class Gemma3(VisionFamily):
                 "preprocessor_config.json."
             )
         self._patches = size.height // SIGLIP_PATCH, size.width // SIGLIP_PATCH
-        for name, value in type(processor).valid_processor_kwargs._defaults["images_kwargs"].items():
+        defaults = getattr(type(processor), "images_kwargs", None)  # from transformers 5.23 on
+        if defaults is None:
+            from transformers.models.gemma3.processing_gemma3 import Gemma3ProcessorKwargs
+
+            defaults = Gemma3ProcessorKwargs._defaults["images_kwargs"]
+        for name, value in defaults.items():
             if name.startswith("pan_and_scan"):
                 setattr(self.images, name, value)
         self.images.do_pan_and_scan = bool(config.pan_and_scan)

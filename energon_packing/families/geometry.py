@@ -186,7 +186,7 @@ def set_pixel_limits(processor: Any, smallest: int | None, largest: int | None) 
 def rope_positions(
     input_ids: np.ndarray,
     visual_ids: frozenset[int],
-    grids: Sequence[tuple[int, int, int, int]],
+    grids: Sequence[tuple[int, int, int, float]],
     merge: int,
 ) -> np.ndarray:
     """Returns the three-axis positions of a sample, int64 ``[3, L]``: time, height, width.
@@ -196,7 +196,8 @@ def rope_positions(
 
     Args:
         input_ids: expanded token ids ``[L]``.
-        grids: for each run ``(t, h, w, interval)`` in patches; time steps are ``interval`` positions apart.
+        grids: for each run ``(t, h, w, interval)`` in patches; time steps are ``interval`` positions apart, which is
+            multiplied in its own type and truncated.
         merge: patches of one token along each spatial axis.
 
     Raises:
@@ -215,7 +216,7 @@ def rope_positions(
                 f"a run has {end - start} visual tokens, but its grid {(t, h, w)} needs {t * rows * columns}"
             )
         steps = np.indices((t, rows, columns)).reshape(3, -1)
-        steps[0] *= interval
+        steps[0] = steps[0].astype(type(interval)) * interval
         result[:, start:end] = steps + position
         position += max(rows, columns)
         cursor = int(end)

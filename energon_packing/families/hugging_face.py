@@ -29,7 +29,6 @@ class HuggingFace(VisionFamily):
     """
 
     name = "huggingface"
-    processor_classes = ()
     mrope = False
     plans_grids = False
 

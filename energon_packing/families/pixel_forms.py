@@ -5,6 +5,8 @@ they give bytes. Whether `energon_packing.thd.pixels` makes exactly the processo
 probes. If it does not, the family keeps floats.
 """
 
+import functools
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -102,7 +104,14 @@ def resized(processor: Any, image: torch.Tensor, height: int, width: int) -> tor
     from transformers.image_utils import SizeDict
 
     rows_of_pixels = image[None].contiguous(memory_format=torch.channels_last)
-    result: torch.Tensor = processor.resize(
-        rows_of_pixels, SizeDict(height=height, width=width), resample=processor.resample
-    )
+    size = SizeDict(height=height, width=width)
+    result: torch.Tensor = _resize_of(type(processor))(processor, rows_of_pixels, size, resample=processor.resample)
     return result[0]
+
+
+@functools.cache
+def _resize_of(kind: type[Any]) -> Callable[..., torch.Tensor]:
+    """Returns the method that resizes to a height and width. From transformers 5.18 on, Qwen-VL's ``resize`` computes
+    these itself, from a ``factor``, and calls that of the base."""
+    bases = (base for base in kind.__mro__ if hasattr(base, "resize"))
+    return next(base.resize for base in bases if "factor" not in inspect.signature(base.resize).parameters)

@@ -1,7 +1,9 @@
 """Qwen2-VL, Qwen2.5-VL and what has their processor: native resolution, 28-pixel tokens, a run per image or video."""
 
+import functools
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from types import MethodType, SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -78,6 +80,22 @@ class QwenPatches:
                 first = at // step * rows * columns
                 place[first : first + rows * columns, :, at % step].view(ordered.shape).copy_(ordered)
         return {self._pixels: pixels.view(len(pixels), -1), self._grids: torch.tensor(grids, dtype=torch.int64)}
+
+
+@functools.cache
+def truncates_seconds() -> bool:
+    """Whether the installed ``Qwen2_5_VLModel`` truncates the seconds between two time steps before it multiplies them
+    with the tokens per second, as in transformers 5.14; that of 5.18 multiplies first and truncates the positions.
+    Asked once, with a clip of two time steps half a second apart.
+    """
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel as Model
+
+    vision = SimpleNamespace(spatial_merge_size=1, tokens_per_second=2)
+    model = SimpleNamespace(config=SimpleNamespace(vision_config=vision))
+    model.get_vision_position_ids = MethodType(Model.get_vision_position_ids, model)
+    clip, grid = torch.full((1, 2), 2), torch.tensor([[2, 1, 1]])  # all tokens are of a video
+    positions, _ = Model.get_rope_index(model, clip, clip, None, grid, torch.tensor([0.5]))
+    return int(positions[0, 0, 1]) == 0
 
 
 class Qwen25VL(VisionFamily):
@@ -228,13 +246,14 @@ class Qwen25VL(VisionFamily):
         grids = [grid for plan in plans for grid in self._rope_grids(plan)]
         return rope_positions(input_ids, frozenset(self.placeholder_ids.values()), grids, self.merge)
 
-    def _rope_grids(self, plan: MediaPlan) -> list[tuple[int, int, int, int]]:
+    def _rope_grids(self, plan: MediaPlan) -> list[tuple[int, int, int, float]]:
         """Returns ``(t, h, w, positions between two time steps)`` for each run of an image or video."""
-        interval = 1
-        if plan.kind == "video":
-            # The model truncates the seconds of the batch, which are float32, before it multiplies (get_rope_index).
-            interval = self.config.tokens_per_second * int(np.float32(plan.seconds_per_grid or 0))
-        return [(*plan.grid, interval)]
+        if plan.kind == "image":
+            return [(*plan.grid, 1)]
+        seconds = np.float32(plan.seconds_per_grid or 0)  # those of the batch
+        if truncates_seconds():
+            return [(*plan.grid, self.config.tokens_per_second * int(seconds))]
+        return [(*plan.grid, np.float32(self.config.tokens_per_second) * seconds)]
 
 
 class Qwen2VL(Qwen25VL):
@@ -244,7 +263,7 @@ class Qwen2VL(Qwen25VL):
     processor_classes = ("Qwen2VLProcessor",)
     takes_seconds = False
 
-    def _rope_grids(self, plan: MediaPlan) -> list[tuple[int, int, int, int]]:
+    def _rope_grids(self, plan: MediaPlan) -> list[tuple[int, int, int, float]]:
         return [(*plan.grid, 1)]
 
 
@@ -274,5 +293,5 @@ class TimeSteps(Qwen25VL):
     def _video_runs(self, grid: tuple[int, int, int]) -> tuple[int, ...]:
         return (grid[1] * grid[2] // self.merge**2,) * grid[0]
 
-    def _rope_grids(self, plan: MediaPlan) -> list[tuple[int, int, int, int]]:
+    def _rope_grids(self, plan: MediaPlan) -> list[tuple[int, int, int, float]]:
         return [(1, plan.grid[1], plan.grid[2], 1)] * plan.grid[0]

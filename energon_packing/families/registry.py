@@ -1,7 +1,9 @@
 """Families by name and by processor class, and the loading of processors."""
 
+import functools
 import os.path
 import warnings
+from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any
 
@@ -35,13 +37,12 @@ def families() -> list[str]:
 def _do_without_a_silent_hub() -> None:
     """Turns the hub off for this process if it does not answer: otherwise each file of a processor is asked for six
     times, for minutes, although it may be in the cache."""
-    import httpx
     from huggingface_hub import constants, get_session
 
     if not constants.HF_HUB_OFFLINE:
         try:
             get_session().head(constants.ENDPOINT, timeout=10)
-        except (httpx.HTTPError, OSError) as error:
+        except Exception as error:  # of httpx, or of httpx2 from huggingface_hub 2 on
             warnings.warn(f"{constants.ENDPOINT} does not answer ({error}): only its cache is used", stacklevel=3)
             constants.HF_HUB_OFFLINE = True
 
@@ -82,9 +83,34 @@ def generation_stops(config: EncoderConfig, tokenizer: Any) -> tuple[str, ...]:
     return tuple(token for token in tokens if isinstance(token, str))
 
 
+TESTED = {
+    "transformers": ("5.6", "5.25", "models before it give all time steps of a Qwen2.5-VL clip one position"),
+    "megatron-energon": ("7.3.2", "7.5", "buffers before it lose the restore keys of the samples that they hold"),
+    "torch": ("2.6", "2.16", "none before it was tested"),
+}
+"""Distribution -> the first release with which samples are exact, the first that was not tried, and what is wrong
+before the former. `scripts/exactness.sh` runs the tests at both ends; pyproject.toml has the same bounds."""
+
+
+@functools.cache
+def warn_of_untested_releases() -> None:
+    """Warns once for each installed release outside `TESTED`, as where a container or ``--no-deps`` brought it."""
+    from packaging.version import Version
+
+    for name, (first, end, why) in TESTED.items():
+        try:
+            installed = Version(version(name))
+        except PackageNotFoundError:
+            continue
+        if installed < Version(first) or installed >= Version(end):
+            why = why if installed < Version(first) else "it is newer than any that the exactness tests ran with"
+            warnings.warn(f"{name} {installed} is outside of the tested >={first},<{end}: {why}.", stacklevel=4)
+
+
 def build_family(processor: Any, config: EncoderConfig) -> VisionFamily:
     """Returns the family that serves a processor; ConfigError if ``config.family`` is unknown, or ``auto`` finds
     none."""
+    warn_of_untested_releases()
     kind = type(processor).__name__
     if config.family != "auto":
         family = FAMILIES.find(config.family)

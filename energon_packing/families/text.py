@@ -16,7 +16,6 @@ class Text(VisionFamily):
     """Text only: a conversation with an image or video is rejected, never stripped."""
 
     name = "text"
-    processor_classes = ()
     reads = (*IMAGE_SIZES, *VIDEO_SIZES, *VIDEO_FRAMES)
     """Accepted without effect, so that a configuration for a vision model also works for text alone."""
     special_tokens = False

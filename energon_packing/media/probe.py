@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 from PIL import ExifTags, Image
 
 from energon_packing.conversation import Media, MediaKind
-from energon_packing.errors import SampleRejected, is_machines
+from energon_packing.errors import SampleRejected, UserError, is_machines
 from energon_packing.media import DEFAULT_MAX_PIXELS
 from energon_packing.media.depth import grey_range, is_transparent, to_rgb
 
@@ -294,9 +294,9 @@ def probe_video(source: Source, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode:
             ``media_too_large`` (a frame of more than ``max_pixels``, checked before decoding, or more frames of that
             size than the file's bytes explain), ``decode_timeout``.
         OSError, MemoryError: the path cannot be opened or read; see `is_machines`.
+        UserError: PyAV is not installed.
     """
-    import av  # images do not need it
-
+    av = pyav()
     with _opened(source) as stream:
         try:
             return _probe_video(stream, max_pixels, decode)
@@ -326,13 +326,23 @@ def check_memory(error: Exception, max_pixels: int) -> None:
         mmap.mmap(-1, 16 * max_pixels).close()  # no page of it is used
 
 
+def pyav() -> Any:
+    """Returns PyAV, which only videos need; its wheels bring an FFmpeg with parts under the GPL. Raises `UserError`: it
+    cannot be imported, which says nothing of the file."""
+    try:
+        import av
+    except ImportError as error:
+        raise UserError(
+            f"Videos are read with PyAV, which cannot be imported ({error}); run pip install '.[video]' in the checkout"
+        ) from error
+    return av
+
+
 def open_video(file: BinaryIO) -> Any:
     """Opens a container of a known format that can reach nothing but its own bytes; close it after use."""
-    import av
-
     # The whitelists also apply to what a container refers to: no other file and no URL is ever opened.
     options = {"format_whitelist": ",".join(VIDEO_CONTAINERS), "protocol_whitelist": "none"}
-    return av.open(file, "r", container_options=options)
+    return pyav().open(file, "r", container_options=options)
 
 
 def video_stream(container: Any) -> Any:

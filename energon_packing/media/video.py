@@ -21,7 +21,7 @@ import torch
 from energon_packing.errors import SampleRejected
 from energon_packing.media import check_decoded_bytes
 from energon_packing.media.image import decode_image
-from energon_packing.media.probe import SIZED_CONTAINERS, check_memory, decodable
+from energon_packing.media.probe import SIZED_CONTAINERS, check_memory, decodable, pyav
 
 FAR = 16
 """Packets before a wanted one from which on those that no other frame needs are left out. H.264 and H.265 decoders hold
@@ -255,9 +255,9 @@ def decode_frames(
     Raises:
         SampleRejected: ``corrupt_media`` if the clip cannot be read or is shorter than measured, ``media_too_large``,
             ``decode_timeout`` after the deadline.
+        UserError: PyAV is not installed.
     """
-    import av
-
+    av = pyav()
     if not len(indices):
         raise ValueError("decode_frames needs at least one index")
     try:

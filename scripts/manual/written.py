@@ -21,10 +21,49 @@ PACKAGES = (
     ("energon_packing.convert", "From conversation files to an Energon data set."),
     ("energon_packing.packing", "Which samples share a row: lengths in, groups of indices out."),
     ("energon_packing.thd", "Rows of many samples: assembly, checks, boundaries, slices of context-parallel ranks."),
-    ("energon_packing.bridge", "Data sets of Megatron-Bridge recipes."),
+    ("energon_packing.bridge", "What a Megatron-Bridge recipe and its training script import."),
     ("energon_packing.megatron_lm", "What a Megatron-LM script imports."),
+    ("energon_packing.demo", "Data and processors to try things with."),
 )
 """Packages of the reference, with a line about each."""
+MODULES = (
+    ("energon_packing.energon.metrics", "Figures of the packs of a run.", ("watched",)),
+    (
+        "energon_packing.energon.samples",
+        "What a loader yields, and what a cooker returns.",
+        ("ConversationSample", "Pack"),
+    ),
+    ("energon_packing.energon.states", "States of loaders in files.", ("read_state",)),
+    ("energon_packing.megatron_lm.gpt", "The step of a GPT.", ("forward_step",)),
+    ("energon_packing.megatron_lm.vlm", "The step of a vision-language model.", ("forward_step",)),
+    ("energon_packing.wan.bridge", "Clips in a recipe.", ("PackedWanDatasetConfig",)),
+    ("energon_packing.wan.config", "Configurations of clips.", ("load_text_to_video_config",)),
+    ("energon_packing.wan.task_encoder", "Packs of clips.", ("build_text_to_video_loader",)),
+    ("energon_packing.encoders.sample_encoder", "For an encoder of your own.", ("PlainMeasured",)),
+    ("energon_packing.families.base", "For a family of your own.", ("MediaPlan", "require")),
+    (
+        "energon_packing.validate.rules.rule",
+        "For a rule of your own.",
+        ("Finding", "Judgement", "Rule", "SourceLine", "judge", "register_rule", "rule"),
+    ),
+    ("energon_packing.validate.run_source", "What `validate` judges.", ("run_source",)),
+    ("energon_packing.convert.layouts.layout", "For a layout of your own.", ("Layout", "register_layout", "without")),
+    ("energon_packing.config.setting", "For a setting of your own.", ("setting",)),
+    (
+        "energon_packing.executors.work",
+        "For an executor of your own.",
+        ("Executor", "ExecutorEntry", "Work", "register_executor"),
+    ),
+    ("energon_packing.offline.measure", "The command `measure`.", ("MeasureConfig", "MeasureReport", "measure")),
+    ("energon_packing.offline.planner", "The command `plan`.", ("make_plan",)),
+    (
+        "energon_packing.offline.pack",
+        "The command `pack`, and for a pack format of your own.",
+        ("PackConfig", "PackFormat", "PackReport", "PackTask", "pack", "register_pack_format"),
+    ),
+    ("energon_packing.offline.files", "Files that are there whole or not at all.", ("replacing",)),
+)
+"""Modules of which single names are public."""
 
 
 def written() -> dict[Path, Callable[[], str]]:
@@ -117,9 +156,9 @@ def names() -> str:
         "# Python names\n\nThe public names of each package, with signatures and docstrings. Names that are not here "
         f"may change in any release. `{WRITE}`\nmakes this page; a test keeps it in step.\n"
     ]
-    for package, about in PACKAGES:
+    for package, about, public in (*((*each, _public(each[0])) for each in PACKAGES), *MODULES):
         parts.append(f"\n## {package}\n\n{about}\n")
-        for name in sorted(_public(package)):
+        for name in sorted(public):
             module, _, own = _home(package, name).rpartition(".")
             found = next(node for node in _parsed(_file(module)).body if _binds(node, own))
             parts.append(f"\n### {name}\n\nIn `{module}`.\n\n```text\n{_described(found)}\n```\n")
@@ -204,14 +243,15 @@ def _home(package: str, name: str) -> str:
         LookupError: no import of the package and no file in it binds the name.
     """
     folder = ROOT / package.replace(".", "/")
-    imports = [node for node in ast.walk(_parsed(folder / "__init__.py")) if isinstance(node, ast.ImportFrom)]
+    imports = [node for node in ast.walk(_parsed(_file(package))) if isinstance(node, ast.ImportFrom)]
     for node in imports:
         if node.module and any((alias.asname or alias.name) == name for alias in node.names):
             file = ROOT / f"{node.module.replace('.', '/')}.py"
             return f"{node.module}.{name}" if file.is_file() else _home(node.module, name)
-    for file in [folder / "__init__.py", *sorted(folder.glob("*.py"))]:
+    for file in [_file(package), *sorted(folder.glob("*.py"))]:
         if any(_binds(node, name) for node in _parsed(file).body):
-            return f"{package}.{file.stem}.{name}".replace(".__init__", "")
+            own = package if file == _file(package) else f"{package}.{file.stem}"
+            return f"{own}.{name}"
     raise LookupError(f"{package}.{name} is defined nowhere")
 
 

@@ -1,20 +1,33 @@
 """What a new user meets before anything runs: full disks, terminals, a hub that is away, extras, misnamed files."""
 
 import errno
+import functools
+import importlib
 import io
+import json
 import os
+import re
 import sys
+import tomllib
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from click.testing import CliRunner
+from packaging.requirements import Requirement
 
 import energon_packing
-from energon_packing.cli.main import main
+from energon_packing.cli.main import cli, main
 from energon_packing.config import EncoderConfig
 from energon_packing.convert import ConvertConfig, convert
+from energon_packing.demo import processor_path
 from energon_packing.errors import ConfigError, UserError
+from energon_packing.families import registry
+from energon_packing.families.registry import TESTED, warn_of_untested_releases
+from energon_packing.media.video import decode_frames
 from energon_packing.report.page import write_whole
+from energon_packing.sample_kind import what_is_needed
 from energon_packing.validate.run_source import run_source
 
 
@@ -66,9 +79,78 @@ def test_a_public_name_of_a_base_install_says_which_extra_it_needs(monkeypatch):
         energon_packing.build_loader  # noqa: B018
 
 
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_a_video_without_pyav_is_a_sentence_with_the_extra_and_no_damaged_file(tmp_path, monkeypatch, workers):
+    monkeypatch.setitem(sys.modules, "av", None)
+    (tmp_path / "clip.mp4").write_bytes(b"clip")
+    turns = [{"role": "user", "content": "<video>What?"}, {"role": "assistant", "content": "A boat."}]
+    (tmp_path / "a.json").write_text(json.dumps([{"messages": turns, "videos": ["clip.mp4"]}]))
+    given = ["convert", str(tmp_path / "a.json"), "--media-root", str(tmp_path), "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(cli, [*given, "--workers", workers])
+    assert (result.exit_code, "pip install '.[video]' in the checkout" in result.stderr) == (2, True), result.output
+    with pytest.raises(UserError, match=r"pip install '\.\[video\]' in the checkout"):
+        decode_frames(b"clip", [0], max_pixels=1)
+
+
+def test_the_processors_of_the_demo_need_no_pyav_and_its_clips_name_the_extra(tmp_path, monkeypatch):
+    demo = sys.modules["energon_packing.demo"]
+    monkeypatch.setattr(energon_packing, "demo", demo)  # which the import below replaces
+    for name in [name for name in sys.modules if name.startswith(demo.__name__)]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "av", None)
+    demo = importlib.import_module(demo.__name__)
+    assert demo.processor_path("qwen2_5_vl") == processor_path("qwen2_5_vl")
+    with pytest.raises(UserError, match=r"pip install '\.\[video\]' in the checkout"):
+        demo.make_data(tmp_path / "demo", conversations=1)
+
+
+def test_a_module_of_bridge_is_of_no_extra():
+    error = ModuleNotFoundError("No module named 'megatron.core'", name="megatron.core")
+    assert "bash scripts/setup.sh" in (what_is_needed(error, "a step") or "")
+
+
+@pytest.mark.parametrize(
+    ("name", "installed", "said"),
+    [
+        ("transformers", "5.3.0", "transformers 5.3.0 is outside.*Qwen2.5-VL clip one position"),
+        ("transformers", "5.25.0", "outside of the tested >=5.6,<5.25: it is newer"),
+        ("megatron-energon", "7.3.1", "restore keys"),
+        ("torch", "2.5.1", "torch 2.5.1 is outside"),
+        ("torch", "2.9.0a0+of.a.container", None),
+        ("torch", None, None),
+    ],
+)
+def test_a_release_outside_of_the_tested_bounds_is_warned_of_once_with_the_reason(monkeypatch, name, installed, said):
+    def version(asked):
+        if asked == name and installed is None:
+            raise registry.PackageNotFoundError
+        return installed if asked == name else TESTED[asked][0]
+
+    monkeypatch.setattr(registry, "version", version)
+    monkeypatch.setattr(registry, "warn_of_untested_releases", functools.cache(warn_of_untested_releases.__wrapped__))
+    config = EncoderConfig(processor=str(processor_path("qwen2_5_vl")))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            registry.build_family(registry.load_processor(config), config)
+    told = [str(each.message) for each in caught if "outside" in str(each.message)]
+    assert len(told) == (said is not None)
+    assert said is None or re.search(said, told[0])
+
+
+def test_the_bounds_that_are_warned_of_are_those_of_the_package():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    bounds = {text.name: str(text.specifier) for text in map(Requirement, project["optional-dependencies"]["vlm"])}
+    for name, (first, end, _) in TESTED.items():
+        assert bounds[name] == f"<{end},>={first}"
+
+
+class ConnectError(Exception):
+    """Of the hub's client: httpx, or httpx2 from huggingface_hub 2 on."""
+
+
 @pytest.mark.parametrize("answers", [True, False])
 def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch, answers):
-    httpx = pytest.importorskip("httpx")
     import huggingface_hub
     import transformers
 
@@ -76,7 +158,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch, answers):
 
     def head(url, timeout):
         if not answers:
-            raise httpx.ConnectError("Name or service not known")
+            raise ConnectError("Name or service not known")
 
     def from_pretrained(name, **_):
         raise OSError("offline" if huggingface_hub.constants.HF_HUB_OFFLINE else "online")

@@ -4,9 +4,11 @@ import contextlib
 import copy
 import dataclasses
 import itertools
+import json
 import os
 import pickle
 import shutil
+import subprocess
 import sys
 import time
 import uuid
@@ -17,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from forking_python import quick_python
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from made_data import chat, converted, metadataset
@@ -24,6 +27,7 @@ from megatron.energon.epathlib import EPath
 from megatron.energon.eyaml import load_yaml
 from megatron.energon.flavors.jsonl.jsonl_prepare import JsonlPreparator
 
+from energon_packing.config import to_mapping
 from energon_packing.energon import loader as loader_module
 from energon_packing.energon import window
 from energon_packing.energon.data_identity import data_identity
@@ -47,6 +51,66 @@ def keys_after(config: Any, state: Any, packs: int = 6, **arguments: Any) -> lis
     loader = build_loader(config, **arguments)
     loader.restore_state(state)
     return [pack.keys for pack in itertools.islice(loader, packs)]
+
+
+LOOP_OF_ENERGON = """
+import itertools, json, sys
+import torch.distributed as dist
+from megatron.energon import WorkerConfig, get_savable_loader, get_train_dataset
+from energon_packing.config import from_mapping, RunConfig
+from energon_packing.convert import dataset_entry
+from energon_packing.energon.loader import build_loader, build_task_encoder
+
+rank, config = int(sys.argv[1]), from_mapping(RunConfig, json.loads(sys.argv[3]), where="test")
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+
+def energons():
+    readers = WorkerConfig(rank=rank, world_size=2, num_workers=0)
+    how = dict(batch_size=None, shuffle_buffer_size=4, max_samples_per_sequence=None, worker_config=readers)
+    encoder = build_task_encoder(config)
+    return get_savable_loader(get_train_dataset(dataset_entry(config.data.path), task_encoder=encoder, **how))
+
+def keys(loader, packs=3):
+    return [pack.keys for pack in itertools.islice(loader, packs)]
+
+for make in (energons, lambda: build_loader(config, rank=rank, world_size=2)):
+    loader, again = make(), [make() for _ in range(3)]
+    keys(loader, 2)
+    own, of_all = loader.save_state_rank(), [loader.save_state_global(1)]
+    assert (of_all[0] is None) == (rank == 0)
+    rest = keys(loader)
+    again[0].restore_state_rank(own)
+    again[1].restore_state_global(of_all[0], src_rank=1)
+    dist.broadcast_object_list(of_all, 1)
+    again[2].restore_state_global(of_all[0])
+    assert [keys(each) for each in again] == [rest] * 3, make
+    print(json.dumps(rest))
+dist.destroy_process_group()
+"""
+
+
+def test_a_loop_that_saves_and_restores_under_energons_names_goes_on_with_our_loader(run_config, tmp_path):
+    words = str(tmp_path / "store"), json.dumps(to_mapping(config_of(run_config, workers=0)))
+    ranks = [
+        subprocess.Popen(
+            [quick_python(), "-W", "ignore", "-c", LOOP_OF_ENERGON, str(rank), *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        told = [rank.communicate(timeout=200)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], told
+    assert told[0].splitlines()[-1] != told[1].splitlines()[-1]
+    alone = build_loader(config_of(run_config))
+    with pytest.raises(ConfigError, match="no list of 1, one for each data-parallel rank"):
+        alone.restore_state_global(alone.save_state_rank())
 
 
 @pytest.mark.parametrize("workers", [1])

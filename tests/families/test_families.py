@@ -3,6 +3,8 @@
 What only one family has is in the file of its name.
 """
 
+import contextlib
+import copy
 from functools import cache
 from types import MethodType, SimpleNamespace
 
@@ -37,7 +39,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Model
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeModel
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
-from whole_sample import both_ways, conversations, encoder, video
+from whole_sample import both_ways, conversations, encoder, image, video
 
 from energon_packing.config import EncoderConfig
 from energon_packing.errors import ConfigError, SampleRejected
@@ -64,8 +66,6 @@ def area(tokens: int, side: int = 28) -> dict[str, int]:
 IMAGES, BOTH = ("image",), ("image", "video")
 CASES = {
     "qwen2_vl": (lambda: qwen2_vl("qwen2_vl", area(40), area(9), max_frames=12), BOTH),
-    "qwen2_5_vl": (lambda: processor_of("qwen2_5_vl"), BOTH),
-    "qwen3_vl": (lambda: processor_of("qwen3_vl"), BOTH),
     "qwen3_5_vl": (lambda: qwen3_5_vl(area(30, 32), area(60, 32)), BOTH),
     "llava_onevision_1_5": (lambda: qwen2_vl("llava_onevision_1_5", area(40), area(9), max_frames=12), BOTH),
     "glm4v": (lambda: glm4v(area(60), area(90)), BOTH),
@@ -88,6 +88,7 @@ CASES = {
     "huggingface of qwen2_5_vl": (lambda: processor_of("qwen2_5_vl"), IMAGES),
 }
 """Family, and what is special -> a function that makes a processor of small images, and the kinds that a sample has."""
+CASES |= {name: (make, ()) for name, make in PROCESSORS.items() if name not in CASES}  # all kinds that the family takes
 TEXT_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
 
 
@@ -98,7 +99,8 @@ def small(case: str):
 
 
 def test_every_family_with_media_is_compared():
-    assert {case.split()[0] for case in CASES} == set(PROCESSORS) == set(families()) - {"text"}
+    assert set(PROCESSORS) == set(families()) - {"text"}, "a family needs its processor in PROCESSORS, and nothing else"
+    assert {case.split()[0] for case in CASES} == set(PROCESSORS)
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
@@ -108,7 +110,8 @@ def test_an_image_of_any_size_costs_what_the_processor_counts_and_makes(name):
 
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_types_pixels_and_positions_equal_the_processor_and_model_on_the_whole_sample(case):
-    ours, (_, kinds) = small(case), CASES[case]
+    ours = small(case)
+    kinds = CASES[case][1] or tuple(ours.family.placeholders)
     prepare = (lambda plan, clip: ours.family.spread(clip)) if case == "llava_onevision" else (lambda plan, clip: clip)
     call = {"do_pan_and_scan": True} if case == "gemma3 with crops" else {}
     side = st.sampled_from([1, 255, 256, 511, 512, 614, 615, 768]) | st.integers(1, 1100) if call else None
@@ -181,18 +184,51 @@ REFUSED = {
     "qwen3_vl": {"pan_and_scan"},
     "text": {"pan_and_scan", "jpeg_scaled_decoding"},
 }
+"""Of the families of the package; of a new one, the fields that are not among its ``reads``."""
+PIXELS = (56**2, 28**2 * 16, 200**2, 448**2, 800_000, 2_000_000)
+TRIED = dict.fromkeys(FAMILY_FIELDS, PIXELS) | {"pan_and_scan": (True,), "video_fps": (0.5, 8.0)}
+TRIED |= {"video_min_frames": (6, 50), "video_max_frames": (4,)}
+"""Values of which one has an effect on some image or clip, whatever a processor's own limits are."""
 
 
 @pytest.mark.parametrize("name", families())
 def test_a_setting_is_refused_by_name_where_the_family_does_not_read_it(name):
     family = object.__new__(FAMILIES.find(name))
+    refused = REFUSED.get(name, ONE_SIZE - set(family.reads))
     for field in FAMILY_FIELDS:
         config = EncoderConfig(**{field: VALUES[field]})
-        if field in REFUSED[name]:
+        if field in refused:
             with pytest.raises(ConfigError, match=rf"The family {name} does not use encoder\.{field}; remove it"):
                 VisionFamily.__init__(family, SimpleNamespace(), config)
         else:
             VisionFamily.__init__(family, SimpleNamespace(), config)
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_a_setting_that_a_family_reads_changes_what_it_plans(name):
+    processor = PROCESSORS[name]()
+    seen = image(1600, 400), image(200, 60), video(64, 8.0, 1280, 960), video(64, 8.0, 60, 60)
+
+    @cache
+    def plans(*config):
+        """None where the family refuses a value."""
+        fresh = copy.copy(processor)  # a family sets the limits on the parts
+        for part in {"image_processor", "video_processor"} & vars(processor).keys():
+            setattr(fresh, part, copy.deepcopy(getattr(processor, part)))
+        with contextlib.suppress(ConfigError, SampleRejected):
+            family = build_family(fresh, EncoderConfig(family=name, **dict(config)))
+            return [family.plan(each) for each in seen if each.kind in family.placeholders]
+
+    videos = any(plan.kind == "video" for plan in plans())
+    for field in FAMILIES.find(name).reads:
+        if field == "jpeg_scaled_decoding" or (field.startswith("video") and not videos):
+            continue  # the first changes no plan
+        changed = (
+            plans(*besides, (field, value)) not in (None, plans(*besides))
+            for besides in ((), (("video_fps", 0.5),) if videos and field != "video_fps" else ())
+            for value in TRIED[field]
+        )
+        assert any(changed), field
 
 
 @pytest.mark.parametrize("name", [name for name in families() if not FAMILIES.find(name).mrope])

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media
+from energon_packing.families.pixel_forms import resized
 from energon_packing.families.registry import build_family
 
 FEW = 50_000
@@ -48,3 +49,18 @@ def test_bytes_of_images_and_frames_never_become_floats_in_a_worker(name: str) -
         with Floats() as floats:
             family.pixels(plans, [media])
         assert floats.made  # the processor's own numbers: the instrument sees them
+
+
+@pytest.mark.parametrize("part", ["image_processor", "video_processor"])
+def test_a_processor_that_computes_the_size_in_its_resize_still_gives_bytes(part: str) -> None:
+    """As Qwen-VL's from transformers 5.18 on, whose ``resize`` takes a factor in place of height and width."""
+    processor: Any = getattr(PROCESSORS["qwen2_5_vl"](), part)
+    image = torch.randint(256, (3, 57, 93), dtype=torch.uint8)
+    whole = resized(processor, image, 56, 84)
+
+    class Newer(type(processor)):  # type: ignore[misc]
+        def resize(self, images: torch.Tensor, size: Any, resample: Any, factor: int) -> torch.Tensor:
+            raise AssertionError(f"asked for multiples of {factor}")
+
+    processor.__class__ = Newer
+    assert torch.equal(resized(processor, image, 56, 84), whole)

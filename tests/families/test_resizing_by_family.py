@@ -29,11 +29,10 @@ def documented() -> dict[str, str]:
 def of_family(name: str, **settings):
     if name == "huggingface":
         return encoder(processor_of("llava"), family="huggingface", **settings)
-    named = {"family": name} if name in ("qianfan_vl", "llava_onevision_1_5", "qwen3_5_vl") else {}
     if name == "ernie4_5_vl":  # its own smallest frame is more than half of the clip's
         settings = {"video_min_pixels": 4 * 28 * 28, **settings}
     base = {"llava_onevision_1_5": "qwen2_5_vl", "qianfan_vl": "internvl"}.get(name, name)
-    return encoder(processor_of(base), **named, **settings)
+    return encoder(processor_of(base), family=name, **settings)
 
 
 def about(medium):

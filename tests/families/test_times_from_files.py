@@ -3,8 +3,10 @@
 Tests that begin at a number which both sides share cannot see where that number comes from.
 """
 
+import inspect
 import itertools
 import random
+import sys
 from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
@@ -25,6 +27,7 @@ from whole_sample import encoder
 from energon_packing.conversation import Conversation, Media, MediaPart, Turn
 from energon_packing.errors import SampleRejected
 from energon_packing.families.geometry import set_pixel_limits
+from energon_packing.families.qwen_vl import truncates_seconds
 from energon_packing.media.probe import probe_video
 
 RATES = tuple(
@@ -187,6 +190,40 @@ def test_whole_seconds_between_time_steps_are_not_truncated_to_fewer(tmp_path):
         visual = ours.family.pixels(measured.plans, [torch.zeros(6, 3, SIDE, SIDE, dtype=torch.uint8)])
         batch = visual | {"input_ids": torch.tensor(ids)[None]}
         assert same_positions(ours, ids, measured.plans, batch)
+
+
+METHODS = ("get_vision_position_ids", "get_rope_index")
+STEPS = "torch.arange(llm_grid_t, device=device) * time_interval"
+RULES = {
+    "seconds": [(" * next(second_per_grid_ts)", " * int(next(second_per_grid_ts))")],
+    "positions": [("int(next(second_per_grid_ts))", "next(second_per_grid_ts)"), (STEPS, f"({STEPS}).long()")],
+}
+"""What a release of transformers truncates: its difference to the other, as published (5.14 and 5.18)."""
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_positions_of_a_clip_are_truncated_where_the_installed_model_truncates_them(tmp_path, monkeypatch, rule):
+    (model,) = MODELS["qwen2_5_vl"]
+    source = "".join(inspect.getsource(getattr(model, name)) for name in METHODS)
+    for old, new in RULES[rule]:
+        source = source.replace(old, new)
+    exec(f"class Other:\n{source}", space := dict(vars(sys.modules[model.__module__])))
+    for name in METHODS:
+        monkeypatch.setattr(model, name, vars(space["Other"])[name])
+    truncates_seconds.cache_clear()
+    try:
+        ours = encoder(small("qwen2_5_vl"), position_ids="mrope", video_max_frames=8)
+        for frames in range(30, 75, 5):
+            path = write_clip(tmp_path / f"{frames}.mp4", Fraction(10, 3), frames)
+            measured = ours.measure(measured_media(path))
+            ids, _ = measured.expand()
+            clip = torch.zeros(len(measured.plans[0].frame_indices), 3, SIDE, SIDE, dtype=torch.uint8)
+            batch = ours.family.pixels(measured.plans, [clip]) | {"input_ids": torch.tensor(ids)[None]}
+            assert same_positions(ours, ids, measured.plans, batch)
+        assert truncates_seconds() is (rule == "seconds")
+    finally:
+        monkeypatch.undo()
+        truncates_seconds.cache_clear()
 
 
 @pytest.mark.parametrize("family", ["internvl", "llava_onevision"])

@@ -22,6 +22,25 @@ def test_a_page_made_from_code_is_in_step_with_it(path):
     assert path.read_text(encoding="utf-8") == written()[path](), f"run: {WRITE}"
 
 
+def test_every_name_of_ours_that_a_page_imports_is_public_and_listed_with_its_signature():
+    listed = set()
+    for section in (DOCS / "api.md").read_text(encoding="utf-8").split("\n## ")[1:]:
+        package = section.partition("\n")[0]
+        for name, module in re.findall(r"^### (\w+)\n\nIn `([\w.]+)`\.$", section, re.MULTILINE):
+            listed |= {(package, name), (module, name)}
+    imported = {
+        (str(node.module), alias.name): block.place
+        for path in pages()
+        for block in read_page(path).blocks
+        if block.language == "python"
+        for node in ast.walk(ast.parse(block.text))
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("energon_packing")
+        for alias in node.names
+    }
+    assert len(imported) > 40
+    assert {name: at for name, at in imported.items() if name not in listed | {("energon_packing", "thd")}} == {}
+
+
 def test_blocks_are_run_here_or_by_a_test_that_is_there_or_say_why_not():
     counts = counted([read_page(path) for path in pages()], [])
     assert counts["for the runner"] >= 25

@@ -521,6 +521,14 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         trap=110,
+        name="a missing PyAV makes each video a damaged one",
+        test="tests/cli/test_first_hour.py::"
+        "test_a_video_without_pyav_is_a_sentence_with_the_extra_and_no_damaged_file[0]",
+        oracle="the definition",
+        edits=(("media/probe.py", "    av = pyav()\n    with _opened", "    import av\n\n    with _opened"),),
+    ),
+    Mutation(
+        trap=110,
         name="the frames of an animation are not counted before they are decoded",
         test=ATTACKS + "test_what_was_made_to_harm_costs_one_record_and_its_sentence_says_why[animation]",
         oracle="the file's own bytes",

@@ -170,8 +170,27 @@ FAMILY_MUTATIONS: tuple[Mutation, ...] = (
         test=TIMES + "test_whole_seconds_between_time_steps_are_not_truncated_to_fewer",
         oracle="`get_rope_index` of Hugging Face",
         edits=(
-            ("families/qwen_vl.py", "int(np.float32(plan.seconds_per_grid or 0))", "int(plan.seconds_per_grid or 0)"),
+            (
+                "families/qwen_vl.py",
+                "seconds = np.float32(plan.seconds_per_grid or 0)",
+                "seconds = plan.seconds_per_grid",
+            ),
         ),
+    ),
+    Mutation(
+        trap=84,
+        name="positions of a clip are those of another release's model",
+        test=TIMES + "test_positions_of_a_clip_are_truncated_where_the_installed_model_truncates_them[positions]",
+        oracle="`get_rope_index` of Hugging Face",
+        edits=(("families/qwen_vl.py", "if truncates_seconds():", "if True:"),),
+    ),
+    Mutation(
+        trap=84,
+        name="images are resized by a method that computes another size",
+        test="tests/families/test_no_floats.py::"
+        "test_a_processor_that_computes_the_size_in_its_resize_still_gives_bytes[image_processor]",
+        oracle="Hugging Face's processor",
+        edits=(("families/pixel_forms.py", "_resize_of(type(processor))(", "type(processor).resize("),),
     ),
     Mutation(
         trap=84,

@@ -67,6 +67,13 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(("energon/task_encoder.py", '{"rank": own.rank, "ranks"', '{"ranks"'),),
     ),
     Mutation(
+        trap=51,
+        name="every rank restores the first one's part of the states of all ranks",
+        test=STATES + "test_a_loop_that_saves_and_restores_under_energons_names_goes_on_with_our_loader",
+        oracle="the same loop on Energon's own loader",
+        edits=(("energon/loader.py", "self.restore_state(state[self._rank])", "self.restore_state(state[0])"),),
+    ),
+    Mutation(
         trap=52,
         name="only the metadataset counts, not the data sets in it",
         test=STATES + "test_changed_data_beneath_equal_shard_counts_are_refused_by_name",

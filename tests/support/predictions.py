@@ -68,8 +68,7 @@ def variants(name: str) -> dict[str, Callable[[], VisionFamily]]:
     """Returns short names of sets of processor bounds -> functions that build the family under them."""
 
     def family(**config: Any) -> Callable[[], VisionFamily]:
-        named = name if name in ("llava_onevision_1_5", "qwen3_5_vl", "huggingface") else "auto"
-        return lambda: build_family(offline.processor_of(name), EncoderConfig(family=named, **config))
+        return lambda: build_family(offline.processor_of(name), EncoderConfig(family=name, **config))
 
     if name in ("internvl", "qianfan_vl"):
         make = offline.internvl if name == "internvl" else offline.qianfan

@@ -51,9 +51,7 @@ try:
         from support.bridge_cpu.attention import PartitionedIndices, SegmentAttention
         from support.bridge_cpu.modules import CpuSpecProvider, NormColumnParallelLinear, TorchNorm
 except ImportError as error:
-    raise UserError(
-        f"Megatron-Core cannot be imported ({error}); install the extra with `pip install '.[bridge]'`."
-    ) from error
+    raise UserError(f"Megatron-Core cannot be imported ({error}); run `bash scripts/setup.sh`.") from error
 
 
 # --- CUDA ------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,70 @@
+#!/usr/bin/env bash
+# Runs the tests that compare with the installed processors, models and loader in fresh environments, one for each end of
+# the bounds of the extra `vlm` in pyproject.toml, and prints a table.
+#
+#   bash scripts/exactness.sh                          the first release of each, then the newest of all
+#   bash scripts/exactness.sh 'transformers==5.14.1'   one environment for each argument: requirements, space-separated
+#
+# An environment takes 6 GB and minutes, and needs the network; `.ci/run` has one, the pinned one of scripts/setup.sh.
+# FOLDER=DIR keeps the environments and their logs. The script exits with 1 if a test fails.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
+python=${PYTHON:-$root/.venv/bin/python}
+uv=$(dirname "$python")/uv
+[[ -x "$uv" ]] || { echo "exactness: $uv does not exist; run: bash scripts/setup.sh" >&2; exit 2; }
+folder=${FOLDER:-$(mktemp -d)}
+mkdir -p "$folder"
+folder=$(cd "$folder" && pwd -P)
+[[ -n "${FOLDER:-}" ]] || trap 'rm -rf "$folder"' EXIT
+tests=(
+  tests/families/test_families.py          # tokens, pixels and positions of each family: its processor and model
+  tests/families/test_times_from_files.py  # frames and times of clips: the processors' own readers
+  tests/families/test_short_clips.py
+  # Energon's own states: each key once, and the same packs after any step
+  tests/energon/test_loader.py::test_one_epoch_emits_every_key_exactly_once_or_drops_it_with_a_reason
+  tests/energon/test_loader.py::test_a_state_saved_after_any_step_continues_bit_identically
+  tests/energon/test_states.py::test_a_state_is_the_one_that_energon_saves_and_does_not_change_with_the_loader
+)
+shown=(torch torchvision transformers megatron-energon)
+
+if (($# == 0)); then # the first releases, each beside the newest of the others, then the newest of all
+  mapfile -t first < <("$python" - "$root/pyproject.toml" <<'END'
+import re, sys, tomllib
+requirements = tomllib.load(open(sys.argv[1], "rb"))["project"]["optional-dependencies"]["vlm"]
+bounded = [re.match(r"([\w-]+)>=([\d.]+),<", text) for text in requirements]
+print("\n".join(f"{found[1]}=={found[2]}" for found in bounded if found))
+END
+)
+  set -- "${first[*]}" "${first[@]}" ""
+fi
+
+failed=0
+row='%-60s %-10s %-12s %-13s %-17s %6s  %s\n'
+printf "$row" asked "${shown[@]}" MB tests
+for asked in "$@"; do
+  place="$folder/${asked//[^A-Za-z0-9.]/_}_"
+  log="$place.log"
+  read -ra wanted <<<"$asked"
+  made=1
+  {
+    rm -rf "$place"
+    "$uv" venv -q --python "$python" "$place" && "$uv" pip install -q --python "$place/bin/python" "${wanted[@]}" \
+      "$root[vlm,video,offline]" pytest pytest-timeout hypothesis || made=0
+  } >"$log" 2>&1 </dev/null
+  releases=()
+  for name in "${shown[@]}"; do
+    releases+=("$("$place/bin/python" -c 'import importlib.metadata as m, sys; print(m.version(sys.argv[1]))' "$name" 2>/dev/null || echo -)")
+  done
+  said="not installed: see $log"
+  if ((made)); then
+    (cd "$root" && env -u PYTHONPATH HF_HUB_OFFLINE=1 "$place/bin/python" -m pytest -p no:cacheprovider "${tests[@]}") \
+      >>"$log" 2>&1 </dev/null || made=0
+    said=$(grep -E '(passed|failed|error)' "$log" | tail -n 1)
+  fi
+  ((made)) || { failed=1; cat "$log" >&2; }
+  size=$(du -sm "$place"/lib/*/site-packages 2>/dev/null | cut -f1)
+  printf "$row" "${asked:-the newest}" "${releases[@]}" "${size:--}" "$said"
+  [[ -n "${FOLDER:-}" ]] || rm -rf "$place"
+done
+exit "$failed"

@@ -181,6 +181,13 @@ class RunView:
     task_encoder: str | None = None
     """Class of the settings of Bridge's task encoder."""
     num_epochs: int | None = at(None, bridge="train.")
+    train_iters: int | None = at(None, bridge="train.")
+    lr_decay_style: str | None = at(None, bridge="scheduler.")
+    lr_decay_iters: int | None = at(None, bridge="scheduler.")
+    """Iterations until the lowest learning rate; None means all of the run, as in Bridge."""
+    lr_warmup_iters: int = at(0, bridge="scheduler.")
+    recipe_batch_size: int | None = at(None, bridge="dataset.samples_per_step")
+    """Samples per step of the recipe from which packs were made, for which its learning rate was chosen."""
     dataloader_type: str | None = at(None, bridge="dataset.")
     window: int | None = None
     balance_window: int | None = at(None, bridge="dataset.packing.", ours="packing.")
@@ -319,6 +326,11 @@ class RunView:
         if self.data is None:
             return None
         return self.data.packs_per_epoch if self.rows_are_packs else self.data.samples_per_epoch
+
+    def packs_for(self, samples: int, samples_a_row: float) -> int:
+        """Returns the global batch of packs, a multiple of the replicas, that comes nearest to so many samples."""
+        replicas = max(1, self.data_parallel)
+        return max(1, round(samples / samples_a_row / replicas)) * replicas
 
     @property
     def bridge_release(self) -> tuple[int, int]:

@@ -339,11 +339,9 @@ def use_packed_data(
     Besides ``cfg.dataset`` it sets: one row per micro-batch in training and evaluation; the loss of a step divided by
     its trained tokens, because rows hold different numbers of them; no averaging in the collective, which Megatron-Core
     refuses together with that loss; no multi-token prediction, which Bridge does not support over packed rows; the
-    model's length. A learning rate that decays over the whole run goes on doing so where ``train.train_iters`` changes.
-    Everything can be changed afterwards.
-
-    The learning rate and its shape stay the recipe's. So does the objective, the mean over trained tokens; a step of
-    packs may hold other numbers of samples and tokens than one of the recipe (rule ours/samples-per-step).
+    model's length. A decay over the whole run remains one where ``train.train_iters`` changes. Learning rate and
+    objective, the mean over trained tokens, stay the recipe's, but a step of packs may have other numbers of samples
+    and tokens (rule ours/samples-per-step). Everything can be changed afterwards.
 
     Args:
         cfg: a ``ConfigContainer``; changed in place. Its model decides the kind of sample.
@@ -352,12 +350,10 @@ def use_packed_data(
         seq_length: tokens (patches) per row; None keeps the model's.
         global_batch_size: packs per step; None keeps the recipe's number, which then counts packs instead of samples.
         num_workers: loader processes per rank.
-        train_iters: steps, over all of which the learning rate decays, after the recipe's warm-up of at most a tenth of
-            them; None keeps the recipe's.
+        train_iters: steps; the learning rate decays over all of them, after the recipe's warm-up of a tenth at most.
         pretrained_checkpoint: weights to begin with: a checkpoint that Bridge imported, or the model's Hugging Face
-            directory. None keeps the recipe's, of which most name none.
-        directory: of the run, which saves to and continues from its ``checkpoints``; TensorBoard's logs go to
-            ``tb_logs``. None keeps the recipe's, which runs of other Bridge recipes share.
+            directory; recipes for full training name none.
+        directory: of the run, with ``checkpoints`` (saved, and continued from) and ``tb_logs``; Bridge's share one.
 
     Raises:
         ConfigError: the recipe names no processor and none is given.
@@ -368,7 +364,7 @@ def use_packed_data(
     datasets = (kind.bridge_dataset(cfg, processor, **fields) for kind in KINDS)
     cfg.dataset = next(filter(None, datasets), None) or _of_conversations(cfg, processor, **fields)
     cfg.dataset.follow(cfg)
-    cfg.dataset.samples_per_step = None if packs_already else cfg.train.global_batch_size
+    cfg.dataset.samples_per_step = None if packs_already else cfg.train.global_batch_size  # for `RunView`
     cfg.model.seq_length = length
     cfg.model.calculate_per_token_loss = True
     cfg.model.mtp_num_layers = None
@@ -382,11 +378,7 @@ def use_packed_data(
 
 
 def set_run(
-    cfg: Any,
-    *,
-    train_iters: int | None = None,
-    pretrained_checkpoint: str | None = None,
-    directory: str | None = None,
+    cfg: Any, *, train_iters: int | None = None, pretrained_checkpoint: str | None = None, directory: str | None = None
 ) -> Any:
     """Sets how long a configuration trains, from which weights and where; returns it. Arguments: `use_packed_data`."""
     if train_iters is not None or cfg.scheduler.lr_decay_iters == cfg.train.train_iters:

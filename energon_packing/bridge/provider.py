@@ -344,9 +344,6 @@ class PackProvider(DatasetProvider):
     metrics: Any = field(default_factory=MetricsSection)
     """What the run writes about its packs. The fields of `energon_packing.config.run.MetricsConfig`."""
 
-    samples_per_step = None
-    """Of the recipe, before its rows were packs. Without an annotation, because it is not a setting."""
-
     _run = None
     """The ``ConfigContainer`` of the run, see `follow`. Without an annotation, because it is not a setting."""
 

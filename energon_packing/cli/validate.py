@@ -284,7 +284,8 @@ def _estimates(view: RunView, tokens_per_sample: int | None) -> dict[str, Any]:
     a_row = max(1.0, (data.fill if data else FILL) * view.dataset_seq_length / mean)
     if packs:
         return found | {"samples_per_step": round(view.global_batch_size * a_row)}
-    batch = view.packs_for(view.global_batch_size, a_row)
+    replicas = max(1, view.data_parallel)
+    batch = max(1, round(view.global_batch_size / a_row / replicas)) * replicas
     return found | {"samples_per_step": view.global_batch_size, "global_batch_size_in_packs": batch}
 
 

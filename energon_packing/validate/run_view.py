@@ -327,11 +327,6 @@ class RunView:
             return None
         return self.data.packs_per_epoch if self.rows_are_packs else self.data.samples_per_epoch
 
-    def packs_for(self, samples: int, samples_a_row: float) -> int:
-        """Returns the global batch of packs, a multiple of the replicas, that comes nearest to so many samples."""
-        replicas = max(1, self.data_parallel)
-        return max(1, round(samples / samples_a_row / replicas)) * replicas
-
     @property
     def bridge_release(self) -> tuple[int, int]:
         """First two numbers of the installed Bridge's version; without one 0.6, whose rules are stricter.

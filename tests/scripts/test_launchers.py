@@ -215,6 +215,11 @@ def test_two_processes_train_the_tiny_recipe_from_conversations_on(tmp_path):
     [
         (("scripts.launch.tiny:text", "train.micro_batch_size=2"), 1, "micro"),
         (("scripts.launch.tiny:nothing",), 2, "has no function nothing"),
+        (
+            ("scripts.launch.tiny:text", "checkpoint.pretrained_checkpoint=no/weights"),
+            2,
+            "no/weights, which does not exist",
+        ),
         (("scripts.launch.tiny:text", "--mode", "finetune"), 2, "leave --step and --mode out"),
         (("scripts.launch.tiny:text", "--step", "a:b"), 2, "leave --step and --mode out"),
         (("scripts.launch.tiny:text", "--chek"), 2, "--check"),

@@ -138,11 +138,11 @@ def _samples_per_step(view: RunView) -> Finding | None:
     packs, samples, data = view.global_batch_size, view.recipe_batch_size, view.data
     if data is None or not samples or not data.mean:
         return None
-    a_row = max(1.0, data.fill * view.dataset_seq_length / data.mean)
+    a_pack = max(1.0, data.fill * view.dataset_seq_length / data.mean)
     return unless(
-        samples / 2 <= packs * a_row <= samples * 2,
-        why=f"a step of {packs} packs trains about {packs * a_row:.0f} samples, one of the recipe {samples}, for which "
+        samples / 2 <= packs * a_pack <= samples * 2,
+        why=f"a step of {packs} packs has about {packs * a_pack:.0f} samples, one of the recipe {samples}, for which "
         "its learning rate was chosen; the objective, a mean over trained tokens, is the same",
-        fix=f"set training.global_batch_size to {view.packs_for(samples, a_row)} for the samples of the recipe, or "
-        "choose learning rate and iterations for this batch",
+        fix=f"move training.global_batch_size towards {max(1.0, samples / a_pack):.0f}, or choose learning rate and "
+        "iterations for this batch",
     )

@@ -1,8 +1,9 @@
-"""Qwen2.5-VL on packed rows: Bridge's own recipes with the data set changed.
+r"""Qwen2.5-VL on packed rows: Bridge's own recipes with the data set changed.
 
 Judge one in a fresh checkout; without ``--no-data`` also what it reads, once ``data/packed`` is there::
 
-    energon-packing validate bridge_configs.qwen25_vl:qwen25_vl_7b_sft --world-size 8 --step vlm_step --no-data
+    energon-packing validate bridge_configs.qwen25_vl:qwen25_vl_7b_sft --world-size 8 --step vlm_step --no-data \
+        --set checkpoint.pretrained_checkpoint=null
 
 No context parallelism: Bridge's Qwen2.5-VL has no code for it. Train with ``vlm_step``. ``GPUS`` is what each recipe
 was laid out for; more replicas need no other change than a global batch that they divide.
@@ -14,12 +15,10 @@ from typing import Any
 
 from megatron.bridge.recipes import qwen_vl
 
+from bridge_configs import CHECKPOINTS, recipe
 from energon_packing.bridge.dataset import use_packed_data
 
 DATA = "data/packed"
-CHECKPOINTS = "checkpoints"
-"""Where ``NAME`` lies that Bridge imported from the hub; adapters are trained on top of it. For full training, set
-``checkpoint.pretrained_checkpoint`` on the command line: without it, weights are random, and ``validate`` warns."""
 
 GPUS = {
     "qwen25_vl_3b_sft": 8,
@@ -33,11 +32,13 @@ GPUS = {
 }
 
 
+@recipe(weights="Qwen2.5-VL-3B-Instruct")
 def qwen25_vl_3b_sft(data: str = DATA) -> Any:
     """8 GPUs: TP 1, DP 8."""
     return use_packed_data(qwen_vl.qwen25_vl_3b_sft_config(), data, seq_length=8192, global_batch_size=16)
 
 
+@recipe()
 def qwen25_vl_3b_peft(data: str = DATA) -> Any:
     """8 GPUs: TP 1, DP 8; LoRA."""
     cfg = use_packed_data(qwen_vl.qwen25_vl_3b_peft_config(), data, seq_length=8192, global_batch_size=16)
@@ -45,6 +46,7 @@ def qwen25_vl_3b_peft(data: str = DATA) -> Any:
     return cfg
 
 
+@recipe(weights="Qwen2.5-VL-7B-Instruct")
 def qwen25_vl_7b_sft(data: str = DATA) -> Any:
     """8 GPUs: TP 2 with sequence parallelism, DP 4."""
     cfg = use_packed_data(qwen_vl.qwen25_vl_7b_sft_config(), data, seq_length=8192, global_batch_size=16)
@@ -52,6 +54,7 @@ def qwen25_vl_7b_sft(data: str = DATA) -> Any:
     return cfg
 
 
+@recipe()
 def qwen25_vl_7b_peft(data: str = DATA) -> Any:
     """8 GPUs: TP 1, DP 8; LoRA."""
     cfg = use_packed_data(qwen_vl.qwen25_vl_7b_peft_config(), data, seq_length=8192, global_batch_size=16)
@@ -59,6 +62,7 @@ def qwen25_vl_7b_peft(data: str = DATA) -> Any:
     return cfg
 
 
+@recipe(weights="Qwen2.5-VL-32B-Instruct")
 def qwen25_vl_32b_sft(data: str = DATA) -> Any:
     """32 GPUs: TP 8 with sequence parallelism, PP 2, DP 2."""
     cfg = use_packed_data(qwen_vl.qwen25_vl_32b_sft_config(), data, seq_length=16384, global_batch_size=16)
@@ -66,6 +70,7 @@ def qwen25_vl_32b_sft(data: str = DATA) -> Any:
     return cfg
 
 
+@recipe()
 def qwen25_vl_32b_peft(data: str = DATA) -> Any:
     """16 GPUs: TP 4 with sequence parallelism, DP 4; LoRA."""
     cfg = use_packed_data(qwen_vl.qwen25_vl_32b_peft_config(), data, seq_length=8192, global_batch_size=16)
@@ -74,6 +79,7 @@ def qwen25_vl_32b_peft(data: str = DATA) -> Any:
     return cfg
 
 
+@recipe(weights="Qwen2.5-VL-72B-Instruct")
 def qwen25_vl_72b_sft(data: str = DATA) -> Any:
     """64 GPUs: TP 8 with sequence parallelism, PP 4, DP 2."""
     cfg = use_packed_data(qwen_vl.qwen25_vl_72b_sft_config(), data, seq_length=16384, global_batch_size=16)
@@ -81,6 +87,7 @@ def qwen25_vl_72b_sft(data: str = DATA) -> Any:
     return cfg
 
 
+@recipe()
 def qwen25_vl_72b_peft(data: str = DATA) -> Any:
     """32 GPUs: TP 8 with sequence parallelism, DP 4; LoRA."""
     cfg = use_packed_data(qwen_vl.qwen25_vl_72b_peft_config(), data, seq_length=8192, global_batch_size=16)

@@ -1,8 +1,9 @@
-"""Qwen3-VL on packed rows: Bridge's own recipes with the data set changed; two of them with context parallelism.
+r"""Qwen3-VL on packed rows: Bridge's own recipes with the data set changed; two of them with context parallelism.
 
 Judge one in a fresh checkout; without ``--no-data`` also what it reads, once the data sets of ``BLEND`` are there::
 
-    energon-packing validate bridge_configs.qwen3_vl:qwen3_vl_8b_sft --world-size 8 --step vlm_step --no-data
+    energon-packing validate bridge_configs.qwen3_vl:qwen3_vl_8b_sft --world-size 8 --step vlm_step --no-data \
+        --set checkpoint.pretrained_checkpoint=null
 
 Train the 8B with ``vlm_step`` and the mixtures of experts with ``energon_packing.bridge.step.forward_step``, which
 keeps padding out of the routers' load balance; ``qwen3_vl_step``, which Bridge's recipes go with, refuses packed rows.
@@ -15,12 +16,10 @@ from typing import Any
 
 from megatron.bridge.recipes import qwen_vl
 
+from bridge_configs import CHECKPOINTS, recipe
 from energon_packing.bridge.dataset import use_packed_data
 
 DATA = "data/packed"
-CHECKPOINTS = "checkpoints"
-"""Where ``NAME`` lies that Bridge imported from the hub; adapters are trained on top of it. For full training, set
-``checkpoint.pretrained_checkpoint`` on the command line: without it, weights are random, and ``validate`` warns."""
 BLEND = "bridge_configs/data/blend.yaml"
 
 GPUS = {
@@ -35,11 +34,13 @@ GPUS = {
 }
 
 
+@recipe(weights="Qwen3-VL-8B-Instruct")
 def qwen3_vl_8b_sft(data: str = BLEND) -> Any:
     """8 GPUs: TP 2, DP 4; on a blend of two data sets."""
     return use_packed_data(qwen_vl.qwen3_vl_8b_sft_config(), data, seq_length=8192, global_batch_size=16)
 
 
+@recipe(weights="Qwen3-VL-8B-Instruct")
 def qwen3_vl_8b_sft_long(data: str = DATA) -> Any:
     """32 GPUs: TP 2, CP 4, DP 4; rows of 65,536 tokens for long videos."""
     cfg = use_packed_data(qwen_vl.qwen3_vl_8b_sft_config(), data, seq_length=65536, global_batch_size=8)
@@ -47,6 +48,7 @@ def qwen3_vl_8b_sft_long(data: str = DATA) -> Any:
     return cfg
 
 
+@recipe()
 def qwen3_vl_8b_peft(data: str = DATA) -> Any:
     """8 GPUs: TP 1, DP 8; LoRA."""
     cfg = use_packed_data(qwen_vl.qwen3_vl_8b_peft_config(), data, seq_length=8192, global_batch_size=16)
@@ -54,11 +56,13 @@ def qwen3_vl_8b_peft(data: str = DATA) -> Any:
     return cfg
 
 
+@recipe(weights="Qwen3-VL-30B-A3B-Instruct")
 def qwen3_vl_30b_a3b_sft(data: str = DATA) -> Any:
     """8 GPUs: EP 8, DP 8."""
     return use_packed_data(qwen_vl.qwen3_vl_30b_a3b_sft_config(), data, seq_length=8192, global_batch_size=16)
 
 
+@recipe(weights="Qwen3-VL-30B-A3B-Instruct")
 def qwen3_vl_30b_a3b_sft_long(data: str = BLEND) -> Any:
     """64 GPUs: CP 4, EP 8, DP 16; rows of 32,768 tokens; on a blend of two data sets."""
     cfg = use_packed_data(qwen_vl.qwen3_vl_30b_a3b_sft_config(), data, seq_length=32768, global_batch_size=16)
@@ -66,6 +70,7 @@ def qwen3_vl_30b_a3b_sft_long(data: str = BLEND) -> Any:
     return cfg
 
 
+@recipe()
 def qwen3_vl_30b_a3b_peft(data: str = DATA) -> Any:
     """8 GPUs: EP 4, DP 8; LoRA."""
     cfg = use_packed_data(qwen_vl.qwen3_vl_30b_a3b_peft_config(), data, seq_length=8192, global_batch_size=16)
@@ -73,6 +78,7 @@ def qwen3_vl_30b_a3b_peft(data: str = DATA) -> Any:
     return cfg
 
 
+@recipe(weights="Qwen3-VL-235B-A22B-Instruct")
 def qwen3_vl_235b_a22b_sft(data: str = DATA) -> Any:
     """256 GPUs: PP 2, CP 4, EP 32, DP 32; TP 1, because this provider turns sequence parallelism on with TP."""
     cfg = use_packed_data(qwen_vl.qwen3_vl_235b_a22b_sft_config(), data, seq_length=16384, global_batch_size=32)
@@ -81,6 +87,7 @@ def qwen3_vl_235b_a22b_sft(data: str = DATA) -> Any:
     return cfg
 
 
+@recipe()
 def qwen3_vl_235b_a22b_peft(data: str = DATA) -> Any:
     """64 GPUs: EP 16, DP 64; LoRA."""
     cfg = use_packed_data(qwen_vl.qwen3_vl_235b_a22b_peft_config(), data, seq_length=8192, global_batch_size=64)

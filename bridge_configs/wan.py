@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron.bridge.diffusion.recipes.wan import wan
 
+from bridge_configs import recipe
 from energon_packing.bridge.dataset import use_packed_data
 
 DATA = "data/clips"
@@ -23,11 +24,13 @@ DATA = "data/clips"
 GPUS = {"wan_1_3b_text2video": 8, "wan_14b_sft": 8}
 
 
+@recipe(train_iters=None)
 def wan_1_3b_text2video(data: str = DATA) -> Any:
     """8 GPUs: CP 4, DP 2; rows of 43,008 patches."""
     return use_packed_data(wan.wan_1_3b_text2video_pretrain_config(), data, global_batch_size=8)
 
 
+@recipe(train_iters=None)
 def wan_14b_sft(data: str = DATA) -> Any:
     """8 GPUs: TP 2 with sequence parallelism, CP 4; rows of 75,600 patches: a clip of 81 frames at 1280x720."""
     return use_packed_data(wan.wan_14b_sft_config(), data, seq_length=75_600, global_batch_size=8)

@@ -92,6 +92,12 @@ def _train(run: str, overrides: tuple[str, ...], step: str, mode: str, check: bo
     if cpu:
         stand_ins.install()
     config = configuration(run, overrides)
+    weights = config.checkpoint.pretrained_checkpoint
+    if weights and "://" not in weights and not Path(weights).exists():  # where Bridge ends with a traceback
+        raise UserError(
+            f"checkpoint.pretrained_checkpoint is {weights}, which does not exist; download or import the weights "
+            "there, or name another folder (docs/bridge.md)."
+        )
     violated = broken_rules(config, step)
     if violated or check:
         if not violated and os.environ.get("RANK", "0") == "0":

@@ -332,13 +332,18 @@ def use_packed_data(
     seq_length: int | None = None,
     global_batch_size: int | None = None,
     num_workers: int = 4,
+    train_iters: int | None = None,
+    pretrained_checkpoint: str | None = None,
+    directory: str | None = None,
 ) -> Any:
     """Gives a Bridge configuration packed data and the settings that packed data needs; returns the configuration.
 
     Besides ``cfg.dataset`` it sets: one row per micro-batch in training and evaluation; the loss of a step divided by
     its trained tokens, because rows hold different numbers of them; no averaging in the collective, which Megatron-Core
     refuses together with that loss; no multi-token prediction, which Bridge does not support over packed rows; the
-    model's length. Everything can be changed afterwards.
+    model's length. A decay over the whole run remains one where ``train.train_iters`` changes. Learning rate and
+    objective, the mean over trained tokens, stay the recipe's, but a step of packs may have other numbers of samples
+    and tokens (rule ours/samples-per-step). Everything can be changed afterwards.
 
     Args:
         cfg: a ``ConfigContainer``; changed in place. Its model decides the kind of sample.
@@ -347,15 +352,21 @@ def use_packed_data(
         seq_length: tokens (patches) per row; None keeps the model's.
         global_batch_size: packs per step; None keeps the recipe's number, which then counts packs instead of samples.
         num_workers: loader processes per rank.
+        train_iters: steps; the learning rate decays over all of them, after the recipe's warm-up of a tenth at most.
+        pretrained_checkpoint: weights to begin with: a checkpoint that Bridge imported, or the model's Hugging Face
+            directory; recipes for full training name none.
+        directory: of the run, with ``checkpoints`` (saved, and continued from) and ``tb_logs``; Bridge's share one.
 
     Raises:
         ConfigError: the recipe names no processor and none is given.
     """
     length = seq_length or cfg.model.seq_length
+    packs_already = any(getattr(cfg.dataset, name, None) for name in ("enable_offline_packing", "packing_buffer_size"))
     fields = {"path": path, "seq_length": length, "num_workers": num_workers}
     datasets = (kind.bridge_dataset(cfg, processor, **fields) for kind in KINDS)
     cfg.dataset = next(filter(None, datasets), None) or _of_conversations(cfg, processor, **fields)
     cfg.dataset.follow(cfg)
+    cfg.dataset.samples_per_step = None if packs_already else cfg.train.global_batch_size  # for `RunView`
     cfg.model.seq_length = length
     cfg.model.calculate_per_token_loss = True
     cfg.model.mtp_num_layers = None
@@ -365,6 +376,23 @@ def use_packed_data(
     if global_batch_size is not None:
         cfg.train.global_batch_size = global_batch_size
         cfg.validation.eval_global_batch_size = None
+    return set_run(cfg, train_iters=train_iters, pretrained_checkpoint=pretrained_checkpoint, directory=directory)
+
+
+def set_run(
+    cfg: Any, *, train_iters: int | None = None, pretrained_checkpoint: str | None = None, directory: str | None = None
+) -> Any:
+    """Sets how long a configuration trains, from which weights and where; returns it. Arguments: `use_packed_data`."""
+    if train_iters is not None or cfg.scheduler.lr_decay_iters == cfg.train.train_iters:
+        cfg.scheduler.lr_decay_iters = None  # Bridge then takes the iterations of the run, overrides included
+    if train_iters is not None:
+        cfg.train.train_iters = train_iters
+        cfg.scheduler.lr_warmup_iters = min(cfg.scheduler.lr_warmup_iters, train_iters // 10)
+    if pretrained_checkpoint is not None:
+        cfg.checkpoint.pretrained_checkpoint = pretrained_checkpoint
+    if directory is not None:
+        cfg.checkpoint.save = cfg.checkpoint.load = f"{directory}/checkpoints"
+        cfg.logger.tensorboard_dir = f"{directory}/tb_logs"
     return cfg
 
 

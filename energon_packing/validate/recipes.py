@@ -269,7 +269,7 @@ def view_of(container: Any, *, world_size: int, step: str | None = None, data: D
     """
     model, dataset = container.model, container.dataset
     final = finalised(model)
-    parts = ("dataset", "train", "validation", "ddp", "dist", "rerun_state_machine", "comm_overlap")
+    parts = ("dataset", "train", "scheduler", "validation", "ddp", "dist", "rerun_state_machine", "comm_overlap")
     source = SimpleNamespace(model=model, final=final, **{name: getattr(container, name, None) for name in parts})
     specs = getattr(dataset, "offline_packing_specs", None)
     keywords = getattr(dataset, "dataset_kwargs", None) or {}

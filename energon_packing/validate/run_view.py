@@ -189,6 +189,13 @@ class RunView:
     task_encoder: str | None = None
     """Class of the settings of Bridge's task encoder."""
     num_epochs: int | None = at(None, bridge="train.")
+    train_iters: int | None = at(None, bridge="train.")
+    lr_decay_style: str | None = at(None, bridge="scheduler.")
+    lr_decay_iters: int | None = at(None, bridge="scheduler.")
+    """Iterations until the lowest learning rate; None means all of the run, as in Bridge."""
+    lr_warmup_iters: int = at(0, bridge="scheduler.")
+    recipe_batch_size: int | None = at(None, bridge="dataset.samples_per_step")
+    """Samples per step of the recipe from which packs were made, for which its learning rate was chosen."""
     dataloader_type: str | None = at(None, bridge="dataset.")
     window: int | None = None
     balance_window: int | None = at(None, bridge="dataset.packing.", ours="packing.")

@@ -12,6 +12,7 @@ media_root=
 source_files=()
 the_run=
 after=()
+first_node=() # what starts the commands of the data stage, if not this shell
 
 say() { printf '%s\n' "launch: $*" >&2; }
 fail() {
@@ -125,16 +126,16 @@ data_stage() { # convert where there are sources, then validate the run on so ma
   if ((${#source_files[@]})); then
     [[ -n "$data" ]] || fail "--source needs --data, the folder to convert into."
     [[ -z "$media_root" ]] || media=(--media-root "$media_root")
-    run "$python" -m energon_packing.cli.main convert "${source_files[@]}" "${media[@]}" --out "$data" --resume
+    run "${first_node[@]}" "$python" -m energon_packing.cli.main convert "${source_files[@]}" "${media[@]}" --out "$data" --resume
   fi
   if [[ -n "$megatron_lm" ]]; then
-    run "$python" -m energon_packing.cli.main validate --world-size "$ranks" -- "${after[@]}"
+    run "${first_node[@]}" "$python" -m energon_packing.cli.main validate --world-size "$ranks" -- "${after[@]}"
     return
   fi
   for override in "${after[@]}"; do words+=(--set "$override"); done
   [[ -z "$data" ]] || words+=(--set "dataset.path=$data")
   words+=(--step energon_packing.bridge.step)
-  run "$python" -m energon_packing.cli.main validate "$the_run" --world-size "$ranks" "${words[@]}"
+  run "${first_node[@]}" "$python" -m energon_packing.cli.main validate "$the_run" --world-size "$ranks" "${words[@]}"
 }
 
 program() { # sets the array $words to what every node runs: torchrun's words, the script and its own

@@ -30,6 +30,7 @@ class Given:
             "data/packed": self._data,
             "clips": self._clip_files,
             "clips.jsonl": self._clips,
+            "checkpoints": lambda: ROOT / "bridge_configs" / "hf",  # folders of the models' names
             **{name: lambda name=name: ROOT / name for name in ("scripts", "bridge_configs", "tests")},  # type: ignore[misc]
         }
 

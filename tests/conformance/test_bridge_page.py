@@ -43,6 +43,7 @@ def folder(tmp_path_factory):
     (here / "chats.jsonl").write_text("\n".join(lines) + "\n")
     shutil.copytree(processor_path("qwen3_vl"), here / "path" / "or" / "name")
     (here / "bridge_configs").symlink_to(ROOT / "bridge_configs")
+    (here / "checkpoints" / "Qwen3-VL-8B-Instruct").mkdir(parents=True)
     return here
 
 
@@ -89,24 +90,25 @@ def test_the_last_step_validates_on_eight_ranks_and_trains(folder, tiny_hub, mon
     assert (launcher, program) == (["torchrun", "--nproc-per-node", "8"], "train.py")
     seen = {}
 
-    def pretrain(cfg, step):
+    def finetune(cfg, step):
         """In place of Bridge's, which cannot be imported without NVIDIA's resiliency extension."""
         monkeypatch.setenv("WORLD_SIZE", "8")
         runtime_config_update(cfg)  # its first call; ends with validate()
         monkeypatch.delenv("WORLD_SIZE")
         assert step is forward_step
-        seen["iterations"], seen["cfg"] = cfg.train.train_iters, cfg
+        seen["iterations"], seen["cfg"] = cfg.scheduler.lr_decay_iters, cfg
         with training_run.process_groups():
             run = training_run.make_config(tiny_hub(cfg.model.seq_length), cfg.dataset, steps=1)
             seen["losses"] = training_run.run(run, forward_step=forward_step).losses
 
-    module = ModuleType("megatron.bridge.training.pretrain")
-    module.pretrain = pretrain
+    module = ModuleType("megatron.bridge.training.finetune")
+    module.finetune = finetune
     monkeypatch.setitem(sys.modules, module.__name__, module)
     offline = ["dataset.processor=path/or/name", "dataset.num_workers=0"]
     monkeypatch.setattr(sys, "argv", [program, first, second, *offline])
     exec(compile(TRAIN, program, "exec"), {"__name__": "__main__"})
-    assert seen["iterations"] == 2000
+    assert seen["iterations"] == seen["cfg"].train.train_iters == 2000
+    assert seen["cfg"].checkpoint.pretrained_checkpoint == "checkpoints/Qwen3-VL-8B-Instruct"
     assert seen["cfg"].dataset.packing.window == 512
     assert seen["cfg"].train.global_batch_size == 16
     assert 0 < seen["losses"][0] < 20

@@ -377,6 +377,28 @@ def test_a_recipe_with_packed_data_knows_its_run_before_anything_is_validated():
     assert cfg.dataset.parallel_config(groups()).multiple == TP
 
 
+@pytest.mark.parametrize(("given", "warmup"), [(None, 40), (300, 30)])
+def test_the_decay_follows_an_override_of_the_iterations_and_a_run_saves_where_it_loads(container, given, warmup):
+    from energon_packing.bridge.dataset import use_packed_data
+
+    container.dataset.mode = "padded"  # a recipe whose batch counts samples
+    container.train.train_iters = container.scheduler.lr_decay_iters = 100
+    container.train.global_batch_size, container.scheduler.lr_warmup_iters = 24, 40
+    container.scheduler.lr_decay_style = "cosine"
+    processor = container.dataset.processor
+    use_packed_data(container, "data", processor=processor, global_batch_size=2, train_iters=given, directory="runs/a")
+    assert container.train.train_iters == (given or 100)
+    run = ContainerRun(name="a", kind="recipe", container=container, overrides=("train.train_iters=2000",))
+    container._calculate_scheduler_steps()  # of Bridge's validate()
+    assert container.scheduler.lr_decay_steps == 2 * 2000
+    assert container.scheduler.lr_warmup_steps == 2 * warmup
+    assert container.checkpoint.load == container.checkpoint.save == "runs/a/checkpoints"
+    assert run.view().recipe_batch_size == 24
+    again = ContainerRun(name="a", kind="recipe", container=container, overrides=("train.train_iters=5000",))
+    told = [one.outcome for one in judge(again.view()) if one.rule.id == "ours/decay-over-the-run"]
+    assert told == ["warning"]  # of a configuration that was validated, the decay is a number again
+
+
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("experts", [0, 4])
 def test_sequence_parallelism_that_loses_gradients_of_images_is_refused_also_where_the_model_turns_it_on(experts):

@@ -78,12 +78,59 @@ WITHOUT_WEIGHTS = {"ours/initial-weights": "warning"}
 @pytest.mark.parametrize(("module", "name", "size"), RECIPES)
 def test_every_recipe_is_valid_and_bridge_accepts_it(module, name, size):
     code, answer = validate(f"bridge_configs.{module}:{name}", "--world-size", str(size), "--step", step_of(name))
-    assert speaking(answer) == ({} if name.endswith("peft") else WITHOUT_WEIGHTS)
+    assert speaking(answer) == {}
     assert answer["bridge"]["message"] is None
     assert (code, answer["bridge"]["verdict"]) == (0, "accepts")
     assert answer["resolved"]["packing"] == "online"
     assert answer["resolved"]["micro_batches_per_step"] >= 1
     assert answer["resolved"]["context_parallel"] == 1 or module != "qwen25_vl"  # which has no code for it
+
+
+def rates(container):
+    """The learning rate of each step, by Megatron-Core's scheduler with the numbers of Bridge's ``validate()``."""
+    from megatron.bridge.training.optim import _get_scheduler
+
+    groups = [{"max_lr": container.optimizer.lr, "min_lr": container.optimizer.min_lr}]
+    container._calculate_scheduler_steps()
+    scheduler = _get_scheduler(container.optimizer, container.scheduler, SimpleNamespace(param_groups=groups))
+    found = []
+    for _ in range(container.train.train_iters):
+        scheduler.step(container.train.global_batch_size)
+        found.append(groups[0]["lr"])
+    return found
+
+
+@pytest.mark.parametrize("overridden", [None, 2000, 5000])
+@pytest.mark.parametrize(("module", "name", "size"), RECIPES)
+def test_every_recipe_trains_over_the_whole_run_from_weights_and_in_a_directory_of_its_own(
+    module, name, size, overridden
+):
+    sets = () if overridden is None else (f"train.train_iters={overridden}",)
+    container = run_source((f"bridge_configs.{module}:{name}",), overrides=sets, world_size=size).container
+    found, lowest, highest = rates(container), container.optimizer.min_lr, container.optimizer.lr
+    assert len(found) == (overridden or 2000)
+    assert found.index(max(found)) < len(found) / 10
+    assert max(found) == pytest.approx(highest)
+    assert found[len(found) // 2] > (lowest + highest) / 2.5  # a cosine is half way down; its warm-up is short
+    assert found[-1] == pytest.approx(lowest, abs=highest / 1000)
+    kept = container.checkpoint
+    assert kept.save == kept.load == f"nemo_experiments/{name}/checkpoints"
+    assert container.logger.tensorboard_dir == f"nemo_experiments/{name}/tb_logs"
+    assert Path(kept.pretrained_checkpoint).is_dir()  # one of the shipped configurations' names
+
+
+@pytest.mark.parametrize(
+    ("recipe", "iterations", "said"),
+    [
+        ("megatron.bridge.recipes.qwen_vl:qwen3_vl_8b_sft_config", 2000, "98% of the steps"),
+        ("megatron.bridge.recipes.qwen_vl:qwen3_vl_8b_peft_config", 2000, "after 1% of the decay"),
+        ("bridge_configs.qwen3_vl:qwen3_vl_8b_peft", 300, "lr_warmup_iters is 200"),
+    ],
+)
+def test_a_schedule_that_does_not_fit_the_iterations_is_told(recipe, iterations, said):
+    _, answer = validate(recipe, "--no-bridge", "--set", f"train.train_iters={iterations}")
+    (why,) = [rule["why"] for rule in answer["rules"] if rule["rule"] == "ours/decay-over-the-run"]
+    assert said in why
 
 
 @pytest.mark.parametrize("module", ["qwen25_vl", "qwen3", "qwen3_vl", "wan"])
@@ -122,7 +169,8 @@ def test_every_recipe_takes_the_processor_of_its_family_and_refuses_that_of_the_
 )
 def test_a_run_that_names_weights_or_continues_is_not_warned_about_random_ones(setting, warned):
     recipe = ("bridge_configs.qwen3:qwen3_8b_sft", "--world-size", "8", "--step", "gpt_step", "--no-bridge")
-    assert speaking(validate(*recipe, "--set", f"checkpoint.{setting}")[1]) == warned
+    sets = ("--set", "checkpoint.pretrained_checkpoint=null", "--set", f"checkpoint.{setting}")
+    assert speaking(validate(*recipe, *sets)[1]) == warned
 
 
 @pytest.mark.parametrize(
@@ -197,9 +245,9 @@ def serialised(tmp_path):
 def test_a_serialised_bridge_configuration_is_judged(serialised):
     code, answer = validate(str(serialised), "--world-size", "8", "--step", "vlm_step")
     assert answer["kind"] == "serialised Bridge configuration"
-    assert (code, speaking(answer), answer["bridge"]["verdict"]) == (0, WITHOUT_WEIGHTS, "accepts")
+    assert (code, speaking(answer), answer["bridge"]["verdict"]) == (0, {}, "accepts")
     code, answer = validate(str(serialised), "--world-size", "8", "--step", "qwen3_vl_step")
-    assert (code, speaking(answer)) == (1, {"ours/step-reads-packs": "error", **WITHOUT_WEIGHTS})
+    assert (code, speaking(answer)) == (1, {"ours/step-reads-packs": "error"})
 
 
 def reads_of(*sets):

@@ -8,6 +8,7 @@ VALIDATE_TRAPS = {
     107: "code runs that a data set or a YAML of Bridge names",
     112: "a run that Bridge builds and trains is refused without a reason",
     117: "a setting is lost under a name that nothing reads, or a model that nobody looked at counts as sound",
+    142: "a run of the wrong schedule, or in the directory of another one, is called valid",
 }
 
 READS = "tests/cli/test_validate_data.py::"
@@ -26,8 +27,36 @@ DRAWN = (
 )
 PAGE = "tests/conformance/test_packing_page_of_bridge.py::"
 SHARDS = "tests/validate/test_shards.py::test_what_stops_or_starves_the_loader_is_an_error"
+SCHEDULE = (
+    "tests/conformance/test_dataset_config.py::"
+    "test_the_decay_follows_an_override_of_the_iterations_and_a_run_saves_where_it_loads"
+)
 
 VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
+    Mutation(
+        trap=142,
+        name="the decay of a recipe stays where the iterations change",
+        test=SCHEDULE,
+        oracle="Bridge's own computation of the steps",
+        edits=(("bridge/dataset.py", "        cfg.scheduler.lr_decay_iters = None", "        pass"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=142,
+        name="every recipe continues from the checkpoint of any other",
+        test=SCHEDULE,
+        oracle="the definition",
+        edits=(("bridge/dataset.py", "cfg.checkpoint.save = cfg.checkpoint.load =", "cfg.checkpoint.save ="),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=142,
+        name="a schedule that is overridden is not told",
+        test=SCHEDULE,
+        oracle="Bridge's own computation of the steps",
+        edits=(("validate/rules/losses.py", "if 2 * decay < run:", "if 2 * decay > run:"),),
+        needs_bridge=True,
+    ),
     Mutation(
         trap=58,
         name="what is missing leaves the exit code at 0",

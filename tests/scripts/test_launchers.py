@@ -83,9 +83,39 @@ def test_slurm_submits_a_job_that_runs_the_same_words_on_its_nodes():
     inside = shlex.split(submit[submit.index("--wrap") + 1])
     assert inside == ["bash", str(LAUNCH / "slurm.sh"), "--inside-job", *map(str, words)]
     assert validate[validate.index("--world-size") + 1] == "12"
-    assert train[:2] == ["srun", "--nodes"]
+    assert (train[0], validate[0]) == ("srun", quick_python())  # in the batch script, which has the machine to itself
+    assert {"--cpu-bind=none", "--kill-on-bad-exit=1"} <= set(train)
     assert "--rdzv-id 77 --rdzv-backend c10d --rdzv-endpoint n0:29500" in " ".join(train)
     assert train[-1] == "a.b=[1, 2]"
+
+
+def test_words_for_srun_reach_training_and_the_data_stage_which_needs_the_same_container(tmp_path):
+    """Not a dry run: an ``sbatch`` that runs the job as a shell reads it, and an ``srun`` that notes its words."""
+    noted = tmp_path / "noted"
+    for name, line in (
+        ("sbatch", 'echo "$*" >> NOTED; bash -c "${!#}"'),
+        ("srun", 'printf "%s|" "$@" >> NOTED; echo >> NOTED'),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{line.replace('NOTED', str(noted))}\n")
+        (tmp_path / name).chmod(0o755)
+    inside = ["--container-image=nvcr.io/a b:1", "--container-mounts=/l:/l"]
+    words = ["--nodes", 2, "--cpus-per-task", 96, *(each for word in inside for each in ("--srun", word))]
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = launch("slurm", *words, "--data", "d", "--source", "x", RECIPE, PATH=path, PYTHON="python3")
+    assert done.returncode == 0, done.stderr
+    submitted, *steps = noted.read_text().splitlines()
+    assert "--cpus-per-task 96 --exclusive" in submitted
+    convert, validate, train = (step.split("|")[:-1] for step in steps)
+    for words, nodes, ends in (
+        (convert, "1", "convert"),
+        (validate, "1", "validate"),
+        (train, "2", "torch.distributed.run"),
+    ):
+        own = words[: words.index("python3")]
+        assert set(inside) <= set(own)
+        assert own[own.index("--cpus-per-task") + 1] == "96"
+        assert (own[own.index("--nodes") + 1], own[own.index("--ntasks") + 1]) == (nodes, nodes)
+        assert ends in words
 
 
 def test_a_pod_reads_its_place_from_the_operators_environment():
@@ -129,6 +159,7 @@ def test_a_script_of_megatron_lm_gets_its_arguments_and_the_data(name, tmp_path)
     [
         ((), "name a run"),
         (("--gpus", "0", RECIPE), "--gpus is '0'"),
+        (("--srun", "--mpi=none", RECIPE), "there is no option --srun"),
         (("--gpus",), "--gpus needs a value"),
         (("--gpu", "1", RECIPE), "there is no option --gpu"),
         ((RECIPE, "train.train_iters=3"), "overrides go after --"),
@@ -184,6 +215,11 @@ def test_two_processes_train_the_tiny_recipe_from_conversations_on(tmp_path):
     [
         (("scripts.launch.tiny:text", "train.micro_batch_size=2"), 1, "micro"),
         (("scripts.launch.tiny:nothing",), 2, "has no function nothing"),
+        (
+            ("scripts.launch.tiny:text", "checkpoint.pretrained_checkpoint=no/weights"),
+            2,
+            "no/weights, which does not exist",
+        ),
         (("scripts.launch.tiny:text", "--mode", "finetune"), 2, "leave --step and --mode out"),
         (("scripts.launch.tiny:text", "--step", "a:b"), 2, "leave --step and --mode out"),
         (("scripts.launch.tiny:text", "--chek"), 2, "--check"),

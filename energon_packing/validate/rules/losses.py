@@ -1,4 +1,5 @@
-"""Rules about what a packed run's loss sums (weights of tokens, shifted labels) and about the weights it begins with.
+"""Rules about what a packed run's loss sums (weights of tokens, shifted labels), about the weights it begins with, and
+about its learning rate.
 
 Nothing else reports these before GPUs are taken.
 """
@@ -91,4 +92,57 @@ def _initial_weights(view: RunView) -> Finding | None:
         "checkpoint.load), so the model begins with random ones",
         fix="set checkpoint.pretrained_checkpoint to a checkpoint that Bridge imported, or to the model's Hugging Face "
         "directory",
+    )
+
+
+@rule(
+    id="ours/decay-over-the-run",
+    order=1420,
+    checks="the learning rate rises at the beginning of the run and has decayed at its end",
+    place="lr_decay_iters and lr_warmup_iters of recipes are numbers that stay where train.train_iters is overridden",
+    applies=lambda view: view.train_iters is not None,
+    severity="warning",
+    sources=(
+        bridge("training/config.py", "self.scheduler.lr_decay_iters = self.train.train_iters"),
+        core("optimizer_param_scheduler.py", "# For any steps larger than `self.lr_decay_steps`, use `min_lr`."),
+    ),
+)
+def _decay_over_the_run(view: RunView) -> Finding | None:
+    run, warmup = view.train_iters or 0, view.lr_warmup_iters
+    decay = run if view.lr_decay_iters is None or view.lr_decay_style == "constant" else view.lr_decay_iters
+    found = []
+    if 2 * decay < run:
+        found.append(f"lr_decay_iters is {decay}: {1 - decay / run:.0%} of the steps train at the lowest learning rate")
+    if decay > run:
+        found.append(f"lr_decay_iters is {decay}: the run ends after {run / decay:.0%} of the decay")
+    if 2 * warmup > run:
+        found.append(f"lr_warmup_iters is {warmup}: the learning rate rises for most of the run")
+    return unless(
+        not found,
+        why=f"train_iters is {run}, but {', and '.join(found)}",
+        fix="set scheduler.lr_decay_iters to null, which follows train.train_iters, and scheduler.lr_warmup_iters to "
+        f"{run // 10} at most; or call use_packed_data(..., train_iters={run})",
+    )
+
+
+@rule(
+    id="ours/samples-per-step",
+    order=1430,
+    checks="a step trains about as many samples as one of the recipe, whose learning rate it takes",
+    place="energon_packing.bridge.dataset.use_packed_data",
+    applies=lambda view: view.rows_are_packs and view.data is not None and view.recipe_batch_size is not None,
+    severity="warning",
+    sources=(SourceLine("energon_packing/bridge/dataset.py", "number, which then counts packs instead of samples."),),
+)
+def _samples_per_step(view: RunView) -> Finding | None:
+    packs, samples, data = view.global_batch_size, view.recipe_batch_size, view.data
+    if data is None or not samples or not data.mean:
+        return None
+    a_pack = max(1.0, data.fill * view.dataset_seq_length / data.mean)
+    return unless(
+        samples / 2 <= packs * a_pack <= samples * 2,
+        why=f"a step of {packs} packs has about {packs * a_pack:.0f} samples, one of the recipe {samples}, for which "
+        "its learning rate was chosen; the objective, a mean over trained tokens, is the same",
+        fix=f"move training.global_batch_size towards {max(1.0, samples / a_pack):.0f}, or choose learning rate and "
+        "iterations for this batch",
     )

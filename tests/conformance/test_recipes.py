@@ -82,6 +82,7 @@ def test_every_recipe_is_valid_and_bridge_accepts_it(module, name, size):
     assert answer["bridge"]["message"] is None
     assert (code, answer["bridge"]["verdict"]) == (0, "accepts")
     assert answer["resolved"]["packing"] == "online"
+    assert 16e9 < answer["resolved"]["gpu_memory_bytes"]["total"] <= 80e9
     assert answer["resolved"]["micro_batches_per_step"] >= 1
     assert answer["resolved"]["context_parallel"] == 1 or module != "qwen25_vl"  # which has no code for it
 
@@ -110,6 +111,20 @@ def test_every_recipe_takes_the_processor_of_its_family_and_refuses_that_of_the_
             assert judged.outcome == "not applicable"
         else:
             assert judged.outcome == ("ok" if family == {"qwen25_vl": "qwen2_5_vl"}.get(module, module) else "error")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gpus", "memory", "largest"),
+    [
+        ("bridge_configs.qwen3:qwen3_8b_sft", "8", "20", "more GPUs"),
+        ("megatron.bridge.recipes.qwen_vl:qwen3_vl_30b_a3b_sft_config", "8", "80", "more GPUs"),
+    ],
+)
+def test_a_run_that_does_not_fit_its_gpus_is_warned_about_with_the_way_that_helps_most(recipe, gpus, memory, largest):
+    answer = validate(recipe, "--world-size", gpus, "--gpu-memory", memory, "--no-bridge")[1]
+    (found,) = [rule for rule in answer["rules"] if rule["rule"] == "ours/gpu-memory"]
+    assert found["verdict"] == "warning"
+    assert largest in found["fix"]
 
 
 @pytest.mark.parametrize(

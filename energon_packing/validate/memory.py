@@ -64,6 +64,8 @@ def memory_of(container: Any, model: Any, *, vocabulary: int | None, world_size:
     """
     if type(model).__name__ not in KNOWN or not vocabulary or not _is_plain(container, model):
         return None
+    from megatron.bridge.training.utils.theoretical_memory_utils import estimate_training_memory
+
     size, gradient, state = _bytes_of_a_parameter(container, model)
     tensor, stages, context = (
         getattr(model, f"{kind}_parallel_size") or 1 for kind in ("tensor_model", "pipeline_model", "context")
@@ -71,10 +73,13 @@ def memory_of(container: Any, model: Any, *, vocabulary: int | None, world_size:
     replicas = max(1, world_size // (tensor * stages * context))
     rows = container.train.micro_batch_size or 1
     tokens = rows * model.seq_length / context
-    dense, experts = _language_parameters(container, model, replicas)
+    config = SimpleNamespace(model=model, optimizer=container.optimizer, data_parallel_size=replicas)
+    counted = estimate_training_memory(config, include_activation=False).model_state_components
+    dense, experts = (*(part.parameter_count_per_gpu for part in counted), 0)[:2]
     kept, again = _language(model, model.num_layers // stages, tokens, size)
-    tower, projection, seen = _vision(container, model, size)
-    logits = tokens * (vocabulary / tensor * _with_fp32(size) + 2 * model.hidden_size * size)
+    twice = size + 4 if size < 4 else size  # a number and its copy in fp32
+    tower, projection, seen = _vision(container, model, size, twice)
+    logits = tokens * (vocabulary / tensor * twice + 2 * model.hidden_size * size)
     spread, experts_spread = 1, 1
     if container.ddp.use_distributed_optimizer or container.optimizer.use_distributed_optimizer:
         inside = stages * model.expert_model_parallel_size * (model.expert_tensor_parallel_size or 1)
@@ -98,11 +103,6 @@ def memory_of(container: Any, model: Any, *, vocabulary: int | None, world_size:
         )
 
     return max((on(stage) for stage in (0, stages - 1)), key=lambda memory: memory.total)
-
-
-def _with_fp32(size: int) -> int:
-    """Bytes of a number and of its copy in fp32."""
-    return size + 4 if size < 4 else size
 
 
 def _is_plain(container: Any, model: Any) -> bool:
@@ -136,15 +136,6 @@ def _bytes_of_a_parameter(container: Any, model: Any) -> tuple[int, int, int]:
     return 2, 4 if getattr(precision, "grad_reduce_in_fp32", container.ddp.grad_reduce_in_fp32) else 2, 4 + moments
 
 
-def _language_parameters(container: Any, model: Any, replicas: int) -> tuple[float, float]:
-    """Parameters of a rank by Bridge's own estimate: all but the experts', and the experts'."""
-    from megatron.bridge.training.utils.theoretical_memory_utils import estimate_training_memory
-
-    config = SimpleNamespace(model=model, optimizer=container.optimizer, data_parallel_size=replicas)
-    dense, *experts = estimate_training_memory(config, include_activation=False).model_state_components
-    return dense.parameter_count_per_gpu, sum(part.parameter_count_per_gpu for part in experts)
-
-
 def _adapters(peft: Any, model: Any, tensor: int, stages: int, sees: bool) -> float:
     """Parameters of a rank's low-rank adapters, on all linear layers; those of experts are shared, as by default."""
     inner = model.moe_ffn_hidden_size if model.num_moe_experts else model.ffn_hidden_size
@@ -161,34 +152,28 @@ def _language(model: Any, layers: int, tokens: float, size: int) -> tuple[float,
     tensor, channels = model.tensor_model_parallel_size, model.kv_channels
     parts = tensor if model.sequence_parallel else 1
     stream = model.hidden_size / parts  # elements per token of the residual stream
-    heads = model.num_attention_heads * channels / tensor
-    groups = max(model.num_query_groups, tensor) * channels / tensor
+    heads, groups = (max(n, tensor) * channels / tensor for n in (model.num_attention_heads, model.num_query_groups))
     fused = model.apply_rope_fusion and model.position_embedding_type != "mrope"
     rotations = 0 if fused else 4 * channels  # sines and cosines
     # Input and norm; projected queries, keys, values; queries and keys with positions; output.
     attention = 2 * stream + (heads + 2 * groups) + (heads + groups) + heads + rotations
-    again = set(model.recompute_modules or ()) if model.recompute_granularity == "selective" else set()
+    modules = set(model.recompute_modules or ()) if model.recompute_granularity == "selective" else set()
     if model.num_moe_experts:
         routed = model.moe_router_topk / parts
         inside = routed * (model.hidden_size + 3 * model.moe_ffn_hidden_size)
         inside += 10 * 4 / size * model.num_moe_experts / parts  # scores of the router, in fp32
         whole = attention + 2 * stream + inside
-        freed = inside if "moe" in again else routed * model.moe_ffn_hidden_size if "moe_act" in again else 0
+        freed = inside if "moe" in modules else routed * model.moe_ffn_hidden_size if "moe_act" in modules else 0
     else:
         whole = attention + 2 * stream + 3 * model.ffn_hidden_size / tensor
-        freed = stream + 3 * model.ffn_hidden_size / tensor if "mlp" in again else 0
+        freed = stream + 3 * model.ffn_hidden_size / tensor if "mlp" in modules else 0
     kept, again = _stacked(model, layers, stream, whole - freed, whole)
     return size * tokens * kept, size * tokens * again
 
 
 def _stacked(model: Any, layers: int, entry: float, kept: float, whole: float) -> tuple[float, float]:
-    """What layers keep, and what those keep for a moment that are recomputed at once.
-
-    Args:
-        entry: input of a layer.
-        kept: by a layer with selective recomputation.
-        whole: by a layer without any.
-    """
+    """What layers keep, and what those keep for a moment that are recomputed at once, of the input (``entry``) and all
+    (``whole``) of a layer, and of what it keeps with selective recomputation."""
     if model.recompute_granularity != "full":
         return layers * kept, whole - kept
     count = min(model.recompute_num_layers, layers)
@@ -197,7 +182,7 @@ def _stacked(model: Any, layers: int, entry: float, kept: float, whole: float) -
     return count * entry + (layers - count) * whole, whole
 
 
-def _vision(container: Any, model: Any, size: int) -> tuple[float, float, float]:
+def _vision(container: Any, model: Any, size: int, twice: int) -> tuple[float, float, float]:
     """Of a rank of the first stage: parameters of the vision encoder and of its projections (mergers), and bytes that
     it keeps of the pixels and patches of a micro-batch, as many as it may have."""
     if (vision := getattr(model, "vision_config", None)) is None:
@@ -210,7 +195,7 @@ def _vision(container: Any, model: Any, size: int) -> tuple[float, float, float]
     patches = min(patches, limit or patches)
     if getattr(model, "vision_dp_when_cp", False):
         patches = -(-patches // model.context_parallel_size)
-    pixels = patches * _with_fp32(size) * values
+    pixels = patches * twice * values
     projection = (merge * width + 1) * (merge * width + vision.out_hidden_size)
     frozen = bool(model.freeze_vision_model)
     if type(model).__name__ == HUGGING_FACE_TOWER:

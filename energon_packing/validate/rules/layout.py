@@ -202,16 +202,9 @@ def _hierarchical_sizes_product(view: RunView) -> Finding | None:
     sources=(bridge("training/utils/theoretical_memory_utils.py", "def estimate_training_memory("),),
 )
 def _gpu_memory(view: RunView) -> Finding | None:
-    memory = view.memory
-    if memory is None or memory.total <= view.gpu_memory:
-        return None
-    ways = {
-        "vision": "set dataset.packing.max_patches_per_pack of our data set lower",
-        "language": "recompute more, with recompute_granularity 'selective' and recompute_modules ['mlp'] or ['moe']",
-        "loss": "spread rows over more tensor or context parallelism, or set a smaller seq_length",
-    }
-    largest = max(memory.parts, key=memory.parts.__getitem__)
-    return Finding(
-        why=f"a step takes about {memory} on the fullest GPU, which has {view.gpu_memory / GB:.0f} GB",
-        fix=ways.get(largest, "use more GPUs, or more expert, tensor or pipeline parallelism"),
+    return unless(
+        view.memory is None or view.memory.total <= view.gpu_memory,
+        why=f"a step takes about {view.memory} on the fullest GPU, which has {view.gpu_memory / GB:.0f} GB",
+        fix="recompute (recompute_granularity 'selective' with recompute_modules ['mlp'] or ['moe']), set "
+        "dataset.packing.max_patches_per_pack of our data set lower, or spread model and rows over more GPUs",
     )

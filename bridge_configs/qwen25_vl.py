@@ -6,7 +6,9 @@ Judge one in a fresh checkout; without ``--no-data`` also what it reads, once ``
         --set checkpoint.pretrained_checkpoint=null
 
 No context parallelism: Bridge's Qwen2.5-VL has no code for it. Train with ``vlm_step``. ``GPUS`` is what each recipe
-was laid out for; more replicas need no other change than a global batch that they divide.
+needs, with 80 GB each by the estimate of ``validate``; more replicas need no other change than a global batch that they
+divide. Its vision encoder is Hugging Face's: every rank has all of it, and nothing recomputes it. So a trained one keeps
+2.1 MB for each patch of a row, and ``_within_memory`` limits them. Adapters leave it frozen.
 """
 
 from __future__ import annotations
@@ -32,10 +34,20 @@ GPUS = {
 }
 
 
+def _within_memory(cfg: Any, *, patches: int) -> Any:
+    """Recomputes the language model, and limits the patches of a row; a sample with more of them is resized."""
+    cfg.model.recompute_granularity, cfg.model.recompute_method, cfg.model.recompute_num_layers = "full", "uniform", 1
+    cfg.dataset.packing.max_patches_per_pack = patches
+    limits = cfg.dataset.encoder.limits
+    limits.max_visual_tokens, limits.when_over = patches // 4, ("resize", "drop")
+    return cfg
+
+
 @recipe(weights="Qwen2.5-VL-3B-Instruct")
 def qwen25_vl_3b_sft(data: str = DATA) -> Any:
     """8 GPUs: TP 1, DP 8."""
-    return use_packed_data(qwen_vl.qwen25_vl_3b_sft_config(), data, seq_length=8192, global_batch_size=16)
+    cfg = use_packed_data(qwen_vl.qwen25_vl_3b_sft_config(), data, seq_length=8192, global_batch_size=16)
+    return _within_memory(cfg, patches=16384)
 
 
 @recipe()
@@ -51,7 +63,7 @@ def qwen25_vl_7b_sft(data: str = DATA) -> Any:
     """8 GPUs: TP 2 with sequence parallelism, DP 4."""
     cfg = use_packed_data(qwen_vl.qwen25_vl_7b_sft_config(), data, seq_length=8192, global_batch_size=16)
     cfg.model.sequence_parallel = True
-    return cfg
+    return _within_memory(cfg, patches=8192)
 
 
 @recipe()
@@ -67,7 +79,7 @@ def qwen25_vl_32b_sft(data: str = DATA) -> Any:
     """32 GPUs: TP 8 with sequence parallelism, PP 2, DP 2."""
     cfg = use_packed_data(qwen_vl.qwen25_vl_32b_sft_config(), data, seq_length=16384, global_batch_size=16)
     cfg.model.sequence_parallel = True
-    return cfg
+    return _within_memory(cfg, patches=8192)
 
 
 @recipe()
@@ -81,10 +93,10 @@ def qwen25_vl_32b_peft(data: str = DATA) -> Any:
 
 @recipe(weights="Qwen2.5-VL-72B-Instruct")
 def qwen25_vl_72b_sft(data: str = DATA) -> Any:
-    """64 GPUs: TP 8 with sequence parallelism, PP 4, DP 2."""
+    """64 GPUs: TP 8 with sequence parallelism, PP 2, DP 4."""
     cfg = use_packed_data(qwen_vl.qwen25_vl_72b_sft_config(), data, seq_length=16384, global_batch_size=16)
-    cfg.model.sequence_parallel = True
-    return cfg
+    cfg.model.sequence_parallel, cfg.model.pipeline_model_parallel_size = True, 2
+    return _within_memory(cfg, patches=6144)
 
 
 @recipe()

@@ -12,6 +12,7 @@ from energon_packing.cli.options import AT_LEAST_1, PATH, json_option, trust_opt
 from energon_packing.cli.terminal import answer, cell, counted, say, starting, table
 from energon_packing.validate.looks.look import LOOKS, Look
 from energon_packing.validate.looks.run import look_at_run
+from energon_packing.validate.memory import GB
 from energon_packing.validate.rules.loader import loader_bytes
 from energon_packing.validate.rules.rule import judge
 from energon_packing.validate.run_source import run_source
@@ -57,6 +58,7 @@ missing or unusable, or Bridge rejects the run, 2 unusable input.
     type=AT_LEAST_1,
     help="GPUs of the run. Default: the smallest number that fits one replica.",
 )
+@click.option("--gpu-memory", metavar="GB", type=AT_LEAST_1, default=80, help="Memory of one GPU. Default: 80.")
 @click.option("--step", metavar="NAME", help="Forward step, such as vlm_step or energon_packing.bridge.step.")
 @click.option(
     "--tokens-per-sample",
@@ -93,6 +95,7 @@ def validate(
     given: tuple[str, ...],
     overrides: tuple[str, ...],
     world_size: int | None,
+    gpu_memory: int,
     step: str | None,
     tokens_per_sample: int | None,
     measure: int | None,
@@ -113,7 +116,7 @@ def validate(
     source = run_source(given, overrides=overrides, world_size=world_size, step=step, model_configs=model_configs)
     if measure is not None:
         source.measure(measure)
-    view = source.view()
+    view = source.view().changed(gpu_memory=gpu_memory * GB)
     judgements = judge(view)
     rules = [
         {"rule": each.rule.id, "verdict": each.outcome, "checks": each.rule.checks}
@@ -247,6 +250,7 @@ def resolved_summary(view: RunView, *, assumed: bool, tokens_per_sample: int | N
         "micro_batches_per_step": view.global_batch_size // rows_a_pass if divides else None,
         "max_tokens_per_step": view.global_batch_size * view.dataset_seq_length,
         "loader_memory_mb": None if memory is None else memory >> 20,
+        "gpu_memory_bytes": None if view.memory is None else view.memory.parts | {"total": view.memory.total},
         **_estimates(view, tokens_per_sample),
     }
 
@@ -330,6 +334,10 @@ def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
             lines.append(("fill", f"{summary['expected_fill']:.1%} expected"))
         rows = summary[f"{row}s_per_epoch"]
         lines.append(("epoch", f"about {rows} {row}s, {summary['steps_per_epoch']} steps"))
+    if (parts := summary["gpu_memory_bytes"]) is None:
+        lines.append(("GPU memory", "not estimated: only for some of Bridge's models, see docs/validate.md"))
+    else:
+        lines.append(("GPU memory", "about " + ", ".join(f"{part} {size / GB:.1f} GB" for part, size in parts.items())))
     if summary["loader_memory_mb"]:
         lines.append(("loader", f"about {summary['loader_memory_mb']} MB on each rank that reads"))
     return lines

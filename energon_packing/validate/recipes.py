@@ -26,6 +26,7 @@ from energon_packing.plain_yaml import MOST_OF_DATA, load_yaml
 from energon_packing.sample_kind import KINDS
 from energon_packing.trust import mappings_in, refuse_code
 from energon_packing.validate.family_table import opt_out
+from energon_packing.validate.memory import memory_of
 from energon_packing.validate.run_facts import (
     PLACEHOLDERS,
     DataFacts,
@@ -329,6 +330,7 @@ def view_of(container: Any, *, world_size: int, step: str | None = None, data: D
             ),
             "megatron_fsdp": any(getattr(part, "use_megatron_fsdp", False) for part in (source.ddp, source.dist)),
             "fp8_recipe": _fp8_recipe(container),
+            "memory": memory_of(container, final, vocabulary=_embedding_rows(model), world_size=world_size),
             "has_weights": _has_weights(container),
         }
     )

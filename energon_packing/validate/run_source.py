@@ -12,6 +12,7 @@ import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -207,8 +208,8 @@ class ContainerRun(RunSource):
 
     def view(self) -> RunView:
         """See `RunSource.view`."""
-        view = view_of(self.container, world_size=self.world_size or 1, step=self.step, data=self.data)
-        return view if self.world_size is not None else view.changed(world_size=view.smallest_world_size)
+        view = partial(view_of, self.container, step=self.step, data=self.data)
+        return view(world_size=self.world_size or view(world_size=1).smallest_world_size)
 
     def measured(self) -> tuple[RunConfig, ParallelConfig]:
         """See `RunSource.measured`."""

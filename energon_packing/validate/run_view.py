@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 
 from energon_packing.errors import ConfigError
 from energon_packing.thd.alignment import alignment_multiple
+from energon_packing.validate.memory import GB, Memory
 from energon_packing.validate.run_facts import DataFacts, TokenFacts
 
 DatasetKind = Literal["packed_energon", "energon", "hf_sft", "mock_vlm", "gpt_sft", "gpt_pretraining", "provider"]
@@ -162,10 +163,18 @@ class RunView:
     fp8_recipe: str | None = None
     """None if the model computes without fp8."""
     recompute_granularity: str | None = at(None, bridge="model.", argument=True)
+    recompute_method: str | None = at(None, bridge="model.", argument=True)
+    recompute_num_layers: int | None = at(None, bridge="model.", argument=True)
     dummy_image: bool = at(False, bridge="dataset.packing.", ours="packing.")
     """Whether every pack of ours shows the model an image."""
     vision_frozen: bool = False
     """Whether both the vision encoder and its projection are frozen."""
+    deepstack_layers: tuple[int, ...] = at((), bridge="model.vision_config.deepstack_visual_indexes")
+    """Layers of the vision encoder, from 0, whose features go into the language model."""
+    memory: Memory | None = None
+    """On the fullest GPU."""
+    gpu_memory: int = 80 * GB
+    """Bytes of one GPU. Cards of 80 GB have some 85, which leaves room for what `Memory` does not count."""
     has_weights: bool | None = None
     """Whether the run names trained weights to begin with, or continues from a checkpoint."""
 

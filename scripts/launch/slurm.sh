@@ -21,7 +21,7 @@ Usage: slurm.sh [--nodes N] [--gpus N] [--sbatch WORD]... [--srun WORD]... RUN [
     --source chats.jsonl --data data/packed bridge_configs.qwen3_vl:qwen3_vl_8b_sft_long
 
   # In a container (pyxis), which has to see this checkout and the data; PYTHON is its interpreter.
-  PYTHON=python3 slurm.sh --nodes 4 --sbatch --partition=gpu --srun --container-image=nvcr.io/nvidia/nemo:TAG \
+  PYTHON=python3 slurm.sh --nodes 4 --sbatch --partition=gpu --srun --container-image=IMAGE \
     --srun --container-mounts=/lustre:/lustre --data /lustre/packed bridge_configs.qwen3_vl:qwen3_vl_8b_sft_long
 
   --nodes N           number of machines (1)

@@ -82,6 +82,7 @@ def test_every_recipe_is_valid_and_bridge_accepts_it(module, name, size):
     assert answer["bridge"]["message"] is None
     assert (code, answer["bridge"]["verdict"]) == (0, "accepts")
     assert answer["resolved"]["packing"] == "online"
+    assert 16e9 < answer["resolved"]["gpu_memory_bytes"]["total"] <= 80e9
     assert answer["resolved"]["micro_batches_per_step"] >= 1
     assert answer["resolved"]["context_parallel"] == 1 or module != "qwen25_vl"  # which has no code for it
 
@@ -157,6 +158,22 @@ def test_every_recipe_takes_the_processor_of_its_family_and_refuses_that_of_the_
             assert judged.outcome == "not applicable"
         else:
             assert judged.outcome == ("ok" if family == {"qwen25_vl": "qwen2_5_vl"}.get(module, module) else "error")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "memory", "verdict"),
+    [
+        ("bridge_configs.qwen3:qwen3_8b_sft", "36", "warning"),
+        ("bridge_configs.qwen3:qwen3_8b_sft", "38", "ok"),
+        ("megatron.bridge.recipes.qwen_vl:qwen3_vl_30b_a3b_sft_config", "80", "warning"),
+        ("bridge_configs.wan:wan_1_3b_text2video", "1", "not applicable"),
+    ],
+)
+def test_a_run_that_does_not_fit_its_gpus_is_warned_about_if_its_model_is_known(recipe, memory, verdict):
+    answer = validate(recipe, "--world-size", "8", "--gpu-memory", memory, "--no-bridge")[1]
+    (found,) = [rule for rule in answer["rules"] if rule["rule"] == "ours/gpu-memory"]
+    assert found["verdict"] == verdict
+    assert (answer["resolved"]["gpu_memory_bytes"] is None) == (verdict == "not applicable")
 
 
 @pytest.mark.parametrize(

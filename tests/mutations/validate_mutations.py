@@ -163,6 +163,22 @@ VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
         needs_bridge=True,
     ),
     Mutation(
+        trap=112,
+        name="full recomputation is refused for layers that have no deepstack features",
+        test="tests/conformance/test_memory.py::"
+        "test_full_recomputation_is_refused_where_it_loses_the_gradient_of_deepstack_features_and_only_there"
+        "[block-1-True]",
+        oracle="gradient norm of Bridge's model without recomputation",
+        edits=(
+            (
+                "validate/rules/families.py",
+                " or view.vision_frozen or _above_deepstack(view)",
+                " or view.vision_frozen",
+            ),
+        ),
+        needs_bridge=True,
+    ),
+    Mutation(
         trap=85,
         name="the class of the processor is not compared",
         test=OF_THE_MODEL + "test_the_processor_of_every_other_family_is_refused_by_what_is_wrong[qwen3_vl]",

@@ -98,7 +98,7 @@ def test_words_for_srun_reach_training_and_the_data_stage_which_needs_the_same_c
     ):
         (tmp_path / name).write_text(f"#!/bin/bash\n{line.replace('NOTED', str(noted))}\n")
         (tmp_path / name).chmod(0o755)
-    inside = ["--container-image=nvcr.io/a b:1", "--container-mounts=/l:/l"]
+    inside = ["--container-image=a b:1", "--container-mounts=/l:/l"]
     words = ["--nodes", 2, "--cpus-per-task", 96, *(each for word in inside for each in ("--srun", word))]
     path = f"{tmp_path}:{os.environ['PATH']}"
     done = launch("slurm", *words, "--data", "d", "--source", "x", RECIPE, PATH=path, PYTHON="python3")

@@ -13,6 +13,7 @@ import pytest
 
 from energon_packing.cli.validate import packing_of, resolved_summary
 from energon_packing.config import ParallelConfig, RunConfig, TrainingConfig
+from energon_packing.validate.memory import Memory
 from energon_packing.validate.rules import packing
 from energon_packing.validate.rules.rule import all_rules, judge, rule_that_bridge_named, violations
 from energon_packing.validate.run_facts import DataFacts, TokenFacts
@@ -73,6 +74,15 @@ GRAPHS: dict[str, Any] = {
 }
 
 # rule, a run that breaks it, a run like it that does not, severity
+MEMORY = Memory(weights=1, gradients=2, optimizer=3, language=4, vision=5, loss=6)
+BLOCK = {
+    "model": "Qwen3VL",
+    "recompute_granularity": "full",
+    "recompute_method": "block",
+    "deepstack_layers": (8, 16, 24),
+}
+
+
 OWN = [
     (
         "core/global-batch-size",
@@ -327,6 +337,19 @@ OWN = [
         {"vision_frozen": True},
         "error",
     ),
+    (
+        "ours/deepstack-gradient",  # Core recomputes the first layers of each stack: here as far as the deepstack
+        BLOCK | {"recompute_num_layers": 9},
+        {"recompute_num_layers": 8},
+        "error",
+    ),
+    (
+        "ours/deepstack-gradient",
+        BLOCK | {"recompute_num_layers": 1, "recompute_method": "uniform"},
+        {"recompute_method": "block"},
+        "error",
+    ),
+    ("ours/gpu-memory", {"memory": MEMORY, "gpu_memory": 20}, {"gpu_memory": 21}, "warning"),
     (
         "ours/deepstack-over-tensor-ranks",
         {"model": "Qwen3VL", "tensor_parallel": 2, "sequence_parallel": True},

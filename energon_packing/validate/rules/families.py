@@ -30,6 +30,12 @@ def _qwen3_vl_over_tensor_ranks(view: RunView) -> bool:
     return trained and view.tensor_parallel > 1 and view.may_show_images
 
 
+def _above_deepstack(view: RunView) -> bool:
+    """Whether recomputation ends before the first layer of the vision encoder that has deepstack features."""
+    first = min(view.deepstack_layers, default=0)
+    return view.recompute_method == "block" and (view.recompute_num_layers or 0) <= first
+
+
 def _lines_where(refused: Callable[[FamilyLine], bool]) -> tuple[SourceLine, ...]:
     """The table lines that a rule is about, each with the first text that its file contains."""
 
@@ -123,7 +129,7 @@ def _packs_without_media(view: RunView) -> Finding | None:
     checks="the deepstack mergers get their gradient",
     place="megatron.bridge.models.qwen_vl.modelling_qwen3_vl.transformer_block",
     applies=lambda view: view.family.startswith("qwen3vl"),
-    holds=lambda view: view.recompute_granularity != "full" or view.vision_frozen,
+    holds=lambda view: view.recompute_granularity != "full" or view.vision_frozen or _above_deepstack(view),
     sources=(
         bridge(
             "models/qwen_vl/modelling_qwen3_vl/transformer_block.py",
@@ -135,7 +141,8 @@ def _deepstack_gradient(view: RunView) -> Finding | None:
     return Finding(
         why="recompute_granularity is 'full': the vision encoder of Qwen3-VL in Bridge 0.6.2 then returns its "
         "deepstack features in a list, through which recomputation passes no gradient",
-        fix="set recompute_granularity to 'selective'",
+        fix="set recompute_granularity to 'selective' (of recompute_modules, 'mlp' or 'moe' saves most), or "
+        f"recompute_method to 'block' with recompute_num_layers {min(view.deepstack_layers, default=0)} or less",
     )
 
 

@@ -3,6 +3,7 @@
 import math
 import re
 
+from energon_packing.validate.memory import GB
 from energon_packing.validate.rules.rule import (
     Finding,
     bridge,
@@ -188,4 +189,22 @@ def _hierarchical_sizes_product(view: RunView) -> Finding | None:
         why=f"hierarchical_context_parallel_sizes {list(sizes)} multiply to {math.prod(sizes)}, CP is "
         f"{view.context_parallel}",
         fix=f"choose sizes whose product is {view.context_parallel}",
+    )
+
+
+@rule(
+    id="ours/gpu-memory",
+    order=1450,
+    checks="a step fits into the memory of a GPU, by an estimate",
+    place="docs/validate.md",
+    severity="warning",
+    applies=lambda view: view.memory is not None,
+    sources=(bridge("training/utils/theoretical_memory_utils.py", "def estimate_training_memory("),),
+)
+def _gpu_memory(view: RunView) -> Finding | None:
+    return unless(
+        view.memory is None or view.memory.total <= view.gpu_memory,
+        why=f"a step takes about {view.memory} on the fullest GPU, which has {view.gpu_memory / GB:.0f} GB",
+        fix="recompute (recompute_granularity 'selective' with recompute_modules ['mlp'] or ['moe']), set "
+        "dataset.packing.max_patches_per_pack of our data set lower, or spread model and rows over more GPUs",
     )

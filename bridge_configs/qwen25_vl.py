@@ -7,8 +7,8 @@ Judge one in a fresh checkout; without ``--no-data`` also what it reads, once ``
 
 No context parallelism: Bridge's Qwen2.5-VL has no code for it. Train with ``vlm_step``. ``GPUS`` is what each recipe
 needs, with 80 GB each by the estimate of ``validate``; more replicas need no other change than a global batch that they
-divide. Its vision encoder is Hugging Face's: every rank has all of it, and nothing recomputes it. So a trained one keeps
-2.1 MB for each patch of a row, and ``_within_memory`` limits them. Adapters leave it frozen.
+divide. Its vision encoder is Hugging Face's: every rank has all of it, and nothing recomputes it. So a trained one
+keeps 2.1 MB for each patch of a row, and ``_within_memory`` limits them. Adapters leave it frozen.
 """
 
 from __future__ import annotations

@@ -348,7 +348,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "offline/measure.py",
-                'marked_and_set(run.packing, "newer").items()',
+                'marked_and_set(run.packing, "newer", "lengths").items()',
                 'marked_and_set(run.packing, "by_family").items()',
             ),
         ),

@@ -196,8 +196,7 @@ def rope_positions(
 
     Args:
         input_ids: expanded token ids ``[L]``.
-        grids: for each run ``(t, h, w, interval)`` in patches; time steps are ``interval`` positions apart, which is
-            multiplied in its own type and truncated.
+        grids: for each run ``(t, h, w, interval)`` in patches; time steps are ``interval`` positions apart, truncated.
         merge: patches of one token along each spatial axis.
 
     Raises:

@@ -111,7 +111,6 @@ def resized(processor: Any, image: torch.Tensor, height: int, width: int) -> tor
 
 @functools.cache
 def _resize_of(kind: type[Any]) -> Callable[..., torch.Tensor]:
-    """Returns the method that resizes to a height and width. From transformers 5.18 on, Qwen-VL's ``resize`` computes
-    these itself, from a ``factor``, and calls that of the base."""
+    """Returns the method that resizes to a size: Qwen-VL's own computes it from a ``factor`` in transformers 5.18."""
     bases = (base for base in kind.__mro__ if hasattr(base, "resize"))
     return next(base.resize for base in bases if "factor" not in inspect.signature(base.resize).parameters)

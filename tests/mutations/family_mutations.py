@@ -182,7 +182,7 @@ FAMILY_MUTATIONS: tuple[Mutation, ...] = (
         name="positions of a clip are those of another release's model",
         test=TIMES + "test_positions_of_a_clip_are_truncated_where_the_installed_model_truncates_them[positions]",
         oracle="`get_rope_index` of Hugging Face",
-        edits=(("families/qwen_vl.py", "if truncates_seconds():", "if True:"),),
+        edits=(("families/qwen_vl.py", "if truncates_seconds() else", "if True else"),),
     ),
     Mutation(
         trap=84,

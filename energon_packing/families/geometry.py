@@ -186,7 +186,7 @@ def set_pixel_limits(processor: Any, smallest: int | None, largest: int | None) 
 def rope_positions(
     input_ids: np.ndarray,
     visual_ids: frozenset[int],
-    grids: Sequence[tuple[int, int, int, float]],
+    grids: Sequence[tuple[int, int, int, float | np.float32]],
     merge: int,
 ) -> np.ndarray:
     """Returns the three-axis positions of a sample, int64 ``[3, L]``: time, height, width.

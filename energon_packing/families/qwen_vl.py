@@ -244,7 +244,7 @@ class Qwen25VL(VisionFamily):
         grids = [grid for plan in plans for grid in self._rope_grids(plan)]
         return rope_positions(input_ids, frozenset(self.placeholder_ids.values()), grids, self.merge)
 
-    def _rope_grids(self, plan: MediaPlan) -> list[tuple[int, int, int, float]]:
+    def _rope_grids(self, plan: MediaPlan) -> list[tuple[int, int, int, float | np.float32]]:
         """Returns ``(t, h, w, positions between two time steps)`` for each run of an image or video."""
         if plan.kind == "image":
             return [(*plan.grid, 1)]
@@ -260,7 +260,7 @@ class Qwen2VL(Qwen25VL):
     processor_classes = ("Qwen2VLProcessor",)
     takes_seconds = False
 
-    def _rope_grids(self, plan: MediaPlan) -> list[tuple[int, int, int, float]]:
+    def _rope_grids(self, plan: MediaPlan) -> list[tuple[int, int, int, float | np.float32]]:
         return [(*plan.grid, 1)]
 
 
@@ -290,5 +290,5 @@ class TimeSteps(Qwen25VL):
     def _video_runs(self, grid: tuple[int, int, int]) -> tuple[int, ...]:
         return (grid[1] * grid[2] // self.merge**2,) * grid[0]
 
-    def _rope_grids(self, plan: MediaPlan) -> list[tuple[int, int, int, float]]:
+    def _rope_grids(self, plan: MediaPlan) -> list[tuple[int, int, int, float | np.float32]]:
         return [(1, plan.grid[1], plan.grid[2], 1)] * plan.grid[0]

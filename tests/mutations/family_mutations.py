@@ -190,7 +190,7 @@ FAMILY_MUTATIONS: tuple[Mutation, ...] = (
         test="tests/families/test_no_floats.py::"
         "test_a_processor_that_computes_the_size_in_its_resize_still_gives_bytes[image_processor]",
         oracle="Hugging Face's processor",
-        edits=(("families/pixel_forms.py", "_resize_of(type(processor))(", "type(processor).resize("),),
+        edits=(("families/pixel_forms.py", "_resize_of(kind)(", "type(processor).resize("),),
     ),
     Mutation(
         trap=84,

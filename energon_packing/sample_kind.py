@@ -204,19 +204,17 @@ EXTRA_OF = {
     for module in modules.split()
 }
 """Module -> the first extra of pyproject.toml that brings it; the others need what that one needs."""
-_OF_BRIDGE = {"megatron.bridge", "megatron.core", "einops", "qwen_vl_utils"}
-"""Modules of no extra: Bridge's requirements are met where CUDA packages are compiled, and nowhere else."""
 
 
 def what_is_needed(error: ModuleNotFoundError, who: str, extras: Iterable[str] = ()) -> str | None:
     """Returns how to install what is missing, and the other extras of who needs it; None for a module of no extra."""
     parts = (error.name or "").split(".")
     names = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
-    if not _OF_BRIDGE.isdisjoint(names):
-        return (
-            f"{who} needs {error.name}, which is not installed; a container of Megatron-Bridge has it, and "
-            "bash scripts/setup.sh in the checkout installs what runs on a CPU"
+    if {"megatron.bridge", "megatron.core", "einops", "qwen_vl_utils"} & {*names}:  # of no extra: they compile for CUDA
+        has = (
+            "a container of Megatron-Bridge has it, and bash scripts/setup.sh in the checkout installs what a CPU runs"
         )
+        return f"{who} needs {error.name}, which is not installed; {has}"
     known = {**EXTRA_OF, **{module: extra for kind in KINDS for module, extra in kind.extras.items()}}
     if (extra := next((known[name] for name in names if name in known), None)) is None:
         return None

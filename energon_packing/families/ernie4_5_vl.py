@@ -119,7 +119,7 @@ class Ernie45VL(Qwen25VL):
         grids = made["video_grid_thw"].to(torch.int64)
         return {"pixel_values_videos": made["pixel_values_videos"], "video_grid_thw": grids}
 
-    def _rope_grids(self, plan: MediaPlan) -> list[tuple[int, int, int, float]]:
+    def _rope_grids(self, plan: MediaPlan) -> list[tuple[int, int, int, float | np.float32]]:
         steps = plan.grid[0] // self.videos.temporal_patch_size if plan.kind == "video" else 1
         return [(steps, plan.grid[1], plan.grid[2], 1)]
 

@@ -186,7 +186,7 @@ def set_pixel_limits(processor: Any, smallest: int | None, largest: int | None) 
 def rope_positions(
     input_ids: np.ndarray,
     visual_ids: frozenset[int],
-    grids: Sequence[tuple[int, int, int, float]],
+    grids: Sequence[tuple[int, int, int, float | np.float32]],
     merge: int,
 ) -> np.ndarray:
     """Returns the three-axis positions of a sample, int64 ``[3, L]``: time, height, width.
@@ -196,8 +196,7 @@ def rope_positions(
 
     Args:
         input_ids: expanded token ids ``[L]``.
-        grids: for each run ``(t, h, w, interval)`` in patches; time steps are ``interval`` positions apart, which is
-            multiplied in its own type and truncated.
+        grids: for each run ``(t, h, w, interval)`` in patches; time steps are ``interval`` positions apart, truncated.
         merge: patches of one token along each spatial axis.
 
     Raises:

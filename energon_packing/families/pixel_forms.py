@@ -8,8 +8,8 @@ probes. If it does not, the family keeps floats.
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 
@@ -104,14 +104,13 @@ def resized(processor: Any, image: torch.Tensor, height: int, width: int) -> tor
     from transformers.image_utils import SizeDict
 
     rows_of_pixels = image[None].contiguous(memory_format=torch.channels_last)
-    size = SizeDict(height=height, width=width)
-    result: torch.Tensor = _resize_of(type(processor))(processor, rows_of_pixels, size, resample=processor.resample)
+    size, kind = SizeDict(height=height, width=width), cast(Hashable, type(processor))
+    result = _resize_of(kind)(processor, rows_of_pixels, size, resample=processor.resample)
     return result[0]
 
 
 @functools.cache
-def _resize_of(kind: type[Any]) -> Callable[..., torch.Tensor]:
-    """Returns the method that resizes to a height and width. From transformers 5.18 on, Qwen-VL's ``resize`` computes
-    these itself, from a ``factor``, and calls that of the base."""
+def _resize_of(kind: Any) -> Callable[..., torch.Tensor]:
+    """Returns the method that resizes to a size: Qwen-VL's own computes it from a ``factor`` in transformers 5.18."""
     bases = (base for base in kind.__mro__ if hasattr(base, "resize"))
     return next(base.resize for base in bases if "factor" not in inspect.signature(base.resize).parameters)

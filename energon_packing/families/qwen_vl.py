@@ -84,17 +84,15 @@ class QwenPatches:
 
 @functools.cache
 def truncates_seconds() -> bool:
-    """Whether the installed ``Qwen2_5_VLModel`` truncates the seconds between two time steps before it multiplies them
-    with the tokens per second, as in transformers 5.14; that of 5.18 multiplies first and truncates the positions.
-    Asked once, with a clip of two time steps half a second apart.
-    """
+    """Whether the installed model truncates the seconds between two time steps before it multiplies them with the
+    tokens per second, as in transformers 5.14; that of 5.18 multiplies first and truncates the positions."""
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel as Model
 
     vision = SimpleNamespace(spatial_merge_size=1, tokens_per_second=2)
     model = SimpleNamespace(config=SimpleNamespace(vision_config=vision))
     model.get_vision_position_ids = MethodType(Model.get_vision_position_ids, model)
-    clip, grid = torch.full((1, 2), 2), torch.tensor([[2, 1, 1]])  # all tokens are of a video
-    positions, _ = Model.get_rope_index(model, clip, clip, None, grid, torch.tensor([0.5]))
+    clip = torch.full((1, 2), 2)  # two time steps of one token of a video, half a second apart
+    positions, _ = Model.get_rope_index(model, clip, clip, None, torch.tensor([[2, 1, 1]]), torch.tensor([0.5]))
     return int(positions[0, 0, 1]) == 0
 
 
@@ -246,14 +244,13 @@ class Qwen25VL(VisionFamily):
         grids = [grid for plan in plans for grid in self._rope_grids(plan)]
         return rope_positions(input_ids, frozenset(self.placeholder_ids.values()), grids, self.merge)
 
-    def _rope_grids(self, plan: MediaPlan) -> list[tuple[int, int, int, float]]:
+    def _rope_grids(self, plan: MediaPlan) -> list[tuple[int, int, int, float | np.float32]]:
         """Returns ``(t, h, w, positions between two time steps)`` for each run of an image or video."""
         if plan.kind == "image":
             return [(*plan.grid, 1)]
         seconds = np.float32(plan.seconds_per_grid or 0)  # those of the batch
-        if truncates_seconds():
-            return [(*plan.grid, self.config.tokens_per_second * int(seconds))]
-        return [(*plan.grid, np.float32(self.config.tokens_per_second) * seconds)]
+        rate = self.config.tokens_per_second
+        return [(*plan.grid, rate * int(seconds) if truncates_seconds() else np.float32(rate) * seconds)]
 
 
 class Qwen2VL(Qwen25VL):
@@ -263,7 +260,7 @@ class Qwen2VL(Qwen25VL):
     processor_classes = ("Qwen2VLProcessor",)
     takes_seconds = False
 
-    def _rope_grids(self, plan: MediaPlan) -> list[tuple[int, int, int, float]]:
+    def _rope_grids(self, plan: MediaPlan) -> list[tuple[int, int, int, float | np.float32]]:
         return [(*plan.grid, 1)]
 
 
@@ -293,5 +290,5 @@ class TimeSteps(Qwen25VL):
     def _video_runs(self, grid: tuple[int, int, int]) -> tuple[int, ...]:
         return (grid[1] * grid[2] // self.merge**2,) * grid[0]
 
-    def _rope_grids(self, plan: MediaPlan) -> list[tuple[int, int, int, float]]:
+    def _rope_grids(self, plan: MediaPlan) -> list[tuple[int, int, int, float | np.float32]]:
         return [(1, plan.grid[1], plan.grid[2], 1)] * plan.grid[0]

@@ -1,5 +1,6 @@
 """Families by name and by processor class, and the loading of processors."""
 
+import contextlib
 import functools
 import os.path
 import warnings
@@ -84,27 +85,24 @@ def generation_stops(config: EncoderConfig, tokenizer: Any) -> tuple[str, ...]:
 
 
 TESTED = {
-    "transformers": ("5.6", "5.25", "models before it give all time steps of a Qwen2.5-VL clip one position"),
+    "transformers": ("5.10.1", "5.25", "those before it mix the tokens of images and clips of a GLM-4.1V sample"),
     "megatron-energon": ("7.3.2", "7.5", "buffers before it lose the restore keys of the samples that they hold"),
-    "torch": ("2.6", "2.16", "none before it was tested"),
+    "torch": ("2.7", "2.16", "transformers uses types of numbers that it has first"),
 }
-"""Distribution -> the first release with which samples are exact, the first that was not tried, and what is wrong
-before the former. `scripts/exactness.sh` runs the tests at both ends; pyproject.toml has the same bounds."""
+"""Distribution -> the first release that is exact (by `scripts/exactness.sh`), the first not tried, why not before."""
 
 
 @functools.cache
 def warn_of_untested_releases() -> None:
-    """Warns once for each installed release outside `TESTED`, as where a container or ``--no-deps`` brought it."""
+    """Warns once for each installed release outside `TESTED`, which a container or ``--no-deps`` brought."""
     from packaging.version import Version
 
     for name, (first, end, why) in TESTED.items():
-        try:
+        with contextlib.suppress(PackageNotFoundError):
             installed = Version(version(name))
-        except PackageNotFoundError:
-            continue
-        if installed < Version(first) or installed >= Version(end):
             why = why if installed < Version(first) else "it is newer than any that the exactness tests ran with"
-            warnings.warn(f"{name} {installed} is outside of the tested >={first},<{end}: {why}.", stacklevel=4)
+            if not Version(first) <= installed < Version(end):
+                warnings.warn(f"{name} {installed} is outside of the tested >={first},<{end}: {why}.", stacklevel=4)
 
 
 def build_family(processor: Any, config: EncoderConfig) -> VisionFamily:

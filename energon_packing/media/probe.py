@@ -327,14 +327,12 @@ def check_memory(error: Exception, max_pixels: int) -> None:
 
 
 def pyav() -> Any:
-    """Returns PyAV, which only videos need; its wheels bring an FFmpeg with parts under the GPL. Raises `UserError`: it
-    cannot be imported, which says nothing of the file."""
+    """Returns PyAV, which only videos need. Raises `UserError`: it cannot be imported, whatever the file holds."""
     try:
         import av
     except ImportError as error:
-        raise UserError(
-            f"Videos are read with PyAV, which cannot be imported ({error}); run pip install '.[video]' in the checkout"
-        ) from error
+        how = "run pip install '.[video]' in the checkout"
+        raise UserError(f"Videos are read with PyAV, which cannot be imported ({error}); {how}") from error
     return av
 
 

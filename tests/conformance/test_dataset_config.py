@@ -49,6 +49,16 @@ def test_a_valid_run_passes_unmodified_validate(container):
     assert container.dataset.offline_packing_specs.packed_sequence_size == 256
 
 
+def test_what_a_training_script_imports_is_public_in_one_place():
+    import energon_packing.bridge as public
+    from energon_packing.bridge import dataset, metrics, step
+
+    assert (public.forward_step, public.PackingMetrics) == (step.forward_step, metrics.PackingMetrics)
+    assert public.use_packed_data is dataset.use_packed_data
+    with pytest.raises(AttributeError, match=r"'energon_packing\.bridge' has no attribute 'nothing'"):
+        _ = public.nothing
+
+
 def test_a_balance_of_sequences_is_refused_with_the_loss_that_it_would_be(container):
     container.model = tiny_models.provider("text", vocab_size=4096, seq_length=256, experts=4)
     container.model.moe_router_load_balancing_type = "seq_aux_loss"  # as Bridge's providers of GLM-4.5V and DeepSeek

@@ -182,7 +182,7 @@ FAMILY_MUTATIONS: tuple[Mutation, ...] = (
         name="positions of a clip are those of another release's model",
         test=TIMES + "test_positions_of_a_clip_are_truncated_where_the_installed_model_truncates_them[positions]",
         oracle="`get_rope_index` of Hugging Face",
-        edits=(("families/qwen_vl.py", "if truncates_seconds():", "if True:"),),
+        edits=(("families/qwen_vl.py", "if truncates_seconds() else", "if True else"),),
     ),
     Mutation(
         trap=84,
@@ -190,7 +190,7 @@ FAMILY_MUTATIONS: tuple[Mutation, ...] = (
         test="tests/families/test_no_floats.py::"
         "test_a_processor_that_computes_the_size_in_its_resize_still_gives_bytes[image_processor]",
         oracle="Hugging Face's processor",
-        edits=(("families/pixel_forms.py", "_resize_of(type(processor))(", "type(processor).resize("),),
+        edits=(("families/pixel_forms.py", "_resize_of(kind)(", "type(processor).resize("),),
     ),
     Mutation(
         trap=84,

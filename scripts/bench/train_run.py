@@ -84,12 +84,13 @@ class MicroBatches:
 def run_config(job: TrainJob, *, workers: int = 0, repeat: bool = False) -> RunConfig:
     """Returns the configuration of a job."""
     low, high = job.pixels
+    window = {"window": job.window} if job.rows == "packs" else {}  # the others refuse what they do not read
     return RunConfig(
         data=DataConfig(path=job.data, workers=workers, repeat=repeat),
         encoder=EncoderConfig(
             processor=job.processor, min_pixels=low, max_pixels=high, video_min_pixels=low, video_max_pixels=high
         ),
-        packing=PackingConfig(seq_length=job.seq_length, window=job.window, drop_budget=1.0),
+        packing=PackingConfig(seq_length=job.seq_length, drop_budget=1.0, **window),
         plan=PlanConfig(max_data_parallel=1),
     )
 

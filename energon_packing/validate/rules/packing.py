@@ -22,12 +22,9 @@ from energon_packing.validate.run_view import PACKING_STEPS, RunView, installed_
     sources=(bridge("training/config.py", 'getattr(self.dataset, "offline_packing_specs", None)'),),
 )
 def _settings_by_their_names(view: RunView) -> Finding | None:
-    renamed = {old: new for old, new in view.unknown_settings if new}
-    return unless(
-        not renamed,
-        why=f"Megatron-Bridge {view.bridge_name} has no setting {', '.join(renamed)}: nothing reads it",
-        fix=f"use {'; '.join(renamed.values())}",
-    )
+    new = {old: new for old, new in view.unknown_settings if new}
+    why = f"Megatron-Bridge {view.bridge_name} has no setting {', '.join(new)}: nothing reads it"
+    return unless(not new, why=why, fix=f"use {'; '.join(new.values())}")
 
 
 @rule(
@@ -41,11 +38,8 @@ def _settings_by_their_names(view: RunView) -> Finding | None:
 )
 def _settings_are_read(view: RunView) -> Finding | None:
     unknown = [name for name, meant in view.unknown_settings if not meant]
-    return unless(
-        not unknown,
-        why=f"no class declares {', '.join(unknown)}: nothing in Megatron-Bridge {view.bridge_name} reads it",
-        fix="leave it out, or begin its name with an underscore if it is yours",
-    )
+    why = f"no class declares {', '.join(unknown)}: nothing in Megatron-Bridge {view.bridge_name} reads it"
+    return unless(not unknown, why=why, fix="leave it out, or begin its name with an underscore if it is yours")
 
 
 @bridges_rule(

@@ -66,7 +66,7 @@ def container_of_recipe(name: str, model_configs: Path | None) -> Any:
             listed = f"; it has {', '.join(recipes[:8])}" if recipes else ""
             raise ConfigError(f"The module {module_name} has no function {function_name}{listed}.")
         try:
-            with _gpu_of_recipes(), _models_from(model_configs):
+            with gpu_of_recipes(), _models_from(model_configs):
                 return _checked(function(), name)
         except UserError:
             raise
@@ -214,7 +214,7 @@ def _models_from(folder: Path | None) -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(AutoBridge, "from_hf_pretrained", from_folder)
 
 
-def _gpu_of_recipes() -> contextlib.AbstractContextManager[Any]:
+def gpu_of_recipes() -> contextlib.AbstractContextManager[Any]:
     """Inside the block, on a machine without CUDA, a recipe that chooses by the GPU (dispatchers of experts) sees an
     H100."""
     from unittest import mock

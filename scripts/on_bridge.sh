@@ -40,14 +40,16 @@ describe() { # NAME, the file with its version
 describe megatron-bridge "$checkout/src/megatron/bridge/package_info.py"
 describe megatron-core "$core/megatron/core/package_info.py"
 
-# Bridge's tests of packed rows and of the settings of packing; on a CPU too, where Transformer Engine is absent.
+# Bridge's tests of packed rows and of the settings of packing, with our stand-ins for CUDA and Transformer Engine where
+# a machine has none.
 bridges_packing_tests() {
   cd "$checkout"
-  local run="import sys, pytest; from energon_packing.validate.verdict import prepare_bridge; prepare_bridge()
+  local run="import sys, pytest; from support.bridge_cpu import stand_ins; stand_ins.install()
 import energon_packing.bridge.dataset, energon_packing.bridge.step
-sys.exit(pytest.main(sys.argv[1:]))"
-  python -c "$run" -o addopts= -p no:cacheprovider --tb=short -k "packed or packing or cu_seqlens" \
-    tests/unit_tests/training/{utils/test_packed_seq_utils,test_config,test_vlm_step}.py "$@"
+from energon_packing.validate.recipes import gpu_of_recipes
+with gpu_of_recipes(): sys.exit(pytest.main(sys.argv[1:]))"
+  PYTHONPATH="$PYTHONPATH:$root/tests" python -c "$run" -o addopts= -p no:cacheprovider --tb=short \
+    -k "packed or packing or cu_seqlens" tests/unit_tests/training/{utils/test_packed_seq_utils,test_config,test_vlm_step}.py "$@"
 }
 
 export PYTHONPATH="$root:$metadata:$checkout/src:$core${PYTHONPATH:+:$PYTHONPATH}"

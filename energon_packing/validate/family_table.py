@@ -182,21 +182,12 @@ FAMILY_TABLE: tuple[FamilyLine, ...] = (
 )
 """Lines of one family in the order of their versions.
 
-Qwen3-Next and GLM-4.5 are not here: they share the provider of every GPT. `NAMED_TEXT_MODELS` judges them where our
-YAML, the provider's ``hf_model_id`` or the tokenizer names them.
+Qwen3-Next and GLM-4.5 are not here: they share the provider of every GPT. `OPTED_OUT` judges them where our YAML, the
+provider's ``hf_model_id`` or the tokenizer names them.
 """
 
-NAMED_TEXT_MODELS = {
-    "qwen3next": "its recipes say that packed sequences are not supported",
-    "glm45(?!v)": "its recipes say that packed sequences are not supported",
-}
-"""Starts of normalised names, as patterns, of models whose recipes opt out of packing."""
-
-
-def opt_out(family: str) -> str:
-    """Why the recipes of a model of text opt out of packing, as a clause; empty if they do not."""
-    return next((why for name, why in NAMED_TEXT_MODELS.items() if re.match(name, family)), "")
-
+OPTED_OUT = re.compile("qwen3next|glm45(?!v)")
+"""Starts of the normalised names of models of text whose recipes say that packed sequences are not supported."""
 
 GPTS = (
     *("gpt", "llama", "qwen2", "qwen3", "mistral", "mixtral", "deepseek", "moonlight", "olmoe", "gemma", "glm"),

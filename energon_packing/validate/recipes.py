@@ -25,7 +25,7 @@ from energon_packing.errors import ConfigError, UserError
 from energon_packing.plain_yaml import MOST_OF_DATA, load_yaml
 from energon_packing.sample_kind import KINDS
 from energon_packing.trust import mappings_in, refuse_code
-from energon_packing.validate.family_table import opt_out
+from energon_packing.validate.family_table import OPTED_OUT
 from energon_packing.validate.run_facts import (
     PLACEHOLDERS,
     DataFacts,
@@ -34,7 +34,7 @@ from energon_packing.validate.run_facts import (
     numbers,
     processor_facts,
 )
-from energon_packing.validate.run_view import DatasetKind, RunView, installed_version, normalised, stated
+from energon_packing.validate.run_view import DatasetKind, RunView, installed_version, stated
 from energon_packing.validate.verdict import prepare_bridge, without_output
 
 SHIPPED = Path(__file__).resolve().parents[2] / "bridge_configs" / "hf"
@@ -65,7 +65,7 @@ def container_of_recipe(name: str, model_configs: Path | None) -> Any:
             listed = f"; it has {', '.join(recipes[:8])}" if recipes else ""
             raise ConfigError(f"The module {module_name} has no function {function_name}{listed}.")
         try:
-            with _gpu_of_recipes(), _models_from(model_configs):
+            with gpu_of_recipes(), _models_from(model_configs):
                 return _checked(function(), name)
         except UserError:
             raise
@@ -208,16 +208,12 @@ def _models_from(folder: Path | None) -> contextlib.AbstractContextManager[Any]:
     def from_folder(path: Any, **keywords: Any) -> Any:
         """Stands in for ``AutoBridge.from_hf_pretrained``: the folder's configuration if there is one."""
         file = config_file(str(path), folder)
-        if file is None:
-            return original(path, **keywords)
-        config = _read(file)
-        config.name_or_path = str(path)  # as from the hub: it names the model in the provider
-        return AutoBridge.from_hf_config(config)
+        return original(path, **keywords) if file is None else AutoBridge.from_hf_config(_read(file, str(path)))
 
     return mock.patch.object(AutoBridge, "from_hf_pretrained", from_folder)
 
 
-def _gpu_of_recipes() -> contextlib.AbstractContextManager[Any]:
+def gpu_of_recipes() -> contextlib.AbstractContextManager[Any]:
     """Inside the block, on a machine without CUDA, a recipe that chooses by the GPU (dispatchers of experts) sees an
     H100."""
     from unittest import mock
@@ -232,11 +228,11 @@ def _gpu_of_recipes() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(torch.cuda, "get_device_properties", return_value=h100)
 
 
-def _read(file: Path) -> Any:
+def _read(file: Path, name: str) -> Any:
     import transformers
 
     try:
-        values = json.loads(file.read_text())
+        values = json.loads(file.read_text()) | {"name_or_path": name}  # as from the hub
         return transformers.AutoConfig.for_model(values.pop("model_type"), **values)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{file} is not a model configuration: {type(error).__name__}: {error}.") from error
@@ -343,31 +339,28 @@ OLD_NAMES = {
 
 
 def _opted_out(container: Any) -> str | None:
-    """The published name of a model of `NAMED_TEXT_MODELS`, whose class is that of every GPT."""
-    model, tokenizer = container.model, getattr(container, "tokenizer", None)
-    places = (getattr(model, "hf_model_id", None), getattr(tokenizer, "tokenizer_model", None))
-    names = (Path(str(place)).name for place in places if place)
-    return next((name for name in names if opt_out(normalised(name))), None)
+    """The published name of a model of `OPTED_OUT`, whose class is that of every GPT."""
+    tokenizer = getattr(getattr(container, "tokenizer", None), "tokenizer_model", None)
+    names = [Path(str(place)).name for place in (getattr(container.model, "hf_model_id", None), tokenizer) if place]
+    return next((name for name in names if OPTED_OUT.match(RunView(model=name).family)), None)
 
 
 def _unknown_settings(container: Any) -> tuple[tuple[str, str], ...]:
     """See `RunView.unknown_settings`. Bridge's dataclasses take any attribute, and nothing reads it. Bridge itself sets
-    some: private ones, those that a class declares, and in its recipes others, which its sources mention."""
+    private ones, those that a class declares, and in its recipes others, which its sources mention."""
     found, waiting = [], [("", container)] * dataclasses.is_dataclass(container)
     for path, section in waiting:  # grows
         names = {entry.name for entry in dataclasses.fields(section)}
         for name, value in getattr(section, "__dict__", {}).items():
             if name in names:
                 part = dataclasses.is_dataclass(value) and not isinstance(value, type)
-                known = not path or type(value).__module__.startswith("megatron.")
-                if part and known and all(value is not seen for _, seen in waiting):
+                if part and (not path or type(value).__module__.startswith("megatron.")):
                     waiting.append((f"{path}{name}.", value))
             elif not name.startswith("_") and not hasattr(type(section), name):
-                near = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
-                meant = OLD_NAMES.get(name) or "".join(near)
+                meant = OLD_NAMES.get(name) or "".join(difflib.get_close_matches(name, names, n=1, cutoff=0.8))
                 if isinstance(getattr(type(section), meant.partition(",")[0], None), property):  # our data set's
                     meant = "mode"
-                found.append((name, f"{path}{name}", f"{path}{meant}" if meant else ""))
+                found.append((name, f"{path}{name}", meant and f"{path}{meant}"))
     theirs = _in_sources(frozenset(name for name, _, _ in found if name not in OLD_NAMES))
     return tuple(sorted((path, meant) for name, path, meant in found if name not in theirs))
 

@@ -47,11 +47,6 @@ def place_of(field: dataclasses.Field[Any], kind: Literal["bridge", "ours", "arg
     return f"{place}{field.name}" if place.endswith(".") else place
 
 
-def normalised(name: str) -> str:
-    """Returns the name of a model family in lower case, with letters and digits only."""
-    return "".join(c for c in name.lower() if c.isalnum())
-
-
 def stated(source: Any, kind: Literal["bridge", "ours"]) -> dict[str, Any]:
     """Returns the fields of the view that a run states in the places that `RunView` declares for this kind of source.
 
@@ -79,8 +74,7 @@ class RunView:
     source: Literal["bridge", "ours", "argument"] = "ours"
     """What states the run; findings name its keys."""
     unknown_settings: tuple[tuple[str, str], ...] = ()
-    """Attributes of a ``ConfigContainer`` that no class of it declares, each with what it is called there; empty where
-    nothing has such a name."""
+    """Attributes of a ``ConfigContainer`` that nothing reads, each with the setting that was meant, or empty."""
     step: str | None = at(None, ours="training.")
     """Forward step by function or module name."""
 
@@ -400,7 +394,7 @@ class RunView:
     def family(self) -> str:
         """Lower case, letters and digits only, without the owner of a hub name: ``Qwen2.5-VL``, ``qwen2_5_vl`` and
         ``Qwen/Qwen2.5-VL`` are one family."""
-        return normalised((self.model or "").rstrip("/").rpartition("/")[2])
+        return "".join(c for c in (self.model or "").rstrip("/").rpartition("/")[2].lower() if c.isalnum())
 
     @property
     def may_show_images(self) -> bool:

@@ -52,7 +52,9 @@ def planned(folder, *, context=1, weight=1, **encoder):
     run = RunConfig(
         data=DataConfig(path=str(folder / "data"), workers=0, repeat=False),
         encoder=EncoderConfig(processor=str(processor_path("text")), **encoder),
-        packing=PackingConfig(seq_length=SEQ_LENGTH, drop_budget=1.0, max_segments_per_pack=MOST),
+        packing=PackingConfig(
+            seq_length=SEQ_LENGTH, drop_budget=1.0, max_segments_per_pack=MOST, pad_to_max_length=True
+        ),
         parallel=ParallelConfig(context_parallel=context),
         plan=PlanConfig(max_data_parallel=2),
     )
@@ -89,8 +91,7 @@ def fixed_rows(run, dataset, metadata, multiple):
         answer_only_loss=True,
         pad_to_max_length=True,
     )
-    settings = {"pad_to_max_length": True, "pad_cu_seqlens": True}
-    own = dataclasses.replace(run, packing=dataclasses.replace(run.packing, **settings))
+    own = dataclasses.replace(run, packing=dataclasses.replace(run.packing, pad_cu_seqlens=True))
     ours = [made.batch for made in open_loader(own)]
     stored = metadata.parents[1] / "stored"
     words = ["pack", run.data.path, "--out", stored, "--workers", "0"]

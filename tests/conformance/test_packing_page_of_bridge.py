@@ -12,6 +12,7 @@ import inspect
 import json
 import pkgutil
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -25,6 +26,7 @@ from energon_packing.validate.rules.rule import judge
 
 pytestmark = pytest.mark.usefixtures("stand_ins")
 
+MODEL_CONFIGS = Path(__file__).resolve().parents[2] / "bridge_configs" / "hf"
 BASE = """
 from megatron.bridge.data.packing import PackedSequenceSpecs
 from megatron.bridge.recipes.qwen import qwen3_8b_sft_config
@@ -94,7 +96,7 @@ def test_a_line_of_the_page_is_valid_or_its_new_name_is_told(name, tmp_path, mon
     (tmp_path / f"{module}.py").write_text(BASE + "".join(f"    {line}\n" for line in lines) + "    return cfg\n")
     monkeypatch.chdir(tmp_path)
     words = ["validate", f"{module}:recipe", "--world-size", "8", "--no-data", "--no-bridge", "--json"]
-    done = CliRunner().invoke(cli, words)
+    done = CliRunner().invoke(cli, [*words, "--model-configs", str(MODEL_CONFIGS)])
     if rule is None:
         assert done.exit_code == 2
         assert said in json.loads(done.stdout)["error"]

@@ -212,6 +212,7 @@ MEETING = [rule for rule in BRIDGES if not rule.startswith(("bridge/epochs-", "b
 NEVER_ALONE = {
     "bridge/native-one-packing-mode": "one sample a micro-batch breaks bridge/in-batch-needs-several too",
     "ours/processor-fits-the-model": "drawn runs have no processor; see test_processor_of_the_model",
+    "ours/settings-by-their-names": "drawn runs are no configurations; see test_packing_page_of_bridge",
     "bridge/native-no-average-in-collective": "it breaks two more rules about the average",
 }
 """The rule whose place in Bridge's order depends on the data set: ``GPTSFTDatasetConfig`` tests it by itself."""

@@ -23,19 +23,20 @@ OFFLINE_TRAPS = {
     66: "a plan of a metadataset mixes its data sets otherwise than the metadataset does, and nothing says so",
     90: "after the last pack of a plan the same packs come in the same order, and most of a data set never does",
     91: "two evaluations have different samples, or those of one differ with the ranks or after a restart",
+    118: "the sizes told of packed rows, or the number of their boundaries, are not theirs",
     92: "an evaluation has a sample twice, or lacks one of a split that it has room for",
 }
 
 OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
-        trap=60,
+        trap=118,
         name="the sizes beside Bridge's packed files count tokens, where Bridge counts positions",
         test=PARQUET,
         oracle="Bridge's `create_packing_strategy` on the same packs",
         edits=(("offline/formats/bridge_parquet.py", "np.diff([*starts, end]) - 1", "np.diff([*starts, end])"),),
     ),
     Mutation(
-        trap=60,
+        trap=118,
         name="a stored row keeps the number of its boundaries where the run fixes it",
         test=PARQUET,
         oracle="the row from the plan, and Bridge's packed data set with pad_cu_seqlens",

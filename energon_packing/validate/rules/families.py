@@ -5,7 +5,7 @@ Nothing else reports these: the run starts, and computes something other than wh
 
 from collections.abc import Callable
 
-from energon_packing.validate.family_table import FAMILY_TABLE, FamilyLine, line_of, opt_out
+from energon_packing.validate.family_table import FAMILY_TABLE, OPTED_OUT, FamilyLine, line_of
 from energon_packing.validate.rules.rule import Finding, SourceLine, bridge, core, rule, unless
 from energon_packing.validate.run_view import RunView
 
@@ -20,9 +20,9 @@ def _known_family_with_cp(view: RunView) -> bool:
 
 
 def _is_known(view: RunView) -> bool:
-    """Whether the table lists the family, or it is Megatron-Core's GPT alone, which keeps samples apart."""
-    listed = line_of(view.family, view.bridge_release) is not None
-    return listed or (view.is_gpt and not view.sees_or_hears) or bool(opt_out(view.family))
+    """Whether the family is listed, or Megatron-Core's GPT alone, which keeps samples apart."""
+    listed = line_of(view.family, view.bridge_release) is not None or OPTED_OUT.match(view.family) is not None
+    return listed or (view.is_gpt and not view.sees_or_hears)
 
 
 def _qwen3_vl_over_tensor_ranks(view: RunView) -> bool:
@@ -53,9 +53,11 @@ def _family_takes_packs(view: RunView) -> Finding | None:
     line = line_of(view.family, view.bridge_release)
     if line is not None and not line.packed:
         return Finding(why=f"{line.name} of Megatron-Bridge {view.bridge_name} {line.why}", fix="train it unpacked")
-    reason = opt_out(view.family)
-    why = f"{view.model} does not support packed rows: {reason}"
-    return unless(line is not None or not reason, why=why, fix="train it unpacked")
+    return unless(
+        line is not None or not OPTED_OUT.match(view.family),
+        why=f"{view.model} does not support packed rows: its recipes say that packed sequences are not supported",
+        fix="train it unpacked",
+    )
 
 
 @rule(

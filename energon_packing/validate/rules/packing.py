@@ -22,12 +22,9 @@ from energon_packing.validate.run_view import PACKING_STEPS, RunView, installed_
     sources=(bridge("training/config.py", 'getattr(self.dataset, "offline_packing_specs", None)'),),
 )
 def _settings_by_their_names(view: RunView) -> Finding | None:
-    renamed = {old: new for old, new in view.unknown_settings if new}
-    return unless(
-        not renamed,
-        why=f"Megatron-Bridge {view.bridge_name} has no setting {', '.join(renamed)}: nothing reads it",
-        fix=f"use {'; '.join(renamed.values())}",
-    )
+    new = {old: new for old, new in view.unknown_settings if new}
+    why = f"Megatron-Bridge {view.bridge_name} has no setting {', '.join(new)}: nothing reads it"
+    return unless(not new, why=why, fix=f"use {'; '.join(new.values())}")
 
 
 @rule(
@@ -41,11 +38,8 @@ def _settings_by_their_names(view: RunView) -> Finding | None:
 )
 def _settings_are_read(view: RunView) -> Finding | None:
     unknown = [name for name, meant in view.unknown_settings if not meant]
-    return unless(
-        not unknown,
-        why=f"no class declares {', '.join(unknown)}: nothing in Megatron-Bridge {view.bridge_name} reads it",
-        fix="leave it out, or begin its name with an underscore if it is yours",
-    )
+    why = f"no class declares {', '.join(unknown)}: nothing in Megatron-Bridge {view.bridge_name} reads it"
+    return unless(not unknown, why=why, fix="leave it out, or begin its name with an underscore if it is yours")
 
 
 @bridges_rule(
@@ -208,13 +202,14 @@ def _in_batch_rows_may_be_long(view: RunView) -> Finding | None:
     applies=lambda view: (
         view.dataset_kind == "packed_energon" and view.pad_cu_seqlens and view.graphs_capture_attention
     ),
+    severity="warning",  # not seen on a GPU
     holds=lambda view: view.multiple == 1,
     sources=(attention("dot_product_attention.py", "not torch.equal(cu_seqlens_q_padded[:-1], cu_seqlens_q[:-1])"),),
 )
 def _captured_rows_are_alike(view: RunView) -> Finding | None:
     return Finding(
         why=f"samples are padded to a multiple of {view.multiple}, and a CUDA graph of attention keeps from its first "
-        "row whether there is padding between them; other rows would lose keys or attend to padding",
+        "row whether there is padding between them; other rows may lose keys or attend to padding",
         fix="leave attention out of the capture, or use parallel sizes without alignment",
     )
 

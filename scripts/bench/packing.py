@@ -68,8 +68,9 @@ def run(
 
     Yields:
         A dict for each list and packer: ``list, policy, window, samples, packs, bound, fill_of_bound`` (percent of the
-        fill that the lower bound allows), ``seconds, us_per_sample`` and, for ours, the figures of `PackStatistics`. A
-        peer that fails has ``error`` in place of figures.
+        fill that the lower bound allows), ``utilisation`` and ``unpacked`` (percent of real tokens in the packs, and in
+        rows of one sample), ``times`` (their ratio), ``seconds, us_per_sample`` and, for ours, the figures of
+        `PackStatistics`. A peer that fails has ``error`` in place of figures.
     """
     for found in load_lists(source, names, samples, seed):
         given = found.aligned(multiple).fitting(samples, image_limit)
@@ -111,7 +112,7 @@ def _timed[Result](function: Callable[[], Result], repeat: int) -> tuple[Result,
 
 
 def _row(given: LengthList, policy: str, packs: int, bound: int, seconds: float) -> dict[str, Any]:
-    count = given.lengths.size
+    count, tokens = given.lengths.size, int(given.lengths.sum())
     return {
         "list": given.name,
         "policy": policy,
@@ -119,6 +120,9 @@ def _row(given: LengthList, policy: str, packs: int, bound: int, seconds: float)
         "packs": packs,
         "bound": bound,
         "fill_of_bound": round(100 * bound / packs, 3) if packs else None,
+        "utilisation": round(100 * tokens / (packs * given.capacity), 2) if packs else None,
+        "unpacked": round(100 * tokens / (count * given.capacity), 2) if count else None,
+        "times": round(count / packs, 2) if packs else None,
         "seconds": round(seconds, 4),
         "us_per_sample": round(seconds / count * 1e6, 3) if count else None,
     }
@@ -145,11 +149,13 @@ def run_two_limits(
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Returns a Markdown table: a line per packer, a column per list with the fill in percent of the bound's.
 
-    Lists with a second limit have their own columns. The last column is microseconds per sample on the first list.
+    Lists with a second limit have their own columns. The last column is microseconds per sample on the first list. A
+    second table has what `bench.peers.PUBLISHED` is compared with.
     """
     columns: dict[str, None] = {}
     lines: dict[str, dict[str, str]] = {}
     notes: list[str] = []
+    used: list[str] = []
     first = next((row["list"] for row in rows), "")
     shortened: dict[str, list[str]] = {}
     sizes: dict[str, int] = {}
@@ -170,12 +176,19 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         cells[column] = f"{row['fill_of_bound']:.2f}"
         if row["policy"] in bench_peers.PEERS and row["samples"] < sizes[row["list"]]:
             shortened.setdefault(row["policy"], []).append(f"{row['samples']} of {row['list']}")
+        published = bench_peers.PUBLISHED.get(row["list"]) if limit is None else None
+        if published and row["policy"] in ("window", "fast-axolotl"):
+            figures = (f"{row['unpacked']:.1f}", published, name, f"{row['utilisation']:.1f}", f"{row['times']:.2f}")
+            used.append(f"| {row['list']} | {' | '.join(figures)} |")
         if row["list"] == first and limit is None:
             cells["us"] = f"{row['us_per_sample']:.2g}"
     head = ["packer", *columns, f"us on {first}"]
     text = [f"| {' | '.join(head)} |", f"| {' | '.join(['---'] * len(head))} |"]
     for name, cells in lines.items():
         text.append(f"| {' | '.join([name, *(cells.get(column, '') for column in (*columns, 'us'))])} |")
+    if used:
+        head = ["list", "one sample per row, %", "fast-axolotl publishes, %", "packer", "packed, %", "times"]
+        text += ["", f"| {' | '.join(head)} |", f"| {' | '.join(['---'] * len(head))} |", *used]
     notes += [f"{policy} got only the first {', '.join(parts)}" for policy, parts in shortened.items()]
     return "\n".join([*text, *([""] if notes else []), *notes])
 

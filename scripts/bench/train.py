@@ -3,6 +3,9 @@
 Every kind of row runs in a fresh process on one thread: a tiny model of Megatron-Bridge, its own training loop and
 forward step, the same conversations, all micro-batches made before the clock starts. Figures are for whole passes over
 the data; each result is one JSON object, and the last one compares them.
+
+``--whole`` measures whole jobs: padded rows, packs that are made while they train, and packs that are made before.
+Reading and packing are part of the time, and every job reads with one worker.
 """
 
 import argparse
@@ -17,7 +20,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from bench.loader import start
-from bench.loader_data import prepare_data
+from bench.loader_data import BenchData, prepare_data
 from bench.loader_run import MEGABYTE
 from bench.train_run import Rows, TrainJob
 from energon_packing.demo import processor_path
@@ -32,6 +35,11 @@ by 1e-6 in fp32; if pack boundaries are ignored, by 4e-4, since a model with ran
 SAME_LOSS_IN_TF32 = 2e-4
 """The same on a GPU whose products round to TF32, 10 bits of mantissa: half of what ignored boundaries change.
 Rounding the factors of every product on a CPU alone, they differ by 1e-6; no GPU has been asked."""
+
+
+PUBLISHED = {"tokens_per_second": 2.0, "total_seconds": (0.17, 0.2)}
+"""What Baidu publishes for AIAK's offline packing, as multiples of training without packing: tokens per second, and the
+duration of fine-tuning (5 to 6 times shorter)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,22 +83,76 @@ def run(bench: TrainBench, work: Path) -> Iterator[dict[str, Any]]:
     data = prepare_data(work, conversations=bench.conversations, seed=bench.seed)
     results = []
     for rows, size in kinds(bench.micro_batches):
-        job = TrainJob(
-            rows=rows,
-            data=str(data.root),
-            processor=str(processor_path(bench.family)),
-            family=bench.family,
-            seq_length=bench.seq_length,
-            window=bench.window,
-            micro_batch_size=size,
-            passes=bench.passes,
-            pixels=PIXELS,
-        )
         name = rows if rows == "packs" else f"{rows}-mb{size}"
-        measured = start(job, work / f"train-{name}.log", module="train_run", name=name)
-        results.append(figures(name, bench, measured))
+        results.append(figures(name, bench, measured(bench, data, work, rows, size, name=name)))
         yield results[-1]
     yield verdict(results)
+
+
+def measured(
+    bench: TrainBench, data: BenchData, work: Path, rows: Rows, size: int, *, name: str, **more: Any
+) -> dict[str, Any]:
+    """Returns what `bench.train_run.measure` says of one kind of row, in a process of its own."""
+    job = TrainJob(
+        rows=rows,
+        data=str(data.root),
+        processor=str(processor_path(bench.family)),
+        family=bench.family,
+        seq_length=bench.seq_length,
+        window=bench.window,
+        micro_batch_size=size,
+        passes=bench.passes,
+        pixels=PIXELS,
+        **more,
+    )
+    return start(job, work / f"train-{name}.log", module="train_run", name=name)
+
+
+def run_whole(bench: TrainBench, work: Path) -> Iterator[dict[str, Any]]:
+    """Measures whole jobs; arguments and errors as for `run`.
+
+    Yields:
+        One dict for each job: seconds and CPU seconds in all, those of packing before it, and real tokens per CPU
+        second of the training that reads the data. Then one ``train.whole.verdict``: each as a multiple of padded rows,
+        beside what is published.
+    """
+    if importlib.util.find_spec("megatron.bridge") is None:
+        raise UserError("megatron.bridge, which trains the model, is not installed; install the extra 'bridge'")
+    data = prepare_data(work, conversations=bench.conversations, seed=bench.seed)
+    jobs: list[tuple[str, Rows, int, str | None]] = [
+        *((f"padded-mb{size}", "padded", size, None) for size in bench.micro_batches),
+        ("packs", "packs", 1, None),
+        ("packs made before", "packs", 1, str(work / "offline")),
+    ]
+    results = []
+    for name, rows, size, offline in jobs:
+        told = measured(bench, data, work, rows, size, name=name.replace(" ", "-"), whole=True, offline=offline)
+        prepare = told["prepare"] if offline else [0.0, 0.0]
+        total, total_cpu = (before + train for before, train in zip(prepare, told["train"], strict=True))
+        results.append(
+            {
+                "benchmark": "train.whole",
+                "rows": name,
+                "device": told["device"],
+                "passes": bench.passes,
+                "total_seconds": round(total, 2),
+                "total_cpu_seconds": round(total_cpu, 2),
+                "packing_cpu_seconds": round(prepare[1], 2),
+                "tokens_per_cpu_second": round(told["tokens"] / told["train"][1]),
+                "micro_batches": len(told["rows"]),
+            }
+        )
+        yield results[-1]
+    first = results[0]
+    yield {
+        "benchmark": "train.whole.verdict",
+        "compared_with": first["rows"],
+        **{
+            figure: {row["rows"]: round(row[figure] / first[figure], 2) for row in results[1:]}
+            for figure in ("tokens_per_cpu_second", "total_cpu_seconds", "total_seconds")
+        },
+        "published": PUBLISHED,
+    }
 
 
 def kinds(sizes: Sequence[int]) -> list[tuple[Rows, int]]:
@@ -170,6 +232,7 @@ def parser() -> argparse.ArgumentParser:
     )
     options.add_argument("--passes", type=int, default=default.passes, help="passes over the data; figures are medians")
     options.add_argument("--seed", type=int, default=default.seed)
+    options.add_argument("--whole", action="store_true", help="measure whole jobs, reading and packing included")
     options.add_argument("--work", type=Path, help="keep data and logs here; a temporary directory by default")
     return options
 
@@ -177,6 +240,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints one JSON line per result; 1 if the rows did not train the same, 2 on unusable input."""
     options = vars(parser().parse_args(argv))
+    measures = run_whole if options.pop("whole") else run
     given_work, sizes = options.pop("work"), options.pop("micro_batch") or TrainBench().micro_batches
     same = True
     try:
@@ -184,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="bench-train-") as temporary:
             work = given_work or Path(temporary)
             work.mkdir(parents=True, exist_ok=True)
-            for result in run(bench, work):
+            for result in measures(bench, work):
                 print(json.dumps(result), flush=True)
                 same = result.get("same_loss", True) and result.get("same_samples", True)
     except UserError as error:

@@ -16,17 +16,17 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from support.bridge_cpu import stand_ins
-from support.bridge_cpu.tiny_models import special_tokens
+from support.bridge_cpu.tiny_models import special_tokens, vocabulary_of
 
-from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, ParallelConfig, RunConfig
-from energon_packing.encoders.encoder import ConversationEncoder
+from bench.loader_run import cpu_seconds
+from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, ParallelConfig, PlanConfig, RunConfig
 
 Rows = Literal["packs", "in_batch", "padded"]
 
@@ -45,6 +45,8 @@ class TrainJob:
         micro_batch_size: samples of a micro-batch that is not a pack.
         passes: measured passes; one more comes first.
         pixels: smallest and largest area of images and frames.
+        whole: measure the whole job, with no pass before it: the passes read the data while they train.
+        offline: directory for packs that are made before a whole job; None packs while it trains.
     """
 
     rows: Rows
@@ -56,6 +58,8 @@ class TrainJob:
     micro_batch_size: int
     passes: int
     pixels: tuple[int, int]
+    whole: bool = False
+    offline: str | None = None
 
 
 @dataclass(kw_only=True)
@@ -77,40 +81,66 @@ class MicroBatches:
     special_tokens: Any = None
 
 
-def micro_batches(job: TrainJob) -> MicroBatches:
-    """Makes all micro-batches of a job; nothing of the loader remains in memory."""
-    from energon_packing.bridge.dataset import MicroBatchForm
-    from energon_packing.energon.loader import build_loader, build_task_encoder
-    from energon_packing.energon.sample_task_encoder import MicroBatchTaskEncoder
-    from energon_packing.energon.task_encoder import PackingTaskEncoder
-    from energon_packing.thd.batch import PackedBatch
-
+def run_config(job: TrainJob, *, workers: int = 0, repeat: bool = False) -> RunConfig:
+    """Returns the configuration of a job."""
     low, high = job.pixels
-    config = RunConfig(
-        data=DataConfig(path=job.data, workers=0, repeat=False),
+    window = {"window": job.window} if job.rows == "packs" else {}  # the others refuse what they do not read
+    return RunConfig(
+        data=DataConfig(path=job.data, workers=workers, repeat=repeat),
         encoder=EncoderConfig(
             processor=job.processor, min_pixels=low, max_pixels=high, video_min_pixels=low, video_max_pixels=high
         ),
-        packing=PackingConfig(seq_length=job.seq_length, drop_budget=1.0),
+        packing=PackingConfig(seq_length=job.seq_length, drop_budget=1.0, **window),
+        plan=PlanConfig(max_data_parallel=1),
     )
-    encoder: PackingTaskEncoder
-    form: Callable[[PackedBatch], dict[str, Any]]
+
+
+def pack_offline(job: TrainJob, place: Path) -> TrainJob:
+    """Measures, plans and packs the data of a job in this process; returns the job that reads the packs."""
+    from energon_packing.offline.measure import MeasureConfig
+    from energon_packing.offline.measure import measure as measure_samples
+    from energon_packing.offline.pack import PackConfig, pack
+    from energon_packing.offline.planner import make_plan
+
+    config = run_config(job)
+    measure_samples(MeasureConfig(paths=(Path(job.data),), out=place / "index", workers=0), config)
+    make_plan([place / "index"], config, place / "plan.parquet")
+    pack(PackConfig(plan=place / "plan.parquet", out=place / "packed", workers=0))
+    return dataclasses.replace(job, data=str(place / "packed"))
+
+
+Form = Callable[[Any], dict[str, Any]]
+
+
+def open_packs(job: TrainJob, **data: Any) -> tuple[Any, Form]:
+    """Returns the loader of a job, and what makes a mapping for Bridge of the batch of each of its packs."""
+    from energon_packing.bridge.dataset import MicroBatchForm
+    from energon_packing.energon.loader import build_loader
+    from energon_packing.energon.sample_task_encoder import MicroBatchTaskEncoder
+    from energon_packing.offline.open_loader import open_loader
+    from energon_packing.thd.batch import PackedBatch
+
+    config = run_config(job, **data)
     if job.rows == "packs":
-        packing = dataclasses.replace(config.packing, window=job.window)
-        encoder, form = build_task_encoder(dataclasses.replace(config, packing=packing)), PackedBatch.to_bridge
-    else:
-        size = job.micro_batch_size
-        encoder = MicroBatchTaskEncoder(config.encoder, config.packing, ParallelConfig(), micro_batch_size=size)
-        form = MicroBatchForm(packed=job.rows == "in_batch", samples=size, seq_length=job.seq_length)
+        return open_loader(config), PackedBatch.to_bridge
+    size = job.micro_batch_size
+    encoder = MicroBatchTaskEncoder(config.encoder, config.packing, ParallelConfig(), micro_batch_size=size)
+    form = MicroBatchForm(packed=job.rows == "in_batch", samples=size, seq_length=job.seq_length)
+    return build_loader(config, task_encoder=encoder), form
+
+
+def micro_batches(job: TrainJob) -> MicroBatches:
+    """Makes all micro-batches of a job; nothing of the loader remains in memory."""
+    loader, form = open_packs(job)
     found = MicroBatches()
-    for pack in build_loader(config, task_encoder=encoder):
+    for pack in loader:
         found.batches.append(form(pack.batch))
         found.samples += pack.batch.num_samples
         found.tokens += pack.batch.real_tokens
         found.dropped += len(pack.dropped)
-    assert isinstance(encoder.encoder, ConversationEncoder)  # of an EncoderConfig
-    found.vocab_size = max(encoder.encoder.tokenizer.get_vocab().values()) + 1
-    found.special_tokens = special_tokens(encoder.encoder.tokenizer.get_vocab())
+    vocabulary = vocabulary_of(job.processor)
+    found.vocab_size = max(vocabulary.values()) + 1
+    found.special_tokens = special_tokens(vocabulary)
     return found
 
 
@@ -128,7 +158,31 @@ class _Passes:
         return dict(self._batches[(self._read - 1) % len(self._batches)])
 
 
-def _data_set(batches: Sequence[dict[str, Any]], rows: Rows, seq_length: int) -> Any:
+def _clocks() -> tuple[float, float]:
+    """Seconds of the clock, and CPU seconds of this process and its workers."""
+    return time.perf_counter(), cpu_seconds()
+
+
+class _Read:
+    """Reads the data again and again with one worker, as a run does.
+
+    Attributes:
+        began: `_clocks` when the first micro-batch was asked for.
+        tokens: of the micro-batches so far, without padding.
+    """
+
+    def __init__(self, job: TrainJob) -> None:
+        self._job, self.began, self.tokens = job, (0.0, 0.0), 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        self.began = _clocks()
+        loader, form = open_packs(self._job, workers=1, repeat=True)
+        for pack in loader:
+            self.tokens += pack.batch.real_tokens
+            yield form(pack.batch)
+
+
+def _data_set(batches: Iterable[dict[str, Any]], rows: Rows, seq_length: int) -> Any:
     from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
 
     class Ready(DatasetProvider):
@@ -137,7 +191,7 @@ def _data_set(batches: Sequence[dict[str, Any]], rows: Rows, seq_length: int) ->
         enable_in_batch_packing = rows == "in_batch"
 
         def build_datasets(self, context: DatasetBuildContext) -> tuple[Any, None, None]:
-            return _Passes(batches), None, None
+            return iter(batches), None, None
 
     made = Ready(num_workers=0, dataloader_type="external")
     made.seq_length = seq_length
@@ -145,16 +199,22 @@ def _data_set(batches: Sequence[dict[str, Any]], rows: Rows, seq_length: int) ->
 
 
 def measure(job: TrainJob) -> dict[str, Any]:
-    """Trains one pass that is not measured and ``job.passes`` that are.
+    """Trains one pass that is not measured and ``job.passes`` that are, or a whole job.
 
     Returns:
         ``seconds`` and ``cpu_seconds`` of each measured pass, ``losses`` of all passes, ``peak_bytes`` that training
-        took beyond what the process held before the model was built, and counts of the micro-batches.
+        took beyond what the process held before the model was built, and counts of the micro-batches. Of a whole job,
+        ``prepare`` is what packing took and ``train`` what it took from opening the data to the last step, each in
+        seconds and in CPU seconds with those of the worker; ``tokens`` are those of all passes.
     """
     on_cpu = stand_ins.needed()
     stand_ins.install()
     from support.bridge_cpu import tiny_models, training_run
 
+    started = _clocks()
+    if job.offline is not None:
+        job = pack_offline(job, Path(job.offline))
+    prepared = _clocks()
     made = micro_batches(job)
     rows = [int(batch["tokens"].numel()) for batch in made.batches]
     clocks: list[tuple[float, float]] = []
@@ -162,7 +222,7 @@ def measure(job: TrainJob) -> dict[str, Any]:
     def stop(_report: Any) -> None:
         if not on_cpu:
             torch.cuda.synchronize()
-        clocks.append((time.perf_counter(), time.process_time()))
+        clocks.append(_clocks() if job.whole else (time.perf_counter(), time.process_time()))
 
     with training_run.process_groups():
         model = tiny_models.provider(
@@ -172,14 +232,18 @@ def measure(job: TrainJob) -> dict[str, Any]:
             seq_length=max(job.seq_length, *rows),
         )
         size = 1 if job.rows == "packs" else job.micro_batch_size
-        data = _data_set(made.batches, job.rows, job.seq_length)
-        config = training_run.make_config(model, data, steps=job.passes + 1, global_batch_size=size * len(made.batches))
+        read = _Read(job)
+        data = _data_set(read if job.whole else _Passes(made.batches), job.rows, job.seq_length)
+        steps = job.passes + (not job.whole)
+        config = training_run.make_config(model, data, steps=steps, global_batch_size=size * len(made.batches))
         config.train.micro_batch_size = size
         before = _reset_peak(on_gpu=not on_cpu)
         result = training_run.run(config, forward_step="vlm", on_step=stop)
         peak = _peak(on_gpu=not on_cpu) - before
     passes = [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(clocks)]
     return {
+        "prepare": [end - begin for begin, end in zip(started, prepared, strict=True)],
+        "train": [end - begin for begin, end in zip(read.began, clocks[-1], strict=True)],
         "seconds": [seconds for seconds, _ in passes],
         "cpu_seconds": [seconds for _, seconds in passes],
         "losses": result.losses,
@@ -188,7 +252,7 @@ def measure(job: TrainJob) -> dict[str, Any]:
         "tf32": not on_cpu and uses_tf32(),
         "samples": made.samples,
         "dropped": made.dropped,
-        "tokens": made.tokens,
+        "tokens": read.tokens if job.whole else made.tokens,
         "rows": rows,
     }
 

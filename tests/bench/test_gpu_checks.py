@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,6 +54,22 @@ def test_indices_that_are_ours_are_equal_and_shifted_ones_are_named():
     found = gpu_checks.partition_check(lambda b, t, c, r: ours(b, t, c, (r + 1) % c), device="cpu")
     assert not found["equal"]
     assert found["different"]["cp"] == 2
+
+
+def test_whole_jobs_count_what_packing_before_them_costs(monkeypatch, tmp_path):
+    seconds = {"padded-mb4": (1.0, 60.0), "packs": (1.0, 20.0), "packs-made-before": (10.0, 20.0)}
+
+    def told(job, log, *, module, name):
+        assert (job.whole, job.offline is not None) == (True, name == "packs-made-before")
+        prepare, trained = seconds[name]
+        return {"tokens": 600, "rows": [600], "device": "cpu", "prepare": [prepare] * 2, "train": [trained] * 2}
+
+    monkeypatch.setattr(train, "prepare_data", lambda *_, **__: SimpleNamespace(root=tmp_path))
+    monkeypatch.setattr(train, "start", told)
+    *rows, verdict = train.run_whole(train.TrainBench(micro_batches=(4,)), tmp_path)
+    assert [row["total_seconds"] for row in rows] == [60, 20, 30]
+    assert verdict["total_cpu_seconds"] == {"packs": 0.33, "packs made before": 0.5}
+    assert verdict["tokens_per_cpu_second"] == {"packs": 3, "packs made before": 3}
 
 
 def test_results_are_stored_under_the_name_of_the_device_and_a_failed_check_stops_no_other(

@@ -408,8 +408,9 @@ class RunView:
 
     @property
     def family(self) -> str:
-        """Lower case, letters and digits only: ``Qwen2.5-VL``, ``qwen2_5_vl`` and ``qwen25_vl`` are one family."""
-        return "".join(c for c in (self.model or "").lower() if c.isalnum())
+        """Lower case, letters and digits only, without the owner of a hub name: ``Qwen2.5-VL``, ``qwen2_5_vl`` and
+        ``Qwen/Qwen2.5-VL`` are one family."""
+        return "".join(c for c in (self.model or "").rstrip("/").rpartition("/")[2].lower() if c.isalnum())
 
     @property
     def may_show_images(self) -> bool:

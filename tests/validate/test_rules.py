@@ -703,6 +703,8 @@ def test_our_data_set_is_declared_to_bridge_as_packed_rows_unless_bridge_packs_i
         ("Qwen3-VL-8B", "ok", "ok"),
         ("GLM-4.5V", "ok", "ok"),
         ("GLM-4.5-Air", "error", "ok"),
+        ("Qwen/Qwen3-8B", "ok", "ok"),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", "error", "ok"),
     ],
 )
 def test_only_a_known_model_is_said_to_keep_samples_apart(model: str, takes_packs: str, listed: str) -> None:

@@ -213,25 +213,20 @@ class LoaderBase(ABC):
         return states
 
     def restore_state_global(self, state: Sequence[Any] | None, *, src_rank: int | None = None) -> None:
-        """Restores this rank's part of what `save_state_global` returned: on all ranks the same list; or with
-        ``src_rank``, as a collective call, the list of that data-parallel rank.
-
-        Raises:
-            ConfigError: the list has not one state for each rank; or as `restore_state`.
-        """
-        if src_rank is not None and src_rank != self._rank:
+        """Restores this rank's part of what `save_state_global` returned, one list on all ranks; or with ``src_rank``,
+        as a collective call, the list of that data-parallel rank. Raises ConfigError: it has not one state per rank."""
+        if src_rank not in (None, self._rank):
             state = [None] * self._world_size  # comes from the other rank
         if not isinstance(state, list) or len(state) != self._world_size:
             raise ConfigError(
                 f"The state is no list of {self._world_size}, one for each data-parallel rank, as save_state_global "
                 "returns it; give that list, or one rank's state to restore_state."
             )
+        own = [state[self._rank]]
         if src_rank is not None and self._world_size > 1:
             source = src_rank if self._group is None else distributed.get_global_rank(self._group, src_rank)
-            own: list[Any] = [None]
             distributed.scatter_object_list(own, state, source, group=self._group)
-            return self.restore_state(own[0])
-        return self.restore_state(state[self._rank])
+        self.restore_state(own[0])
 
     @abstractmethod
     def share_unpinned(self) -> None:

@@ -56,8 +56,7 @@ class VisionFamily(ABC):
     name: ClassVar[str]
     """Name in configurations and messages."""
     processor_classes: ClassVar[tuple[str, ...]] = ()
-    """Names of the Hugging Face processor classes that this family serves; if empty, it takes any processor or
-    tokenizer, and is chosen by its name alone."""
+    """Names of the Hugging Face processor classes that it serves; if empty, any, and it is chosen by its name alone."""
     by_name_only: ClassVar[tuple[str, ...]] = ()
     """Those of ``processor_classes`` that ``auto`` leaves to another family; this one is then chosen by its name."""
     reads: ClassVar[tuple[str, ...]] = ()

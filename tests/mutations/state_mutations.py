@@ -71,7 +71,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         name="every rank restores the first one's part of the states of all ranks",
         test=STATES + "test_a_loop_that_saves_and_restores_under_energons_names_goes_on_with_our_loader",
         oracle="the same loop on Energon's own loader",
-        edits=(("energon/loader.py", "self.restore_state(state[self._rank])", "self.restore_state(state[0])"),),
+        edits=(("energon/loader.py", "own = [state[self._rank]]", "own = [state[0]]"),),
     ),
     Mutation(
         trap=52,

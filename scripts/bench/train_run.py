@@ -84,7 +84,9 @@ class MicroBatches:
 def run_config(job: TrainJob, *, workers: int = 0, repeat: bool = False) -> RunConfig:
     """Returns the configuration of a job."""
     low, high = job.pixels
-    window: dict[str, Any] = {"window": job.window} if job.rows == "packs" else {}  # the others refuse what they do not read
+    window: dict[str, Any] = (
+        {"window": job.window} if job.rows == "packs" else {}
+    )  # the others refuse what they do not read
     return RunConfig(
         data=DataConfig(path=job.data, workers=workers, repeat=repeat),
         encoder=EncoderConfig(

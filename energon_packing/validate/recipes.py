@@ -340,9 +340,9 @@ OLD_NAMES = {
 
 def _opted_out(container: Any) -> str | None:
     """The published name of a model of `OPTED_OUT`, whose class is that of every GPT."""
-    tokenizer = getattr(getattr(container, "tokenizer", None), "tokenizer_model", None)
-    names = [Path(str(place)).name for place in (getattr(container.model, "hf_model_id", None), tokenizer) if place]
-    return next((name for name in names if OPTED_OUT.match(RunView(model=name).family)), None)
+    tokenizer = getattr(getattr(container, "tokenizer", None), "tokenizer_model", None)  # may be another model's
+    name = Path(str(getattr(container.model, "hf_model_id", None) or tokenizer)).name
+    return name if OPTED_OUT.match(RunView(model=name).family) else None
 
 
 def _unknown_settings(container: Any) -> tuple[tuple[str, str], ...]:

@@ -367,8 +367,8 @@ def _unknown_settings(container: Any) -> tuple[tuple[str, str], ...]:
 
 @functools.cache
 def _in_sources(names: frozenset[str]) -> frozenset[str]:
-    """Those of the names that a source file of Megatron-Bridge or Megatron-Core has as a word."""
-    word = re.compile(rf"\b({'|'.join(map(re.escape, sorted(names)))})\b")
+    """Those of the names that a source file of Megatron-Bridge or Megatron-Core has as an attribute, or in quotes."""
+    word = re.compile(rf"[.\"']({'|'.join(map(re.escape, sorted(names)))})\b")
     packages = filter(None, map(sys.modules.get, ("megatron.bridge", "megatron.core") if names else ()))
     files = (file for package in packages for folder in package.__path__ for file in Path(folder).rglob("*.py"))
     return frozenset(found for file in files for found in word.findall(file.read_text("utf-8", "replace")))

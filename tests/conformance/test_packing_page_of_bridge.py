@@ -65,7 +65,7 @@ LINES = {
         None,
         "0.6.2 and 0.7: offline_packing_specs, with enable_offline_packing=True)",
     ),
-    "a slip": (["cfg.train.micro_batchsize = 1"], RENAMED, "use train.micro_batch_size"),
+    "a slip, a local name in Bridge's sources": (["cfg.train.train_iter = 1"], RENAMED, "use train.train_iters"),
     "an attribute of one's own": (["cfg.model.of_my_step = 1"], UNREAD, "model.of_my_step"),
     "a private attribute": (["cfg.model._of_my_step = 1"], "", ""),
     "a nested section": (

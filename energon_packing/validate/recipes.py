@@ -354,7 +354,8 @@ def _unknown_settings(container: Any) -> tuple[tuple[str, str], ...]:
         for name, value in getattr(section, "__dict__", {}).items():
             if name in names:
                 part = dataclasses.is_dataclass(value) and not isinstance(value, type)
-                if part and (not path or type(value).__module__.startswith("megatron.")):
+                known = not path or type(value).__module__.startswith("megatron.")
+                if part and known and all(value is not seen for _, seen in waiting):  # two may share a section
                     waiting.append((f"{path}{name}.", value))
             elif not name.startswith("_") and not hasattr(type(section), name):
                 meant = OLD_NAMES.get(name) or "".join(difflib.get_close_matches(name, names, n=1, cutoff=0.8))

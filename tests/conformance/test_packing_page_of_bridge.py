@@ -108,6 +108,15 @@ def test_a_line_of_the_page_is_valid_or_its_new_name_is_told(name, tmp_path, mon
         assert said in f"{told[rule]['why']} {told[rule]['fix']}"
 
 
+def test_sections_that_hold_each_other_are_looked_at_once():
+    from megatron.bridge.training.config import ConfigContainer
+
+    made = (object.__new__(ConfigContainer) for _ in range(2))
+    container, other = made
+    container.model, container.of_mine, other.model = other, 1, container
+    assert _unknown_settings(container) == (("of_mine", ""),)
+
+
 MODELS = {
     r"Llama": "llama",
     r"Qwen2\.5-VL": "qwen2_5_vl",

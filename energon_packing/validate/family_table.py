@@ -182,8 +182,8 @@ FAMILY_TABLE: tuple[FamilyLine, ...] = (
 )
 """Lines of one family in the order of their versions.
 
-Qwen3-Next and GLM-4.5 are not here: they share the provider of every GPT. `OPTED_OUT` judges them where our YAML, the
-provider's ``hf_model_id`` or the tokenizer names them.
+Qwen3-Next and GLM-4.5 are not here: they share the provider of every GPT. `OPTED_OUT` judges them where our YAML or the
+provider's ``hf_model_id`` names them, or without one the tokenizer.
 """
 
 OPTED_OUT = re.compile("qwen3next|glm45(?!v)")

@@ -342,9 +342,9 @@ OLD_NAMES = {
 
 def _opted_out(container: Any) -> str | None:
     """The published name of a model of `OPTED_OUT`, whose class is that of every GPT."""
-    tokenizer = getattr(getattr(container, "tokenizer", None), "tokenizer_model", None)
-    names = [Path(str(place)).name for place in (getattr(container.model, "hf_model_id", None), tokenizer) if place]
-    return next((name for name in names if OPTED_OUT.match(RunView(model=name).family)), None)
+    tokenizer = getattr(getattr(container, "tokenizer", None), "tokenizer_model", None)  # may be another model's
+    name = Path(str(getattr(container.model, "hf_model_id", None) or tokenizer)).name
+    return name if OPTED_OUT.match(RunView(model=name).family) else None
 
 
 def _unknown_settings(container: Any) -> tuple[tuple[str, str], ...]:
@@ -356,7 +356,8 @@ def _unknown_settings(container: Any) -> tuple[tuple[str, str], ...]:
         for name, value in getattr(section, "__dict__", {}).items():
             if name in names:
                 part = dataclasses.is_dataclass(value) and not isinstance(value, type)
-                if part and (not path or type(value).__module__.startswith("megatron.")):
+                known = not path or type(value).__module__.startswith("megatron.")
+                if part and known and all(value is not seen for _, seen in waiting):  # two may share a section
                     waiting.append((f"{path}{name}.", value))
             elif not name.startswith("_") and not hasattr(type(section), name):
                 meant = OLD_NAMES.get(name) or "".join(difflib.get_close_matches(name, names, n=1, cutoff=0.8))
@@ -369,8 +370,8 @@ def _unknown_settings(container: Any) -> tuple[tuple[str, str], ...]:
 
 @functools.cache
 def _in_sources(names: frozenset[str]) -> frozenset[str]:
-    """Those of the names that a source file of Megatron-Bridge or Megatron-Core has as a word."""
-    word = re.compile(rf"\b({'|'.join(map(re.escape, sorted(names)))})\b")
+    """Those of the names that a source file of Megatron-Bridge or Megatron-Core has as an attribute, or in quotes."""
+    word = re.compile(rf"[.\"']({'|'.join(map(re.escape, sorted(names)))})\b")
     packages = filter(None, map(sys.modules.get, ("megatron.bridge", "megatron.core") if names else ()))
     files = (file for package in packages for folder in package.__path__ for file in Path(folder).rglob("*.py"))
     return frozenset(found for file in files for found in word.findall(file.read_text("utf-8", "replace")))

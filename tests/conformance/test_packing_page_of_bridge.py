@@ -65,7 +65,7 @@ LINES = {
         None,
         "0.6.2 and 0.7: offline_packing_specs, with enable_offline_packing=True)",
     ),
-    "a slip": (["cfg.train.micro_batchsize = 1"], RENAMED, "use train.micro_batch_size"),
+    "a slip, a local name in Bridge's sources": (["cfg.train.train_iter = 1"], RENAMED, "use train.train_iters"),
     "an attribute of one's own": (["cfg.model.of_my_step = 1"], UNREAD, "model.of_my_step"),
     "a private attribute": (["cfg.model._of_my_step = 1"], "", ""),
     "a nested section": (
@@ -106,6 +106,15 @@ def test_a_line_of_the_page_is_valid_or_its_new_name_is_told(name, tmp_path, mon
     assert done.exit_code == (rule == RENAMED)
     if rule:
         assert said in f"{told[rule]['why']} {told[rule]['fix']}"
+
+
+def test_sections_that_hold_each_other_are_looked_at_once():
+    from megatron.bridge.training.config import ConfigContainer
+
+    made = (object.__new__(ConfigContainer) for _ in range(2))
+    container, other = made
+    container.model, container.of_mine, other.model = other, 1, container
+    assert _unknown_settings(container) == (("of_mine", ""),)
 
 
 MODELS = {
@@ -183,6 +192,8 @@ def test_a_recipe_that_opts_out_of_packing_is_refused_if_it_packs(name):
 
     with published_models():
         container = getattr(importlib.import_module(f"megatron.bridge.recipes.{module}"), name)()
+    if not model:
+        container.tokenizer.tokenizer_model = "zai-org/GLM-4.5"  # the tokenizer of another model refuses nothing
     before = view_of(container, world_size=8)
     container.dataset.enable_offline_packing = True
     container.dataset.offline_packing_specs = PackedSequenceSpecs(packed_sequence_size=4096)

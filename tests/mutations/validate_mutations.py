@@ -273,6 +273,22 @@ VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         trap=117,
+        name="an attribute passes as Bridge's own because some local variable there has its name",
+        test=PAGE
+        + "test_a_line_of_the_page_is_valid_or_its_new_name_is_told[a slip, a local name in Bridge's sources]",
+        oracle="the definition",
+        edits=(("validate/recipes.py", "[.\\\"']({", "\\b({"),),
+    ),
+    Mutation(
+        trap=117,
+        name="the owner in a hub name hides the model",
+        test="tests/validate/test_rules.py::"
+        "test_only_a_known_model_is_said_to_keep_samples_apart[Qwen/Qwen3-Next-80B-A3B-Instruct-error-ok]",
+        oracle="the definition",
+        edits=(("validate/run_view.py", '.rstrip("/").rpartition("/")[2]', ""),),
+    ),
+    Mutation(
+        trap=117,
         name="a model is known by its class alone, which Qwen3-Next shares with every GPT",
         test=PAGE + "test_a_recipe_that_opts_out_of_packing_is_refused_if_it_packs[qwen3_next_80b_a3b_sft_config]",
         oracle="Bridge's recipe",

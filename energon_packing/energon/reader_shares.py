@@ -29,6 +29,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -367,12 +368,12 @@ def _sizes(readers: Sequence[Any], first: int, samples: int, media_tokens: Media
     found, files = [], []
     for at in shards:
         shard = reader.shard_infos[at]
-        file = shard.path.with_suffix(".tar.idx").local_path()
+        file = _local(shard.path.with_suffix(".tar.idx"))
         offsets = read_again(str(file), functools.partial(np.fromfile, file, dtype=np.uint64), lambda: None)
         if len(offsets) <= shard.count:
             raise UserError(f"{file} has {len(offsets) - 1} of {shard.count} samples; run `energon prepare` again.")
         found.append(offsets[: shard.count + 1].astype(np.int64))
-        files.append(shard.path.local_path())
+        files.append(_local(shard.path))
     if media_tokens is None or sum(int(offsets[-1]) for offsets in found) > MOST_READ:
         sizes = [np.diff(offsets) for offsets in found]
     else:
@@ -380,6 +381,11 @@ def _sizes(readers: Sequence[Any], first: int, samples: int, media_tokens: Media
         sizes = [_read_sizes(file, offsets, tokens_of) for file, offsets in zip(files, found, strict=True)]
     start = first - bounds[shards[0]]
     return np.concatenate(sizes)[start : start + samples]
+
+
+def _local(path: Any) -> Any:
+    """Returns the file of a local `EPath`; that of Energon 7.3 has no method for it."""
+    return path.local_path() if hasattr(path, "local_path") else Path(str(path))
 
 
 def _read_sizes(file: Any, offsets: np.ndarray, tokens_of: Callable[[tuple[bytes, ...]], int]) -> np.ndarray:

@@ -27,6 +27,7 @@ from megatron.energon import (
     get_train_dataset,
     stateless,
 )
+from megatron.energon.epathlib import EPath
 from PIL import Image
 
 from energon_packing import PackingTaskEncoder
@@ -34,7 +35,7 @@ from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, Run
 from energon_packing.conversation import Conversation, Turn
 from energon_packing.demo import processor_path
 from energon_packing.energon.loader import build_loader
-from energon_packing.energon.reader_shares import _media_tokens, _read_sizes, deal
+from energon_packing.energon.reader_shares import _local, _media_tokens, _read_sizes, deal
 from energon_packing.energon.samples import ConversationSample
 from energon_packing.errors import ConfigError, UserError
 
@@ -400,3 +401,10 @@ def test_json_lines_are_dealt_whole_with_their_own_keys(tmp_path):
         for pack in build_loader(run, task_encoder=encoder, rank=rank, world_size=3):
             given.update(pack.keys)
     assert given == Counter(str(n) for n in range(90))
+
+
+def test_the_file_of_a_shard_is_found_where_energon_has_no_method_for_it(tmp_path, monkeypatch):
+    shard = EPath(tmp_path / "a.tar")
+    expected = _local(shard)
+    monkeypatch.delattr(EPath, "local_path", raising=False)  # as in 7.3
+    assert _local(shard) == expected == tmp_path / "a.tar"

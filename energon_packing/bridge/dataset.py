@@ -366,7 +366,7 @@ def use_packed_data(
     datasets = (kind.bridge_dataset(cfg, processor, **fields) for kind in KINDS)
     cfg.dataset = next(filter(None, datasets), None) or _of_conversations(cfg, processor, **fields)
     cfg.dataset.follow(cfg)
-    cfg.dataset.samples_per_step = None if packs_already else cfg.train.global_batch_size  # for `RunView`
+    cfg.dataset._samples_per_step = None if packs_already else cfg.train.global_batch_size  # for `RunView`
     cfg.model.seq_length = length
     cfg.model.calculate_per_token_loss = True
     cfg.model.mtp_num_layers = None

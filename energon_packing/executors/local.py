@@ -82,10 +82,11 @@ class LocalProcesses:
                         raise value
                     done.append((attempt.task, value))
         finally:
-            for worker in workers:
+            started = [worker for worker in workers if worker.process.pid is not None]
+            for worker in started:
                 worker.process.kill()
                 worker.connection.close()
-            for worker in workers:
+            for worker in started:
                 worker.process.join()
 
     def _give_out(self, attempts: Attempts[Any], work: Work[Any, Any], workers: list[_Worker]) -> None:
@@ -103,12 +104,12 @@ def _started(work: Work[Any, Any], workers: list[_Worker]) -> _Worker:
     ours, theirs = multiprocessing.Pipe()
     inherited = [ours, *(each.connection for each in workers)]
     process = multiprocessing.get_context("fork").Process(target=_serve, args=(work, theirs, inherited, os.getpid()))
-    # Ctrl-C is for this process, which ends its workers, so it waits until this one is among them; theirs is blocked
-    # from their first instruction on.
+    # Ctrl-C is for this process, which ends its workers, so this one is among them before it starts (another thread may
+    # take the signal that is blocked here); theirs is blocked from their first instruction on.
+    workers.append(_Worker(process=process, connection=ours))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         process.start()
-        workers.append(_Worker(process=process, connection=ours))
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     theirs.close()

@@ -197,7 +197,7 @@ class RunView:
     lr_decay_iters: int | None = at(None, bridge="scheduler.")
     """Iterations until the lowest learning rate; None means all of the run, as in Bridge."""
     lr_warmup_iters: int = at(0, bridge="scheduler.")
-    recipe_batch_size: int | None = at(None, bridge="dataset.samples_per_step")
+    recipe_batch_size: int | None = at(None, bridge="dataset._samples_per_step")
     """Samples per step of the recipe from which packs were made, for which its learning rate was chosen."""
     dataloader_type: str | None = at(None, bridge="dataset.")
     window: int | None = None

@@ -234,9 +234,10 @@ def test_commands_say_what_they_do_before_they_import_what_takes_long() -> None:
         "click.echo = echo\n"
         "from energon_packing.cli.main import cli\n"
         "for words in ('validate x.yaml', 'stats data', 'preview data', 'measure data --config x --out y', "
-        "'explain k d', 'plan index --out y.parquet', 'pack plan --out y', 'verify packs'):\n"
+        "'explain k d', 'plan index --out y.parquet', 'pack plan --out y', 'verify packs', "
+        "'state convert 0.pt --index x --config y --out z'):\n"
         "    try: cli.main(words.split())\n"
-        "    except Said as said: assert words.split()[1][-4:] in str(said) and str(said).endswith(' ...'), said\n"
+        "    except Said as said: assert words.split()[words.startswith('state') + 1][-4:] in str(said) and str(said).endswith(' ...'), said\n"
     )
     assert not {name.split(".")[0] for name in loaded_by(code) - loaded_by("pass")} & {*LOADERS, *HUB, "numpy"}
 

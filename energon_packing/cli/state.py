@@ -7,7 +7,7 @@ import click
 
 from energon_packing.cli.options import FILE as OUT_FILE
 from energon_packing.cli.options import PATH, json_option, set_option
-from energon_packing.cli.terminal import answer, say
+from energon_packing.cli.terminal import answer, say, starting
 from energon_packing.config import load_config
 from energon_packing.errors import UserError
 
@@ -52,6 +52,7 @@ def convert(
     them. The plan begins with the rest of the running epoch, in new packs; `plan.epochs` whole epochs follow. Every
     sample occurs in the running epoch exactly once, before or after; packs that were in the window are made anew.
     """
+    starting(f"Converting {', '.join(map(str, states))}", quiet=as_json)
     import torch
 
     from energon_packing.cli.plan import check_plan_name, encoder_parts, show_summary

@@ -237,7 +237,9 @@ def test_commands_say_what_they_do_before_they_import_what_takes_long() -> None:
         "'explain k d', 'plan index --out y.parquet', 'pack plan --out y', 'verify packs', "
         "'state convert 0.pt --index x --config y --out z'):\n"
         "    try: cli.main(words.split())\n"
-        "    except Said as said: assert words.split()[words.startswith('state') + 1][-4:] in str(said) and str(said).endswith(' ...'), said\n"
+        "    except Said as said:\n"
+        "        what = words.removeprefix('state ').split()[1]\n"
+        "        assert what[-4:] in str(said) and str(said).endswith(' ...'), said\n"
     )
     assert not {name.split(".")[0] for name in loaded_by(code) - loaded_by("pass")} & {*LOADERS, *HUB, "numpy"}
 

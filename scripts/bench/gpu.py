@@ -3,15 +3,18 @@
 Without a GPU it says what it skipped.
 
 * indices: our context-parallel indices compared with Transformer Engine's compiled ``thd_get_partitioned_indices``;
-* attention: Transformer Engine's variable-length attention on our boundaries compared with each sample alone, with a
-  control;
+* attention: Megatron-Core's attention on packed rows, kernel by kernel, forward and backward, compared with each sample
+  alone, in memory that held NaN (`bench.gpu_kernels`);
+* speed: the same layer timed with padding between the samples, with padding that is part of them, and with none;
+* router, rotary, losses: Core's fused and plain functions under padding and masked labels;
+* handover: packs on the device compared with those on the host, and how often the host waits;
 * pixels: the device makes the processor's numbers of bytes, within one unit in the last place, for every family;
 * parity: packed compared with alone on tiny Hugging Face models (flash attention if installed), with a control;
-* step: a training step on packs compared with padded rows and rows packed in the batch: tokens per second, peak memory.
-  It runs in float32 so that losses can be equal, which leaves Transformer Engine only its unfused attention. Read it as
-  a ratio, not as a speed.
+* step: a training step of a model of 0.15 billion weights in bfloat16 on packs compared with padded rows and rows
+  packed in the batch: tokens per second, peak memory beside the estimate of ``validate``.
 
-Prints one JSON line per result and stores all of them, with the device's name, in ``--out``. A check whose package is
+Prints one JSON line per result and stores them after each check, with the device's name, in ``--out``; a second run
+goes on with the checks that are not stored (``--again`` runs all). A check whose package is
 not installed is skipped; one that cannot be imported for another reason has failed. Exit codes: 0 all checks that ran
 are equal, or there is no device; 1 something differs or failed; 2 unusable input.
 
@@ -20,7 +23,10 @@ Each result has ``check`` and ``equal``, or ``skipped`` and why.
 """
 
 import argparse
+import contextlib
+import importlib.metadata
 import json
+import os
 import re
 import sys
 import tempfile
@@ -31,17 +37,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench import gpu_kernels
 from energon_packing import thd
 
 ROWS = 200
-HEADS, WIDTH = 4, 64
-KERNEL_TOLERANCE = 2e-2
-"""Largest difference of an attention output in bfloat16 (8 bits of mantissa) on normally distributed values."""
 FLASH_TOLERANCE = 5e-2
 """Largest difference of a logit in bfloat16; in float32 `support.parity.hugging_face_parity` has it."""
-
-Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, thd.PackedBatch], torch.Tensor]
-"""``(query, key, value, batch)``, each ``[T, heads, width]``, to the output ``[T, heads, width]``."""
 
 
 def partition_check(compiled: Any, device: str = "cuda") -> dict[str, Any]:
@@ -111,74 +112,55 @@ def pixels_check(device: str = "cuda") -> dict[str, Any]:
     }
 
 
-def attention_check(
-    kernel: Kernel, *, multiple: int, device: str = "cuda", dtype: Any = torch.bfloat16
-) -> dict[str, Any]:
-    """Compares a variable-length attention kernel on the boundaries of a pack with each of its samples alone.
+def handover_check(device: str = "cuda") -> Iterator[dict[str, Any]]:
+    """Compares packs on the device with the same packs on the host: read by workers that are forked after CUDA is up,
+    copied on a stream of their own, into memory that held NaN.
 
-    For the samples alone, torch's ``scaled_dot_product_attention`` runs in float32. The control gives the kernel a pack
-    whose boundaries span the whole row, which must change the output.
-
-    Args:
-        kernel: causal; keeps segments apart by the boundaries of the batch that it gets.
-        multiple: of the alignment; above 1 there is padding between the samples.
-        device: of all tensors.
-        dtype: of query, key and value.
+    Yields ``bytes`` of pixels, ``different``: names of fields that differ, and ``waits``: how often the host waits for
+    the device between the copy and what the step gives to the model.
     """
-    random = np.random.default_rng(multiple)
-    lengths = random.integers(3, 400, 12).tolist()
-    batch = thd.assemble([_row(length) for length in lengths], multiple=multiple)
-    generator = torch.Generator().manual_seed(multiple)
-    shape = (batch.total_tokens, HEADS, WIDTH)
-    query, key, value = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(3))
-    found = kernel(query, key, value, batch).reshape(shape).float()
-    whole = thd.assemble([_row(batch.total_tokens)])
-    ignored = kernel(query, key, value, whole).reshape(shape).float()
-    worst = control = 0.0
-    for start, length in zip(batch.boundaries[:-1].tolist(), lengths, strict=False):
-        part = slice(start, start + length)
-        one, two, three = (tensor[part].float().transpose(0, 1)[None] for tensor in (query, key, value))
-        made = torch.nn.functional.scaled_dot_product_attention(one, two, three, is_causal=True)
-        alone = made[0].transpose(0, 1)
-        worst = max(worst, float((found[part] - alone).abs().max()))
-        control = max(control, float((ignored[part] - alone).abs().max()))
-    return {
-        "check": "attention",
-        "multiple": multiple,
-        "segments": len(lengths),
-        "tokens": batch.total_tokens,
-        "largest": worst,
-        "control": control,
-        "equal": worst <= KERNEL_TOLERANCE < control,
-    }
+    from bench.loader_data import prepare_data
+    from bench.train_run import TrainJob, open_packs
+    from energon_packing.demo import processor_path
+    from energon_packing.energon.replica_reader import DeviceCopy
+    from energon_packing.thd.pixels import finish
+
+    torch.zeros(1, device=device)
+    with tempfile.TemporaryDirectory(prefix="gpu-handover-") as work:
+        data = prepare_data(Path(work), conversations=120)
+        processor = str(processor_path("qwen3_vl"))
+        job = TrainJob(rows="packs", data=str(data.root), processor=processor, family="qwen3_vl", seq_length=8192,
+                       window=256, micro_batch_size=1, passes=1, pixels=(128 * 128, 512 * 512))  # fmt: skip
+        plain = [pack.batch for pack in open_packs(job, workers=2)[0]]
+        copy = DeviceCopy(pixels=True)
+        different, total, waited = set(), 0, 0
+
+        def ready(batch: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+            on = copy.take(*copy.start(batch)).to(device, non_blocking=True)
+            thd.packed_seq_params(on)
+            return on, finish(on.visual_inputs or {}, on.pixel_forms)
+
+        packs = [pack.batch for pack in open_packs(job, workers=2)[0]]
+        for mine, theirs in zip(packs, plain, strict=True):
+            gpu_kernels.poison(device)
+            on, visual = ready(mine)
+            expected = finish(theirs.visual_inputs or {}, theirs.pixel_forms)
+            different |= {name for name, value in expected.items() if not _alike(visual[name].cpu(), value)}
+            different |= {
+                name
+                for name, value in theirs.token_tensors.items()
+                if not torch.equal(on.token_tensors[name].cpu(), value)
+            }
+            total += sum(value.nbytes for value in expected.values())
+            waited = max(waited, gpu_kernels.waits(lambda: ready(mine)))  # noqa: B023
+    yield {
+        "check": "handover", "packs": len(plain), "bytes": total, "different": sorted(different), "waits": waited,
+        "equal": not different,
+    }  # fmt: skip
 
 
-def transformer_engine_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: Any) -> torch.Tensor:
-    """Calls Transformer Engine's attention with what `energon_packing.thd.packed_seq_params` gives Megatron-Core."""
-    from transformer_engine.pytorch import DotProductAttention
-
-    params = thd.packed_seq_params(batch)
-    given = {
-        name: getattr(params, name)
-        for name in ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-        if getattr(params, name) is not None
-    }
-    attention = DotProductAttention(
-        HEADS, WIDTH, attention_dropout=0.0, qkv_format="thd", attn_mask_type="padding_causal"
-    )
-    between = "cu_seqlens_q_padded" in given and not torch.equal(given["cu_seqlens_q"], given["cu_seqlens_q_padded"])
-    made = attention(
-        query,
-        key,
-        value,
-        qkv_format="thd",
-        attn_mask_type="padding_causal",
-        max_seqlen_q=int(params.max_seqlen_q),
-        max_seqlen_kv=int(params.max_seqlen_kv),
-        pad_between_seqs=between,
-        **{name: boundaries.to(query.device) for name, boundaries in given.items()},
-    )
-    return torch.as_tensor(made)
+def _alike(one: torch.Tensor, two: torch.Tensor) -> bool:
+    return one.shape == two.shape and bool(((one.double() - two.double()).abs() <= 1e-6).all())
 
 
 def parity_checks(device: str = "cuda", *, families: tuple[str, ...] | None = None) -> Iterator[dict[str, Any]]:
@@ -208,23 +190,11 @@ def step_check() -> Iterator[dict[str, Any]]:
     from bench import train as bench_train
 
     with tempfile.TemporaryDirectory(prefix="gpu-train-") as work:
-        rows = list(bench_train.run(bench_train.TrainBench(), Path(work)))
+        bench = bench_train.TrainBench(small=True, conversations=250, seq_length=8192, micro_batches=(4,))
+        rows = list(bench_train.run(bench, Path(work)))
     verdict = bench_train.verdict(rows)
     yield from ({**row, "check": "step"} for row in rows)
     yield {**verdict, "check": "step", "equal": verdict["same_samples"] and verdict["same_loss"]}
-
-
-def _row(length: int) -> dict[str, Any]:
-    ids = torch.arange(length)
-    labels = torch.cat([ids[1:], torch.tensor([thd.IGNORE_INDEX])])
-    return {
-        "key": f"sample{length}",
-        "input_ids": ids,
-        "labels": labels,
-        "loss_mask": (labels >= 0).float(),
-        "position_ids": torch.arange(length),
-        "expected_length": length,
-    }
 
 
 def indices() -> Iterator[dict[str, Any]]:
@@ -235,12 +205,6 @@ def indices() -> Iterator[dict[str, Any]]:
     yield partition_check(transformer_engine_torch.thd_get_partitioned_indices)
 
 
-def attention() -> Iterator[dict[str, Any]]:
-    """See `attention_check`."""
-    for multiple in (1, 16):
-        yield attention_check(transformer_engine_kernel, multiple=multiple)
-
-
 def pixels() -> Iterator[dict[str, Any]]:
     """See `pixels_check`."""
     yield pixels_check()
@@ -248,7 +212,12 @@ def pixels() -> Iterator[dict[str, Any]]:
 
 CHECKS: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
     "indices": indices,
-    "attention": attention,
+    "attention": gpu_kernels.all_checks,
+    "speed": gpu_kernels.speeds,
+    "router": gpu_kernels.routers,
+    "rotary": gpu_kernels.rotary,
+    "losses": gpu_kernels.losses,
+    "handover": handover_check,
     "pixels": pixels,
     "parity": parity_checks,
     "step": step_check,
@@ -275,6 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--check", action="append", choices=list(CHECKS), help="check to run; may be repeated (default: all)"
     )
     parser.add_argument("--out", type=Path, default=Path(), help="directory for gpu-DEVICE.json")
+    parser.add_argument("--again", action="store_true", help="run checks that are stored in --out too")
     given = parser.parse_args(argv)
     names = given.check or list(CHECKS)
     if not torch.cuda.is_available():
@@ -284,11 +254,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: --out {given.out} is not a directory", file=sys.stderr)
         return 2
     device = torch.cuda.get_device_name()
-    rows = []
-    for row in results(names):
-        rows.append(row)
-        print(json.dumps(row), flush=True)
     file = given.out / f"gpu-{re.sub('[^A-Za-z0-9]+', '-', device).strip('-')}.json"
-    file.write_text(json.dumps({"device": device, "torch": torch.__version__, "results": rows}, indent=2) + "\n")
+    told: dict[str, Any] = {"device": device, **environment(), "results": []}
+    if file.exists() and not given.again:
+        told["results"] = json.loads(file.read_text())["results"]
+    print(json.dumps({name: value for name, value in told.items() if name != "results"}), flush=True)
+    for name in names:
+        if any(row["asked_for"] == name for row in told["results"]):
+            print(f"{name}: stored in {file} (--again runs it)", file=sys.stderr)
+            continue
+        for row in results([name]):
+            told["results"].append({"asked_for": name, **row})
+            print(json.dumps(row), flush=True)
+        file.write_text(json.dumps(told, indent=2) + "\n")
     print(f"stored in {file}", file=sys.stderr)
-    return 0 if all(row.get("equal", True) for row in rows) else 1
+    return 0 if all(row.get("equal", True) for row in told["results"] if row["asked_for"] in names) else 1
+
+
+def environment() -> dict[str, Any]:
+    """Returns releases, and the variables that choose a kernel."""
+    found = {}
+    for name in ("torch", "transformer-engine", "flash-attn", "flash-attn-3", "flash-attn-4", "megatron-core"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    with contextlib.suppress(ImportError):  # its own cuDNN, which need not be torch's
+        import transformer_engine.pytorch  # noqa: F401
+        import transformer_engine_torch
+
+        found["cudnn"] = str(transformer_engine_torch.get_cudnn_version())
+    return {"releases": found, "variables": {name: value for name, value in os.environ.items() if "NVTE_" in name}}

@@ -29,6 +29,8 @@ from energon_packing.errors import PackingError, UserError
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 PIXELS = (32 * 32, 160 * 160)
 """Pixel limits of images and frames: a tiny vision tower is slow per patch, and images must not dwarf the text."""
+SMALL_PIXELS = (128 * 128, 512 * 512)
+"""The same for a small model on a GPU."""
 SAME_LOSS = 2e-5
 """Losses of the first pass differ by less: the rows contain the same samples, and no sample sees another. They differ
 by 1e-6 in fp32; if pack boundaries are ignored, by 4e-4, since a model with random weights hardly uses context."""
@@ -53,6 +55,7 @@ class TrainBench:
     micro_batches: tuple[int, ...] = (4, 8)
     passes: int = 2
     seed: int = 0
+    small: bool = False
 
     def __post_init__(self) -> None:
         for name in ("conversations", "seq_length", "window", "passes"):
@@ -102,7 +105,8 @@ def measured(
         window=bench.window,
         micro_batch_size=size,
         passes=bench.passes,
-        pixels=PIXELS,
+        pixels=SMALL_PIXELS if bench.small else PIXELS,
+        small=bench.small,
         **more,
     )
     return start(job, work / f"train-{name}.log", module="train_run", name=name)
@@ -182,6 +186,7 @@ def figures(name: str, bench: TrainBench, measured: dict[str, Any]) -> dict[str,
         "tokens_per_second": round(tokens / statistics.median(measured["seconds"])),
         "tokens_per_cpu_second": round(tokens / statistics.median(measured["cpu_seconds"])),
         "peak_mb": round(measured["peak_bytes"] / MEGABYTE),
+        "estimated_mb": {name: round(size / MEGABYTE) for name, size in (measured["estimated_bytes"] or {}).items()},
         "padding": round(1 - tokens / computed, 4),
         "widest": max(measured["rows"]),
         "micro_batches": len(measured["rows"]),
@@ -232,6 +237,7 @@ def parser() -> argparse.ArgumentParser:
     )
     options.add_argument("--passes", type=int, default=default.passes, help="passes over the data; figures are medians")
     options.add_argument("--seed", type=int, default=default.seed)
+    options.add_argument("--small", action="store_true", help="a model of 0.15 billion weights in bfloat16, for a GPU")
     options.add_argument("--whole", action="store_true", help="measure whole jobs, reading and packing included")
     options.add_argument("--work", type=Path, help="keep data and logs here; a temporary directory by default")
     return options

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -27,6 +28,7 @@ from support.bridge_cpu.tiny_models import special_tokens, vocabulary_of
 
 from bench.loader_run import cpu_seconds
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, ParallelConfig, PlanConfig, RunConfig
+from energon_packing.validate.memory import memory_of
 
 Rows = Literal["packs", "in_batch", "padded"]
 
@@ -47,6 +49,7 @@ class TrainJob:
         pixels: smallest and largest area of images and frames.
         whole: measure the whole job, with no pass before it: the passes read the data while they train.
         offline: directory for packs that are made before a whole job; None packs while it trains.
+        small: train `tiny_models.SMALL` in bfloat16.
     """
 
     rows: Rows
@@ -60,6 +63,7 @@ class TrainJob:
     pixels: tuple[int, int]
     whole: bool = False
     offline: str | None = None
+    small: bool = False
 
 
 @dataclass(kw_only=True)
@@ -232,6 +236,7 @@ def measure(job: TrainJob) -> dict[str, Any]:
             vocab_size=made.vocab_size,
             tokens=made.special_tokens,
             seq_length=max(job.seq_length, *rows),
+            small=job.small,
         )
         size = 1 if job.rows == "packs" else job.micro_batch_size
         read = _Read(job)
@@ -239,9 +244,13 @@ def measure(job: TrainJob) -> dict[str, Any]:
         steps = job.passes + (not job.whole)
         config = training_run.make_config(model, data, steps=steps, global_batch_size=size * len(made.batches))
         config.train.micro_batch_size = size
+        if job.small:
+            config.mixed_precision = "bf16_mixed"
         before = _reset_peak(on_gpu=not on_cpu)
         result = training_run.run(config, forward_step="vlm", on_step=stop)
         peak = _peak(on_gpu=not on_cpu) - before
+        data.packing = SimpleNamespace(max_patches_per_pack=max(map(_patches, made.batches)))
+        estimate = memory_of(config, config.model, vocabulary=made.vocab_size, world_size=1)
     passes = [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(clocks)]
     return {
         "prepare": [end - begin for begin, end in zip(started, prepared, strict=True)],
@@ -250,6 +259,7 @@ def measure(job: TrainJob) -> dict[str, Any]:
         "cpu_seconds": [seconds for _, seconds in passes],
         "losses": result.losses,
         "peak_bytes": peak,
+        "estimated_bytes": estimate and estimate.parts,
         "device": "cpu" if on_cpu else torch.cuda.get_device_name(),
         "tf32": not on_cpu and uses_tf32(),
         "samples": made.samples,
@@ -257,6 +267,11 @@ def measure(job: TrainJob) -> dict[str, Any]:
         "tokens": read.tokens if job.whole else made.tokens,
         "rows": rows,
     }
+
+
+def _patches(batch: dict[str, Any]) -> int:
+    pixels = getattr(batch.get("visual_inputs"), "pixel_values", None)
+    return 0 if pixels is None else len(pixels)
 
 
 def uses_tf32() -> bool:

@@ -1,5 +1,6 @@
 """What surrounds the kernels of ``scripts/bench.py gpu``, on kernels that a CPU can run."""
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -8,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from bench import gpu as gpu_checks
-from bench import train
+from bench import gpu_kernels, train
 from bench.loader import start
 
 from energon_packing import thd
@@ -17,32 +18,72 @@ from energon_packing.errors import PackingError
 pytestmark = pytest.mark.full  # benchmarks measure what other tests hold
 
 
-def attend(query, key, value, boundaries):
-    made = torch.zeros_like(query)
-    for begin, end in zip(boundaries[:-1].tolist(), boundaries[1:].tolist(), strict=True):
-        parts = (tensor[begin:end].transpose(0, 1)[None] for tensor in (query, key, value))
-        found = torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
-        made[begin:end] = found[0].transpose(0, 1)
-    return made
+class OnCpu:
+    """Attention of a case, sample by sample in float32, that can be made to err."""
+
+    boundaries = "padded"
+    leaves_padding = False
+
+    def __init__(self, case, device):
+        self.case = case
+        self.sink = torch.linspace(-1, 2, case.heads) if case.sinks else None
+
+    def __call__(self, given, queries, keys):
+        outside = torch.nan if self.leaves_padding else 0.0
+        made = torch.full((queries.total, self.case.heads, given[2].shape[-1]), outside)
+        sides = [getattr(side, self.boundaries).tolist() for side in (queries, keys)]
+        lengths = [(side.real[1:] - side.real[:-1]).tolist() for side in (queries, keys)]
+        for (one, two), (many, more) in zip(zip(*sides, strict=True), zip(*lengths, strict=True), strict=False):
+            parts = (given[0][one : one + many], given[1][two : two + more], given[2][two : two + more])
+            made[one : one + many] = attend(self.case, *(part.float() for part in parts), self.sink)
+        return made.to(torch.bfloat16)
 
 
-@pytest.mark.parametrize("multiple", [1, 16])
-def test_a_kernel_that_keeps_segments_apart_is_found_equal(multiple):
-    found = gpu_checks.attention_check(
-        lambda query, key, value, batch: attend(query, key, value, batch.boundaries), multiple=multiple, device="cpu"
-    )
-    assert found["equal"], found
-    assert found["largest"] < gpu_checks.KERNEL_TOLERANCE < found["control"]
+def attend(case, query, key, value, sink):
+    """Torch's own attention; a sink is a key of its own whose value is zero."""
+    times = case.heads // case.groups
+    parts = [query, key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)]
+    query, key, value = (part.transpose(0, 1)[None] for part in parts)
+    row, column = torch.arange(query.shape[2])[:, None], torch.arange(key.shape[2])[None]
+    mask = torch.zeros(1, case.heads, query.shape[2], key.shape[2])
+    if case.causal:
+        mask = mask.masked_fill(column > row, -torch.inf)
+    if case.window:
+        mask = mask.masked_fill(column < row - case.window[0], -torch.inf)
+    if sink is not None:
+        mask = torch.cat([mask, sink.reshape(1, -1, 1, 1).expand(-1, -1, query.shape[2], 1)], -1)
+        key, value = (torch.nn.functional.pad(part, (0, 0, 0, 1)) for part in (key, value))
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)[0].transpose(0, 1)
 
 
-@pytest.mark.parametrize("boundaries", ["real", "none"])
-def test_a_kernel_on_wrong_boundaries_is_found_different(boundaries):
-    def kernel(query, key, value, batch):
-        """Real lengths where padding stands between the samples; or the whole row."""
-        ends = batch.cu_seqlens if boundaries == "real" else torch.tensor([0, batch.total_tokens])
-        return attend(query, key, value, ends)
+@pytest.fixture
+def on_cpu(monkeypatch):
+    monkeypatch.setattr(gpu_kernels, "Layer", OnCpu)
+    monkeypatch.setattr(gpu_kernels, "only", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(gpu_kernels, "chosen_kernel", lambda: "stand-in")
+    return monkeypatch
 
-    assert not gpu_checks.attention_check(kernel, multiple=16, device="cpu")["equal"]
+
+def test_a_kernel_that_keeps_segments_apart_is_found_equal_in_all_cases(on_cpu):
+    found = [gpu_kernels.check(case, "any", "cpu") for case in gpu_kernels.cases() if len(case.lengths) < 200]
+    assert len(found) > 35
+    assert [row for row in found if not row.get("equal")] == []
+
+
+@pytest.mark.parametrize("wrong", [{"boundaries": "real"}, {"leaves_padding": True}])
+def test_a_kernel_that_reads_shifted_places_or_leaves_padding_unwritten_is_found(on_cpu, wrong):
+    for name, value in wrong.items():
+        on_cpu.setattr(OnCpu, name, value)
+    found = gpu_kernels.check(gpu_kernels.Case(), "any", "cpu")
+    assert not found["equal"], found
+    assert gpu_kernels.check(gpu_kernels.Case(padding="real"), "any", "cpu")["equal"]
+
+
+def test_functions_that_need_no_gpu_are_equal_and_fused_ones_say_why_not():
+    pytest.importorskip("megatron.core")
+    rows = [*gpu_kernels.routers("cpu"), *gpu_kernels.rotary("cpu"), *gpu_kernels.losses("cpu")]
+    assert {row["check"] for row in rows if row["equal"]} == {"router", "rotary", "losses"}
+    assert all(row["equal"] or "not available" in row["refused"] or "NoneType" in row["refused"] for row in rows), rows
 
 
 def test_indices_that_are_ours_are_equal_and_shifted_ones_are_named():
@@ -85,13 +126,16 @@ def test_results_are_stored_under_the_name_of_the_device_and_a_failed_check_stop
     assert stored["device"] == "Example GPU/80"
     assert [row["equal"] for row in stored["results"]] == [False, True]
     assert "ZeroDivisionError" in stored["results"][0]["error"]
-    assert gpu_checks.main([*chosen[2:], str(tmp_path)]) == 0
+    assert "torch" in stored["releases"]
+    capsys.readouterr()
+    assert gpu_checks.main([*chosen[2:], str(tmp_path)]) == 0  # what is stored is not run again
+    assert "indices: stored in" in capsys.readouterr().err
     assert gpu_checks.main(["--out", str(tmp_path / "none")]) == 2
     assert "is not a directory" in capsys.readouterr().err
 
 
 def test_groups_of_a_run_on_a_gpu_are_of_its_own_backend(monkeypatch):
-    pytest.importorskip("megatron.bridge")
+    pytest.importorskip("megatron.core")
     from support.bridge_cpu import stand_ins, training_run
 
     monkeypatch.setenv("LOCAL_RANK", "3")

@@ -43,6 +43,17 @@ class SpecialTokens:
         return {f"{name}_token_id": number for name, number in dataclasses.asdict(self).items()}
 
 
+SMALL: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 12,
+}
+"""Sizes of a language model of 0.15 billion weights and heads of 128, for measurements on a GPU; in bfloat16."""
+_SMALL_VISION = {"depth": 8, "hidden_size": 512, "intermediate_size": 2048, "num_heads": 8, "out_hidden_size": 1024}
+
+
 def _text_config(vocab_size: int, seq_length: int) -> dict[str, Any]:
     return {
         "hidden_size": _HIDDEN,
@@ -84,6 +95,7 @@ def hugging_face_config(
     seq_length: int = 4096,
     experts: int = 0,
     layers: int = _LAYERS,
+    small: bool = False,
 ) -> Any:
     """Returns the tiny model as a Hugging Face configuration.
 
@@ -96,6 +108,7 @@ def hugging_face_config(
         tokens: needed by the vision families.
         seq_length: longest row in tokens.
         experts: per layer, two of which each token uses; not for ``qwen2_5_vl``; ``text`` becomes a Qwen3 mixture.
+        small: `SMALL` instead of tiny; for ``qwen3_vl``.
 
     Raises:
         ConfigError: the special tokens of a vision family are missing.
@@ -103,6 +116,8 @@ def hugging_face_config(
     import transformers
 
     text = _text_config(vocab_size, seq_length) | {"num_hidden_layers": layers} | (_experts(experts) if experts else {})
+    if small:
+        text |= SMALL
     if family == "text" and experts:
         return transformers.Qwen3MoeConfig(
             **text, head_dim=_HEAD_WIDTH, architectures=["Qwen3MoeForCausalLM"], tie_word_embeddings=False
@@ -128,9 +143,10 @@ def hugging_face_config(
             tie_word_embeddings=False,
             **ids,
         )
+    vision |= _SMALL_VISION if small else {}
     kind, name = (transformers.Qwen3VLMoeConfig, "Moe") if experts else (transformers.Qwen3VLConfig, "")
     return kind(
-        text_config=text | {"head_dim": _HEAD_WIDTH} | _mrope([4, 2, 2]),
+        text_config=text | {"head_dim": 128 if small else _HEAD_WIDTH} | _mrope([24, 20, 20] if small else [4, 2, 2]),
         vision_config=vision | {"patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
         architectures=[f"Qwen3VL{name}ForConditionalGeneration"],
         tie_word_embeddings=False,
@@ -146,8 +162,9 @@ def provider(
     seq_length: int = 4096,
     experts: int = 0,
     layers: int = _LAYERS,
+    small: bool = False,
 ) -> Any:
-    """Bridge's model provider for `hugging_face_config`, set to fp32 and to what a CPU can run."""
+    """Bridge's model provider for `hugging_face_config`, set to fp32 and to what a CPU can run; a small one in bf16."""
     # Imported here, because `hugging_face_config` also serves machines without Megatron-Core.
     from support.bridge_cpu import stand_ins
 
@@ -155,7 +172,7 @@ def provider(
     from megatron.bridge import AutoBridge
 
     config = hugging_face_config(
-        family, vocab_size=vocab_size, tokens=tokens, seq_length=seq_length, experts=experts, layers=layers
+        family, vocab_size=vocab_size, tokens=tokens, seq_length=seq_length, experts=experts, layers=layers, small=small
     )
     with stand_ins.without_warnings():
         made = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
@@ -164,7 +181,10 @@ def provider(
         fields["mrope_section"] = _QWEN25_SECTIONS
     if family == "qwen3_vl":
         fields["language_max_sequence_length"] = seq_length
-    return with_fields(made, ON_CPU | (EXPERTS_ON_CPU if experts else {}) | fields)
+    fused = ("masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion", "persist_layer_norm")
+    on_gpu: dict[str, Any] = dict.fromkeys((*fused, "cross_entropy_loss_fusion", "bf16"), True)
+    on_gpu |= {**dict.fromkeys(("params_dtype", "pipeline_dtype", "autocast_dtype"), torch.bfloat16)}
+    return with_fields(made, ON_CPU | (EXPERTS_ON_CPU if experts else {}) | fields | (on_gpu if small else {}))
 
 
 ON_CPU: dict[str, Any] = {

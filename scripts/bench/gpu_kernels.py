@@ -66,7 +66,7 @@ def cases() -> Iterator[Case]:
     for padding in ("between", "real"):
         base = Case(padding=padding)
         yield base
-        for width in (64, 80, 96, 256):
+        for width in (64, 72, 80, 96, 256):
             yield dataclasses.replace(base, width=width)
         yield dataclasses.replace(base, width=192, value_width=128, groups=8)
         yield dataclasses.replace(base, groups=8)
@@ -116,7 +116,7 @@ class Row:
             starts=[0, *np.cumsum(aligned)[:-1].tolist()],
             lengths=list(lengths),
             total=int(sum(ends)),
-            longest=max(ends if case.padding == "real" else real),
+            longest=max(ends),
             between=case.padding == "between" and ends != real,
             real=padded if case.padding == "real" else inner,
             padded=padded,

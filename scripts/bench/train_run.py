@@ -28,6 +28,7 @@ from support.bridge_cpu.tiny_models import special_tokens, vocabulary_of
 
 from bench.loader_run import cpu_seconds
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, ParallelConfig, PlanConfig, RunConfig
+from energon_packing.config.run import Padding
 from energon_packing.validate.memory import memory_of
 
 Rows = Literal["packs", "in_batch", "padded"]
@@ -50,6 +51,7 @@ class TrainJob:
         whole: measure the whole job, with no pass before it: the passes read the data while they train.
         offline: directory for packs that are made before a whole job; None packs while it trains.
         small: train `tiny_models.SMALL` in bfloat16.
+        padding: None, or what the padding is that aligns samples to 16 tokens, as for 8 context-parallel ranks.
     """
 
     rows: Rows
@@ -64,6 +66,7 @@ class TrainJob:
     whole: bool = False
     offline: str | None = None
     small: bool = False
+    padding: Padding | None = None
 
 
 @dataclass(kw_only=True)
@@ -88,15 +91,16 @@ class MicroBatches:
 def run_config(job: TrainJob, *, workers: int = 0, repeat: bool = False) -> RunConfig:
     """Returns the configuration of a job."""
     low, high = job.pixels
-    window: dict[str, Any] = (
-        {"window": job.window} if job.rows == "packs" else {}
-    )  # the others refuse what they do not read
+    packs: dict[str, Any] = {"window": job.window} if job.rows == "packs" else {}  # the others refuse it
+    if job.padding:
+        packs["padding"] = job.padding
     return RunConfig(
         data=DataConfig(path=job.data, workers=workers, repeat=repeat),
         encoder=EncoderConfig(
             processor=job.processor, min_pixels=low, max_pixels=high, video_min_pixels=low, video_max_pixels=high
         ),
-        packing=PackingConfig(seq_length=job.seq_length, drop_budget=1.0, **window),
+        packing=PackingConfig(seq_length=job.seq_length, drop_budget=1.0, **packs),
+        parallel=ParallelConfig(context_parallel=8 if job.padding else 1),
         plan=PlanConfig(max_data_parallel=1),
     )
 

@@ -112,6 +112,8 @@ class Qwen25VL(VisionFamily):
 
     def __init__(self, processor: Any, config: EncoderConfig) -> None:
         super().__init__(processor, config)
+        if self.takes_seconds and config.position_ids == "mrope" and not truncates_seconds():
+            self.installed = {"position_ids": ", steps of clips as in transformers 5.18"}
         self.image_token: str = processor.image_token
         self.video_token: str = processor.video_token
         self.stand_for_media({"image": self.image_token, "video": self.video_token})

@@ -3,8 +3,8 @@
 # the bounds of the extra `vlm` in pyproject.toml, and prints a table.
 #
 #   bash scripts/exactness.sh                          the first release of each, then the newest of all
-#   bash scripts/exactness.sh --pinned                 all first releases, then all newest, as scripts/requirements/*-releases.txt
-#                                                      pins them with all that they bring: what .ci/run does
+#   bash scripts/exactness.sh --pinned                 the first of all, then the newest of all, with all that they bring
+#                                                      as in scripts/requirements/*-releases.txt: what .ci/run does
 #   bash scripts/exactness.sh 'transformers==5.14.1'   one environment for each argument: requirements, space-separated
 #
 # An environment takes 6 GB and two minutes (`s`: installation and tests), and needs the network. FOLDER=DIR keeps the

@@ -3,10 +3,12 @@
 # the bounds of the extra `vlm` in pyproject.toml, and prints a table.
 #
 #   bash scripts/exactness.sh                          the first release of each, then the newest of all
+#   bash scripts/exactness.sh --pinned                 the first of all, then the newest of all, with all that they bring
+#                                                      as in scripts/requirements/*-releases.txt: what .ci/run does
 #   bash scripts/exactness.sh 'transformers==5.14.1'   one environment for each argument: requirements, space-separated
 #
-# An environment takes 6 GB and minutes, and needs the network; `.ci/run` has one, the pinned one of scripts/setup.sh.
-# FOLDER=DIR keeps the environments and their logs. The script exits with 1 if a test fails.
+# An environment takes 6 GB and two minutes (`s`: installation and tests), and needs the network. FOLDER=DIR keeps the
+# environments and their logs. The script exits with 1 if a test fails.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
@@ -17,6 +19,12 @@ folder=${FOLDER:-$(mktemp -d)}
 mkdir -p "$folder"
 folder=$(cd "$folder" && pwd -P)
 [[ -n "${FOLDER:-}" ]] || trap 'rm -rf "$folder"' EXIT
+cd "$root"
+# uv takes the index and the certificates that pip is told, as in scripts/setup.sh.
+index=${PIP_INDEX_URL:-$("$python" -m pip config get global.index-url 2>/dev/null || true)}
+[[ -n "$index" ]] && export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$index}"
+[[ -n "${PIP_CERT:-}" ]] && export SSL_CERT_FILE="${SSL_CERT_FILE:-$PIP_CERT}"
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}
 tests=(
   tests/families/test_families.py          # tokens, pixels and positions of each family: its processor and model
   tests/families/test_times_from_files.py  # frames and times of clips: the processors' own readers
@@ -37,12 +45,15 @@ print("\n".join(f"{found[1]}=={found[2]}" for found in bounded if found))
 END
 )
   set -- "${first[*]}" "${first[@]}" ""
+elif [[ "$1" == --pinned ]]; then
+  set -- "-c scripts/requirements/first-releases.txt" "-c scripts/requirements/newest-releases.txt"
 fi
 
 failed=0
-row='%-60s %-10s %-12s %-13s %-17s %6s  %s\n'
-printf "$row" asked "${shown[@]}" MB tests
+row='%-60s %-10s %-12s %-13s %-17s %6s %5s  %s\n'
+printf "$row" asked "${shown[@]}" MB s tests
 for asked in "$@"; do
+  started=$SECONDS
   place="$folder/${asked//[^A-Za-z0-9.]/_}_"
   log="$place.log"
   read -ra wanted <<<"$asked"
@@ -61,13 +72,13 @@ for asked in "$@"; do
   done
   said="not installed, see above"
   if ((made)); then
-    (cd "$root" && env -u PYTHONPATH HF_HUB_OFFLINE=1 "$place/bin/python" -m pytest -p no:cacheprovider "${tests[@]}") \
+    env -u PYTHONPATH HF_HUB_OFFLINE=1 "$place/bin/python" -m pytest -p no:cacheprovider "${tests[@]}" \
       >>"$log" 2>&1 </dev/null || made=0
     said=$(grep -E '(passed|failed|error)' "$log" | tail -n 1 || echo "no test ran, see above")
   fi
   ((made)) || { failed=1; cat "$log" >&2; }
   size=$(du -sm "$place"/lib/*/site-packages 2>/dev/null | cut -f1 || true)
-  printf "$row" "${asked:-the newest}" "${releases[@]}" "${size:--}" "$said"
+  printf "$row" "${asked:-the newest}" "${releases[@]}" "${size:--}" "$((SECONDS - started))" "$said"
   [[ -n "${FOLDER:-}" ]] || rm -rf "$place"
 done
 exit "$failed"

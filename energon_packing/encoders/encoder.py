@@ -125,7 +125,7 @@ class ConversationEncoder(SampleEncoder):
             {name: repr(getattr(part, name)) for name in names if getattr(part, name, None) is not None}
             for part in parts
         ]
-        return {
+        stated = {
             "tokenizer": backend,
             "chat_template": hashlib.sha256(self.template.source.encode()).hexdigest()[:16],
             "family": self.family.name,
@@ -149,6 +149,7 @@ class ConversationEncoder(SampleEncoder):
             # Bytes and float32 give the model the same numbers, so a run may change from one to the other.
             "pixels": "rounded" if config.pixels == "bfloat16" else "exact",
         }
+        return {name: value + self.family.installed.get(name, "") for name, value in stated.items()}
 
     def under(self, limits: LimitsConfig) -> Self:
         """Returns the same encoder with other limits of a sample; template, tokenizer and family are shared."""

@@ -76,6 +76,8 @@ class VisionFamily(ABC):
     """Whether a model of the family takes positions on three axes."""
     most_pixels: int | None = None
     """The largest ``max_pixels`` that the family accepts; None accepts any."""
+    installed: Mapping[str, str] = {}
+    """What the installed transformers makes otherwise than 5.12, for the entries of the encoder's fingerprint."""
     special_tokens: ClassVar[bool] = True
     """Whether the tokenizer adds its special tokens to a text that does not begin with the first of them. It does in a
     processor's ``apply_chat_template``, but not in the tokenizer's own."""

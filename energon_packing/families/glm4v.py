@@ -7,10 +7,8 @@ import numpy as np
 import torch
 
 from energon_packing.config import EncoderConfig
-from energon_packing.conversation import Media
-from energon_packing.errors import SampleRejected
 from energon_packing.families.base import IMAGE, IMAGE_SIZES, VIDEO, VIDEO_SIZES, MediaPlan
-from energon_packing.families.geometry import VIDEO_FRAMES, chosen_frames, sampled_frames
+from energon_packing.families.geometry import VIDEO_FRAMES, sampled_frames
 from energon_packing.families.qwen_vl import TimeSteps
 from energon_packing.thd.fields import TokenField
 
@@ -78,20 +76,6 @@ class Glm4v(TimeSteps):
             return indices
         most = max(step, most - most % step)
         return tuple(indices[round(at * (len(indices) - 1) / (most - 1))] for at in range(most))
-
-    def _plan_video(self, media: Media, height: int, width: int) -> MediaPlan:
-        total, fps, step = media.frames or 0, media.rate or Fraction(), self.videos.temporal_patch_size
-        if total > 0 and fps > 0:
-            taken = len(chosen_frames(media, self.config, lambda: self.sample_frames(total, fps)))
-            if taken < step:
-                raise SampleRejected(
-                    "too_few_frames",
-                    f"video {media.name!r}: only {taken} of {total} frames at {fps:g} fps are sampled "
-                    f"(video_fps={self.video_fps:g}, video_max_frames={self.config.video_max_frames}); the "
-                    f"processor of {self.name} needs at least {step} (t:{taken} must be larger than "
-                    f"temporal_factor:{step})",
-                )
-        return super()._plan_video(media, height, width)
 
     def _timestamps(self, seconds: tuple[float, ...]) -> tuple[float, ...]:
         """Seconds of the first frame of each time step; the processor takes every other frame, whatever its step."""

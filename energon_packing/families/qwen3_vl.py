@@ -1,10 +1,12 @@
 """Qwen3-VL and Qwen3.5: 32-pixel tokens, and a video as one run per time step, each after its time as text."""
 
+import contextlib
 from typing import Any
 
 import torch
 
 from energon_packing.config import EncoderConfig
+from energon_packing.config.encoder import MODALITIES
 from energon_packing.families.base import MediaPlan
 from energon_packing.families.qwen_vl import TimeSteps
 
@@ -26,6 +28,11 @@ class Qwen3VL(TimeSteps):
         whole = f"{self._start}{self.video_token}{self._end}"
         if self._takes_the_frame(whole):
             self.placeholders = {"image": self.image_token, "video": whole}
+            self.installed = {"family": f" of {whole}"}
+        if "video" in MODALITIES[config.modality]:
+            with contextlib.suppress(ValueError):  # of transformers before 5.15, where clips have other sizes
+                self._video_grid(self.videos.temporal_patch_size, 1, 1)
+                self.installed = {**self.installed, "vision_limits": ", clips resized as in transformers 5.15"}
 
     def _takes_the_frame(self, whole: str) -> bool:
         """Whether the processor replaces ``<|vision_start|><|video_pad|><|vision_end|>`` or only ``<|video_pad|>``.

@@ -11,7 +11,7 @@ import torch
 
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media
-from energon_packing.errors import SampleRejected
+from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.families.base import IMAGE_SIZES, VIDEO_SIZES, MediaPlan, VisionFamily, ask, require
 from energon_packing.families.geometry import (
     VIDEO_FRAMES,
@@ -112,12 +112,20 @@ class Qwen25VL(VisionFamily):
 
     def __init__(self, processor: Any, config: EncoderConfig) -> None:
         super().__init__(processor, config)
+        if self.takes_seconds and config.position_ids == "mrope" and not truncates_seconds():
+            self.installed = {"position_ids": ", steps of clips as in transformers 5.18"}
         self.image_token: str = processor.image_token
         self.video_token: str = processor.video_token
         self.stand_for_media({"image": self.image_token, "video": self.video_token})
         self.reserved += ("<|vision_start|>", "<|vision_end|>")
         self.images = processor.image_processor
         self.videos = processor.video_processor
+        # From transformers 5.16 on; releases before it ignore a file that sets it.
+        if hasattr(type(self.videos), "cap_pixels_per_frame") and self.videos.cap_pixels_per_frame:
+            raise ConfigError(
+                "cap_pixels_per_frame of the video processor (encoder.processor) is not supported; set it to false and "
+                "limit clips with encoder.video_max_pixels."
+            )
         self.merge: int = self.images.merge_size
         set_pixel_limits(self.images, config.min_pixels, config.max_pixels)
         set_pixel_limits(self.videos, config.video_min_pixels, config.video_max_pixels)
@@ -161,29 +169,32 @@ class Qwen25VL(VisionFamily):
             raise ValueError(f"no frame can be sampled from {total} frames at {fps:g} fps")
         return result
 
-    def _sampled(self, media: Media, total: int, fps: Fraction) -> tuple[int, ...]:
-        """Calls `sample_frames`; rejects a clip so short that the processor (Qwen2-VL, Qwen2.5-VL) divides by 0."""
+    def _plan_video(self, media: Media, height: int, width: int) -> MediaPlan:
+        total, exact = require(media.frames, media, "frame count"), require(media.rate, media, "fps")
+        fps, step = float(exact), self.videos.temporal_patch_size  # processors compute with the float
+        indices = None
         try:
-            return self.sample_frames(total, fps)
-        except ZeroDivisionError as error:
-            step = self.videos.temporal_patch_size
+            indices = chosen_frames(media, self.config, lambda: self.sample_frames(total, exact))
+            sides = self._video_grid(len(indices), height, width)
+        except (ZeroDivisionError, ValueError) as error:
+            # Qwen2-VL and Qwen2.5-VL divide by 0 time steps; GLM-4.1V, and Qwen3-VL of transformers 5.15, resize none.
+            if isinstance(error, ValueError):
+                if indices is None or len(indices) >= step:
+                    raise
+                self._video_grid(step, height, width)  # raises where it is the size that is refused
             if total < step:
                 cause = f"the clip has {total} {'frame' if total == 1 else 'frames'}"
             else:
                 cause = (
-                    f"fewer of the clip's {total} frames at {fps:g} fps are sampled (video_fps={self.video_fps:g}, "
-                    f"video_min_frames={self.videos.min_frames}, video_max_frames={self.videos.max_frames})"
+                    f"fewer of the clip's {total} frames at {exact:g} fps are sampled (video_fps={self.video_fps:g}, "
+                    f"video_min_frames={getattr(self.videos, 'min_frames', None)}, "
+                    f"video_max_frames={getattr(self.videos, 'max_frames', None)})"
                 )
             raise SampleRejected(
                 "too_few_frames",
                 f"video {media.name!r}: {cause}; the processor of {self.name} needs at least {step} ({error})",
             ) from error
-
-    def _plan_video(self, media: Media, height: int, width: int) -> MediaPlan:
-        total, exact = require(media.frames, media, "frame count"), require(media.rate, media, "fps")
-        indices = chosen_frames(media, self.config, lambda: self._sampled(media, total, exact))
-        fps, step = float(exact), self.videos.temporal_patch_size  # processors compute with the float
-        grid = (-(-len(indices) // step), *self._video_grid(len(indices), height, width))
+        grid = (-(-len(indices) // step), *sides)
         return MediaPlan(
             kind="video",
             grid=grid,

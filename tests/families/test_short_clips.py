@@ -3,11 +3,13 @@
 import pytest
 import torch
 from support.offline_processors import processor_of
+from transformers.models.glm4v import image_processing_glm4v
+from transformers.models.qwen3_vl import video_processing_qwen3_vl
 from whole_sample import encoder, video
 
 from energon_packing.config import LimitsConfig
 from energon_packing.conversation import Conversation, Media, MediaPart, Turn
-from energon_packing.errors import SampleRejected
+from energon_packing.errors import ConfigError, SampleRejected
 
 BY_RATE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5_vl", "llava_onevision_1_5")
 ALL_FRAMES = ("internvl", "llava_onevision")
@@ -46,7 +48,7 @@ def test_a_short_clip_is_planned_as_its_processor_samples_it_or_refused_by_name(
     ours, clip = made[name], video(frames, fps, WIDTH, HEIGHT)
     try:
         indices, grid = by_the_processor(ours, frames, fps)
-    except ZeroDivisionError:
+    except (ZeroDivisionError, ValueError):  # Qwen3-VL's, from transformers 5.15 on
         with pytest.raises(SampleRejected) as caught:
             ours.measure(about(clip))
         assert caught.value.reason == "too_few_frames"
@@ -64,3 +66,47 @@ def test_settings_that_leave_no_time_step_of_a_long_clip_are_named_with_their_va
     ours = encoder(processor_of("qwen2_5_vl"), video_max_frames=1)
     with pytest.raises(SampleRejected, match=r"too_few_frames.*60 frames at 30 fps.*video_max_frames=1"):
         ours.measure(about(video(60, 30.0, WIDTH, HEIGHT)))
+
+
+def resize_of_5_12(num_frames, height, width, temporal_factor, factor, *limits, **named):
+    """Refuses what ``smart_resize`` of Qwen3-VL's video processor refuses until transformers 5.14."""
+    if height < factor or width < factor:
+        raise ValueError(f"height:{height} or width:{width} must be larger than factor:{factor}")
+    frames = max(num_frames, temporal_factor)
+    return image_processing_glm4v.smart_resize(frames, height, width, temporal_factor, factor, *limits, **named)
+
+
+@pytest.mark.parametrize("sides", [(WIDTH, HEIGHT), (300, 1)])
+def test_a_release_whose_resizing_takes_no_single_frame_refuses_it_by_name_and_has_its_own_fingerprint(
+    monkeypatch, sides
+):
+    """GLM-4.1V's resizing, which is Qwen3-VL's from transformers 5.15 on; it refuses a size too."""
+
+    def clip_sizes(**config):
+        made = encoder(processor_of("qwen3_vl"), **config)
+        return made, made.fingerprint()["vision_limits"].partition(", ")[2]
+
+    monkeypatch.setattr(video_processing_qwen3_vl, "smart_resize", resize_of_5_12)
+    assert clip_sizes()[1] == ""
+    monkeypatch.setattr(video_processing_qwen3_vl, "smart_resize", image_processing_glm4v.smart_resize)
+    ours, said = clip_sizes()
+    assert said == "clips resized as in transformers 5.15"
+    assert clip_sizes(modality="text_image")[1] == ""
+    with pytest.raises(SampleRejected) as caught:
+        ours.measure(about(video(1, 2.0, *sides)))
+    said = "has 1 frame; the processor of qwen3_vl needs at least 2 (t:1 must be larger than temporal_factor:2)"
+    assert said in caught.value.detail if sides[1] > 1 else caught.value.reason == "media_geometry"
+
+
+def test_a_processor_that_caps_the_pixels_of_each_frame_is_refused_where_the_installed_class_does(monkeypatch):
+    processor = processor_of("qwen3_vl")
+    kind = type(processor.video_processor)
+    if not hasattr(kind, "cap_pixels_per_frame"):  # until transformers 5.15, which ignore it
+        processor.video_processor.cap_pixels_per_frame = True
+        encoder(processor)
+        monkeypatch.setattr(kind, "cap_pixels_per_frame", None, raising=False)
+    processor.video_processor.cap_pixels_per_frame = False
+    encoder(processor)
+    processor.video_processor.cap_pixels_per_frame = True
+    with pytest.raises(ConfigError, match=r"cap_pixels_per_frame of the video processor .* is not supported; set it"):
+        encoder(processor)

@@ -221,6 +221,9 @@ def test_positions_of_a_clip_are_truncated_where_the_installed_model_truncates_t
             batch = ours.family.pixels(measured.plans, [clip]) | {"input_ids": torch.tensor(ids)[None]}
             assert same_positions(ours, ids, measured.plans, batch)
         assert truncates_seconds() is (rule == "seconds")
+        other = ", steps of clips as in transformers 5.18" if rule == "positions" else ""
+        assert ours.fingerprint()["position_ids"] == f"mrope, 2 tokens a second{other}"
+        assert encoder(small("qwen2_5_vl")).fingerprint()["position_ids"] == "auto, 2 tokens a second"
     finally:
         monkeypatch.undo()
         truncates_seconds.cache_clear()

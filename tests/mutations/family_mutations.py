@@ -185,6 +185,21 @@ FAMILY_MUTATIONS: tuple[Mutation, ...] = (
         edits=(("families/qwen_vl.py", "if truncates_seconds() else", "if True else"),),
     ),
     Mutation(
+        trap=51,
+        name="rows of another release of transformers have the same fingerprint",
+        test=TIMES + "test_positions_of_a_clip_are_truncated_where_the_installed_model_truncates_them[positions]",
+        oracle="`get_rope_index` of Hugging Face",
+        edits=(("encoders/encoder.py", 'value + self.family.installed.get(name, "")', "value"),),
+    ),
+    Mutation(
+        trap=84,
+        name="clips have the sizes of a processor that does not cap the pixels of each frame",
+        test="tests/families/test_short_clips.py::"
+        "test_a_processor_that_caps_the_pixels_of_each_frame_is_refused_where_the_installed_class_does",
+        oracle="the definition",
+        edits=(("families/qwen_vl.py", 'hasattr(type(self.videos), "cap_pixels_per_frame")', "False"),),
+    ),
+    Mutation(
         trap=84,
         name="images are resized by a method that computes another size",
         test="tests/families/test_no_floats.py::"

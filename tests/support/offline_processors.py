@@ -264,6 +264,13 @@ def ernie4_5_vl(
     )
 
 
+def is_known(model_type: str) -> bool:
+    """Whether the installed transformers has a model; MiniMax-M3 came after 5.10.1."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return model_type in CONFIG_MAPPING_NAMES
+
+
 def minimax_m3_vl() -> Any:
     """``MiniMaxM3VLProcessor``, which has no family of its own: for the generic one."""
     from transformers import MiniMaxM3VLImageProcessor, MiniMaxM3VLProcessor, MiniMaxM3VLVideoProcessor

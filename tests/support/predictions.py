@@ -91,7 +91,8 @@ def variants(name: str) -> dict[str, Callable[[], VisionFamily]]:
         }
     if name == "huggingface":
         named = EncoderConfig(family=name)
-        return {"GLM-4.6V": family(), "MiniMax-M3": lambda: build_family(offline.minimax_m3_vl(), named)}
+        others = {"MiniMax-M3": lambda: build_family(offline.minimax_m3_vl(), named)}
+        return {"GLM-4.6V": family()} | (others if offline.is_known("minimax_m3_vl") else {})
     return {"": family()}
 
 

@@ -463,6 +463,12 @@ OWN = [
     ("ours/kernel-choice", {"attention_backend_text": "flash"}, {"attention_backend_text": "auto"}, "warning"),
     ("ours/kernel-choice", {"kernel_variables": (("NVTE_FLASH_ATTN", "0"),)}, {"kernel_variables": ()}, "warning"),
     ("ours/equal-dispatch", {**GATHERED, "pad_to_max_length": False}, {"expert_dispatcher": "alltoall"}, "error"),
+    (
+        "ours/fused-router",
+        {"num_moe_experts": 8, "moe_router_fusion": True, "bridge_version": "0.7.0", "step": "gpt_step"},
+        {"step": "energon_packing.bridge.step"},
+        "warning",
+    ),
     ("ours/attention-kernel", {"head_dim": 288, "context_parallel": 2}, {"head_dim": 256}, "error"),
     ("ours/attention-kernel", {"head_dim": 512, "attention_backend": "flash"}, {"attention_backend": None}, "error"),
     ("ours/attention-kernel", {"head_dim": 100, "context_parallel": 2}, {"head_dim": 96}, "error"),

@@ -162,4 +162,5 @@ def test_the_page_says_what_runs_on_which_gpu_with_which_versions():
     table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
     page = (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")
     written = re.search(r"^\| GPU .*?(?=\n\n|\Z)", page, re.M | re.S)
-    assert written is not None and f"{written[0]}\n" == table, table
+    assert written is not None
+    assert f"{written[0]}\n" == table, table

@@ -131,7 +131,6 @@ def _kind_refused(view: RunView, *kinds: str) -> str:
     checks="a kernel computes the attention of packed rows, on the GPU if one is named",
     place="transformer_engine.pytorch.attention.dot_product_attention.utils.get_attention_backend",
     applies=lambda view: view.packed,
-    holds=lambda view: view.attention_backend != "local" and _kind_refused(view) != "",
     sources=(
         attention("utils.py", "# Filter: QKV layout"),
         core("transformer/dot_product_attention.py", "Packed sequence is not supported by DotProductAttention."),
@@ -142,19 +141,20 @@ def _attention_kernel(view: RunView) -> Finding | None:
     if view.attention_backend == "local":
         why = "Megatron-Core's own attention, which ignores boundaries: samples of a row would attend to each other"
         return Finding(why=f"attention_backend is 'local', {why}", fix=fix)
+    comm = {"comm": ""} if _kind_refused(view) else {}  # about which ours/context-parallel-kind speaks
     newest = [Machine(sm=sm, flash=(2, 3)) for sm in ([view.machine.sm] if view.machine else GPUS.values())]
     machines = [view.machine] if view.machine else newest
-    left, why = max((kernels_of(view, machine) for machine in machines), key=lambda found: len(found[0]))
+    left, why = max((kernels_of(view, machine, **comm) for machine in machines), key=lambda found: len(found[0]))
     on = view.machine or "any GPU"
     if left:
         unfused = view.machine is None or left != ["unfused"] or view.attention_backend == "unfused"
         why = f"only the unfused attention is left on {on}, which is slow and holds all pairs of tokens: {why}"
         return None if unfused else Finding(why=why, fix="install a kernel that takes these rows", severity="warning")
-    real = [kernel for machine in machines for kernel in kernels_of(view, machine, padded=False)[0]]
+    real = [kernel for machine in machines for kernel in kernels_of(view, machine, padded=False, **comm)[0]]
     if view.pads_between_samples and real:
         fix = f"set packing.padding to real: then nothing lies between samples, which {real[0]} takes"
     elif view.attention_backend in (None, "auto"):
-        later = any(kernels_of(view, machine)[0] for machine in newest)
+        later = any(kernels_of(view, machine, **comm)[0] for machine in newest)
         fix = f"install what {newest[0]} is" if later else "use another GPU, or train this model unpacked"
     return Finding(why=f"no kernel on {on} computes the attention of these rows: {why}", fix=fix)
 

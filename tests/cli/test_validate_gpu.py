@@ -1,4 +1,4 @@
-"""`validate --gpu`: verdicts on kernels for named GPUs and versions, of our YAML and of Bridge's recipes."""
+"""`validate --gpu`, as `docs/validate.md` has it: verdicts on kernels for named GPUs and versions."""
 
 from __future__ import annotations
 

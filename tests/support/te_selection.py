@@ -160,10 +160,10 @@ class Selection:
     def _fused(self, *given: Any) -> Any:
         if len(given) == 1:  # 2.20: one object of all parameters
             return self._rule(vars(given[0])), ""
-        names = ("is_training", "q_dtype", "kv_dtype", "qkv_layout", "bias_type", "attn_mask_type", "softmax_type")
-        names += ("dropout", "num_attn_heads", "num_gqa_groups", "max_seqlen_q", "max_seqlen_kv", "head_dim_qk")
-        names += ("head_dim_v", "window_size_left", "window_size_right", "return_max_logit", "cuda_graph")
-        return self._rule(dict(zip((*names, "deterministic"), given, strict=False)))
+        names = "is_training q_dtype kv_dtype qkv_layout bias_type attn_mask_type softmax_type dropout num_attn_heads "
+        names += "num_gqa_groups max_seqlen_q max_seqlen_kv head_dim_qk head_dim_v window_size_left window_size_right "
+        names += "return_max_logit cuda_graph deterministic"
+        return self._rule(dict(zip(names.split(), given, strict=False)))
 
     def _rule(self, given: dict[str, Any]) -> _Backend:
         forms = {"attn_mask_type": "NVTE_{}_MASK", "softmax_type": "NVTE_{}_SOFTMAX", "bias_type": "NVTE_{}"}

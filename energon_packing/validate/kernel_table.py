@@ -7,15 +7,13 @@ assertions of ``context_parallel.py``, none of which can be asked without a GPU,
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 type Version = tuple[int, ...]
 type Refusals = Iterator[tuple[bool, str]]
 
-GPUS = {"a100 a800 a30": 80, "a40 a10 a6000": 86, "l40 l40s l4 4090": 89, "h100 h200 h800 h20 gh200": 90} | {
-    "b200 gb200": 100,
-    "b300 gb300": 103,
-    "5090 rtxpro6000": 120,
-}
+GPUS = {"a100 a800 a30": 80, "a40 a10 a6000": 86, "l40 l40s l4 4090": 89, "h100 h200 h800 h20 gh200": 90}
+GPUS |= {"b200 gb200": 100, "b300 gb300": 103, "5090 rtxpro6000": 120}
 """Names of GPUs -> compute capability, times ten."""
 
 OLDEST: dict[str, Version] = {"te": (2, 9), "cudnn": (9, 6), "flash": (2,)}
@@ -35,11 +33,11 @@ class Machine:
     assumed: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        named = {"Transformer Engine": "te", "cuDNN": "cudnn", "FlashAttention": "flash"}
-        said = {name: ".".join(map(str, getattr(self, key))) or "none" for name, key in named.items()}
-        return f"sm{self.sm} with " + ", ".join(
-            f"{name} {version}{' (assumed)' if named[name] in self.assumed else ''}" for name, version in said.items()
-        )
+        said = [f"sm{self.sm}"]
+        for name, key in {"Transformer Engine": "te", "cuDNN": "cudnn", "FlashAttention": "flash"}.items():
+            version = ".".join(map(str, getattr(self, key))) or "none"
+            said.append(f"{name} {version}" + " (assumed)" * (key in self.assumed))
+        return ", ".join(said)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,28 +80,19 @@ def _cudnn(a: Attention, m: Machine) -> Refusals:
     yield m.te >= (2, 15) and a.comm.startswith("a2a") and odd, "takes a2a for even numbers of heads only"
 
 
-def _flash(a: Attention, m: Machine) -> Refusals:
+def _flash(generation: int, a: Attention, m: Machine) -> Refusals:
+    old, widest = generation == 2, max(a.width, a.value_width)
+    yield m.sm != 90 and not old, "is for sm90"
+    yield generation not in m.flash, "is not installed"
     yield a.padded, "takes no padding between samples"  # the third does, and leaves its rows as the memory was
     yield a.sinks, "takes no sinks"
-
-
-def _flash_2(a: Attention, m: Machine) -> Refusals:
-    yield 2 not in m.flash, "is not installed"
-    yield from _flash(a, m)
-    widest = 256 if m.sm in (80, 90, 100, 120) else 192
-    wide = max(a.width, a.value_width) > widest or (a.width | a.value_width) % 8 > 0
-    yield wide or (a.width != a.value_width and m.te < (2, 17)), f"has no heads {a.width} wide here"
-
-
-def _flash_3(a: Attention, m: Machine) -> Refusals:
-    yield m.sm != 90, "is for sm90"
-    yield 3 not in m.flash, "is not installed"
-    yield from _flash(a, m)
     pair = (128 < a.width <= 192 and 96 < a.value_width <= 128) or (a.width <= 64 and a.value_width <= 512)
-    has_width = a.width <= 256 and a.heads % a.groups == 0 and (a.width == a.value_width or pair)
-    yield not has_width or a.width % 8 > 0, f"has no heads {a.width} wide"
-    late = a.deterministic and m.te >= (2, 15)
-    yield late and max(a.width, a.value_width) >= 256, "is not deterministic for heads of this width"
+    has_pair = a.width == a.value_width or (m.te >= (2, 17) if old else pair)
+    limit = 256 if m.sm in (80, 90, 100, 120) else 192
+    fits = widest <= limit if old else a.width <= limit and a.heads % a.groups == 0
+    yield not (fits and has_pair) or (a.width | a.value_width) % 8 > 0, f"has no heads {a.width} wide here"
+    late = a.deterministic and m.te >= (2, 15) and not old
+    yield late and widest >= 256, "is not deterministic for heads of this width"
 
 
 def _unfused(a: Attention, m: Machine) -> Refusals:
@@ -113,7 +102,8 @@ def _unfused(a: Attention, m: Machine) -> Refusals:
     yield bool(a.comm), "has no context parallelism"
 
 
-KERNELS = {"cuDNN": _cudnn, "FlashAttention 2": _flash_2, "FlashAttention 3": _flash_3, "unfused": _unfused}
+KERNELS = {f"FlashAttention {generation}": partial(_flash, generation) for generation in (2, 3)}
+KERNELS = {"cuDNN": _cudnn, **KERNELS, "unfused": _unfused}
 
 
 def kind_refused(a: Attention, te: Version) -> str:

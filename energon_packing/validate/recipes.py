@@ -316,9 +316,6 @@ def view_of(container: Any, *, world_size: int, step: str | None = None, data: D
             ),
             "head_dim": widest,
             "value_dim": value_dim,
-            "attention_backend_text": getattr(model, "attention_backend", None)
-            if isinstance(getattr(model, "attention_backend", None), str)
-            else None,
             "tp_comm_overlap": any(getattr(part, "tp_comm_overlap", False) for part in (model, source.comm_overlap)),
             "model_tokens": TokenFacts(
                 size=_embedding_rows(model),

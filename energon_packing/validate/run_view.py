@@ -163,10 +163,10 @@ class RunView:
     experimental_attention_variant: str | None = at(None, bridge="model.", argument=True)
     deterministic_mode: bool = at(False, bridge="model.", argument=True)
     attention_backend: str | None = at(None, bridge="model.attention_backend.name", argument=True)
-    attention_backend_text: str | None = None
-    """What Megatron-Core ignores: a name where it compares with members of an enumeration."""
+    attention_backend_set: object = at(None, bridge="model.attention_backend")
+    """As it is set: Megatron-Core ignores a text, because it compares with members of an enumeration."""
     kernel_variables: tuple[tuple[str, str], ...] = ()
-    """Those of this environment that choose kernels, with their values."""
+    """Those of this environment, with their values."""
     machine: Machine | None = None
     """The GPUs that kernels are judged for."""
     padding: str | None = at(None, bridge="dataset.packing.", ours="packing.")

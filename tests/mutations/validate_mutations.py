@@ -106,7 +106,7 @@ VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
         name="a backend that is a text counts as chosen",
         test="tests/conformance/test_rules_of_bridge.py::test_a_backend_that_is_a_text_is_warned_of_because_megatron_core_ignores_it",
         oracle="`LanguageModule._set_attention_backend`, which sets no variable",
-        edits=(("validate/rules/kernels.py", 'if text not in (None, "auto"):', "if False:"),),
+        edits=(("validate/rules/kernels.py", 'if isinstance(text, str) and text != "auto":', "if False:"),),
         needs_bridge=True,
     ),
     Mutation(

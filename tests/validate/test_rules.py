@@ -460,7 +460,7 @@ OWN = [
         {"pad_to_max_length": True},
         "error",
     ),
-    ("ours/kernel-choice", {"attention_backend_text": "flash"}, {"attention_backend_text": "auto"}, "warning"),
+    ("ours/kernel-choice", {"attention_backend_set": "flash"}, {"attention_backend_set": "auto"}, "warning"),
     ("ours/kernel-choice", {"kernel_variables": (("NVTE_FLASH_ATTN", "0"),)}, {"kernel_variables": ()}, "warning"),
     ("ours/equal-dispatch", {**GATHERED, "pad_to_max_length": False}, {"expert_dispatcher": "alltoall"}, "error"),
     (

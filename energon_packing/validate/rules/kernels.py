@@ -93,6 +93,7 @@ def _attention_of(view: RunView, kind: str) -> Attention:
         heads=max(1, heads // tensor),
         groups=max(1, (view.num_query_groups or heads) // tensor),
         padded=view.pads_between_samples,
+        causal=not view.family.startswith("wan"),
         window=view.window_size not in (None, (-1, -1), (-1, 0)),
         sinks=view.softmax_type != "vanilla",
         deterministic=view.deterministic_mode or ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0") in view.kernel_variables,
@@ -150,7 +151,9 @@ def _attention_kernel(view: RunView) -> Finding | None:
         unfused = view.machine is None or left != ["unfused"] or view.attention_backend == "unfused"
         why = f"only the unfused attention is left on {on}, which is slow and holds all pairs of tokens: {why}"
         return None if unfused else Finding(why=why, fix="install a kernel that takes these rows", severity="warning")
-    real = [kernel for machine in machines for kernel in kernels_of(view, machine, padded=False, **comm)[0]]
+    real = not view.family.startswith("wan") and [
+        kernel for machine in machines for kernel in kernels_of(view, machine, padded=False, **comm)[0]
+    ]
     if view.pads_between_samples and real:
         fix = f"set packing.padding to real: then nothing lies between samples, which {real[0]} takes"
     elif view.attention_backend in (None, "auto"):
@@ -182,7 +185,7 @@ def _context_parallel_kind(view: RunView) -> Finding | None:
     checks="attention over packed rows is not computed in fp8",
     place="nvte_get_fused_attn_backend of transformer_engine/common/fused_attn/fused_attn.cpp",
     applies=lambda view: view.packed and view.fp8_recipe is not None and view.fp8_dot_product_attention,
-    holds=lambda view: view.machine is not None and view.machine.te >= (2, 20),
+    holds=lambda view: view.machine is not None and view.machine.te >= (2, 20) and "te" not in view.machine.assumed,
     sources=(core("transformer/transformer_config.py", "fp8_dot_product_attention: bool = False"),),
 )
 def _fp8_attention(view: RunView) -> Finding | None:
@@ -229,8 +232,8 @@ def _overlap_needs_one_width(view: RunView) -> Finding | None:
     sources=(core("models/common/language_module/language_module.py", "attention_backend == AttnBackend.local:"),),
 )
 def _kernel_choice(view: RunView) -> Finding | None:
-    text, variables = view.attention_backend_text, [f"{name}={value}" for name, value in view.kernel_variables]
-    if text not in (None, "auto"):
+    text, variables = view.attention_backend_set, [f"{name}={value}" for name, value in view.kernel_variables]
+    if isinstance(text, str) and text != "auto":
         return Finding(
             why=f"attention_backend is the text {text!r}, which Megatron-Core compares with members of an enumeration "
             "and ignores: the kernel is chosen as with auto",

@@ -134,7 +134,9 @@ def validate(
     view = source.view().changed(
         gpu_memory=gpu_memory * GB,
         machine=machine_of(gpu, kernels),
-        kernel_variables=tuple((name, os.environ[name]) for name in KERNEL_VARIABLES if name in os.environ),
+        kernel_variables=tuple(
+            (name, os.environ[name]) for name in KERNEL_VARIABLES if os.environ.get(name, "1") != "1"
+        ),
     )
     judgements = judge(view)
     rules = [

@@ -5,7 +5,7 @@ assertions of ``context_parallel.py``, none of which can be asked without a GPU,
 `tests/conformance/test_kernel_table.py` runs its own code.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -35,7 +35,7 @@ class Machine:
     def __str__(self) -> str:
         said = [f"sm{self.sm}"]
         for name, key in {"Transformer Engine": "te", "cuDNN": "cudnn", "FlashAttention": "flash"}.items():
-            version = ".".join(map(str, getattr(self, key))) or "none"
+            version = ("+" if key == "flash" else ".").join(map(str, getattr(self, key))) or "none"
             said.append(f"{name} {version}" + " (assumed)" * (key in self.assumed))
         return ", ".join(said)
 
@@ -102,8 +102,11 @@ def _unfused(a: Attention, m: Machine) -> Refusals:
     yield bool(a.comm), "has no context parallelism"
 
 
-KERNELS = {f"FlashAttention {generation}": partial(_flash, generation) for generation in (2, 3)}
-KERNELS = {"cuDNN": _cudnn, **KERNELS, "unfused": _unfused}
+KERNELS: dict[str, Callable[[Attention, Machine], Refusals]] = {
+    "cuDNN": _cudnn,
+    **{f"FlashAttention {generation}": partial(_flash, generation) for generation in (2, 3)},
+    "unfused": _unfused,
+}
 
 
 def kind_refused(a: Attention, te: Version) -> str:

@@ -166,7 +166,7 @@ class RunView:
     attention_backend_set: object = at(None, bridge="model.attention_backend")
     """As it is set: Megatron-Core ignores a text, because it compares with members of an enumeration."""
     kernel_variables: tuple[tuple[str, str], ...] = ()
-    """Those of this environment, with their values."""
+    """Those of this environment that are not 1, with their values."""
     machine: Machine | None = None
     """The GPUs that kernels are judged for."""
     padding: str | None = at(None, bridge="dataset.packing.", ours="packing.")

@@ -42,6 +42,11 @@ def judged(tmp_path, monkeypatch):
         (("--gpu", "L40", "--kernels", "te=2.11.0+cu12,flash=2.8.3"), 1, []),
         (("--gpu", "h100", "--kernels", "te=2.9,cudnn=9.10.2.21"), 0, ["cuDNN"]),
         (("--gpu", "b200"), 0, ["cuDNN"]),
+        (
+            ("--gpu", "h200", "--set", "parallel.context_parallel=1", "--kernels", "te=2.20.2,flash=2.8.3"),
+            0,
+            ["cuDNN", "FlashAttention 2", "unfused"],
+        ),
         (("--gpu", "a100", "--set", "parallel.context_parallel=1"), 0, ["FlashAttention 2", "unfused"]),
         (
             ("--gpu", "a100", "--set", "parallel.context_parallel=1", "--kernels", "te=2.18,flash="),

@@ -114,7 +114,7 @@ def test_the_installed_transformer_engine_asks_its_cudnn_and_has_the_kernels_of_
     major, minor, patch = utils.get_cudnn_version()
     known = utils.FlashAttentionUtils
     flash = "".join(str(n) for n, there in ((2, known.is_installed), (3, known.v3_is_installed)) if there)
-    machine = machine_of(None, f"cudnn={major}.{minor}.{patch},flash={'.'.join(flash)}")
+    machine = machine_of(None, f"cudnn={major}.{minor}.{patch},flash={'+'.join(flash)}")
     assert machine is not None
     wrong = []
     for attention, _ in drawn(machine.te, 400):

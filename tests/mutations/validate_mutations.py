@@ -117,8 +117,8 @@ VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "cli/validate.py",
-                "for name in KERNEL_VARIABLES if name in os.environ",
-                "for name in KERNEL_VARIABLES if False",
+                'if os.environ.get(name, "1") != "1"',
+                "if False",
             ),
         ),
     ),

@@ -57,7 +57,7 @@ def machine_of(gpu: str | None, versions: str) -> Machine | None:
 
     Args:
         gpu: a name of `GPUS`, or None for the one of this machine.
-        versions: such as ``te=2.18,cudnn=9.19,flash=2.3``; others are those installed here, or assumed.
+        versions: such as ``te=2.18,cudnn=9.19,flash=2+3``; others are those installed here, or assumed.
 
     Raises:
         ConfigError: no such GPU, or a version that cannot be read or precedes the table.
@@ -72,10 +72,11 @@ def machine_of(gpu: str | None, versions: str) -> Machine | None:
     named = dict(part.partition("=")[::2] for part in versions.split(",") if part)
     if te := installed_version("transformer-engine"):  # without it, the run's machine is another
         packages = {"2": "flash-attn", "3": "flash-attn-3"}
-        flash = ".".join(number for number, package in packages.items() if installed_version(package))
+        flash = "+".join(number for number, package in packages.items() if installed_version(package))
         cudnn = installed_version("nvidia-cudnn-cu13") or installed_version("nvidia-cudnn-cu12")
         named = {"te": te, "flash": flash} | ({"cudnn": cudnn} if cudnn else {}) | named
-    stated = {name: tuple(map(int, re.findall(r"\d+", value)[:3])) for name, value in named.items()}
+    numbers = {"flash": r"(?:^|\+)(\d+)"}  # of FlashAttention the generations, as 2.8.3+3 has 2 and 3
+    stated = {name: tuple(map(int, re.findall(numbers.get(name, r"\d+"), value)[:3])) for name, value in named.items()}
     for name, version in stated.items():
         if name not in NEWEST or (version < OLDEST[name] and (name != "flash" or version)):
             raise ConfigError(

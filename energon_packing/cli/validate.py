@@ -1,6 +1,7 @@
 """`energon-packing validate`: can this run work, and what will it do? Answered before any GPU is taken."""
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from energon_packing.cli.terminal import answer, cell, counted, say, starting, t
 from energon_packing.validate.looks.look import LOOKS, Look
 from energon_packing.validate.looks.run import look_at_run
 from energon_packing.validate.memory import GB
+from energon_packing.validate.rules.kernels import KERNEL_VARIABLES, kernels_of, machine_of
 from energon_packing.validate.rules.loader import loader_bytes
 from energon_packing.validate.rules.rule import judge
 from energon_packing.validate.run_source import run_source
@@ -31,6 +33,7 @@ Examples:
   energon-packing validate run.yaml --world-size 64 --set parallel.context_parallel=2
   energon-packing validate run.yaml --no-bridge --json
   energon-packing validate run.yaml --no-data
+  energon-packing validate run.yaml --gpu a100 --kernels te=2.18,cudnn=9.19,flash=2
   energon-packing validate run.yaml --measure 500
   energon-packing validate megatron.bridge.recipes.qwen_vl:qwen3_vl_8b_sft_config --world-size 8
   energon-packing validate checkpoints/iter_0000100/run_config.yaml
@@ -59,6 +62,16 @@ missing or unusable, or Bridge rejects the run, 2 unusable input.
     help="GPUs of the run. Default: the smallest number that fits one replica.",
 )
 @click.option("--gpu-memory", metavar="GB", type=AT_LEAST_1, default=80, help="Memory of one GPU. Default: 80.")
+@click.option(
+    "--gpu", metavar="NAME", help="GPU whose kernels are judged: a100, l40, h100, b200, ... Default: this one."
+)
+@click.option(
+    "--kernels",
+    metavar="NAME=VERSION,...",
+    default="",
+    help="Versions of Transformer Engine, cuDNN and FlashAttention there: te=2.18,cudnn=9.19,flash=2. Default: those "
+    "installed here, or the newest known.",
+)
 @click.option("--step", metavar="NAME", help="Forward step, such as vlm_step or energon_packing.bridge.step.")
 @click.option(
     "--tokens-per-sample",
@@ -96,6 +109,8 @@ def validate(
     overrides: tuple[str, ...],
     world_size: int | None,
     gpu_memory: int,
+    gpu: str | None,
+    kernels: str,
     step: str | None,
     tokens_per_sample: int | None,
     measure: int | None,
@@ -116,7 +131,13 @@ def validate(
     source = run_source(given, overrides=overrides, world_size=world_size, step=step, model_configs=model_configs)
     if measure is not None:
         source.measure(measure)
-    view = source.view().changed(gpu_memory=gpu_memory * GB)
+    view = source.view().changed(
+        gpu_memory=gpu_memory * GB,
+        machine=machine_of(gpu, kernels),
+        kernel_variables=tuple(
+            (name, os.environ[name]) for name in KERNEL_VARIABLES if os.environ.get(name, "1") != "1"
+        ),
+    )
     judgements = judge(view)
     rules = [
         {"rule": each.rule.id, "verdict": each.outcome, "checks": each.rule.checks}
@@ -249,6 +270,8 @@ def resolved_summary(view: RunView, *, assumed: bool, tokens_per_sample: int | N
         "global_batch_size": view.global_batch_size,
         "micro_batches_per_step": view.global_batch_size // rows_a_pass if divides else None,
         "max_tokens_per_step": view.global_batch_size * view.dataset_seq_length,
+        "gpu": None if view.machine is None else str(view.machine),
+        "attention_kernels": None if view.machine is None or not view.packed else kernels_of(view, view.machine)[0],
         "loader_memory_mb": None if memory is None else memory >> 20,
         "gpu_memory_bytes": None if view.memory is None else view.memory.parts | {"total": view.memory.total},
         **_estimates(view, tokens_per_sample),
@@ -334,6 +357,10 @@ def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
             lines.append(("fill", f"{summary['expected_fill']:.1%} expected"))
         rows = summary[f"{row}s_per_epoch"]
         lines.append(("epoch", f"about {rows} {row}s, {summary['steps_per_epoch']} steps"))
+    if (left := summary["attention_kernels"]) is not None:
+        lines.append(("kernels", f"{summary['gpu']}: {', '.join(left) or 'none'}"))
+    elif summary["gpu"] is None:
+        lines.append(("kernels", "no GPU was judged: give --gpu"))
     if (parts := summary["gpu_memory_bytes"]) is None:
         lines.append(("GPU memory", "not estimated: only for some of Bridge's models, see docs/validate.md"))
     else:

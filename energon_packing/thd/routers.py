@@ -19,6 +19,8 @@ So a router is given each expert's real tokens without a mask, and the row's cou
 Both are right whether or not the installed version has the defects. `docs/thd.md` has the report.
 """
 
+from copy import copy
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -61,6 +63,7 @@ def _repair(router: Any) -> None:
     for name, repaired in (
         ("routing", _routing),
         ("_apply_aux_loss", _apply_aux_loss),
+        ("_apply_global_aux_loss", partial(_balance, "_apply_global_aux_loss")),
         ("_apply_expert_bias", _apply_expert_bias),
         ("attach_and_log_load_balancing_loss", _attach_by_the_rows_count),
     ):
@@ -81,7 +84,21 @@ def _apply_aux_loss(router: Any, probs: torch.Tensor, scores: torch.Tensor, *res
     mask = getattr(router, _REPAIRED)
     if mask is not None and scores.requires_grad:
         scores.register_hook(lambda gradient: gradient.masked_fill(mask.reshape(-1, 1), 0))
-    return type(router)._apply_aux_loss(router, probs, scores, *rest, **keywords)
+    return _balance("_apply_aux_loss", router, probs, scores, *rest, **keywords)
+
+
+def _balance(name: str, router: Any, *given: Any, **keywords: Any) -> Any:
+    """Computes a balance loss without its fused kernel under a mask, where Megatron-Core divides the count of tokens:
+    Transformer Engine takes an integer, waits for it once per layer before 2.18, and refuses a fraction from then on.
+    """
+    config = router.config
+    if getattr(router, _REPAIRED) is not None and getattr(config, "moe_router_fusion", False):
+        router.config = copy(config)
+        router.config.moe_router_fusion = False
+    try:
+        return getattr(type(router), name)(router, *given, **keywords)
+    finally:
+        router.config = config
 
 
 def _apply_expert_bias(

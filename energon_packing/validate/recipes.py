@@ -276,6 +276,9 @@ def view_of(container: Any, *, world_size: int, step: str | None = None, data: D
     name = type(model).__name__
     width, heads, *channels = (getattr(model, field, None) for field in _OF_HEADS)
     widest = max((given for given in channels if given), default=width // heads if width and heads else None)
+    value_dim = None
+    if getattr(model, "multi_latent_attention", False):  # which does not read `kv_channels`
+        widest, value_dim = model.qk_head_dim + model.qk_pos_emb_head_dim, model.v_head_dim
     # In the other modes of our data set the window holds a micro-batch.
     packing = getattr(dataset, "packing", None) if getattr(dataset, "mode", "packs") == "packs" else None
     fields = stated(source, "bridge")
@@ -306,12 +309,14 @@ def view_of(container: Any, *, world_size: int, step: str | None = None, data: D
             "inference_graph_scopes": _names(getattr(model, "inference_cuda_graph_scope", None)),
             "expert_dispatcher": getattr(final, "moe_flex_dispatcher_backend", None)
             if getattr(final, "moe_token_dispatcher_type", None) == "flex"
-            else None,
+            else getattr(final, "moe_token_dispatcher_type", None),
             "balance_coefficients": tuple(coefficients) if isinstance(coefficients, list) else (coefficients,),
             "vision_frozen": all(
                 getattr(model, name, False) for name in ("freeze_vision_model", "freeze_vision_projection")
             ),
             "head_dim": widest,
+            "value_dim": value_dim,
+            "tp_comm_overlap": any(getattr(part, "tp_comm_overlap", False) for part in (model, source.comm_overlap)),
             "model_tokens": TokenFacts(
                 size=_embedding_rows(model),
                 placeholders=numbers({kind: getattr(model, f"{kind}_token_id", None) for kind in PLACEHOLDERS}),

@@ -199,10 +199,15 @@ def model_facts(config_file: Path) -> dict[str, Any]:
     text = values.get("text_config") or values
     heads = text.get("num_attention_heads")
     width = text.get("head_dim") or (text["hidden_size"] // heads if heads and "hidden_size" in text else None)
+    if (mla := text.get("qk_rope_head_dim")) is not None:
+        width = mla + text.get("qk_nope_head_dim", 0)
     stated = {kind: values.get(f"{kind}_token_id", values.get(f"{kind}_token_index")) for kind in PLACEHOLDERS}
     vision = values.get("vision_config") or {}
     return {
         "head_dim": width,
+        "value_dim": None if mla is None else text.get("v_head_dim"),
+        "num_attention_heads": heads,
+        "num_query_groups": text.get("num_key_value_heads"),
         "num_layers": text.get("num_hidden_layers"),
         "num_moe_experts": text.get("num_experts"),
         "model_tokens": TokenFacts(

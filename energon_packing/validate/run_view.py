@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 
 from energon_packing.errors import ConfigError
 from energon_packing.thd.alignment import alignment_multiple
+from energon_packing.validate.kernel_table import Machine
 from energon_packing.validate.memory import GB, Memory
 from energon_packing.validate.run_facts import DataFacts, TokenFacts
 
@@ -153,9 +154,27 @@ class RunView:
     """Whether the model is one of Megatron-Core's GPTs, alone or below an encoder, as far as its class tells."""
     num_layers: int | None = at(None, bridge="model.", argument=True)
     head_dim: int | None = None
-    attention_backend: str | None = at(None, bridge="model.attention_backend.name")
+    value_dim: int | None = None
+    """Channels of a head's values where they are not those of its keys (MLA)."""
+    num_attention_heads: int | None = at(None, bridge="model.")
+    num_query_groups: int | None = at(None, bridge="model.")
+    window_size: tuple[int, ...] | int | None = at(None, bridge="model.")
+    softmax_type: str = at("vanilla", bridge="model.", argument=True)
+    experimental_attention_variant: str | None = at(None, bridge="model.", argument=True)
+    deterministic_mode: bool = at(False, bridge="model.", argument=True)
+    attention_backend: str | None = at(None, bridge="model.attention_backend.name", argument=True)
+    attention_backend_set: object = at(None, bridge="model.attention_backend")
+    """As it is set: Megatron-Core ignores a text, because it compares with members of an enumeration."""
+    kernel_variables: tuple[tuple[str, str], ...] = ()
+    """Those of this environment that are not 1, with their values."""
+    machine: Machine | None = None
+    """The GPUs that kernels are judged for."""
+    padding: str | None = at(None, bridge="dataset.packing.", ours="packing.")
+    """``real`` if a sample's padding counts as part of it, so that nothing lies between samples."""
     fp8_recipe: str | None = None
     """None if the model computes without fp8."""
+    fp8_dot_product_attention: bool = at(False, bridge="model.")
+    tp_comm_overlap: bool = at(False, argument=True)
     recompute_granularity: str | None = at(None, bridge="model.", argument=True)
     recompute_method: str | None = at(None, bridge="model.", argument=True)
     recompute_num_layers: int | None = at(None, bridge="model.", argument=True)
@@ -175,7 +194,8 @@ class RunView:
     # Mixtures of experts.
     num_moe_experts: int | None = at(None, bridge="model.", argument="--num-experts")
     expert_dispatcher: str | None = None
-    """Backend of the flex dispatcher of tokens to experts (``hybridep``); None for the other dispatchers."""
+    """How tokens reach experts: ``allgather``, ``alltoall``, or the backend of the flex dispatcher (``hybridep``)."""
+    moe_router_fusion: bool = at(False, bridge="model.", argument=True)
     pads_uneven_dispatch: bool = at(False, bridge="model.moe_hybridep_pad_uneven_dispatch_inputs")
     """Whether HybridEP's inputs are padded to the size of the rank with most tokens."""
     expert_capacity_factor: float | None = at(None, bridge="final.moe_expert_capacity_factor", argument=True)
@@ -235,6 +255,11 @@ class RunView:
         return alignment_multiple(
             self.tensor_parallel, self.context_parallel, self.sequence_parallel, self.eval_context_parallel
         )
+
+    @property
+    def pads_between_samples(self) -> bool:
+        """Whether kernels see padding between the samples of a row."""
+        return self.packed and self.multiple > 1 and self.padding != "real"
 
     @property
     def ranks_of_a_row(self) -> int:

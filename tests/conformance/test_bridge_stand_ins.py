@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import itertools
 import math
 from pathlib import Path
+from typing import Any
 
 import bridge_here  # noqa: F401
 import pytest
@@ -77,11 +79,41 @@ class Config:
     apply_query_key_layer_scaling = False
 
 
-def attention(causal: bool) -> cpu_attention.SegmentAttention:
+def attention(causal: bool, config: Any = None) -> cpu_attention.SegmentAttention:
     from megatron.core.transformer.enums import AttnMaskType
 
     kind = AttnMaskType.causal if causal else AttnMaskType.no_mask
-    return cpu_attention.SegmentAttention(Config(), 1, kind, "self")
+    return cpu_attention.SegmentAttention(config or Config(), 1, kind, "self")
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_windows_and_sinks_of_the_stand_in_are_those_of_gpt_oss_in_hugging_face(sinks):
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from transformers.masking_utils import sliding_window_causal_mask_function
+    from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
+
+    torch.manual_seed(3)
+    row = torch.tensor([0, 12, 16, 24]).int()
+    query, key, value = (torch.randn(24, heads, 8) for heads in (4, 2, 2))
+    fields = {"window_size": (2, 0), "softmax_type": "learnable" if sinks else "vanilla", "num_attention_heads": 4}
+    layer = attention(True, type("Windowed", (Config,), fields)())
+    offset = torch.randn(4) if sinks else torch.full((4,), -1e4)  # transformers' function always has a sink
+    if sinks:
+        layer.softmax_offset.data.copy_(offset)
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=row, cu_seqlens_kv=row)
+    found = layer(query, key, value, None, packed_seq_params=packed)
+    allowed_by = sliding_window_causal_mask_function(3)
+    module = type("Layer", (), {"num_key_value_groups": 2, "sinks": offset, "training": False})()
+    for start, stop in itertools.pairwise(row.tolist()):
+        size = range(stop - start)
+        allowed = torch.tensor([[bool(allowed_by(0, 0, torch.tensor(q), torch.tensor(k))) for k in size] for q in size])
+        mask = torch.zeros(allowed.shape).masked_fill(~allowed, float("-inf"))[None, None]
+        parts = (tensor[start:stop].transpose(0, 1)[None] for tensor in (query, key, value))
+        theirs, _ = eager_attention_forward(module, *parts, mask, scaling=8**-0.5, dropout=0.0)
+        torch.testing.assert_close(found[start:stop], theirs[0].flatten(1), atol=1e-5, rtol=1e-4)
+    if sinks:
+        found.sum().backward()
+        assert layer.softmax_offset.grad.any()
 
 
 def by_hand(query, key, value, spans, causal):

@@ -551,7 +551,7 @@ def test_every_rule_about_a_container_names_itself_when_finalize_refuses(sound):
             "model.sequence_parallel": True,
         },
         "ours/no-schedule-plan": {"model.overlap_moe_expert_parallel_comm": True},
-        "ours/head-dimension": {
+        "ours/attention-kernel": {
             "model.kv_channels": 100,
             "model.tensor_model_parallel_size": 2,
             "model.sequence_parallel": True,

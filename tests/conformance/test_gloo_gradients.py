@@ -206,6 +206,52 @@ def test_a_row_of_padding_alone_trains_no_router(tiny_provider, cpu_world):
         assert not logits.grad[8 - padding :].any()
 
 
+def fused_moe_aux_loss(probs, tokens_per_expert, total_num_tokens, num_experts, topk, coeff):
+    """Stands in for Transformer Engine's function of this name and signature; from 2.18 on its kernel checks this."""
+    if isinstance(total_num_tokens, torch.Tensor) and total_num_tokens.dtype != torch.int64:
+        raise RuntimeError(f"total_num_tokens must be a 0-dim int64 tensor; got dtype {total_num_tokens.dtype}")
+    count = int(total_num_tokens)
+    return (probs.sum(dim=0) * tokens_per_expert).sum() * (num_experts * coeff / (topk * count * count))
+
+
+@pytest.mark.parametrize("kind", ["aux_loss", "global_aux_loss"])
+def test_a_fused_router_trains_under_a_mask_as_one_that_is_not_fused(kind, tiny_provider, cpu_world, monkeypatch):
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe.router import TopKRouter
+    from support.bridge_cpu import training_run
+
+    from energon_packing.thd.routers import count_real_tokens
+
+    provider = tiny_provider("text", experts=4)
+    provider.moe_router_load_balancing_type, provider.moe_aux_loss_coeff = kind, 0.1
+    model = training_run.build_model(provider)
+    router = next(module for module in model.modules() if isinstance(module, TopKRouter))
+    plain = (moe_utils.topk_routing_with_score_function, moe_utils.compute_routing_scores_for_aux_loss)
+    unfused = [lambda *a, f=function, **k: f(*a, **{**k, "fused": False}) for function in plain]
+    for function, stand_in in zip(plain, unfused, strict=True):  # their kernels need a GPU
+        monkeypatch.setattr(f"megatron.core.transformer.moe.router.{function.__name__}", stand_in)
+    monkeypatch.setattr(moe_utils, "HAVE_TE", True)
+    monkeypatch.setattr(moe_utils, "fused_moe_aux_loss", fused_moe_aux_loss)
+    values = torch.randn(8, 4)
+
+    def trained(*, fused: bool, padding: int) -> torch.Tensor:
+        router.config.moe_router_fusion = fused
+        if kind == "global_aux_loss":
+            router.reset_global_aux_loss_tracker()
+        logits = values.clone().requires_grad_()
+        mask = torch.arange(8) >= 8 - padding if padding else None
+        (0.0 * router.routing(logits, padding_mask=mask)[0]).sum().backward()
+        return logits.grad
+
+    with pytest.raises(RuntimeError, match="int64"):  # the control: Megatron-Core's own
+        trained(fused=True, padding=3)
+    count_real_tokens(model)
+    assert trained(fused=True, padding=3).any()
+    assert torch.equal(trained(fused=True, padding=3), trained(fused=False, padding=3))
+    assert router.config.moe_router_fusion is False
+    torch.testing.assert_close(trained(fused=True, padding=0), trained(fused=False, padding=0))
+
+
 def test_the_report_to_megatron_lm_shows_the_defect_of_the_installed_version(tmp_path):
     """Where it prints 1.000, the installed version needs no count of ours, and docs/thd.md should say so."""
     page = read_page(Path(__file__).resolve().parents[2] / "docs" / "thd.md")

@@ -9,11 +9,13 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import inspect
 import itertools
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import bridge_here  # noqa: F401
@@ -211,6 +213,15 @@ MEETING = [rule for rule in BRIDGES if not rule.startswith(("bridge/epochs-", "b
 """Rules about epochs and Bridge's own packing speak of one kind of data set each: most pairs with them cannot be."""
 NEVER_ALONE = {
     "bridge/native-one-packing-mode": "one sample a micro-batch breaks bridge/in-batch-needs-several too",
+    **dict.fromkeys(
+        (
+            "ours/context-parallel-kind",
+            "ours/fp8-attention",
+            "ours/deterministic-delta-net",
+            "ours/overlap-needs-one-width",
+        ),
+        "drawn runs have none of the settings; see test_rules",
+    ),
     "ours/processor-fits-the-model": "drawn runs have no processor; see test_processor_of_the_model",
     "ours/settings-by-their-names": "drawn runs are no configurations; see test_packing_page_of_bridge",
     "bridge/native-no-average-in-collective": "it breaks two more rules about the average",
@@ -439,7 +450,40 @@ def test_gemma_4_takes_packs_as_a_model_of_text_where_its_widest_heads_have_a_ke
     assert view.head_dim == 512
     assert [found.rule.id for found in violations(view.changed(calculate_per_token_loss=True))] == refused
     wide = view.changed(calculate_per_token_loss=True, context_parallel=2, world_size=2)
-    assert "ours/head-dimension" in [found.rule.id for found in violations(wide)]
+    assert "ours/attention-kernel" in [found.rule.id for found in violations(wide)]
+
+
+def test_the_heads_of_mla_are_as_wide_as_its_keys_and_values() -> None:
+    from megatron.bridge.models.mla_provider import MLAModelProvider
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+    container = equivalent_container(consistent(dataset_kind="gpt_sft", **PACKED))
+    container.model = MLAModelProvider(
+        num_layers=2, hidden_size=512, num_attention_heads=8, multi_latent_attention=True
+    )
+    view = view_of(container, world_size=1)
+    assert "self.config.qk_head_dim + self.config.qk_pos_emb_head_dim" in inspect.getsource(MLASelfAttention.__mro__[1])
+    assert (view.head_dim, view.value_dim) == (192, 128)
+
+
+@pytest.mark.parametrize("name", ["flash", "auto"])
+def test_a_backend_that_is_a_text_is_warned_of_because_megatron_core_ignores_it(name, monkeypatch) -> None:
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+    from megatron.core.transformer.enums import AttnBackend
+
+    for variable in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        monkeypatch.delenv(variable, raising=False)
+    container = equivalent_container(consistent(dataset_kind="gpt_sft", **PACKED))
+    for backend, ignored in ((name, True), (AttnBackend[name], False)):
+        container.model.attention_backend = backend
+        view = view_of(container, world_size=1)
+        settings = SimpleNamespace(attention_backend=backend, flash_attention_version=None)
+        LanguageModule._set_attention_backend(SimpleNamespace(config=settings))
+        assert ("NVTE_FLASH_ATTN" not in os.environ) == ignored
+        assert outcome("ours/kernel-choice", view) == ("warning" if ignored and name != "auto" else "ok")
+        assert view.attention_backend == (None if ignored else name)
+    for variable in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):  # what Megatron-Core set
+        os.environ.pop(variable, None)
 
 
 def test_the_page_shows_the_table_that_the_rules_read() -> None:

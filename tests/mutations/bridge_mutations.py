@@ -9,6 +9,7 @@ BRIDGE_TRAPS = {
     78: "a padding mask of `[tokens]` meets a routing map of `[tokens, experts]` in the router's bias",
     79: "an in-place all-reduce makes the balance loss TP x CP times too strong",
     80: "a pack is one sequence to `seq_aux_loss`",
+    144: "a fused router gets a fraction where it takes an integer",
     97: "ranks go on with different data, settings, plans, states or positions",
     98: "a state waits for ever for a worker that was killed",
     99: "a comment in a YAML file makes another data set of it",
@@ -185,6 +186,14 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         test="tests/conformance/test_gloo_gradients.py::test_a_row_of_padding_alone_trains_no_router",
         oracle="Megatron-Core's router, on a row of padding",
         edits=(("thd/routers.py", "if mask is not None and scores.requires_grad:", "if False:"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=144,
+        name="the fused balance loss of Transformer Engine gets a divided count",
+        test=GRADIENTS + "test_a_fused_router_trains_under_a_mask_as_one_that_is_not_fused[aux_loss]",
+        oracle="Megatron-Core's own balance loss, and what the kernel of 2.18 checks",
+        edits=(("thd/routers.py", "        router.config.moe_router_fusion = False\n", "        pass\n"),),
         needs_bridge=True,
     ),
     Mutation(

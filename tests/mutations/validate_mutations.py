@@ -8,6 +8,7 @@ VALIDATE_TRAPS = {
     107: "code runs that a data set or a YAML of Bridge names",
     112: "a run that Bridge builds and trains is refused without a reason",
     117: "a setting is lost under a name that nothing reads, or a model that nobody looked at counts as sound",
+    143: "a GPU has no kernel for the rows of a run that is called valid, or a setting that chooses one is ignored",
     142: "a run of the wrong schedule, or in the directory of another one, is called valid",
 }
 
@@ -32,7 +33,95 @@ SCHEDULE = (
     "test_the_decay_follows_an_override_of_the_iterations_and_a_run_saves_where_it_loads"
 )
 
+KERNELS = "tests/conformance/test_kernel_table.py::test_the_table_has_the_kernels_that_six_versions"
+KERNELS += "_of_transformer_engine_chose"
+JUDGED = "tests/validate/test_rules.py::test_a_rule_of_ours_speaks_when_broken_and_is_content_when_fixed"
+OF_ENGINE = "Transformer Engine's `get_attention_backend` of that version, with cuDNN's rule"
+
 VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
+    Mutation(
+        trap=143,
+        name="cuDNN takes packed rows below sm90",
+        test=KERNELS + "[2.17.1]",
+        oracle=OF_ENGINE,
+        edits=(("validate/kernel_table.py", "yield m.sm < 90,", "yield m.sm < 80,"),),
+    ),
+    Mutation(
+        trap=143,
+        name="FlashAttention 2 takes padding between samples",
+        test="tests/cli/test_validate_gpu.py::test_a_run_is_judged_by_the_kernels_of_a_named_gpu[options0-1-kernels0]",
+        oracle=OF_ENGINE,
+        edits=(
+            (
+                "validate/kernel_table.py",
+                'yield a.padded, "takes no padding between samples"  # the third',
+                'yield False, ""  # the third',
+            ),
+        ),
+    ),
+    Mutation(
+        trap=143,
+        name="all_gather takes packed rows before Transformer Engine 2.18",
+        test=KERNELS + "[2.15.0]",
+        oracle=OF_ENGINE,
+        edits=(("validate/kernel_table.py", '"all_gather": (2, 18)', '"all_gather": (2, 12)'),),
+    ),
+    Mutation(
+        trap=143,
+        name="a sliding window goes round a ring",
+        test=KERNELS + "[2.9.0]",
+        oracle="the assertions of `attn_forward_func_with_cp`",
+        edits=(("validate/kernel_table.py", 'a.window and a.comm.endswith("p2p")', "False"),),
+    ),
+    Mutation(
+        trap=143,
+        name="sinks are computed by any cuDNN",
+        test=KERNELS + "[2.20.2]",
+        oracle=OF_ENGINE,
+        edits=(("validate/kernel_table.py", 'or m.cudnn < (9, 18)), "takes sinks', '), "takes sinks'),),
+    ),
+    Mutation(
+        trap=143,
+        name="heads of MLA are as wide as kv_channels",
+        test="tests/conformance/test_rules_of_bridge.py::test_the_heads_of_mla_are_as_wide_as_its_keys_and_values",
+        oracle="Megatron-Core's `MLATransformerConfig`",
+        edits=(("validate/recipes.py", 'if getattr(model, "multi_latent_attention", False):', "if False:"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=143,
+        name="gated delta nets are deterministic over packed rows",
+        test=JUDGED,
+        oracle="the assertion of `GatedDeltaNet.forward`",
+        edits=(
+            (
+                "validate/rules/kernels.py",
+                "holds=lambda view: not view.deterministic_mode,",
+                "holds=lambda view: True,",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=143,
+        name="a backend that is a text counts as chosen",
+        test="tests/conformance/test_rules_of_bridge.py::test_a_backend_that_is_a_text_is_warned_of_because_megatron_core_ignores_it",
+        oracle="`LanguageModule._set_attention_backend`, which sets no variable",
+        edits=(("validate/rules/kernels.py", 'if isinstance(text, str) and text != "auto":', "if False:"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=143,
+        name="variables of the environment are not read",
+        test="tests/cli/test_validate_gpu.py::test_a_variable_that_switches_the_only_kernel_off_is_warned_of_and_refused",
+        oracle=OF_ENGINE,
+        edits=(
+            (
+                "cli/validate.py",
+                'if os.environ.get(name, "1") != "1"',
+                "if False",
+            ),
+        ),
+    ),
     Mutation(
         trap=142,
         name="the decay of a recipe stays where the iterations change",

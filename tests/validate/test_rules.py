@@ -13,6 +13,7 @@ import pytest
 
 from energon_packing.cli.validate import packing_of, resolved_summary
 from energon_packing.config import ParallelConfig, RunConfig, TrainingConfig
+from energon_packing.validate.kernel_table import Machine
 from energon_packing.validate.memory import Memory
 from energon_packing.validate.rules import packing
 from energon_packing.validate.rules.rule import all_rules, judge, rule_that_bridge_named, violations
@@ -82,6 +83,9 @@ BLOCK = {
     "deepstack_layers": (8, 16, 24),
 }
 
+A100, H100 = Machine(sm=80), Machine(sm=90)
+GATHERED = IN_BATCH | {"expert_dispatcher": "allgather", "expert_parallel": 2, "num_moe_experts": 8, "world_size": 2}
+GATHERED |= {"global_batch_size": 4, "eval_global_batch_size": 4}
 
 OWN = [
     (
@@ -402,9 +406,72 @@ OWN = [
         {"defer_in_batch_packing_to_step": True},
         "error",
     ),
-    ("ours/head-dimension", {"head_dim": 288, "context_parallel": 2}, {"head_dim": 256}, "error"),
-    ("ours/head-dimension", {"head_dim": 512, "attention_backend": "flash"}, {"attention_backend": None}, "error"),
-    ("ours/head-dimension", {"head_dim": 100, "context_parallel": 2}, {"head_dim": 96}, "error"),
+    # Kernels by GPU, as Transformer Engine chooses them: test_kernel_table.
+    ("ours/attention-kernel", {"machine": A100, "context_parallel": 2}, {"padding": "real"}, "error"),
+    ("ours/attention-kernel", {"machine": A100, "context_parallel": 2}, {"machine": H100}, "error"),
+    ("ours/attention-kernel", {"machine": A100, "softmax_type": "learnable"}, {"machine": H100}, "warning"),
+    (
+        "ours/attention-kernel",
+        {"machine": Machine(sm=100, cudnn=(9, 19)), "head_dim": 256, "context_parallel": 2},
+        {"machine": Machine(sm=100)},
+        "error",
+    ),
+    (  # Multi-head latent attention: keys of 192 channels
+        "ours/attention-kernel",
+        {"machine": Machine(sm=120), "head_dim": 192, "value_dim": 128, "context_parallel": 2},
+        {"machine": Machine(sm=100)},
+        "error",
+    ),
+    (
+        "ours/attention-kernel",
+        {"machine": H100, "context_parallel": 2, "kernel_variables": (("NVTE_FUSED_ATTN", "0"),)},
+        {"kernel_variables": (("NVTE_FUSED_ATTN", "1"),)},
+        "error",
+    ),
+    ("ours/context-parallel-kind", {"window_size": (128, 0), "context_parallel": 2}, {"cp_comm_type": "a2a"}, "error"),
+    (
+        "ours/context-parallel-kind",
+        {"softmax_type": "learnable", "context_parallel": 2, "cp_comm_type": "all_gather"},
+        {"cp_comm_type": "a2a"},
+        "error",
+    ),
+    (
+        "ours/context-parallel-kind",
+        {"machine": Machine(sm=90, te=(2, 18)), "context_parallel": 4, "cp_comm_type": "a2a+p2p"}
+        | {"hierarchical_context_parallel_sizes": (2, 2)},
+        {"machine": Machine(sm=90, te=(2, 19))},
+        "error",
+    ),
+    (
+        "ours/fp8-attention",
+        {"fp8_recipe": "delayed", "fp8_dot_product_attention": True, "pad_to_max_length": True},
+        {"machine": H100},
+        "error",
+    ),
+    (
+        "ours/deterministic-delta-net",
+        {"experimental_attention_variant": "gated_delta_net", "deterministic_mode": True},
+        {"deterministic_mode": False},
+        "error",
+    ),
+    (
+        "ours/overlap-needs-one-width",
+        {"tp_comm_overlap": True, "tensor_parallel": 2, "sequence_parallel": True},
+        {"pad_to_max_length": True},
+        "error",
+    ),
+    ("ours/kernel-choice", {"attention_backend_set": "flash"}, {"attention_backend_set": "auto"}, "warning"),
+    ("ours/kernel-choice", {"kernel_variables": (("NVTE_FLASH_ATTN", "0"),)}, {"kernel_variables": ()}, "warning"),
+    ("ours/equal-dispatch", {**GATHERED, "pad_to_max_length": False}, {"expert_dispatcher": "alltoall"}, "error"),
+    (
+        "ours/fused-router",
+        {"num_moe_experts": 8, "moe_router_fusion": True, "bridge_version": "0.7.0", "step": "gpt_step"},
+        {"step": "energon_packing.bridge.step"},
+        "warning",
+    ),
+    ("ours/attention-kernel", {"head_dim": 288, "context_parallel": 2}, {"head_dim": 256}, "error"),
+    ("ours/attention-kernel", {"head_dim": 512, "attention_backend": "flash"}, {"attention_backend": None}, "error"),
+    ("ours/attention-kernel", {"head_dim": 100, "context_parallel": 2}, {"head_dim": 96}, "error"),
     ("ours/attention-kernel", {"attention_backend": "local"}, {"attention_backend": "flash"}, "error"),
     (
         "ours/attention-kernel",
@@ -412,7 +479,7 @@ OWN = [
         {"attention_backend": "fused"},
         "error",
     ),
-    ("ours/flash-version", {"attention_backend": "flash", "context_parallel": 2}, {"context_parallel": 1}, "warning"),
+    ("ours/attention-kernel", {"attention_backend": "flash", "context_parallel": 2}, {"context_parallel": 1}, "error"),
     (
         "ours/vocabulary",
         {"model_tokens": TokenFacts(size=32000), "processor_tokens": TokenFacts(size=32001)},
@@ -776,7 +843,7 @@ def test_batches_of_bridges_own_packing_count_packs() -> None:
         ("bridge/native-no-pipeline", {"pipeline_parallel": 2, "world_size": 2}),
         ("ours/step-reads-packs", {"step": "qwen3_vl_step"}),
         ("ours/family-takes-packs", {"model": "Gemma3VL"}),
-        ("ours/head-dimension", {"head_dim": 288, "attention_backend": "fused"}),
+        ("ours/attention-kernel", {"head_dim": 288, "attention_backend": "fused"}),
         ("bridge/epochs-need-finite-data", {"num_epochs": 1}),
     ],
 )

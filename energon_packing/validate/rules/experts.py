@@ -10,17 +10,18 @@ HYBRIDEP_CHUNK = 128
 """Tokens per chunk of HybridEP's kernels, DeepEP's default (``NUM_OF_TOKENS_PER_CHUNK_DISPATCH_API``)."""
 
 
-def _packed_over_hybridep(view: RunView) -> bool:
-    return view.packed and view.expert_parallel > 1 and view.expert_dispatcher == "hybridep"
+def _packed_over_hybridep(view: RunView, dispatcher: str = "hybridep") -> bool:
+    return view.packed and view.expert_parallel > 1 and view.expert_dispatcher == dispatcher
 
 
 @rule(
     id="ours/equal-dispatch",
     order=1120,
-    checks="every rank gives HybridEP as many tokens",
+    checks="every rank gives HybridEP, or an all-gather, as many tokens",
     place="megatron.bridge.models.transformer_config._enable_safe_hybridep_dispatch",
-    applies=_packed_over_hybridep,
+    applies=lambda view: _packed_over_hybridep(view) or _packed_over_hybridep(view, "allgather"),
     sources=(
+        core("transformer/moe/token_dispatcher.py", "hidden_states = gather_from_sequence_parallel_region("),
         core("transformer/moe/token_dispatcher.py", "HybridEP dispatch expects equal per-rank input sizes."),
         bridge(
             "models/transformer_config.py", "synchronization is not capture-safe; those configs require equal inputs."
@@ -28,6 +29,9 @@ def _packed_over_hybridep(view: RunView) -> bool:
     ),
 )
 def _equal_dispatch(view: RunView) -> Finding | None:
+    if view.expert_dispatcher == "allgather":
+        why = "moe_token_dispatcher_type is 'allgather', which gathers as many tokens from each rank, but rows differ"
+        return unless(view.rows_of_one_width, why=why, fix="set moe_token_dispatcher_type to 'alltoall'")
     padded = view.pads_uneven_dispatch or view.cuda_graph_impl == "none"  # without graphs Bridge pads them itself
     return unless(
         view.rows_of_one_width or padded,

@@ -1,10 +1,22 @@
 """Rules about the kernels that compute packed rows: fp8 and attention."""
 
-from energon_packing.validate.rules.rule import Finding, attention, core, rule, unless
-from energon_packing.validate.run_view import RunView
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from typing import Any
 
-WIDEST_HEAD = 256
-"""Head dimension up to which FlashAttention 2 and cuDNN have kernels for packed rows with a gradient."""
+from energon_packing.errors import ConfigError
+from energon_packing.validate import kernel_table
+from energon_packing.validate.kernel_table import GPUS, KERNELS, NEWEST, OLDEST, Attention, Machine
+from energon_packing.validate.rules.rule import Finding, attention, bridge, core, rule, unless
+from energon_packing.validate.run_view import RunView, installed_version
+
+KERNEL_VARIABLES = {"NVTE_FLASH_ATTN": "Flash", "NVTE_FUSED_ATTN": "cuDNN", "NVTE_UNFUSED_ATTN": "unfused"} | {
+    **{f"NVTE_FLASH_ATTN_V{version}": f"FlashAttention {version}" for version in (2, 3, 4)},
+    **dict.fromkeys(("NVTE_FUSED_ATTN_BACKEND", "NVTE_ALLOW_NONDETERMINISTIC_ALGO"), "-"),
+}
+"""Variables that choose kernels of attention -> what their value 0 switches off, by the beginning of its name."""
 
 
 @rule(
@@ -40,63 +52,197 @@ def _fp8_multiple(view: RunView) -> Finding | None:
     )
 
 
-@rule(
-    id="ours/head-dimension",
-    order=1280,
-    checks="there is a kernel for packed rows of this head dimension",
-    place="transformer_engine.pytorch.attention.dot_product_attention.utils.get_attention_backend",
-    applies=lambda view: view.packed and view.head_dim is not None,
-    # From 2.11 on, Transformer Engine's unfused attention takes packed rows of any width without padding in them.
-    holds=lambda view: view.multiple == 1 and view.attention_backend in (None, "auto", "unfused"),
-    sources=(attention("utils.py", "head_dim_qk > 256"),),
-)
-def _head_dimension(view: RunView) -> Finding | None:
-    width = view.head_dim or 0
-    return unless(
-        width <= WIDEST_HEAD and width % 8 == 0,
-        why=f"the model's heads are {width} wide; FlashAttention and cuDNN support packed rows for widths up to "
-        f"{WIDEST_HEAD} that are multiples of 8",
-        fix="train this model unpacked, or without context and sequence parallelism, so that samples need no padding",
+def machine_of(gpu: str | None, versions: str) -> Machine | None:
+    """Returns the GPU, and the versions beside it, that a run is judged for; None without a GPU.
+
+    Args:
+        gpu: a name of `GPUS`, or None for the one of this machine.
+        versions: such as ``te=2.18,cudnn=9.19,flash=2+3``; others are those installed here, or assumed.
+
+    Raises:
+        ConfigError: no such GPU, or a version that cannot be read or precedes the table.
+    """
+    sm = next((sm for names, sm in GPUS.items() if gpu and gpu.lower() in names.split()), None)
+    if gpu and sm is None:
+        raise ConfigError(f"--gpu {gpu} is none of {', '.join(' '.join(GPUS).split())}.")
+    if sm is None and (program := shutil.which("nvidia-smi")):
+        asked = [program, "--query-gpu=compute_cap", "--format=csv,noheader"]
+        told = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
+        sm = int("".join(re.findall(r"\d", told.partition("\n")[0])) or 0) or None
+    named = dict(part.partition("=")[::2] for part in versions.split(",") if part)
+    if te := installed_version("transformer-engine"):  # without it, the run's machine is another
+        packages = {"2": "flash-attn", "3": "flash-attn-3"}
+        flash = "+".join(number for number, package in packages.items() if installed_version(package))
+        cudnn = installed_version("nvidia-cudnn-cu13") or installed_version("nvidia-cudnn-cu12")
+        named = {"te": te, "flash": flash} | ({"cudnn": cudnn} if cudnn else {}) | named
+    numbers = {"flash": r"(?:^|\+)(\d+)"}  # of FlashAttention the generations, as 2.8.3+3 has 2 and 3
+    stated = {name: tuple(map(int, re.findall(numbers.get(name, r"\d+"), value)[:3])) for name, value in named.items()}
+    for name, version in stated.items():
+        if name not in NEWEST or (version < OLDEST[name] and (name != "flash" or version)):
+            raise ConfigError(
+                f"--kernels {name}={named[name]}: name te, cudnn or flash, from te=2.9, cudnn=9.6 and flash=2 on."
+            )
+    return None if sm is None else Machine(sm=sm, assumed=tuple(set(NEWEST) - set(stated)), **(NEWEST | stated))
+
+
+def _attention_of(view: RunView, kind: str) -> Attention:
+    tensor, ranks = view.tensor_parallel, view.context_parallel if view.context_parallel > 1 or not view.wide else 2
+    heads, width = view.num_attention_heads or 2 * tensor * ranks, view.head_dim or 128
+    return Attention(
+        width=width,
+        value_width=view.value_dim or width,
+        heads=max(1, heads // tensor),
+        groups=max(1, (view.num_query_groups or heads) // tensor),
+        padded=view.pads_between_samples,
+        causal=not view.family.startswith("wan"),
+        window=view.window_size not in (None, (-1, -1), (-1, 0)),
+        sinks=view.softmax_type != "vanilla",
+        deterministic=view.deterministic_mode or ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0") in view.kernel_variables,
+        comm=kind if view.wide else "",
+        ranks=ranks,
     )
+
+
+def kernels_of(view: RunView, machine: Machine, **changes: Any) -> tuple[list[str], str]:
+    """Returns the kernels that compute a run's attention on a machine, and why the others do not.
+
+    Args:
+        changes: of the attention.
+    """
+    chosen = {"flash": "Flash", "fused": "cuDNN", "unfused": "unfused"}.get(view.attention_backend or "", "")
+    why = {kernel: "is not the attention_backend" for kernel in KERNELS if not kernel.startswith(chosen)}
+    for name, value in view.kernel_variables:
+        off = KERNEL_VARIABLES[name] if value == "0" else "-"
+        why |= {kernel: f"is switched off by {name}" for kernel in KERNELS if kernel.startswith(off)}
+    # Layers may communicate in different ways, and then not all of them have the window.
+    kinds = (replace(_attention_of(view, kind), **changes) for kind in view.comm_types)
+    why = min((kernel_table.refused(kind, machine) for kind in kinds), key=len) | why
+    left = [kernel for kernel in KERNELS if kernel not in why]
+    return left, "; ".join(f"{kernel} {said}" for kernel, said in why.items() if said != "is not installed")
+
+
+def _kind_refused(view: RunView, *kinds: str) -> str:
+    te = view.machine.te if view.machine else NEWEST["te"]
+    why = [kernel_table.kind_refused(_attention_of(view, kind), te) for kind in kinds or view.comm_types]
+    return why[0] if all(why) else ""
 
 
 @rule(
     id="ours/attention-kernel",
     order=1290,
-    checks="the chosen attention supports packed rows with padding between samples",
+    checks="a kernel computes the attention of packed rows, on the GPU if one is named",
     place="transformer_engine.pytorch.attention.dot_product_attention.utils.get_attention_backend",
-    applies=lambda view: view.packed and view.attention_backend not in (None, "auto"),
+    applies=lambda view: view.packed,
     sources=(
-        attention("utils.py", "Disabling UnfusedDotProductAttention for pad_between_seqs = True"),
+        attention("utils.py", "# Filter: QKV layout"),
         core("transformer/dot_product_attention.py", "Packed sequence is not supported by DotProductAttention."),
     ),
 )
 def _attention_kernel(view: RunView) -> Finding | None:
-    backend, fix = view.attention_backend, "set model.attention_backend to auto"
-    if backend == "local":
+    fix = "set model.attention_backend to auto"
+    if view.attention_backend == "local":
         why = "Megatron-Core's own attention, which ignores boundaries: samples of a row would attend to each other"
         return Finding(why=f"attention_backend is 'local', {why}", fix=fix)
+    comm = {"comm": ""} if _kind_refused(view) else {}  # about which ours/context-parallel-kind speaks
+    newest = [Machine(sm=sm, flash=(2, 3)) for sm in ([view.machine.sm] if view.machine else GPUS.values())]
+    machines = [view.machine] if view.machine else newest
+    left, why = max((kernels_of(view, machine, **comm) for machine in machines), key=lambda found: len(found[0]))
+    on = view.machine or "any GPU"
+    if left:
+        unfused = view.machine is None or left != ["unfused"] or view.attention_backend == "unfused"
+        why = f"only the unfused attention is left on {on}, which is slow and holds all pairs of tokens: {why}"
+        return None if unfused else Finding(why=why, fix="install a kernel that takes these rows", severity="warning")
+    real = not view.family.startswith("wan") and [
+        kernel for machine in machines for kernel in kernels_of(view, machine, padded=False, **comm)[0]
+    ]
+    if view.pads_between_samples and real:
+        fix = f"set packing.padding to real: then nothing lies between samples, which {real[0]} takes"
+    elif view.attention_backend in (None, "auto"):
+        later = any(kernels_of(view, machine, **comm)[0] for machine in newest)
+        fix = f"install what {newest[0]} is" if later else "use another GPU, or train this model unpacked"
+    return Finding(why=f"no kernel on {on} computes the attention of these rows: {why}", fix=fix)
+
+
+@rule(
+    id="ours/context-parallel-kind",
+    order=1292,
+    checks="context-parallel ranks communicate in a way that packed rows can",
+    place="transformer_engine.pytorch.attention.dot_product_attention.context_parallel.attn_forward_func_with_cp",
+    applies=lambda view: view.packed and view.wide,
+    sources=(attention("context_parallel.py", "sliding_window_attn = ("),),
+)
+def _context_parallel_kind(view: RunView) -> Finding | None:
+    others = [kind for kind in ("p2p", "a2a", "all_gather") if not _kind_refused(view, kind)]
     return unless(
-        view.multiple == 1 or backend != "unfused",
-        why="attention_backend is 'unfused', which does not support padding between samples, but each is padded to a "
-        f"multiple of {view.multiple}",
-        fix=fix,
+        _kind_refused(view) == "",
+        why=f"cp_comm_type {view.comm_types[0]!r} {_kind_refused(view)}",
+        fix=f"set parallel.cp_comm_type to {' or '.join(others)}" if others else "train without context parallelism",
     )
 
 
 @rule(
-    id="ours/flash-version",
-    order=1295,
-    checks="FlashAttention is a version that supports padding between samples",
-    place="transformer_engine.pytorch.attention.dot_product_attention.utils.get_attention_backend",
-    applies=lambda view: view.packed and view.attention_backend == "flash",
-    holds=lambda view: view.multiple == 1,
-    severity="warning",
-    sources=(attention("utils.py", "FA3 supports pad_between_seqs via seqused_q/seqused_k"),),
+    id="ours/fp8-attention",
+    order=1293,
+    checks="attention over packed rows is not computed in fp8",
+    place="nvte_get_fused_attn_backend of transformer_engine/common/fused_attn/fused_attn.cpp",
+    applies=lambda view: view.packed and view.fp8_recipe is not None and view.fp8_dot_product_attention,
+    holds=lambda view: view.machine is not None and view.machine.te >= (2, 20) and "te" not in view.machine.assumed,
+    sources=(core("transformer/transformer_config.py", "fp8_dot_product_attention: bool = False"),),
 )
-def _flash_version(view: RunView) -> Finding | None:
+def _fp8_attention(view: RunView) -> Finding | None:
+    why = "fp8_dot_product_attention is on, and before Transformer Engine 2.20 no kernel takes packed rows in fp8"
+    return Finding(why=why, fix="set model.fp8_dot_product_attention to false, or name a later version by --kernels")
+
+
+@rule(
+    id="ours/deterministic-delta-net",
+    order=1294,
+    checks="gated delta nets over packed rows are not in deterministic mode",
+    place="megatron.core.ssm.gated_delta_net.gdn.GatedDeltaNet.forward",
+    applies=lambda view: view.packed and view.experimental_attention_variant == "gated_delta_net",
+    holds=lambda view: not view.deterministic_mode,
+    sources=(core("ssm/gated_delta_net/gdn.py", "Packed sequence does not support deterministic mode."),),
+)
+def _deterministic_delta_net(view: RunView) -> Finding | None:
+    why = "deterministic_mode is on, and Megatron-Core's gated delta nets then refuse packed rows"
+    return Finding(why=why, fix="set model.deterministic_mode to false")
+
+
+@rule(
+    id="ours/overlap-needs-one-width",
+    order=1295,
+    checks="rows have the size of the buffers of overlapped tensor-parallel communication",
+    place="megatron.bridge.training.initialize._initialize_tp_communicators",
+    applies=lambda view: view.packed and view.tp_comm_overlap and view.tensor_parallel > 1,
+    holds=lambda view: view.rows_of_one_width,
+    sources=(bridge("training/initialize.py", "(model_config.seq_length * micro_batch_size) // model_config.context"),),
+)
+def _overlap_needs_one_width(view: RunView) -> Finding | None:
     return Finding(
-        why=f"attention_backend is 'flash', and each sample is padded to a multiple of {view.multiple}: of its "
-        "versions, only FlashAttention 3 supports that, from Transformer Engine 2.16 on",
-        fix="set model.attention_backend to auto, or see that FlashAttention 3 is installed",
+        why=f"tp_comm_overlap is on: its buffers are made for rows of {view.model_seq_length} tokens, and rows differ",
+        fix="set tp_comm_overlap to false" + ("" if view.as_wide_as_its_samples else ", or pad_to_max_length to true"),
+    )
+
+
+@rule(
+    id="ours/kernel-choice",
+    order=1296,
+    checks="no other choice of attention kernels than Megatron-Core's own",
+    place="megatron.core.models.common.language_module.language_module.LanguageModule._set_attention_backend",
+    severity="warning",
+    sources=(core("models/common/language_module/language_module.py", "attention_backend == AttnBackend.local:"),),
+)
+def _kernel_choice(view: RunView) -> Finding | None:
+    text, variables = view.attention_backend_set, [f"{name}={value}" for name, value in view.kernel_variables]
+    if isinstance(text, str) and text != "auto":
+        return Finding(
+            why=f"attention_backend is the text {text!r}, which Megatron-Core compares with members of an enumeration "
+            "and ignores: the kernel is chosen as with auto",
+            fix=f"set cfg.model.attention_backend to AttnBackend.{text} in the recipe, or leave it out",
+        )
+    return unless(
+        not variables,
+        why=f"{', '.join(variables)} here: they choose kernels where attention_backend is None or a text, and stop "
+        "Megatron-Core where they contradict it",
+        fix="unset them, or set them wherever the run starts too",
     )

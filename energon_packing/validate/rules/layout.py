@@ -172,7 +172,8 @@ def _hierarchical_sizes_present(view: RunView) -> Finding | None:
     return Finding(
         why="cp_comm_type is 'a2a+p2p' without hierarchical_context_parallel_sizes: each rank would attend to its own "
         "slice only",
-        fix=f"set parallel.hierarchical_context_parallel_sizes to factors of CP {view.context_parallel}",
+        fix=f"set parallel.hierarchical_context_parallel_sizes to factors of CP {view.context_parallel}"
+        + (", or parallel.cp_comm_type to p2p: rows are packed (ours/context-parallel-kind)" if view.packed else ""),
     )
 
 

@@ -5,7 +5,7 @@ conformance test compares the verdicts with the installed Bridge, rule by rule.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Literal
 
@@ -20,10 +20,11 @@ LAST = 10_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """Why a rule does not hold, with the values, and what to change."""
+    """Why a rule does not hold, with the values, and what to change; ``severity`` where it is not the rule's."""
 
     why: str
     fix: str
+    severity: Severity | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,8 +186,8 @@ def judge(view: RunView) -> list[Judgement]:
         concerned = rule.concerns(view)
         finding = rule.finds(view) if concerned and not rule.holds(view) else None
         if finding is not None:
-            finding = Finding(why=view.in_own_keys(finding.why), fix=view.in_own_keys(finding.fix))
-        outcome: Outcome = rule.severity if finding else "ok" if concerned else "not applicable"
+            finding = replace(finding, why=view.in_own_keys(finding.why), fix=view.in_own_keys(finding.fix))
+        outcome: Outcome = finding.severity or rule.severity if finding else "ok" if concerned else "not applicable"
         judgements.append(Judgement(rule=rule, outcome=outcome, finding=finding))
     return judgements
 

@@ -15,11 +15,14 @@ def _packed_mixture(view: RunView) -> bool:
     return view.reaches_the_step_packed and view.has_experts and (known or view.overlap_moe_expert_parallel_comm)
 
 
-def _shares_masked_rows(view: RunView) -> bool:
-    """Whether ranks share a row whose mask Bridge itself gives to routers, with a step that does not repair them."""
-    shared = view.context_parallel > 1 or (view.tensor_parallel > 1 and view.sequence_parallel)
+def _masked_by_bridge(view: RunView) -> bool:
+    """Whether Bridge itself gives a padding mask to routers, with a step that does not repair them."""
     masked = _model_makes_the_mask(view) or (_step_gives_the_mask_itself(view) and _rows_bring_a_mask(view))
-    return _packed_mixture(view) and view.step is not None and OUR_STEP not in view.step and shared and masked
+    return _packed_mixture(view) and view.step is not None and OUR_STEP not in view.step and masked
+
+
+def _shares_masked_rows(view: RunView) -> bool:
+    return _masked_by_bridge(view) and view.ranks_of_a_row > 1
 
 
 _ROUTER_SCOPES = {"moe", "moe_router", "moe_preprocess"}
@@ -131,6 +134,25 @@ def _balance_over_ranks(view: RunView) -> Finding | None:
         why="ranks share each row, and under a padding mask Megatron-Core takes the tokens of all of them for those of "
         "one: the load-balancing loss is as many times too strong",
         fix=f"train with the forward step {OUR_STEP}.forward_step",
+    )
+
+
+@rule(
+    id="ours/fused-router",
+    order=1075,
+    checks="routers that are fused take rows with a padding mask",
+    place="transformer_engine.pytorch.router.fused_moe_aux_loss",
+    applies=lambda view: _masked_by_bridge(view) and view.moe_router_fusion,
+    holds=lambda view: view.load_balancing is not None and not any(view.balance_coefficients),
+    severity="warning",
+    sources=(core("transformer/moe/moe_utils.py", "total_num_tokens = global_tokens_per_expert.sum() / topk"),),
+)
+def _fused_router(view: RunView) -> Finding | None:
+    return Finding(
+        why="moe_router_fusion is on, and under a padding mask Megatron-Core divides the count of tokens: from 2.18 on "
+        "Transformer Engine stops at the first step (total_num_tokens must be int64), before it waits in each layer",
+        fix=f"set moe_router_fusion to false, or train with the forward step {OUR_STEP}.forward_step",
+        severity="error" if view.machine and view.machine.te >= (2, 18) else None,
     )
 
 

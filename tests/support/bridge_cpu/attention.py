@@ -6,6 +6,7 @@ Exact (fp32, no approximation) and slow. `stand_ins` puts it into Bridge's model
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch.nn import functional
 
 from energon_packing.errors import UserError
@@ -29,7 +31,8 @@ class SegmentAttention(MegatronModule):
     Stands in for Transformer Engine's ``DotProductAttention`` with ``qkv_format="thd"``: segment ``i`` starts at
     ``cu_seqlens_q_padded[i]`` (``cu_seqlens_q[i]`` where there are no padded boundaries) and has the real length
     ``cu_seqlens_q[i + 1] - cu_seqlens_q[i]``. Tokens between the real end of a segment and its physical end neither
-    attend nor are attended to; their output is zero. Causal for language layers, full for the vision tower.
+    attend nor are attended to; their output is zero. Causal for language layers, full for the vision tower; with the
+    window of ``config.window_size`` in the layers that have it, and with sinks where ``softmax_type`` asks for them.
     """
 
     def __init__(
@@ -51,6 +54,13 @@ class SegmentAttention(MegatronModule):
         self.attn_mask_type = attn_mask_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.softmax_scale = softmax_scale
+        window, frequency = (getattr(config, name, None) for name in ("window_size", "window_attn_skip_freq"))
+        self.window = window if is_layer_window_attention(window, frequency, layer_number) else None
+        kind, heads = getattr(config, "softmax_type", "vanilla"), getattr(config, "num_attention_heads", 0)
+        sinks = torch.zeros(heads // getattr(config, "tensor_model_parallel_size", 1))
+        self.softmax_offset = (
+            None if kind == "vanilla" else torch.nn.Parameter(sinks, requires_grad=kind == "learnable")
+        )
         if config.apply_query_key_layer_scaling:
             head_width = config.kv_channels
             self.softmax_scale = (softmax_scale or head_width**-0.5) / max(1, layer_number)
@@ -112,6 +122,8 @@ class SegmentAttention(MegatronModule):
             causal=causal,
             scale=self.softmax_scale,
             dropout=self.dropout if self.training else 0.0,
+            window=self.window,
+            sinks=self.softmax_offset,
         )
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool) -> torch.Tensor:
@@ -119,15 +131,67 @@ class SegmentAttention(MegatronModule):
         repeat = query.size(1) // key.size(1)
         if repeat > 1:
             key, value = (tensor.repeat_interleave(repeat, dim=1) for tensor in (key, value))
-        out = functional.scaled_dot_product_attention(
-            query.transpose(0, 1),
-            key.transpose(0, 1),
-            value.transpose(0, 1),
-            is_causal=causal,
-            dropout_p=self.dropout if self.training else 0.0,
+        places = torch.arange(query.size(0))
+        if self.window is None and self.softmax_offset is None:
+            out = functional.scaled_dot_product_attention(
+                query.transpose(0, 1),
+                key.transpose(0, 1),
+                value.transpose(0, 1),
+                is_causal=causal,
+                dropout_p=self.dropout if self.training else 0.0,
+                scale=self.softmax_scale,
+            )
+            return out.transpose(0, 1)
+        return attend(
+            *(query, key, value),
+            seen(places, places, causal=causal, window=self.window),
+            sinks=self.softmax_offset,
+            dropout=self.dropout if self.training else 0.0,
             scale=self.softmax_scale,
         )
-        return out.transpose(0, 1)
+
+
+def seen(
+    queries: torch.Tensor, keys: torch.Tensor, *, causal: bool, window: tuple[int, int] | None = None
+) -> torch.Tensor | None:
+    """Returns which keys a query sees by their places in a segment, bool ``[queries, keys]``; None if all.
+
+    Args:
+        window: places before and after its own, each -1 for all, as ``window_size`` of Transformer Engine.
+    """
+    before, after = window or (-1, -1)
+    limits = ((1, before), (-1, 0 if causal else after))
+    distance = queries[:, None] - keys[None]
+    parts = [sign * distance <= limit for sign, limit in limits if limit >= 0]
+    return functools.reduce(torch.logical_and, parts) if parts else None
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    allowed: torch.Tensor | None,
+    *,
+    sinks: torch.Tensor | None,
+    dropout: float,
+    scale: float | None,
+) -> torch.Tensor:
+    """Returns softmax attention, ``[queries, heads, width]``; a sink ``[heads]`` is one more logit, of no value."""
+    if sinks is not None:  # a key and a value of zeros, with the sink as its logit
+        key, value = (functional.pad(tensor, (0, 0, 0, 0, 0, 1)) for tensor in (key, value))
+        if allowed is None:
+            allowed = torch.ones(query.size(0), key.size(0) - 1, dtype=torch.bool)
+        bias = query.new_zeros(allowed.shape).masked_fill(~allowed, float("-inf")).expand(sinks.numel(), -1, -1)
+        allowed = torch.cat((bias, sinks.to(query)[:, None, None].expand(-1, query.size(0), 1)), dim=2)
+    out = functional.scaled_dot_product_attention(
+        query.transpose(0, 1),
+        key.transpose(0, 1),
+        value.transpose(0, 1),
+        attn_mask=allowed,
+        dropout_p=dropout,
+        scale=scale,
+    )
+    return out.transpose(0, 1)
 
 
 def physical_segments(packed: PackedSeqParams) -> list[tuple[int, int]]:
@@ -179,6 +243,8 @@ def attend_over_ranks(
     causal: bool,
     scale: float | None = None,
     dropout: float = 0.0,
+    window: tuple[int, int] | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns attention inside segments for the tokens that this rank holds, ``[t, heads, width]``; zero where a token
     belongs to no segment.
@@ -202,17 +268,14 @@ def attend_over_ranks(
         mine = torch.nonzero((own >= start) & (own < stop)).flatten()
         if not mine.numel():
             continue
-        seen = torch.arange(start, stop)
-        allowed = (own[mine][:, None] >= seen[None]) if causal else None
-        attended = functional.scaled_dot_product_attention(
-            query[mine].transpose(0, 1),
-            keys[start:stop].transpose(0, 1),
-            values[start:stop].transpose(0, 1),
-            attn_mask=allowed,
-            dropout_p=dropout,
+        attended = attend(
+            *(query[mine], keys[start:stop], values[start:stop]),
+            seen(own[mine], torch.arange(start, stop), causal=causal, window=window),
+            sinks=sinks,
+            dropout=dropout,
             scale=scale,
         )
-        out = out.index_copy(0, mine, attended.transpose(0, 1).to(out.dtype))
+        out = out.index_copy(0, mine, attended.to(out.dtype))
     return out
 
 

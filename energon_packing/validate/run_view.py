@@ -27,6 +27,13 @@ COLLATED: tuple[DatasetKind, ...] = ("packed_energon", "energon", "hf_sft", "moc
 PACKING_STEPS = ("qwen3_vl_step", "audio_lm_step")
 """Forward steps of Bridge 0.6.2 that join the samples of a micro-batch themselves."""
 
+OLD_NAMES = {
+    "packed_sequence_specs": "offline_packing_specs, with enable_offline_packing=True",
+    "pack_sequences_in_batch": "enable_in_batch_packing",
+    "megatron.bridge.data.datasets.packed_sequence": "megatron.bridge.data.packing",
+}
+"""Names on the sequence-packing page of Bridge 0.4, with those of 0.6.2 and 0.7."""
+
 
 def at[T](default: T, *, bridge: str = "", ours: str = "", argument: str | bool = "") -> T:
     """A field of the view, with the places where sources state it; a path that ends in a dot goes on with its name.
@@ -75,7 +82,7 @@ class RunView:
     source: Literal["bridge", "ours", "argument"] = "ours"
     """What states the run; findings name its keys."""
     unknown_settings: tuple[tuple[str, str], ...] = ()
-    """Attributes of a ``ConfigContainer`` that nothing reads, each with the setting that was meant, or empty."""
+    """Attributes of a ``ConfigContainer`` that nothing reads, each with its new name, a near one, or nothing."""
     step: str | None = at(None, ours="training.")
     """Forward step by function or module name."""
 

@@ -480,7 +480,7 @@ OWN = [
     (
         "ours/settings-by-their-names",
         {"source": "bridge", "unknown_settings": (("dataset.packed_sequence_specs", "dataset.offline_packing_specs"),)},
-        {"unknown_settings": (("model.of_my_step", ""),)},
+        {"unknown_settings": (("model.of_my_step", ""), ("train.train_iter", "train.train_iters"))},
         "error",
     ),
     (

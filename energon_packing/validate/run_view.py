@@ -366,7 +366,7 @@ class RunView:
     @property
     def sees_or_hears(self) -> bool:
         """Whether the model has an encoder of images or sounds, by its name."""
-        names = r"vl|omni|asr|audio|llava|glm4\dv|ministral3|kimik25|exaone45|step37|mimo"
+        names = r"vl|omni|asr|audio|llava|vision|glm4\dv|gemma3n|mistralsmall3|ministral3|kimik25|exaone45|step37|mimo"
         return re.search(names, self.family) is not None
 
     @property
@@ -416,8 +416,9 @@ class RunView:
     @property
     def family(self) -> str:
         """Lower case, letters and digits only, without the owner of a hub name: ``Qwen2.5-VL``, ``qwen2_5_vl`` and
-        ``Qwen/Qwen2.5-VL`` are one family."""
-        return "".join(c for c in (self.model or "").rstrip("/").rpartition("/")[2].lower() if c.isalnum())
+        ``Qwen/Qwen2.5-VL`` are one family. Gemma 3 from 4B on and Qwen3.5 see images, and their names do not say so."""
+        name = "".join(c for c in (self.model or "").rstrip("/").rpartition("/")[2].lower() if c.isalnum())
+        return re.sub(r"^(gemma3(?=(4|12|27)b)|qwen35(?=\d))", r"\1vl", name)
 
     @property
     def may_show_images(self) -> bool:

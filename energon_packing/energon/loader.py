@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import os
+import pkgutil
 import sys
 import threading
 import time
@@ -13,7 +14,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.energon import WorkerConfig, get_savable_loader, get_train_dataset
@@ -519,22 +520,26 @@ def build_loader(
     data_parallel_group: Any = None,
     agree: Agree | None = None,
     **arguments: Any,
-) -> PackLoader:
-    """Returns the loader of packs of a data set for one data-parallel rank: its iterator yields `Pack`.
+) -> LoaderBase:
+    """Returns the loader of packs for one data-parallel rank, a `PackLoader` if of a data set: it yields `Pack`.
 
     Args:
         prefetch, agree: as for `PackLoader`.
-        task_encoder, data_parallel_group, arguments: as for `build_dataset`.
+        task_encoder, data_parallel_group, arguments: as for `build_dataset`; of a plan or of packs made from one, as
+            for `energon_packing.open_loader`, which opens them.
 
     Raises:
-        ConfigError: ``data.path`` is not set, or names a plan, or as `build_dataset`.
+        ConfigError: ``data.path`` is not set, or as `build_dataset` and `energon_packing.open_loader`.
     """
     path = config.data.path
     if not path:  # before a processor is loaded
         raise ConfigError(NO_PATH)
     if path.endswith(".parquet") or (Path(path) / "packed.json").is_file():
-        call = "energon_packing.open_loader(config), which reads plans, packed directories and data sets"
-        raise ConfigError(f"data.path {path} is a plan, or packed from one: call {call}.")
+        if refused := sorted({"batch_size", "packing_buffer_size", "sequence"} & arguments.keys()):
+            raise ConfigError(f"data.path {path} holds packs that are made already; leave out {', '.join(refused)}.")
+        given = {"task_encoder": task_encoder, "data_parallel_group": data_parallel_group, "agree": agree}
+        opened = pkgutil.resolve_name("energon_packing.offline.open_loader:open_loader")  # of a floor above
+        return cast(LoaderBase, opened(config, prefetch=prefetch, **given, **arguments))
     if task_encoder is None:
         data = dataclasses.replace(config.data, split=arguments.get("split") or config.data.split)
         task_encoder = build_task_encoder(dataclasses.replace(config, data=data))

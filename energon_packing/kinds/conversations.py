@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # planning needs neither torch nor Energon
     from megatron.energon.cache import FileStore
 
     from energon_packing.encoders.sample_encoder import AnyMeasured
-    from energon_packing.energon.loader import PackLoader
+    from energon_packing.energon.loader import LoaderBase
     from energon_packing.energon.task_encoder import PackingTaskEncoder
 
 
@@ -73,7 +73,7 @@ class Conversations(SampleKind):
             )
         )
 
-    def build_loader(self, run: RunConfig, **arguments: Any) -> PackLoader:
+    def build_loader(self, run: RunConfig, **arguments: Any) -> LoaderBase:
         from energon_packing.energon.loader import build_loader
 
         return build_loader(run, **arguments)

@@ -145,6 +145,8 @@ def concatenate_and_pack(
 
     Source: fast-axolotl's documentation of the function of that name.
     """
+    if label_pad_id is None:
+        raise UserError("label_pad_id is None; pass the label that your loss ignores, or leave it out: it is -100")
     if not len(input_ids) == len(labels) == len(attention_masks):
         raise UserError(
             f"got {len(input_ids)} input_ids, {len(labels)} labels and {len(attention_masks)} attention_masks; "

@@ -35,7 +35,7 @@ from energon_packing.validate.run_facts import (
     numbers,
     processor_facts,
 )
-from energon_packing.validate.run_view import DatasetKind, RunView, installed_version, stated
+from energon_packing.validate.run_view import OLD_NAMES, DatasetKind, RunView, installed_version, stated
 from energon_packing.validate.verdict import prepare_bridge, without_output
 
 SHIPPED = Path(__file__).resolve().parents[2] / "bridge_configs" / "hf"
@@ -335,14 +335,6 @@ def view_of(container: Any, *, world_size: int, step: str | None = None, data: D
             "has_weights": _has_weights(container),
         }
     )
-
-
-OLD_NAMES = {
-    "packed_sequence_specs": "offline_packing_specs, with enable_offline_packing=True",
-    "pack_sequences_in_batch": "enable_in_batch_packing",
-    "megatron.bridge.data.datasets.packed_sequence": "megatron.bridge.data.packing",
-}
-"""Names on the sequence-packing page of Bridge 0.4, with those of 0.6.2 and 0.7."""
 
 
 def _opted_out(container: Any) -> str | None:

@@ -28,6 +28,13 @@ COLLATED: tuple[DatasetKind, ...] = ("packed_energon", "energon", "hf_sft", "moc
 PACKING_STEPS = ("qwen3_vl_step", "audio_lm_step")
 """Forward steps of Bridge 0.6.2 that join the samples of a micro-batch themselves."""
 
+OLD_NAMES = {
+    "packed_sequence_specs": "offline_packing_specs, with enable_offline_packing=True",
+    "pack_sequences_in_batch": "enable_in_batch_packing",
+    "megatron.bridge.data.datasets.packed_sequence": "megatron.bridge.data.packing",
+}
+"""Names on the sequence-packing page of Bridge 0.4, with those of 0.6.2 and 0.7."""
+
 
 def at[T](default: T, *, bridge: str = "", ours: str = "", argument: str | bool = "") -> T:
     """A field of the view, with the places where sources state it; a path that ends in a dot goes on with its name.
@@ -76,7 +83,7 @@ class RunView:
     source: Literal["bridge", "ours", "argument"] = "ours"
     """What states the run; findings name its keys."""
     unknown_settings: tuple[tuple[str, str], ...] = ()
-    """Attributes of a ``ConfigContainer`` that nothing reads, each with the setting that was meant, or empty."""
+    """Attributes of a ``ConfigContainer`` that nothing reads, each with its new name, a near one, or nothing."""
     step: str | None = at(None, ours="training.")
     """Forward step by function or module name."""
 
@@ -384,7 +391,7 @@ class RunView:
     @property
     def sees_or_hears(self) -> bool:
         """Whether the model has an encoder of images or sounds, by its name."""
-        names = r"vl|omni|asr|audio|llava|glm4\dv|ministral3|kimik25|exaone45|step37|mimo"
+        names = r"vl|omni|asr|audio|llava|vision|glm4\dv|gemma3n|mistralsmall3|ministral3|kimik25|exaone45|step37|mimo"
         return re.search(names, self.family) is not None
 
     @property
@@ -434,8 +441,9 @@ class RunView:
     @property
     def family(self) -> str:
         """Lower case, letters and digits only, without the owner of a hub name: ``Qwen2.5-VL``, ``qwen2_5_vl`` and
-        ``Qwen/Qwen2.5-VL`` are one family."""
-        return "".join(c for c in (self.model or "").rstrip("/").rpartition("/")[2].lower() if c.isalnum())
+        ``Qwen/Qwen2.5-VL`` are one family. Gemma 3 from 4B on and Qwen3.5 see images, and their names do not say so."""
+        name = "".join(c for c in (self.model or "").rstrip("/").rpartition("/")[2].lower() if c.isalnum())
+        return re.sub(r"^(gemma3(?=(4|12|27)b)|qwen35(?=\d))", r"\1vl", name)
 
     @property
     def may_show_images(self) -> bool:

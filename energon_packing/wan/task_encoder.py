@@ -17,11 +17,13 @@ from megatron.energon.cache import FileStore
 from energon_packing.config import PackingConfig, RunConfig
 from energon_packing.energon.cookers import refuse_unreadable
 from energon_packing.energon.dataset_limits import refuse_dataset_limits
-from energon_packing.energon.loader import PackLoader, build_loader, data_fingerprint
+from energon_packing.energon.loader import LoaderBase, build_loader, data_fingerprint
 from energon_packing.energon.samples import MeasuredSample, Pack, Problem, RenderedSample, read_media
 from energon_packing.energon.states import settings_of
 from energon_packing.energon.task_encoder import WindowTaskEncoder
 from energon_packing.errors import PackingError, SampleRejected
+from energon_packing.offline.data_paths import has_global_packs
+from energon_packing.offline.open_loader import open_loader
 from energon_packing.packing.balance import pack_cost
 from energon_packing.stored_record import check_depth
 from energon_packing.wan.config import ClipLimits, TextToVideoPackingConfig, TextToVideoRunConfig
@@ -223,7 +225,7 @@ def build_text_to_video_loader(
     caption_encoder: CaptionEncoder | None = None,
     task_encoder: TextToVideoTaskEncoder | None = None,
     **arguments: Any,
-) -> PackLoader:
+) -> LoaderBase:
     """Returns a loader of packs of clips for one data-parallel rank; its packs are `ClipPack`.
 
     Args:
@@ -233,6 +235,8 @@ def build_text_to_video_loader(
     """
     models = {"latent_encoder": latent_encoder, "caption_encoder": caption_encoder}
     task_encoder = task_encoder or build_text_to_video_task_encoder(config, **models)
+    if has_global_packs(config.data.path):
+        return open_loader(config, task_encoder=task_encoder, **arguments)
     return build_loader(_shared_settings(config), task_encoder=cast("Any", task_encoder), **arguments)
 
 

@@ -178,9 +178,12 @@ def test_what_bridges_form_cannot_hold_is_refused_by_name(tmp_path):
     planned(tmp_path / "other", loss_weighting="sample")
     done = pack(tmp_path / "other", "--workers", "0")
     assert (done.exit_code, "weights of 0 and 1 only" in done.output) == (2, True), done.output
-    (tmp_path / "packs" / "other.parquet").write_bytes(b"")
-    done = pack(tmp_path, "--workers", "0")
-    assert (done.exit_code, "holds other files (other.parquet)" in done.output) == (2, True)
+    for name in ("metadata.json", "other.parquet"):  # of somebody else
+        (tmp_path / "packs" / name).write_bytes(b"theirs")
+        done = pack(tmp_path, "--workers", "0")
+        assert (done.exit_code, f"holds other files ({name})" in done.output) == (2, True)
+        assert (tmp_path / "packs" / name).read_bytes() == b"theirs"
+        (tmp_path / "packs" / name).unlink()
 
 
 def test_media_are_refused_by_the_key_of_their_sample(tmp_path):

@@ -65,12 +65,12 @@ LINES = {
         None,
         "0.6.2 and 0.7: offline_packing_specs, with enable_offline_packing=True)",
     ),
-    "a slip, a local name in Bridge's sources": (["cfg.train.train_iter = 1"], RENAMED, "use train.train_iters"),
+    "a slip, a local name in Bridge's sources": (["cfg.train.train_iter = 1"], UNREAD, "use train.train_iters if"),
     "an attribute of one's own": (["cfg.model.of_my_step = 1"], UNREAD, "model.of_my_step"),
     "a private attribute": (["cfg.model._of_my_step = 1"], "", ""),
     "a nested section": (
         [*NEW, "cfg.dataset.offline_packing_specs.pad_seq_to_multiple = 4"],
-        RENAMED,
+        UNREAD,
         "dataset.offline_packing_specs.pad_seq_to_mult",
     ),
     "the specs of 0.7": (

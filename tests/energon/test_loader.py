@@ -4,14 +4,12 @@ import dataclasses
 import itertools
 import json
 import multiprocessing
-import re
 import threading
 from collections import Counter
 
 import pytest
 import torch
 
-import energon_packing
 from energon_packing import thd
 from energon_packing.config import EncoderConfig, LimitsConfig, ParallelConfig
 from energon_packing.demo import processor_path
@@ -159,13 +157,6 @@ def test_wrong_paths_splits_and_sizes_are_told_in_a_sentence(child_config, tmp_p
         build_dataset(child_config(), split="tran")
     with pytest.raises(ConfigError, match="micro-batch size of packed data is 1, not 2"):
         build_dataset(child_config(), batch_size=2)
-
-
-def test_a_plan_is_refused_with_the_public_function_that_opens_it(run_config):
-    with pytest.raises(ConfigError, match=r"a\.parquet is a plan.*: call energon_packing\.(\w+)\(config\)") as caught:
-        build_loader(run_config(data={"path": "a.parquet"}))
-    named = re.search(r"energon_packing\.(\w+)\(", str(caught.value))[1]
-    assert named in energon_packing.__all__
 
 
 def test_batch_size_one_yields_the_same_packs(child_config):

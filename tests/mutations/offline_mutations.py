@@ -36,6 +36,13 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(("offline/formats/bridge_parquet.py", "np.diff([*starts, end]) - 1", "np.diff([*starts, end])"),),
     ),
     Mutation(
+        trap=61,
+        name="a metadata.json that was there before is written over",
+        test="tests/conformance/test_bridge_parquet.py::test_what_bridges_form_cannot_hold_is_refused_by_name",
+        oracle="the file's own bytes",
+        edits=(("offline/formats/bridge_parquet.py", "if ours & found else ours)", "if True else ours)"),),
+    ),
+    Mutation(
         trap=118,
         name="a stored row keeps the number of its boundaries where the run fixes it",
         test=PARQUET,

@@ -391,4 +391,26 @@ VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the definition",
         edits=(("validate/run_source.py", "is_gpt=not view.family or view.family.startswith(GPTS)", "is_gpt=True"),),
     ),
+    Mutation(
+        trap=117,
+        name="Gemma 3 that sees images is judged as the model of text",
+        test="tests/validate/test_rules.py::"
+        "test_only_a_known_model_is_said_to_keep_samples_apart[google/gemma-3-27b-it-error-ok]",
+        oracle="the definition",
+        edits=(("validate/run_view.py", "gemma3(?=(4|12|27)b)|", ""),),
+    ),
+    Mutation(
+        trap=112,
+        name="an attribute of one's own stops the run if its name is near to a setting",
+        test=PAGE
+        + "test_a_line_of_the_page_is_valid_or_its_new_name_is_told[a slip, a local name in Bridge's sources]",
+        oracle="the definition",
+        edits=(
+            (
+                "validate/rules/packing.py",
+                "in view.unknown_settings if old.rpartition",
+                "in view.unknown_settings if new or old.rpartition",
+            ),
+        ),
+    ),
 )

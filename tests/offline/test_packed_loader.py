@@ -12,6 +12,7 @@ from PIL import Image
 from support.offline_processors import glm4v
 from test_planned_loader import digests, planned
 
+from energon_packing import build_loader
 from energon_packing.config import DataConfig, EncoderConfig, LimitsConfig, PackingConfig, ParallelConfig, RunConfig
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import processor_path
@@ -82,6 +83,14 @@ def test_every_pack_of_an_epoch_is_the_planned_one_whatever_it_is_read_from(plan
     assert any(key.startswith("pair") for each in expected for key in each.keys)
     for way in WAYS:
         check_same(expected, read(packed_runs[way], workers=2))  # the tests below have no workers
+
+
+def test_build_loader_opens_a_plan_and_its_packs_too(plan_of, packed_runs):
+    for run in (plan_of, packed_runs["tokens"]):
+        made, expected = (digests(opens(run, rank=1, world_size=2)) for opens in (build_loader, open_loader))
+        assert made == expected != []
+        with pytest.raises(ConfigError, match="made already; leave out packing_buffer_size"):
+            build_loader(run, packing_buffer_size=8)
 
 
 def test_a_family_with_positions_on_three_axes_has_the_same_packs_three_ways(dataset, run_of, tmp_path):

@@ -76,6 +76,8 @@ def test_unequal_labels_or_masks_are_refused_by_index() -> None:
 def test_a_tokenizer_without_padding_token_is_one_sentence() -> None:
     with pytest.raises(UserError, match=r"pad_token_id is None.*such as its eos_token_id"):
         pack_sequences([[1, 2]], 4, None)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"^label_pad_id is None.*-100"):
+        concatenate_and_pack([[1]], [[1]], [[1]], 4, 0, None)  # type: ignore[arg-type]
 
 
 def test_a_model_sees_each_sequence_alone_only_by_positions_without_cache_and_mask() -> None:

@@ -547,7 +547,7 @@ OWN = [
     (
         "ours/settings-by-their-names",
         {"source": "bridge", "unknown_settings": (("dataset.packed_sequence_specs", "dataset.offline_packing_specs"),)},
-        {"unknown_settings": (("model.of_my_step", ""),)},
+        {"unknown_settings": (("model.of_my_step", ""), ("train.train_iter", "train.train_iters"))},
         "error",
     ),
     (
@@ -772,6 +772,11 @@ def test_our_data_set_is_declared_to_bridge_as_packed_rows_unless_bridge_packs_i
         ("GLM-4.5-Air", "error", "ok"),
         ("Qwen/Qwen3-8B", "ok", "ok"),
         ("Qwen/Qwen3-Next-80B-A3B-Instruct", "error", "ok"),
+        ("google/gemma-3-27b-it", "error", "ok"),
+        ("google/gemma-3-1b-it", "ok", "ok"),
+        ("Qwen/Qwen3.5-9B", "ok", "ok"),
+        ("mistralai/Mistral-Small-3.1-24B-Instruct-2503", "not applicable", "warning"),
+        ("meta-llama/Llama-3.2-11B-Vision-Instruct", "not applicable", "warning"),
     ],
 )
 def test_only_a_known_model_is_said_to_keep_samples_apart(model: str, takes_packs: str, listed: str) -> None:

@@ -65,12 +65,12 @@ class BridgeParquet(PackFormat):
     def prepare(self) -> None:
         out = self.config.out
         out.mkdir(parents=True, exist_ok=True)
-        ours = {METADATA, *(self.path(number).name for number in range(len(self.firsts)))}
-        others = {each.name for each in out.iterdir() if each.name[0] != "."} - ours
+        ours = {self.path(number).name for number in range(len(self.firsts))}
+        found = {each.name for each in out.iterdir() if each.name[0] != "."}
+        others = found - (ours | {METADATA} if ours & found else ours)  # it comes after its shards
         if others:
-            raise UserError(
-                f"{out} holds other files ({min(others)}), which Bridge would read too; choose another --out"
-            )
+            why = f"{out} holds other files ({min(others)}), which Bridge would read or this would write over"
+            raise UserError(f"{why}; choose another --out")
 
     def found(self, number: int) -> bool | None:
         path = self.path(number)

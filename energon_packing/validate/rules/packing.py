@@ -10,7 +10,7 @@ import math
 import re
 
 from energon_packing.validate.rules.rule import Finding, SourceLine, attention, bridge, bridges_rule, rule, unless
-from energon_packing.validate.run_view import PACKING_STEPS, RunView, installed_version
+from energon_packing.validate.run_view import OLD_NAMES, PACKING_STEPS, RunView, installed_version
 
 
 @rule(
@@ -22,7 +22,7 @@ from energon_packing.validate.run_view import PACKING_STEPS, RunView, installed_
     sources=(bridge("training/config.py", 'getattr(self.dataset, "offline_packing_specs", None)'),),
 )
 def _settings_by_their_names(view: RunView) -> Finding | None:
-    new = {old: new for old, new in view.unknown_settings if new}
+    new = {old: new for old, new in view.unknown_settings if old.rpartition(".")[2] in OLD_NAMES}
     why = f"Megatron-Bridge {view.bridge_name} has no setting {', '.join(new)}: nothing reads it"
     return unless(not new, why=why, fix=f"use {'; '.join(new.values())}")
 
@@ -37,9 +37,10 @@ def _settings_by_their_names(view: RunView) -> Finding | None:
     sources=(bridge("training/config.py", "class ConfigContainer(Container):"),),
 )
 def _settings_are_read(view: RunView) -> Finding | None:
-    unknown = [name for name, meant in view.unknown_settings if not meant]
+    unknown = {name: near for name, near in view.unknown_settings if name.rpartition(".")[2] not in OLD_NAMES}
     why = f"no class declares {', '.join(unknown)}: nothing in Megatron-Bridge {view.bridge_name} reads it"
-    return unless(not unknown, why=why, fix="leave it out, or begin its name with an underscore if it is yours")
+    near = "".join(f"use {near} if you meant that; " for near in unknown.values() if near)
+    return unless(not unknown, why=why, fix=f"{near}leave it out, or begin its name with an underscore if it is yours")
 
 
 @bridges_rule(

@@ -17,14 +17,14 @@ GPUS |= {"b200 gb200": 100, "b300 gb300": 103, "5090 rtxpro6000": 120}
 """Names of GPUs -> compute capability, times ten."""
 
 OLDEST: dict[str, Version] = {"te": (2, 9), "cudnn": (9, 6), "flash": (2,)}
-NEWEST: dict[str, Version] = {"te": (2, 20, 2), "cudnn": (9, 25), "flash": (2,)}
+NEWEST: dict[str, Version] = {"te": (2, 20, 2), "cudnn": (9, 26), "flash": (2,)}
 """Versions that the table begins with, and those assumed where nobody states one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """A GPU by its compute capability times ten, with Transformer Engine, cuDNN and generations of FlashAttention (2,
-    3); ``assumed`` names those that nobody stated."""
+    """A GPU by its compute capability times ten, with Transformer Engine, cuDNN and generations of FlashAttention (2
+    to 4); ``assumed`` names those that nobody stated."""
 
     sm: int
     te: Version = NEWEST["te"]
@@ -73,6 +73,7 @@ def _cudnn(a: Attention, m: Machine) -> Refusals:
     yield a.window and m.te >= (2, 10) and m.cudnn[:3] == (9, 14, 0), "9.14.0 takes no window"
     yield a.window and not a.causal and m.te < (2, 12), "takes causal windows only"
     yield a.sinks and (m.te < (2, 12) or m.cudnn < (9, 18)), "takes sinks from 9.18 and Transformer Engine 2.12 on"
+    yield a.sinks and m.te >= (2, 20) and m.cudnn < (9, 26), "takes sinks from 9.26 on, says Transformer Engine 2.20"
     yield a.sinks and a.deterministic, "is not deterministic with sinks"
     old = m.te < (2, 12) or m.cudnn < (9, 18, 1) or m.sm == 120
     yield a.deterministic and m.sm >= 100 and old, "is not deterministic on this GPU"
@@ -82,9 +83,11 @@ def _cudnn(a: Attention, m: Machine) -> Refusals:
 
 def _flash(generation: int, a: Attention, m: Machine) -> Refusals:
     old, widest = generation == 2, max(a.width, a.value_width)
-    yield m.sm != 90 and not old, "is for sm90"
+    yield m.sm != 90 and generation == 3, "is for sm90"
+    yield generation == 4 and (m.sm < 90 or m.te < (2, 15)), "is for sm90 and later and Transformer Engine 2.15 on"
     yield generation not in m.flash, "is not installed"
-    yield a.padded, "takes no padding between samples"  # the third does, and leaves its rows as the memory was
+    yield a.padded, "takes no padding between samples"  # later ones do, and leave its gradients as the memory was
+    yield generation == 4 and m.sm == 90 and 80 in (a.width, a.value_width), "has wrong gradients for heads 80 wide"
     yield a.sinks, "takes no sinks"
     pair = (128 < a.width <= 192 and 96 < a.value_width <= 128) or (a.width <= 64 and a.value_width <= 512)
     has_pair = a.width == a.value_width or (m.te >= (2, 17) if old else pair)
@@ -104,7 +107,7 @@ def _unfused(a: Attention, m: Machine) -> Refusals:
 
 KERNELS: dict[str, Callable[[Attention, Machine], Refusals]] = {
     "cuDNN": _cudnn,
-    **{f"FlashAttention {generation}": partial(_flash, generation) for generation in (2, 3)},
+    **{f"FlashAttention {generation}": partial(_flash, generation) for generation in (2, 3, 4)},
     "unfused": _unfused,
 }
 

@@ -14,6 +14,7 @@ from bench.loader import start
 
 from energon_packing import thd
 from energon_packing.errors import PackingError
+from energon_packing.validate.kernel_table import KERNELS, Attention, Machine, refused
 
 pytestmark = pytest.mark.full  # benchmarks measure what other tests hold
 
@@ -68,6 +69,20 @@ def test_a_kernel_that_keeps_segments_apart_is_found_equal_in_all_cases(on_cpu):
     found = [gpu_kernels.check(case, "any", "cpu") for case in gpu_kernels.cases() if len(case.lengths) < 200]
     assert len(found) > 35
     assert [row for row in found if not row.get("equal")] == []
+
+
+def test_the_table_of_kernels_has_what_an_h200_chose():
+    """Of Transformer Engine 2.20.2 with cuDNN 9.19.0: which kernels ran on which case."""
+    machine = Machine(sm=90, te=(2, 20, 2), cudnn=(9, 19, 0), flash=())
+    for case in gpu_kernels.cases():
+        padded = case.padding == "between" and case.multiple > 1
+        attention = Attention(
+            width=case.width, value_width=case.value_width or case.width, heads=case.heads, groups=case.groups,
+            padded=padded, causal=case.causal, window=case.window is not None, sinks=case.sinks,
+            deterministic=case.deterministic,
+        )  # fmt: skip
+        ran = {"cuDNN"} - {"cuDNN" if case.sinks else ""} | ({"unfused"} - {"unfused" if padded else ""})
+        assert set(KERNELS) - set(refused(attention, machine)) == ran, case
 
 
 @pytest.mark.parametrize("wrong", [{"boundaries": "real"}, {"leaves_padding": True}])

@@ -58,7 +58,10 @@ def left(attention: Attention, machine: Machine) -> set[str]:
 
 
 def let_through(attention: Attention, te: tuple[int, ...]) -> set[str]:
-    """Kernels that Transformer Engine chooses although they spoil padded rows: they are refused here."""
+    """Kernels that Transformer Engine chooses although they spoil padded rows: they are refused here. So are sinks
+    before cuDNN 9.26, which the compiled 2.20.2 refuses on an H200 and the checkout of August does not."""
+    if attention.sinks and te >= (2, 20):
+        return {"cuDNN"}
     unfused = {"unfused"} if (2, 11) <= te < (2, 16) else set()
     return (unfused | ({"FlashAttention 3"} if te >= (2, 16) else set())) if attention.padded else set()
 
@@ -74,7 +77,11 @@ CHOSEN = {
     (2, 15, 0): "1dbb114b508c3149",
     (2, 17, 1): "49c95913d821b0c9",
     (2, 18, 0): "a67501913e520a0f",
-    (2, 20, 2): "8edf68444282e845",  # whose cuDNN rule, compiled, is that of the main branch of August 2026
+    (
+        2,
+        20,
+        2,
+    ): "d1092d52f3e53cd3",  # whose cuDNN rule, compiled, is that of the main branch of August 2026 but for sinks
 }
 
 
@@ -95,7 +102,7 @@ def test_transformer_engines_own_code_has_the_kernels_of_the_table_and_no_other(
     with Selection(source).installed() as selection:
         for attention, machine in drawn(selection.version, CASES):
             theirs = selection.kernels(attention, machine)
-            through = theirs & let_through(attention, selection.version)
+            through = (theirs & let_through(attention, selection.version)) - left(attention, machine)
             assert theirs - through == left(attention, machine), (attention, machine)
             answers.append(sorted(theirs - through))
             some |= theirs

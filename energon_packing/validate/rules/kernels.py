@@ -71,7 +71,7 @@ def machine_of(gpu: str | None, versions: str) -> Machine | None:
         sm = int("".join(re.findall(r"\d", told.partition("\n")[0])) or 0) or None
     named = dict(part.partition("=")[::2] for part in versions.split(",") if part)
     if te := installed_version("transformer-engine"):  # without it, the run's machine is another
-        packages = {"2": "flash-attn", "3": "flash-attn-3"}
+        packages = {"2": "flash-attn", "3": "flash-attn-3", "4": "flash-attn-4"}
         flash = "+".join(number for number, package in packages.items() if installed_version(package))
         cudnn = installed_version("nvidia-cudnn-cu13") or installed_version("nvidia-cudnn-cu12")
         named = {"te": te, "flash": flash} | ({"cudnn": cudnn} if cudnn else {}) | named

@@ -10,7 +10,8 @@ reads is looked at, once ``data/packed`` is there::
 Train with ``energon_packing.bridge.step.forward_step``, which keeps padding out of the routers' load balance. A pack is
 no sequence, so the load is balanced by ``aux_loss`` and not by Bridge's ``seq_aux_loss``. No context parallelism:
 Bridge's GLM-4.5V has no code for it. ``validate`` has no estimate of memory for layers of experts beside shared ones.
-``GPUS`` are those of Bridge's recipes, where weights, gradients and optimizer take half of 80 GB at most.
+``GPUS`` are those of Bridge's recipes, where weights, gradients and optimizer take half of an 80 GB card at
+most, and ``_within_memory`` keeps of a row the inputs of layers and no more patches than it names.
 """
 
 from __future__ import annotations

@@ -7,7 +7,10 @@ Judge one in a fresh checkout; without ``--no-data`` also what it reads, once ``
 
 Its vision encoder is Hugging Face's Pixtral: every rank has all of it, nothing recomputes it, and it masks all patches
 of a row against each other. ``_within_memory`` limits them. ``validate`` has no estimate of memory for it. ``GPUS`` is
-where weights, gradients and optimizer take some half of 80 GB at most.
+where weights, gradients and optimizer take half of an 80 GB card at most.
+
+Values of ``bridge_configs/hf``: the defaults of ``Ministral3Config`` (the 8B model's) and of the vision encoder of
+``Mistral3Config`` in transformers 5.12.1, and Bridge's ``Ministral3ModelProvider``.
 """
 
 from __future__ import annotations

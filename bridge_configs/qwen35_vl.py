@@ -7,8 +7,12 @@ Judge one in a fresh checkout; without ``--no-data`` also what it reads, once ``
 
 Train the dense models with ``vlm_step``, and 35B-A3B with ``energon_packing.bridge.step.forward_step``, which keeps
 padding out of the routers' load balance. ``validate`` has no estimate of memory for layers with gated delta nets.
-``GPUS`` is where weights, gradients and optimizer take half of 80 GB at most; the other half is for a row, of which
-``_within_memory`` keeps the inputs of layers and no more patches than it names.
+``GPUS`` is where weights, gradients and optimizer take half of an 80 GB card at most; the other half is for a row, of
+which ``_within_memory`` keeps the inputs of layers and no more patches than it names.
+
+Values of ``bridge_configs/hf``: Bridge's ``Qwen35VLModelProvider`` (27B, and what all have) and its unit test, the
+defaults of ``Qwen3_5TextConfig`` (9B), ``Qwen3_5MoeTextConfig`` (35B-A3B) and ``Qwen3_5VisionConfig`` of transformers
+5.12.1; patches are merged to the width of the language model.
 """
 
 from __future__ import annotations
@@ -76,7 +80,9 @@ def qwen35_vl_35b_a3b_sft(data: str = DATA) -> Any:
     """32 GPUs: EP 32, DP 32."""
     cfg = use_packed_data(qwen_vl.qwen35_vl_35b_a3b_sft_config(), data, seq_length=8192, global_batch_size=32)
     cfg.model.tensor_model_parallel_size, cfg.model.sequence_parallel = 1, False
-    cfg.model.expert_model_parallel_size = 32
+    cfg.model.pipeline_model_parallel_size, cfg.model.expert_model_parallel_size = 1, 32
+    # Of the two stages in Bridge 0.7.
+    cfg.model.num_layers_in_first_pipeline_stage = cfg.model.num_layers_in_last_pipeline_stage = None
     return _within_memory(cfg)
 
 

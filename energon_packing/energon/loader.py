@@ -582,11 +582,7 @@ def build_task_encoder(
 
 def data_fingerprint(config: RunConfig) -> dict[str, Any]:
     """Returns what identifies the data and their order: every setting of ``data`` that can change a pack, and what the
-    data sets are, see `data_identity`.
-
-    Raises:
-        UserError: there is no data set at ``data.path``, or it cannot be read.
-    """
+    data sets are, see `data_identity`; raises as `identity_of`."""
     settings = {"split": config.data.split, **settings_of("data", config.data)}
     return settings | identity_of(config.data.path, config.data.split)
 

@@ -159,13 +159,8 @@ def concatenate_and_pack(
                 "they must be equally long"
             )
     rows, dropped = _rows([len(tokens) for tokens in input_ids], max_length, policy, oversize)
-    packed = PackedRows(
-        (
-            _fill(rows, input_ids, max_length, pad_token_id),
-            _fill(rows, labels, max_length, label_pad_id),
-            _fill(rows, attention_masks, max_length, 0),
-        )
-    )
+    filled = ((input_ids, pad_token_id), (labels, label_pad_id), (attention_masks, 0))
+    packed = PackedRows(_fill(rows, values, max_length, pad) for values, pad in filled)
     packed.input_ids, packed.labels, packed.attention_mask = packed
     if mask_first_label:
         for number, row in enumerate(rows):
@@ -212,10 +207,7 @@ def _fill(rows: list[list[Segment]], values: Sequence[Tokens], max_length: int, 
     import torch
 
     if pad is None:
-        raise UserError(
-            "pad_token_id is None, so this tokenizer has no padding token; pass another id, such as its eos_token_id: "
-            "padding is a segment of its own"
-        )
+        raise UserError("pad_token_id is None, no token of the tokenizer; pass another id, such as its eos_token_id")
     filled = np.full((len(rows), max_length), pad, dtype=np.int64)
     for number, row in enumerate(rows):
         for segment in row:

@@ -23,7 +23,6 @@ from energon_packing.energon.states import settings_of
 from energon_packing.energon.task_encoder import WindowTaskEncoder
 from energon_packing.errors import PackingError, SampleRejected
 from energon_packing.offline.data_paths import has_global_packs
-from energon_packing.offline.open_loader import open_loader
 from energon_packing.packing.balance import pack_cost
 from energon_packing.stored_record import check_depth
 from energon_packing.wan.config import ClipLimits, TextToVideoPackingConfig, TextToVideoRunConfig
@@ -235,9 +234,8 @@ def build_text_to_video_loader(
     """
     models = {"latent_encoder": latent_encoder, "caption_encoder": caption_encoder}
     task_encoder = task_encoder or build_text_to_video_task_encoder(config, **models)
-    if has_global_packs(config.data.path):
-        return open_loader(config, task_encoder=task_encoder, **arguments)
-    return build_loader(_shared_settings(config), task_encoder=cast("Any", task_encoder), **arguments)
+    run: Any = config if has_global_packs(config.data.path) else _shared_settings(config)
+    return build_loader(run, task_encoder=cast("Any", task_encoder), **arguments)
 
 
 def build_text_to_video_task_encoder(config: TextToVideoRunConfig, **models: Any) -> TextToVideoTaskEncoder:

@@ -36,6 +36,15 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(("offline/formats/bridge_parquet.py", "np.diff([*starts, end]) - 1", "np.diff([*starts, end])"),),
     ),
     Mutation(
+        trap=62,
+        name="build_loader reads the plan as rank 0 on every rank",
+        test="tests/offline/test_packed_loader.py::test_build_loader_opens_a_plan_and_its_packs_too[polylithic]",
+        oracle="`open_loader` of the plan",
+        edits=(
+            ("energon/loader.py", "opened(config, prefetch=prefetch, **given, **arguments)", "opened(config, **given)"),
+        ),
+    ),
+    Mutation(
         trap=61,
         name="a metadata.json that was there before is written over",
         test="tests/conformance/test_bridge_parquet.py::test_what_bridges_form_cannot_hold_is_refused_by_name",

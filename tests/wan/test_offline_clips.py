@@ -77,6 +77,10 @@ def whole(planned):
     return list(open_loader(planned))
 
 
+def test_the_loader_of_clips_opens_their_plan_too(planned, whole):
+    assert digests(build_text_to_video_loader(planned)) == digests(whole)
+
+
 def on(run, path):
     return dataclasses.replace(run, data=dataclasses.replace(run.data, path=str(path)))
 

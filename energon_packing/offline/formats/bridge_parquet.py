@@ -32,7 +32,6 @@ SCHEMA = pa.schema(
     ]
 )
 
-
 METADATA = "metadata.json"
 """What ``packed_metadata_path`` of Bridge's ``PackedSequenceSpecs`` names, which ``pad_cu_seqlens`` needs."""
 

@@ -261,7 +261,7 @@ class ArgumentsRun(RunSource):
         """See `RunSource.view`."""
         packing = getattr(self.reads().config, "packing", None)  # of --packing-config and --packing-set
         view = view_of_arguments(self.words, world_size=self.world_size, step=self.step)
-        return view.changed(padding=getattr(packing, "padding", None))
+        return view.changed(padding=getattr(packing, "padding", "auto"))
 
     def measured(self) -> tuple[RunConfig, ParallelConfig]:
         """Refused, because arguments name no data set of ours."""

@@ -270,7 +270,7 @@ def resolved_summary(view: RunView, *, assumed: bool, tokens_per_sample: int | N
         "global_batch_size": view.global_batch_size,
         "micro_batches_per_step": view.global_batch_size // rows_a_pass if divides else None,
         "max_tokens_per_step": view.global_batch_size * view.dataset_seq_length,
-        "gpu": None if view.machine is None else str(view.machine),
+        "gpu": view.machine and f"{view.machine}, heads {view.head_dim or '128 (assumed)'} wide",
         "attention_kernels": None if view.machine is None or not view.packed else kernels_of(view, view.machine)[0],
         "loader_memory_mb": None if memory is None else memory >> 20,
         "gpu_memory_bytes": None if view.memory is None else view.memory.parts | {"total": view.memory.total},

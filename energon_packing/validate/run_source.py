@@ -259,7 +259,9 @@ class ArgumentsRun(RunSource):
 
     def view(self) -> RunView:
         """See `RunSource.view`."""
-        return view_of_arguments(self.words, world_size=self.world_size, step=self.step)
+        packing = getattr(self.reads().config, "packing", None)  # of --packing-config and --packing-set
+        view = view_of_arguments(self.words, world_size=self.world_size, step=self.step)
+        return view.changed(padding=getattr(packing, "padding", "auto"))
 
     def measured(self) -> tuple[RunConfig, ParallelConfig]:
         """Refused, because arguments name no data set of ours."""

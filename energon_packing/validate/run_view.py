@@ -176,8 +176,8 @@ class RunView:
     """Those of this environment that are not 1, with their values."""
     machine: Machine | None = None
     """The GPUs that kernels are judged for."""
-    padding: str | None = at(None, bridge="dataset.packing.", ours="packing.")
-    """``real`` if a sample's padding counts as part of it, so that nothing lies between samples."""
+    padding: str = at("auto", bridge="dataset.packing.", ours="packing.")
+    """Of our rows, see `pads_between`."""
     fp8_recipe: str | None = None
     """None if the model computes without fp8."""
     fp8_dot_product_attention: bool = at(False, bridge="model.")
@@ -264,9 +264,10 @@ class RunView:
         )
 
     @property
-    def pads_between_samples(self) -> bool:
-        """Whether kernels see padding between the samples of a row."""
-        return self.packed and self.multiple > 1 and self.padding != "real"
+    def pads_between(self) -> bool:
+        """Whether padding may lie between the samples of a row; padding that is ``real`` belongs to a sample."""
+        ours = self.dataset_kind == "packed_energon" and self.enable_offline_packing
+        return self.multiple > 1 and not (ours and self.padding == "real")
 
     @property
     def ranks_of_a_row(self) -> int:

@@ -93,7 +93,7 @@ def _attention_of(view: RunView, kind: str) -> Attention:
         value_width=view.value_dim or width,
         heads=max(1, heads // tensor),
         groups=max(1, (view.num_query_groups or heads) // tensor),
-        padded=view.pads_between_samples,
+        padded=view.pads_between,
         causal=not view.family.startswith("wan"),
         window=view.window_size not in (None, (-1, -1), (-1, 0)),
         sinks=view.softmax_type != "vanilla",
@@ -152,10 +152,9 @@ def _attention_kernel(view: RunView) -> Finding | None:
         unfused = view.machine is None or left != ["unfused"] or view.attention_backend == "unfused"
         why = f"only the unfused attention is left on {on}, which is slow and holds all pairs of tokens: {why}"
         return None if unfused else Finding(why=why, fix="install a kernel that takes these rows", severity="warning")
-    real = not view.family.startswith("wan") and [
-        kernel for machine in machines for kernel in kernels_of(view, machine, padded=False, **comm)[0]
-    ]
-    if view.pads_between_samples and real:
+    ours = view.dataset_kind == "packed_energon" and view.enable_offline_packing and not view.family.startswith("wan")
+    real = [kernel for machine in machines for kernel in kernels_of(view, machine, padded=False, **comm)[0]]
+    if ours and view.pads_between and real:
         fix = f"set packing.padding to real: then nothing lies between samples, which {real[0]} takes"
     elif view.attention_backend in (None, "auto"):
         later = any(kernels_of(view, machine, **comm)[0] for machine in newest)

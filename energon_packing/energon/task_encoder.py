@@ -53,6 +53,7 @@ from energon_packing.packing.balance import pack_cost, serpentine_order
 from energon_packing.packing.constraints import PackLimits, Size
 from energon_packing.packing.online import next_pack
 from energon_packing.packing.whole_list import pack_lengths
+from energon_packing.thd.alignment import check_multiple
 from energon_packing.thd.assembly import visible_order
 
 FUNCTIONS = (
@@ -342,12 +343,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
         self.accept_changed = tuple(accept_changed)
         self.packing = packing
         self.multiple = (parallel or ParallelConfig()).multiple
-        if packing.seq_length % self.multiple:
-            down = packing.seq_length // self.multiple * self.multiple
-            raise ConfigError(
-                f"packing.seq_length {packing.seq_length} is not a multiple of {self.multiple}, which the parallel "
-                f"sizes need; use {down or self.multiple} or {down + self.multiple}."
-            )
+        check_multiple("packing.seq_length", packing.seq_length, self.multiple)
         self.encoders = _encoders(encoder, packing, processor)
         self.encoder = self.encoders[0]
         self.fields = tuple(dict.fromkeys(field for each in self.encoders for field in each.fields))

@@ -135,10 +135,10 @@ class _Link:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         _open_links.add(self)
 
-    def _connect(self, own: socket.socket, patience: float) -> Connection:
-        seconds, rest = divmod(patience, 1)
+    @staticmethod
+    def _connect(own: socket.socket) -> Connection:
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            own.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", int(seconds), int(rest * 1e6)))
+            own.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", PATIENCE.seconds, 0))
         return Connection(own.detach())
 
     def interrupt(self) -> None:
@@ -160,12 +160,11 @@ class HostLeader(_Link):
 
     Args:
         ranks: global ranks of the members, which have to show the secret of the address.
-        patience: seconds to wait for a member.
     """
 
-    def __init__(self, ranks: Sequence[int], *, ahead: int, patience: float) -> None:
+    def __init__(self, ranks: Sequence[int], *, ahead: int) -> None:
         super().__init__()
-        self._ranks, self._ahead, self._patience = tuple(ranks), ahead, patience
+        self._ranks, self._ahead = tuple(ranks), ahead
         self._outstanding = dict.fromkeys(ranks, 0)
         self.address = (f"\0energon-packing-{os.getpid()}-{secrets.token_hex(8)}", secrets.token_bytes(32))
         self._listener.bind(self.address[0])
@@ -173,9 +172,9 @@ class HostLeader(_Link):
 
     def accept(self) -> None:
         """Waits until all members have connected."""
-        self._listener.settimeout(self._patience)
+        self._listener.settimeout(PATIENCE.seconds)
         while len(self._connections) < len(self._ranks):
-            connection, secret, rank = self._connect(self._listener.accept()[0], self._patience), b"", b""
+            connection, secret, rank = self._connect(self._listener.accept()[0]), b"", b""
             with contextlib.suppress(OSError, EOFError):
                 secret, rank = connection.recv_bytes(64), connection.recv_bytes(64)
             if hmac.compare_digest(secret, self.address[1]):
@@ -210,17 +209,13 @@ class HostLeader(_Link):
 
 
 class HostMember(_Link):
-    """The receiving end of one rank.
+    """The receiving end of one rank."""
 
-    Args:
-        patience: seconds to wait for a message.
-    """
-
-    def __init__(self, rank: int, leader: int, address: tuple[str, bytes], *, patience: float) -> None:
+    def __init__(self, rank: int, leader: int, address: tuple[str, bytes]) -> None:
         super().__init__()
         self._leader = leader
         self._listener.connect(address[0])
-        self._connections[leader] = self._connect(self._listener, patience)
+        self._connections[leader] = self._connect(self._listener)
         self._connections[leader].send_bytes(address[1])
         self._connections[leader].send_bytes(str(rank).encode())
 
@@ -341,17 +336,17 @@ class StageSpread:
         self._hosts_group: OwnGroup | None = None
         if len(replica.members) == 1:
             return
-        host, here, seconds = replica.host, replica.global_rank, PATIENCE.total_seconds()
+        host, here = replica.host, replica.global_rank
         leads = here == host[0]
         if leads and len(host) > 1:
-            self._link = HostLeader(host[1:], ahead=ahead, patience=seconds)
+            self._link = HostLeader(host[1:], ahead=ahead)
         mine = None if self._link is None else self._link.address
         addresses, names = zip(*replica.gather((mine, secrets.token_hex())), strict=True)
         if self._link is not None:
             self._link.accept()
         elif not leads:
             address = dict(zip(replica.members, addresses, strict=True))[host[0]]
-            self._up = HostMember(here, host[0], address, patience=seconds)
+            self._up = HostMember(here, host[0], address)
         if leads and len(replica.hosts) > 1:
             self._hosts_group = OwnGroup([each[0] for each in replica.hosts], here, names[0])
 

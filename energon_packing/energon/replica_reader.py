@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -41,22 +41,6 @@ EXIT_SECONDS = 10.0
 afterwards would abort the process."""
 
 _running: "weakref.WeakSet[ReadAhead]" = weakref.WeakSet()
-
-
-class PackSource(Protocol):
-    """What one rank reads: batches, with a state that can be saved after each of them."""
-
-    def __next__(self) -> PackedBatch:
-        """The next batch, or `StopIteration`."""
-
-    def save_state(self) -> Any:
-        """State after the last batch."""
-
-    def state_later(self) -> Callable[[], Any]:
-        """Returns a function that gives the state after the last batch, also when more were read since."""
-
-    def restore_state(self, state: Any) -> None:
-        """Continues after the batch at which ``state`` was saved."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,7 +158,7 @@ class DeviceCopy:
 class _Road:
     """How a rank comes by its next pack. It knows nothing of the reader, which can be collected while this waits."""
 
-    def __init__(self, source: PackSource | None, replica: Replica, depth: int) -> None:
+    def __init__(self, source: Any, replica: Replica, depth: int) -> None:
         self._source, self._replica, self._depth = source, replica, depth
         self._between = StageChannel(replica)
         self.number = 0
@@ -194,7 +178,7 @@ class _Road:
 class _PassedOn(_Road):
     """Packs that one rank reads."""
 
-    def __init__(self, source: PackSource | None, replica: Replica, depth: int) -> None:
+    def __init__(self, source: Any, replica: Replica, depth: int) -> None:
         super().__init__(source, replica, depth)
         self.spread = StageSpread(replica, ahead=max(depth, 1))
         self._ended = False
@@ -212,7 +196,7 @@ class _PassedOn(_Road):
         self.number += 1
         return made
 
-    def _read(self, source: PackSource) -> Made:
+    def _read(self, source: Any) -> Made:
         batch = next(source)
         state = source.state_later() if self._depth else None
         if self._between.has_later_stages:
@@ -273,7 +257,7 @@ class _PassedOn(_Road):
 class _Compared(_Road):
     """Packs that each rank reads for itself, ``every`` so many of them compared between the ranks."""
 
-    def __init__(self, source: PackSource, replica: Replica, depth: int, every: int) -> None:
+    def __init__(self, source: Any, replica: Replica, depth: int, every: int) -> None:
         super().__init__(source, replica, depth)
         self._own, self._every = source, every
         self._group: OwnGroup | None = None
@@ -355,14 +339,8 @@ class _Numbered:
     best forked from a main thread. The others are made in a thread of their own, which ends with this object.
     """
 
-    def __init__(
-        self, source: PackSource | None, replica: Replica, road: _Road, depth: int, pixels_to_device: bool
-    ) -> None:
-        if depth < 0:
-            raise ConfigError(f"data.packs_ahead is {depth}; it must be at least 0.")
-        self._source = source
-        self._replica = replica
-        self._road, self._depth = road, depth
+    def __init__(self, source: Any, replica: Replica, road: _Road, depth: int, pixels_to_device: bool) -> None:
+        self._source, self._replica, self._road, self._depth = source, replica, road, depth
         self._copy = DeviceCopy(pixels=pixels_to_device)
         self._ahead: ReadAhead | None = None
         self._last: Made | None = None
@@ -480,14 +458,13 @@ class OneReader(_Numbered):
     """Packs of one replica, read by one of its ranks; later pipeline stages get them without pixels.
 
     Args:
-        source: what that rank reads; None on all other ranks.
+        source: what that rank reads: an iterator of batches with ``save_state``, ``state_later`` and ``restore_state``
+            of a `LoaderBase`; None on all other ranks.
         depth: packs made ready before they are asked for; the same on all ranks. 0 reads and passes on a pack when it
             is asked for.
     """
 
-    def __init__(
-        self, source: PackSource | None, replica: Replica, *, depth: int = 0, pixels_to_device: bool = False
-    ) -> None:
+    def __init__(self, source: Any, replica: Replica, *, depth: int = 0, pixels_to_device: bool = False) -> None:
         if (source is not None) != replica.is_reader:
             raise PackingError(f"rank {replica.global_rank} of the replica read by {replica.reader} has a wrong source")
         road = _PassedOn(source, replica, depth)
@@ -506,13 +483,11 @@ class EveryReader(_Numbered):
 
     def __init__(
         self,
-        source: PackSource,
+        source: Any,
         replica: Replica,
         *,
         compare_every: int = 1,
         depth: int = 0,
         pixels_to_device: bool = False,
     ) -> None:
-        if compare_every < 1:
-            raise ConfigError(f"compare_every is {compare_every}; it is a number of packs, at least 1.")
         super().__init__(source, replica, _Compared(source, replica, depth, compare_every), depth, pixels_to_device)

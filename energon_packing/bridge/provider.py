@@ -80,7 +80,7 @@ class BridgePackIterator:
         self._continues = False
         self._states: dict[Path, Path] = {}  # of this process: folder of states -> that of the model's checkpoint
         if metrics is not None:
-            metrics.until_end_of(self)
+            weakref.finalize(self, metrics.close)  # or when the process ends
 
     def __iter__(self) -> BridgePackIterator:
         return self

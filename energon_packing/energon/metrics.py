@@ -18,7 +18,6 @@ import threading
 import time
 import uuid
 import warnings
-import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -349,10 +348,6 @@ class PackMetrics:
             world_size=world_size,
             packs_per_step=micro_batches_per_step,
         )
-
-    def until_end_of(self, owner: Any) -> None:
-        """Writes the last line when an object is collected or the process ends."""
-        weakref.finalize(owner, self.close)
 
     def made(self, pack: Pack) -> None:
         """Notes a pack that the trainer will take after those before it."""

@@ -146,7 +146,7 @@ class PackDataloader:
             config, replica, split=split, data_parallel_group=data_parallel_group, **what
         )
         if self._metrics is not None:
-            self._metrics.until_end_of(self)
+            weakref.finalize(self, self._metrics.close)  # or when the process ends
         # Pixels stay on the host: Megatron-LM keeps the batches of a step, to run it again where a result is doubtful.
         self._reader = OneReader(source, replica, depth=config.data.depth)
 

@@ -76,8 +76,8 @@ def marked(config: Any, mark: str, *effects: Effect) -> tuple[str, ...]:
 def marked_and_set(config: Any, mark: str, *effects: Effect) -> dict[str, Any]:
     """Returns the fields that `marked` does, with their values, where these are not their defaults."""
     names = marked(config, mark, *effects)
-    defaults = {entry.name: entry.default for entry in dataclasses.fields(config) if entry.name in names}
-    return {name: getattr(config, name) for name, default in defaults.items() if getattr(config, name) != default}
+    values = {entry: getattr(config, entry.name) for entry in dataclasses.fields(config) if entry.name in names}
+    return {entry.name: value for entry, value in values.items() if value != entry.default}
 
 
 def changing(config: Any, *effects: Effect) -> tuple[str, ...]:

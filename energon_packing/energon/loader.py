@@ -165,8 +165,9 @@ class LoaderBase(ABC):
 
     def alike(self) -> dict[str, Any]:
         """What the loaders of all ranks must have the same: kind, settings, data, readers; no rank."""
-        own = {name: value for name, value in self._fingerprint.items() if name != "rank"}
-        return {"loader": type(self).__name__, **own}
+        return {"loader": type(self).__name__} | {
+            name: value for name, value in self._fingerprint.items() if name != "rank"
+        }
 
     def statistics(self) -> PackStatistics:
         """Returns fill, padding by cause, delay, samples held and cost spread of all packs yielded so far.
@@ -582,8 +583,8 @@ def data_fingerprint(config: RunConfig) -> dict[str, Any]:
     Raises:
         UserError: there is no data set at ``data.path``, or it cannot be read.
     """
-    settings = {"split": config.data.split, **settings_of("data", config.data)}
-    return settings | identity_of(config.data.path, config.data.split)
+    data = config.data
+    return {"split": data.split, **settings_of("data", data), **identity_of(data.path, data.split)}
 
 
 def identity_of(path: str, split: str) -> dict[str, str]:

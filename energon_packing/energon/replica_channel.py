@@ -251,7 +251,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class StageChannel:
-    """Messages from the reader of a replica to the leaders of its later pipeline stages.
+    """Messages from the reader of a replica to the leaders of its later pipeline stages, by one of its ``posts`` each.
 
     A later stage may ask for a pack many steps after the first stage used it. If a send waited for that, it would stop
     the pipeline that it waits for. So a thread for each stage sends its messages, in order.
@@ -260,19 +260,15 @@ class StageChannel:
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
         self._tag = replica.new_channel()  # keeps the messages of two readers on one replica apart
-        self._posts: list[queue.SimpleQueue[Message | None]] = []
+        self.posts: list[queue.SimpleQueue[Message | None]] = []
         for leader in replica.leaders[1:] if replica.is_reader and replica.leader_group is not None else ():
-            self._posts.append(queue.SimpleQueue())
-            arguments = self._posts[-1], replica.leader_group, leader, self._tag
+            self.posts.append(queue.SimpleQueue())
+            arguments = self.posts[-1], replica.leader_group, leader, self._tag
             threading.Thread(target=_send_all, args=arguments, name=f"packs for rank {leader}", daemon=True).start()
-
-    @property
-    def has_later_stages(self) -> bool:
-        return bool(self._posts)
 
     def post(self, message: Message) -> None:
         """Sends a message without blocks from the reader; returns at once."""
-        for post in self._posts:
+        for post in self.posts:
             post.put(message)
 
     def receive(self) -> Message:
@@ -289,7 +285,7 @@ class StageChannel:
             raise rank_gone(self._replica, reader, error) from error
 
     def close(self) -> None:
-        for post in self._posts:
+        for post in self.posts:
             post.put(None)
 
 

@@ -199,7 +199,7 @@ class _PassedOn(_Road):
     def _read(self, source: Any) -> Made:
         batch = next(source)
         state = source.state_later() if self._depth else None
-        if self._between.has_later_stages:
+        if self._between.posts:
             self._between.post(Message(kind=PACK, number=self.number, text=pack_to_bytes(batch, pixels=False)))
         if self.spread.reaches_others:
             large: list[torch.Tensor] = []
@@ -382,8 +382,7 @@ class _Numbered:
             raise made.error
         self._last = replace(made, batch=None)
         self.packs += 1
-        batch: PackedBatch = self._copy.take(*made.batch)
-        return batch
+        return self._copy.take(*made.batch)
 
     def close(self) -> None:
         """Ends the thread that makes packs ahead, and the links to other ranks; the packs so far stay valid."""
@@ -446,7 +445,6 @@ class _Numbered:
 
 
 def _copied(road: _Road, copy: DeviceCopy) -> Made:
-    """The next pack of a road, on its way to the GPU if there is one."""
     made = road.make()
     try:
         return made if made.error is not None else replace(made, batch=copy.start(made.batch))

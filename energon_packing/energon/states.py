@@ -83,8 +83,11 @@ _NEWER = {
 def settings_of(section: str, config: Any) -> dict[str, str]:
     """Every field of a section by its dotted name, as JSON, but those that change nothing or are stated by content."""
     unread = {*changing(config, "nothing"), *marked(config, "stated")}
-    values = {name: value for name, value in to_mapping(config).items() if name not in unread}
-    return {f"{section}.{name}": json.dumps(value, sort_keys=True) for name, value in values.items()}
+    return {
+        f"{section}.{name}": json.dumps(value, sort_keys=True)
+        for name, value in to_mapping(config).items()
+        if name not in unread
+    }
 
 
 def check_fingerprint(

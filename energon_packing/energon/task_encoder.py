@@ -47,7 +47,7 @@ from energon_packing.energon.samples import (
 )
 from energon_packing.energon.states import settings_of
 from energon_packing.energon.window import DisjointPackingDataset, SplitPieces, WindowPackingDataset
-from energon_packing.errors import ConfigError, PackingError, SampleRejected
+from energon_packing.errors import ConfigError, PackingError, SampleRejected, refuse
 from energon_packing.ledger import ChangedSample, Ledger
 from energon_packing.packing.balance import pack_cost, serpentine_order
 from energon_packing.packing.constraints import PackLimits, Size
@@ -347,18 +347,17 @@ class PackingTaskEncoder(WindowTaskEncoder):
         self.encoders = _encoders(encoder, packing, processor)
         self.encoder = self.encoders[0]
         self.fields = tuple(dict.fromkeys(field for each in self.encoders for field in each.fields))
-        takes_images = [
-            each for each in self.encoders if isinstance(each, ConversationEncoder) and "image" in each.kinds
-        ]
-        if packing.dummy_image and not takes_images:
-            raise ConfigError("packing.dummy_image needs an encoder that takes images.")
-        own = (each for each in self.encoders if isinstance(each, ConversationEncoder))
-        seen = (each.kinds & set(each.family.placeholders) for each in own)
-        if packing.pad_cu_seqlens and (self.encoder.config.position_ids == "mrope" or any(seen)):
-            raise ConfigError(
+        own = [each for each in self.encoders if isinstance(each, ConversationEncoder)]
+        takes_images = [each for each in own if "image" in each.kinds]
+        sees = any(each.kinds & set(each.family.placeholders) for each in own)
+        refuse(
+            (packing.dummy_image and not takes_images, "packing.dummy_image needs an encoder that takes images."),
+            (
+                packing.pad_cu_seqlens and (self.encoder.config.position_ids == "mrope" or sees),
                 "packing.pad_cu_seqlens repeats the last boundary, which only models of text accept; leave it out, or "
-                "set encoder.modality to text and encoder.position_ids to 1d."
-            )
+                "set encoder.modality to text and encoder.position_ids to 1d.",
+            ),
+        )
         self.dummy = DummyImage(takes_images[0]) if packing.dummy_image else None
         reserved = 0 if self.dummy is None else -(-self.dummy.measured.length // self.multiple) * self.multiple
         if reserved >= packing.seq_length:
@@ -575,13 +574,13 @@ class PackingTaskEncoder(WindowTaskEncoder):
         if self.dummy is not None and not any(row.get("visual_inputs") for row in rows):
             fillers = [self.dummy.row]
         elif not rows:
-            positions = torch.zeros(3 if self.encoder.config.position_ids == "mrope" else 1, 1, dtype=torch.int64)
+            shape = (3, 1) if self.encoder.config.position_ids == "mrope" else (1,)
             fillers = [
                 {
                     "input_ids": torch.tensor([self.encoder.pad_token_id]),
                     "labels": torch.tensor([thd.IGNORE_INDEX]),
                     "loss_mask": torch.zeros(1),
-                    "position_ids": positions.squeeze(0) if len(positions) == 1 else positions,
+                    "position_ids": torch.zeros(shape, dtype=torch.int64),
                 }
             ]
         padded = [aligned_filler(row, self.fields, self.multiple, self.encoder.pad_token_id) for row in fillers]

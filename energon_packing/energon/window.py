@@ -232,18 +232,21 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
     def _end(self, read: int) -> Pack[Any]:
         """What follows the last pack of a finite epoch, so that what was dropped since is reported."""
         self.ledger.end_epoch(read)
-        end: Pack[Any] = Pack(
-            __key__="",
-            __restore_key__=(),
-            __subflavors__={},
-            __sources__=(),
-            batch=None,
-            ended=read,
-            dropped=self.ledger.take_dropped(),
-            read=self.ledger.take_read(),
-            worker=self.worker_config.rank_worker_id(),
+        return set_sample_restore_key(
+            Pack(
+                __key__="",
+                __restore_key__=(),
+                __subflavors__={},
+                __sources__=(),
+                batch=None,
+                ended=read,
+                dropped=self.ledger.take_dropped(),
+                read=self.ledger.take_read(),
+                worker=self.worker_config.rank_worker_id(),
+            ),
+            _END,
+            src=self,
         )
-        return set_sample_restore_key(end, _END, src=self)
 
     def _wake(self) -> int:
         """Reads the samples of a restored state again, and accounts for those that can no longer be read."""
@@ -493,8 +496,8 @@ def piece_of(sample: MeasuredSample, number: int) -> MeasuredSample:
     """Returns one piece of a split sample: measured, or with its problem."""
     assert sample.split is not None
     piece = sample.split.pieces[number]
-    key = f"{sample.__key__}#{number}"
-    if isinstance(piece, SampleRejected):
-        problem = Problem(reason=piece.reason, detail=piece.detail)
-        return dataclasses.replace(sample, __key__=key, measured=None, problem=problem, split=None)
-    return dataclasses.replace(sample, __key__=key, measured=piece, problem=None, split=None)
+    problem = Problem.of(piece) if isinstance(piece, SampleRejected) else None
+    measured = None if isinstance(piece, SampleRejected) else piece
+    return dataclasses.replace(
+        sample, __key__=f"{sample.__key__}#{number}", measured=measured, problem=problem, split=None
+    )

@@ -156,8 +156,7 @@ class PackDataloader:
     def __next__(self) -> PackedBatch:
         if self._metrics_config.directory is not None:
             self._post_metrics()
-        pack: PackedBatch = next(self._reader) if self._metrics is None else self._metrics.take(self._reader)
-        return pack
+        return next(self._reader) if self._metrics is None else self._metrics.take(self._reader)
 
     def _post_metrics(self) -> None:
         from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
@@ -256,8 +255,7 @@ def saved_state(args: Any, *, data_parallel_rank: int | None) -> Any:
         )
         for pipeline_parallel in ((None, False, True) if data_parallel_rank is None else (None,))
     )
-    path = next((path for path in (own, *others) if path.is_file()), own)
-    return read_state(path, missing=MISSING)
+    return read_state(next((path for path in (own, *others) if path.is_file()), own), missing=MISSING)
 
 
 def train_valid_test_datasets_provider(

@@ -97,8 +97,6 @@ def timed_task_encoder(run: RunConfig, clock: StageClock) -> PackingTaskEncoder:
 
 
 class _TimedStore:
-    """A store whose reads are counted."""
-
     def __init__(self, inner: FileStore[bytes], clock: StageClock) -> None:
         self._inner, self._clock = inner, clock
 

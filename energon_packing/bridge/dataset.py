@@ -73,10 +73,7 @@ class MicroBatchForm:
 
     def __call__(self, batch: PackedBatch) -> dict[str, Any]:
         """Returns what ``gpt_step``, ``vlm_step`` or ``qwen3_vl_step`` reads of samples without padding, or of none.
-
-        Raises:
-            PackingError: positions that are not ``[1, T]``, the only ones that Bridge's packer takes.
-        """
+        Raises `PackingError`: positions that are not ``[1, T]``, the only ones that Bridge's packer takes."""
         if batch.position_ids.dim() != 2:
             raise PackingError(
                 f"Bridge's collators have no format for positions of shape {list(batch.position_ids.shape)}; set "

@@ -360,11 +360,7 @@ class PackProvider(DatasetProvider):
 
     @abstractmethod
     def run_config(self, parallel: ParallelConfig) -> Any:
-        """Returns the same settings as our own frozen configuration.
-
-        Raises:
-            ConfigError: a value that cannot work.
-        """
+        """Returns the same settings as our own frozen configuration. Raises `ConfigError`: a value that cannot work."""
 
     def make_loader(self, config: Any, **arguments: Any) -> LoaderBase:
         """Returns the loader of one data-parallel rank; ``config`` is what `run_config` returned."""
@@ -376,26 +372,17 @@ class PackProvider(DatasetProvider):
 
     @abstractmethod
     def check_fields(self) -> None:
-        """Checks the fields that the subclass adds; the first check of values.
-
-        Raises:
-            ConfigError: a field that cannot work.
-        """
+        """Checks the fields that the subclass adds; the first check of values. Raises `ConfigError`: a field that
+        cannot work."""
 
     @abstractmethod
     def check_run(self, container: ConfigContainer) -> None:
-        """Checks the fields against the model and the trainer, which Bridge does for its own classes only.
-
-        Raises:
-            ConfigError: they do not fit together.
-        """
+        """Checks the fields against the model and the trainer, which Bridge does for its own classes only. Raises
+        `ConfigError`: they do not fit together."""
 
     def finalize(self) -> None:
-        """Validates every field; called by ``ConfigContainer.validate()``.
-
-        Raises:
-            ConfigError: the first field that cannot work.
-        """
+        """Validates every field; called by ``ConfigContainer.validate()``. Raises `ConfigError`: the first field that
+        cannot work."""
         refuse_unknown_names(self, self.sections())
         check_types(self)
         super().finalize()

@@ -53,11 +53,8 @@ def setting[T](
 
 
 def check_bounds(section: str, config: Any) -> None:
-    """Checks the numbers of a section; None is within any bounds.
-
-    Raises:
-        ConfigError: the first that is less than its ``least`` or more than its ``most``, or infinite.
-    """
+    """Checks the numbers of a section; None is within any bounds. Raises `ConfigError`: the first that is less than its
+    ``least`` or more than its ``most``, or infinite."""
     for entry in dataclasses.fields(config):
         value, least = getattr(config, entry.name), entry.metadata.get("least")
         if value is not None and least is not None and not least <= value <= entry.metadata["most"]:

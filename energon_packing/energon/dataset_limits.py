@@ -65,11 +65,8 @@ class DatasetLimits:
 
 
 def refuse_dataset_limits(sample: Any) -> None:
-    """Refuses limits of a data set for samples that do not support them.
-
-    Raises:
-        ConfigError: the sample's data set has its own limits.
-    """
+    """Refuses limits of a data set for samples that do not support them. Raises `ConfigError`: the sample's data set
+    has its own limits."""
     if _given(sample) is not None:
         raise ConfigError(f"{_where(sample)}: these samples do not support limits per data set; set them in encoder.")
 

@@ -170,11 +170,8 @@ class LoaderBase(ABC):
         }
 
     def statistics(self) -> PackStatistics:
-        """Returns fill, padding by cause, delay, samples held and cost spread of all packs yielded so far.
-
-        Raises:
-            PackingError: the loader was built without ``capacity``.
-        """
+        """Returns fill, padding by cause, delay, samples held and cost spread of all packs yielded so far. Raises
+        `PackingError`: the loader was built without ``capacity``."""
         if self._monitor is None:
             raise PackingError("this loader keeps no statistics; give it a capacity, such as task_encoder.capacity")
         return self._monitor.statistics()
@@ -326,11 +323,8 @@ class PackLoader(LoaderBase):
                 report.ended(pack)
 
     def save_state(self) -> Any:
-        """Returns the state after the last yielded pack; it holds only builtins and Energon's own state classes.
-
-        Raises:
-            UserError: a worker was killed, or an error ended a pack that was made in this process.
-        """
+        """Returns the state after the last yielded pack; it holds only builtins and Energon's own state classes. Raises
+        `UserError`: a worker was killed, or an error ended a pack that was made in this process."""
         if self._failed and self._started:
             raise UserError(
                 "An error ended the loader within a pack, whose samples a state saved now would lose; go on from the "
@@ -563,10 +557,7 @@ def build_task_encoder(
     config: RunConfig, kind: type[PackingTaskEncoder] = PackingTaskEncoder, *, encoder: SampleEncoder | None = None
 ) -> PackingTaskEncoder:
     """Builds the task encoder of a configuration, or with an ``encoder`` of your own in place of ``config.encoder``.
-
-    Raises:
-        ConfigError: the processor or a size cannot be used.
-    """
+    Raises `ConfigError`: the processor or a size cannot be used."""
     return kind(
         encoder or config.encoder,
         config.packing,
@@ -588,11 +579,7 @@ def data_fingerprint(config: RunConfig) -> dict[str, Any]:
 
 
 def identity_of(path: str, split: str) -> dict[str, str]:
-    """Returns `data_identity`.
-
-    Raises:
-        UserError: there is no data set at the path, or it cannot be read.
-    """
+    """Returns `data_identity`. Raises `UserError`: there is no data set at the path, or it cannot be read."""
     if not path:
         raise ConfigError(NO_PATH)
     try:

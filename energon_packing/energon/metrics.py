@@ -98,11 +98,7 @@ class PackSums:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "PackSums":
-        """The sums that `to_json` made plain.
-
-        Raises:
-            KeyError, TypeError: something else.
-        """
+        """The sums that `to_json` made plain. Raises `KeyError` or `TypeError`: something else."""
         return cls(**{**values, "dropped": Counter(values["dropped"])})
 
 
@@ -162,11 +158,8 @@ class RunLines:
         self._begun = False
 
     def read(self) -> bool:
-        """Reads what was written since the last call; returns whether there was a line.
-
-        Raises:
-            UserError: a file cannot be read.
-        """
+        """Reads what was written since the last call; returns whether there was a line. Raises `UserError`: a file
+        cannot be read."""
         news = False
         try:
             for path in sorted(self._directory.glob("rank*.jsonl")):

@@ -184,11 +184,8 @@ class HostLeader(_Link):
         self._listener.close()
 
     def send(self, message: Message) -> None:
-        """Sends a message to every member, as soon as each has received enough of the earlier ones.
-
-        Raises:
-            RankGone: a member is missing. All others have the message.
-        """
+        """Sends a message to every member, as soon as each has received enough of the earlier ones. Raises `RankGone`:
+        a member is missing. All others have the message."""
         gone = None
         for rank, member in [*self._connections.items()]:
             try:
@@ -220,11 +217,7 @@ class HostMember(_Link):
         self._connections[leader].send_bytes(str(rank).encode())
 
     def receive(self) -> Message:
-        """Returns the next message.
-
-        Raises:
-            RankGone: the leader is missing.
-        """
+        """Returns the next message. Raises `RankGone`: the leader is missing."""
         connection, text = self._connections[self._leader], None
         try:
             kind, number, size, _, places = connection.recv()
@@ -272,11 +265,7 @@ class StageChannel:
             post.put(message)
 
     def receive(self) -> Message:
-        """Returns the next message; called on the leader of a later stage.
-
-        Raises:
-            PackingError: the reader is gone.
-        """
+        """Returns the next message; called on the leader of a later stage. Raises `PackingError`: the reader is gone."""
         group, reader = self._replica.leader_group, self._replica.reader
         assert group is not None
         try:
@@ -357,11 +346,8 @@ class StageSpread:
         return self._hosts_group is not None
 
     def send(self, message: Message) -> None:
-        """Sends a message from the stage's leader to the other ranks of the stage.
-
-        Raises:
-            PackingError: a rank is gone; all others have the message.
-        """
+        """Sends a message from the stage's leader to the other ranks of the stage. Raises `PackingError`: a rank is
+        gone; all others have the message."""
         try:
             self._share(message)
         finally:  # other hosts wait for it, whoever is missing on this one
@@ -369,11 +355,8 @@ class StageSpread:
                 self._broadcast(message)
 
     def receive(self) -> Message:
-        """Returns the next message; called on every rank but the stage's leader.
-
-        Raises:
-            PackingError: the rank that should send it is gone, or a rank that should get it from here is.
-        """
+        """Returns the next message; called on every rank but the stage's leader. Raises `PackingError`: the rank that
+        should send it is gone, or a rank that should get it from here is."""
         if self._up is not None:
             try:
                 return self._up.receive()
@@ -385,10 +368,7 @@ class StageSpread:
 
     def receive_from_other_host(self) -> Message:
         """Returns the next message, not passed on; called on the first rank of a host other than the stage's leader's.
-
-        Raises:
-            PackingError: the stage's leader is gone.
-        """
+        Raises `PackingError`: the stage's leader is gone."""
         return self._broadcast(None)
 
     def _share(self, message: Message) -> None:

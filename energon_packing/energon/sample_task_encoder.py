@@ -55,11 +55,8 @@ UNREAD = ("window", "policy", "balance_window", "dummy_image", "pad_cu_seqlens",
 
 
 def refuse_unread(packing: PackingConfig, *, where: str, mode: str) -> None:
-    """Refuses settings of packs in a mode that makes no packs.
-
-    Raises:
-        ConfigError: one of `UNREAD` differs from its default.
-    """
+    """Refuses settings of packs in a mode that makes no packs. Raises `ConfigError`: one of `UNREAD` differs from its
+    default."""
     default = PackingConfig()
     for name in UNREAD:
         value, usual = getattr(packing, name), getattr(default, name)

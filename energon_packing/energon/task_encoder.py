@@ -201,11 +201,8 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     def packed(
         self, dataset: SavableDataset[Any], buffer_size: int | None, worker_config: WorkerConfig
     ) -> SavableDataset[Any]:
-        """Returns packs from a sliding window over measured samples, or from disjoint buffers of a size.
-
-        Raises:
-            ConfigError: a buffer size below 1, or any where the class does not take one.
-        """
+        """Returns packs from a sliding window over measured samples, or from disjoint buffers of a size. Raises
+        `ConfigError`: a buffer size below 1, or any where the class does not take one."""
         kind, window, balance, own = WindowPackingDataset, self.packing.window, self.packing.balance_window, {}
         if buffer_size is not None:
             if not self.takes_buffers:

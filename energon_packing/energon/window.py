@@ -375,12 +375,8 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         return FlexState(**super().save_state(), fingerprint=dict(self.fingerprint), counts=counts)
 
     def restore_state(self, state: FlexState) -> None:
-        """Restores a saved state.
-
-        Raises:
-            ConfigError: the state was saved with different settings; the first that differs is named with both values.
-                Or an older version saved it, with ``packing_buffer_size``.
-        """
+        """Restores a saved state. Raises `ConfigError`: the state was saved with different settings; the first that
+        differs is named with both values. Or an older version saved it, with ``packing_buffer_size``."""
         check_fingerprint(state.get("fingerprint"), self.fingerprint, self.accept_changed)
         if state["__class__"] != type(self).__name__:
             raise ConfigError(

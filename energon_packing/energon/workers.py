@@ -88,12 +88,8 @@ _ROOM = re.compile(r"No space left on device|unable to (?:write to|allocate|resi
 
 
 def in_sentences[Pack](packs: Iterator[Pack]) -> Iterator[Pack]:
-    """Yields packs of workers.
-
-    Raises:
-        UserError: a worker died, shared memory is full, too many files are open, or the data cannot be read any more.
-            Other errors of a worker keep their class, and ours lose its traceback.
-    """
+    """Yields packs of workers. Raises `UserError`: a worker died, shared memory is full, too many files are open, or
+    the data cannot be read any more. Other errors of a worker keep their class, and ours lose its traceback."""
     try:
         yield from packs
     except GeneratorExit:  # also when the interpreter ends, which has forgotten the names below by then

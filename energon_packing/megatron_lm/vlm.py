@@ -127,11 +127,8 @@ def llava_inputs(
 
 @functools.cache
 def image_placeholder() -> int:
-    """Token id of image placeholders, read once from the run's processor.
-
-    Raises:
-        ConfigError: the processor has no image placeholder.
-    """
+    """Token id of image placeholders, read once from the run's processor. Raises `ConfigError`: the processor has no
+    image placeholder."""
     from megatron.training import get_args
 
     from energon_packing.families.registry import build_family, load_processor
@@ -144,11 +141,8 @@ def image_placeholder() -> int:
 
 
 def check_pipeline_width(model: Any, batch: StageBatch) -> None:
-    """Checks that the language model's length, to which ``LLaVAModel`` pads in pipelines, is the row's.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Checks that the language model's length, to which ``LLaVAModel`` pads in pipelines, is the row's. Raises
+    `ConfigError`: it is not."""
     if not getattr(model, "_language_is_pipeline_parallel", False) or batch.tokens is None:
         return
     width = model._language_max_sequence_length

@@ -122,7 +122,8 @@ class Replica:
     leader_group: OwnGroup | None = None
     global_rank: int = 0
     inner: tuple[Any, ...] = ()
-    _channels: Iterator[int] = field(default_factory=itertools.count, init=False, repr=False, compare=False)
+    channels: Iterator[int] = field(default_factory=itertools.count, init=False, repr=False, compare=False)
+    """Numbers of the channels between the ranks, which all of them open in the same order."""
 
     @property
     def reader(self) -> int:
@@ -148,10 +149,6 @@ class Replica:
     def size(self) -> int:
         """Number of ranks of the replica; all stages have the same size."""
         return len(self.leaders) * len(self.members)
-
-    def new_channel(self) -> int:
-        """Returns the number of a new channel between the ranks; all ranks create their channels in the same order."""
-        return next(self._channels)
 
     def gather(self, value: Any) -> list[Any]:
         """The values of this rank's stage, in the order of `members`; all of them call it, before any of them reads."""

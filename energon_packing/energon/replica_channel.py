@@ -252,7 +252,7 @@ class StageChannel:
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
-        self._tag = replica.new_channel()  # keeps the messages of two readers on one replica apart
+        self._tag = next(replica.channels)  # keeps the messages of two readers on one replica apart
         self.posts: list[queue.SimpleQueue[Message | None]] = []
         for leader in replica.leaders[1:] if replica.is_reader and replica.leader_group is not None else ():
             self.posts.append(queue.SimpleQueue())
@@ -265,7 +265,7 @@ class StageChannel:
             post.put(message)
 
     def receive(self) -> Message:
-        """Returns the next message; called on the leader of a later stage. Raises `PackingError`: the reader is gone."""
+        """Returns the next message, on the leader of a later stage. Raises `PackingError`: the reader is gone."""
         group, reader = self._replica.leader_group, self._replica.reader
         assert group is not None
         try:

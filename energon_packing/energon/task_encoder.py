@@ -297,8 +297,7 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
 
     def order_plans(self, plans: Sequence[Sequence[MeasuredSample]], block: int) -> Sequence[int]:
         """Serpentine order: cost rises in one block and falls in the next, so all ranks have similar costs at once."""
-        measured = [[sample.measured for sample in plan if sample.measured is not None] for plan in plans]
-        return serpentine_order([self.plan_cost(plan) for plan in measured], block)
+        return serpentine_order([self.plan_cost([sample.measured for sample in plan]) for plan in plans], block)
 
 
 class PackingTaskEncoder(WindowTaskEncoder):

@@ -86,8 +86,8 @@ def events_of_plan(explained: dict[str, Any]) -> list[Event]:
                 "plan",
                 "ok",
                 f"{each['sample']}, {' + '.join(map(str, each['tokens']))} tokens of {each['dataset']}/{each['shard']}"
-                f", sample {each['row']}: pack {each['pack']} of epoch {each['epoch']}, place {each['place']}; the pack "
-                f"has {each['pack_tokens']} of {each['seq_length']} tokens. "
+                f", sample {each['row']}: pack {each['pack']} of epoch {each['epoch']}, place {each['place']}; the "
+                f"pack has {each['pack_tokens']} of {each['seq_length']} tokens. "
                 f"Beside {_first([other['sample'] for other in each['beside']])}.",
             )
             for each in explained["packed"]

@@ -59,7 +59,6 @@ class MicroBatchForm:
         packed: True makes one THD row ``[1, T]`` with Bridge's in-batch packer; False makes rows ``[samples, T]``,
             which a step may pack itself (``defer_in_batch_packing_to_step``).
         samples: rows of an unpacked micro-batch; masked rows of one token replace missing samples.
-        seq_length: limit on a sample, in tokens.
         multiple: of each sample (packed) or of the width (unpacked), which the run's layout needs.
         pad_to_multiple_of: of the width of unpacked rows too, up to ``seq_length``.
     """
@@ -279,9 +278,8 @@ class PackedEnergonDatasetConfig(PackProvider):
         own, named = None, {}
         if isinstance(self.encoder, str):
             own, named = own_encoder(self.encoder, config.encoder, "dataset.encoder"), {"encoder": self.encoder}
-        packs = self.mode == "packs"
-        make = PackingTaskEncoder if packs else partial(MicroBatchTaskEncoder, micro_batch_size=self.micro_batch_size)
-        return make(
+        micro_batches = partial(MicroBatchTaskEncoder, micro_batch_size=self.micro_batch_size)
+        return (PackingTaskEncoder if self.mode == "packs" else micro_batches)(
             own or config.encoder,
             config.packing,
             config.parallel,

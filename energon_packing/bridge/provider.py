@@ -62,7 +62,6 @@ class BridgePackIterator:
     same batches (``make_data_iterator_list``), so a rank has one iterator and one state.
 
     Args:
-        reader: yields the batches.
         form: turns each batch into what Bridge's steps read.
         metrics: counts each batch, on the rank that writes them for its replica.
     """
@@ -168,7 +167,6 @@ def twin(config: type, left_out: tuple[str, ...] = (), *, module: str = __name__
     It has slots, so that setting a misspelt field raises at once.
 
     Args:
-        config: one of our frozen dataclasses.
         left_out: fields that are set elsewhere.
         module: that holds the class under its name; other modules than this one assign it themselves.
     """
@@ -205,7 +203,6 @@ def frozen[T](config: type[T], section: Any, *, where: str, **others: Any) -> T:
     """Returns the frozen twin of a section (or of a mapping of its fields), validated.
 
     Args:
-        config: the class that the section was made from.
         where: its name in the run's configuration, for messages.
         others: the fields that the section leaves out.
 
@@ -372,17 +369,14 @@ class PackProvider(DatasetProvider):
 
     @abstractmethod
     def check_fields(self) -> None:
-        """Checks the fields that the subclass adds; the first check of values. Raises `ConfigError`: a field that
-        cannot work."""
+        """Refuses fields of the subclass that cannot work; the first check of values."""
 
     @abstractmethod
     def check_run(self, container: ConfigContainer) -> None:
-        """Checks the fields against the model and the trainer, which Bridge does for its own classes only. Raises
-        `ConfigError`: they do not fit together."""
+        """Refuses fields that do not fit the model or the trainer, which Bridge does for its own classes only."""
 
     def finalize(self) -> None:
-        """Validates every field; called by ``ConfigContainer.validate()``. Raises `ConfigError`: the first field that
-        cannot work."""
+        """Refuses the first field that cannot work; called by ``ConfigContainer.validate()``."""
         refuse_unknown_names(self, self.sections())
         check_types(self)
         super().finalize()
@@ -529,19 +523,18 @@ class PackProvider(DatasetProvider):
         train = getattr(self._run, "train", None)
         if resumed is None or train is None or train.train_iters is None or train.rampup_batch_size:
             return None
-        packs = train.global_batch_size // train.micro_batch_size
-        return packs_of_steps(train.train_iters - resumed[0], packs, ranks)
+        return packs_of_steps(train.train_iters - resumed[0], train.global_batch_size // train.micro_batch_size, ranks)
 
     def _iterator(self, config: Any, groups: Any, replica: Replica, **what: Any) -> BridgePackIterator:
         depth, every = config.data.depth, self.readers == "every"
         config = config if replica.is_reader else without_ledger(config)
         what |= {"opened": self.make_loader, "data_parallel_group": getattr(groups, "dp", None)}
         source, metrics = open_packs(config, replica, every=every, **what)
-        reader: OneReader | EveryReader
-        if source is not None and every:
-            reader = EveryReader(source, replica, compare_every=self.compare_every, depth=depth, pixels_to_device=True)
-        else:
-            reader = OneReader(source, replica, depth=depth, pixels_to_device=True)
+        reader: OneReader | EveryReader = (
+            OneReader(source, replica, depth=depth, pixels_to_device=True)
+            if source is None or not every
+            else EveryReader(source, replica, compare_every=self.compare_every, depth=depth, pixels_to_device=True)
+        )
         return BridgePackIterator(reader, self.make_form(config), metrics=metrics)
 
 

@@ -8,7 +8,7 @@ import click
 from energon_packing.cli.options import FILE, PATH, json_option, set_option
 from energon_packing.cli.terminal import answer, say, starting
 from energon_packing.config import load_config
-from energon_packing.errors import UserError
+from energon_packing.errors import UserError, refuse
 
 _EXAMPLES = """\b
 Examples:
@@ -106,7 +106,14 @@ def convert(
 
 def _check_states_out(file: Path, states: tuple[Path, ...], force: bool) -> None:
     """Refuses to replace a state, which may be the only one of a run: one that is read, or without `force` any."""
-    if file.resolve() in {(given / STATE_FILE if given.is_dir() else given).resolve() for given in states}:
-        raise UserError(f"--states-out {file.parent} holds the states that are converted; name another folder.")
-    if file.exists() and not force:
-        raise UserError(f"{file} exists already; name another --states-out, or replace it with --force.")
+    read = {(given / STATE_FILE if given.is_dir() else given).resolve() for given in states}
+    refuse(
+        (
+            file.resolve() in read,
+            f"--states-out {file.parent} holds the states that are converted; name another folder.",
+        ),
+        (
+            file.exists() and not force,
+            f"{file} exists already; name another --states-out, or replace it with --force.",
+        ),
+    )

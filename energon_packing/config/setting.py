@@ -102,7 +102,6 @@ def from_mapping[T](cls: type[T], values: Any, *, where: str) -> T:
     """Returns a configuration dataclass of plain YAML values, with strict keys and types, nested ones included.
 
     Args:
-        values: mapping of field names to scalars, lists or mappings.
         where: source of the values, for messages; for example ``"run.yaml"`` or ``"packing"``.
 
     Raises:

@@ -39,11 +39,7 @@ def data_identity(path: str, split: str) -> dict[str, str]:
     """Returns an entry for the metadataset, if there is one, and for each data set in it.
 
     Args:
-        path: of a data set, as in ``data.path``; it exists.
         split: part of it; data sets that only other splits name are left out.
-
-    Raises:
-        OSError: a file cannot be read.
     """
     found: dict[str, str] = {}
     root = _place(dataset_entry(path))

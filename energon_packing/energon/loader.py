@@ -450,9 +450,7 @@ def build_dataset(
 
     Args:
         rank: data-parallel rank; all ranks of one replica use the same.
-        split: part of the data set; None uses ``data.split``.
-        workers: loader processes; None uses ``data.workers``.
-        task_encoder: None builds one from the configuration.
+        split, workers, task_encoder: None takes what the configuration says.
         batch_size: Energon's ``batch_size``, None or 1.
         packing_buffer_size: None packs from the sliding window of ``packing.window`` samples; a number packs disjoint
             buffers of that many samples, as Energon's own packing does.

@@ -40,14 +40,11 @@ _open_links: "weakref.WeakSet[_Link]" = weakref.WeakSet()
 
 @dataclass(frozen=True, kw_only=True, slots=True, weakref_slot=True)
 class SharedBlock:
-    """Bytes that processes of one host share by a file descriptor, for the large tensors of a pack.
+    """Bytes that processes of one host share by a file descriptor, which is open as long as the block exists.
 
     It is the memory that a loader's worker allocated for its tensor, or an anonymous file (``memfd_create``). The
     kernel frees it when the last process has closed it, however that ended. Every reader of a block, the rank that
     wrote it included, maps it privately: a page that a training step writes to becomes a copy of its own.
-
-    Attributes:
-        descriptor: of the file; open as long as the block exists.
     """
 
     descriptor: int
@@ -86,11 +83,8 @@ class SharedBlock:
         return block
 
     def view(self, *, private: bool = True) -> torch.Tensor:
-        """Returns the bytes, uint8 ``[size]``; they outlive the descriptor.
-
-        Args:
-            private: whether what is written to the tensor stays in it; False writes to the block.
-        """
+        """Returns the bytes, uint8 ``[size]``; they outlive the descriptor. What is written to the tensor stays in it
+        if that is ``private``, and else is written to the block."""
         if not self.size:
             return torch.empty(0, dtype=torch.uint8)
         flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
@@ -100,11 +94,7 @@ class SharedBlock:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """What the ranks of a replica send to each other.
-
-    Attributes:
-        text: uint8 ``[n]``, or None.
-    """
+    """What the ranks of a replica send to each other: ``text`` is uint8 ``[n]``, or None."""
 
     kind: int
     number: int
@@ -156,11 +146,8 @@ class _Link:
 
 
 class HostLeader(_Link):
-    """The sending end of a host. Its address is abstract, so it is no file and ends with the process.
-
-    Args:
-        ranks: global ranks of the members, which have to show the secret of the address.
-    """
+    """The sending end of a host, for the members of these global ranks, which have to show the secret of its address.
+    That is abstract, so it is no file and ends with the process."""
 
     def __init__(self, ranks: Sequence[int], *, ahead: int) -> None:
         super().__init__()
@@ -303,12 +290,8 @@ def _carried(message: Message | None, move: Callable[[torch.Tensor], None]) -> M
 
 
 class StageSpread:
-    """Messages from the leader of a pipeline stage to its other ranks; a collective call of the stage.
-
-    Attributes:
-        sent: bytes that this rank sent so far: ``shared`` of blocks, which are not copied, to ranks of its host, and
-            ``collective`` in broadcasts to other hosts.
-    """
+    """Messages from the leader of a pipeline stage to its other ranks; a collective call of the stage. Bytes that this
+    rank has ``sent`` are ``shared`` with ranks of its host, or ``collective``: broadcast to other hosts."""
 
     def __init__(self, replica: Replica, *, ahead: int) -> None:
         self._replica = replica

@@ -115,12 +115,8 @@ atexit.register(_end_all)
 
 
 class DeviceCopy:
-    """Copies packs to this process's current GPU, if there is one; only started copies need their `take`.
-
-    Args:
-        pixels: whether to copy pixels; False only moves packs to page-locked memory, for a trainer that keeps the packs
-            of a whole step.
-    """
+    """Copies packs to this process's current GPU, if there is one; only started copies need their `take`. Without
+    ``pixels`` it only moves packs to page-locked memory, for a trainer that keeps the packs of a whole step."""
 
     def __init__(self, *, pixels: bool) -> None:
         there = torch.cuda.is_available()
@@ -471,13 +467,8 @@ class OneReader(_Numbered):
 
 
 class EveryReader(_Numbered):
-    """Packs of one replica, read by each of its ranks for itself.
-
-    Args:
-        source: what this rank reads; the same on all ranks of the replica.
-        compare_every: compare every this many packs; the first pack is always compared.
-        depth: packs read and compared before they are asked for; the same on all ranks.
-    """
+    """Packs of one replica, read by each of its ranks for itself, from the same source; one of ``compare_every`` packs
+    is compared, the first one always. For the rest see `OneReader`."""
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ from energon_packing.energon.internals import (
     WorkerRng,
 )
 from energon_packing.energon.samples import beneath
-from energon_packing.errors import ConfigError
+from energon_packing.errors import ConfigError, refuse
 
 SECTIONS: dict[str, type] = {
     "data": DataConfig,
@@ -108,13 +108,17 @@ def check_fingerprint(
     """
     if not isinstance(saved, Mapping):
         raise ConfigError(f"{where} does not say with which settings it was made; start the data over.")
-    for name in READERS:
-        if name in accepted and saved.get(name) != own.get(name):
-            raise ConfigError(
+    refuse(
+        *(
+            (
+                name in accepted and saved.get(name) != own.get(name),
                 f"data.accept_changed names {name!r}, but {where[0].lower()}{where[1:]} has one part per reader of "
                 f"{saved.get(name)} {name}, and this run has {own.get(name)}; restore the number, or train from a plan "
-                "(docs/offline.md), whose state fits any number."
+                "(docs/offline.md), whose state fits any number.",
             )
+            for name in READERS
+        )
+    )
     names = sorted(saved.keys() | own.keys())
     differs = [name for name in names if saved.get(name, _NEWER.get(name)) != own.get(name, _NEWER.get(name))]
     causes = {name for name in differs if _accepts(accepted, name)}

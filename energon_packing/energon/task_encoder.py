@@ -73,18 +73,15 @@ def refuse_unlimited_failures(task_encoder: Any) -> None:
 
     Energon stops at ``failure_tolerance`` consecutive exceptions of a function, by ``0 < tolerance <= failures``
     (`megatron.energon.errors.ErrorContext`). So 0, and None, which becomes 0, read broken data forever.
-
-    Raises:
-        ConfigError: a limit is 0 or None.
     """
     default = task_encoder.__default_failure_tolerance__
     kind = type(task_encoder).__name__
     meant = "in Energon that means no limit, so data that always fail are read forever; 1 stops at the first failure"
-    if not default:
-        raise ConfigError(f"{kind}.__default_failure_tolerance__ is {default}: {meant}.")
-    for name in FUNCTIONS:
-        if not get_failure_tolerance(getattr(task_encoder, name), default):
-            raise ConfigError(f"{kind}.{name} has failure_tolerance 0: {meant}.")
+    limits = {name: get_failure_tolerance(getattr(task_encoder, name), default) for name in FUNCTIONS}
+    refuse(
+        (not default, f"{kind}.__default_failure_tolerance__ is {default}: {meant}."),
+        *((not limit, f"{kind}.{name} has failure_tolerance 0: {meant}.") for name, limit in limits.items()),
+    )
 
 
 class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
@@ -205,10 +202,11 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         `ConfigError`: a buffer size below 1, or any where the class does not take one."""
         kind, window, balance, own = WindowPackingDataset, self.packing.window, self.packing.balance_window, {}
         if buffer_size is not None:
-            if not self.takes_buffers:
-                raise ConfigError(f"{type(self).__name__} packs from its own window; leave packing_buffer_size out.")
-            if buffer_size < 1:
-                raise ConfigError(f"packing_buffer_size is {buffer_size}; it must be at least 1.")
+            name = type(self).__name__
+            refuse(
+                (not self.takes_buffers, f"{name} packs from its own window; leave packing_buffer_size out."),
+                (buffer_size < 1, f"packing_buffer_size is {buffer_size}; it must be at least 1."),
+            )
             kind, window, balance, own = DisjointPackingDataset, buffer_size, 1, {"packing_buffer_size": buffer_size}
         return kind(
             dataset,
@@ -289,8 +287,7 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     def fewest_packs(self, samples: Sequence[MeasuredSample]) -> int:
         """Returns a lower bound on the packs that the samples fill: by length alone, as if samples were divisible."""
         units = self._units(samples)
-        groups = by_group(samples).values()
-        return sum(-(-sum(units[at] for at in held) // self.limits.units) for held in groups)
+        return sum(-(-sum(units[at] for at in held) // self.limits.units) for held in by_group(samples).values())
 
     def _units(self, samples: Sequence[MeasuredSample]) -> list[int]:
         return [self.limits.length_units(sample.measured) for sample in samples]

@@ -127,7 +127,6 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
     """Packs from a sliding window. Saved states and restore keys contain the class name, so it must not change.
 
     Args:
-        dataset: yields `MeasuredSample`; a bad sample carries its problem.
         balance_window: number of finished plans that are reordered before emission; 1 keeps the order.
         packer: chooses, renders and assembles the packs, and creates this worker's ledger: a `WindowTaskEncoder`, or
             another object with its ``make_ledger``, ``select_pack`` (for a `DisjointPackingDataset`,
@@ -441,12 +440,8 @@ class DisjointPackingDataset(WindowPackingDataset):
 
 
 class SplitPieces(BaseWrapperDataset[MeasuredSample, MeasuredSample]):
-    """Yields the pieces of split samples, and all other samples unchanged. Saved states and restore keys contain the
-    class name.
-
-    Args:
-        dataset: yields measured samples; one with ``split`` set is replaced by its pieces ``key#0``, ``key#1``, ...
-    """
+    """Yields the pieces ``key#0``, ``key#1``, ... of split samples, and all others unchanged. Saved states and restore
+    keys contain the class name."""
 
     _savable_fields = ("_whole_key", "_next")
 

@@ -32,11 +32,8 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 
 
 def keep_freed_memory() -> bool:
-    """Makes this process keep freed memory for its next allocations; it stays at its peak size.
-
-    Returns:
-        Whether the C library supports this; only glibc does.
-    """
+    """Makes this process keep freed memory for its next allocations, so that it stays at its peak size; returns whether
+    the C library can, which only glibc does."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False

@@ -83,8 +83,9 @@ class Conversations(SampleKind):
         from energon_packing.encoders.measured import Measured, MeasuredPair
 
         if measured is None:
-            names = ("length", "second", "targets", "images", "patches", "turns")
-            return dict.fromkeys((*names, "stills", "videos", "frames", "pixels"), 0)
+            return dict.fromkeys(
+                ("length", "second", "targets", "images", "patches", "turns", "stills", "videos", "frames", "pixels"), 0
+            )
         first, second = (*measured.segment_lengths, 0)[:2]
         # Both answers of a pair show the media of their common beginning.
         shown = measured.chosen if isinstance(measured, MeasuredPair) else measured

@@ -160,8 +160,7 @@ def run_config_of(args: Any) -> RunConfig:
 
 
 def check_arguments(args: Any) -> None:
-    """Refuses arguments of Megatron-LM that cannot work with packed rows. Raises `ConfigError`: the first such
-    argument, and what to do about it."""
+    """Refuses arguments of Megatron-LM that cannot work with packed rows."""
 
     def value(name: str) -> Any:
         return getattr(args, name, None)

@@ -204,12 +204,6 @@ def _post_rest(log: MetricsLog, own: PackMetrics | None, process: int) -> None:
         writer.flush()
 
 
-MISSING = (
-    "the world size or --dataloader-save differs from the run that saved it. Give --packing-restart-data to start the "
-    "data over."
-)
-
-
 def packs_left(args: Any, ranks: int) -> int | None:
     """Packs that the run has still to read, over all ranks; None if its batch grows."""
     if not args.train_iters or args.rampup_batch_size:
@@ -255,7 +249,11 @@ def saved_state(args: Any, *, data_parallel_rank: int | None) -> Any:
         )
         for pipeline_parallel in ((None, False, True) if data_parallel_rank is None else (None,))
     )
-    return read_state(next((path for path in (own, *others) if path.is_file()), own), missing=MISSING)
+    return read_state(
+        next((path for path in (own, *others) if path.is_file()), own),
+        missing="the world size or --dataloader-save differs from the run that saved it. Give --packing-restart-data "
+        "to start the data over.",
+    )
 
 
 def train_valid_test_datasets_provider(

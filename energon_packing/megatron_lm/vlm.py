@@ -141,8 +141,7 @@ def image_placeholder() -> int:
 
 
 def check_pipeline_width(model: Any, batch: StageBatch) -> None:
-    """Checks that the language model's length, to which ``LLaVAModel`` pads in pipelines, is the row's. Raises
-    `ConfigError`: it is not."""
+    """Refuses a language model whose length, to which ``LLaVAModel`` pads in pipelines, is not the row's."""
     if not getattr(model, "_language_is_pipeline_parallel", False) or batch.tokens is None:
         return
     width = model._language_max_sequence_length

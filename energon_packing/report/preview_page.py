@@ -167,14 +167,8 @@ def drawn_pack(
     sources: Sequence[str] = (),
     most: int = 4000,
 ) -> dict[str, Any]:
-    """Describes one pack for a page.
-
-    Args:
-        seq_length: configured width of a row.
-        context_parallel: ranks among which segments are cut.
-        media: gives the images and videos of a segment by its key.
-        sources: where each sample comes from; empty if unknown.
-        most: characters of text per sample.
+    """Describes one pack for a page, whose samples have at most ``most`` characters of text; ``media`` gives the images
+    and videos of a segment by its key.
 
     Returns:
         Plain values. Of a segment, ``runs`` are ``[kind, tokens]`` of its real tokens (see `KINDS`), ``pieces`` are

@@ -53,8 +53,7 @@ def story_in_dataset(key: str, path: str, run: RunConfig, *, ledger: Path | None
 
     Args:
         key: of the sample, or of a piece (``KEY#0``) or answer (``KEY/chosen``) of it.
-        run: processor, limits and rows; its ``packing.ledger`` is read unless `ledger` is given.
-        ledger: directory of the ledger files of a run.
+        ledger: directory of the ledger files of a run; None takes ``packing.ledger``.
 
     Raises:
         UserError: the data set cannot be read, or nothing is known about the key.

@@ -320,8 +320,8 @@ def _best_length(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     if not good:
         return max(rows, key=lambda row: row["fill"] * (1 - row["lost"]))
     top = max(row["fill"] for row in good)
-    good = [row for row in good if row["fill"] >= top - 5 * NEGLIGIBLE_FILL]
-    return min(good, key=lambda row: (row["seq_length"], -row["fill"]))
+    full = (row for row in good if row["fill"] >= top - 5 * NEGLIGIBLE_FILL)
+    return min(full, key=lambda row: (row["seq_length"], -row["fill"]))
 
 
 def _sizes(samples: StatsSamples) -> Sizes:

@@ -41,6 +41,13 @@ class ConfigError(UserError):
     """A configuration value that cannot work. The message names the key and the value."""
 
 
+def refuse(*mistakes: tuple[object, str]) -> None:
+    """Raises a `ConfigError` with the sentence of the first mistake whose condition holds."""
+    for is_made, sentence in mistakes:
+        if is_made:
+            raise ConfigError(sentence)
+
+
 class SampleRejected(Exception):
     """One sample cannot be used.
 

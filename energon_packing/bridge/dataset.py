@@ -36,7 +36,7 @@ from energon_packing.encoders.sample_encoder import own_encoder
 from energon_packing.energon.loader import LoaderBase, data_fingerprint
 from energon_packing.energon.sample_task_encoder import MicroBatchTaskEncoder, refuse_unread
 from energon_packing.energon.task_encoder import PackingTaskEncoder
-from energon_packing.errors import ConfigError, PackingError
+from energon_packing.errors import ConfigError, PackingError, refuse
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.sample_kind import KINDS
 from energon_packing.thd.batch import PackedBatch
@@ -59,7 +59,6 @@ class MicroBatchForm:
         packed: True makes one THD row ``[1, T]`` with Bridge's in-batch packer; False makes rows ``[samples, T]``,
             which a step may pack itself (``defer_in_batch_packing_to_step``).
         samples: rows of an unpacked micro-batch; masked rows of one token replace missing samples.
-        seq_length: limit on a sample, in tokens.
         multiple: of each sample (packed) or of the width (unpacked), which the run's layout needs.
         pad_to_multiple_of: of the width of unpacked rows too, up to ``seq_length``.
     """
@@ -73,10 +72,7 @@ class MicroBatchForm:
 
     def __call__(self, batch: PackedBatch) -> dict[str, Any]:
         """Returns what ``gpt_step``, ``vlm_step`` or ``qwen3_vl_step`` reads of samples without padding, or of none.
-
-        Raises:
-            PackingError: positions that are not ``[1, T]``, the only ones that Bridge's packer takes.
-        """
+        Raises `PackingError`: positions that are not ``[1, T]``, the only ones that Bridge's packer takes."""
         if batch.position_ids.dim() != 2:
             raise PackingError(
                 f"Bridge's collators have no format for positions of shape {list(batch.position_ids.shape)}; set "
@@ -103,7 +99,7 @@ class MicroBatchForm:
             fills["padding_mask"] = True
             for row in rows:
                 row["padding_mask"] = torch.zeros_like(row["input_ids"], dtype=torch.bool)
-        made: dict[str, Any] = build_mcore_thd_sequence_batch_from_rows(
+        return build_mcore_thd_sequence_batch_from_rows(
             rows,
             sequence_length=self.seq_length,
             pad_token_id=PAD_TOKEN,
@@ -112,7 +108,6 @@ class MicroBatchForm:
             sequence_tensor_pad_values=fills,
             **asks,
         )
-        return made
 
     def _padded(self, rows: list[dict[str, Any]], extra: tuple[TokenField, ...]) -> dict[str, Any]:
         fields = [field for field in (*TOKEN_FIELDS, *extra) if field.of_row]
@@ -133,61 +128,6 @@ class MicroBatchForm:
             sequence_tensor_pad_values={field.name: field.pad for field in extra},
         )
         return made
-
-
-def check_mode(dataset: Any) -> None:
-    """Validates the settings that ``mode`` of a `PackedEnergonDatasetConfig` reads, and refuses those it does not.
-
-    Raises:
-        ConfigError: a micro-batch size or a setting that does not fit the mode.
-    """
-    mode, size, multiple = dataset.mode, dataset.micro_batch_size, dataset.pad_to_multiple_of
-    for broken, sentence in (
-        (
-            mode == "packs" and size != 1,
-            f"dataset.micro_batch_size is {size}; a packed row is a whole micro-batch, so it must be 1. For the same "
-            f"tokens per step, raise seq_length to {dataset.seq_length * size}.",
-        ),
-        (
-            mode == "in_batch" and size < 2,
-            f"dataset.micro_batch_size is {size}; mode 'in_batch' joins the samples of a micro-batch, so set it to 2 "
-            "or more, or use mode 'packs' (rule bridge/in-batch-needs-several).",
-        ),
-        (size < 1 or multiple < 1, "dataset.micro_batch_size and dataset.pad_to_multiple_of must be at least 1."),
-        (
-            dataset.defer_in_batch_packing_to_step and mode != "in_batch",
-            f"dataset.defer_in_batch_packing_to_step is on, but mode {mode!r} does not read it; set dataset.mode to "
-            "'in_batch'.",
-        ),
-        (
-            multiple != PAD_TO_MULTIPLE_OF and mode != "padded" and not dataset.defer_in_batch_packing_to_step,
-            f"dataset.pad_to_multiple_of is {multiple}, but it is read only for rows of one sample; packed rows are "
-            "aligned as the run's layout requires.",
-        ),
-    ):
-        if broken:
-            raise ConfigError(sentence)
-    if mode == "packs":
-        return
-    config = dataset.run_config(ParallelConfig())
-    refuse_unread(config.packing, where="dataset.packing", mode=mode)
-    if config.encoder.position_ids == "mrope":
-        raise ConfigError(
-            f"dataset.encoder.position_ids is 'mrope', but mode {mode!r} needs 1d positions, from which Bridge's "
-            "models make their own."
-        )
-
-
-def form_of(dataset: Any, multiple: int) -> MicroBatchForm:
-    """Returns the form of a `PackedEnergonDatasetConfig` whose mode is ``in_batch`` or ``padded``."""
-    return MicroBatchForm(
-        packed=dataset.mode == "in_batch" and not dataset.defer_in_batch_packing_to_step,
-        samples=dataset.micro_batch_size,
-        seq_length=dataset.seq_length,
-        multiple=multiple,
-        pad_to_multiple_of=dataset.pad_to_multiple_of,
-        pad_to_max_length=dataset.pad_to_max_length,
-    )
 
 
 @dataclass(kw_only=True)
@@ -246,10 +186,41 @@ class PackedEnergonDatasetConfig(PackProvider):
         return specs if self.mode == "packs" else None
 
     def check_fields(self) -> None:
-        """See `PackProvider.check_fields`."""
-        if not self.processor:
-            raise ConfigError("dataset.processor is empty; name the model's Hugging Face processor.")
-        check_mode(self)
+        """Validates the settings that the mode reads, and refuses those that it does not."""
+        mode, size, multiple = self.mode, self.micro_batch_size, self.pad_to_multiple_of
+        refuse(
+            (not self.processor, "dataset.processor is empty; name the model's Hugging Face processor."),
+            (
+                mode == "packs" and size != 1,
+                f"dataset.micro_batch_size is {size}; a packed row is a whole micro-batch, so it must be 1. For the "
+                f"same tokens per step, raise seq_length to {self.seq_length * size}.",
+            ),
+            (
+                mode == "in_batch" and size < 2,
+                f"dataset.micro_batch_size is {size}; mode 'in_batch' joins the samples of a micro-batch, so set it to "
+                "2 or more, or use mode 'packs' (rule bridge/in-batch-needs-several).",
+            ),
+            (size < 1 or multiple < 1, "dataset.micro_batch_size and dataset.pad_to_multiple_of must be at least 1."),
+            (
+                self.defer_in_batch_packing_to_step and mode != "in_batch",
+                f"dataset.defer_in_batch_packing_to_step is on, but mode {mode!r} does not read it; set dataset.mode "
+                "to 'in_batch'.",
+            ),
+            (
+                multiple != PAD_TO_MULTIPLE_OF and mode != "padded" and not self.defer_in_batch_packing_to_step,
+                f"dataset.pad_to_multiple_of is {multiple}, but it is read only for rows of one sample; packed rows "
+                "are aligned as the run's layout requires.",
+            ),
+        )
+        if mode == "packs":
+            return
+        config = self.run_config(ParallelConfig())
+        refuse_unread(config.packing, where="dataset.packing", mode=mode)
+        if config.encoder.position_ids == "mrope":
+            raise ConfigError(
+                f"dataset.encoder.position_ids is 'mrope', but mode {mode!r} needs 1d positions, from which Bridge's "
+                "models make their own."
+            )
 
     def check_run(self, container: ConfigContainer) -> None:
         """Enforces every rule of severity error, and refuses skipped iterations in pipelines: Bridge's dummy step reads
@@ -292,15 +263,23 @@ class PackedEnergonDatasetConfig(PackProvider):
 
     def make_form(self, config: RunConfig) -> Callable[[Any], dict[str, Any]]:
         """See `PackProvider.make_form`; in the modes that do not pack here, Bridge's own functions form the batches."""
-        return to_bridge if self.mode == "packs" else form_of(self, config.parallel.multiple)
+        if self.mode == "packs":
+            return to_bridge
+        return MicroBatchForm(
+            packed=self.mode == "in_batch" and not self.defer_in_batch_packing_to_step,
+            samples=self.micro_batch_size,
+            seq_length=self.seq_length,
+            multiple=config.parallel.multiple,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            pad_to_max_length=self.pad_to_max_length,
+        )
 
     def _task_encoder(self, config: RunConfig) -> PackingTaskEncoder:
         own, named = None, {}
         if isinstance(self.encoder, str):
             own, named = own_encoder(self.encoder, config.encoder, "dataset.encoder"), {"encoder": self.encoder}
-        packs = self.mode == "packs"
-        make = PackingTaskEncoder if packs else partial(MicroBatchTaskEncoder, micro_batch_size=self.micro_batch_size)
-        return make(
+        micro_batches = partial(MicroBatchTaskEncoder, micro_batch_size=self.micro_batch_size)
+        return (PackingTaskEncoder if self.mode == "packs" else micro_batches)(
             own or config.encoder,
             config.packing,
             config.parallel,

@@ -38,10 +38,10 @@ from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, Par
 from energon_packing.config.run import MetricsConfig
 from energon_packing.energon.loader import LoaderBase
 from energon_packing.energon.metrics import PackMetrics
-from energon_packing.energon.replica import Replica
+from energon_packing.energon.replica import Replica, group_size
 from energon_packing.energon.replica_reader import EveryReader, OneReader
 from energon_packing.energon.states import read_state
-from energon_packing.errors import ConfigError
+from energon_packing.errors import ConfigError, refuse
 from energon_packing.ledger import ledger_apart, without_ledger
 from energon_packing.offline.data_paths import has_global_packs
 from energon_packing.offline.open_loader import open_loader, open_packs, packs_of_steps, refuse_short_plan
@@ -62,7 +62,6 @@ class BridgePackIterator:
     same batches (``make_data_iterator_list``), so a rank has one iterator and one state.
 
     Args:
-        reader: yields the batches.
         form: turns each batch into what Bridge's steps read.
         metrics: counts each batch, on the rank that writes them for its replica.
     """
@@ -80,7 +79,7 @@ class BridgePackIterator:
         self._continues = False
         self._states: dict[Path, Path] = {}  # of this process: folder of states -> that of the model's checkpoint
         if metrics is not None:
-            metrics.until_end_of(self)
+            weakref.finalize(self, metrics.close)  # or when the process ends
 
     def __iter__(self) -> BridgePackIterator:
         return self
@@ -168,7 +167,6 @@ def twin(config: type, left_out: tuple[str, ...] = (), *, module: str = __name__
     It has slots, so that setting a misspelt field raises at once.
 
     Args:
-        config: one of our frozen dataclasses.
         left_out: fields that are set elsewhere.
         module: that holds the class under its name; other modules than this one assign it themselves.
     """
@@ -205,7 +203,6 @@ def frozen[T](config: type[T], section: Any, *, where: str, **others: Any) -> T:
     """Returns the frozen twin of a section (or of a mapping of its fields), validated.
 
     Args:
-        config: the class that the section was made from.
         where: its name in the run's configuration, for messages.
         others: the fields that the section leaves out.
 
@@ -352,16 +349,15 @@ class PackProvider(DatasetProvider):
 
     def sections(self) -> dict[str, type]:
         """Class of each section by the name of its field."""
-        factories = ((entry.name, entry.default_factory) for entry in fields(self))
-        return {name: section for name, section in factories if dataclasses.is_dataclass(section)}  # type: ignore[misc]
+        return {
+            entry.name: entry.default_factory
+            for entry in fields(self)
+            if dataclasses.is_dataclass(entry.default_factory)
+        }
 
     @abstractmethod
     def run_config(self, parallel: ParallelConfig) -> Any:
-        """Returns the same settings as our own frozen configuration.
-
-        Raises:
-            ConfigError: a value that cannot work.
-        """
+        """Returns the same settings as our own frozen configuration. Raises `ConfigError`: a value that cannot work."""
 
     def make_loader(self, config: Any, **arguments: Any) -> LoaderBase:
         """Returns the loader of one data-parallel rank; ``config`` is what `run_config` returned."""
@@ -373,49 +369,42 @@ class PackProvider(DatasetProvider):
 
     @abstractmethod
     def check_fields(self) -> None:
-        """Checks the fields that the subclass adds; the first check of values.
-
-        Raises:
-            ConfigError: a field that cannot work.
-        """
+        """Refuses fields of the subclass that cannot work; the first check of values."""
 
     @abstractmethod
     def check_run(self, container: ConfigContainer) -> None:
-        """Checks the fields against the model and the trainer, which Bridge does for its own classes only.
-
-        Raises:
-            ConfigError: they do not fit together.
-        """
+        """Refuses fields that do not fit the model or the trainer, which Bridge does for its own classes only."""
 
     def finalize(self) -> None:
-        """Validates every field; called by ``ConfigContainer.validate()``.
-
-        Raises:
-            ConfigError: the first field that cannot work.
-        """
+        """Refuses the first field that cannot work; called by ``ConfigContainer.validate()``."""
         refuse_unknown_names(self, self.sections())
         check_types(self)
         super().finalize()
         if not self.path:
             raise ConfigError("dataset.path is empty; name the data set that `energon-packing convert` wrote.")
         self.check_fields()
-        refuse_fixed_settings(self)
-        for broken, sentence in (
+        refuse(
+            *(
+                (
+                    not getattr(self, name),
+                    f"dataset.{name} is false, which this data set does not support: {reason}. Leave it out.",
+                )
+                for name, reason in FIXED_SETTINGS.items()
+                if name != "persistent_workers" or self.num_workers  # where there are none, Bridge itself unsets it
+            ),
             (
                 self.dataloader_type != "external",
-                f"dataloader_type is {self.dataloader_type!r}; an Energon loader needs 'external'.",
+                f"dataset.dataloader_type is {self.dataloader_type!r}; an Energon loader needs 'external'.",
             ),
             (
                 min(self.num_workers, self.num_val_workers or 0) < 0,
-                "num_workers and num_val_workers must be at least 0.",
+                "dataset.num_workers and num_val_workers must be at least 0.",
             ),
             (
                 self.compare_every < 1,
-                f"compare_every is {self.compare_every}; it must be at least 1, which compares every pack.",
+                f"dataset.compare_every is {self.compare_every}; it must be at least 1, which compares every pack.",
             ),
-        ):
-            if broken:
-                raise ConfigError(f"dataset.{sentence}")
+        )
         self.run_config(ParallelConfig())
         container = container_under_validation()
         if container is None or container.dataset is not self:
@@ -439,12 +428,8 @@ class PackProvider(DatasetProvider):
 
     def parallel_config(self, groups: Any) -> ParallelConfig:
         """Returns the layout by the run's process groups (a ``ProcessGroupCollection``); all 1 where there are none."""
-
-        def size(name: str) -> int:
-            group = getattr(groups, name, None)
-            return 1 if group is None else int(group.size())
-
         run = self._run
+        tensor, context, pipeline = (group_size(getattr(groups, name, None)) for name in ("tp", "cp", "pp"))
         if run is None:
             warnings.warn(
                 "The data set was not told about its run: rows are aligned as if sequence parallelism were on and "
@@ -452,10 +437,10 @@ class PackProvider(DatasetProvider):
                 stacklevel=2,
             )
         return ParallelConfig(
-            tensor_parallel=size("tp"),
-            context_parallel=size("cp"),
-            pipeline_parallel=size("pp"),
-            sequence_parallel=size("tp") > 1 and (run is None or bool(finalised(run.model).sequence_parallel)),
+            tensor_parallel=tensor,
+            context_parallel=context,
+            pipeline_parallel=pipeline,
+            sequence_parallel=tensor > 1 and (run is None or bool(finalised(run.model).sequence_parallel)),
             eval_context_parallel=None if run is None else run.dist.eval_context_parallel_size,
         )
 
@@ -523,7 +508,7 @@ class PackProvider(DatasetProvider):
     def _packs_of_evaluation(self, groups: Any, samples: int) -> int:
         """Packs that one call of Bridge's ``evaluate`` reads, over all ranks of these groups; ``samples`` of all
         evaluations count as one where the data set was not told about its run."""
-        ranks = 1 if getattr(groups, "dp", None) is None else groups.dp.size()
+        ranks = group_size(getattr(groups, "dp", None))
         if self._run is None:
             return max(samples // self.micro_batch_size // ranks, 1) * ranks
         train = self._run.train
@@ -538,19 +523,18 @@ class PackProvider(DatasetProvider):
         train = getattr(self._run, "train", None)
         if resumed is None or train is None or train.train_iters is None or train.rampup_batch_size:
             return None
-        packs = train.global_batch_size // train.micro_batch_size
-        return packs_of_steps(train.train_iters - resumed[0], packs, ranks)
+        return packs_of_steps(train.train_iters - resumed[0], train.global_batch_size // train.micro_batch_size, ranks)
 
     def _iterator(self, config: Any, groups: Any, replica: Replica, **what: Any) -> BridgePackIterator:
         depth, every = config.data.depth, self.readers == "every"
         config = config if replica.is_reader else without_ledger(config)
         what |= {"opened": self.make_loader, "data_parallel_group": getattr(groups, "dp", None)}
         source, metrics = open_packs(config, replica, every=every, **what)
-        reader: OneReader | EveryReader
-        if source is not None and every:
-            reader = EveryReader(source, replica, compare_every=self.compare_every, depth=depth, pixels_to_device=True)
-        else:
-            reader = OneReader(source, replica, depth=depth, pixels_to_device=True)
+        reader: OneReader | EveryReader = (
+            OneReader(source, replica, depth=depth, pixels_to_device=True)
+            if source is None or not every
+            else EveryReader(source, replica, compare_every=self.compare_every, depth=depth, pixels_to_device=True)
+        )
         return BridgePackIterator(reader, self.make_form(config), metrics=metrics)
 
 
@@ -584,11 +568,3 @@ FIXED_SETTINGS = {
     "persistent_workers": "Energon keeps its loader processes for the whole run",
 }
 """Settings that Bridge gives every data set and that its other loaders read; here each must be true."""
-
-
-def refuse_fixed_settings(dataset: Any) -> None:
-    """Refuses a value that nothing would read. Bridge itself unsets ``persistent_workers`` where there is no worker."""
-    for name, reason in FIXED_SETTINGS.items():
-        unset_by_bridge = name == "persistent_workers" and dataset.num_workers == 0
-        if not getattr(dataset, name) and not unset_by_bridge:
-            raise ConfigError(f"dataset.{name} is false, which this data set does not support: {reason}. Leave it out.")

@@ -91,7 +91,6 @@ def local_padding_mask(mask: torch.Tensor, params: Any, groups: Any, *, sequence
 
     Args:
         mask: ``[1, T]`` bool, True where the token is padding.
-        params: the row's ``PackedSeqParams``.
         groups: the ``ProcessGroupCollection`` of the model.
 
     Returns:

@@ -54,6 +54,7 @@ def init(
     from energon_packing.offline.data_paths import has_global_packs
     from energon_packing.report.page import write_whole
     from energon_packing.report.settings import json_schema, sketched_run
+    from energon_packing.thd.alignment import check_multiple
 
     if not os.path.exists(dataset):
         raise UserError(f"There is no data set {dataset}; `energon-packing convert` makes one.")
@@ -65,12 +66,7 @@ def init(
     sizes = ParallelConfig(
         tensor_parallel=tensor_parallel, context_parallel=context_parallel, sequence_parallel=tensor_parallel > 1
     )
-    if seq_length % sizes.multiple:
-        down = seq_length // sizes.multiple * sizes.multiple
-        raise UserError(
-            f"--seq-length {seq_length} is not a multiple of {sizes.multiple}, which the parallel sizes need; use "
-            f"{down or sizes.multiple} or {down + sizes.multiple}."
-        )
+    check_multiple("--seq-length", seq_length, sizes.multiple)
     given: dict[str, Any] = {
         "data.path": dataset,
         "data.workers": 2,

@@ -36,16 +36,15 @@ def measure(datasets: tuple[Path, ...], config: Path, out: Path, split: str, as_
     `packing.pairs` only. A second run measures what is new; an interrupted one goes on.
     """
     starting(f"Measuring {', '.join(map(str, datasets))}", quiet=as_json)
+    from energon_packing.offline import measure as measuring
     from energon_packing.offline.index import frequent_drops, pair_counts
-    from energon_packing.offline.measure import MeasureConfig
-    from energon_packing.offline.measure import measure as run_measure
     from energon_packing.offline.source import kind_of_data
     from energon_packing.sample_kind import KINDS
 
-    asked = MeasureConfig(paths=datasets, out=out, split=split, **given)
+    asked = measuring.MeasureConfig(paths=datasets, out=out, split=split, **given)
     run = KINDS.find(kind_of_data(datasets[0], split)).load_run(config)
     with ShownProgress({"measure": "measuring"}, quiet=as_json) as shown:
-        report = run_measure(asked, run, shown)
+        report = measuring.measure(asked, run, shown)
     measured = () if report.index is None else report.index.datasets
     said: dict[str, Any] = {
         "out": str(out),

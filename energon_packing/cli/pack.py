@@ -56,11 +56,10 @@ def pack(plan: Path, out: Path, form: str, as_json: bool, **given: Any) -> None:
     that are missing. A run reads DIR as it reads PLAN: data.path names it.
     """
     starting(f"Packing {plan}", quiet=as_json)
-    from energon_packing.offline.pack import PackConfig
-    from energon_packing.offline.pack import pack as run_pack
+    from energon_packing.offline import pack as packing
 
     with ShownProgress({"pack": "packing"}, quiet=as_json) as shown:
-        report = run_pack(PackConfig(plan=plan, out=out, format=form, **given), shown)
+        report = packing.pack(packing.PackConfig(plan=plan, out=out, format=form, **given), shown)
     counts = {name: getattr(report, name) for name in ("packed", "reused", "missing")}
     if report.facts is None:
         answer({"out": str(out), "packs": report.packs, **counts}, as_json, lambda said: _show_files(said, form))

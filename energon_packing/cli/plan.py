@@ -9,7 +9,7 @@ from rich.console import Console
 
 from energon_packing.cli.options import FILE, PATH, config_options, json_option
 from energon_packing.cli.terminal import answer, say, starting, table
-from energon_packing.errors import UserError
+from energon_packing.errors import UserError, refuse
 from energon_packing.sample_kind import KINDS, kind_of_config
 
 _EXAMPLES = """
@@ -51,13 +51,14 @@ def plan(
         from energon_packing.offline.explain import changes, explanation
         from energon_packing.offline.plan import Plan
 
-        if out is not None or config_path is not None or overrides or force or (diff and explain is not None):
-            raise UserError(
-                "--diff and --explain read plans only: use one of them, without --out, --force, --config and --set."
-            )
-        if len(given) != 1 + diff:
-            what = "--diff compares two plans" if diff else "--explain reads one plan"
-            raise UserError(f"{what}, but {len(given)} are given.")
+        what = "--diff compares two plans" if diff else "--explain reads one plan"
+        refuse(
+            (
+                out is not None or config_path is not None or overrides or force or (diff and explain is not None),
+                "--diff and --explain read plans only: use one of them, without --out, --force, --config and --set.",
+            ),
+            (len(given) != 1 + diff, f"{what}, but {len(given)} are given."),
+        )
         if diff:
             answer(changes(Plan.open(given[0]), Plan.open(given[1])), as_json, _show_difference, indent=2)
         else:

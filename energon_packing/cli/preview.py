@@ -133,13 +133,7 @@ def _show_packs(views: Sequence[Mapping[str, Any]], width: int, multiple: int, t
 
 
 def pack_panel(view: Mapping[str, Any], text_width: int, *, colours: bool) -> Panel:
-    """A pack of conversations.
-
-    Args:
-        view: as `energon_packing.report.preview.describe` returns it.
-        text_width: characters of text per segment.
-        colours: whether the terminal has any.
-    """
+    """A pack of conversations, as `describe` returns it, with so many characters of text per segment."""
     padded = view["padded_boundaries"]
     lines = [
         f"cu_seqlens {list(view['boundaries'])}",

@@ -5,11 +5,10 @@ from typing import Any
 
 import click
 
-from energon_packing.cli.options import FILE as OUT_FILE
-from energon_packing.cli.options import PATH, json_option, set_option
+from energon_packing.cli.options import FILE, PATH, json_option, set_option
 from energon_packing.cli.terminal import answer, say, starting
 from energon_packing.config import load_config
-from energon_packing.errors import UserError
+from energon_packing.errors import UserError, refuse
 
 _EXAMPLES = """\b
 Examples:
@@ -18,7 +17,7 @@ Examples:
   energon-packing state convert 0.pt 1.pt --index index --config run.yaml --out rest.parquet --json
 """
 
-FILE = "train_dataloader_dprank000.pt"
+STATE_FILE = "train_dataloader_dprank000.pt"
 """Of a Bridge checkpoint; ranks that are new take the first rank's state."""
 
 
@@ -32,7 +31,7 @@ def state() -> None:
 @click.option("--index", required=True, type=PATH, help="Index of the run's data set.")
 @click.option("--config", "config_path", metavar="CFG", required=True, type=click.Path(), help="YAML of the run.")
 @set_option
-@click.option("--out", metavar="PLAN", required=True, type=OUT_FILE, help="To write.")
+@click.option("--out", metavar="PLAN", required=True, type=FILE, help="To write.")
 @click.option("--states-out", metavar="DIR", type=PATH, help="Folder for Bridge's new state.")
 @click.option("--force", is_flag=True, help="Replace an existing plan and state.")
 @json_option
@@ -66,7 +65,7 @@ def convert(
 
     check_plan_name(out)
     if states_out is not None:
-        _check_states_out(states_out / FILE, states, force)
+        _check_states_out(states_out / STATE_FILE, states, force)
     if (kind := kind_of(Index.open(index).datasets)) != "conversations":
         raise UserError(f"{index} is an index of {kind}; only the state of a run on conversations can be converted.")
     config = load_config(config_path, overrides)
@@ -79,7 +78,7 @@ def convert(
             states_out.mkdir(parents=True, exist_ok=True)
             # As a replica's reader saves it; the number of packs is that from which its ranks count.
             saved = {"packs": 0, "source": planned_state(0, fingerprint)}
-            with replacing(states_out / FILE) as aside:
+            with replacing(states_out / STATE_FILE) as aside:
                 torch.save({"dataloader_state_dict": saved}, aside)
         except (OSError, RuntimeError) as error:
             raise UserError(f"--states-out {states_out} cannot be written ({error})") from error
@@ -107,7 +106,14 @@ def convert(
 
 def _check_states_out(file: Path, states: tuple[Path, ...], force: bool) -> None:
     """Refuses to replace a state, which may be the only one of a run: one that is read, or without `force` any."""
-    if file.resolve() in {(given / FILE if given.is_dir() else given).resolve() for given in states}:
-        raise UserError(f"--states-out {file.parent} holds the states that are converted; name another folder.")
-    if file.exists() and not force:
-        raise UserError(f"{file} exists already; name another --states-out, or replace it with --force.")
+    read = {(given / STATE_FILE if given.is_dir() else given).resolve() for given in states}
+    refuse(
+        (
+            file.resolve() in read,
+            f"--states-out {file.parent} holds the states that are converted; name another folder.",
+        ),
+        (
+            file.exists() and not force,
+            f"{file} exists already; name another --states-out, or replace it with --force.",
+        ),
+    )

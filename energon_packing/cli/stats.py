@@ -25,7 +25,7 @@ from energon_packing.cli.options import (
 )
 from energon_packing.cli.terminal import ShownProgress, answer, cells, print_warnings, say, starting, table
 from energon_packing.config import RunConfig, load_config
-from energon_packing.errors import UserError
+from energon_packing.errors import UserError, refuse
 
 _EXAMPLES = """
 Examples:
@@ -114,11 +114,12 @@ def stats(ctx: click.Context, paths: tuple[Path, ...], as_json: bool, **options:
     """
     asked = {name for name in options if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
     modes = [name for name in ("fill", "size", "profile") if options[name]] or [""]
-    if wrong := sorted(asked - _OWN[modes[0]] - {modes[0]}):
-        named = ", ".join(f"--{name.removesuffix('_path').replace('_', '-')}" for name in wrong)
-        raise UserError(f"`stats{f' --{modes[0]}' * bool(modes[0])}` does not take {named}; leave it out.")
-    if len(paths) > 1 and modes != ["size"]:
-        raise UserError(f"{len(paths)} paths are given; only --size takes several.")
+    wrong = sorted(asked - _OWN[modes[0]] - {modes[0]})
+    named = ", ".join(f"--{name.removesuffix('_path').replace('_', '-')}" for name in wrong)
+    refuse(
+        (wrong, f"`stats{f' --{modes[0]}' * bool(modes[0])}` does not take {named}; leave it out."),
+        (len(paths) > 1 and modes != ["size"], f"{len(paths)} paths are given; only --size takes several."),
+    )
     done = {"": "Reading", "fill": "Packing", "size": "Measuring and packing", "profile": "Making packs of"}[modes[0]]
     starting(f"{done} {', '.join(map(str, paths))}", quiet=as_json)
     given = SimpleNamespace(**options, paths=paths, path=paths[0], asked=asked, as_json=as_json)
@@ -175,21 +176,26 @@ def _samples(given: SimpleNamespace, run: RunConfig, shown: ShownProgress) -> An
     path = given.path
     is_index = (path / INDEX_FILE).is_file()
     is_measured = is_plan(path) or is_index
-    mistakes = {
-        f"{path} holds packs; give the plan that it was packed from, or its data set.": is_packed(path),
-        f"--full, --workers, --split, --samples and --data-parallel are for data sets; {path} is measured already.": (
-            is_measured and given.asked & {"full", "workers", "split", "samples", "data_parallel"}
+    refuse(
+        (is_packed(path), f"{path} holds packs; give the plan that it was packed from, or its data set."),
+        (
+            is_measured and given.asked & {"full", "workers", "split", "samples", "data_parallel"},
+            f"--full, --workers, --split, --samples and --data-parallel are for data sets; {path} is measured already.",
         ),
-        "--full measures all samples; leave out --samples, or --full.": given.full and given.samples is not None,
-        "--workers is for --full; a drawn part is measured in one process.": given.workers is not None
-        and not given.full,
-        f"There is no {path}; give a data set, an index or a plan.": not is_measured and not path.exists(),
-        "Measuring needs a processor; give --config, or --set encoder.processor=path/or/name.": (
-            not is_measured and not run.encoder.processor
+        (
+            given.full and given.samples is not None,
+            "--full measures all samples; leave out --samples, or --full.",
         ),
-    }
-    if made := [sentence for sentence, is_made in mistakes.items() if is_made]:
-        raise UserError(made[0])
+        (
+            given.workers is not None and not given.full,
+            "--workers is for --full; a drawn part is measured in one process.",
+        ),
+        (not is_measured and not path.exists(), f"There is no {path}; give a data set, an index or a plan."),
+        (
+            not is_measured and not run.encoder.processor,
+            "Measuring needs a processor; give --config, or --set encoder.processor=path/or/name.",
+        ),
+    )
     if is_plan(path):
         return samples_of_plan(Plan.open(path))
     if is_index:
@@ -270,13 +276,11 @@ def print_stats(console: Console, report: Mapping[str, Any]) -> None:
 
 
 def _bar(share: float) -> Text:
-    """A bar of that share of the longest."""
     eighths = round(8 * _BAR * share)
     return Text("\u2588" * (eighths // 8) + _EIGHTHS[eighths % 8].strip(), "cyan")
 
 
 def _readers(found: Mapping[str, Any], number: Callable[[float], str], share: Callable[[float], str]) -> Table:
-    """What each reader has of each data set in an epoch."""
     count = found["data_parallel"] * max(found["workers"], 1)
     rows = [
         (
@@ -295,31 +299,30 @@ def _readers(found: Mapping[str, Any], number: Callable[[float], str], share: Ca
 
 def _fill(given: SimpleNamespace) -> None:
     from energon_packing.packing.policies import policy_names
-    from energon_packing.report.fill import fills, read_lengths, step_efficiencies
+    from energon_packing.report.fill import fill_report
 
-    samples = read_lengths(given.path)
-    capacity = given.capacity or samples.capacity
-    multiple = max(given.multiple, default=1)
-    if capacity is None:
-        raise UserError(f"{given.path} does not say how many tokens a pack holds; give --capacity, such as 8192.")
-    if len(given.multiple) > 1:
-        raise UserError("--fill takes one --multiple; run it once for each.")
-    policies, windows = given.policy or policy_names(), given.window or (256, 1024)
-    if not given.ranks and (idle := given.asked & {"balance_window", "shift"}):
-        raise UserError(f"--{min(idle).replace('_', '-')} is about steps of ranks; give --ranks too, or leave it out.")
-    limits = {"multiple": multiple, "image_limit": given.image_limit}
-    rows = list(fills(samples, capacity, policies, windows, **limits))
-    balance_windows, window = given.balance_window or (64,), max(given.window, default=256)
-    steps = list(
-        step_efficiencies(
-            samples, capacity, given.ranks, balance_windows, window=window, max_shift=given.shift, **limits
-        )
+    idle = min(given.asked & {"balance_window", "shift"}, default="").replace("_", "-")
+    refuse(
+        (len(given.multiple) > 1, "--fill takes one --multiple; run it once for each."),
+        (idle and not given.ranks, f"--{idle} is about steps of ranks; give --ranks too, or leave it out."),
+    )
+    samples, capacity, rows, steps = fill_report(
+        given.path,
+        capacity=given.capacity,
+        multiple=max(given.multiple, default=1),
+        image_limit=given.image_limit,
+        policies=given.policy or policy_names(),
+        windows=given.window or (256, 1024),
+        ranks=given.ranks,
+        balance_windows=given.balance_window or (64,),
+        step_window=max(given.window, default=256),
+        max_shift=given.shift,
     )
     if given.as_json:
         for row in [*rows, *steps]:
             click.echo(json.dumps(row))
         return
-    say(f"{len(samples.lengths):,} samples, packs of {capacity:,} tokens, at least {rows[0]['bound']:,} packs")
+    say(f"{samples:,} samples, packs of {capacity:,} tokens, at least {rows[0]['bound']:,} packs")
     if rows[0]["oversize"]:
         say(f"{rows[0]['oversize']:,} samples are too large for any pack and are left out")
     named = [row | {"held": f", {row['window']} held" if row["window"] else ""} for row in rows]

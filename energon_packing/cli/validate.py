@@ -286,9 +286,8 @@ def packing_of(view: RunView) -> tuple[str, str | None]:
         return "in_batch", "Megatron-Bridge, of the samples of a micro-batch"
     if not view.enable_offline_packing:
         return "none", None
-    if view.dataset_kind == "packed_energon":
-        return "online", "energon_packing"
-    return "offline", "Megatron-Bridge, before the run"
+    by_us = view.dataset_kind == "packed_energon"
+    return ("online", "energon_packing") if by_us else ("offline", "Megatron-Bridge, before the run")
 
 
 def _estimates(view: RunView, tokens_per_sample: int | None) -> dict[str, Any]:

@@ -38,11 +38,10 @@ def verify(ctx: click.Context, directory: Path, as_json: bool, **given: Any) -> 
     Names the first thing that is wrong with each shard: its pack, the sample and the field.
     """
     starting(f"Verifying {directory}", quiet=as_json)
-    from energon_packing.offline.verify import VerifyConfig
-    from energon_packing.offline.verify import verify as run_verify
+    from energon_packing.offline import verify as verifying
 
     with ShownProgress({"verify": "verifying"}, quiet=as_json) as shown:
-        report = run_verify(VerifyConfig(directory=directory, **given), shown)
+        report = verifying.verify(verifying.VerifyConfig(directory=directory, **given), shown)
 
     def show(_: Any) -> None:
         verdict = f"{len(report.findings):,} shards differ" if report.findings else "all as planned"

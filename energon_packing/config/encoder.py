@@ -7,7 +7,7 @@ from datetime import date
 from typing import Literal
 
 from energon_packing.config.setting import check_bounds, setting
-from energon_packing.errors import ConfigError
+from energon_packing.errors import ConfigError, refuse
 
 TrainOn = Literal["assistant", "last_assistant", "all"]
 Thinking = Literal["keep", "strip", "mask", "trim_empty"]
@@ -50,14 +50,17 @@ class LimitsConfig:
     def __post_init__(self) -> None:
         check_bounds("encoder.limits", self)
         tried = f"encoder.limits.when_over is {list(self.when_over)}"
-        if not self.when_over or len(set(self.when_over)) != len(self.when_over):
-            raise ConfigError(f"{tried}; name one or more of resize, truncate, drop and raise, each once.")
-        if any(last in self.when_over[:-1] for last in ("drop", "raise")):
-            raise ConfigError(f"{tried}; nothing can be tried after 'drop' or 'raise'.")
-        if not 0.0 <= self.min_active_ratio < 1.0:
-            raise ConfigError(
-                f"encoder.limits.min_active_ratio is {self.min_active_ratio}; it must be at least 0 and below 1."
-            )
+        refuse(
+            (
+                not self.when_over or len(set(self.when_over)) != len(self.when_over),
+                f"{tried}; name one or more of resize, truncate, drop and raise, each once.",
+            ),
+            ({"drop", "raise"} & {*self.when_over[:-1]}, f"{tried}; nothing can be tried after 'drop' or 'raise'."),
+            (
+                not 0.0 <= self.min_active_ratio < 1.0,
+                f"encoder.limits.min_active_ratio is {self.min_active_ratio}; it must be at least 0 and below 1.",
+            ),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,14 +168,23 @@ class EncoderConfig:
             small, large = getattr(self, low), getattr(self, high)
             if small is not None and large is not None and small > large:
                 raise ConfigError(f"encoder.{low} ({small}) is above encoder.{high} ({large}).")
-        if self.template_date is not None and not _is_date(self.template_date):
-            raise ConfigError(f"encoder.template_date is {self.template_date!r}; write a date such as '2026-01-31'.")
-        if len(set(self.extra_fields)) != len(self.extra_fields) or not all(self.extra_fields):
-            raise ConfigError(f"encoder.extra_fields is {list(self.extra_fields)}; name each field once.")
-        for name in ("video_fps", "decode_seconds"):
-            value = getattr(self, name)
-            if value is not None and not (0 < value < math.inf):
-                raise ConfigError(f"encoder.{name} is {value}; it must be a number above 0.")
+        refuse(
+            (
+                self.template_date is not None and not _is_date(self.template_date),
+                f"encoder.template_date is {self.template_date!r}; write a date such as '2026-01-31'.",
+            ),
+            (
+                len(set(self.extra_fields)) != len(self.extra_fields) or not all(self.extra_fields),
+                f"encoder.extra_fields is {list(self.extra_fields)}; name each field once.",
+            ),
+            *(
+                (
+                    value is not None and not 0 < value < math.inf,
+                    f"encoder.{name} is {value}; it must be a number above 0.",
+                )
+                for name, value in (("video_fps", self.video_fps), ("decode_seconds", self.decode_seconds))
+            ),
+        )
 
 
 def _is_date(text: str) -> bool:

@@ -53,11 +53,8 @@ def setting[T](
 
 
 def check_bounds(section: str, config: Any) -> None:
-    """Checks the numbers of a section; None is within any bounds.
-
-    Raises:
-        ConfigError: the first that is less than its ``least`` or more than its ``most``, or infinite.
-    """
+    """Checks the numbers of a section; None is within any bounds. Raises `ConfigError`: the first that is less than its
+    ``least`` or more than its ``most``, or infinite."""
     for entry in dataclasses.fields(config):
         value, least = getattr(config, entry.name), entry.metadata.get("least")
         if value is not None and least is not None and not least <= value <= entry.metadata["most"]:
@@ -76,8 +73,8 @@ def marked(config: Any, mark: str, *effects: Effect) -> tuple[str, ...]:
 def marked_and_set(config: Any, mark: str, *effects: Effect) -> dict[str, Any]:
     """Returns the fields that `marked` does, with their values, where these are not their defaults."""
     names = marked(config, mark, *effects)
-    defaults = {entry.name: entry.default for entry in dataclasses.fields(config) if entry.name in names}
-    return {name: getattr(config, name) for name, default in defaults.items() if getattr(config, name) != default}
+    values = {entry: getattr(config, entry.name) for entry in dataclasses.fields(config) if entry.name in names}
+    return {entry.name: value for entry, value in values.items() if value != entry.default}
 
 
 def changing(config: Any, *effects: Effect) -> tuple[str, ...]:
@@ -105,7 +102,6 @@ def from_mapping[T](cls: type[T], values: Any, *, where: str) -> T:
     """Returns a configuration dataclass of plain YAML values, with strict keys and types, nested ones included.
 
     Args:
-        values: mapping of field names to scalars, lists or mappings.
         where: source of the values, for messages; for example ``"run.yaml"`` or ``"packing"``.
 
     Raises:

@@ -46,11 +46,8 @@ class Picture:
 
     @classmethod
     def draw(cls, rng: Random, *, grey: bool = False) -> Self:
-        """A random picture with one to six figures in different cells, none in the colour of the background.
-
-        Args:
-            grey: black and white figures on grey, so that an image in shades of grey shows what is said about it.
-        """
+        """A random picture with one to six figures in different cells, none in the colour of the background; ``grey``
+        are black and white on grey, so that an image in shades of grey shows what is said about it."""
         background = "grey" if grey else rng.choice(sorted(words.COLOURS))
         colours = ["black", "white"] if grey else [name for name in words.COLOURS if name != background]
         places = sorted(rng.sample(sorted(words.PLACES), rng.choice((1, 2, 2, 3, 3, 4, 5, 6))))
@@ -103,7 +100,6 @@ class Picture:
         """Writes the picture in the format that the suffix names: ``.jpg``, ``.png`` or ``.webp``.
 
         Args:
-            width, height: pixels as a viewer shows them.
             mode: ``L`` writes shades of grey, ``CMYK`` (JPEG only) the four colours of print.
             exif_orientation: other than 1, pixels are stored rotated, and the tag tells the viewer how to rotate them
                 back.

@@ -45,11 +45,8 @@ def guard_shards(dataset: Any, *, go_on: bool) -> None:
 
 
 def refuse_unreadable(record: bytes) -> None:
-    """Raises what the record of a sample that could not be read says.
-
-    Raises:
-        SampleRejected: ``unreadable_shard``, with shard, byte and cause.
-    """
+    """Raises what the record of a sample that could not be read says. Raises `SampleRejected`: ``unreadable_shard``,
+    with shard, byte and cause."""
     if record.startswith(_MARK):
         raise SampleRejected(REASON, record[len(_MARK) :].decode("utf-8", "replace"))
 

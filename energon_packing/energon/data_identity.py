@@ -7,12 +7,11 @@ the shards, of which there may be 100,000, are opened by one rank, which tells t
 """
 
 import contextlib
-import functools
 import hashlib
 import itertools
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from pathlib import Path
@@ -40,11 +39,7 @@ def data_identity(path: str, split: str) -> dict[str, str]:
     """Returns an entry for the metadataset, if there is one, and for each data set in it.
 
     Args:
-        path: of a data set, as in ``data.path``; it exists.
         split: part of it; data sets that only other splits name are left out.
-
-    Raises:
-        OSError: a file cannot be read.
     """
     found: dict[str, str] = {}
     root = _place(dataset_entry(path))
@@ -177,15 +172,13 @@ def _prepared(place: Any, named: Collection[str], told: str | None) -> str:
         return entry
     total, shards = 0, hashlib.sha256()
     with ThreadPoolExecutor(_OPENERS) as pool:
-        for starts in pool.map(functools.partial(_starts, place), itertools.batched(counts, _AT_ONCE)):
+        for starts in pool.map(
+            lambda part: [(shard, *_start(f"{place}/{shard}")) for shard in part], itertools.batched(counts, _AT_ONCE)
+        ):
             for shard, size, header in starts:
                 total += max(size, 0)
                 shards.update(f"{shard}\0{size}\0".encode() + header)
     return f"{entry}, {total} bytes ({shards.hexdigest()[:12]})"
-
-
-def _starts(place: Path, shards: Sequence[str]) -> list[tuple[str, int, bytes]]:
-    return [(shard, *_start(f"{place}/{shard}")) for shard in shards]
 
 
 def _start(shard: str) -> tuple[int, bytes]:

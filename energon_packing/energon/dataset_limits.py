@@ -24,11 +24,8 @@ SUBFLAVOR = "limits"
 
 
 class DatasetLimits:
-    """Encoders with the limits of each data set of a blend; each encoder is built once.
-
-    Args:
-        packing: limits of a pack, which no data set may exceed; None if nothing is packed.
-    """
+    """Encoders with the limits of each data set of a blend, none above those of a pack (``packing``; None if nothing is
+    packed). Each encoder is built once."""
 
     def __init__(self, packing: PackingConfig | None) -> None:
         self._packing = packing
@@ -65,11 +62,7 @@ class DatasetLimits:
 
 
 def refuse_dataset_limits(sample: Any) -> None:
-    """Refuses limits of a data set for samples that do not support them.
-
-    Raises:
-        ConfigError: the sample's data set has its own limits.
-    """
+    """Refuses limits of a data set for samples that do not support them."""
     if _given(sample) is not None:
         raise ConfigError(f"{_where(sample)}: these samples do not support limits per data set; set them in encoder.")
 
@@ -92,11 +85,8 @@ PAIRS = (
 
 
 def lower_limits(encoder: EncoderConfig, packing: PackingConfig) -> EncoderConfig:
-    """Returns the encoder's configuration with ``encoder.limits`` no higher than what a pack may hold; see `lowered`.
-
-    Warns:
-        UserWarning: once, naming every limit that was lowered.
-    """
+    """Returns the encoder's configuration with ``encoder.limits`` no higher than what a pack may hold, see `lowered`;
+    warns once, naming every limit that was lowered."""
     limits, sentences = lowered(encoder.limits, packing)
     if not sentences:
         return encoder

@@ -28,17 +28,8 @@ SIDES = (14, 28, 32, 56, 64, 112, 224, 336, 448)
 
 
 class DummyImage:
-    """The dummy of one encoder.
-
-    Args:
-        encoder: of the run; its family decides what the smallest image costs.
-
-    Attributes:
-        row: the row, as `energon_packing.thd.assemble` takes it.
-
-    Raises:
-        ConfigError: the family takes no images, or refuses every small one.
-    """
+    """The dummy of one encoder; its ``row`` is as `energon_packing.thd.assemble` takes it. Raises `ConfigError`: the
+    family takes no images, or refuses every small one."""
 
     def __init__(self, encoder: ConversationEncoder) -> None:
         if "image" not in encoder.family.placeholders:
@@ -65,11 +56,8 @@ class DummyImage:
 
 
 def mask_fillers(batch: PackedBatch, fillers: int) -> PackedBatch:
-    """Returns the batch with its last `fillers` rows turned from samples into segments of padding.
-
-    Args:
-        batch: assembled from all rows, samples first; the fillers' labels and weights are already masked.
-    """
+    """Returns the batch with its last `fillers` rows, whose labels and weights are masked already, turned from samples
+    into segments of padding."""
     if fillers == 0:
         return batch
     samples = batch.num_samples - fillers

@@ -134,11 +134,8 @@ def _nothing(mode: EpochEnd, rank: int, report: EpochReport | None) -> str:
 
 
 def agreement(group: Any = None) -> Agree:
-    """Returns an all-reduce over a process group of ``torch.distributed``; None means the default group.
-
-    Raises:
-        ConfigError: ``torch.distributed`` is not initialised.
-    """
+    """Returns an all-reduce over a process group of ``torch.distributed``; None means the default group. Raises
+    `ConfigError`: ``torch.distributed`` is not initialised."""
     import torch
     from torch import distributed
 

@@ -166,15 +166,13 @@ class LoaderBase(ABC):
 
     def alike(self) -> dict[str, Any]:
         """What the loaders of all ranks must have the same: kind, settings, data, readers; no rank."""
-        own = {name: value for name, value in self._fingerprint.items() if name != "rank"}
-        return {"loader": type(self).__name__, **own}
+        return {"loader": type(self).__name__} | {
+            name: value for name, value in self._fingerprint.items() if name != "rank"
+        }
 
     def statistics(self) -> PackStatistics:
-        """Returns fill, padding by cause, delay, samples held and cost spread of all packs yielded so far.
-
-        Raises:
-            PackingError: the loader was built without ``capacity``.
-        """
+        """Returns fill, padding by cause, delay, samples held and cost spread of all packs yielded so far. Raises
+        `PackingError`: the loader was built without ``capacity``."""
         if self._monitor is None:
             raise PackingError("this loader keeps no statistics; give it a capacity, such as task_encoder.capacity")
         return self._monitor.statistics()
@@ -326,11 +324,8 @@ class PackLoader(LoaderBase):
                 report.ended(pack)
 
     def save_state(self) -> Any:
-        """Returns the state after the last yielded pack; it holds only builtins and Energon's own state classes.
-
-        Raises:
-            UserError: a worker was killed, or an error ended a pack that was made in this process.
-        """
+        """Returns the state after the last yielded pack; it holds only builtins and Energon's own state classes. Raises
+        `UserError`: a worker was killed, or an error ended a pack that was made in this process."""
         if self._failed and self._started:
             raise UserError(
                 "An error ended the loader within a pack, whose samples a state saved now would lose; go on from the "
@@ -456,9 +451,7 @@ def build_dataset(
 
     Args:
         rank: data-parallel rank; all ranks of one replica use the same.
-        split: part of the data set; None uses ``data.split``.
-        workers: loader processes; None uses ``data.workers``.
-        task_encoder: None builds one from the configuration.
+        split, workers, task_encoder: None takes what the configuration says.
         batch_size: Energon's ``batch_size``, None or 1.
         packing_buffer_size: None packs from the sliding window of ``packing.window`` samples; a number packs disjoint
             buffers of that many samples, as Energon's own packing does.
@@ -567,10 +560,7 @@ def build_task_encoder(
     config: RunConfig, kind: type[PackingTaskEncoder] = PackingTaskEncoder, *, encoder: SampleEncoder | None = None
 ) -> PackingTaskEncoder:
     """Builds the task encoder of a configuration, or with an ``encoder`` of your own in place of ``config.encoder``.
-
-    Raises:
-        ConfigError: the processor or a size cannot be used.
-    """
+    Raises `ConfigError`: the processor or a size cannot be used."""
     return kind(
         encoder or config.encoder,
         config.packing,
@@ -588,11 +578,7 @@ def data_fingerprint(config: RunConfig) -> dict[str, Any]:
 
 
 def identity_of(path: str, split: str) -> dict[str, str]:
-    """Returns `data_identity`.
-
-    Raises:
-        UserError: there is no data set at the path, or it cannot be read.
-    """
+    """Returns `data_identity`. Raises `UserError`: there is no data set at the path, or it cannot be read."""
     if not path:
         raise ConfigError(NO_PATH)
     try:

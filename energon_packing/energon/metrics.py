@@ -18,7 +18,6 @@ import threading
 import time
 import uuid
 import warnings
-import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -99,11 +98,7 @@ class PackSums:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "PackSums":
-        """The sums that `to_json` made plain.
-
-        Raises:
-            KeyError, TypeError: something else.
-        """
+        """The sums that `to_json` made plain. Raises `KeyError` or `TypeError`: something else."""
         return cls(**{**values, "dropped": Counter(values["dropped"])})
 
 
@@ -112,12 +107,7 @@ _NUMBERS = tuple(entry.name for entry in dataclasses.fields(PackSums) if entry.n
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankLine:
-    """How one rank is.
-
-    Attributes:
-        time: when the line was written, in seconds since 1970.
-        steps: packs used at the end of each recent step -> cost of the rank's packs in it.
-    """
+    """How one rank is; ``steps`` maps the packs used at the end of each recent step to the cost of its packs in it."""
 
     run: str
     rank: int
@@ -163,11 +153,8 @@ class RunLines:
         self._begun = False
 
     def read(self) -> bool:
-        """Reads what was written since the last call; returns whether there was a line.
-
-        Raises:
-            UserError: a file cannot be read.
-        """
+        """Reads what was written since the last call; returns whether there was a line. Raises `UserError`: a file
+        cannot be read."""
         news = False
         try:
             for path in sorted(self._directory.glob("rank*.jsonl")):
@@ -216,11 +203,7 @@ def figures(lines: Sequence[RankLine]) -> dict[str, float]:
 
 
 def sums_of(pack: Pack, capacity: int) -> PackSums:
-    """The sums of one pack.
-
-    Args:
-        capacity: tokens of a full pack.
-    """
+    """The sums of one pack, where a full one has ``capacity`` tokens."""
     dropped = Counter(entry.reason for entry in pack.dropped)
     if pack.padding:
         return PackSums(padding_packs=1, dropped=dropped)
@@ -241,11 +224,8 @@ def sums_of(pack: Pack, capacity: int) -> PackSums:
 
 
 class PackingMonitor:
-    """Counts packs as they are emitted.
-
-    Args:
-        capacity: tokens of a full pack, ``packing.seq_length``; shares refer to it, whatever the width of a row.
-    """
+    """Counts packs as they are emitted. Shares refer to the tokens of a full pack (``capacity``), whatever the width of
+    a row."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -349,10 +329,6 @@ class PackMetrics:
             world_size=world_size,
             packs_per_step=micro_batches_per_step,
         )
-
-    def until_end_of(self, owner: Any) -> None:
-        """Writes the last line when an object is collected or the process ends."""
-        weakref.finalize(owner, self.close)
 
     def made(self, pack: Pack) -> None:
         """Notes a pack that the trainer will take after those before it."""
@@ -493,13 +469,8 @@ class MetricsLog:
             self._thread.start()
 
     def finish(self, step: int, tensorboard: Any, wandb: Any = None, *, seconds: float = 0.0) -> None:
-        """Posts what is not posted yet.
-
-        It starts no thread: when an interpreter ends, none can be started.
-
-        Args:
-            seconds: how long to wait for the last lines of all ranks, which end about now.
-        """
+        """Posts what is not posted yet, and waits up to so many ``seconds`` for the last lines of all ranks, which end
+        about now. It starts no thread: when an interpreter ends, none can be started."""
         if self._thread is not None:
             self._thread.join(PATIENCE)
             if self._thread.is_alive():

@@ -64,11 +64,8 @@ def pack_to_bytes(batch: Any, *, pixels: bool = True, apart: list[torch.Tensor] 
 
 
 def pack_from_bytes(buffer: torch.Tensor, apart: Sequence[torch.Tensor] = ()) -> Any:
-    """Returns the batch that `pack_to_bytes` wrote, of the same class; its tensors are copies.
-
-    Args:
-        apart: uint8 ``[n]``, bytes of the tensors that were sent apart, in their order.
-    """
+    """Returns the batch that `pack_to_bytes` wrote, of the same class; its tensors are copies. ``apart`` are the bytes
+    of those that were sent apart, uint8 ``[n]`` each, in their order."""
     return _Reader(io.BytesIO(memoryview(buffer.numpy())), apart).load()
 
 

@@ -97,12 +97,8 @@ class Share:
         return self.first + (self.places[at] + number - self.starts[at]) % self.samples
 
     def amounts(self, places: np.ndarray, each: np.ndarray, readers: int) -> np.ndarray:
-        """What the samples of each reader are together, ``[readers]`` float64.
-
-        Args:
-            places: ``[N]`` int64; of samples, counted from ``first``.
-            each: ``[N]``; what each of them is.
-        """
+        """What the samples of each reader are together, ``[readers]`` float64: samples at ``places`` ``[N]`` int64,
+        counted from ``first``, of which each is ``each`` ``[N]``."""
         if self.reader_of is None:
             return np.full(readers, float(each.sum()))
         found = np.zeros(readers)
@@ -125,7 +121,6 @@ def deal(
     """Deals consecutive samples to readers in chunks.
 
     Args:
-        samples: how many; positive.
         sizes: ``[samples]``, what each counts; None counts them alike.
         longest: samples of a chunk at most, unless there were more than `MOST_CHUNKS` per reader then.
         held: ``[readers]`` float64, what each reader has of other data sets, in samples of mean size; what it gets here
@@ -389,11 +384,8 @@ def _local(path: Any) -> Any:
 
 
 def _read_sizes(file: Any, offsets: np.ndarray, tokens_of: Callable[[tuple[bytes, ...]], int]) -> np.ndarray:
-    """Bytes of text of each sample of a shard, and of as much text as its media are in tokens; ``[samples]`` int64.
-
-    Args:
-        offsets: ``[samples + 1]`` int64, where each begins.
-    """
+    """Bytes of text of each sample of a shard, and of as much text as its media are in tokens, ``[samples]`` int64; by
+    its ``offsets`` ``[samples + 1]`` int64."""
     try:
         data = read_again(str(file), file.read_bytes)
     except OSError:  # whoever reads its samples says what is wrong

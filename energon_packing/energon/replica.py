@@ -122,7 +122,8 @@ class Replica:
     leader_group: OwnGroup | None = None
     global_rank: int = 0
     inner: tuple[Any, ...] = ()
-    _channels: Iterator[int] = field(default_factory=itertools.count, init=False, repr=False, compare=False)
+    channels: Iterator[int] = field(default_factory=itertools.count, init=False, repr=False, compare=False)
+    """Numbers of the channels between the ranks, which all of them open in the same order."""
 
     @property
     def reader(self) -> int:
@@ -148,10 +149,6 @@ class Replica:
     def size(self) -> int:
         """Number of ranks of the replica; all stages have the same size."""
         return len(self.leaders) * len(self.members)
-
-    def new_channel(self) -> int:
-        """Returns the number of a new channel between the ranks; all ranks create their channels in the same order."""
-        return next(self._channels)
 
     def gather(self, value: Any) -> list[Any]:
         """The values of this rank's stage, in the order of `members`; all of them call it, before any of them reads."""
@@ -230,13 +227,13 @@ class Replica:
         if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
             return cls()
         dp, pp, cp, tp = (getattr(groups, name, None) for name in ("dp", "pp", "cp", "tp"))
-        size, depth = _size(dp), _size(pp)
+        size, depth = group_size(dp), group_size(pp)
         here, count = distributed.get_rank(), distributed.get_world_size()
         stage = 0 if pp is None else pp.rank()
         place = (0 if dp is None else dp.rank(), stage)
         leaders = (here,) if depth == 1 else tuple(distributed.get_process_group_ranks(pp))
         ranks, places, columns, hosts = zip(*_gathered((here, place, leaders, host_identity()), (tp, cp)), strict=True)
-        if size * depth * math.prod(map(_size, (cp, tp))) != count or set(places) != {place} or here not in ranks:
+        if size * depth * math.prod(map(group_size, (cp, tp))) != count or set(places) != {place} or here not in ranks:
             raise ConfigError(
                 f"The {count} ranks do not make {size} replicas of {depth} equal pipeline stages; packs can be "
                 "shared only within equal replicas."
@@ -262,7 +259,8 @@ class Replica:
         )
 
 
-def _size(group: Any) -> int:
+def group_size(group: Any) -> int:
+    """Ranks of a process group; 1 where there is none."""
     return 1 if group is None else int(group.size())
 
 
@@ -270,8 +268,8 @@ def _gathered(value: Any, groups: Iterable[Any]) -> list[Any]:
     """The values of all ranks that these groups connect, those of the first group next to each other."""
     values = [value]
     for group in groups:
-        if _size(group) > 1:
-            parts: list[Any] = [None] * _size(group)
+        if group_size(group) > 1:
+            parts: list[Any] = [None] * group_size(group)
             distributed.all_gather_object(parts, values, group=group)
             values = [each for part in parts for each in part]
     return values

@@ -40,14 +40,11 @@ _open_links: "weakref.WeakSet[_Link]" = weakref.WeakSet()
 
 @dataclass(frozen=True, kw_only=True, slots=True, weakref_slot=True)
 class SharedBlock:
-    """Bytes that processes of one host share by a file descriptor, for the large tensors of a pack.
+    """Bytes that processes of one host share by a file descriptor, which is open as long as the block exists.
 
     It is the memory that a loader's worker allocated for its tensor, or an anonymous file (``memfd_create``). The
     kernel frees it when the last process has closed it, however that ended. Every reader of a block, the rank that
     wrote it included, maps it privately: a page that a training step writes to becomes a copy of its own.
-
-    Attributes:
-        descriptor: of the file; open as long as the block exists.
     """
 
     descriptor: int
@@ -86,11 +83,8 @@ class SharedBlock:
         return block
 
     def view(self, *, private: bool = True) -> torch.Tensor:
-        """Returns the bytes, uint8 ``[size]``; they outlive the descriptor.
-
-        Args:
-            private: whether what is written to the tensor stays in it; False writes to the block.
-        """
+        """Returns the bytes, uint8 ``[size]``; they outlive the descriptor. What is written to the tensor stays in it
+        if that is ``private``, and else is written to the block."""
         if not self.size:
             return torch.empty(0, dtype=torch.uint8)
         flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
@@ -100,11 +94,7 @@ class SharedBlock:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """What the ranks of a replica send to each other.
-
-    Attributes:
-        text: uint8 ``[n]``, or None.
-    """
+    """What the ranks of a replica send to each other: ``text`` is uint8 ``[n]``, or None."""
 
     kind: int
     number: int
@@ -135,10 +125,10 @@ class _Link:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         _open_links.add(self)
 
-    def _connect(self, own: socket.socket, patience: float) -> Connection:
-        seconds, rest = divmod(patience, 1)
+    @staticmethod
+    def _connect(own: socket.socket) -> Connection:
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            own.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", int(seconds), int(rest * 1e6)))
+            own.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", PATIENCE.seconds, 0))
         return Connection(own.detach())
 
     def interrupt(self) -> None:
@@ -156,16 +146,12 @@ class _Link:
 
 
 class HostLeader(_Link):
-    """The sending end of a host. Its address is abstract, so it is no file and ends with the process.
+    """The sending end of a host, for the members of these global ranks, which have to show the secret of its address.
+    That is abstract, so it is no file and ends with the process."""
 
-    Args:
-        ranks: global ranks of the members, which have to show the secret of the address.
-        patience: seconds to wait for a member.
-    """
-
-    def __init__(self, ranks: Sequence[int], *, ahead: int, patience: float) -> None:
+    def __init__(self, ranks: Sequence[int], *, ahead: int) -> None:
         super().__init__()
-        self._ranks, self._ahead, self._patience = tuple(ranks), ahead, patience
+        self._ranks, self._ahead = tuple(ranks), ahead
         self._outstanding = dict.fromkeys(ranks, 0)
         self.address = (f"\0energon-packing-{os.getpid()}-{secrets.token_hex(8)}", secrets.token_bytes(32))
         self._listener.bind(self.address[0])
@@ -173,9 +159,9 @@ class HostLeader(_Link):
 
     def accept(self) -> None:
         """Waits until all members have connected."""
-        self._listener.settimeout(self._patience)
+        self._listener.settimeout(PATIENCE.seconds)
         while len(self._connections) < len(self._ranks):
-            connection, secret, rank = self._connect(self._listener.accept()[0], self._patience), b"", b""
+            connection, secret, rank = self._connect(self._listener.accept()[0]), b"", b""
             with contextlib.suppress(OSError, EOFError):
                 secret, rank = connection.recv_bytes(64), connection.recv_bytes(64)
             if hmac.compare_digest(secret, self.address[1]):
@@ -185,11 +171,8 @@ class HostLeader(_Link):
         self._listener.close()
 
     def send(self, message: Message) -> None:
-        """Sends a message to every member, as soon as each has received enough of the earlier ones.
-
-        Raises:
-            RankGone: a member is missing. All others have the message.
-        """
+        """Sends a message to every member, as soon as each has received enough of the earlier ones. Raises `RankGone`:
+        a member is missing. All others have the message."""
         gone = None
         for rank, member in [*self._connections.items()]:
             try:
@@ -210,26 +193,18 @@ class HostLeader(_Link):
 
 
 class HostMember(_Link):
-    """The receiving end of one rank.
+    """The receiving end of one rank."""
 
-    Args:
-        patience: seconds to wait for a message.
-    """
-
-    def __init__(self, rank: int, leader: int, address: tuple[str, bytes], *, patience: float) -> None:
+    def __init__(self, rank: int, leader: int, address: tuple[str, bytes]) -> None:
         super().__init__()
         self._leader = leader
         self._listener.connect(address[0])
-        self._connections[leader] = self._connect(self._listener, patience)
+        self._connections[leader] = self._connect(self._listener)
         self._connections[leader].send_bytes(address[1])
         self._connections[leader].send_bytes(str(rank).encode())
 
     def receive(self) -> Message:
-        """Returns the next message.
-
-        Raises:
-            RankGone: the leader is missing.
-        """
+        """Returns the next message. Raises `RankGone`: the leader is missing."""
         connection, text = self._connections[self._leader], None
         try:
             kind, number, size, _, places = connection.recv()
@@ -256,7 +231,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class StageChannel:
-    """Messages from the reader of a replica to the leaders of its later pipeline stages.
+    """Messages from the reader of a replica to the leaders of its later pipeline stages, by one of its ``posts`` each.
 
     A later stage may ask for a pack many steps after the first stage used it. If a send waited for that, it would stop
     the pipeline that it waits for. So a thread for each stage sends its messages, in order.
@@ -264,28 +239,20 @@ class StageChannel:
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
-        self._tag = replica.new_channel()  # keeps the messages of two readers on one replica apart
-        self._posts: list[queue.SimpleQueue[Message | None]] = []
+        self._tag = next(replica.channels)  # keeps the messages of two readers on one replica apart
+        self.posts: list[queue.SimpleQueue[Message | None]] = []
         for leader in replica.leaders[1:] if replica.is_reader and replica.leader_group is not None else ():
-            self._posts.append(queue.SimpleQueue())
-            arguments = self._posts[-1], replica.leader_group, leader, self._tag
+            self.posts.append(queue.SimpleQueue())
+            arguments = self.posts[-1], replica.leader_group, leader, self._tag
             threading.Thread(target=_send_all, args=arguments, name=f"packs for rank {leader}", daemon=True).start()
-
-    @property
-    def has_later_stages(self) -> bool:
-        return bool(self._posts)
 
     def post(self, message: Message) -> None:
         """Sends a message without blocks from the reader; returns at once."""
-        for post in self._posts:
+        for post in self.posts:
             post.put(message)
 
     def receive(self) -> Message:
-        """Returns the next message; called on the leader of a later stage.
-
-        Raises:
-            PackingError: the reader is gone.
-        """
+        """Returns the next message, on the leader of a later stage. Raises `PackingError`: the reader is gone."""
         group, reader = self._replica.leader_group, self._replica.reader
         assert group is not None
         try:
@@ -294,7 +261,7 @@ class StageChannel:
             raise rank_gone(self._replica, reader, error) from error
 
     def close(self) -> None:
-        for post in self._posts:
+        for post in self.posts:
             post.put(None)
 
 
@@ -323,12 +290,8 @@ def _carried(message: Message | None, move: Callable[[torch.Tensor], None]) -> M
 
 
 class StageSpread:
-    """Messages from the leader of a pipeline stage to its other ranks; a collective call of the stage.
-
-    Attributes:
-        sent: bytes that this rank sent so far: ``shared`` of blocks, which are not copied, to ranks of its host, and
-            ``collective`` in broadcasts to other hosts.
-    """
+    """Messages from the leader of a pipeline stage to its other ranks; a collective call of the stage. Bytes that this
+    rank has ``sent`` are ``shared`` with ranks of its host, or ``collective``: broadcast to other hosts."""
 
     def __init__(self, replica: Replica, *, ahead: int) -> None:
         self._replica = replica
@@ -341,17 +304,17 @@ class StageSpread:
         self._hosts_group: OwnGroup | None = None
         if len(replica.members) == 1:
             return
-        host, here, seconds = replica.host, replica.global_rank, PATIENCE.total_seconds()
+        host, here = replica.host, replica.global_rank
         leads = here == host[0]
         if leads and len(host) > 1:
-            self._link = HostLeader(host[1:], ahead=ahead, patience=seconds)
+            self._link = HostLeader(host[1:], ahead=ahead)
         mine = None if self._link is None else self._link.address
         addresses, names = zip(*replica.gather((mine, secrets.token_hex())), strict=True)
         if self._link is not None:
             self._link.accept()
         elif not leads:
             address = dict(zip(replica.members, addresses, strict=True))[host[0]]
-            self._up = HostMember(here, host[0], address, patience=seconds)
+            self._up = HostMember(here, host[0], address)
         if leads and len(replica.hosts) > 1:
             self._hosts_group = OwnGroup([each[0] for each in replica.hosts], here, names[0])
 
@@ -366,11 +329,8 @@ class StageSpread:
         return self._hosts_group is not None
 
     def send(self, message: Message) -> None:
-        """Sends a message from the stage's leader to the other ranks of the stage.
-
-        Raises:
-            PackingError: a rank is gone; all others have the message.
-        """
+        """Sends a message from the stage's leader to the other ranks of the stage. Raises `PackingError`: a rank is
+        gone; all others have the message."""
         try:
             self._share(message)
         finally:  # other hosts wait for it, whoever is missing on this one
@@ -378,11 +338,8 @@ class StageSpread:
                 self._broadcast(message)
 
     def receive(self) -> Message:
-        """Returns the next message; called on every rank but the stage's leader.
-
-        Raises:
-            PackingError: the rank that should send it is gone, or a rank that should get it from here is.
-        """
+        """Returns the next message; called on every rank but the stage's leader. Raises `PackingError`: the rank that
+        should send it is gone, or a rank that should get it from here is."""
         if self._up is not None:
             try:
                 return self._up.receive()
@@ -394,10 +351,7 @@ class StageSpread:
 
     def receive_from_other_host(self) -> Message:
         """Returns the next message, not passed on; called on the first rank of a host other than the stage's leader's.
-
-        Raises:
-            PackingError: the stage's leader is gone.
-        """
+        Raises `PackingError`: the stage's leader is gone."""
         return self._broadcast(None)
 
     def _share(self, message: Message) -> None:

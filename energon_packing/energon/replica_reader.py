@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -41,22 +41,6 @@ EXIT_SECONDS = 10.0
 afterwards would abort the process."""
 
 _running: "weakref.WeakSet[ReadAhead]" = weakref.WeakSet()
-
-
-class PackSource(Protocol):
-    """What one rank reads: batches, with a state that can be saved after each of them."""
-
-    def __next__(self) -> PackedBatch:
-        """The next batch, or `StopIteration`."""
-
-    def save_state(self) -> Any:
-        """State after the last batch."""
-
-    def state_later(self) -> Callable[[], Any]:
-        """Returns a function that gives the state after the last batch, also when more were read since."""
-
-    def restore_state(self, state: Any) -> None:
-        """Continues after the batch at which ``state`` was saved."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,12 +115,8 @@ atexit.register(_end_all)
 
 
 class DeviceCopy:
-    """Copies packs to this process's current GPU, if there is one; only started copies need their `take`.
-
-    Args:
-        pixels: whether to copy pixels; False only moves packs to page-locked memory, for a trainer that keeps the packs
-            of a whole step.
-    """
+    """Copies packs to this process's current GPU, if there is one; only started copies need their `take`. Without
+    ``pixels`` it only moves packs to page-locked memory, for a trainer that keeps the packs of a whole step."""
 
     def __init__(self, *, pixels: bool) -> None:
         there = torch.cuda.is_available()
@@ -174,7 +154,7 @@ class DeviceCopy:
 class _Road:
     """How a rank comes by its next pack. It knows nothing of the reader, which can be collected while this waits."""
 
-    def __init__(self, source: PackSource | None, replica: Replica, depth: int) -> None:
+    def __init__(self, source: Any, replica: Replica, depth: int) -> None:
         self._source, self._replica, self._depth = source, replica, depth
         self._between = StageChannel(replica)
         self.number = 0
@@ -194,7 +174,7 @@ class _Road:
 class _PassedOn(_Road):
     """Packs that one rank reads."""
 
-    def __init__(self, source: PackSource | None, replica: Replica, depth: int) -> None:
+    def __init__(self, source: Any, replica: Replica, depth: int) -> None:
         super().__init__(source, replica, depth)
         self.spread = StageSpread(replica, ahead=max(depth, 1))
         self._ended = False
@@ -212,10 +192,10 @@ class _PassedOn(_Road):
         self.number += 1
         return made
 
-    def _read(self, source: PackSource) -> Made:
+    def _read(self, source: Any) -> Made:
         batch = next(source)
         state = source.state_later() if self._depth else None
-        if self._between.has_later_stages:
+        if self._between.posts:
             self._between.post(Message(kind=PACK, number=self.number, text=pack_to_bytes(batch, pixels=False)))
         if self.spread.reaches_others:
             large: list[torch.Tensor] = []
@@ -273,7 +253,7 @@ class _PassedOn(_Road):
 class _Compared(_Road):
     """Packs that each rank reads for itself, ``every`` so many of them compared between the ranks."""
 
-    def __init__(self, source: PackSource, replica: Replica, depth: int, every: int) -> None:
+    def __init__(self, source: Any, replica: Replica, depth: int, every: int) -> None:
         super().__init__(source, replica, depth)
         self._own, self._every = source, every
         self._group: OwnGroup | None = None
@@ -355,14 +335,8 @@ class _Numbered:
     best forked from a main thread. The others are made in a thread of their own, which ends with this object.
     """
 
-    def __init__(
-        self, source: PackSource | None, replica: Replica, road: _Road, depth: int, pixels_to_device: bool
-    ) -> None:
-        if depth < 0:
-            raise ConfigError(f"data.packs_ahead is {depth}; it must be at least 0.")
-        self._source = source
-        self._replica = replica
-        self._road, self._depth = road, depth
+    def __init__(self, source: Any, replica: Replica, road: _Road, depth: int, pixels_to_device: bool) -> None:
+        self._source, self._replica, self._road, self._depth = source, replica, road, depth
         self._copy = DeviceCopy(pixels=pixels_to_device)
         self._ahead: ReadAhead | None = None
         self._last: Made | None = None
@@ -404,8 +378,7 @@ class _Numbered:
             raise made.error
         self._last = replace(made, batch=None)
         self.packs += 1
-        batch: PackedBatch = self._copy.take(*made.batch)
-        return batch
+        return self._copy.take(*made.batch)
 
     def close(self) -> None:
         """Ends the thread that makes packs ahead, and the links to other ranks; the packs so far stay valid."""
@@ -468,7 +441,6 @@ class _Numbered:
 
 
 def _copied(road: _Road, copy: DeviceCopy) -> Made:
-    """The next pack of a road, on its way to the GPU if there is one."""
     made = road.make()
     try:
         return made if made.error is not None else replace(made, batch=copy.start(made.batch))
@@ -480,14 +452,13 @@ class OneReader(_Numbered):
     """Packs of one replica, read by one of its ranks; later pipeline stages get them without pixels.
 
     Args:
-        source: what that rank reads; None on all other ranks.
+        source: what that rank reads: an iterator of batches with ``save_state``, ``state_later`` and ``restore_state``
+            of a `LoaderBase`; None on all other ranks.
         depth: packs made ready before they are asked for; the same on all ranks. 0 reads and passes on a pack when it
             is asked for.
     """
 
-    def __init__(
-        self, source: PackSource | None, replica: Replica, *, depth: int = 0, pixels_to_device: bool = False
-    ) -> None:
+    def __init__(self, source: Any, replica: Replica, *, depth: int = 0, pixels_to_device: bool = False) -> None:
         if (source is not None) != replica.is_reader:
             raise PackingError(f"rank {replica.global_rank} of the replica read by {replica.reader} has a wrong source")
         road = _PassedOn(source, replica, depth)
@@ -496,23 +467,16 @@ class OneReader(_Numbered):
 
 
 class EveryReader(_Numbered):
-    """Packs of one replica, read by each of its ranks for itself.
-
-    Args:
-        source: what this rank reads; the same on all ranks of the replica.
-        compare_every: compare every this many packs; the first pack is always compared.
-        depth: packs read and compared before they are asked for; the same on all ranks.
-    """
+    """Packs of one replica, read by each of its ranks for itself, from the same source; one of ``compare_every`` packs
+    is compared, the first one always. For the rest see `OneReader`."""
 
     def __init__(
         self,
-        source: PackSource,
+        source: Any,
         replica: Replica,
         *,
         compare_every: int = 1,
         depth: int = 0,
         pixels_to_device: bool = False,
     ) -> None:
-        if compare_every < 1:
-            raise ConfigError(f"compare_every is {compare_every}; it is a number of packs, at least 1.")
         super().__init__(source, replica, _Compared(source, replica, depth, compare_every), depth, pixels_to_device)

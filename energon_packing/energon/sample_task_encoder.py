@@ -44,7 +44,7 @@ from energon_packing.energon.samples import (
 )
 from energon_packing.energon.task_encoder import PackingTaskEncoder, refuse_unlimited_failures
 from energon_packing.energon.window import attempt
-from energon_packing.errors import ConfigError, SampleRejected, UserError
+from energon_packing.errors import ConfigError, SampleRejected, UserError, refuse
 from energon_packing.ledger import Ledger
 from energon_packing.thd.fields import IGNORE_INDEX
 from energon_packing.thd.pixels import finish
@@ -55,19 +55,18 @@ UNREAD = ("window", "policy", "balance_window", "dummy_image", "pad_cu_seqlens",
 
 
 def refuse_unread(packing: PackingConfig, *, where: str, mode: str) -> None:
-    """Refuses settings of packs in a mode that makes no packs.
-
-    Raises:
-        ConfigError: one of `UNREAD` differs from its default.
-    """
-    default = PackingConfig()
-    for name in UNREAD:
-        value, usual = getattr(packing, name), getattr(default, name)
-        if value != usual:
-            raise ConfigError(
+    """Refuses settings of packs (`UNREAD`) that differ from their defaults in a mode that makes no packs."""
+    values = ((name, getattr(packing, name), getattr(PackingConfig(), name)) for name in UNREAD)
+    refuse(
+        *(
+            (
+                value != usual,
                 f"{where}.{name} is {value!r}, but the mode {mode!r} chooses no packs, so nothing reads it; leave it "
-                f"at {usual!r}."
+                f"at {usual!r}.",
             )
+            for name, value, usual in values
+        )
+    )
 
 
 def two_rows(key: str) -> ConfigError:

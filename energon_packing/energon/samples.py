@@ -224,5 +224,4 @@ class Pack(Sample, Generic[Batch]):
     ended: int | None = None
 
     def __repr__(self) -> str:
-        """One line."""
         return f"Pack({self.index} of worker {self.worker}, {len(self.dropped)} dropped before it: {self.batch})"

@@ -34,7 +34,7 @@ from energon_packing.energon.internals import (
     WorkerRng,
 )
 from energon_packing.energon.samples import beneath
-from energon_packing.errors import ConfigError
+from energon_packing.errors import ConfigError, refuse
 
 SECTIONS: dict[str, type] = {
     "data": DataConfig,
@@ -83,8 +83,11 @@ _NEWER = {
 def settings_of(section: str, config: Any) -> dict[str, str]:
     """Every field of a section by its dotted name, as JSON, but those that change nothing or are stated by content."""
     unread = {*changing(config, "nothing"), *marked(config, "stated")}
-    values = {name: value for name, value in to_mapping(config).items() if name not in unread}
-    return {f"{section}.{name}": json.dumps(value, sort_keys=True) for name, value in values.items()}
+    return {
+        f"{section}.{name}": json.dumps(value, sort_keys=True)
+        for name, value in to_mapping(config).items()
+        if name not in unread
+    }
 
 
 def check_fingerprint(
@@ -105,13 +108,17 @@ def check_fingerprint(
     """
     if not isinstance(saved, Mapping):
         raise ConfigError(f"{where} does not say with which settings it was made; start the data over.")
-    for name in READERS:
-        if name in accepted and saved.get(name) != own.get(name):
-            raise ConfigError(
+    refuse(
+        *(
+            (
+                name in accepted and saved.get(name) != own.get(name),
                 f"data.accept_changed names {name!r}, but {where[0].lower()}{where[1:]} has one part per reader of "
                 f"{saved.get(name)} {name}, and this run has {own.get(name)}; restore the number, or train from a plan "
-                "(docs/offline.md), whose state fits any number."
+                "(docs/offline.md), whose state fits any number.",
             )
+            for name in READERS
+        )
+    )
     names = sorted(saved.keys() | own.keys())
     differs = [name for name in names if saved.get(name, _NEWER.get(name)) != own.get(name, _NEWER.get(name))]
     causes = {name for name in differs if _accepts(accepted, name)}

@@ -47,12 +47,13 @@ from energon_packing.energon.samples import (
 )
 from energon_packing.energon.states import settings_of
 from energon_packing.energon.window import DisjointPackingDataset, SplitPieces, WindowPackingDataset
-from energon_packing.errors import ConfigError, PackingError, SampleRejected
+from energon_packing.errors import ConfigError, PackingError, SampleRejected, refuse
 from energon_packing.ledger import ChangedSample, Ledger
 from energon_packing.packing.balance import pack_cost, serpentine_order
 from energon_packing.packing.constraints import PackLimits, Size
 from energon_packing.packing.online import next_pack
 from energon_packing.packing.whole_list import pack_lengths
+from energon_packing.thd.alignment import check_multiple
 from energon_packing.thd.assembly import visible_order
 
 FUNCTIONS = (
@@ -72,18 +73,15 @@ def refuse_unlimited_failures(task_encoder: Any) -> None:
 
     Energon stops at ``failure_tolerance`` consecutive exceptions of a function, by ``0 < tolerance <= failures``
     (`megatron.energon.errors.ErrorContext`). So 0, and None, which becomes 0, read broken data forever.
-
-    Raises:
-        ConfigError: a limit is 0 or None.
     """
     default = task_encoder.__default_failure_tolerance__
     kind = type(task_encoder).__name__
     meant = "in Energon that means no limit, so data that always fail are read forever; 1 stops at the first failure"
-    if not default:
-        raise ConfigError(f"{kind}.__default_failure_tolerance__ is {default}: {meant}.")
-    for name in FUNCTIONS:
-        if not get_failure_tolerance(getattr(task_encoder, name), default):
-            raise ConfigError(f"{kind}.{name} has failure_tolerance 0: {meant}.")
+    limits = {name: get_failure_tolerance(getattr(task_encoder, name), default) for name in FUNCTIONS}
+    refuse(
+        (not default, f"{kind}.__default_failure_tolerance__ is {default}: {meant}."),
+        *((not limit, f"{kind}.{name} has failure_tolerance 0: {meant}.") for name, limit in limits.items()),
+    )
 
 
 class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
@@ -200,17 +198,15 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     def packed(
         self, dataset: SavableDataset[Any], buffer_size: int | None, worker_config: WorkerConfig
     ) -> SavableDataset[Any]:
-        """Returns packs from a sliding window over measured samples, or from disjoint buffers of a size.
-
-        Raises:
-            ConfigError: a buffer size below 1, or any where the class does not take one.
-        """
+        """Returns packs from a sliding window over measured samples, or from disjoint buffers of a size. Raises
+        `ConfigError`: a buffer size below 1, or any where the class does not take one."""
         kind, window, balance, own = WindowPackingDataset, self.packing.window, self.packing.balance_window, {}
         if buffer_size is not None:
-            if not self.takes_buffers:
-                raise ConfigError(f"{type(self).__name__} packs from its own window; leave packing_buffer_size out.")
-            if buffer_size < 1:
-                raise ConfigError(f"packing_buffer_size is {buffer_size}; it must be at least 1.")
+            name = type(self).__name__
+            refuse(
+                (not self.takes_buffers, f"{name} packs from its own window; leave packing_buffer_size out."),
+                (buffer_size < 1, f"packing_buffer_size is {buffer_size}; it must be at least 1."),
+            )
             kind, window, balance, own = DisjointPackingDataset, buffer_size, 1, {"packing_buffer_size": buffer_size}
         return kind(
             dataset,
@@ -291,16 +287,14 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     def fewest_packs(self, samples: Sequence[MeasuredSample]) -> int:
         """Returns a lower bound on the packs that the samples fill: by length alone, as if samples were divisible."""
         units = self._units(samples)
-        groups = by_group(samples).values()
-        return sum(-(-sum(units[at] for at in held) // self.limits.units) for held in groups)
+        return sum(-(-sum(units[at] for at in held) // self.limits.units) for held in by_group(samples).values())
 
     def _units(self, samples: Sequence[MeasuredSample]) -> list[int]:
         return [self.limits.length_units(sample.measured) for sample in samples]
 
     def order_plans(self, plans: Sequence[Sequence[MeasuredSample]], block: int) -> Sequence[int]:
         """Serpentine order: cost rises in one block and falls in the next, so all ranks have similar costs at once."""
-        measured = [[sample.measured for sample in plan if sample.measured is not None] for plan in plans]
-        return serpentine_order([self.plan_cost(plan) for plan in measured], block)
+        return serpentine_order([self.plan_cost([sample.measured for sample in plan]) for plan in plans], block)
 
 
 class PackingTaskEncoder(WindowTaskEncoder):
@@ -342,27 +336,21 @@ class PackingTaskEncoder(WindowTaskEncoder):
         self.accept_changed = tuple(accept_changed)
         self.packing = packing
         self.multiple = (parallel or ParallelConfig()).multiple
-        if packing.seq_length % self.multiple:
-            down = packing.seq_length // self.multiple * self.multiple
-            raise ConfigError(
-                f"packing.seq_length {packing.seq_length} is not a multiple of {self.multiple}, which the parallel "
-                f"sizes need; use {down or self.multiple} or {down + self.multiple}."
-            )
+        check_multiple("packing.seq_length", packing.seq_length, self.multiple)
         self.encoders = _encoders(encoder, packing, processor)
         self.encoder = self.encoders[0]
         self.fields = tuple(dict.fromkeys(field for each in self.encoders for field in each.fields))
-        takes_images = [
-            each for each in self.encoders if isinstance(each, ConversationEncoder) and "image" in each.kinds
-        ]
-        if packing.dummy_image and not takes_images:
-            raise ConfigError("packing.dummy_image needs an encoder that takes images.")
-        own = (each for each in self.encoders if isinstance(each, ConversationEncoder))
-        seen = (each.kinds & set(each.family.placeholders) for each in own)
-        if packing.pad_cu_seqlens and (self.encoder.config.position_ids == "mrope" or any(seen)):
-            raise ConfigError(
+        own = [each for each in self.encoders if isinstance(each, ConversationEncoder)]
+        takes_images = [each for each in own if "image" in each.kinds]
+        sees = any(each.kinds & set(each.family.placeholders) for each in own)
+        refuse(
+            (packing.dummy_image and not takes_images, "packing.dummy_image needs an encoder that takes images."),
+            (
+                packing.pad_cu_seqlens and (self.encoder.config.position_ids == "mrope" or sees),
                 "packing.pad_cu_seqlens repeats the last boundary, which only models of text accept; leave it out, or "
-                "set encoder.modality to text and encoder.position_ids to 1d."
-            )
+                "set encoder.modality to text and encoder.position_ids to 1d.",
+            ),
+        )
         self.dummy = DummyImage(takes_images[0]) if packing.dummy_image else None
         reserved = 0 if self.dummy is None else -(-self.dummy.measured.length // self.multiple) * self.multiple
         if reserved >= packing.seq_length:
@@ -579,13 +567,13 @@ class PackingTaskEncoder(WindowTaskEncoder):
         if self.dummy is not None and not any(row.get("visual_inputs") for row in rows):
             fillers = [self.dummy.row]
         elif not rows:
-            positions = torch.zeros(3 if self.encoder.config.position_ids == "mrope" else 1, 1, dtype=torch.int64)
+            shape = (3, 1) if self.encoder.config.position_ids == "mrope" else (1,)
             fillers = [
                 {
                     "input_ids": torch.tensor([self.encoder.pad_token_id]),
                     "labels": torch.tensor([thd.IGNORE_INDEX]),
                     "loss_mask": torch.zeros(1),
-                    "position_ids": positions.squeeze(0) if len(positions) == 1 else positions,
+                    "position_ids": torch.zeros(shape, dtype=torch.int64),
                 }
             ]
         padded = [aligned_filler(row, self.fields, self.multiple, self.encoder.pad_token_id) for row in fillers]

@@ -127,7 +127,6 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
     """Packs from a sliding window. Saved states and restore keys contain the class name, so it must not change.
 
     Args:
-        dataset: yields `MeasuredSample`; a bad sample carries its problem.
         balance_window: number of finished plans that are reordered before emission; 1 keeps the order.
         packer: chooses, renders and assembles the packs, and creates this worker's ledger: a `WindowTaskEncoder`, or
             another object with its ``make_ledger``, ``select_pack`` (for a `DisjointPackingDataset`,
@@ -232,18 +231,21 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
     def _end(self, read: int) -> Pack[Any]:
         """What follows the last pack of a finite epoch, so that what was dropped since is reported."""
         self.ledger.end_epoch(read)
-        end: Pack[Any] = Pack(
-            __key__="",
-            __restore_key__=(),
-            __subflavors__={},
-            __sources__=(),
-            batch=None,
-            ended=read,
-            dropped=self.ledger.take_dropped(),
-            read=self.ledger.take_read(),
-            worker=self.worker_config.rank_worker_id(),
+        return set_sample_restore_key(
+            Pack(
+                __key__="",
+                __restore_key__=(),
+                __subflavors__={},
+                __sources__=(),
+                batch=None,
+                ended=read,
+                dropped=self.ledger.take_dropped(),
+                read=self.ledger.take_read(),
+                worker=self.worker_config.rank_worker_id(),
+            ),
+            _END,
+            src=self,
         )
-        return set_sample_restore_key(end, _END, src=self)
 
     def _wake(self) -> int:
         """Reads the samples of a restored state again, and accounts for those that can no longer be read."""
@@ -372,12 +374,8 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         return FlexState(**super().save_state(), fingerprint=dict(self.fingerprint), counts=counts)
 
     def restore_state(self, state: FlexState) -> None:
-        """Restores a saved state.
-
-        Raises:
-            ConfigError: the state was saved with different settings; the first that differs is named with both values.
-                Or an older version saved it, with ``packing_buffer_size``.
-        """
+        """Restores a saved state. Raises `ConfigError`: the state was saved with different settings; the first that
+        differs is named with both values. Or an older version saved it, with ``packing_buffer_size``."""
         check_fingerprint(state.get("fingerprint"), self.fingerprint, self.accept_changed)
         if state["__class__"] != type(self).__name__:
             raise ConfigError(
@@ -442,12 +440,8 @@ class DisjointPackingDataset(WindowPackingDataset):
 
 
 class SplitPieces(BaseWrapperDataset[MeasuredSample, MeasuredSample]):
-    """Yields the pieces of split samples, and all other samples unchanged. Saved states and restore keys contain the
-    class name.
-
-    Args:
-        dataset: yields measured samples; one with ``split`` set is replaced by its pieces ``key#0``, ``key#1``, ...
-    """
+    """Yields the pieces ``key#0``, ``key#1``, ... of split samples, and all others unchanged. Saved states and restore
+    keys contain the class name."""
 
     _savable_fields = ("_whole_key", "_next")
 
@@ -493,8 +487,8 @@ def piece_of(sample: MeasuredSample, number: int) -> MeasuredSample:
     """Returns one piece of a split sample: measured, or with its problem."""
     assert sample.split is not None
     piece = sample.split.pieces[number]
-    key = f"{sample.__key__}#{number}"
-    if isinstance(piece, SampleRejected):
-        problem = Problem(reason=piece.reason, detail=piece.detail)
-        return dataclasses.replace(sample, __key__=key, measured=None, problem=problem, split=None)
-    return dataclasses.replace(sample, __key__=key, measured=piece, problem=None, split=None)
+    problem = Problem.of(piece) if isinstance(piece, SampleRejected) else None
+    measured = None if isinstance(piece, SampleRejected) else piece
+    return dataclasses.replace(
+        sample, __key__=f"{sample.__key__}#{number}", measured=measured, problem=problem, split=None
+    )

@@ -32,11 +32,8 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 
 
 def keep_freed_memory() -> bool:
-    """Makes this process keep freed memory for its next allocations; it stays at its peak size.
-
-    Returns:
-        Whether the C library supports this; only glibc does.
-    """
+    """Makes this process keep freed memory for its next allocations, so that it stays at its peak size; returns whether
+    the C library can, which only glibc does."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
@@ -88,12 +85,8 @@ _ROOM = re.compile(r"No space left on device|unable to (?:write to|allocate|resi
 
 
 def in_sentences[Pack](packs: Iterator[Pack]) -> Iterator[Pack]:
-    """Yields packs of workers.
-
-    Raises:
-        UserError: a worker died, shared memory is full, too many files are open, or the data cannot be read any more.
-            Other errors of a worker keep their class, and ours lose its traceback.
-    """
+    """Yields packs of workers. Raises `UserError`: a worker died, shared memory is full, too many files are open, or
+    the data cannot be read any more. Other errors of a worker keep their class, and ours lose its traceback."""
     try:
         yield from packs
     except GeneratorExit:  # also when the interpreter ends, which has forgotten the names below by then

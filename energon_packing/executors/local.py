@@ -117,11 +117,8 @@ def _started(work: Work[Any, Any], workers: list[_Worker]) -> _Worker:
 
 
 def _serve(work: Work[Any, Any], connection: Connection, inherited: list[Connection], parent: int) -> None:
-    """The life of a worker: tasks come in, ``(kind, value)`` goes out, until the other end closes.
-
-    Args:
-        inherited: the calling process's ends of pipes. A fork that kept them would keep other workers from ending.
-    """
+    """The life of a worker: tasks come in, ``(kind, value)`` goes out, until the other end closes. A fork that kept the
+    ``inherited`` ends of pipes would keep other workers from ending."""
     if sys.platform == "linux":
         libc: Any = ctypes.CDLL(None)
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # this process ends with its parent, whatever ends that

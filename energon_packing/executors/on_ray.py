@@ -143,12 +143,10 @@ class _Worker:
     """One actor, which is told what to do before it does it."""
 
     def begin(self, work: Work[Any, Any]) -> None:
-        """Gets ready."""
         self._work = work
         work.begin()
 
     def do(self, task: Any) -> Any:
-        """Does a task."""
         return self._work.do(task)
 
 

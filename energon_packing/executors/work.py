@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from energon_packing.errors import ConfigError, UserError
+from energon_packing.errors import ConfigError, UserError, refuse
 from energon_packing.registry import Registry
 
 _MOST_WORKERS = 64
@@ -174,18 +174,17 @@ class ExecutorConfig:
     address: str | None = None
 
     def __post_init__(self) -> None:
-        cluster = self.cluster
-        if self.workers is not None and self.workers < 0:
-            raise ConfigError(f"--workers is {self.workers}; it must be at least 0.")
+        cluster, workers = self.cluster, self.workers or 0
         most = max(_MOST_WORKERS, 4 * (os.cpu_count() or 1))
-        if not cluster and (self.workers or 0) > most:
-            raise ConfigError(f"--workers is {self.workers}; it must be at most {most} on this machine.")
-        if cluster and self.workers == 0:
-            raise ConfigError(
-                f"--workers 0 works in this process; with --executor {self.kind}, --workers must be at least 1."
-            )
-        if not cluster and self.address is not None:
-            raise ConfigError("--address is of a Ray cluster; add --executor ray.")
+        refuse(
+            (workers < 0, f"--workers is {workers}; it must be at least 0."),
+            (not cluster and workers > most, f"--workers is {workers}; it must be at most {most} on this machine."),
+            (
+                cluster and self.workers == 0,
+                f"--workers 0 works in this process; with --executor {self.kind}, --workers must be at least 1.",
+            ),
+            (not cluster and self.address is not None, "--address is of a Ray cluster; add --executor ray."),
+        )
 
     @property
     def cluster(self) -> bool:

@@ -6,5 +6,4 @@ live in one folder. Other distributions name theirs as entry points of the group
 
 from pathlib import Path
 
-_HERE = Path(__file__).parent
-__path__ += sorted(str(folder) for folder in _HERE.parent.glob("*/kinds"))
+__path__ += sorted(str(folder) for folder in Path(__file__).parents[1].glob("*/kinds"))

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from energon_packing.config import PACK_LIMITS, EncoderConfig, PackingConfig, RunConfig
 from energon_packing.convert.layouts.layout import SUBFLAVORS
-from energon_packing.errors import ConfigError, UserError
+from energon_packing.errors import UserError
 from energon_packing.packing.constraints import PackLimits
 from energon_packing.sample_kind import NO_ROW, SampleKind
+from energon_packing.thd.alignment import check_multiple
 
 if TYPE_CHECKING:  # planning needs neither torch nor Energon
     from megatron.energon import CrudeSample
@@ -82,8 +83,9 @@ class Conversations(SampleKind):
         from energon_packing.encoders.measured import Measured, MeasuredPair
 
         if measured is None:
-            names = ("length", "second", "targets", "images", "patches", "turns")
-            return dict.fromkeys((*names, "stills", "videos", "frames", "pixels"), 0)
+            return dict.fromkeys(
+                ("length", "second", "targets", "images", "patches", "turns", "stills", "videos", "frames", "pixels"), 0
+            )
         first, second = (*measured.segment_lengths, 0)[:2]
         # Both answers of a pair show the media of their common beginning.
         shown = measured.chosen if isinstance(measured, MeasuredPair) else measured
@@ -124,14 +126,8 @@ class Conversations(SampleKind):
             raise UserError(
                 "packing.dummy_image reserves room that only the encoder knows; give the limits of its packs."
             )
-        multiple = run.parallel.multiple
-        if packing.seq_length % multiple:
-            down = packing.seq_length // multiple * multiple
-            raise ConfigError(
-                f"packing.seq_length {packing.seq_length} is not a multiple of {multiple}, which the parallel sizes "
-                f"need; use {down or multiple} or {down + multiple}."
-            )
-        return row_limits(packing, packing.seq_length, multiple)
+        check_multiple("packing.seq_length", packing.seq_length, run.parallel.multiple)
+        return row_limits(packing, packing.seq_length, run.parallel.multiple)
 
     def decided(self, run: RunConfig, limits: Any) -> dict[str, Any]:
         packing = run.packing

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from energon_packing.config import RunConfig, from_mapping, load_values
-from energon_packing.errors import ConfigError
+from energon_packing.errors import ConfigError, refuse
 
 ROW_LENGTH = "packing_row_length"
 """Where `parse_and_validate_args` keeps the row length, because model providers of vision scripts overwrite
@@ -115,31 +115,32 @@ def run_config_of(args: Any) -> RunConfig:
     given = {f"{section}.{key}" for section, settings in values.items() for key in settings or ()}
     _refuse_contradictions(config, given, args)
     length = row_length(args)
-    if "packing.seq_length" in given and config.packing.seq_length != length:
-        raise ConfigError(
+    equal_width = args.pipeline_model_parallel_size > 1 or args.expert_model_parallel_size > 1
+    refuse(
+        (
+            "packing.seq_length" in given and config.packing.seq_length != length,
             f"packing.seq_length is {config.packing.seq_length}, but --seq-length is {length}; a row is as long as the "
-            "model's sequence, so make them equal or leave packing.seq_length out."
-        )
-    if config.parallel.eval_context_parallel not in (None, args.context_parallel_size):
-        raise ConfigError(
-            "parallel.eval_context_parallel is set, but Megatron-LM evaluates with the training layout; remove it."
-        )
-    pipeline = args.pipeline_model_parallel_size > 1
-    experts = args.expert_model_parallel_size > 1
-    if (pipeline or experts) and "packing.pad_to_max_length" in given and not config.packing.pad_to_max_length:
-        raise ConfigError(
-            "packing.pad_to_max_length is false, but pipeline stages and experts need rows of equal width; remove it."
-        )
-    if config.encoder.loss_weighting != "token" and not args.calculate_per_token_loss:
-        raise ConfigError(
+            "model's sequence, so make them equal or leave packing.seq_length out.",
+        ),
+        (
+            config.parallel.eval_context_parallel not in (None, args.context_parallel_size),
+            "parallel.eval_context_parallel is set, but Megatron-LM evaluates with the training layout; remove it.",
+        ),
+        (
+            equal_width and "packing.pad_to_max_length" in given and not config.packing.pad_to_max_length,
+            "packing.pad_to_max_length is false, but pipeline stages and experts need rows of equal width; remove it.",
+        ),
+        (
+            config.encoder.loss_weighting != "token" and not args.calculate_per_token_loss,
             f"encoder.loss_weighting is {config.encoder.loss_weighting!r}, whose weights are divided by their sum over "
-            "the step; add --calculate-per-token-loss (rule ours/weights-need-token-loss)."
-        )
+            "the step; add --calculate-per-token-loss (rule ours/weights-need-token-loss).",
+        ),
+    )
     data = config.data if "data.workers" in given else replace(config.data, workers=args.num_workers)
     packing = replace(
         config.packing,
         seq_length=length,
-        pad_to_max_length=config.packing.pad_to_max_length or pipeline or experts,
+        pad_to_max_length=config.packing.pad_to_max_length or equal_width,
     )
     parallel = replace(
         config.parallel,
@@ -159,11 +160,7 @@ def run_config_of(args: Any) -> RunConfig:
 
 
 def check_arguments(args: Any) -> None:
-    """Refuses arguments of Megatron-LM that cannot work with packed rows.
-
-    Raises:
-        ConfigError: the first such argument, and what to do about it.
-    """
+    """Refuses arguments of Megatron-LM that cannot work with packed rows."""
 
     def value(name: str) -> Any:
         return getattr(args, name, None)
@@ -171,7 +168,7 @@ def check_arguments(args: Any) -> None:
     shares = args.sequence_parallel and args.tensor_model_parallel_size > 1
     uneven = shares and value("num_experts") and value("moe_z_loss_coeff") and not args.calculate_per_token_loss
     needs_own_data = ("--full-validation", "--multiple-validation-sets", "--hybrid-context-parallel")
-    for broken, sentence in (
+    refuse(
         (
             args.dataloader_type != "external",
             f"--dataloader-type is {args.dataloader_type}; packs need --dataloader-type external.",
@@ -216,9 +213,7 @@ def check_arguments(args: Any) -> None:
             args.calculate_per_token_loss and value("ddp_average_in_collective"),
             "--ddp-average-in-collective divides what --calculate-per-token-loss sums; remove it.",
         ),
-    ):
-        if broken:
-            raise ConfigError(sentence)
+    )
 
 
 def _refuse_contradictions(config: RunConfig, given: set[str], args: Any) -> None:

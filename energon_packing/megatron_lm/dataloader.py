@@ -146,7 +146,7 @@ class PackDataloader:
             config, replica, split=split, data_parallel_group=data_parallel_group, **what
         )
         if self._metrics is not None:
-            self._metrics.until_end_of(self)
+            weakref.finalize(self, self._metrics.close)  # or when the process ends
         # Pixels stay on the host: Megatron-LM keeps the batches of a step, to run it again where a result is doubtful.
         self._reader = OneReader(source, replica, depth=config.data.depth)
 
@@ -156,8 +156,7 @@ class PackDataloader:
     def __next__(self) -> PackedBatch:
         if self._metrics_config.directory is not None:
             self._post_metrics()
-        pack: PackedBatch = next(self._reader) if self._metrics is None else self._metrics.take(self._reader)
-        return pack
+        return next(self._reader) if self._metrics is None else self._metrics.take(self._reader)
 
     def _post_metrics(self) -> None:
         from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
@@ -205,12 +204,6 @@ def _post_rest(log: MetricsLog, own: PackMetrics | None, process: int) -> None:
         writer.flush()
 
 
-MISSING = (
-    "the world size or --dataloader-save differs from the run that saved it. Give --packing-restart-data to start the "
-    "data over."
-)
-
-
 def packs_left(args: Any, ranks: int) -> int | None:
     """Packs that the run has still to read, over all ranks; None if its batch grows."""
     if not args.train_iters or args.rampup_batch_size:
@@ -256,8 +249,11 @@ def saved_state(args: Any, *, data_parallel_rank: int | None) -> Any:
         )
         for pipeline_parallel in ((None, False, True) if data_parallel_rank is None else (None,))
     )
-    path = next((path for path in (own, *others) if path.is_file()), own)
-    return read_state(path, missing=MISSING)
+    return read_state(
+        next((path for path in (own, *others) if path.is_file()), own),
+        missing="the world size or --dataloader-save differs from the run that saved it. Give --packing-restart-data "
+        "to start the data over.",
+    )
 
 
 def train_valid_test_datasets_provider(

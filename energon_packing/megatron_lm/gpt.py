@@ -56,11 +56,8 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
 
 
 def read(data_iterator: Any, schedule_plan: bool, *, whole_row: bool = False) -> StageBatch:
-    """`get_batch` under Megatron-LM's timer; counts the real tokens for Megatron-LM's FLOPs report.
-
-    Raises:
-        ConfigError: a schedule plan is requested.
-    """
+    """`get_batch` under Megatron-LM's timer; counts the real tokens for Megatron-LM's FLOPs report. Raises
+    `ConfigError`: a schedule plan is requested."""
     from megatron.training import get_timers, training
 
     if schedule_plan:

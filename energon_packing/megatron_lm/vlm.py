@@ -12,7 +12,7 @@ placeholders is cut to its last token, and the model expands the row again to it
 """
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -67,17 +67,7 @@ def _call_llava(model: Any, batch: StageBatch) -> Any:
     )
     # Images are passed by position, because the mixed-precision wrapper casts those. The mask is passed by name and so
     # is not cast: weights of targets would lose digits in 16 bits.
-    return model(
-        inputs.images,
-        inputs.tokens,
-        inputs.position_ids,
-        None,
-        labels=inputs.labels,
-        loss_mask=inputs.loss_mask,
-        num_image_tiles=inputs.tiles,
-        packed_seq_params=batch.packed_seq_params,
-        **more,
-    )
+    return model(inputs.pop("images"), attention_mask=None, packed_seq_params=batch.packed_seq_params, **inputs, **more)
 
 
 def _call_by_name(model: Any, batch: StageBatch) -> Any:
@@ -92,29 +82,15 @@ def _call_by_name(model: Any, batch: StageBatch) -> Any:
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LlavaInputs:
-    """What ``LLaVAModel.forward`` takes. S is T minus the placeholders that were cut.
-
-    Attributes:
-        images: ``[tiles, 3, H, W]``; zero tiles if the row has no image.
-        tokens: ``[1, S]`` int64.
-        position_ids: ``[1, S]`` int64, of the expanded row.
-        labels: ``[1, S]`` int64.
-        loss_mask: ``[1, S]`` float32.
-        tiles: int ``[runs]``, tiles per run.
-    """
-
-    images: torch.Tensor
-    tokens: torch.Tensor
-    position_ids: torch.Tensor
-    labels: torch.Tensor
-    loss_mask: torch.Tensor
-    tiles: torch.Tensor
-
-
-def llava_inputs(batch: StageBatch, *, placeholder: int, image_token_index: int, tokens_per_tile: int) -> LlavaInputs:
+def llava_inputs(
+    batch: StageBatch, *, placeholder: int, image_token_index: int, tokens_per_tile: int
+) -> dict[str, torch.Tensor]:
     """Cuts every run of placeholders to one token.
+
+    Returns:
+        What ``LLaVAModel.forward`` takes, S being T minus the placeholders that were cut: ``images``
+        ``[tiles, 3, H, W]`` (zero tiles if the row has no image), ``input_ids``, ``position_ids`` (of the expanded row)
+        and ``labels`` int64 ``[1, S]``, ``loss_mask`` float32 ``[1, S]``, and ``num_image_tiles`` int ``[runs]``.
 
     Raises:
         ConfigError: a run is not a whole number of tiles, or the row has visual inputs other than ``pixel_values``.
@@ -139,23 +115,20 @@ def llava_inputs(batch: StageBatch, *, placeholder: int, image_token_index: int,
         raise ConfigError(f"LLaVAModel supports only images, but the row has {', '.join(sorted(visual))}.")
     if images is None:
         images = torch.zeros(0, 3, 1, 1, device=row.device)
-    return LlavaInputs(
-        images=images,
-        tokens=torch.where(media, image_token_index, row)[kept][None],
-        position_ids=batch.position_ids[..., kept],
-        labels=batch.labels[:, kept],
-        loss_mask=batch.loss_mask[:, kept],
-        tiles=(runs // tokens_per_tile).to(torch.int),
-    )
+    return {
+        "images": images,
+        "input_ids": torch.where(media, image_token_index, row)[kept][None],
+        "position_ids": batch.position_ids[..., kept],
+        "labels": batch.labels[:, kept],
+        "loss_mask": batch.loss_mask[:, kept],
+        "num_image_tiles": (runs // tokens_per_tile).to(torch.int),
+    }
 
 
 @functools.cache
 def image_placeholder() -> int:
-    """Token id of image placeholders, read once from the run's processor.
-
-    Raises:
-        ConfigError: the processor has no image placeholder.
-    """
+    """Token id of image placeholders, read once from the run's processor. Raises `ConfigError`: the processor has no
+    image placeholder."""
     from megatron.training import get_args
 
     from energon_packing.families.registry import build_family, load_processor
@@ -168,11 +141,7 @@ def image_placeholder() -> int:
 
 
 def check_pipeline_width(model: Any, batch: StageBatch) -> None:
-    """Checks that the language model's length, to which ``LLaVAModel`` pads in pipelines, is the row's.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Refuses a language model whose length, to which ``LLaVAModel`` pads in pipelines, is not the row's."""
     if not getattr(model, "_language_is_pipeline_parallel", False) or batch.tokens is None:
         return
     width = model._language_max_sequence_length

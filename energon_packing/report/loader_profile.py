@@ -97,8 +97,6 @@ def timed_task_encoder(run: RunConfig, clock: StageClock) -> PackingTaskEncoder:
 
 
 class _TimedStore:
-    """A store whose reads are counted."""
-
     def __init__(self, inner: FileStore[bytes], clock: StageClock) -> None:
         self._inner, self._clock = inner, clock
 
@@ -118,12 +116,8 @@ def loader_profile(
     packs_per_step: int = 1,
     progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> dict[str, Any]:
-    """Reads packs in this process and counts, then takes some from one loader process.
-
-    Args:
-        run: its workers are not used.
-        packs: to count, after a first one that fills the window.
-        packs_per_step: of one rank: global batch size divided by data-parallel size.
+    """Reads packs in this process and counts so many after a first one, which fills the window; then takes some from
+    one loader process, whatever the workers of the run. ``packs_per_step`` is of one rank.
 
     Returns:
         Plain values: ``samples``, ``tokens`` and ``packs`` per CPU second of a process, ``stages`` with CPU

@@ -16,7 +16,7 @@ from energon_packing.energon.data_identity import known_pairs
 from energon_packing.energon.loader import build_task_encoder
 from energon_packing.energon.samples import Pack
 from energon_packing.energon.task_encoder import PackingTaskEncoder
-from energon_packing.errors import UserError
+from energon_packing.errors import UserError, refuse
 from energon_packing.families.base import VisionFamily
 from energon_packing.ledger import without_ledger
 from energon_packing.offline.data_paths import is_packed, is_plan
@@ -78,22 +78,27 @@ def wanted_packs(
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, repeat=False))
     loader = open_loader(config, task_encoder=encoder)
     loader.tell = tell
-    if is_plan(path):
-        packs = _planned(Plan.open(path), loader, wanted)
-    else:
-        packs = ((pack, _sources(pack)) for pack in _after(loader, wanted.first, progress) if wanted.holds(pack))
+    packs = (
+        _planned(Plan.open(path), loader, wanted)
+        if is_plan(path)
+        else ((pack, _sources(pack)) for pack in _after(loader, wanted.first, progress) if wanted.holds(pack))
+    )
     empty = True
     for pack in itertools.islice(packs, wanted.packs):
         empty = False
         yield pack
     loader.tell_of_drops(final=True)
-    if empty and wanted.key is not None:
-        raise UserError(
+    refuse(
+        (
+            empty and wanted.key is not None,
             f"No pack of this epoch has {wanted.key!r}; `energon-packing explain {wanted.key} {path}` says what became "
-            "of it."
-        )
-    if empty and wanted.first:
-        raise UserError(f"The epoch of {path} ends before pack {wanted.first}; packs are numbered from 0.")
+            "of it.",
+        ),
+        (
+            empty and wanted.first,
+            f"The epoch of {path} ends before pack {wanted.first}; packs are numbered from 0.",
+        ),
+    )
 
 
 def _after(loader: Any, first: int, progress: Progress) -> Iterator[Pack]:

@@ -110,8 +110,9 @@ def _frames(media: Media, plan: MediaPlan, read: Callable[[str], bytes], config:
     places = sorted({round(part * last / (FRAMES - 1)) for part in range(FRAMES)}) if last >= 0 else ()
     indices = [plan.frame_indices[place] for place in places]
     if media.frame_names:
-        names = [media.frame_names[index] for index in indices]
-        return decode_frame_files(read, names, max_pixels=max_pixels, on_white=on_white)
+        return decode_frame_files(
+            read, [media.frame_names[index] for index in indices], max_pixels=max_pixels, on_white=on_white
+        )
     return decode_frames(read(media.name), sorted(set(indices)), max_pixels=max_pixels)
 
 
@@ -166,14 +167,8 @@ def drawn_pack(
     sources: Sequence[str] = (),
     most: int = 4000,
 ) -> dict[str, Any]:
-    """Describes one pack for a page.
-
-    Args:
-        seq_length: configured width of a row.
-        context_parallel: ranks among which segments are cut.
-        media: gives the images and videos of a segment by its key.
-        sources: where each sample comes from; empty if unknown.
-        most: characters of text per sample.
+    """Describes one pack for a page, whose samples have at most ``most`` characters of text; ``media`` gives the images
+    and videos of a segment by its key.
 
     Returns:
         Plain values. Of a segment, ``runs`` are ``[kind, tokens]`` of its real tokens (see `KINDS`), ``pieces`` are

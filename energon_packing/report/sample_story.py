@@ -53,8 +53,7 @@ def story_in_dataset(key: str, path: str, run: RunConfig, *, ledger: Path | None
 
     Args:
         key: of the sample, or of a piece (``KEY#0``) or answer (``KEY/chosen``) of it.
-        run: processor, limits and rows; its ``packing.ledger`` is read unless `ledger` is given.
-        ledger: directory of the ledger files of a run.
+        ledger: directory of the ledger files of a run; None takes ``packing.ledger``.
 
     Raises:
         UserError: the data set cannot be read, or nothing is known about the key.
@@ -80,27 +79,28 @@ def story_in_dataset(key: str, path: str, run: RunConfig, *, ledger: Path | None
 
 def events_of_plan(explained: dict[str, Any]) -> list[Event]:
     """What `energon_packing.offline.explain.explanation` says about a key."""
-    packed = [
-        Event(
-            "plan",
-            "ok",
-            f"{each['sample']}, {' + '.join(map(str, each['tokens']))} tokens of {each['dataset']}/{each['shard']}, "
-            f"sample {each['row']}: pack {each['pack']} of epoch {each['epoch']}, place {each['place']}; the pack has "
-            f"{each['pack_tokens']} of {each['seq_length']} tokens. "
-            f"Beside {_first([other['sample'] for other in each['beside']])}.",
-        )
-        for each in explained["packed"]
+    return [
+        *(
+            Event(
+                "plan",
+                "ok",
+                f"{each['sample']}, {' + '.join(map(str, each['tokens']))} tokens of {each['dataset']}/{each['shard']}"
+                f", sample {each['row']}: pack {each['pack']} of epoch {each['epoch']}, place {each['place']}; the "
+                f"pack has {each['pack_tokens']} of {each['seq_length']} tokens. "
+                f"Beside {_first([other['sample'] for other in each['beside']])}.",
+            )
+            for each in explained["packed"]
+        ),
+        *(
+            Event(
+                "plan",
+                "dropped",
+                f"{drop['dropped']}: {drop['reason']}: {drop['detail']}",
+                drop.get("setting") or deciding_setting(drop["reason"], drop["detail"]),
+            )
+            for drop in explained["dropped"]
+        ),
     ]
-    dropped = [
-        Event(
-            "plan",
-            "dropped",
-            f"{drop['dropped']}: {drop['reason']}: {drop['detail']}",
-            drop.get("setting") or deciding_setting(drop["reason"], drop["detail"]),
-        )
-        for drop in explained["dropped"]
-    ]
-    return [*packed, *dropped]
 
 
 def _first(names: Sequence[str]) -> str:

@@ -92,9 +92,7 @@ def shown(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, list):
-        return f"[{', '.join(map(shown, value))}]"
-    return str(value) or '""'
+    return f"[{', '.join(map(shown, value))}]" if isinstance(value, list) else str(value) or '""'
 
 
 def json_schema() -> dict[str, Any]:

@@ -58,9 +58,7 @@ def size(
     """Measures one shard of each data set, plans and packs a part of it, and multiplies.
 
     Args:
-        paths, split: data sets, as ``measure`` takes them.
         place: an empty directory, for what the probe writes.
-        samples: of the run.
         probe: samples that are packed for the estimate; of each data set its share. One shard of each is measured.
 
     Returns:

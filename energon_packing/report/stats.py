@@ -113,14 +113,6 @@ def statistics(samples: StatsSamples) -> dict[str, Any]:
     }
 
 
-def share_error(samples: StatsSamples, share: float) -> float:
-    """Half the width of a 95 % interval of a share of all samples (Wilson's, for a finite population)."""
-    if samples.whole:
-        return 0.0
-    n = samples.measured * (samples.total - 1) / max(samples.total - samples.measured, 1)
-    return Z / (1 + Z * Z / n) * math.sqrt(share * (1 - share) / n + Z * Z / (4 * n * n))
-
-
 def mean_error(samples: StatsSamples, array: np.ndarray) -> float:
     """Half the width of a 95 % interval of a mean over usable samples."""
     if samples.whole or array.size < 2:
@@ -166,8 +158,12 @@ def _histogram(samples: StatsSamples, array: np.ndarray) -> list[dict[str, Any]]
 
 
 def _counted(samples: StatsSamples, count: int) -> dict[str, Any]:
-    share = count / samples.measured
-    return {"samples": count, "share": share, "error": share_error(samples, share)}
+    """A share of all samples, with half the width of its 95 % interval (Wilson's, for a finite population)."""
+    share, error = count / samples.measured, 0.0
+    if not samples.whole:
+        n = samples.measured * (samples.total - 1) / max(samples.total - samples.measured, 1)
+        error = Z / (1 + Z * Z / n) * math.sqrt(share * (1 - share) / n + Z * Z / (4 * n * n))
+    return {"samples": count, "share": share, "error": error}
 
 
 def _modalities(samples: StatsSamples) -> list[dict[str, Any]]:
@@ -324,8 +320,8 @@ def _best_length(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     if not good:
         return max(rows, key=lambda row: row["fill"] * (1 - row["lost"]))
     top = max(row["fill"] for row in good)
-    good = [row for row in good if row["fill"] >= top - 5 * NEGLIGIBLE_FILL]
-    return min(good, key=lambda row: (row["seq_length"], -row["fill"]))
+    full = (row for row in good if row["fill"] >= top - 5 * NEGLIGIBLE_FILL)
+    return min(full, key=lambda row: (row["seq_length"], -row["fill"]))
 
 
 def _sizes(samples: StatsSamples) -> Sizes:
@@ -441,21 +437,17 @@ def reader_figures(path: str, split: str, run: RunConfig, samples: StatsSamples,
             own_tokens = share.amounts(samples.place[own], samples.tokens[own], readers)
             given[number] = own_tokens * repetitions / share.copies
     of_tokens = mix * tokens / np.maximum(counts, 1)
-    rows = zip(samples.datasets, mix / mix.sum(), of_tokens / max(of_tokens.sum(), 1e-9), given, strict=True)
-    return {
-        "data_parallel": data_parallel,
-        "workers": run.data.workers,
-        "datasets": [_reader(*row, whole=samples.whole) for row in rows],
-        "all": _reader("all", 1.0, 1.0, given.sum(axis=0), whole=samples.whole),
-    }
-
-
-def _reader(name: str, share: float, token_share: float, tokens: np.ndarray, *, whole: bool) -> dict[str, Any]:
-    return {
-        "name": name,
-        "share": float(share),
-        "token_share": float(token_share),
-        "mean_tokens": float(tokens.mean()),
-        "least_tokens": float(tokens.min()) if whole else None,
-        "most_tokens": float(tokens.max()) if whole else None,
-    }
+    shares_of_tokens = of_tokens / max(of_tokens.sum(), 1e-9)
+    rows = [*zip(samples.datasets, mix / mix.sum(), shares_of_tokens, given, strict=True)]
+    *datasets, together = (
+        {
+            "name": name,
+            "share": float(part_of_mix),
+            "token_share": float(part_of_tokens),
+            "mean_tokens": float(each.mean()),
+            "least_tokens": float(each.min()) if samples.whole else None,
+            "most_tokens": float(each.max()) if samples.whole else None,
+        }
+        for name, part_of_mix, part_of_tokens, each in (*rows, ("all", 1.0, 1.0, given.sum(axis=0)))
+    )
+    return {"data_parallel": data_parallel, "workers": run.data.workers, "datasets": datasets, "all": together}

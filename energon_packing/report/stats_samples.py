@@ -28,7 +28,6 @@ class StatsSamples:
     """Sizes of N usable samples, and why the others were dropped.
 
     Attributes:
-        path: as the user named it.
         total: samples of the data, dropped ones included; of a plan, the rows that it packs and its drops.
         measured: how many of them were looked at; less than ``total`` if they were drawn at random.
         dataset: ``[N]`` int64, the data set of each sample.
@@ -39,7 +38,6 @@ class StatsSamples:
         pack: ``[N]`` int64, the pack of each sample; plans only.
         pair_counts: of the ``measured`` samples; nothing where nobody counted.
         planned: seq_length, multiple and packs of a plan; None otherwise.
-        frequent: which drops must be told.
     """
 
     path: str

@@ -259,18 +259,18 @@ def test_the_model_makes_the_row_again_that_the_placeholders_stood_for(model):
 
     batch = stage_batch([row for row, _ in SAMPLES], 8, 160)
     made = llava_inputs(batch, placeholder=PLACEHOLDER, image_token_index=-200, tokens_per_tile=TILE)
-    assert made.tiles.tolist() == [1, 2, 1, 1, 1, 3]
-    assert made.tokens.size(1) == 160 - 9 * TILE + 6
+    assert made["num_image_tiles"].tolist() == [1, 2, 1, 1, 1, 3]
+    assert made["input_ids"].size(1) == 160 - 9 * TILE + 6
     _, labels, mask = model._preprocess_data(
         torch.zeros(TILE, 9, 32),
-        torch.zeros(1, made.tokens.size(1), 32),
-        made.tokens,
-        made.loss_mask,
-        made.labels,
+        torch.zeros(1, made["input_ids"].size(1), 32),
+        made["input_ids"],
+        made["loss_mask"],
+        made["labels"],
         False,
         None,
         -200,
-        made.tiles,
+        made["num_image_tiles"],
     )
     assert torch.equal(mask, batch.loss_mask)
     assert torch.equal(labels[mask > 0], batch.labels[mask > 0])

@@ -183,13 +183,7 @@ def test_a_forked_process_that_ends_does_not_end_the_run(tmp_path):
         os._exit(0)
     os.waitpid(child, 0)
     assert [line.get("ended") for line in lines_of(tmp_path)] == [None]
-
-    class Owner:
-        pass
-
-    owner = Owner()
-    metrics.until_end_of(owner)
-    del owner
+    metrics.close()
     metrics.close()
     assert [line.get("ended") for line in lines_of(tmp_path)] == [None, True]
 

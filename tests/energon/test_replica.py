@@ -31,7 +31,7 @@ from energon_packing.energon.loader import identity_of
 from energon_packing.energon.pack_bytes import field_digests, pack_from_bytes, pack_to_bytes
 from energon_packing.energon.replica import Replica
 from energon_packing.energon.replica_channel import END, HostLeader, HostMember, Message, RankGone, StageSpread
-from energon_packing.energon.replica_reader import EveryReader, OneReader
+from energon_packing.energon.replica_reader import OneReader
 from energon_packing.errors import ConfigError, PackingError
 
 
@@ -142,8 +142,6 @@ def test_a_state_of_something_else_is_refused():
 def test_impossible_readers_are_refused():
     with pytest.raises(PackingError, match="wrong source"):
         OneReader(None, Replica())
-    with pytest.raises(ConfigError, match="compare_every is 0"):
-        EveryReader(replica_ranks.Source(), Replica(), compare_every=0)
 
 
 @pytest.mark.parametrize("width", [None, 32])
@@ -187,10 +185,10 @@ def test_a_tensor_with_other_values_or_another_shape_has_another_digest():
 @pytest.fixture
 def linked():
     """The two ends of a link of one host."""
-    leader = HostLeader([1], ahead=1, patience=10)
+    leader = HostLeader([1], ahead=1)
     accepting = threading.Thread(target=leader.accept)
     accepting.start()
-    member = HostMember(1, 0, leader.address, patience=10)
+    member = HostMember(1, 0, leader.address)
     accepting.join()
     yield leader, member
     leader.close()

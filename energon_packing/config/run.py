@@ -148,6 +148,10 @@ SplitPositions = Literal["restart", "continue"]
 MAX_DROPS_WITHOUT_PACK = 20_000
 """Default for how many samples may be dropped since the last pack before the run stops."""
 
+Padding = Literal["auto", "between", "real"]
+AUTO_PADDING: Padding = "real"
+"""What ``packing.padding: auto`` means for models whose attention is causal; for others it is ``between``."""
+
 PACK_LIMITS = ("max_images_per_pack", "max_patches_per_pack", "max_segments_per_pack", "max_cost_per_pack")
 """The fields of `PackingConfig` that limit a pack in addition to its tokens."""
 
@@ -195,6 +199,11 @@ class PackingConfig:
     pad_cu_seqlens: bool = setting(False, changes="packs", newer=True)
     """True gives every row of text the same number of boundaries, ``max_segments_per_pack + 2``, and the same
     ``max_seqlen``, which CUDA graphs over attention need. Needs ``pad_to_max_length`` and ``max_segments_per_pack``."""
+    padding: Padding = setting("auto", changes="nothing")
+    """What the padding is that aligns a sample. ``between``: it lies between samples, and ``cu_seqlens`` leave it out.
+    ``real``: it ends the sample before it. Under a causal mask the sample cannot see it, so loss and gradient are the
+    same, and kernels need not support padding between samples; families that are not causal refuse it. ``auto`` is
+    ``real`` for all others, see docs/thd.md."""
     dummy_image: bool = setting(False, changes="rows")
     """True adds the family's smallest image, masked and with zero weight, to packs without media. Every micro-step then
     has media on all ranks, and collectives inside a vision tower cannot hang. Packs reserve room for it."""

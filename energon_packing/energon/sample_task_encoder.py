@@ -50,7 +50,7 @@ from energon_packing.thd.fields import IGNORE_INDEX
 from energon_packing.thd.pixels import finish
 from energon_packing.thd.rows import join_visual_inputs, joined_forms
 
-UNREAD = ("window", "policy", "balance_window", "dummy_image", "pad_cu_seqlens", *PACK_LIMITS)
+UNREAD = ("window", "policy", "balance_window", "dummy_image", "pad_cu_seqlens", "padding", *PACK_LIMITS)
 """Fields of `PackingConfig` that decide which samples share a row; they have no effect here."""
 
 

@@ -18,6 +18,7 @@ from megatron.energon import Cooker, TaskEncoder, WorkerConfig, stateless
 
 from energon_packing import thd
 from energon_packing.config import EncoderConfig, PackingConfig, ParallelConfig
+from energon_packing.config.run import AUTO_PADDING, Padding
 from energon_packing.conversation import Conversation, Media
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.encoders.joinable_rows import joinable
@@ -350,7 +351,14 @@ class PackingTaskEncoder(WindowTaskEncoder):
                 "packing.pad_cu_seqlens repeats the last boundary, which only models of text accept; leave it out, or "
                 "set encoder.modality to text and encoder.position_ids to 1d.",
             ),
+            (
+                packing.padding == "real" and any(not each.family.causal for each in own),
+                "packing.padding is 'real', but tokens of an image see each other in both directions in this family, and "
+                "only causal attention cannot see the padding behind a sample; set it to between.",
+            ),
         )
+        auto: Padding = AUTO_PADDING if all(each.family.causal for each in own) else "between"
+        self._padding = auto if packing.padding == "auto" else packing.padding
         self.dummy = DummyImage(takes_images[0]) if packing.dummy_image else None
         reserved = 0 if self.dummy is None else -(-self.dummy.measured.length // self.multiple) * self.multiple
         if reserved >= packing.seq_length:
@@ -584,10 +592,12 @@ class PackingTaskEncoder(WindowTaskEncoder):
             width=self.packing.seq_length if self.packing.pad_to_max_length else None,
             pad_token_id=self.encoder.pad_token_id,
         )
-        return self.with_fixed_boundaries(mask_fillers(batch, len(fillers)))
+        return self.with_boundaries_of_run(mask_fillers(batch, len(fillers)))
 
-    def with_fixed_boundaries(self, batch: thd.PackedBatch) -> thd.PackedBatch:
-        """Returns the row with as many boundaries as every other, if ``packing.pad_cu_seqlens`` asks for that."""
+    def with_boundaries_of_run(self, batch: thd.PackedBatch) -> thd.PackedBatch:
+        """Returns the row with the boundaries that ``packing.padding`` and ``packing.pad_cu_seqlens`` ask for."""
+        if self._padding == "real":
+            batch = thd.real_padding(batch)
         if not self.packing.pad_cu_seqlens:
             return batch
         most = (self.packing.max_segments_per_pack or 0) + 1  # and the masked rest of the row

@@ -72,6 +72,8 @@ class VisionFamily(ABC):
     """Attributes of the processor or its parts that rows depend on, besides `PROCESSOR_SETTINGS`."""
     token_fields: ClassVar[tuple[TokenField, ...]] = ()
     """The model inputs that `token_values` returns; a model whose forward does not take one of them is refused."""
+    causal: ClassVar[bool] = True
+    """Whether no token of the language model sees what is behind it; ``packing.padding: real`` needs that."""
     mrope: ClassVar[bool] = True
     """Whether a model of the family takes positions on three axes."""
     most_pixels: int | None = None

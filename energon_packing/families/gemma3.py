@@ -30,6 +30,7 @@ class Gemma3(VisionFamily):
     name = "gemma3"
     processor_classes = ("Gemma3Processor",)
     reads = ("pan_and_scan",)
+    causal = False  # the tokens of an image see each other
     mrope = False
 
     def __init__(self, processor: Any, config: EncoderConfig) -> None:

@@ -64,13 +64,13 @@ class Conversations(SampleKind):
         return build_task_encoder(run, **models)
 
     def packing_encoder(self, run: RunConfig) -> PackingTaskEncoder:
-        """See `SampleKind.packing_encoder`; pixels are bytes wherever that is exact, and boundaries are not repeated,
-        whatever the run makes of them."""
+        """See `SampleKind.packing_encoder`; pixels are bytes wherever that is exact, and boundaries are those of
+        `thd.assemble`, whatever the run makes of them."""
         return self.task_encoder(
             dataclasses.replace(
                 run,
                 encoder=dataclasses.replace(run.encoder, pixels="bytes"),
-                packing=dataclasses.replace(run.packing, ledger=None, pad_cu_seqlens=False),
+                packing=dataclasses.replace(run.packing, ledger=None, pad_cu_seqlens=False, padding="between"),
             )
         )
 

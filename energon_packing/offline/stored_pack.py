@@ -386,7 +386,7 @@ class PackedPacks(StoredPacks[StoredPack]):
                 return None
             batch = self._with_pixels(stored.batch)
             if self._as_stored:
-                return self._finished(stored, self._encoder.with_fixed_boundaries(batch))
+                return self._finished(stored, self._encoder.with_boundaries_of_run(batch))
             return self._assembled([made for _, made in self._rows(stored, batch)])
         assert stored.batch is not None, "a pack in parts has samples"
         rendered = [

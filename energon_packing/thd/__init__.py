@@ -15,7 +15,7 @@ _PUBLIC = {
     for module, names in {
         "alignment": ("alignment_multiple",),
         "assembly": ("assemble",),
-        "batch": ("PackedBatch", "packed_seq_params", "pad_cu_seqlens"),
+        "batch": ("PackedBatch", "packed_seq_params", "pad_cu_seqlens", "real_padding"),
         "checks": ("INVARIANTS", "check_media", "check_thd"),
         "context_parallel": (
             *("context_parallel_indices", "context_parallel_indices_numpy", "reassemble", "slice_for_context_parallel"),
@@ -41,6 +41,7 @@ __all__ = [
     "finished_row",
     "packed_seq_params",
     "pad_cu_seqlens",
+    "real_padding",
     "reassemble",
     "slice_for_context_parallel",
     "unpack",
@@ -49,7 +50,7 @@ __all__ = [
 if TYPE_CHECKING:
     from energon_packing.thd.alignment import alignment_multiple
     from energon_packing.thd.assembly import assemble
-    from energon_packing.thd.batch import PackedBatch, packed_seq_params, pad_cu_seqlens
+    from energon_packing.thd.batch import PackedBatch, packed_seq_params, pad_cu_seqlens, real_padding
     from energon_packing.thd.checks import INVARIANTS, check_media, check_thd
     from energon_packing.thd.context_parallel import (
         context_parallel_indices,

@@ -42,7 +42,7 @@ class PackedBatch:
             from the batch.
         padding_mask: ``[1, T]`` bool, **True where the token is padding**, as Megatron-Core 0.19.2 reads it in
             ``z_loss_func`` and ``compute_routing_scores_for_aux_loss`` (the docstrings in ``router.py`` differ).
-        cu_seqlens: int32 ``[segments + 1]``, running sum of the real lengths.
+        cu_seqlens: int32 ``[segments + 1]``, running sum of the real lengths, or after `real_padding` of the physical.
         cu_seqlens_padded: int32 of the same shape, where the segments physically begin and end in the row; None for an
             alignment multiple of 1. If it equals ``cu_seqlens``, the two are one tensor, even after a move to a device,
             because Transformer Engine 2.18 and later detects padding by that identity.
@@ -278,6 +278,15 @@ class PackedBatch:
                 f"{', '.join(sorted(known))}"
             )
         return container(**visual, **inputs)
+
+
+def real_padding(batch: PackedBatch) -> PackedBatch:
+    """The batch with the padding behind each sample in the sample's segment: both boundaries are the physical ones.
+
+    Under a causal mask nothing sees what is behind it, so no token, loss or gradient of a sample changes, and kernels
+    find nothing between segments. Positions, labels, ``padding_mask`` and ``sample_lengths`` stay as they were.
+    """
+    return batch if batch.cu_seqlens_padded is None else replace(batch, cu_seqlens=batch.cu_seqlens_padded)
 
 
 def pad_cu_seqlens(batch: PackedBatch, *, max_segments: int, max_seqlen: int | None = None) -> PackedBatch:

@@ -63,7 +63,7 @@ def check_thd(batch: PackedBatch, *, multiple: int = 1) -> list[str]:
     found += _visibility(real[: count + 1], physical[: count + 1])
     if found:
         return found
-    found += _samples(batch, np.diff(real[: count + 1]))
+    found += _samples(batch, np.diff(real[: count + 1]), multiple)
     if batch.cp_size == 1 and not found:
         found += _content(batch, physical[: count + 1])
     return found
@@ -234,13 +234,16 @@ def _visibility(real: np.ndarray, physical: np.ndarray) -> Iterator[str]:
         )
 
 
-def _samples(batch: PackedBatch, real: np.ndarray) -> Iterator[str]:
+def _samples(batch: PackedBatch, real: np.ndarray, multiple: int) -> Iterator[str]:
     samples, keys = batch.num_samples, len(batch.sample_keys)
     rows = samples + batch.fillers  # `_content` checks that fillers hold only padding
     if rows < 1 or keys != samples or (real.size - rows) not in (0, 1):
         yield f"samples: {keys} keys and {samples} lengths for {real.size} segments"
         return
-    wrong = np.flatnonzero(real[:samples] != np.asarray(batch.sample_lengths))
+    lengths = np.asarray(batch.sample_lengths, dtype=np.int64)
+    if not batch.pad_between_seqs:  # padding is part of its sample, or there is none
+        lengths = -(-lengths // multiple) * multiple
+    wrong = np.flatnonzero(real[:samples] != lengths)
     if wrong.size:
         at = int(wrong[0])
         yield f"samples: {batch.sample_keys[at]} has length {batch.sample_lengths[at]}, its segment {real[at]}"

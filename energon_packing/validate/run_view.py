@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from energon_packing.config.run import AUTO_PADDING
 from energon_packing.errors import ConfigError
 from energon_packing.thd.alignment import alignment_multiple
 from energon_packing.validate.kernel_table import Machine
@@ -27,6 +28,9 @@ COLLATED: tuple[DatasetKind, ...] = ("packed_energon", "energon", "hf_sft", "moc
 
 PACKING_STEPS = ("qwen3_vl_step", "audio_lm_step")
 """Forward steps of Bridge 0.6.2 that join the samples of a micro-batch themselves."""
+
+BOTH_WAYS = ("gemma3",)
+"""Starts of families whose tokens of an image see each other, see `VisionFamily.causal`."""
 
 OLD_NAMES = {
     "packed_sequence_specs": "offline_packing_specs, with enable_offline_packing=True",
@@ -121,6 +125,8 @@ class RunView:
     model_seq_length: int = at(4096, bridge="model.seq_length", ours="training.", argument=True)
     packed_sequence_size: int | None = at(None, bridge="dataset.offline_packing_specs.")
     pad_cu_seqlens: bool = at(False, bridge="dataset.offline_packing_specs.", ours="packing.")
+    padding: str = at("auto", bridge="dataset.packing.", ours="packing.")
+    """Of our rows, see `pads_between`."""
     pad_to_max_length: bool = at(False, ours="packing.")
     pad_seq_to_multiple: int | None = at(None, bridge="dataset.offline_packing_specs.pad_seq_to_mult")
     """Multiple to which packs that Bridge prepares offline pad each sample."""
@@ -176,8 +182,6 @@ class RunView:
     """Those of this environment that are not 1, with their values."""
     machine: Machine | None = None
     """The GPUs that kernels are judged for."""
-    padding: str = at("auto", bridge="dataset.packing.", ours="packing.")
-    """Of our rows, see `pads_between`."""
     fp8_recipe: str | None = None
     """None if the model computes without fp8."""
     fp8_dot_product_attention: bool = at(False, bridge="model.")
@@ -267,7 +271,9 @@ class RunView:
     def pads_between(self) -> bool:
         """Whether padding may lie between the samples of a row; padding that is ``real`` belongs to a sample."""
         ours = self.dataset_kind == "packed_energon" and self.enable_offline_packing
-        return self.multiple > 1 and not (ours and self.padding == "real")
+        auto = "between" if self.family.startswith(BOTH_WAYS) else AUTO_PADDING
+        real = ours and (auto if self.padding == "auto" else self.padding) == "real"
+        return self.packed and self.multiple > 1 and not real
 
     @property
     def ranks_of_a_row(self) -> int:
@@ -475,7 +481,7 @@ def _keys_of(source: Literal["bridge", "argument"]) -> dict[str, str]:
     places = [(place_of(entry, "ours"), place_of(entry, source)) for entry in dataclasses.fields(RunView)]
     keys = {ours: own.replace("final.", "model.") for ours, own in reversed(places) if ours and own}
     return {"training.step": "--step", **keys} | (
-        {f"packing.{name}": f"dataset.packing.{name}" for name in ("oversize", "window", "pad_cu_seqlens")}
+        {f"packing.{name}": f"dataset.packing.{name}" for name in ("oversize", "window", "pad_cu_seqlens", "padding")}
         | {f"packing.{name}": f"dataset.{name}" for name in ("pad_to_max_length", "seq_length")}
         if source == "bridge"
         else {}

@@ -53,6 +53,44 @@ def test_a_pack_gives_the_logits_loss_and_gradient_of_its_samples_alone(family, 
     assert report.gradient_scale > 1e-3
 
 
+@pytest.mark.parametrize(("multiple", "width"), [(8, None), (16, 512)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padding_that_ends_a_sample_changes_neither_its_logits_nor_loss_nor_gradient(
+    family, multiple, width, models, make_samples
+):
+    rows = rows_of(make_samples, family)
+    batch = thd.real_padding(thd.assemble(rows, multiple=multiple, width=width))
+    assert batch.cu_seqlens is batch.cu_seqlens_padded
+    assert batch.total_tokens > batch.real_tokens
+    report = row_parity.compare(models(family), batch.to_bridge(), row_parity.row_batches(rows))
+    assert report.failures() == []
+
+
+def test_several_predicted_tokens_need_padding_that_ends_its_sample(cpu_world, tiny_provider, make_samples):
+    """Megatron-Core shifts their labels at ``cu_seqlens_q``."""
+    provider = tiny_provider("text", seq_length=512)
+    provider.mtp_num_layers, provider.mtp_loss_scaling_factor = 1, 1.0
+    model, rows = training_run.build_model(provider), rows_of(make_samples, "text")
+
+    def gradient(batch):
+        model.zero_grad()
+        losses = model(
+            batch.tokens,
+            batch.position_ids,
+            None,
+            labels=batch.labels,
+            loss_mask=batch.loss_mask,
+            packed_seq_params=thd.packed_seq_params(batch),
+        )
+        (losses * batch.loss_mask).sum().backward()
+        return torch.cat([part.grad.flatten() for part in model.parameters() if part.grad is not None])
+
+    padded = thd.assemble(rows, multiple=8, width=512)
+    tight, real, between = map(gradient, (thd.assemble(rows), thd.real_padding(padded), padded))
+    assert (real - tight).norm() < 1e-5 * tight.norm()
+    assert (between - tight).norm() > 1e-2 * tight.norm()
+
+
 @pytest.mark.parametrize("multiple", [1, 8])
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 @pytest.mark.parametrize("kind", ["text", "one_sample", "one_video", "media_first_and_last"])
@@ -200,12 +238,13 @@ def is_sound(report):
     assert report.control > 1e-2, "samples that see each other must show"
 
 
-def test_a_pack_of_images_and_videos_gives_each_samples_own_results_in_bridges_glm(cpu_world):
+@pytest.mark.parametrize("multiple", [1, 16])
+def test_a_pack_of_images_and_videos_gives_each_samples_own_results_in_bridges_glm(multiple, cpu_world):
     from megatron.bridge.training.utils.visual_inputs import GenericVisualInputs
 
     encoder = ConversationEncoder(EncoderConfig(), processor=glm4v(glm_and_ernie.LIMITS, glm_and_ernie.LIMITS))
     rows, extra = media_rows(encoder), {"mm_token_type_ids": 0}
-    batch = thd.assemble(joinable(rows), extra_fields=extra)
+    batch = thd.real_padding(thd.assemble(joinable(rows), multiple=multiple, extra_fields=extra))
     assert set(batch.visual_inputs) == {"pixel_values", "image_grid_thw"}, "a pack hands videos over as images"
     alone = []
     for row in rows:  # as the processor made it: the video is a video
@@ -219,12 +258,13 @@ def test_a_pack_of_images_and_videos_gives_each_samples_own_results_in_bridges_g
     assert max(segment.positions for segment in report.segments) == 0
 
 
-def test_a_pack_of_images_and_videos_gives_each_samples_own_results_in_bridges_ernie(cpu_world, monkeypatch):
+@pytest.mark.parametrize("multiple", [1, 16])
+def test_a_pack_of_images_and_videos_gives_each_samples_own_results_in_bridges_ernie(multiple, cpu_world, monkeypatch):
     glm_and_ernie.known_layers(monkeypatch)
     limits = glm_and_ernie.LIMITS
     encoder = ConversationEncoder(EncoderConfig(), processor=ernie4_5_vl(limits, limits, max_frames=4))
     rows, extra = media_rows(encoder), dict.fromkeys(glm_and_ernie.TYPES, 0)
-    batch = thd.assemble(rows, extra_fields=extra)
+    batch = thd.real_padding(thd.assemble(rows, multiple=multiple, extra_fields=extra))
     alone = []
     for row in rows:  # without boundaries, with the types that the family says
         (single,) = row_parity.row_batches([{**row, "visual_inputs": {}}])

@@ -119,6 +119,7 @@ def test_weights_that_are_not_scaled_lose_their_sum_to_bridges_whole_numbers(pro
 EXPERT_LAYOUTS = {
     "tp2": (2, {"tensor": 2}),
     "cp2": (2, {"context": 2}),
+    "cp2, padding real": (2, {"context": 2, "padding": "real"}),
     "ep2": (2, {"expert": 2, "balance": "aux"}),  # two data-parallel ranks
     "pp2": (2, {"pipeline": 2}),  # with two micro-batches in flight
     "tp2-cp2-ep2": (4, {"tensor": 2, "context": 2, "expert": 2}),
@@ -132,7 +133,15 @@ WITHOUT_MASK = {"tp2", "ep2"}
 
 
 def expert_case(family, kind, **changes):
-    one = {"balance": "all", "tensor": 1, "context": 1, "expert": 1, "pipeline": 1, "recompute": False}
+    one = {
+        "balance": "all",
+        "tensor": 1,
+        "context": 1,
+        "expert": 1,
+        "pipeline": 1,
+        "recompute": False,
+        "padding": "between",
+    }
     return one | {"family": family, "kind": kind, "step": "ours", "masked": True} | changes
 
 

@@ -85,14 +85,22 @@ def no_cuda_random_states(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_cuda_random_states")
-@pytest.mark.parametrize(("family", "multiple", "recompute"), [("text", 8, False), ("qwen3_vl", 8, True)])
+@pytest.mark.parametrize(
+    ("family", "multiple", "recompute", "owner"),
+    [
+        ("text", 8, False, lambda batch: batch),
+        ("qwen3_vl", 8, True, lambda batch: batch),
+        ("text", 16, False, thd.real_padding),
+        ("qwen3_vl", 8, False, thd.real_padding),
+    ],
+)
 def test_padding_changes_nothing_in_a_mixture_of_experts_with_our_step_and_does_with_bridges(
-    family, multiple, recompute, losses_and_norms, make_samples
+    family, multiple, recompute, owner, losses_and_norms, make_samples
 ):
     """Load balancing and router z-loss are on: what Bridge 0.6 lets padding take part in, and 0.7 outside gpt_step."""
     packs = packs_of(make_samples, family)
     tight = [thd.assemble(rows).to_bridge() for rows in packs]
-    padded = [thd.assemble(rows, multiple=multiple, width=WIDTH).to_bridge() for rows in packs]
+    padded = [owner(thd.assemble(rows, multiple=multiple, width=WIDTH)).to_bridge() for rows in packs]
     expected = losses_and_norms(family, tight, "ours", experts=4, recompute=recompute)
     ours = losses_and_norms(family, padded, "ours", experts=4, recompute=recompute)
     theirs = losses_and_norms(family, padded, BRIDGES[family], experts=4, recompute=recompute)

@@ -103,6 +103,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any], bool]] = {
     "packing.pairs": ("drop", {}, False),  # the demo has no pairs
     "packing.pad_to_max_length": (True, {}, True),
     "packing.pad_cu_seqlens": (True, FIXED, True),
+    "packing.padding": ("real", {}, False),
     "packing.dummy_image": (True, {}, True),
     "packing.drop_budget": (0.9, {}, False),
     "packing.max_drops_without_pack": (5000, {}, False),

@@ -31,7 +31,7 @@ def aligned_config(run_config):
 
     def make(*, data=None, encoder=None, multiple=MULTIPLE, **packing):
         small = {"min_pixels": 784, "max_pixels": 3136, "video_min_pixels": 784, "video_max_pixels": 3136}
-        packing = {"seq_length": ROW, "drop_budget": 1.0, "window": 16} | packing
+        packing = {"seq_length": ROW, "drop_budget": 1.0, "window": 16, "padding": "between"} | packing
         config = run_config(data=data, encoder=small | (encoder or {}), **packing)
         return dataclasses.replace(config, parallel=ParallelConfig(context_parallel=multiple // 2))
 

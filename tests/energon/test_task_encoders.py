@@ -222,6 +222,7 @@ OTHER = {
     "balance_window": 4,
     "dummy_image": True,
     "pad_cu_seqlens": True,
+    "padding": "real",
     "max_images_per_pack": 3,
     "max_patches_per_pack": 3,
     "max_segments_per_pack": 3,

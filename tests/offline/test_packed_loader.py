@@ -12,7 +12,7 @@ from PIL import Image
 from support.offline_processors import glm4v
 from test_planned_loader import digests, planned
 
-from energon_packing import build_loader
+from energon_packing import build_loader, thd
 from energon_packing.config import DataConfig, EncoderConfig, LimitsConfig, PackingConfig, ParallelConfig, RunConfig
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import processor_path
@@ -130,6 +130,20 @@ def test_what_a_row_makes_of_long_samples_is_stored_as_it_is_planned(way, packin
     run_packed = packed(run, tmp_path, way)
     check_same(expected, read(run_packed))
     check_same(assembled_again, read(dataclasses.replace(run_packed, **change)))
+
+
+def test_a_run_says_to_whom_padding_belongs_whatever_is_stored(dataset, run_of, tmp_path):
+    run = dataclasses.replace(run_of(dataset), parallel=ParallelConfig(context_parallel=2))
+    planned_run = planned(run, dataset, tmp_path)
+    real = dataclasses.replace(run.packing, padding="real")
+    expected = [thd.real_padding(each.batch) for each in read(planned_run)]
+    assert any(batch.real_tokens < batch.total_tokens for batch in expected)
+    for stored in (planned_run, packed(dataclasses.replace(planned_run, packing=real), tmp_path, "pixels")):
+        for ours, batch in zip(read(dataclasses.replace(stored, packing=real)), expected, strict=True):
+            assert ours.batch.cu_seqlens is ours.batch.cu_seqlens_padded
+            assert torch.equal(ours.batch.cu_seqlens, batch.cu_seqlens)
+            assert torch.equal(ours.batch.tokens, batch.tokens)
+    check_same(read(planned_run), read(stored))
 
 
 @pytest.mark.parametrize(("way", "pixels"), [("tokens", "float32"), ("pixels", "bfloat16")])

@@ -50,18 +50,21 @@ def run(data):
     return call
 
 
+REAL = ("--set", "packing.padding=real", "--set", "parallel.sequence_parallel=true", "--set")
+
+
 @pytest.mark.parametrize(
     ("family", "options"),
     [
         ("qwen2_5_vl", ()),
-        ("qwen3_vl", ("--cp", "2")),
-        ("internvl", ()),
+        ("qwen3_vl", ("--cp", "2", *REAL, "parallel.tensor_parallel=1")),
+        ("internvl", (*REAL, "parallel.tensor_parallel=16")),
         ("llava_onevision", ("--cp", "2")),
         ("gemma3", ("--attention", "positions")),
-        ("ministral3", ()),
+        ("ministral3", (*REAL, "parallel.tensor_parallel=8")),
         ("glm4v", ()),
-        ("ernie4_5_vl", ("--attention", "positions")),
-        ("qwen3_5_vl", ()),
+        ("ernie4_5_vl", ("--attention", "positions", *REAL, "parallel.tensor_parallel=8")),
+        ("qwen3_5_vl", (*REAL, "parallel.tensor_parallel=16")),
         ("text", ("--cp", "4")),
     ],
 )

@@ -69,8 +69,6 @@ CORRUPTIONS = {
         lambda b: replace(b, sample_lengths=(5, 12)),
         lambda b: replace(b, sample_lengths=(5, 11, 3)),
         lambda b: replace(b, sample_keys=b.sample_keys[:-1]),
-        # Real boundaries that copy the padded ones pretend that padding is content.
-        lambda b: replace(b, cu_seqlens=b.cu_seqlens_padded),
     ],
     "visual_counts": [
         lambda b: replace(b, visual_counts={"pixel_values": (5, 12, 2)}),
@@ -266,6 +264,38 @@ def test_reassembly_wants_each_rank_once():
         with pytest.raises(PackingError, match="slice"):
             thd.reassemble(parts)
     assert_same(thd.reassemble([second, first]), batch)
+
+
+# Padding as part of the sample before it
+
+
+@pytest.mark.parametrize("width", [None, 32])
+def test_padding_that_is_real_leaves_nothing_between_segments_and_every_sample_as_it_was(width):
+    between = make_batch(5, 12, 3, multiple=4, width=width)
+    batch = thd.real_padding(between)
+    assert batch.cu_seqlens is batch.cu_seqlens_padded is between.cu_seqlens_padded
+    assert thd.check_thd(batch, multiple=4) == []
+    assert thd.check_thd(replace(batch, sample_lengths=(5, 12, 9)), multiple=4) != []
+    params = thd.packed_seq_params(batch)
+    assert params.pad_between_seqs is False
+    assert params.cu_seqlens_q is params.cu_seqlens_q_padded
+    for name in ("tokens", "labels", "loss_mask", "position_ids", "padding_mask", "max_seqlen", "sample_lengths"):
+        ours, theirs = getattr(batch, name), getattr(between, name)
+        assert torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs, name
+    for ours, theirs in zip(thd.unpack(batch), thd.unpack(between), strict=True):
+        assert all(torch.equal(ours[name], theirs[name]) for name in ("input_ids", "labels", "position_ids", "turn"))
+    slices = [thd.slice_for_context_parallel(each, 2, 1) for each in (batch, between)]
+    assert torch.equal(slices[0].tokens, slices[1].tokens)
+    unpadded = make_batch(5, 3, multiple=1)
+    assert thd.real_padding(unpadded) is unpadded
+
+
+def test_fixed_boundary_arrays_of_padding_that_is_real_are_one_tensor():
+    batch = thd.real_padding(text_batch(5, 12, 3, multiple=4, width=32))
+    fixed = thd.pad_cu_seqlens(batch, max_segments=6)
+    assert fixed.cu_seqlens is fixed.cu_seqlens_padded
+    assert fixed.cu_seqlens.tolist() == [0, 8, 20, 24, 32, 32, 32]
+    assert thd.check_thd(fixed, multiple=4) == []
 
 
 # Boundary arrays of fixed length

@@ -306,6 +306,12 @@ OWN = [
         "error",
     ),
     (
+        "ours/no-multi-token-prediction",
+        {"mtp_num_layers": 1, "bridge_version": "0.7.0", "context_parallel": 2},
+        {"padding": "real"},
+        "error",
+    ),
+    (
         "ours/alignment-used",
         {
             "dataset_kind": "gpt_sft",
@@ -560,6 +566,12 @@ OWN = [
         "ours/captured-rows-alike",
         GRAPHS | {"context_parallel": 2, "num_moe_experts": None},
         {"context_parallel": 1, "world_size": 1},
+        "warning",
+    ),
+    (
+        "ours/captured-rows-alike",
+        GRAPHS | {"context_parallel": 2, "num_moe_experts": None},
+        {"padding": "real"},
         "warning",
     ),
     (

@@ -44,14 +44,17 @@ def _tokens_weigh_the_same(view: RunView) -> Finding | None:
 )
 def _no_multi_token_prediction(view: RunView) -> Finding | None:
     # Megatron-Core shifts labels at the real boundaries (roll_tensor): correct if there is no padding between samples.
-    holds = view.mtp_num_layers == 0 or (view.bridge_release >= (0, 7) and view.multiple == 1)
+    holds = view.mtp_num_layers == 0 or (view.bridge_release >= (0, 7) and not view.pads_between)
     reason = (
         f"Megatron-Bridge {view.bridge_name} documents it as unsupported over packed rows"
-        if view.multiple == 1
+        if not view.pads_between
         else "Megatron-Core shifts its labels at cu_seqlens_q, the real boundaries; after the first padded sample "
         "they lie elsewhere, and labels come from other samples"
     )
-    return unless(holds, why=f"mtp_num_layers is {view.mtp_num_layers}: {reason}", fix="set mtp_num_layers to 0")
+    fix = "set mtp_num_layers to 0"
+    if view.pads_between and view.bridge_release >= (0, 7):
+        fix += ", or packing.padding to real"
+    return unless(holds, why=f"mtp_num_layers is {view.mtp_num_layers}: {reason}", fix=fix)
 
 
 @rule(

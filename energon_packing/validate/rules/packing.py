@@ -204,14 +204,14 @@ def _in_batch_rows_may_be_long(view: RunView) -> Finding | None:
         view.dataset_kind == "packed_energon" and view.pad_cu_seqlens and view.graphs_capture_attention
     ),
     severity="warning",  # not seen on a GPU
-    holds=lambda view: view.multiple == 1,
+    holds=lambda view: not view.pads_between,
     sources=(attention("dot_product_attention.py", "not torch.equal(cu_seqlens_q_padded[:-1], cu_seqlens_q[:-1])"),),
 )
 def _captured_rows_are_alike(view: RunView) -> Finding | None:
     return Finding(
         why=f"samples are padded to a multiple of {view.multiple}, and a CUDA graph of attention keeps from its first "
         "row whether there is padding between them; other rows may lose keys or attend to padding",
-        fix="leave attention out of the capture, or use parallel sizes without alignment",
+        fix="leave attention out of the capture, or set packing.padding to real",
     )
 
 

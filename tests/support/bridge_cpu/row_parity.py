@@ -182,7 +182,7 @@ def compare(
         singles: `row_batches` of the samples, in the order of the pack; none for a masked tail segment.
         control: also measure the difference with boundaries ignored (CPU stand-ins only).
     """
-    spans = _spans(packed, len(singles))
+    spans = _spans(packed, singles)
     with _evaluating(model), torch.no_grad():
         packed_logits, packed_positions = _logits_and_positions(model, packed)
         segments = []
@@ -264,12 +264,11 @@ def _logits_and_positions(model: torch.nn.Module, batch: Mapping[str, Any]) -> t
         hook.remove()
 
 
-def _spans(packed: Mapping[str, Any], count: int) -> list[tuple[int, int]]:
-    """``(start, real end)`` of the first ``count`` segments in the physical row."""
-    real = packed["cu_seqlens_q"]
-    lengths = (real[1:] - real[:-1]).tolist()
-    starts = packed.get("cu_seqlens_q_padded", real).tolist()
-    return [(starts[index], starts[index] + lengths[index]) for index in range(count)]
+def _spans(packed: Mapping[str, Any], singles: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
+    """``(start, real end)`` of each sample in the physical row."""
+    starts = packed.get("cu_seqlens_q_padded", packed["cu_seqlens_q"]).tolist()
+    lengths = [single["tokens"].shape[1] for single in singles]
+    return [(start, start + length) for start, length in zip(starts, lengths, strict=False)]
 
 
 def _largest(tensor: torch.Tensor) -> float:

@@ -353,8 +353,8 @@ class PackingTaskEncoder(WindowTaskEncoder):
             ),
             (
                 packing.padding == "real" and any(not each.family.causal for each in own),
-                "packing.padding is 'real', but tokens of an image see each other in both directions in this family, and "
-                "only causal attention cannot see the padding behind a sample; set it to between.",
+                "packing.padding is 'real', but tokens of an image see each other in both directions in this family, "
+                "and only causal attention cannot see the padding behind a sample; set it to between.",
             ),
         )
         auto: Padding = AUTO_PADDING if all(each.family.causal for each in own) else "between"

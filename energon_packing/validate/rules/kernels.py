@@ -158,7 +158,9 @@ def _attention_kernel(view: RunView) -> Finding | None:
         fix = f"set packing.padding to real: then nothing lies between samples, which {real[0]} takes"
     elif view.attention_backend in (None, "auto"):
         later = any(kernels_of(view, machine, **comm)[0] for machine in newest)
-        fix = f"install what {newest[0]} is" if later else "use another GPU, or train this model unpacked"
+        fix = (
+            f"install later versions, as {newest[0]} has" if later else "use another GPU, or train this model unpacked"
+        )
     return Finding(why=f"no kernel on {on} computes the attention of these rows: {why}", fix=fix)
 
 

@@ -14,7 +14,7 @@ from energon_packing.cli.main import cli
 RUN = """
 data: {path: data}
 encoder: {processor: processor}
-packing: {seq_length: 4096, pad_to_max_length: true}
+packing: {seq_length: 4096, pad_to_max_length: true, padding: between}
 parallel: {context_parallel: 2}
 training: {global_batch_size: 8, step: vlm_step, model: Qwen/Qwen3-VL-8B-Instruct}
 """
@@ -40,6 +40,7 @@ def judged(tmp_path, monkeypatch):
     [
         (("--gpu", "a100"), 1, []),
         (("--gpu", "L40", "--kernels", "te=2.11.0+cu12,flash=2.8.3"), 1, []),
+        (("--gpu", "a100", "--set", "packing.padding=auto"), 0, ["FlashAttention 2"]),
         (("--gpu", "h100", "--kernels", "te=2.9,cudnn=9.10.2.21"), 0, ["cuDNN"]),
         (("--gpu", "b200"), 0, ["cuDNN"]),
         (

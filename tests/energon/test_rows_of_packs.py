@@ -6,6 +6,7 @@ from collections import defaultdict
 
 import pytest
 import torch
+from support.offline_processors import gemma3
 from support.p2p_cut import infers_padding
 
 from energon_packing import thd
@@ -383,3 +384,25 @@ def test_a_sample_that_fits_stays_whole_and_a_piece_keeps_the_key_of_its_source(
     dropped = task_encoder().preencode_sample(sample(Conversation(key="k", turns=turns)))
     assert dropped.split is None
     assert dropped.problem.reason == "oversize"
+
+
+def test_padding_ends_its_sample_unless_between_is_asked_for(aligned_config):
+    real, between = (list(build_loader(aligned_config(padding=padding))) for padding in ("auto", "between"))
+    assert any(pack.batch.real_tokens < pack.batch.total_tokens for pack in real)
+    for ours, theirs in zip(real, between, strict=True):
+        assert thd.check_thd(ours.batch, multiple=MULTIPLE) == []
+        assert ours.batch.cu_seqlens is ours.batch.cu_seqlens_padded
+        assert torch.equal(ours.batch.cu_seqlens, theirs.batch.boundaries)
+        for name in ("tokens", "labels", "loss_mask", "position_ids", "padding_mask"):
+            assert torch.equal(getattr(ours.batch, name), getattr(theirs.batch, name)), name
+
+
+def test_images_that_see_both_ways_have_padding_between_samples():
+    encoder, parallel = EncoderConfig(family="gemma3"), ParallelConfig(context_parallel=2)
+    packing = PackingConfig(seq_length=ROW)
+    task = PackingTaskEncoder(encoder, packing, parallel, processor=gemma3())
+    row = {"input_ids": torch.arange(5), "labels": torch.full((5,), -100), "loss_mask": torch.zeros(5)}
+    batch = thd.assemble([row | {"position_ids": torch.arange(5)}] * 2, multiple=4)
+    assert task.with_boundaries_of_run(batch).pad_between_seqs
+    with pytest.raises(ConfigError, match="both directions"):
+        PackingTaskEncoder(encoder, dataclasses.replace(packing, padding="real"), parallel, processor=gemma3())

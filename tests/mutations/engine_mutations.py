@@ -81,4 +81,18 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
             ),
         ),
     ),
+    Mutation(
+        trap=145,
+        name="padding lies between samples although it is to end them",
+        test="tests/energon/test_rows_of_packs.py::test_padding_ends_its_sample_unless_between_is_asked_for",
+        oracle="the definition",
+        edits=(("energon/task_encoder.py", 'if self._padding == "real":', 'if self._padding == "both":'),),
+    ),
+    Mutation(
+        trap=145,
+        name="padding ends samples of a family whose images see both ways",
+        test="tests/energon/test_rows_of_packs.py::test_images_that_see_both_ways_have_padding_between_samples",
+        oracle="the mask of Gemma 3 in transformers",
+        edits=(("families/gemma3.py", "    causal = False", "    causal = True"),),
+    ),
 )

@@ -54,8 +54,8 @@ VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "validate/kernel_table.py",
-                'yield a.padded, "takes no padding between samples"  # the third',
-                'yield False, ""  # the third',
+                'yield a.padded, "takes no padding between samples"  # later',
+                'yield False, ""  # later',
             ),
         ),
     ),

@@ -350,7 +350,7 @@ class PackProvider(DatasetProvider):
     def sections(self) -> dict[str, type]:
         """Class of each section by the name of its field."""
         return {
-            entry.name: entry.default_factory
+            entry.name: entry.default_factory  # type: ignore[misc]
             for entry in fields(self)
             if dataclasses.is_dataclass(entry.default_factory)
         }

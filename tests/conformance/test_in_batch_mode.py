@@ -39,6 +39,11 @@ ROOT = Path(__file__).resolve().parents[2]
 SEQ_LENGTH = 1024
 
 
+def form_of(dataset: Any, multiple: int) -> Any:
+    """The form of the data set's mode where the layout needs this multiple."""
+    return dataset.make_form(SimpleNamespace(parallel=SimpleNamespace(multiple=multiple)))
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """Conversations with and without media as an Energon data set."""
@@ -140,8 +145,6 @@ EXTRA = {"advantages": 0.0}
 def test_the_batch_equals_what_bridges_packer_makes_of_our_samples_and_our_pack_of_them(family, multiple, dataset):
     from megatron.bridge.data.collators.sequence import prepare_sequence_batch
 
-    from energon_packing.bridge.dataset import form_of
-
     made = dataset(family, mode="in_batch", micro_batch_size=4)
     made._run_layout = (False, None)
     form, media = form_of(made, multiple), 0
@@ -201,7 +204,6 @@ def test_the_iterator_hands_out_the_samples_of_the_loader_in_order_in_every_mode
 
 def test_a_later_pipeline_stage_gets_the_same_rows_without_pixels(dataset):
     """One rank of a replica reads; what it sends on has no pixels, and Bridge needs the grids all the same."""
-    from energon_packing.bridge.dataset import form_of
     from energon_packing.energon.pack_bytes import pack_from_bytes, pack_to_bytes
 
     made = dataset("qwen3_vl", mode="in_batch", micro_batch_size=4)
@@ -280,8 +282,6 @@ def test_a_state_continues_with_the_next_micro_batch(dataset):
 
 def test_a_sample_that_cannot_be_rendered_leaves_a_masked_row(dataset):
     """A pipeline needs as many rows as it was told of."""
-    from energon_packing.bridge.dataset import form_of
-
     made = dataset("text", mode="padded", micro_batch_size=3)
     (rows,) = samples_of(made, 1)
     batch = form_of(made, 1)(thd.assemble(rows[:2]))
@@ -415,7 +415,7 @@ GROUPS = SimpleNamespace(tp=ONE, cp=ONE, pp=ONE)
 
 def batch_of(mode: Any, *, deferred: bool = False) -> tuple[dict[str, Any], Any]:
     """What our data set hands to a step in the mode, and the configuration that the step reads."""
-    from energon_packing.bridge.dataset import PackedEnergonDatasetConfig, form_of
+    from energon_packing.bridge.dataset import PackedEnergonDatasetConfig
 
     dataset = PackedEnergonDatasetConfig(
         seq_length=64, mode=mode, micro_batch_size=len(LENGTHS), defer_in_batch_packing_to_step=deferred
@@ -513,8 +513,6 @@ def dataset_of(**fields: Any) -> Any:
 
 
 def rows_as_bridge_gets_them(made: Any, multiple: int = 1) -> dict[str, Any]:
-    from energon_packing.bridge.dataset import form_of
-
     return form_of(made, multiple)(three_samples())
 
 

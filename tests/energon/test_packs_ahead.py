@@ -225,8 +225,6 @@ def test_ranks_of_stages_and_hosts_end_while_packs_are_on_their_way(tmp_path):
 def test_the_depth_is_checked_and_needs_workers_and_ranks_that_end_alone():
     with pytest.raises(ConfigError, match="packs_ahead"):
         DataConfig(packs_ahead=-1)
-    with pytest.raises(ConfigError, match="packs_ahead"):
-        OneReader(replica_ranks.Source(), Replica(), depth=-1)
     assert DataConfig(packs_ahead=3).depth == 3
     assert DataConfig(packs_ahead=3, workers=0).depth == 0
     assert DataConfig(packs_ahead=3, repeat=False, epoch_end="drop").depth == 0

@@ -160,7 +160,7 @@ class Digests:
         run = f"{name}-{data}"
         config = Path(f"{run}.yaml")
         encoder = {"processor": f"processors/{name}", "family": name if name in NAMED else "auto"}
-        packing = {"seq_length": 6144, "window": 8, "oversize": "drop", "drop_budget": 1.0}
+        packing = {"seq_length": 6144, "window": 8, "oversize": "drop", "drop_budget": 1.0, "padding": "between"}
         parallel = {"context_parallel": 2, "tensor_parallel": 2, "sequence_parallel": True}
         reads = {"path": data, "workers": 0, "repeat": False, "shuffle_buffer": 3}
         sections = {"encoder": encoder, "packing": packing, "parallel": parallel, "data": reads}

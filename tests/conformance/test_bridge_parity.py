@@ -91,6 +91,24 @@ def test_several_predicted_tokens_need_padding_that_ends_its_sample(cpu_world, t
     assert (between - tight).norm() > 1e-2 * tight.norm()
 
 
+def test_a_vision_encoder_in_bfloat16_keeps_the_angles_of_hugging_face(cpu_world, tiny_provider):
+    from megatron.core.transformer.module import Float16Module
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionRotaryEmbedding
+
+    from energon_packing.bridge.step import restore_frequencies
+
+    model = training_run.build_model(tiny_provider("qwen2_5_vl", seq_length=512))
+    model.config.bf16 = True
+    inner = Float16Module(model.config, model).module
+    rotary = next(module for module in inner.modules() if isinstance(module, Qwen2_5_VisionRotaryEmbedding))
+    rows = torch.arange(92)  # of patches, 1,288 pixels
+    expected = Qwen2_5_VisionRotaryEmbedding(rotary.dim, rotary.theta)(rows)
+    assert (rotary(rows).float() - expected).abs().max() > 0.02, "the control: what Bridge leaves"
+    assert restore_frequencies(inner) == 1
+    assert torch.equal(rotary(rows), expected)
+    assert restore_frequencies(inner) == 0
+
+
 @pytest.mark.parametrize("multiple", [1, 8])
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 @pytest.mark.parametrize("kind", ["text", "one_sample", "one_video", "media_first_and_last"])

@@ -306,4 +306,18 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
             ),
         ),
     ),
+    Mutation(
+        trap=146,
+        name="frequencies of a vision encoder stay in bfloat16",
+        test="tests/conformance/test_bridge_parity.py::"
+        "test_a_vision_encoder_in_bfloat16_keeps_the_angles_of_hugging_face",
+        oracle="Qwen2.5-VL of transformers",
+        edits=(
+            (
+                "bridge/step.py",
+                "module.inv_freq, restored = exact.to(rounded.device)",
+                "module.inv_freq, restored = rounded",
+            ),
+        ),
+    ),
 )

@@ -64,7 +64,7 @@ for asked in "$@"; do
     install=("$uv" pip install -q --python "$place/bin/python" "$root[vlm,video,offline]" pytest pytest-timeout hypothesis)
     # Releases outside of the bounds take their place. Others do not: torchvision's bound of torch would go with them.
     "$uv" venv -q --python "$python" "$place" &&
-      { "${install[@]}" "${wanted[@]}" || "${install[@]}" --override "$place.txt"; } || made=0
+      { "${install[@]}" "${wanted[@]}" || { [[ "${wanted[0]:-}" != -c ]] && "${install[@]}" --override "$place.txt"; }; } || made=0
   } >"$log" 2>&1 </dev/null
   releases=()
   for name in "${shown[@]}"; do

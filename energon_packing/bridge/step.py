@@ -87,6 +87,7 @@ def restore_frequencies(model: torch.nn.Module) -> int:
     wrong by up to 0.26 for an image of 840 x 1288. Bridge 0.6.2 prevents that for Qwen3-VL and Ministral 3 only.
     """
     restored = 0
+    module: Any
     for module in model.modules():
         rounded = dict(module.named_buffers(recurse=False)).get("inv_freq")
         if rounded is None or rounded.dtype not in (torch.bfloat16, torch.float16):

@@ -357,7 +357,8 @@ class PackingTaskEncoder(WindowTaskEncoder):
                 "and only causal attention cannot see the padding behind a sample; set it to between.",
             ),
         )
-        auto: Padding = AUTO_PADDING if all(each.family.causal for each in own) else "between"
+        known = len(own) == len(self.encoders) and all(each.family.causal for each in own)
+        auto: Padding = AUTO_PADDING if known else "between"
         self._padding = auto if packing.padding == "auto" else packing.padding
         self.dummy = DummyImage(takes_images[0]) if packing.dummy_image else None
         reserved = 0 if self.dummy is None else -(-self.dummy.measured.length // self.multiple) * self.multiple

@@ -83,7 +83,7 @@ def _cudnn(a: Attention, m: Machine) -> Refusals:
 
 def _flash(generation: int, a: Attention, m: Machine) -> Refusals:
     old, widest = generation == 2, max(a.width, a.value_width)
-    yield m.sm != 90 and generation == 3, "is for sm90"
+    yield m.sm < 80 or (m.sm != 90 and generation == 3), "is for sm90" if generation == 3 else "is for sm80 and later"
     yield generation == 4 and (m.sm < 90 or m.te < (2, 15)), "is for sm90 and later and Transformer Engine 2.15 on"
     yield generation not in m.flash, "is not installed"
     yield a.padded, "takes no padding between samples"  # later ones do, and leave its gradients as the memory was

@@ -29,7 +29,7 @@ COLLATED: tuple[DatasetKind, ...] = ("packed_energon", "energon", "hf_sft", "moc
 PACKING_STEPS = ("qwen3_vl_step", "audio_lm_step")
 """Forward steps of Bridge 0.6.2 that join the samples of a micro-batch themselves."""
 
-BOTH_WAYS = ("gemma3",)
+BOTH_WAYS = ("gemma3vl",)
 """Starts of families whose tokens of an image see each other, see `VisionFamily.causal`."""
 
 OLD_NAMES = {
@@ -273,7 +273,7 @@ class RunView:
         ours = self.dataset_kind == "packed_energon" and self.enable_offline_packing
         auto = "between" if self.family.startswith(BOTH_WAYS) else AUTO_PADDING
         real = ours and (auto if self.padding == "auto" else self.padding) == "real"
-        return self.packed and self.multiple > 1 and not real
+        return self.reaches_the_step_packed and self.multiple > 1 and not real
 
     @property
     def ranks_of_a_row(self) -> int:

@@ -30,7 +30,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -210,10 +210,10 @@ def pixels() -> Iterator[dict[str, Any]]:
     yield pixels_check()
 
 
-CHECKS: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
+CHECKS: dict[str, Callable[[], Iterator[Mapping[str, Any]]]] = {
     "indices": indices,
-    "attention": gpu_kernels.all_checks,
-    "speed": gpu_kernels.speeds,
+    "attention": lambda: gpu_kernels.all_checks(),
+    "speed": lambda: gpu_kernels.speeds(),
     "router": gpu_kernels.routers,
     "rotary": gpu_kernels.rotary,
     "losses": gpu_kernels.losses,
@@ -224,7 +224,7 @@ CHECKS: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
 }
 
 
-def results(names: Sequence[str]) -> Iterator[dict[str, Any]]:
+def results(names: Sequence[str]) -> Iterator[Mapping[str, Any]]:
     """Yields the results of the checks; a check that is skipped or fails yields that, and the others still run."""
     for name in names:
         try:
@@ -256,19 +256,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.cuda.get_device_name()
     file = given.out / f"gpu-{re.sub('[^A-Za-z0-9]+', '-', device).strip('-')}.json"
     told: dict[str, Any] = {"device": device, **environment(), "results": []}
-    if file.exists() and not given.again:
-        told["results"] = json.loads(file.read_text())["results"]
+    if file.exists():
+        try:
+            stored = json.loads(file.read_text())["results"]
+        except (ValueError, KeyError) as error:
+            print(f"error: {file} cannot be read ({error}); remove it", file=sys.stderr)
+            return 2
+        told["results"] = [row for row in stored if not (given.again and row["asked_for"] in names)]
     print(json.dumps({name: value for name, value in told.items() if name != "results"}), flush=True)
+    failed = False
     for name in names:
         if any(row["asked_for"] == name for row in told["results"]):
             print(f"{name}: stored in {file} (--again runs it)", file=sys.stderr)
             continue
+        rows = []
         for row in results([name]):
-            told["results"].append({"asked_for": name, **row})
+            rows.append({"asked_for": name, "releases": told["releases"], **row})
             print(json.dumps(row), flush=True)
-        file.write_text(json.dumps(told, indent=2) + "\n")
+        ran = [row for row in rows if "skipped" not in row and "refused" not in row]
+        refused = not ran and not any("skipped" in row for row in rows)  # no kernel took any case
+        failed |= refused or not all(row.get("equal", True) for row in rows)
+        if ran and not any("error" in row for row in rows):  # the others run again next time
+            told["results"] += rows
+            part = file.with_suffix(".part")
+            part.write_text(json.dumps(told, indent=2) + "\n")
+            part.replace(file)
     print(f"stored in {file}", file=sys.stderr)
-    return 0 if all(row.get("equal", True) for row in told["results"] if row["asked_for"] in names) else 1
+    return 1 if failed or not all(row.get("equal", True) for row in told["results"] if row["asked_for"] in names) else 0
 
 
 def environment() -> dict[str, Any]:

@@ -139,8 +139,7 @@ def test_results_are_stored_under_the_name_of_the_device_and_a_failed_check_stop
     assert gpu_checks.main([*chosen, str(tmp_path)]) == 1
     stored = json.loads((tmp_path / "gpu-Example-GPU-80.json").read_text())
     assert stored["device"] == "Example GPU/80"
-    assert [row["equal"] for row in stored["results"]] == [False, True]
-    assert "ZeroDivisionError" in stored["results"][0]["error"]
+    assert [row["equal"] for row in stored["results"]] == [True], "what failed runs again"
     assert "torch" in stored["releases"]
     capsys.readouterr()
     assert gpu_checks.main([*chosen[2:], str(tmp_path)]) == 0  # what is stored is not run again

@@ -76,7 +76,7 @@ VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=143,
         name="sinks are computed by any cuDNN",
-        test=KERNELS + "[2.20.2]",
+        test=KERNELS + "[2.18.0]",
         oracle=OF_ENGINE,
         edits=(("validate/kernel_table.py", 'or m.cudnn < (9, 18)), "takes sinks', '), "takes sinks'),),
     ),

@@ -131,8 +131,8 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         if number % parallel_state.get_data_parallel_world_size() != parallel_state.get_data_parallel_rank():
             continue
         options = {"multiple": multiple, "width": WIDTH} if case["masked"] else {}
-        batch = thd.assemble(drawn, extra_fields={"mm_token_type_ids": 0}, **options)
-        batch = (thd.real_padding(batch) if case["padding"] == "real" else batch).to_bridge()
+        row = thd.assemble(drawn, extra_fields={"mm_token_type_ids": 0}, **options)
+        batch = (thd.real_padding(row) if case["padding"] == "real" else row).to_bridge()
         assert bool(batch["padding_mask"].any()) == case["masked"]
         if not case["masked"]:
             del batch["padding_mask"]

@@ -31,7 +31,8 @@ def _packed_over_hybridep(view: RunView, dispatcher: str = "hybridep") -> bool:
 def _equal_dispatch(view: RunView) -> Finding | None:
     if view.expert_dispatcher == "allgather":
         why = "moe_token_dispatcher_type is 'allgather', which gathers as many tokens from each rank, but rows differ"
-        return unless(view.rows_of_one_width, why=why, fix="set moe_token_dispatcher_type to 'alltoall'")
+        inside = view.ranks_of_a_row % view.expert_parallel == 0  # slices of one row are equal
+        return unless(view.rows_of_one_width or inside, why=why, fix="set moe_token_dispatcher_type to 'alltoall'")
     padded = view.pads_uneven_dispatch or view.cuda_graph_impl == "none"  # without graphs Bridge pads them itself
     return unless(
         view.rows_of_one_width or padded,

@@ -67,9 +67,13 @@ def machine_of(gpu: str | None, versions: str) -> Machine | None:
         raise ConfigError(f"--gpu {gpu} is none of {', '.join(' '.join(GPUS).split())}.")
     if sm is None and (program := shutil.which("nvidia-smi")):
         asked = [program, "--query-gpu=compute_cap", "--format=csv,noheader"]
-        told = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
-        sm = int("".join(re.findall(r"\d", told.partition("\n")[0])) or 0) or None
+        try:
+            told = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=20).stdout
+            sm = min(int(major + minor) for major, minor in re.findall(r"^(\d+)\.(\d)$", told, re.MULTILINE))
+        except (OSError, subprocess.SubprocessError, ValueError):  # a driver that does not answer; no GPU is judged
+            sm = None
     named = dict(part.partition("=")[::2] for part in versions.split(",") if part)
+    asked_for = set(named)
     if te := installed_version("transformer-engine"):  # without it, the run's machine is another
         packages = {"2": "flash-attn", "3": "flash-attn-3", "4": "flash-attn-4"}
         flash = "+".join(number for number, package in packages.items() if installed_version(package))
@@ -78,7 +82,9 @@ def machine_of(gpu: str | None, versions: str) -> Machine | None:
     numbers = {"flash": r"(?:^|\+)(\d+)"}  # of FlashAttention the generations, as 2.8.3+3 has 2 and 3
     stated = {name: tuple(map(int, re.findall(numbers.get(name, r"\d+"), value)[:3])) for name, value in named.items()}
     for name, version in stated.items():
-        if name not in NEWEST or (version < OLDEST[name] and (name != "flash" or version)):
+        if name in asked_for - set(NEWEST) or (version < OLDEST[name] and (name != "flash" or named[name])):
+            if name not in asked_for:  # what is installed here precedes the table, so nothing is judged
+                return None
             raise ConfigError(
                 f"--kernels {name}={named[name]}: name te, cudnn or flash, from te=2.9, cudnn=9.6 and flash=2 on."
             )
@@ -94,7 +100,8 @@ def _attention_of(view: RunView, kind: str) -> Attention:
         heads=max(1, heads // tensor),
         groups=max(1, (view.num_query_groups or heads) // tensor),
         padded=view.pads_between,
-        window=view.window_size not in (None, (-1, -1), (-1, 0)),
+        window=(view.window_size if isinstance(view.window_size, int) else [*(view.window_size or (-1, 0))])
+        not in ([-1, -1], [-1, 0]),
         sinks=view.softmax_type != "vanilla",
         deterministic=view.deterministic_mode or ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0") in view.kernel_variables,
         comm=kind if view.wide else "",
@@ -214,7 +221,7 @@ def _deterministic_delta_net(view: RunView) -> Finding | None:
     order=1295,
     checks="rows have the size of the buffers of overlapped tensor-parallel communication",
     place="megatron.bridge.training.initialize._initialize_tp_communicators",
-    applies=lambda view: view.packed and view.tp_comm_overlap and view.tensor_parallel > 1,
+    applies=lambda view: view.packed and view.tp_comm_overlap and view.sequence_parallel and view.tensor_parallel > 1,
     holds=lambda view: view.rows_of_one_width,
     sources=(bridge("training/initialize.py", "(model_config.seq_length * micro_batch_size) // model_config.context"),),
 )

@@ -36,7 +36,7 @@ def _step_gives_the_mask_itself(view: RunView) -> bool:
 def _model_makes_the_mask(view: RunView) -> bool:
     """Whether the model itself derives padding from the boundaries: Qwen3-VL of 0.7, if samples are padded."""
     knows = view.bridge_release >= (0, 7) and view.family.startswith(("qwen3vl", "qwen35vl"))
-    return knows and not view.goes_through_gpt_step and view.multiple > 1
+    return knows and not view.goes_through_gpt_step and view.pads_between
 
 
 def _rows_bring_a_mask(view: RunView) -> bool:

@@ -97,7 +97,8 @@ def _load(model: str) -> Any:
 def _tiny(encoder: ConversationEncoder, vocab_size: int, seq_length: int) -> Any:
     from support.bridge_cpu.tiny_models import hugging_face_config, special_tokens
 
-    family, sizes = encoder.family.name, {"vocab_size": vocab_size, "seq_length": max(seq_length, 64)}
+    family = encoder.family.name
+    sizes: dict[str, Any] = {"vocab_size": vocab_size, "seq_length": max(seq_length, 64)}
     if family in _OF_BRIDGE:
         config = hugging_face_config(family, tokens=special_tokens(encoder.tokenizer.get_vocab()), **sizes)
     elif family in tiny_families.FAMILIES:

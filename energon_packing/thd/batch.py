@@ -261,8 +261,6 @@ class PackedBatch:
         batch |= {"attention_mask": None, "visual_inputs": self._bridge_visual_inputs()}
         for name, keys in BOUNDARY_FIELDS.items():
             value = getattr(self, name)
-            if name == "cu_seqlens_padded" and not self.pad_between_seqs:
-                continue  # one tensor: Bridge's steps move each key by itself, and kernels would take two for padding
             for key in keys if value is not None else ():
                 batch[key] = torch.tensor(value, dtype=torch.int32) if name == "max_seqlen" else value
         return batch | dict(self.extra)

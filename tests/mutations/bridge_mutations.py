@@ -3,6 +3,7 @@
 from mutation_table import Mutation
 
 BRIDGE_TRAPS = {
+    146: "frequencies of a vision encoder are rounded with its weights",
     48: "rows are aligned to a layout that the model's `finalize()` changes afterwards",
     49: "the padding mask of experts travels by hooks, which CUDA graphs bypass",
     50: "sequence parallelism on images of Qwen3-VL loses gradients",

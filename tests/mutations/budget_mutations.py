@@ -76,7 +76,7 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "families/qwen_vl.py",
-                "        except ZeroDivisionError as error:\n",
+                "        except (ZeroDivisionError, ValueError) as error:\n",
                 "        except KeyError as error:\n",
             ),
         ),

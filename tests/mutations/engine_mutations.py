@@ -3,6 +3,7 @@
 from mutation_table import Mutation
 
 ENGINE_TRAPS = {
+    145: "the padding of a sample lies between samples where kernels take none, or ends one that sees both ways",
     103: "packs are over a limit, make ranks wait, or differ by processor, and nobody says so",
     104: "a task whose worker died is lost, or is not tried again",
 }

@@ -56,7 +56,7 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         name="a stored row keeps the number of its boundaries where the run fixes it",
         test=PARQUET,
         oracle="the row from the plan, and Bridge's packed data set with pad_cu_seqlens",
-        edits=(("offline/stored_pack.py", "self._encoder.with_fixed_boundaries(batch)", "batch"),),
+        edits=(("offline/stored_pack.py", "self._encoder.with_boundaries_of_run(batch)", "batch"),),
     ),
     Mutation(
         trap=66,

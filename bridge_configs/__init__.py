@@ -36,3 +36,20 @@ def recipe(weights: str | None = None, *, train_iters: int | None = TRAIN_ITERS)
         return configured
 
     return decorate
+
+
+def within_memory(cfg: Any, *, patches: int = 8192, all_layers: bool = True) -> Any:
+    """Recomputes layers, and limits the patches of a row; a sample with more of them is resized.
+
+    Args:
+        all_layers: False recomputes only MLPs or experts.
+    """
+    model, limits = cfg.model, cfg.dataset.encoder.limits
+    if all_layers:
+        model.recompute_granularity, model.recompute_method, model.recompute_num_layers = "full", "uniform", 1
+    else:
+        model.recompute_granularity = "selective"
+        model.recompute_modules = ["moe" if model.num_moe_experts else "mlp"]
+    cfg.dataset.packing.max_patches_per_pack = patches
+    limits.max_visual_tokens, limits.when_over = patches // 4, ("resize", "drop")
+    return cfg

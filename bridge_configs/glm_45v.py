@@ -11,7 +11,7 @@ Train with ``energon_packing.bridge.step.forward_step``, which keeps padding out
 no sequence, so the load is balanced by ``aux_loss`` and not by Bridge's ``seq_aux_loss``. No context parallelism:
 Bridge's GLM-4.5V has no code for it. ``validate`` has no estimate of memory for layers of experts beside shared ones.
 ``GPUS`` are those of Bridge's recipes, where weights, gradients and optimizer take half of an 80 GB card at
-most, and ``_within_memory`` keeps of a row the inputs of layers and no more patches than it names.
+most, and ``within_memory`` keeps of a row the inputs of layers and no more patches than it names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron.bridge.recipes import glm_vl
 
-from bridge_configs import CHECKPOINTS, recipe
+from bridge_configs import CHECKPOINTS, recipe, within_memory
 from energon_packing.bridge.dataset import use_packed_data
 
 DATA = "data/packed"
@@ -28,21 +28,12 @@ DATA = "data/packed"
 GPUS = {"glm_45v_sft": 128, "glm_45v_peft": 32}
 
 
-def _within_memory(cfg: Any, *, patches: int = 8192) -> Any:
-    """Recomputes all layers, and limits the patches of a row; a sample with more of them is resized."""
-    cfg.model.moe_router_load_balancing_type = "aux_loss"
-    cfg.model.recompute_granularity, cfg.model.recompute_method, cfg.model.recompute_num_layers = "full", "uniform", 1
-    cfg.dataset.packing.max_patches_per_pack = patches
-    limits = cfg.dataset.encoder.limits
-    limits.max_visual_tokens, limits.when_over = patches // 4, ("resize", "drop")
-    return cfg
-
-
 @recipe(weights="GLM-4.5V")
 def glm_45v_sft(data: str = DATA) -> Any:
     """128 GPUs: PP 8, EP 16, DP 16."""
     cfg = use_packed_data(glm_vl.glm_45v_sft_config(), data, seq_length=8192, global_batch_size=64)
-    return _within_memory(cfg)
+    cfg.model.moe_router_load_balancing_type = "aux_loss"
+    return within_memory(cfg)
 
 
 @recipe()
@@ -50,4 +41,5 @@ def glm_45v_peft(data: str = DATA) -> Any:
     """32 GPUs: PP 8, EP 4, DP 4; LoRA."""
     cfg = use_packed_data(glm_vl.glm_45v_peft_config(), data, seq_length=8192, global_batch_size=32)
     cfg.checkpoint.pretrained_checkpoint = f"{CHECKPOINTS}/GLM-4.5V"
-    return _within_memory(cfg)
+    cfg.model.moe_router_load_balancing_type = "aux_loss"
+    return within_memory(cfg)

@@ -8,7 +8,7 @@ Judge one in a fresh checkout; without ``--no-data`` also what it reads, once ``
 No context parallelism: Bridge's Qwen2.5-VL has no code for it. Train with ``vlm_step``. ``GPUS`` is what each recipe
 needs, with 80 GB each by the estimate of ``validate``; more replicas need no other change than a global batch that they
 divide. Its vision encoder is Hugging Face's: every rank has all of it, and nothing recomputes it. So a trained one
-keeps 2.1 MB for each patch of a row, and ``_within_memory`` limits them. Adapters leave it frozen.
+keeps 2.1 MB for each patch of a row, and ``within_memory`` limits them. Adapters leave it frozen.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron.bridge.recipes import qwen_vl
 
-from bridge_configs import CHECKPOINTS, recipe
+from bridge_configs import CHECKPOINTS, recipe, within_memory
 from energon_packing.bridge.dataset import use_packed_data
 
 DATA = "data/packed"
@@ -34,20 +34,11 @@ GPUS = {
 }
 
 
-def _within_memory(cfg: Any, *, patches: int) -> Any:
-    """Recomputes the language model, and limits the patches of a row; a sample with more of them is resized."""
-    cfg.model.recompute_granularity, cfg.model.recompute_method, cfg.model.recompute_num_layers = "full", "uniform", 1
-    cfg.dataset.packing.max_patches_per_pack = patches
-    limits = cfg.dataset.encoder.limits
-    limits.max_visual_tokens, limits.when_over = patches // 4, ("resize", "drop")
-    return cfg
-
-
 @recipe(weights="Qwen2.5-VL-3B-Instruct")
 def qwen25_vl_3b_sft(data: str = DATA) -> Any:
     """8 GPUs: TP 1, DP 8."""
     cfg = use_packed_data(qwen_vl.qwen25_vl_3b_sft_config(), data, seq_length=8192, global_batch_size=16)
-    return _within_memory(cfg, patches=16384)
+    return within_memory(cfg, patches=16384)
 
 
 @recipe()
@@ -63,7 +54,7 @@ def qwen25_vl_7b_sft(data: str = DATA) -> Any:
     """8 GPUs: TP 2 with sequence parallelism, DP 4."""
     cfg = use_packed_data(qwen_vl.qwen25_vl_7b_sft_config(), data, seq_length=8192, global_batch_size=16)
     cfg.model.sequence_parallel = True
-    return _within_memory(cfg, patches=8192)
+    return within_memory(cfg, patches=8192)
 
 
 @recipe()
@@ -79,7 +70,7 @@ def qwen25_vl_32b_sft(data: str = DATA) -> Any:
     """32 GPUs: TP 8 with sequence parallelism, PP 2, DP 2."""
     cfg = use_packed_data(qwen_vl.qwen25_vl_32b_sft_config(), data, seq_length=16384, global_batch_size=16)
     cfg.model.sequence_parallel = True
-    return _within_memory(cfg, patches=8192)
+    return within_memory(cfg, patches=8192)
 
 
 @recipe()
@@ -96,7 +87,7 @@ def qwen25_vl_72b_sft(data: str = DATA) -> Any:
     """64 GPUs: TP 8 with sequence parallelism, PP 2, DP 4."""
     cfg = use_packed_data(qwen_vl.qwen25_vl_72b_sft_config(), data, seq_length=16384, global_batch_size=16)
     cfg.model.sequence_parallel, cfg.model.pipeline_model_parallel_size = True, 2
-    return _within_memory(cfg, patches=6144)
+    return within_memory(cfg, patches=6144)
 
 
 @recipe()

@@ -8,7 +8,7 @@ Judge one in a fresh checkout; without ``--no-data`` also what it reads, once ``
 Train the dense models with ``vlm_step``, and 35B-A3B with ``energon_packing.bridge.step.forward_step``, which keeps
 padding out of the routers' load balance. ``validate`` has no estimate of memory for layers with gated delta nets.
 ``GPUS`` is where weights, gradients and optimizer take half of an 80 GB card at most; the other half is for a row, of
-which ``_within_memory`` keeps the inputs of layers and no more patches than it names.
+which ``within_memory`` keeps the inputs of layers and no more patches than it names.
 
 Values of ``bridge_configs/hf``: Bridge's ``Qwen35VLModelProvider`` (27B, and what all have) and its unit test, the
 defaults of ``Qwen3_5TextConfig`` (9B), ``Qwen3_5MoeTextConfig`` (35B-A3B) and ``Qwen3_5VisionConfig`` of transformers
@@ -21,7 +21,7 @@ from typing import Any
 
 from megatron.bridge.recipes import qwen_vl
 
-from bridge_configs import CHECKPOINTS, recipe
+from bridge_configs import CHECKPOINTS, recipe, within_memory
 from energon_packing.bridge.dataset import use_packed_data
 
 DATA = "data/packed"
@@ -36,20 +36,11 @@ GPUS = {
 }
 
 
-def _within_memory(cfg: Any, *, patches: int = 8192) -> Any:
-    """Recomputes all layers, and limits the patches of a row; a sample with more of them is resized."""
-    cfg.model.recompute_granularity, cfg.model.recompute_method, cfg.model.recompute_num_layers = "full", "uniform", 1
-    cfg.dataset.packing.max_patches_per_pack = patches
-    limits = cfg.dataset.encoder.limits
-    limits.max_visual_tokens, limits.when_over = patches // 4, ("resize", "drop")
-    return cfg
-
-
 @recipe(weights="Qwen3.5-9B")
 def qwen35_vl_9b_sft(data: str = DATA) -> Any:
     """8 GPUs: TP 4, DP 2."""
     cfg = use_packed_data(qwen_vl.qwen35_vl_9b_sft_config(), data, seq_length=8192, global_batch_size=16)
-    return _within_memory(cfg)
+    return within_memory(cfg)
 
 
 @recipe()
@@ -57,14 +48,14 @@ def qwen35_vl_9b_peft(data: str = DATA) -> Any:
     """8 GPUs: TP 1, DP 8; LoRA."""
     cfg = use_packed_data(qwen_vl.qwen35_vl_9b_peft_config(), data, seq_length=8192, global_batch_size=16)
     cfg.checkpoint.pretrained_checkpoint = f"{CHECKPOINTS}/Qwen3.5-9B"
-    return _within_memory(cfg)
+    return within_memory(cfg)
 
 
 @recipe(weights="Qwen3.5-27B")
 def qwen35_vl_27b_sft(data: str = DATA) -> Any:
     """16 GPUs: TP 4, PP 4, DP 1."""
     cfg = use_packed_data(qwen_vl.qwen35_vl_27b_sft_config(), data, seq_length=8192, global_batch_size=16)
-    return _within_memory(cfg)
+    return within_memory(cfg)
 
 
 @recipe()
@@ -72,7 +63,7 @@ def qwen35_vl_27b_peft(data: str = DATA) -> Any:
     """8 GPUs: TP 2, DP 4; LoRA."""
     cfg = use_packed_data(qwen_vl.qwen35_vl_27b_peft_config(), data, seq_length=8192, global_batch_size=16)
     cfg.checkpoint.pretrained_checkpoint = f"{CHECKPOINTS}/Qwen3.5-27B"
-    return _within_memory(cfg)
+    return within_memory(cfg)
 
 
 @recipe(weights="Qwen3.5-35B-A3B")
@@ -83,7 +74,7 @@ def qwen35_vl_35b_a3b_sft(data: str = DATA) -> Any:
     cfg.model.pipeline_model_parallel_size, cfg.model.expert_model_parallel_size = 1, 32
     # Of the two stages in Bridge 0.7.
     cfg.model.num_layers_in_first_pipeline_stage = cfg.model.num_layers_in_last_pipeline_stage = None
-    return _within_memory(cfg)
+    return within_memory(cfg)
 
 
 @recipe()
@@ -93,4 +84,4 @@ def qwen35_vl_35b_a3b_peft(data: str = DATA) -> Any:
     cfg.model.tensor_model_parallel_size, cfg.model.sequence_parallel = 1, False
     cfg.model.expert_model_parallel_size = 8
     cfg.checkpoint.pretrained_checkpoint = f"{CHECKPOINTS}/Qwen3.5-35B-A3B"
-    return _within_memory(cfg)
+    return within_memory(cfg)

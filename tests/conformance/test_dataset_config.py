@@ -553,6 +553,7 @@ def test_every_rule_about_a_container_names_itself_when_finalize_refuses(sound):
         "ours/no-schedule-plan": {"model.overlap_moe_expert_parallel_comm": True},
         "ours/attention-kernel": {
             "model.kv_channels": 100,
+            "dataset.packing.padding": "between",
             "model.tensor_model_parallel_size": 2,
             "model.sequence_parallel": True,
         },

@@ -14,23 +14,25 @@ from energon_packing.energon.loader import build_loader
 from energon_packing.errors import PackingError
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "text"])
+@pytest.fixture(scope="module", params=["qwen2_5_vl-between", "text-between", "text-real"])
 def row_and_model(request, run_config_of):
     """A row of aligned samples, and a tiny model with the attention that transformers chooses."""
-    positions = "1d" if request.param == "text" else "mrope"
-    config = run_config_of(family=request.param, seq_length=1024)
+    family, padding = request.param.split("-")
+    positions = "1d" if family == "text" else "mrope"
+    config = run_config_of(family=family, seq_length=1024)
     encoder = dataclasses.replace(config.encoder, position_ids=positions)
-    config = dataclasses.replace(config, encoder=encoder, parallel=ParallelConfig(context_parallel=2))
+    packing = dataclasses.replace(config.packing, padding=padding)
+    parallel = ParallelConfig(context_parallel=2)
+    config = dataclasses.replace(config, encoder=encoder, packing=packing, parallel=parallel)
     vocabulary = ConversationEncoder(encoder).tokenizer.get_vocab()
     torch.manual_seed(0)
-    made = hugging_face_config(
-        request.param, vocab_size=max(vocabulary.values()) + 1, tokens=special_tokens(vocabulary)
-    )
-    if request.param != "text":
+    made = hugging_face_config(family, vocab_size=max(vocabulary.values()) + 1, tokens=special_tokens(vocabulary))
+    if family != "text":
         made.vision_config.tokens_per_second = encoder.tokens_per_second  # of the released models, not the class's own
-    kind = transformers.AutoModelForCausalLM if request.param == "text" else transformers.AutoModelForImageTextToText
+    kind = transformers.AutoModelForCausalLM if family == "text" else transformers.AutoModelForImageTextToText
     loader = build_loader(config)
-    batch = next(pack.batch for pack in loader if pack.batch.num_samples > 1 and pack.batch.pad_between_seqs)
+    batches = (pack.batch for pack in loader if pack.batch.num_samples > 1)
+    batch = next(batch for batch in batches if batch.pad_between_seqs == (padding == "between"))
     return batch, kind.from_config(made).float().train()
 
 

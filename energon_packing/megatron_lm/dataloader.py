@@ -97,6 +97,8 @@ def get_batch(data_iterator: Any, *, whole_row: bool = False) -> StageBatch:
     params = packed_seq_params(part, total_tokens=False)
     if whole_row:
         put_mask(params, of_layers)
+        if params.cu_seqlens_q_padded is None:  # by which Megatron-Core's LLaVA slices
+            params.cu_seqlens_q_padded = params.cu_seqlens_kv_padded = params.cu_seqlens_q
     elif not first:
         fields["padding_mask"] = of_layers
     inputs = part.model_inputs

@@ -44,7 +44,7 @@ class PackedBatch:
             ``z_loss_func`` and ``compute_routing_scores_for_aux_loss`` (the docstrings in ``router.py`` differ).
         cu_seqlens: int32 ``[segments + 1]``, running sum of the real lengths, or after `real_padding` of the physical.
         cu_seqlens_padded: int32 of the same shape, where the segments physically begin and end in the row; None for an
-            alignment multiple of 1. If it equals ``cu_seqlens``, the two are one tensor, even after a move to a device,
+            alignment multiple of 1 and after `real_padding`. If it equals ``cu_seqlens``, the two are one tensor, even after a move to a device,
             because Transformer Engine 2.18 and later detects padding by that identity.
         max_seqlen: the longest physical segment, in tokens.
         total_tokens: T, the length of the whole row (also in a context-parallel slice, whose tensors are shorter).
@@ -281,12 +281,15 @@ class PackedBatch:
 
 
 def real_padding(batch: PackedBatch) -> PackedBatch:
-    """The batch with the padding behind each sample in the sample's segment: both boundaries are the physical ones.
+    """The batch with the padding behind each sample in the sample's segment: the only boundaries are the physical ones.
+
+    Bridge's steps would make two tensors of two equal ones, in which Transformer Engine 2.18 and later see padding.
 
     Under a causal mask nothing sees what is behind it, so no token, loss or gradient of a sample changes, and kernels
     find nothing between segments. Positions, labels, ``padding_mask`` and ``sample_lengths`` stay as they were.
     """
-    return batch if batch.cu_seqlens_padded is None else replace(batch, cu_seqlens=batch.cu_seqlens_padded)
+    physical = batch.cu_seqlens_padded
+    return batch if physical is None else replace(batch, cu_seqlens=physical, cu_seqlens_padded=None)
 
 
 def pad_cu_seqlens(batch: PackedBatch, *, max_segments: int, max_seqlen: int | None = None) -> PackedBatch:

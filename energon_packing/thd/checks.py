@@ -24,7 +24,7 @@ INVARIANTS = {
     "boundary_padding": "repeated boundaries at the end, and only those, repeat the last one",
     "real_within_physical": "no segment is longer than its place",
     "covers_row": "the last physical boundary and total_tokens are the length of the row",
-    "padded_presence": "padded boundaries exist for an alignment multiple above 1, and only then",
+    "padded_presence": "padded boundaries exist where samples are not aligned, and only for a multiple above 1",
     "aligned": "every physical length is a multiple of the alignment",
     "padding_is_visible": "any padding shows before the start of the last segment, where kernels look for it",
     "max_seqlen": "max_seqlen is the longest physical segment (or more if boundaries have a fixed length)",
@@ -213,10 +213,9 @@ def _boundaries(batch: PackedBatch, real: np.ndarray, physical: np.ndarray, coun
 
 
 def _alignment(batch: PackedBatch, physical: np.ndarray, multiple: int) -> Iterator[str]:
-    has_padded = batch.cu_seqlens_padded is not None
-    if has_padded != (multiple > 1):
+    has_padded, rest = batch.cu_seqlens_padded is not None, physical % multiple
+    if has_padded if multiple == 1 else not has_padded and rest.any():
         yield f"padded_presence: cu_seqlens_padded is {'set' if has_padded else 'missing'} for multiple {multiple}"
-    rest = physical % multiple
     if rest.any():
         segment = int(rest.argmax())
         yield f"aligned: segment {segment} occupies {physical[segment]} tokens, not a multiple of {multiple}"

@@ -148,14 +148,14 @@ def test_context_parallel_ranks_get_their_pieces_of_it_and_the_boundaries_of_the
     whole = result_of(folder, "gpt-one")["batches"]
     for rank in range(2):
         for own, expected in zip(result_of(folder, "gpt-cp2", rank)["batches"], whole, strict=False):
-            mine = pieces(expected["cu_seqlens_padded"], rank)
+            mine = pieces(expected["physical"], rank)
             for name in ("tokens", "labels", "loss_mask", "position_ids", "padding_mask"):
                 assert torch.equal(own[name], expected[name][..., mine]), name
-            for name in ("cu_seqlens", "cu_seqlens_padded"):
+            for name in ("cu_seqlens", "physical"):
                 assert torch.equal(own[name], expected[name])
             assert own["max_seqlen"] == expected["max_seqlen"]
             # Told, not guessed by the kernel, on every rank.
-            padded = not torch.equal(own["cu_seqlens"], own["cu_seqlens_padded"])
+            padded = not torch.equal(own["cu_seqlens"], own["physical"])
             assert own["pad_between_seqs"] is expected["pad_between_seqs"] is padded
 
 
@@ -203,7 +203,7 @@ def test_each_pipeline_stage_gets_what_it_needs_and_the_boundaries(folder):
     needed = [("tokens", "position_ids"), (), (), ("labels", "loss_mask")]
     for stage, names in zip(stages, needed, strict=True):
         for own, expected in zip(stage["batches"], whole["batches"], strict=True):
-            for name in ("cu_seqlens", "cu_seqlens_padded", "padding_mask", *names):
+            for name in ("cu_seqlens", "physical", "padding_mask", *names):
                 assert torch.equal(own[name], expected[name]), name
             others = {"tokens", "position_ids", "labels", "loss_mask", "visual_inputs"} - set(names)
             assert all(own[name] is None for name in others)

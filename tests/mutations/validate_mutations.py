@@ -48,6 +48,14 @@ VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         trap=143,
+        name="Bridge's steps get two tensors of boundaries where padding is real",
+        test="tests/thd/test_batch.py::"
+        "test_padding_that_is_real_leaves_nothing_between_segments_and_every_sample_as_it_was[32]",
+        oracle="Transformer Engine 2.18 and later, which see padding where two tensors are",
+        edits=(("thd/batch.py", "cu_seqlens=physical, cu_seqlens_padded=None)", "cu_seqlens=physical)"),),
+    ),
+    Mutation(
+        trap=143,
         name="FlashAttention 2 takes padding between samples",
         test="tests/cli/test_validate_gpu.py::test_a_run_is_judged_by_the_kernels_of_a_named_gpu[options0-1-kernels0]",
         oracle=OF_ENGINE,

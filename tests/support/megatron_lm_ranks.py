@@ -192,7 +192,7 @@ def record(case: Case, rank: int, folder: Path, seen: dict[str, Any]) -> None:
                 **{name: getattr(batch, name) for name in ("tokens", "position_ids", "labels", "loss_mask")},
                 "padding_mask": batch.padding_mask,
                 "cu_seqlens": params.cu_seqlens_q,
-                "cu_seqlens_padded": params.cu_seqlens_q_padded,
+                "physical": params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded,
                 "max_seqlen": params.max_seqlen_q,
                 "pad_between_seqs": params.pad_between_seqs,
                 "visual_inputs": None if batch.visual_inputs is None else dict(batch.visual_inputs),

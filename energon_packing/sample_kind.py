@@ -125,8 +125,8 @@ class SampleKind(ABC):
         return False
 
     @abstractmethod
-    def limits(self, run: Any) -> Any:
-        """Returns limits of a pack that the configuration alone determines, as the task encoder has them.
+    def limits(self, run: Any, family: str = "") -> Any:
+        """Returns limits of a pack that configuration and family alone determine, as the task encoder has them.
 
         Raises:
             ConfigError: ``seq_length`` is not a multiple of the alignment.

@@ -473,6 +473,7 @@ class PackProvider(DatasetProvider):
                 its loader's state.
         """
         config = self.run_config(self.parallel_config(context.pg_collection))
+        config = replace(config, data=config.data.beside(getattr(self._run, "model", None)))
         train = validation = None
         replica = Replica.of(context.pg_collection)
         if context.train_samples > 0:

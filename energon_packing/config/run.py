@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -172,7 +172,8 @@ class PackingConfig:
     """Images per pack; each tile counts if the family tiles images. None sets no limit. A sample that exceeds a limit
     by itself is handled according to ``oversize``, with the reason ``over_limit``."""
     max_patches_per_pack: int | None = setting(None, unit="rows of vision input", changes="packs", least=1)
-    """Rows of vision input per pack; bounds the memory of the vision encoder."""
+    """Rows of vision input per pack; bounds the memory of the vision encoder. Where it is not set, Pixtral and
+    Ministral 3, which mask all patches of a pack against each other, have 24494 (a mask of 1.2 GB in bfloat16)."""
     max_segments_per_pack: int | None = setting(None, unit="samples", changes="packs", least=1)
     """Samples per pack, not counting the masked tail of a fixed-width row."""
     max_cost_per_pack: float | None = setting(None, unit="tokens without attention", changes="packs", least=1)
@@ -256,8 +257,8 @@ class DataConfig:
     packs_ahead: int = setting(2, unit="packs", changes="nothing", least=0)
     """Packs that every rank of a replica has ready before its step asks, so that no step waits for reading or for the
     transfer (docs/bridge.md). They take that much memory more: once per host, plus once per rank in pinned memory where
-    there is a GPU. 0 reads and transfers each pack when it is asked for; so do ``workers: 0`` and any
-    ``epoch_end`` but ``uneven``."""
+    there is a GPU (docs/limits.md). 0 reads and transfers each pack when it is asked for; so do ``workers: 0``, any
+    ``epoch_end`` but ``uneven``, and a model with CUDA graphs."""
     keep_memory: bool = setting(True, changes="nothing")
     """Loader processes reuse the memory of finished pixels instead of returning it to the kernel after each image, so
     they stay as large as their largest pack made them. The busier the machine's memory, the more CPU time this saves
@@ -277,6 +278,12 @@ class DataConfig:
         admits one reader at a time; and none where ranks agree on an epoch's end, which they do on the trainer's own
         process group."""
         return self.packs_ahead if self.workers and self.epoch_end == "uneven" else 0
+
+    def beside(self, model: Any) -> "DataConfig":
+        """Returns the settings that suit a model's, or Megatron-LM's arguments: with CUDA graphs no packs are made
+        ahead, since their thread would copy to the GPU during a capture, which no GPU has tried yet."""
+        graphs = {getattr(model, name, None) for name in ("cuda_graph_impl", "vision_cuda_graph_impl")}
+        return replace(self, packs_ahead=0) if graphs - {None, "none"} else self
 
     def __post_init__(self) -> None:
         if self.repeat and self.epoch_end != "uneven":

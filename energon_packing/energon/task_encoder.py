@@ -366,11 +366,12 @@ class PackingTaskEncoder(WindowTaskEncoder):
             raise ConfigError(
                 f"packing.dummy_image takes {reserved} tokens of packing.seq_length {packing.seq_length}; raise it."
             )
+        of_family = [most for each in own if (most := each.family.most_patches) is not None and self.aligns_rows]
         self.limits = PackLimits(
             tokens=packing.seq_length - reserved,
             multiple=self.multiple,
             images=packing.max_images_per_pack,
-            patches=packing.max_patches_per_pack,
+            patches=packing.max_patches_per_pack or min(of_family, default=None),
             segments=packing.max_segments_per_pack,
             cost=packing.max_cost_per_pack,
             # If there is room for a dummy image, there is room for a masked segment too.
@@ -387,7 +388,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
             found |= own if number == 1 else {f"{name} of encoder {number}": value for name, value in own.items()}
         return {
             **found,
-            **settings_of("packing", self.packing),
+            **settings_of("packing", dataclasses.replace(self.packing, max_patches_per_pack=self.limits.patches)),
             "multiple": self.multiple,
             **({"padding": "visible before the last segment"} if self.aligns_rows and self.multiple > 1 else {}),
             **self.extra_fingerprint(),

@@ -4,6 +4,7 @@ Nothing here is guessed: families call these with their processor's own numbers,
 the processor.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -57,6 +58,12 @@ def require[Number: (int, Fraction)](value: Number | None, media: Media, what: s
             f"{media.kind} {media.name!r} has no {what}; convert the data or run `energon prepare-media` to measure it",
         )
     return value
+
+
+MASK_BYTES = 1_200_000_000
+"""Of a mask over all pairs of patches of a pack in bfloat16, at most; two images of 1540 x 1540 pixels fit."""
+MOST_PATCHES = {"pixtral": math.isqrt(MASK_BYTES // 2)}
+"""`VisionFamily.most_patches` by family, for plans, which are made without torch."""
 
 
 # -- frames ------------------------------------------------------------------------------------------------------------

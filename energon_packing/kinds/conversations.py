@@ -22,13 +22,15 @@ if TYPE_CHECKING:  # planning needs neither torch nor Energon
     from energon_packing.energon.task_encoder import PackingTaskEncoder
 
 
-def row_limits(packing: PackingConfig, seq_length: int, multiple: int) -> PackLimits:
-    """Limits of packs of whole lists of samples, in rows of `seq_length` tokens, a multiple of `multiple`."""
+def row_limits(packing: PackingConfig, seq_length: int, multiple: int, family: str = "") -> PackLimits:
+    """Limits of packs of a family's samples, in rows of `seq_length` tokens, a multiple of `multiple`."""
+    from energon_packing.families.geometry import MOST_PATCHES
+
     return PackLimits(
         tokens=seq_length,
         multiple=multiple,
         images=packing.max_images_per_pack,
-        patches=packing.max_patches_per_pack,
+        patches=packing.max_patches_per_pack or MOST_PATCHES.get(family),
         segments=packing.max_segments_per_pack,
         cost=packing.max_cost_per_pack,
         lone_room=True,
@@ -55,7 +57,9 @@ class Conversations(SampleKind):
         return cook_record(sample, primary=store)
 
     def measuring_encoder(self, run: RunConfig) -> PackingTaskEncoder:
-        return self.encoder_class(run.encoder, PackingConfig(seq_length=NO_ROW, pairs=run.packing.pairs))
+        return self.encoder_class(
+            run.encoder, PackingConfig(seq_length=NO_ROW, max_patches_per_pack=NO_ROW, pairs=run.packing.pairs)
+        )
 
     def task_encoder(self, run: RunConfig, **models: Any) -> PackingTaskEncoder:
         """See `SampleKind.task_encoder`; it has no models, and refuses any."""
@@ -120,14 +124,14 @@ class Conversations(SampleKind):
         lowered = oversize != "split" and any(limit is not None for limit in limited)
         return oversize in ("truncate", "split") or (lowered and bool({"resize", "truncate"} & set(limits.when_over)))
 
-    def limits(self, run: RunConfig) -> PackLimits:
+    def limits(self, run: RunConfig, family: str = "") -> PackLimits:
         packing = run.packing
         if packing.dummy_image:
             raise UserError(
                 "packing.dummy_image reserves room that only the encoder knows; give the limits of its packs."
             )
         check_multiple("packing.seq_length", packing.seq_length, run.parallel.multiple)
-        return row_limits(packing, packing.seq_length, run.parallel.multiple)
+        return row_limits(packing, packing.seq_length, run.parallel.multiple, family)
 
     def decided(self, run: RunConfig, limits: Any) -> dict[str, Any]:
         packing = run.packing
@@ -136,6 +140,7 @@ class Conversations(SampleKind):
             "reserved": packing.seq_length - limits.tokens,
             "dummy_image": packing.dummy_image,
             **{name: getattr(packing, name) for name in PACK_LIMITS},
+            "max_patches_per_pack": limits.patches,
             "oversize_split": f"at a {packing.split_at}, positions {packing.split_positions}",
         }
 

@@ -156,7 +156,7 @@ def run_config_of(args: Any) -> RunConfig:
             f"--seq-length is {length}, not a multiple of {parallel.multiple}, to which this layout aligns samples; "
             f"use {length // parallel.multiple * parallel.multiple}."
         )
-    return replace(config, data=data, packing=packing, parallel=parallel)
+    return replace(config, data=data.beside(args), packing=packing, parallel=parallel)
 
 
 def check_arguments(args: Any) -> None:

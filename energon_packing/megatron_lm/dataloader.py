@@ -89,7 +89,10 @@ def get_batch(data_iterator: Any, *, whole_row: bool = False) -> StageBatch:
     if cp > 1:
         of_rank = context_parallel_indices(row.boundaries, cp, parallel_state.get_context_parallel_rank())
         of_layers = of_layers.index_select(1, of_rank)
-    of_layers = _of_sequence_parallel_rank(of_layers).to(device(), non_blocking=True)
+    of_layers = _of_sequence_parallel_rank(of_layers)
+    if device().type == "cuda":  # slices are new memory, and a copy of memory that is not page-locked waits for the GPU
+        part, of_layers = part.pin_memory(), of_layers.pin_memory()
+    of_layers = of_layers.to(device(), non_blocking=True)
     part = part.to(device(), non_blocking=True)
     reads = {"first": first or whole_row, "last": last or whole_row, "every": True}
     fields: dict[str, Any] = dict.fromkeys((each.name for each in TOKEN_FIELDS), None)

@@ -345,8 +345,9 @@ def make_plan(
         raise UserError(f"{out.parent} is not a directory; make it, or name another file.")
     for file in (out, drops_path(out)):
         remove_leftovers(out.parent, glob.escape(file.name))
-    limits = limits or kind_of_config(config).limits(config)
     sources = Sources.open(directories, config)
+    family = str(sources.indexes[0].fingerprint.get("family", ""))
+    limits = limits or kind_of_config(config).limits(config, family)
     samples, drops = fitting_samples(sources, limits, config, remeasure)
     _check_measured(directories, sources, samples, config)
     _check_drops(sources, samples, drops, config)

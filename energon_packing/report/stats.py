@@ -11,6 +11,7 @@ import numpy as np
 
 from energon_packing.config import RunConfig
 from energon_packing.drops import unwished
+from energon_packing.families.geometry import MOST_PATCHES
 from energon_packing.kinds.conversations import row_limits
 from energon_packing.offline.index import MODALITIES
 from energon_packing.offline.samples import Sizes, costs, holds
@@ -216,7 +217,7 @@ def packings(
     for seq_length in seq_lengths:
         for multiple in multiples:
             check_multiple("seq_length", seq_length, multiple)
-            limits = row_limits(run.packing, seq_length, multiple)
+            limits = row_limits(run.packing, seq_length, multiple, samples.family)
             fits = holds(limits, sizes)
             for window in (*windows, None):
                 yield _packed(samples, sizes, fits, limits, window, run, seed)
@@ -300,6 +301,10 @@ def recommendation(samples: StatsSamples, run: RunConfig, found: Sequence[Mappin
         "allows: the run would stop. Correct the data or raise the budget.": dropped > run.packing.drop_budget,
         f"A plan (`energon-packing plan`) fills rows to {planned:.2%}, since it sees all samples at once.": (
             planned > top + 2 * NEGLIGIBLE_FILL
+        ),
+        f"packing.max_patches_per_pack={MOST_PATCHES.get(samples.family)} holds where none is set: the vision encoder "
+        "masks all patches of a pack against each other.": (
+            samples.family in MOST_PATCHES and run.packing.max_patches_per_pack is None
         ),
         f"packing.balance_window={BALANCE_WINDOW}: packs differ in cost, so {RANKS} ranks would compute for {even:.1%} "
         f"of a step; with packs sorted by cost it is {ordered:.1%}.": balances,

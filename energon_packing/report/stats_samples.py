@@ -38,6 +38,7 @@ class StatsSamples:
         pack: ``[N]`` int64, the pack of each sample; plans only.
         pair_counts: of the ``measured`` samples; nothing where nobody counted.
         planned: seq_length, multiple and packs of a plan; None otherwise.
+        family: `VisionFamily.name` of the encoder that measured; empty for clips.
     """
 
     path: str
@@ -53,6 +54,7 @@ class StatsSamples:
     pair_counts: PairCounts = field(default_factory=PairCounts)
     planned: Mapping[str, int] | None = None
     frequent: FrequentDrops = field(default_factory=FrequentDrops)
+    family: str = ""
 
     @property
     def tokens(self) -> np.ndarray:
@@ -102,6 +104,7 @@ def samples_of_index(index: Index, path: str) -> StatsSamples:
         drops=tuple(drops),
         frequent=frequent_drops(index),
         pair_counts=pair_counts(index.datasets),
+        family=str(index.fingerprint.get("family", "")),
     )
 
 
@@ -190,6 +193,7 @@ def samples_of_dataset(
         drops=tuple(drops),
         frequent=frequent,
         pair_counts=measurer.pair_counts,
+        family=measurer.fingerprint.get("family", ""),
     )
 
 

@@ -99,6 +99,14 @@ def test_stages_and_experts_get_rows_of_one_width(arguments, sizes):
         run_config_of(arguments("packing: {pad_to_max_length: false}", **sizes))
 
 
+def test_no_packs_are_made_ahead_where_cuda_graphs_are_captured(arguments):
+    depths = [
+        run_config_of(arguments("data: {packs_ahead: 3}", **given)).data.depth
+        for given in ({}, {"cuda_graph_impl": "none"}, {"cuda_graph_impl": "local"})
+    ]
+    assert depths == [3, 3, 0]
+
+
 def test_a_vision_script_that_overwrites_the_length_keeps_the_rows(arguments):
     assert run_config_of(arguments(seq_length=577, dataloader_seq_length=2048)).packing.seq_length == 2048
     assert run_config_of(arguments(seq_length=577, packing_row_length=1024)).packing.seq_length == 1024

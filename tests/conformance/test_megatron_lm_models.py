@@ -72,6 +72,37 @@ def test_a_models_losses_are_those_of_bridges_step_types_of_tokens_included(fami
     torch.testing.assert_close(ours[real], theirs[real], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("whole_row", [False, True])
+def test_what_a_rank_copies_to_its_gpu_is_page_locked_slices_too(whole_row, monkeypatch):
+    from megatron.core import parallel_state
+
+    from energon_packing.megatron_lm import dataloader
+
+    _, row = encoder_and_row("glm4v")
+    answers = {"pipeline_first_stage": True, "pipeline_last_stage": True}
+    for name, answer in answers.items():
+        monkeypatch.setattr(parallel_state, f"is_{name}", lambda answer=answer, **_: answer)
+    sizes = {"context_parallel_world_size": 2, "context_parallel_rank": 1, "tensor_model_parallel_world_size": 1}
+    for name, answer in sizes.items():
+        monkeypatch.setattr(parallel_state, f"get_{name}", lambda answer=answer: answer)
+    monkeypatch.setattr(dataloader, "device", lambda: torch.device("cuda", 0))
+    locked, copied = [], []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: locked.append(tensor.clone()) or locked[-1])
+    move = torch.Tensor.to
+
+    def noted(tensor, *places, non_blocking=False, **others):
+        if not non_blocking:
+            return move(tensor, *places, **others)
+        copied.append(tensor)
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "to", noted)
+    batch = dataloader.get_batch(iter([row]), whole_row=whole_row)
+    assert batch.tokens.numel() == row.tokens.numel() // (1 if whole_row else 2)
+    assert len(copied) > 10
+    assert all(any(tensor is each for each in locked) for tensor in copied)
+
+
 @pytest.mark.usefixtures("stand_ins")
 def test_the_experts_of_a_vision_model_get_the_padding_of_the_row(monkeypatch):
     from megatron.core.transformer.moe.router import TopKRouter

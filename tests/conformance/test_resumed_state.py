@@ -2,6 +2,7 @@
 
 import contextlib
 import shutil
+import threading
 import warnings
 import weakref
 from pathlib import Path
@@ -258,6 +259,22 @@ def test_a_run_of_bridge_goes_on_with_its_state_and_is_stopped_without_it(data):
         assert report["error"][0] == "ConfigError"
         assert "no state of the loader at" in report["error"][1]
     assert [report["error"] for report in bridge_ranks.reports(folder, "anew", 2)] == [None] * 2
+
+
+@pytest.mark.parametrize(
+    ("graphs", "ahead"), [({"cuda_graph_impl": "none"}, 1), ({"vision_cuda_graph_impl": "transformer_engine"}, 0)]
+)
+def test_no_thread_copies_to_a_gpu_where_cuda_graphs_are_captured(dataset, graphs, ahead, monkeypatch):
+    from energon_packing.bridge import dataset as bridge_dataset
+
+    dataset.num_workers = 1
+    model = SimpleNamespace(sequence_parallel=False, **graphs)
+    run = SimpleNamespace(model=model, dist=SimpleNamespace(eval_context_parallel_size=None))
+    monkeypatch.setattr(dataset, "_run", run)
+    monkeypatch.setattr(bridge_dataset, "_enforce_rules", lambda _: None)
+    before, train = set(threading.enumerate()), setup(dataset, 0, None)
+    next(train)
+    assert sum(each.name.startswith("packs ahead") for each in set(threading.enumerate()) - before) == ahead
 
 
 def test_an_evaluation_has_a_ledger_of_its_own_and_leaves_the_trainings_as_it_is(dataset, tmp_path):

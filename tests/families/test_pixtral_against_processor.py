@@ -11,11 +11,20 @@ from support.offline_processors import pixtral, processor_of
 from test_families_in_packs import SAMPLES, rows
 from transformers import Mistral3Config, Mistral3Model, MistralConfig, PixtralVisionConfig
 from transformers.image_utils import SizeDict
+from transformers.models.pixtral.modeling_pixtral import generate_block_attention_mask
 from whole_sample import encoder, image, random_pixels
 
 from energon_packing import thd
+from energon_packing.config import EncoderConfig, PackingConfig, RunConfig
 from energon_packing.encoders.joinable_rows import joinable
+from energon_packing.energon.sample_task_encoder import MicroBatchTaskEncoder
+from energon_packing.energon.task_encoder import PackingTaskEncoder
+from energon_packing.energon.states import check_fingerprint
 from energon_packing.errors import ConfigError, SampleRejected
+from energon_packing.families.geometry import MASK_BYTES, MOST_PATCHES
+from energon_packing.families.registry import FAMILIES
+from energon_packing.kinds.conversations import Conversations
+from energon_packing.sample_kind import NO_ROW
 
 PUBLISHED = {"pixtral": (1024, 16, 1), "ministral3": (1540, 14, 2)}
 SMALL = {"pixtral": (160, 16, 1), "ministral3": (252, 14, 2)}
@@ -66,6 +75,42 @@ def test_the_model_gives_samples_joined_in_a_pack_the_features_that_each_has_alo
     assert [len(features) for features in joined] == [plan.tokens for measured, _ in made for plan in measured.plans]
     for ours_joined, ours_alone in zip(joined, alone, strict=True):
         torch.testing.assert_close(ours_joined, ours_alone)
+
+
+def test_without_a_limit_of_patches_the_models_mask_over_a_pack_stays_within_its_bytes():
+    run = RunConfig(packing=PackingConfig(seq_length=8192))
+    for name in PUBLISHED:
+        ours = PackingTaskEncoder(small(name), run.packing)
+        patches = ours.limits.patches
+        mask, one_more = (
+            generate_block_attention_mask([count], torch.empty(1, count, 1, device="meta", dtype=torch.bfloat16))
+            for count in (patches, patches + 1)
+        )
+        assert mask.nbytes <= MASK_BYTES < one_more.nbytes
+        largest = encoder(pixtral(*PUBLISHED[name])).family.plan(image(4000, 4000))
+        assert 2 * largest.patches <= patches
+        # A loader, a plan and statistics take the same number, and a saved state holds it.
+        assert Conversations().limits(run, "pixtral") == ours.limits
+        own = ours.fingerprint()
+        assert own["packing.max_patches_per_pack"] == str(patches)
+        of_before = own | {"packing.max_patches_per_pack": "null"}
+        with pytest.raises(ConfigError, match=r"made with packing\.max_patches_per_pack=null, but this run has 24494"):
+            check_fingerprint(of_before, own)
+        assert check_fingerprint(of_before, own, ["packing.max_patches_per_pack"])
+    others = {name: family.most_patches for name, family in zip(FAMILIES.names(), FAMILIES, strict=True)}
+    assert {name: most for name, most in others.items() if most is not None} == MOST_PATCHES
+    assert Conversations().limits(run, "internvl").patches is None
+
+
+def test_a_limit_of_patches_that_is_set_and_a_measurement_and_a_trainers_packing_know_no_other(tmp_path):
+    packing = PackingConfig(seq_length=8192, max_patches_per_pack=100_000)
+    ours = PackingTaskEncoder(small("pixtral"), packing)
+    assert ours.limits.patches == 100_000 == Conversations().limits(RunConfig(packing=packing), "pixtral").patches
+    unset = PackingConfig(seq_length=8192)
+    assert MicroBatchTaskEncoder(small("pixtral"), unset, micro_batch_size=2).limits.patches is None
+    small("pixtral").processor.save_pretrained(tmp_path)
+    run = RunConfig(encoder=EncoderConfig(processor=str(tmp_path)), packing=unset)
+    assert Conversations().measuring_encoder(run).limits.patches == NO_ROW
 
 
 def test_samples_of_a_pack_are_padded_as_one_call_of_the_processor_pads_them():

@@ -16,14 +16,17 @@ from energon_packing.config import RunConfig, from_mapping
 from energon_packing.demo import processor_path
 from energon_packing.energon.loader import build_task_encoder
 from energon_packing.errors import UserError
+from energon_packing.families.geometry import MOST_PATCHES
 from energon_packing.kinds.conversations import Conversations
 from energon_packing.offline import plan as plan_file
 from energon_packing.offline.files import HOST
-from energon_packing.offline.index import IndexedDataset, IndexedShard
+from energon_packing.offline.index import Index, IndexedDataset, IndexedShard
 from energon_packing.offline.plan import Plan, PlannedPack, drops_path
 from energon_packing.offline.planner import make_plan
 from energon_packing.offline.samples import Remeasured
 from energon_packing.packing.constraints import PackLimits, Size
+from energon_packing.report.stats import stats_report
+from energon_packing.report.stats_samples import samples_of_index
 from energon_packing.thd.assembly import hides_padding, visible_order
 
 PACKING = {"seq_length": 1024, "max_images_per_pack": 12, "max_segments_per_pack": 24, "drop_budget": 1.0}
@@ -290,6 +293,25 @@ def test_a_configuration_that_does_not_suit_the_index_is_refused_in_a_sentence(
 
 def test_settings_that_change_no_length_may_differ_from_those_of_the_index(index: Path, tmp_path: Path) -> None:
     assert len(planned(tmp_path, index, config(encoder={"pixels": "float32"})))
+
+
+@pytest.mark.parametrize(
+    ("family", "own", "most"), [("pixtral", None, 2), ("pixtral", 31_000, 3), ("qwen_vl", None, 4)]
+)
+def test_a_plan_keeps_the_limit_of_patches_of_the_family_that_was_measured_where_none_is_set(
+    family: str, own: int | None, most: int, tmp_path: Path
+) -> None:
+    shard = [row(100, images=1, patches=10_000) for _ in range(12)]
+    fingerprint = {"processor": "one", "family": family}
+    index = made_index(tmp_path / "index", {"a": [shard]}, fingerprint=fingerprint)
+    run = config(packing={"max_patches_per_pack": own, "max_segments_per_pack": 4})
+    plan = planned(tmp_path, index, run)
+    assert {len(pack.samples) for pack in all_packs(plan)} == {most}
+    assert plan.facts.decided["max_patches_per_pack"] == (own or MOST_PATCHES.get(family))
+    report = stats_report(samples_of_index(Index.open(index), "a"), run, seq_lengths=[1024], windows=[12])
+    assert {row["packs"] for row in report["packing"]} == {12 / most}
+    said = any("max_patches_per_pack" in reason for reason in report["recommendation"]["reasons"])
+    assert said == (plan.facts.decided["max_patches_per_pack"] != own)
 
 
 def test_indexes_share_a_plan_unless_their_encoders_differ_or_a_data_set_is_in_both(tmp_path: Path) -> None:

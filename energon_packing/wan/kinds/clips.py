@@ -98,7 +98,7 @@ class Clips(SampleKind):
     def media_names(self, measured: MeasuredClip) -> tuple[str, ...]:
         return measured.sample.names
 
-    def limits(self, run: TextToVideoRunConfig) -> ClipLimits:
+    def limits(self, run: TextToVideoRunConfig, family: str = "") -> ClipLimits:
         return ClipLimits.of(run)
 
     def decided(self, run: TextToVideoRunConfig, limits: Any) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from energon_packing import thd
 from energon_packing.config import EncoderConfig, PackingConfig, RunConfig
 from energon_packing.encoders.joinable_rows import joinable
 from energon_packing.energon.sample_task_encoder import MicroBatchTaskEncoder
-from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.energon.states import check_fingerprint
+from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.families.geometry import MASK_BYTES, MOST_PATCHES
 from energon_packing.families.registry import FAMILIES

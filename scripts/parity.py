@@ -53,6 +53,7 @@ Exit codes: 0 packed and alone agree, 1 they differ, 2 unusable input.
     type=click.Choice(["boundaries", "positions", "labels"]),
     help="The control: make this mistake on purpose, on the Hugging Face model; parity must find it.",
 )
+@click.option("--bfloat16", is_flag=True, help="Compare distances from float32 in bfloat16 too, of the first pack.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 @click.pass_context
 def parity(
@@ -66,6 +67,7 @@ def parity(
     device: str,
     tolerance: float | None,
     break_: Any,
+    bfloat16: bool,
     as_json: bool,
 ) -> None:
     """Compare packs of the data set with their samples alone: logits, loss and gradient of each segment.
@@ -86,6 +88,7 @@ def parity(
         device=device,
         tolerance=tolerance,
         break_=break_,
+        bfloat16=bfloat16,
     )
     if as_json:
         click.echo(json.dumps(outcome, indent=2))
@@ -118,6 +121,10 @@ def _print(outcome: dict[str, Any]) -> None:
             f"pack {row['pack']}: segment {row['index']} changed, its logits move by {row['own']:.1e}, all others by "
             f"{row['others']:.1e}" + ("" if ignored is None else f"; boundaries ignored: {ignored:.1e}"),
             highlight=False,
+        )
+    for name, (logits, gradient) in outcome["bfloat16"].items():
+        console.print(
+            f"bfloat16, {name}: logits {logits:.1e} and gradient {gradient:.1e} from float32", highlight=False
         )
     worst = max(outcome["segments"], key=lambda row: row["logits"])
     console.print(

@@ -66,6 +66,26 @@ def test_padding_that_ends_a_sample_changes_neither_its_logits_nor_loss_nor_grad
     assert report.failures() == []
 
 
+def rounds_as_its_samples_do(model, batch, singles):
+    """Compares a pack in bfloat16, and returns the mistakes that the comparison would have found."""
+    found = row_parity.rounding(model, batch.to_bridge(), singles)
+    print({name: [f"{distance:.2e}" for distance in distances] for name, distances in found.items()})
+    limits = [row_parity.ROUNDING_LIMIT * distance for distance in found["alone"]]
+    assert all(1e-3 < limit < 3e-2 for limit in limits), "as bfloat16 rounds, and not float32"
+    assert all(distance <= limit for distance, limit in zip(found.pop("packed"), limits, strict=True))
+    return {name for name, (logits, gradient) in found.items() if logits > limits[0] or gradient > limits[1]}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_bfloat16_a_pack_is_no_farther_from_float32_than_its_samples_alone(family, models, make_samples):
+    samples = make_samples(family, 3)
+    # Positions from 256 on are not all numbers of bfloat16.
+    rows = [samples.draw("text", 400), *rows_of(make_samples, family)[:3]]
+    batch = thd.real_padding(thd.assemble(rows, multiple=8))
+    found = rounds_as_its_samples_do(models(family), batch, row_parity.row_batches(rows))
+    assert found == {"leaking"} | ({"positions"} if family == "qwen3_vl" else set())
+
+
 def test_several_predicted_tokens_need_padding_that_ends_its_sample(cpu_world, tiny_provider, make_samples):
     """Megatron-Core shifts their labels at ``cu_seqlens_q``."""
     provider = tiny_provider("text", seq_length=512)
@@ -274,6 +294,7 @@ def test_a_pack_of_images_and_videos_gives_each_samples_own_results_in_bridges_g
     report = row_parity.compare(model, batch.to_bridge(), alone)
     is_sound(report)
     assert max(segment.positions for segment in report.segments) == 0
+    assert rounds_as_its_samples_do(model, batch, alone) == {"leaking"}
 
 
 @pytest.mark.parametrize("multiple", [1, 16])
@@ -290,6 +311,7 @@ def test_a_pack_of_images_and_videos_gives_each_samples_own_results_in_bridges_e
         alone.append(single)
     model = training_run.build_model(glm_and_ernie.ernie_provider(encoder))
     is_sound(row_parity.compare(model, batch.to_bridge(), alone))
+    assert rounds_as_its_samples_do(model, batch, alone) == {"leaking"}
     without = batch.to_bridge()
     without["visual_inputs"].moe_mm_token_type_ids = None
     with torch.no_grad():

@@ -23,6 +23,8 @@ LOSS_LIMIT = 1e-4
 """Largest allowed difference of the loss and of a gradient entry, fp32."""
 CONTROL_LIMIT = 1e-2
 """A run that ignores the boundaries must differ by more than this, or the comparison proves nothing."""
+ROUNDING_LIMIT = 1.1
+"""In bfloat16 a packed row may be that many times as far from float32 as its samples alone are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,6 +222,70 @@ def compare(
         gradient_scale=max(_largest(tensor) for tensor in single_gradient.values()),
         control=ignored,
     )
+
+
+def rounding(
+    model: torch.nn.Module, packed: Mapping[str, Any], singles: Sequence[Mapping[str, Any]]
+) -> dict[str, tuple[float, float]]:
+    """How far a model in bfloat16, as Bridge wraps it and our step repairs it, is from itself in float32 on the samples
+    alone: of logits and of gradient, the norm of the difference divided by the norm in float32.
+
+    Args:
+        model: in float32; afterwards it is so again, with the same weights.
+
+    Returns:
+        ``alone`` (the samples, one per row), ``packed``, and two mistakes: ``leaking`` (boundaries ignored) and
+        ``positions`` (on three axes, rounded to bfloat16).
+    """
+    from megatron.core.transformer.module import Float16Module
+
+    from energon_packing.bridge.step import restore_frequencies
+
+    spans = _spans(packed, singles)
+    Results = tuple[list[torch.Tensor], list[torch.Tensor]]
+
+    def alone() -> Results:
+        logits = [forward(model, single, with_labels=False).detach() for single in singles]
+        return logits, list(loss_and_gradient(model, singles)[1].values())
+
+    def row() -> Results:
+        logits = forward(model, packed, with_labels=False).detach()
+        return [logits[:, start:stop] for start, stop in spans], list(loss_and_gradient(model, [packed])[1].values())
+
+    def distance(found: Results) -> tuple[float, float]:
+        logits, gradient = (
+            _norm([ours - theirs for ours, theirs in zip(*pair, strict=True)]) / _norm(pair[1])
+            for pair in zip(found, exact, strict=True)
+        )
+        return logits, gradient
+
+    with _evaluating(model):
+        exact = alone()
+        weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        config: Any = model.config
+        config.bf16 = True
+        restore_frequencies(Float16Module(config, model))
+        found = {"alone": distance(alone()), "packed": distance(row())}
+        with ignore_boundaries():
+            found["leaking"] = distance(row())
+        rotary: Any = getattr(model, "language_model", model).rotary_pos_emb
+        hook = rotary.register_forward_pre_hook(_rounded_positions, with_kwargs=True)
+        found["positions"] = distance(row())
+        hook.remove()
+        config.bf16 = False
+        model.float().load_state_dict(weights, strict=False)
+    return found
+
+
+def _rounded_positions(_module: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    def rounded(value: Any) -> Any:
+        return value.bfloat16().to(value.dtype) if isinstance(value, torch.Tensor) and value.dim() == 3 else value
+
+    return tuple(map(rounded, arguments)), {name: rounded(value) for name, value in keywords.items()}
+
+
+def _norm(tensors: Sequence[torch.Tensor]) -> float:
+    return float(torch.stack([tensor.double().norm() for tensor in tensors]).norm())
 
 
 def loss_and_gradient(

@@ -7,7 +7,9 @@ if changing one of its segments leaves all others as they were.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +36,9 @@ Break = Literal["boundaries", "positions", "labels"]
 
 TOLERANCE = 1e-4
 """Largest difference: of a logit (absolute), of a loss and of a gradient (relative). fp32 stays far below."""
+ROUNDING_LIMIT = 1.5
+"""In bfloat16 a packed row may be that many times as far from float32 as its samples alone are; the gradient of an
+embedding is summed in bfloat16, over more tokens in a row."""
 LONGEST_MASK = 16_384
 """Tokens of the longest row that gets a written-out mask, which grows with their square (1 GB of scores per head)."""
 
@@ -237,6 +242,47 @@ def compare_pack(
         perturbation=_perturbation(batch, number, index, change),
         boundaries_ignored=None if leaky is None else ignored,
     )
+
+
+def rounding(subject: Subject, batch: PackedBatch) -> dict[str, tuple[float, float]]:
+    """How far a model in bfloat16 is from itself in float32 on the samples alone: of logits and of gradient, the norm
+    of the difference divided by the norm in float32.
+
+    Args:
+        subject: with a model in float32, which stays so. In bfloat16, buffers such as frequencies stay float32, as
+            where transformers loads a model.
+
+    Returns:
+        ``alone`` (the samples, one per row), ``packed``, and with a mask ``leaking``: attention over the whole row.
+    """
+    rows, starts, lengths = unpack(batch), batch.boundaries.tolist(), batch.sample_lengths
+    rounded = copy.deepcopy(subject.model)
+    for parameter in rounded.parameters():
+        parameter.data = parameter.data.bfloat16()
+
+    def results(model: Any, logits_of: Callable[[Subject], list[torch.Tensor]]) -> tuple[list[torch.Tensor], ...]:
+        logits = logits_of(dataclasses.replace(subject, model=model))
+        losses = [_mean_loss(each, row["labels"], row["loss_mask"]) for each, row in zip(logits, rows, strict=True)]
+        gradient = _gradient(torch.stack(losses).sum(), [each for each in model.parameters() if each.requires_grad])
+        return [each.detach() for each in logits], [each.float() for each in gradient]
+
+    def alone(one: Subject) -> list[torch.Tensor]:
+        return [_alone_logits(one, row) for row in rows]
+
+    def packed(one: Subject, isolate: bool = True) -> list[torch.Tensor]:
+        logits = _packed_logits(one, batch, cp_size=1, isolate=isolate)
+        return [logits[starts[index] : starts[index] + lengths[index]] for index in range(len(rows))]
+
+    def distance(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+        return _norm([a - b for a, b in zip(ours, theirs, strict=True)]) / _norm(theirs)
+
+    exact = results(subject.model, alone)
+    ways = {"alone": alone, "packed": packed}
+    ways |= {"leaking": functools.partial(packed, isolate=False)} if subject.attention == "mask" else {}
+    return {
+        name: (distance(found[0], exact[0]), distance(found[1], exact[1]))
+        for name, found in ((name, results(rounded, way)) for name, way in ways.items())
+    }
 
 
 def _perturbation(batch: PackedBatch, number: int, index: int, change: torch.Tensor) -> Perturbation:

@@ -16,7 +16,7 @@ from energon_packing.energon.loader import build_loader
 from energon_packing.errors import UserError
 from energon_packing.ledger import without_ledger
 from support.parity import tiny_families
-from support.parity.hugging_face_parity import TOLERANCE, Attention, Subject, compare_pack
+from support.parity.hugging_face_parity import ROUNDING_LIMIT, TOLERANCE, Attention, Subject, compare_pack, rounding
 
 _OF_BRIDGE = ("qwen2_5_vl", "qwen3_vl", "text")
 
@@ -120,6 +120,7 @@ def compare_run(
     device: str = "cpu",
     tolerance: float | None = None,
     break_: Any = None,
+    bfloat16: bool = False,
 ) -> dict[str, Any]:
     """Compares the first packs of a data set, segment by segment.
 
@@ -129,6 +130,8 @@ def compare_run(
         attention: ``mask`` or ``positions``, see `load_subject`.
         tolerance: largest difference that counts as equal.
         break_: ``boundaries``, ``positions`` or ``labels``: make this mistake on purpose.
+        bfloat16: also compare the first pack as `rounding` does; a pack that is more than `ROUNDING_LIMIT` times as far
+            from float32 as its samples alone is a failure.
 
     Returns:
         What ``scripts/parity.py --json`` prints: ``segments``, ``perturbations``, ``failures`` (one
@@ -154,6 +157,11 @@ def compare_run(
         for number, batch in enumerate(batches)
     ]
     failures = [sentence for result in results for sentence in result.failures(limit)]
+    rounded = rounding(subject, batches[0]) if bfloat16 else {}
+    for at, what in enumerate(("logits", "gradients") if bfloat16 else ()):
+        packed, alone = (rounded[way][at] for way in ("packed", "alone"))
+        if not packed <= ROUNDING_LIMIT * alone:
+            failures.append(f"bfloat16: {what} of pack 0 are {packed:.1e} from float32, of its samples {alone:.1e}")
     kind = type(subject.model).__name__
     return {
         "model": f"{kind} {model}" if model else f"{kind}, tiny and random",
@@ -165,6 +173,7 @@ def compare_run(
         "segments": [dataclasses.asdict(segment) for result in results for segment in result.segments],
         "perturbations": [dataclasses.asdict(result.perturbation) for result in results],
         "boundaries_ignored": [result.boundaries_ignored for result in results],
+        "bfloat16": rounded,
         "failures": failures,
     }
 

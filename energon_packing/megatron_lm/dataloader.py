@@ -89,15 +89,17 @@ def get_batch(data_iterator: Any, *, whole_row: bool = False) -> StageBatch:
     if cp > 1:
         of_rank = context_parallel_indices(row.boundaries, cp, parallel_state.get_context_parallel_rank())
         of_layers = of_layers.index_select(1, of_rank)
-    of_layers = _of_sequence_parallel_rank(of_layers)
+    lengths = row.boundaries.diff()
+    segments = torch.arange(lengths.numel(), dtype=torch.int32).repeat_interleave(lengths)[None]
+    moved: tuple[Any, ...] = (part, _of_sequence_parallel_rank(of_layers), segments)
     if device().type == "cuda":  # slices are new memory, and a copy of memory that is not page-locked waits for the GPU
-        part, of_layers = part.pin_memory(), of_layers.pin_memory()
-    of_layers = of_layers.to(device(), non_blocking=True)
-    part = part.to(device(), non_blocking=True)
+        moved = tuple(each.pin_memory() for each in moved)
+    part, of_layers, segments = (each.to(device(), non_blocking=True) for each in moved)
     reads = {"first": first or whole_row, "last": last or whole_row, "every": True}
     fields: dict[str, Any] = dict.fromkeys((each.name for each in TOKEN_FIELDS), None)
     fields |= {each.name: getattr(part, each.name) for each in TOKEN_FIELDS if reads[each.stage]}
     params = packed_seq_params(part, total_tokens=False)
+    params.seq_idx = segments  # for layers with a state; on the device Megatron-Core would wait for it
     if whole_row:
         put_mask(params, of_layers)
         if params.cu_seqlens_q_padded is None:  # by which Megatron-Core's LLaVA slices

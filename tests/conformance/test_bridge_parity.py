@@ -86,6 +86,42 @@ def test_in_bfloat16_a_pack_is_no_farther_from_float32_than_its_samples_alone(fa
     assert found == {"leaking"} | ({"positions"} if family == "qwen3_vl" else set())
 
 
+@pytest.mark.parametrize("padding", ["real", "between"])
+@pytest.mark.parametrize("kind", ["mamba", "gated_delta_net"])
+def test_a_layer_with_a_state_gives_each_sample_its_own_results(kind, padding, models, make_samples):
+    from megatron.bridge.training.utils.packed_seq_utils import get_packed_seq_params
+    from support.bridge_cpu import state_space
+
+    models("text")  # makes the groups
+    rows = rows_of(make_samples, "text")
+    batch = thd.assemble(rows, multiple=8, width=256)
+    batch = thd.real_padding(batch) if padding == "real" else batch
+    spans = list(zip(batch.boundaries.tolist(), batch.sample_lengths[: len(rows)], strict=False))
+    hidden = torch.randn(batch.total_tokens, 1, state_space.HIDDEN, generator=torch.Generator().manual_seed(1))
+    weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(2))
+
+    def gradient(*pairs):
+        layer.zero_grad()
+        sum((out * weight).sum() for out, weight in pairs).backward()
+        return torch.cat([part.grad.flatten() for part in layer.parameters()])
+
+    with state_space.layer(kind) as layer:
+
+        def run(start, stop, packed=None):
+            mask = {} if kind == "mamba" else {"attention_mask": None}
+            return layer(hidden[start:stop], **mask, packed_seq_params=packed)[0]
+
+        alone = [(run(start, start + length), weights[start : start + length]) for start, length in spans]
+        expected = gradient(*alone)
+        of_bridge = get_packed_seq_params(batch.to_bridge())
+        for packed in (thd.packed_seq_params(batch), of_bridge, None):
+            row = run(0, len(hidden), packed)
+            together = [(row[start : start + length], weights[start : start + length]) for start, length in spans]
+            apart = max(float((ours - own).abs().max()) for (ours, _), (own, _) in zip(together, alone, strict=True))
+            changed = float((gradient(*together) - expected).norm() / expected.norm())
+            assert (apart < 1e-7 and changed < 1e-5) if packed else (apart > 1e-4 and changed > 1e-2)
+
+
 def test_several_predicted_tokens_need_padding_that_ends_its_sample(cpu_world, tiny_provider, make_samples):
     """Megatron-Core shifts their labels at ``cu_seqlens_q``."""
     provider = tiny_provider("text", seq_length=512)

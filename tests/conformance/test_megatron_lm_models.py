@@ -72,6 +72,21 @@ def test_a_models_losses_are_those_of_bridges_step_types_of_tokens_included(fami
     torch.testing.assert_close(ours[real], theirs[real], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("padding", [thd.real_padding, lambda row: row])
+def test_layers_with_a_state_get_the_numbers_of_the_samples(padding):
+    from energon_packing.megatron_lm.dataloader import get_batch
+
+    row = padding(encoder_and_row("glm4v")[1])
+    with training_run.process_groups():
+        model_of("glm4v", encoder_and_row("glm4v")[0], None)  # makes the groups
+        ours = get_batch(iter([row])).packed_seq_params
+    theirs = thd.packed_seq_params(row)  # with the length of the row, of which Megatron-Core makes them
+    assert ours.seq_idx.unique().tolist() == list(range(len(row.boundaries) - 1))
+    assert torch.equal(ours.seq_idx, theirs.seq_idx)
+    assert ours.seq_idx.dtype == theirs.seq_idx.dtype
+
+
 @pytest.mark.parametrize("whole_row", [False, True])
 def test_what_a_rank_copies_to_its_gpu_is_page_locked_slices_too(whole_row, monkeypatch):
     from megatron.core import parallel_state

@@ -21,7 +21,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
+import logging
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
@@ -30,6 +33,7 @@ import torch
 from megatron.bridge.training.state import GlobalState
 from megatron.bridge.training.utils.packed_seq_utils import get_packed_seq_cp_partition_indices
 from megatron.bridge.training.utils.pg_utils import get_pg_collection
+from megatron.bridge.utils.common_utils import get_rank_safe
 from megatron.core.utils import get_model_config
 
 from energon_packing.config import ParallelConfig
@@ -40,6 +44,8 @@ from energon_packing.validate.run_view import RunView, installed_version
 
 _RESTORED = "_energon_packing_restored_frequencies"
 """Attribute of a model whose frequencies were looked at."""
+_CHOOSES = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
+"""The module that keeps which kernel Transformer Engine chose for the attention before."""
 
 
 def forward_step(
@@ -72,12 +78,27 @@ def forward_step(
         )
     with contextlib.ExitStack() as added:
         if packed:
+            added.callback(log_kernel)
             added.enter_context(_declared_packed(state.cfg.dataset))
             mask = batch.get("padding_mask") if experts_read_masks(inner) else None
             if mask is not None:
                 _refuse_graphs(model, step)
             added.enter_context(_travelling(pads_between_sequences(batch), mask, inner, model))
         return step(state, iter((batch,)), model, return_schedule_plan)
+
+
+def log_kernel() -> None:
+    """Logs the kernel of the last attention of the run's first rank, each kernel once; nothing without Transformer
+    Engine."""
+    chosen = getattr(sys.modules.get(_CHOOSES), "_attention_backends", {})
+    for name in ("flash", "fused", "unfused"):
+        if chosen.get(f"use_{name}_attention") and get_rank_safe() == 0:
+            _log_once(f"Packed rows: {name} attention, backend {chosen.get(f'{name}_attention_backend')}")
+
+
+@functools.cache
+def _log_once(text: str) -> None:
+    logging.getLogger(__name__).info(text)
 
 
 def restore_frequencies(model: torch.nn.Module) -> int:

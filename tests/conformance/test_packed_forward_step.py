@@ -1,6 +1,7 @@
 """Our forward step: Bridge's own on dense models, and padding without effect on a mixture of experts."""
 
 import pickle
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -57,10 +58,30 @@ def losses_and_norms(tiny_provider, ready_batches):
     return run
 
 
-@pytest.mark.parametrize("family", BRIDGES)
-def test_a_dense_model_trains_exactly_as_with_bridges_own_step(family, losses_and_norms, make_samples):
+@pytest.mark.parametrize(
+    ("family", "chosen", "said"),
+    [
+        ("qwen3_vl", {}, []),
+        (
+            "text",
+            {"use_flash_attention": False, "use_fused_attention": True, "fused_attention_backend": "F16_arbitrary"},
+            ["Packed rows: fused attention, backend F16_arbitrary"],
+        ),
+    ],
+)
+def test_a_dense_model_trains_exactly_as_with_bridges_own_step_which_says_its_kernel_once(
+    family, chosen, said, losses_and_norms, make_samples, monkeypatch, caplog
+):
+    from energon_packing.bridge import step
+
+    step._log_once.cache_clear()
+    monkeypatch.setitem(sys.modules, step._CHOOSES, SimpleNamespace(_attention_backends=chosen))
     batches = [thd.assemble(rows, multiple=8, width=WIDTH).to_bridge() for rows in packs_of(make_samples, family)]
-    assert torch.equal(losses_and_norms(family, batches, "ours"), losses_and_norms(family, batches, BRIDGES[family]))
+    monkeypatch.setattr(training_run.logging, "disable", lambda _: None)
+    caplog.set_level("INFO", logger=step.__name__)
+    ours = losses_and_norms(family, batches, "ours")
+    assert [each.getMessage() for each in caplog.records if each.name == step.__name__] == said
+    assert torch.equal(ours, losses_and_norms(family, batches, BRIDGES[family]))
 
 
 @pytest.mark.parametrize("family", BRIDGES)

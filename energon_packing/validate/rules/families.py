@@ -103,7 +103,7 @@ def _family_has_context_parallelism(view: RunView) -> Finding | None:
     )
 
 
-@rule(
+_packs_without_media = rule(
     id="ours/packs-without-media",
     order=1210,
     checks="a pack without media does not stall the gradient reduction",
@@ -116,13 +116,12 @@ def _family_has_context_parallelism(view: RunView) -> Finding | None:
             "distributed/param_and_grad_buffer.py", "assert len(self.per_param_grad_ready_counts) == len(self.params)"
         ),
     ),
+    why=(
+        "overlap_grad_reduce is on and a pack may hold no image on one rank: its vision parameters get no "
+        "gradient, and the reduction stops the run or hangs"
+    ),
+    fix="set ddp.overlap_grad_reduce to false, or packing.dummy_image of our data set to true",
 )
-def _packs_without_media(view: RunView) -> Finding | None:
-    return Finding(
-        why="overlap_grad_reduce is on and a pack may hold no image on one rank: its vision parameters get no "
-        "gradient, and the reduction stops the run or hangs",
-        fix="set ddp.overlap_grad_reduce to false, or packing.dummy_image of our data set to true",
-    )
 
 
 @rule(

@@ -188,7 +188,7 @@ def _context_parallel_kind(view: RunView) -> Finding | None:
     )
 
 
-@rule(
+_fp8_attention = rule(
     id="ours/fp8-attention",
     order=1293,
     checks="attention over packed rows is not computed in fp8",
@@ -196,13 +196,11 @@ def _context_parallel_kind(view: RunView) -> Finding | None:
     applies=lambda view: view.packed and view.fp8_recipe is not None and view.fp8_dot_product_attention,
     holds=lambda view: view.machine is not None and view.machine.te >= (2, 20) and "te" not in view.machine.assumed,
     sources=(core("transformer/transformer_config.py", "fp8_dot_product_attention: bool = False"),),
+    why="fp8_dot_product_attention is on, and before Transformer Engine 2.20 no kernel takes packed rows in fp8",
+    fix="set model.fp8_dot_product_attention to false, or name a later version by --kernels",
 )
-def _fp8_attention(view: RunView) -> Finding | None:
-    why = "fp8_dot_product_attention is on, and before Transformer Engine 2.20 no kernel takes packed rows in fp8"
-    return Finding(why=why, fix="set model.fp8_dot_product_attention to false, or name a later version by --kernels")
 
-
-@rule(
+_deterministic_delta_net = rule(
     id="ours/deterministic-delta-net",
     order=1294,
     checks="gated delta nets over packed rows are not in deterministic mode",
@@ -210,10 +208,9 @@ def _fp8_attention(view: RunView) -> Finding | None:
     applies=lambda view: view.packed and view.experimental_attention_variant == "gated_delta_net",
     holds=lambda view: not view.deterministic_mode,
     sources=(core("ssm/gated_delta_net/gdn.py", "Packed sequence does not support deterministic mode."),),
+    why="deterministic_mode is on, and Megatron-Core's gated delta nets then refuse packed rows",
+    fix="set model.deterministic_mode to false",
 )
-def _deterministic_delta_net(view: RunView) -> Finding | None:
-    why = "deterministic_mode is on, and Megatron-Core's gated delta nets then refuse packed rows"
-    return Finding(why=why, fix="set model.deterministic_mode to false")
 
 
 @rule(

@@ -53,7 +53,7 @@ def _expert_world_size(view: RunView) -> Finding | None:
     )
 
 
-@rule(
+_no_average_with_token_loss = rule(
     id="core/no-average-with-token-loss",
     order=1030,
     checks="per-token loss is not averaged in the collective",
@@ -62,13 +62,12 @@ def _expert_world_size(view: RunView) -> Finding | None:
     applies=lambda view: bridge_is_silent_on_loss(view) and not view.megatron_fsdp,
     holds=lambda view: not (view.calculate_per_token_loss and view.average_in_collective),
     sources=(core("distributed/distributed_data_parallel.py", "not self.ddp_config.average_in_collective"),),
+    why=(
+        "calculate_per_token_loss and average_in_collective are both on, and Megatron-Core's gradient reduction "
+        "refuses that"
+    ),
+    fix="set training.average_in_collective to false",
 )
-def _no_average_with_token_loss(view: RunView) -> Finding | None:
-    return Finding(
-        why="calculate_per_token_loss and average_in_collective are both on, and Megatron-Core's gradient reduction "
-        "refuses that",
-        fix="set training.average_in_collective to false",
-    )
 
 
 @rule(
@@ -96,20 +95,19 @@ def _core_slices_packs(view: RunView) -> Finding | None:
     )
 
 
-@rule(
+_hybrid_context_parallel = rule(
     id="core/hybrid-context-parallel",
     order=1045,
     checks="hybrid context parallelism is off",
     place="megatron.core.pipeline_parallel.hybrid_cp_schedule",
     holds=lambda view: not view.hybrid_context_parallel,
     sources=(core("pipeline_parallel/hybrid_cp_schedule.py", "sample = batch[sub_sample_id]"),),
+    why=(
+        "hybrid_context_parallel is on: Megatron-Core's schedule numbers the samples of a global batch, which "
+        "no data set of Megatron-Bridge hands out, and stops at the first step"
+    ),
+    fix="set model.hybrid_context_parallel to false",
 )
-def _hybrid_context_parallel(view: RunView) -> Finding | None:
-    return Finding(
-        why="hybrid_context_parallel is on: Megatron-Core's schedule numbers the samples of a global batch, which "
-        "no data set of Megatron-Bridge hands out, and stops at the first step",
-        fix="set model.hybrid_context_parallel to false",
-    )
 
 
 @bridges_rule(

@@ -15,8 +15,7 @@ from energon_packing.validate.rules.rule import (
 )
 from energon_packing.validate.run_view import RunView
 
-
-@rule(
+_tokens_weigh_the_same = rule(
     id="ours/token-weight",
     order=1160,
     checks="a token weighs the same in every pack",
@@ -25,13 +24,12 @@ from energon_packing.validate.run_view import RunView
     holds=lambda view: view.calculate_per_token_loss,
     severity="warning",
     sources=(core("pipeline_parallel/schedules.py", "output_tensor /= torch.clamp(num_tokens, min=1)"),),
+    why=(
+        "calculate_per_token_loss is false: each pack weighs the same, however few tokens it trains, "
+        "so a token in a pack of long prompts weighs more"
+    ),
+    fix="set training.calculate_per_token_loss to true",
 )
-def _tokens_weigh_the_same(view: RunView) -> Finding | None:
-    return Finding(
-        why="calculate_per_token_loss is false: each pack weighs the same, however few tokens it trains, "
-        "so a token in a pack of long prompts weighs more",
-        fix="set training.calculate_per_token_loss to true",
-    )
 
 
 @rule(
@@ -74,7 +72,7 @@ def _weights_need_token_loss(view: RunView) -> Finding | None:
     )
 
 
-@rule(
+_initial_weights = rule(
     id="ours/initial-weights",
     order=1410,
     checks="training on conversations begins with trained weights",
@@ -88,14 +86,15 @@ def _weights_need_token_loss(view: RunView) -> Finding | None:
             "Finetuning requires a loading from a pretrained checkpoint or resuming from a checkpoint",
         ),
     ),
+    why=(
+        "the run names no weights to begin with (checkpoint.pretrained_checkpoint, or a checkpoint in "
+        "checkpoint.load), so the model begins with random ones"
+    ),
+    fix=(
+        "set checkpoint.pretrained_checkpoint to a checkpoint that Bridge imported, or to the model's Hugging Face "
+        "directory"
+    ),
 )
-def _initial_weights(view: RunView) -> Finding | None:
-    return Finding(
-        why="the run names no weights to begin with (checkpoint.pretrained_checkpoint, or a checkpoint in "
-        "checkpoint.load), so the model begins with random ones",
-        fix="set checkpoint.pretrained_checkpoint to a checkpoint that Bridge imported, or to the model's Hugging Face "
-        "directory",
-    )
 
 
 @rule(

@@ -56,19 +56,16 @@ def _one_owner(view: RunView) -> Finding | None:
     )
 
 
-@_native_rule(
+_not_left_to_the_step = _native_rule(
     id="bridge/native-not-left-to-the-step",
     order=100,
     checks="rows that Bridge packs itself are not left to the forward step",
     place=_dataset,
     holds=lambda view: not view.defer_in_batch_packing_to_step,
     bridge_says=("Energon native sequence packing is incompatible with defer_in_batch_packing_to_step=True",),
+    why="defer_in_batch_packing_to_step is on, and packing_buffer_size packs before the step",
+    fix="set defer_in_batch_packing_to_step to false",
 )
-def _not_left_to_the_step(view: RunView) -> Finding | None:
-    return Finding(
-        why="defer_in_batch_packing_to_step is on, and packing_buffer_size packs before the step",
-        fix="set defer_in_batch_packing_to_step to false",
-    )
 
 
 @_native_rule(
@@ -103,32 +100,25 @@ def _task_encoder(view: RunView) -> Finding | None:
     )
 
 
-@_native_rule(
+_per_token_loss = _native_rule(
     id="bridge/native-per-token-loss",
     order=140,
     checks="Bridge's own packing computes the loss per token",
     holds=lambda view: view.calculate_per_token_loss,
     bridge_says=("Energon native sequence packing requires model.calculate_per_token_loss=True",),
+    why="calculate_per_token_loss is false: packs with few trained tokens would weigh as much as full ones",
+    fix="set model.calculate_per_token_loss to true",
 )
-def _per_token_loss(view: RunView) -> Finding | None:
-    return Finding(
-        why="calculate_per_token_loss is false: packs with few trained tokens would weigh as much as full ones",
-        fix="set model.calculate_per_token_loss to true",
-    )
 
-
-@_native_rule(
+_no_average = _native_rule(
     id="bridge/native-no-average-in-collective",
     order=150,
     checks="Bridge's own packing does not average in the collective",
     holds=lambda view: not view.average_in_collective,
     bridge_says=("Energon native sequence packing requires ddp.average_in_collective=False",),
+    why="average_in_collective is true: it averages over ranks with different numbers of trained tokens",
+    fix="set ddp.average_in_collective to false",
 )
-def _no_average(view: RunView) -> Finding | None:
-    return Finding(
-        why="average_in_collective is true: it averages over ranks with different numbers of trained tokens",
-        fix="set ddp.average_in_collective to false",
-    )
 
 
 @_native_rule(
@@ -161,18 +151,15 @@ def _no_graphs(view: RunView) -> Finding | None:
     )
 
 
-@_native_rule(
+_no_dist_train = _native_rule(
     id="bridge/native-no-dist-train",
     order=180,
     checks="vision encoder and language model share their GPUs under Bridge's own packing",
     holds=lambda view: not view.dist_train,
     bridge_says=("Energon native sequence packing does not support Qwen3-VL DistTrain",),
+    why="dist_train gives the vision encoder its own GPUs, to which Bridge's own packing sends no boundaries",
+    fix="set model.dist_train.use_dist_train to false",
 )
-def _no_dist_train(view: RunView) -> Finding | None:
-    return Finding(
-        why="dist_train gives the vision encoder its own GPUs, to which Bridge's own packing sends no boundaries",
-        fix="set model.dist_train.use_dist_train to false",
-    )
 
 
 @_native_rule(
@@ -189,16 +176,13 @@ def _no_pipeline(view: RunView) -> Finding | None:
     )
 
 
-@_native_rule(
+_no_overlap = _native_rule(
     id="bridge/native-no-overlap",
     order=390,
     checks="expert communication under Bridge's own packing is not overlapped",
     place="megatron.bridge.training.config.ConfigContainer._disable_native_energon_packing_moe_overlap",
     holds=lambda view: not view.overlap_moe_expert_parallel_comm,
     severity="note",
+    why="Bridge turns overlap_moe_expert_parallel_comm off: its schedule plan takes neither images nor boundaries",
+    fix="set comm_overlap.overlap_moe_expert_parallel_comm to false to say so",
 )
-def _no_overlap(view: RunView) -> Finding | None:
-    return Finding(
-        why="Bridge turns overlap_moe_expert_parallel_comm off: its schedule plan takes neither images nor boundaries",
-        fix="set comm_overlap.overlap_moe_expert_parallel_comm to false to say so",
-    )

@@ -43,18 +43,15 @@ def _settings_are_read(view: RunView) -> Finding | None:
     return unless(not unknown, why=why, fix=f"{near}leave it out, or begin its name with an underscore if it is yours")
 
 
-@bridges_rule(
+_one_packing_mode = bridges_rule(
     id="bridge/one-packing-mode",
     order=30,
     checks="offline and in-batch packing are not both on",
     holds=lambda view: not (view.enable_offline_packing and view.enable_in_batch_packing),
     bridge_says=("enable_offline_packing and enable_in_batch_packing are mutually exclusive",),
+    why="enable_offline_packing and enable_in_batch_packing are both on: rows would be packed twice",
+    fix="turn one of them off",
 )
-def _one_packing_mode(view: RunView) -> Finding | None:
-    return Finding(
-        why="enable_offline_packing and enable_in_batch_packing are both on: rows would be packed twice",
-        fix="turn one of them off",
-    )
 
 
 @bridges_rule(
@@ -75,19 +72,16 @@ def _specs_with_offline(view: RunView) -> Finding | None:
     return Finding(why="offline_packing_specs is set, but enable_offline_packing is off", fix=fix)
 
 
-@bridges_rule(
+_fixed_boundaries_need_fixed_width = bridges_rule(
     id="bridge/fixed-boundaries-need-fixed-width",
     order=50,
     checks="pad_cu_seqlens comes with pad_to_max_length",
     applies=lambda view: view.has_offline_packing_specs,
     holds=lambda view: not view.pad_cu_seqlens or view.pad_to_max_length,
     bridge_says=("offline_packing_specs.pad_cu_seqlens=True requires dataset pad_to_max_length=True",),
+    why="pad_cu_seqlens is on and pad_to_max_length is off: fixed boundary arrays over rows of changing width",
+    fix="set pad_to_max_length to true, or pad_cu_seqlens to false",
 )
-def _fixed_boundaries_need_fixed_width(view: RunView) -> Finding | None:
-    return Finding(
-        why="pad_cu_seqlens is on and pad_to_max_length is off: fixed boundary arrays over rows of changing width",
-        fix="set pad_to_max_length to true, or pad_cu_seqlens to false",
-    )
 
 
 @bridges_rule(
@@ -123,35 +117,30 @@ def _graphs_need_fixed_boundaries(view: RunView) -> Finding | None:
     )
 
 
-@bridges_rule(
+_local_graphs = bridges_rule(
     id="bridge/local-graphs-of-iterations",
     order=210,
     checks="local CUDA graphs hold a whole iteration",
     applies=lambda view: view.cuda_graph_impl != "none",
     holds=lambda view: not view.local_layer_graph,
     bridge_says=('cuda_graph_impl="local" only for',),
+    why=(
+        "cuda_graph_impl is 'local' without full_iteration: Bridge captures less than an iteration with "
+        "Transformer Engine only"
+    ),
+    fix="set cuda_graph_impl to 'transformer_engine'",
 )
-def _local_graphs(view: RunView) -> Finding | None:
-    return Finding(
-        why="cuda_graph_impl is 'local' without full_iteration: Bridge captures less than an iteration with "
-        "Transformer Engine only",
-        fix="set cuda_graph_impl to 'transformer_engine'",
-    )
 
-
-@bridges_rule(
+_no_nan_check = bridges_rule(
     id="bridge/no-nan-check-in-graph",
     order=270,
     checks="a graph of the whole iteration does not check for NaN",
     applies=lambda view: view.cuda_graph_impl != "none",
     holds=lambda view: not (view.full_iteration_graph and view.check_for_nan_in_loss),
     bridge_says=("check_for_nan_in_loss must be disabled when using full_iteration CUDA graph",),
+    why="check_for_nan_in_loss reads the loss on the host, and the whole iteration is one CUDA graph",
+    fix="set rerun_state_machine.check_for_nan_in_loss to false",
 )
-def _no_nan_check(view: RunView) -> Finding | None:
-    return Finding(
-        why="check_for_nan_in_loss reads the loss on the host, and the whole iteration is one CUDA graph",
-        fix="set rerun_state_machine.check_for_nan_in_loss to false",
-    )
 
 
 @rule(

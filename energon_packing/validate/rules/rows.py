@@ -127,19 +127,16 @@ def _one_pack_a_micro_batch(view: RunView) -> Finding | None:
     )
 
 
-@bridges_rule(
+_in_batch_needs_several = bridges_rule(
     id="bridge/in-batch-needs-several",
     order=350,
     checks="in-batch packing has at least two samples to join",
     applies=lambda view: view.enable_in_batch_packing and not view.enable_offline_packing,
     holds=lambda view: view.micro_batch_size != 1,
     bridge_says=("micro_batch_size should be greater than 1 when using enable_in_batch_packing=True",),
+    why="enable_in_batch_packing joins the samples of a micro-batch, and micro_batch_size is 1",
+    fix="set micro_batch_size to 2 or more, or turn enable_in_batch_packing off to get packed rows",
 )
-def _in_batch_needs_several(view: RunView) -> Finding | None:
-    return Finding(
-        why="enable_in_batch_packing joins the samples of a micro-batch, and micro_batch_size is 1",
-        fix="set micro_batch_size to 2 or more, or turn enable_in_batch_packing off to get packed rows",
-    )
 
 
 @bridges_rule(

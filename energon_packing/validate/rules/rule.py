@@ -116,10 +116,14 @@ def rule(
     *,
     applies: Callable[[RunView], bool] = lambda _view: True,
     holds: Callable[[RunView], bool] = lambda _view: False,
+    why: str = "",
+    fix: str = "",
     **settings: Any,
-) -> Callable[[Callable[[RunView], Finding | None]], Rule]:
-    """A decorator that turns the function that finds what is wrong into a rule; its arguments are fields of `Rule`."""
-    return lambda finds: Rule(finds=finds, applies=applies, holds=holds, **settings)
+) -> Any:
+    """A decorator that turns the function that finds what is wrong into a rule; its arguments are fields of `Rule`.
+    With ``why`` and ``fix``, where these are the same for every run, it returns the rule itself."""
+    of = partial(Rule, applies=applies, holds=holds, **settings)
+    return of(finds=lambda _view: Finding(why=why, fix=fix)) if why else lambda finds: of(finds=finds)
 
 
 bridges_rule = partial(rule, place="megatron.bridge.training.config.ConfigContainer.validate")

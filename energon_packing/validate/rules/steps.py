@@ -119,7 +119,7 @@ def _experts_see_padding(view: RunView) -> Finding | None:
     return Finding(why=why, fix=fix)
 
 
-@rule(
+_balance_over_ranks = rule(
     id="ours/balance-over-ranks",
     order=1070,
     checks="the balance of experts weighs the same on any number of ranks",
@@ -128,13 +128,12 @@ def _experts_see_padding(view: RunView) -> Finding | None:
     holds=lambda view: view.load_balancing is not None and not any(view.balance_coefficients),
     severity="warning",
     sources=(core("tensor_parallel/mappings.py", "torch.distributed.all_reduce(input_, group=group)"),),
+    why=(
+        "ranks share each row, and under a padding mask Megatron-Core takes the tokens of all of them for those of "
+        "one: the load-balancing loss is as many times too strong"
+    ),
+    fix=f"train with the forward step {OUR_STEP}.forward_step",
 )
-def _balance_over_ranks(view: RunView) -> Finding | None:
-    return Finding(
-        why="ranks share each row, and under a padding mask Megatron-Core takes the tokens of all of them for those of "
-        "one: the load-balancing loss is as many times too strong",
-        fix=f"train with the forward step {OUR_STEP}.forward_step",
-    )
 
 
 @rule(

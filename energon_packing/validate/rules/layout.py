@@ -191,7 +191,7 @@ def _hierarchical_sizes_product(view: RunView) -> Finding | None:
     )
 
 
-@rule(
+_gpu_memory = rule(
     id="ours/gpu-memory",
     order=1450,
     checks="a step fits into the memory of a GPU, by an estimate",
@@ -199,11 +199,8 @@ def _hierarchical_sizes_product(view: RunView) -> Finding | None:
     severity="warning",
     applies=lambda view: view.memory is not None,
     sources=(bridge("training/utils/theoretical_memory_utils.py", "def estimate_training_memory("),),
+    holds=lambda view: view.memory is None or view.memory.total <= view.gpu_memory,
+    why=lambda view: f"a step takes about {view.memory} on the fullest GPU, which has {view.gpu_memory / GB:.0f} GB",
+    fix="recompute (recompute_granularity 'selective' with recompute_modules ['mlp'] or ['moe']), set "
+    "dataset.packing.max_patches_per_pack of our data set lower, or spread model and rows over more GPUs",
 )
-def _gpu_memory(view: RunView) -> Finding | None:
-    return unless(
-        view.memory is None or view.memory.total <= view.gpu_memory,
-        why=f"a step takes about {view.memory} on the fullest GPU, which has {view.gpu_memory / GB:.0f} GB",
-        fix="recompute (recompute_granularity 'selective' with recompute_modules ['mlp'] or ['moe']), set "
-        "dataset.packing.max_patches_per_pack of our data set lower, or spread model and rows over more GPUs",
-    )

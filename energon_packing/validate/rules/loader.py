@@ -20,7 +20,7 @@ def _epochs_need_finite_data(view: RunView) -> Finding | None:
     )
 
 
-@bridges_rule(
+_epochs_need_whole_batches = bridges_rule(
     id="bridge/epochs-need-whole-batches",
     order=20,
     provider_escapes=True,
@@ -30,12 +30,9 @@ def _epochs_need_finite_data(view: RunView) -> Finding | None:
     ),
     holds=lambda view: view.dataloader_type == "batch",
     bridge_says=("num_epochs is currently supported only with dataloader_type",),
+    why=lambda view: f"num_epochs is {view.num_epochs} with dataloader_type {view.dataloader_type!r}",
+    fix="set dataset.dataloader_type to 'batch', or train.train_iters instead",
 )
-def _epochs_need_whole_batches(view: RunView) -> Finding | None:
-    return Finding(
-        why=f"num_epochs is {view.num_epochs} with dataloader_type {view.dataloader_type!r}",
-        fix="set dataset.dataloader_type to 'batch', or train.train_iters instead",
-    )
 
 
 @rule(

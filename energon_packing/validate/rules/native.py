@@ -84,7 +84,7 @@ def _one_pack(view: RunView) -> Finding | None:
     )
 
 
-@_native_rule(
+_task_encoder = _native_rule(
     id="bridge/native-task-encoder",
     order=120,
     checks="the task encoder has the hooks of Bridge's own packing",
@@ -92,13 +92,9 @@ def _one_pack(view: RunView) -> Finding | None:
     applies=lambda view: view.packs_natively and view.task_encoder is not None,
     holds=lambda view: view.task_encoder == TASK_ENCODER,
     bridge_says=("Energon native sequence packing currently supports only QwenVLEnergonTaskEncoderConfig",),
+    why=lambda view: f"the task encoder is {view.task_encoder}, and only {TASK_ENCODER} packs",
+    fix=f"set task_encoder to a {TASK_ENCODER}, or {_OURS}",
 )
-def _task_encoder(view: RunView) -> Finding | None:
-    return Finding(
-        why=f"the task encoder is {view.task_encoder}, and only {TASK_ENCODER} packs",
-        fix=f"set task_encoder to a {TASK_ENCODER}, or {_OURS}",
-    )
-
 
 _per_token_loss = _native_rule(
     id="bridge/native-per-token-loss",
@@ -120,19 +116,15 @@ _no_average = _native_rule(
     fix="set ddp.average_in_collective to false",
 )
 
-
-@_native_rule(
+_no_mtp = _native_rule(
     id="bridge/native-no-multi-token-prediction",
     order=160,
     checks="no multi-token prediction over rows that Bridge packs itself",
     holds=lambda view: view.mtp_num_layers == 0,
     bridge_says=("Energon native sequence packing does not support MTP",),
+    why=lambda view: f"mtp_num_layers is {view.mtp_num_layers}, and Bridge's own packing gives no labels for it",
+    fix="set mtp_num_layers to 0",
 )
-def _no_mtp(view: RunView) -> Finding | None:
-    return Finding(
-        why=f"mtp_num_layers is {view.mtp_num_layers}, and Bridge's own packing gives no labels for it",
-        fix="set mtp_num_layers to 0",
-    )
 
 
 @_native_rule(

@@ -83,8 +83,7 @@ _fixed_boundaries_need_fixed_width = bridges_rule(
     fix="set pad_to_max_length to true, or pad_cu_seqlens to false",
 )
 
-
-@bridges_rule(
+_graphs_need_fixed_width = bridges_rule(
     id="bridge/graphs-need-fixed-width",
     order=60,
     checks="training CUDA graphs come with pad_to_max_length",
@@ -93,12 +92,9 @@ _fixed_boundaries_need_fixed_width = bridges_rule(
         not (view.full_iteration_graph or view.cuda_graph_impl == "transformer_engine") or view.pad_to_max_length
     ),
     bridge_says=("Offline packing with CUDA graphs requires dataset pad_to_max_length=True",),
+    why=lambda view: f"cuda_graph_impl={view.cuda_graph_impl!r} replays one row width, but pad_to_max_length is off",
+    fix="set pad_to_max_length to true, or cuda_graph_impl to 'none'",
 )
-def _graphs_need_fixed_width(view: RunView) -> Finding | None:
-    return Finding(
-        why=f"cuda_graph_impl={view.cuda_graph_impl!r} replays one row width, but pad_to_max_length is off",
-        fix="set pad_to_max_length to true, or cuda_graph_impl to 'none'",
-    )
 
 
 @bridges_rule(

@@ -174,7 +174,7 @@ def _model_seq_length_multiple(view: RunView) -> Finding | None:
     )
 
 
-@bridges_rule(
+_pack_size_is_positive = bridges_rule(
     id="bridge/pack-size",
     order=330,
     checks="a pack has a size",
@@ -182,12 +182,9 @@ def _model_seq_length_multiple(view: RunView) -> Finding | None:
     applies=lambda view: view.enable_offline_packing and not view.enable_in_batch_packing,
     holds=lambda view: view.packed_sequence_size is None or view.packed_sequence_size > 0,
     bridge_says=("packed_sequence_size must be greater than 0",),
+    why=lambda view: f"offline_packing_specs.packed_sequence_size is {view.packed_sequence_size}",
+    fix=lambda view: f"set it to the row width, {view.dataset_seq_length}",
 )
-def _pack_size_is_positive(view: RunView) -> Finding | None:
-    return Finding(
-        why=f"offline_packing_specs.packed_sequence_size is {view.packed_sequence_size}",
-        fix=f"set it to the row width, {view.dataset_seq_length}",
-    )
 
 
 @bridges_rule(

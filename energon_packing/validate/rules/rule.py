@@ -116,14 +116,19 @@ def rule(
     *,
     applies: Callable[[RunView], bool] = lambda _view: True,
     holds: Callable[[RunView], bool] = lambda _view: False,
-    why: str = "",
-    fix: str = "",
+    why: str | Callable[[RunView], str] = "",
+    fix: str | Callable[[RunView], str] = "",
     **settings: Any,
 ) -> Any:
     """A decorator that turns the function that finds what is wrong into a rule; its arguments are fields of `Rule`.
-    With ``why`` and ``fix``, where these are the same for every run, it returns the rule itself."""
+    With ``why`` and ``fix`` (texts, or functions that return them) it returns the rule itself."""
     of = partial(Rule, applies=applies, holds=holds, **settings)
-    return of(finds=lambda _view: Finding(why=why, fix=fix)) if why else lambda finds: of(finds=finds)
+
+    def finding(view: RunView) -> Finding:
+        said = [text(view) if callable(text) else text for text in (why, fix)]
+        return Finding(why=said[0], fix=said[1])
+
+    return of(finds=finding) if why else lambda finds: of(finds=finds)
 
 
 bridges_rule = partial(rule, place="megatron.bridge.training.config.ConfigContainer.validate")

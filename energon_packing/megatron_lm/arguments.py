@@ -138,9 +138,7 @@ def run_config_of(args: Any) -> RunConfig:
     )
     data = config.data if "data.workers" in given else replace(config.data, workers=args.num_workers)
     packing = replace(
-        config.packing,
-        seq_length=length,
-        pad_to_max_length=config.packing.pad_to_max_length or equal_width,
+        config.packing, seq_length=length, pad_to_max_length=config.packing.pad_to_max_length or equal_width
     )
     parallel = replace(
         config.parallel,
@@ -185,10 +183,7 @@ def check_arguments(args: Any) -> None:
             "Virtual pipeline stages would read the data once each and lose the loader's state; "
             "remove --num-layers-per-virtual-pipeline-stage or --num-virtual-stages-per-pipeline-rank.",
         ),
-        (
-            value("mtp_num_layers"),
-            "--mtp-num-layers predicts across the boundaries of packed samples; remove it.",
-        ),
+        (value("mtp_num_layers"), "--mtp-num-layers predicts across the boundaries of packed samples; remove it."),
         *(
             (value(flag[2:].replace("-", "_")), f"{flag} needs one of Megatron-LM's own data sets; remove it.")
             for flag in needs_own_data

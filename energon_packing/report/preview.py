@@ -94,10 +94,7 @@ def wanted_packs(
             f"No pack of this epoch has {wanted.key!r}; `energon-packing explain {wanted.key} {path}` says what became "
             "of it.",
         ),
-        (
-            empty and wanted.first,
-            f"The epoch of {path} ends before pack {wanted.first}; packs are numbered from 0.",
-        ),
+        (empty and wanted.first, f"The epoch of {path} ends before pack {wanted.first}; packs are numbered from 0."),
     )
 
 

@@ -209,8 +209,7 @@ def equivalent_container(view: RunView) -> Any:
             num_epochs=view.num_epochs,
         ),
         validation=bridge.ValidationConfig(
-            eval_micro_batch_size=view.eval_micro_batch_size,
-            eval_global_batch_size=view.eval_global_batch_size,
+            eval_micro_batch_size=view.eval_micro_batch_size, eval_global_batch_size=view.eval_global_batch_size
         ),
         model=model,
         optimizer=bridge.OptimizerConfig(),

@@ -17,6 +17,7 @@ FAMILY_TRAPS = {
     51: "a setting that changes packs is not in the fingerprint of the state, or the data set depends on its workers",
     83: "a frame rate computed in floats is not the container's",
     84: "float64 on one side, float32 on the other, then int()",
+    148: "a pack has more patches than its vision encoder's mask over all of them has room for",
 }
 
 FAMILY_MUTATIONS: tuple[Mutation, ...] = (
@@ -219,5 +220,55 @@ FAMILY_MUTATIONS: tuple[Mutation, ...] = (
                 "return super()._seconds(media, indices, fps)",
             ),
         ),
+    ),
+    Mutation(
+        trap=148,
+        name="packs of Pixtral hold any number of patches",
+        test="tests/families/test_pixtral_against_processor.py::"
+        "test_without_a_limit_of_patches_the_models_mask_over_a_pack_stays_within_its_bytes",
+        oracle="`generate_block_attention_mask` of transformers",
+        edits=(
+            (
+                "energon/task_encoder.py",
+                "packing.max_patches_per_pack or min(of_family, default=None)",
+                "packing.max_patches_per_pack",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=148,
+        name="plans for Pixtral have packs of any number of patches",
+        test="tests/offline/test_planner.py::"
+        "test_a_plan_keeps_the_limit_of_patches_of_the_family_that_was_measured_where_none_is_set[pixtral-None-2]",
+        oracle="`generate_block_attention_mask` of transformers",
+        edits=(
+            (
+                "kinds/conversations.py",
+                "packing.max_patches_per_pack or MOST_PATCHES.get(family)",
+                "packing.max_patches_per_pack",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=51,
+        name="a state of packs without a limit of patches fits packs with one",
+        test="tests/families/test_pixtral_against_processor.py::"
+        "test_without_a_limit_of_patches_the_models_mask_over_a_pack_stays_within_its_bytes",
+        oracle="the definition",
+        edits=(
+            (
+                "energon/task_encoder.py",
+                'settings_of("packing", dataclasses.replace(self.packing, max_patches_per_pack=self.limits.patches))',
+                'settings_of("packing", self.packing)',
+            ),
+        ),
+    ),
+    Mutation(
+        trap=148,
+        name="samples are measured under the limit of a pack",
+        test="tests/families/test_pixtral_against_processor.py::"
+        "test_a_limit_of_patches_that_is_set_and_a_measurement_and_a_trainers_packing_know_no_other",
+        oracle="the definition",
+        edits=(("kinds/conversations.py", "max_patches_per_pack=NO_ROW, ", ""),),
     ),
 )

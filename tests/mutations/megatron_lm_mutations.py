@@ -5,6 +5,8 @@ from mutation_table import Mutation
 MEGATRON_LM_TRAPS = {
     81: "a field that the family needs does not reach the model",
     82: "integer token types become floats in a filler row",
+    149: "a copy to the GPU waits for it, or runs while a CUDA graph is captured",
+    150: "a layer with a state takes it from one sample to the next",
 }
 
 FAMILIES = "tests/conformance/test_megatron_lm_models.py::"
@@ -59,5 +61,50 @@ MEGATRON_LM_MUTATIONS: tuple[Mutation, ...] = (
         test=GLM + "test_a_pack_of_text_alone_has_types_too_and_a_dummy_image_its_own[3]",
         oracle="the definition",
         edits=(("energon/dummy_image.py", "for field in (*TOKEN_FIELDS, *fields)", "for field in TOKEN_FIELDS"),),
+    ),
+    Mutation(
+        trap=149,
+        name="slices of a row are copied from memory that is not page-locked",
+        test=FAMILIES + "test_what_a_rank_copies_to_its_gpu_is_page_locked_slices_too[False]",
+        oracle="the definition",
+        edits=(("megatron_lm/dataloader.py", 'if device().type == "cuda":  # slices', "if False:  # slices"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=149,
+        name="packs are copied ahead in Bridge while a CUDA graph is captured",
+        test="tests/conformance/test_resumed_state.py::"
+        "test_no_thread_copies_to_a_gpu_where_cuda_graphs_are_captured[graphs1-0]",
+        oracle="the threads of the process",
+        edits=(
+            ("bridge/provider.py", 'data=config.data.beside(getattr(self._run, "model", None))', "data=config.data"),
+        ),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=149,
+        name="packs are copied ahead in Megatron-LM while a CUDA graph is captured",
+        test="tests/conformance/test_megatron_lm_arguments.py::"
+        "test_no_packs_are_made_ahead_where_cuda_graphs_are_captured",
+        oracle="the definition",
+        edits=(("megatron_lm/arguments.py", "data=data.beside(args)", "data=data"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=150,
+        name="Megatron-LM's layers with a state do not know the samples of a row",
+        test=FAMILIES + "test_layers_with_a_state_get_the_numbers_of_the_samples[real_padding]",
+        oracle="`PackedSeqParams` of Megatron-Core, told the length of the row",
+        edits=(("megatron_lm/dataloader.py", "    params.seq_idx = segments", "    params.seq_idx = None"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=150,
+        name="boundaries of samples do not reach layers with a state",
+        test="tests/conformance/test_bridge_parity.py::"
+        "test_a_layer_with_a_state_gives_each_sample_its_own_results[mamba-between]",
+        oracle="Megatron-Core's layer on the samples alone",
+        edits=(("thd/batch.py", '        values["total_tokens"] = batch.total_tokens\n', "        pass\n"),),
+        needs_bridge=True,
     ),
 )

@@ -111,6 +111,63 @@ VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         trap=143,
+        name="FlashAttention 3 takes padding between samples",
+        test=KERNELS + "[2.17.1]",
+        oracle="rows that it leaves as the memory was, see `gpu_check`",
+        edits=(
+            (
+                "validate/kernel_table.py",
+                'yield a.padded, "takes no padding between samples"  # later',
+                'yield a.padded and old, "takes no padding between samples"  # later',
+            ),
+        ),
+    ),
+    Mutation(
+        trap=143,
+        name="attention in fp8 takes packed rows",
+        test=JUDGED,
+        oracle="cuDNN's rule in `fused_attn.cpp`",
+        edits=(
+            (
+                "validate/rules/kernels.py",
+                "holds=lambda view: view.machine is not None and view.machine.te >= (2, 20)",
+                "holds=lambda view: view.machine is not None and view.machine.te >= (2, 0)",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=143,
+        name="rows of any width fit the buffers of overlapped communication",
+        test=JUDGED,
+        oracle="`_initialize_tp_communicators` of Bridge",
+        edits=(
+            (
+                "validate/rules/kernels.py",
+                "    holds=lambda view: view.rows_of_one_width,",
+                "    holds=lambda view: True,",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=143,
+        name="experts gather rows that differ in width",
+        test=JUDGED,
+        oracle="`gather_from_sequence_parallel_region`, which takes equal parts",
+        edits=(
+            ("validate/rules/experts.py", "return unless(view.rows_of_one_width or inside,", "return unless(True,"),
+        ),
+    ),
+    Mutation(
+        trap=143,
+        name="the kernel of packed rows is logged at every step",
+        test="tests/conformance/test_packed_forward_step.py::"
+        "test_a_dense_model_trains_exactly_as_with_bridges_own_step_which_says_its_kernel_once[text-chosen1-said1]",
+        oracle="the definition",
+        edits=(("bridge/step.py", "@functools.cache\n", ""),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=143,
         name="a backend that is a text counts as chosen",
         test="tests/conformance/test_rules_of_bridge.py::test_a_backend_that_is_a_text_is_warned_of_because_megatron_core_ignores_it",
         oracle="`LanguageModule._set_attention_backend`, which sets no variable",

@@ -137,9 +137,7 @@ def _no_graphs(view: RunView) -> Finding | None:
     graphs = {"cuda_graph_impl": view.cuda_graph_impl, "vision_cuda_graph_impl": view.vision_cuda_graph_impl}
     used = [f"{name} is {value!r}" for name, value in graphs.items() if value != "none"]
     return unless(
-        not used,
-        why=f"{' and '.join(used)}, and Bridge's own packing refuses CUDA graphs",
-        fix="set both to 'none'",
+        not used, why=f"{' and '.join(used)}, and Bridge's own packing refuses CUDA graphs", fix="set both to 'none'"
     )
 
 

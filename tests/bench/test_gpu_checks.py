@@ -65,9 +65,14 @@ def test_a_kernel_that_keeps_segments_apart_is_found_equal_in_all_cases(on_cpu):
         return lengths and tuple(-(-length // 8) for length in lengths)
 
     cases = [case for case in gpu_kernels.cases() if len(case.lengths) < 200]
-    cases = [replace(case, lengths=short(case.lengths), keys=short(case.keys), tail=case.tail // 8) for case in cases]
-    found = [gpu_kernels.check(case, "any", "cpu") for case in cases]
-    assert len(found) > 35
+    kinds = {(case.name, case.padding, case.sinks, case.window): case for case in cases}
+    found = [
+        gpu_kernels.check(
+            replace(case, lengths=short(case.lengths), keys=short(case.keys), tail=case.tail // 8), "any", "cpu"
+        )
+        for case in kinds.values()
+    ]
+    assert len(found) >= 20
     assert [row for row in found if not row.get("equal")] == []
 
 

@@ -365,6 +365,8 @@ def bash(command, page_folder):
 
 @pytest.mark.full
 def test_the_five_steps_train_an_existing_script_on_packs_of_its_conversations(page_folder):
+    (index,) = [block for block in read_page(ROOT / "docs" / "index.md").blocks if block.language == "bash"]
+    assert index.text == PAGE_STEPS[2], "docs/index.md shows the third step"
     for number, command in enumerate(PAGE_STEPS, start=1):
         done = bash(command, page_folder)
         assert done.returncode == 0, f"step {number}: {done.stdout[-1500:]}\n{done.stderr[-3000:]}"

@@ -65,10 +65,11 @@ def freeze_for_good() -> None:
 
 def import_slow_modules() -> bool:
     """Imports what is slow to import, and forgets our package again. True where Bridge is there."""
-    import torch
+    import torch.utils.data._utils
     import transformers  # noqa: F401
 
     torch.set_num_threads(1)
+    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.2  # closing a loader's worker takes seconds otherwise
     sys.path.insert(0, str(ROOT))
     has_bridge = True
     try:

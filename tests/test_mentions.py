@@ -7,7 +7,7 @@ import re
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 CODE = tuple(
@@ -58,16 +58,21 @@ class Module(NamedTuple):
 def looked_at(path: Path) -> Module:
     """A file of code, read once."""
     source = path.read_text(encoding="utf-8")
-    nodes = tuple(ast.walk(ast.parse(source)))
-    prose = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     texts: list[Text] = []
     said: list[str] = []
-    for node in nodes:
-        values = [value for _, value in ast.iter_fields(node) if isinstance(value, str)]
-        if id(node) in prose:
-            texts += [Text(path=path, line=getattr(node, "lineno", 1), text=value) for value in values]
-        else:
-            said += values
+    waiting: list[Any] = [ast.parse(source)]
+    while waiting:  # `ast.walk` takes four times as long
+        node = waiting.pop()
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            texts.append(Text(path=path, line=node.lineno, text=str(node.value.value)))
+            continue
+        for value in vars(node).values():
+            if isinstance(value, str):
+                said.append(value)
+            elif isinstance(value, list):
+                waiting += [each for each in value if isinstance(each, ast.AST)]
+            elif isinstance(value, ast.AST):
+                waiting.append(value)
     if re.search("#.*`", source) and not path.is_relative_to(ROOT / "tests"):  # only backticks are looked at
         tokens = tokenize.generate_tokens(io.StringIO(source).readline)
         texts += [
@@ -104,7 +109,6 @@ def resolves(dotted: str) -> bool:
 def missing(text: Text) -> Iterator[str]:
     """Mentions of one text that lead nowhere."""
     names, strings = said_in_code()
-    known = names | set(ELSEWHERE)
     refers = text.path.suffix == ".py"  # where one backtick on each side makes a reference to a name of ours
     for quoted, single, where in text.quoted():
         word = quoted.partition("(")[0]
@@ -116,7 +120,7 @@ def missing(text: Text) -> Iterator[str]:
             ours = any((base / quoted.partition("/")[0]).is_dir() for base in BASES)
             if ours and not any((base / quoted).is_file() for base in BASES):
                 yield f"{where}: no file {quoted}"
-        elif refers and single and NAME.fullmatch(word) and not set(word.split(".")) <= known:
+        elif refers and single and NAME.fullmatch(word) and not set(word.split(".")) - names <= ELSEWHERE.keys():
             yield f"{where}: no {word}"
         for option in OPTION.findall(quoted):
             if option not in strings and option[2:].replace("-", "_") not in names:

@@ -368,10 +368,17 @@ def _unknown_settings(container: Any) -> tuple[tuple[str, str], ...]:
 @functools.cache
 def _in_sources(names: frozenset[str]) -> frozenset[str]:
     """Those of the names that a source file of Megatron-Bridge or Megatron-Core has as an attribute, or in quotes."""
-    word = re.compile(rf"[.\"']({'|'.join(map(re.escape, sorted(names)))})\b")
-    packages = filter(None, map(sys.modules.get, ("megatron.bridge", "megatron.core") if names else ()))
-    files = (file for package in packages for folder in package.__path__ for file in Path(folder).rglob("*.py"))
-    return frozenset(found for file in files for found in word.findall(file.read_text("utf-8", "replace")))
+    packages = [package for package in map(sys.modules.get, ("megatron.bridge", "megatron.core")) if package]
+    return frozenset(
+        name
+        for name in names
+        if any(
+            re.search(rf"[.\"']{re.escape(name)}\b", file.read_text("utf-8", "replace"))
+            for package in packages
+            for folder in package.__path__
+            for file in Path(folder).rglob("*.py")
+        )
+    )
 
 
 def finalised(model: Any) -> Any:

@@ -431,7 +431,7 @@ VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
         test=PAGE
         + "test_a_line_of_the_page_is_valid_or_its_new_name_is_told[a slip, a local name in Bridge's sources]",
         oracle="the definition",
-        edits=(("validate/recipes.py", "[.\\\"']({", "\\b({"),),
+        edits=(("validate/recipes.py", "[.\\\"']{re", "\\b{re"),),
     ),
     Mutation(
         trap=117,

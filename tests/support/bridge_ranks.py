@@ -241,7 +241,6 @@ def write(folder: Path, run: dict[str, Any], rank: int, report: dict[str, Any]) 
 def be_rank(run: dict[str, Any], folder: Path, data: str, port: int, rank: int) -> None:
     """In a fork."""
     import torch
-    import torch.utils.data._utils
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     from support.bridge_cpu import training_run
@@ -249,8 +248,6 @@ def be_rank(run: dict[str, Any], folder: Path, data: str, port: int, rank: int) 
     report: dict[str, Any] = {"losses": [], "norms": [], "error": None}
     try:
         torch.set_num_threads(1)
-        # Closing a loader's worker takes seconds at torch's default.
-        torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.2
         if run["save"]:  # the writers' queue is made once a process, and a fork is quicker than a new interpreter
             filesystem_async.get_write_results_queue("fork")
         ranks.torchrun(rank, run["world"], port)

@@ -168,7 +168,6 @@ def times(case: dict[str, Any], groups: Any) -> list[str]:
 def be_rank(folder: Path, cases: list[dict[str, Any]], rank: int) -> None:
     """In a fork."""
     torch.set_num_threads(1)
-    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.2
     store = distributed.FileStore(str(folder / "store"), 4)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timedelta(seconds=120))
     groups = process_groups()

@@ -142,7 +142,7 @@ def test_so_it_is_in_plain_energon_whose_workers_tell_it(
 ) -> None:
     monkeypatch.setattr(warnings, "showwarning", lambda message, *_: os.write(2, f"{message}\n".encode()))
     dataset = build_dataset(run_of(texts, data={"workers": workers}), packing_buffer_size=buffer)
-    take(get_savable_loader(dataset), 350)
+    take(get_savable_loader(dataset), 500)  # each of two workers counts its own
     said = capfd.readouterr().err
     assert said.count(" are dropped as oversize") == 1, said
     assert "The setting packing.seq_length governs this." in said

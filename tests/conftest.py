@@ -132,8 +132,8 @@ def leave_no_watchdogs() -> None:
     from megatron.energon import watchdog
     from megatron.energon.wrappers import gc_dataset
 
-    watchdog.Watchdog._worker = lambda _: None  # type: ignore[method-assign]
-    gc_dataset.gc = SimpleNamespace(**vars(gc) | {"collect": int})  # type: ignore[assignment]
+    watchdog.Watchdog._worker = lambda _: None
+    gc_dataset.gc = SimpleNamespace(**vars(gc) | {"collect": int})
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -122,6 +123,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=turn)
 
 
+def leave_no_watchdogs() -> None:
+    """Ends the thread that Energon starts with each iterator and never ends, which holds the data set for good.
+
+    Without the data sets that it held, what Energon collects every ten batches is not worth the time: pytest's timeout
+    watches the tests, and reference counts free a loader.
+    """
+    from megatron.energon import watchdog
+    from megatron.energon.wrappers import gc_dataset
+
+    watchdog.Watchdog._worker = lambda _: None
+    gc_dataset.gc = SimpleNamespace(**vars(gc) | {"collect": int})
+
+
 @pytest.fixture(scope="module", autouse=True)
 def imports_without_garbage() -> None:
     """Keeps the garbage collector off all that was imported before this file, for good.
@@ -137,6 +151,8 @@ def imports_without_garbage() -> None:
             ctypes.CDLL(None).malloc_trim(0)
         LARGE[0] = resident() + STEP
     freeze_for_good()
+    if "megatron.energon" in sys.modules:
+        leave_no_watchdogs()
 
 
 @pytest.fixture(autouse=True)

@@ -94,19 +94,6 @@ def test_every_kind_of_bad_media_is_rejected_by_reason_and_the_good_sample_is_ke
     assert all(sample.media == [good] for sample in samples.values())
 
 
-def test_a_reject_names_source_record_key_reason_and_detail(tmp_path: Path) -> None:
-    lines = [sharegpt("a"), '{"id": "cut', with_image("c", "nowhere.jpg"), openai("d", answer=3)]
-    run(write_lines(tmp_path / "chats.jsonl", lines), tmp_path / "out", max_rejects=1.0)
-    found = rejects(tmp_path / "out")
-    assert [(line["source"], line["record"], line["key"], line["reason"]) for line in found] == [
-        ("chats.jsonl", 2, "chats-2", "bad_json"),
-        ("chats.jsonl", 3, "c", "missing_media"),
-        ("chats.jsonl", 4, "d", "non_string_value"),
-    ]
-    assert "chats.jsonl:2" in found[0]["detail"]
-    assert "nowhere.jpg" in found[1]["detail"]
-
-
 def talk(*turns: tuple[Any, Any]) -> dict[str, Any]:
     return {"conversations": [{"from": role, "value": value} for role, value in turns]}
 

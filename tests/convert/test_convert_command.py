@@ -32,21 +32,6 @@ def source(tmp_path: Path) -> Path:
     return write_json(tmp_path / "src/a.json", [*records, *bad, {"instruction": "a", "output": "b"}])
 
 
-def test_a_good_conversion_prints_a_table_and_exits_with_0(source: Path, tmp_path: Path) -> None:
-    result = call(source, "--out", tmp_path / "out")
-    assert result.exit_code == 0
-    assert result.stderr.startswith(f"Converting {source} ...\n")
-    assert "samples written" in result.stdout
-    assert "missing_media" in result.stdout
-    assert str(tmp_path / "out" / "rejects.jsonl") in result.stdout.replace("\n", "")
-    assert result.stdout.endswith(f"\nNext: energon-packing init {tmp_path / 'out'} --processor NAME\n")
-    assert [line for line in result.stderr.splitlines() if "%" in line] == [
-        "reading and checking: 100 %",
-        "writing shards: 100 %",
-        "indexing: 100 %",
-    ]
-
-
 def test_json_is_the_report_and_nothing_else(source: Path, tmp_path: Path) -> None:
     done = call(source, "--out", tmp_path / "out", "--json")
     assert (done.exit_code, done.stderr) == (0, "")
@@ -163,19 +148,6 @@ def test_a_dry_run_has_the_numbers_of_the_conversion_and_writes_nothing(
     }
     assert dry.shards == 0
     assert "no.png" in dry.first_rejects["missing_media"]
-
-
-def test_the_command_prints_why_records_would_be_rejected(source: Path, tmp_path: Path) -> None:
-    result = call(source, "--out", tmp_path / "out", "--dry-run")
-    assert result.exit_code == 0
-    assert result.stderr.startswith(f"Checking {source} ...\n")
-    assert "Dry run (nothing was written)" in result.stdout
-    assert "first missing_media: a.json[6]" in result.stdout
-    assert "layout alpaca" in result.stdout
-    assert "ignored_column 'source' in 6 samples" in result.stdout
-    assert "data set:" not in result.stdout
-    report = json.loads(call(source, "--out", tmp_path / "out", "--dry-run", "--json").stdout)
-    assert report["dry_run"]
 
 
 @pytest.mark.parametrize(("limit", "code"), [("0.3", 0), ("0.29", 1), ("3", 0), ("2", 1)])

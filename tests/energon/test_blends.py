@@ -158,34 +158,6 @@ def some(config, packs=8):
     return found, dropped
 
 
-def test_only_samples_of_that_data_set_are_under_its_limits(blend_limits):
-    plain, _ = some(blend_limits(None))
-    assert plain[True]
-    assert plain[False]
-    assert max(plain[True].values()) > 200
-    found, dropped = some(blend_limits({"max_tokens": 200}))
-    assert max(found[True].values()) <= 200
-    assert max(found[False].values()) > 200
-    refused = [entry for entry in dropped if entry.reason == "too_many_tokens"]
-    assert refused
-    assert all("second" in entry.key for entry in refused)
-    cut, dropped = some(blend_limits({"max_tokens": 200, "when_over": ["truncate"]}))
-    assert max(cut[True].values()) <= 200
-    assert set(cut[True]) - set(found[True])
-
-
-def test_limits_above_a_packs_are_lowered_with_one_warning_a_data_set(blend_limits, second):
-    config = blend_limits({"max_tokens": 100_000, "max_images": 50}, max_images_per_pack=8)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        found, _ = some(config)
-    told = [str(warning.message) for warning in told if "lowered" in str(warning.message)]
-    assert len(told) == 1
-    assert str(second) in told[0]
-    assert "max_tokens 100000 to packing.seq_length 1536, max_images 50 to packing.max_images_per_pack 8" in told[0]
-    assert found[True]
-
-
 def single_samples(config, batches=20, **arguments):
     """As `some`, from the task encoder that does not pack."""
     task_encoder = MixedTaskEncoder(config.encoder, max_length=4096, drop_budget=1.0, **arguments)
@@ -205,18 +177,31 @@ def single_samples(config, batches=20, **arguments):
     return found, dropped
 
 
-def test_single_samples_without_packs_are_under_the_limits_of_their_data_set_too(blend_limits):
-    plain, _ = single_samples(blend_limits(None))
+@pytest.mark.parametrize("read", [some, single_samples])
+def test_only_samples_of_that_data_set_are_under_its_limits(blend_limits, read):
+    plain, _ = read(blend_limits(None))
+    assert plain[False]
     assert max(plain[True].values()) > 200
-    found, dropped = single_samples(blend_limits({"max_tokens": 200}))
-    assert found[True]
+    found, dropped = read(blend_limits({"max_tokens": 200}))
     assert max(found[True].values()) <= 200
     assert max(found[False].values()) > 200
-    assert {entry.reason for entry in dropped if "second" in entry.key} == {"too_many_tokens"}
-    assert all("second" in entry.key for entry in dropped)
-    cut, _ = single_samples(blend_limits({"max_tokens": 200, "when_over": ["truncate"]}))
+    told = {("second" in entry.key, entry.reason) for entry in dropped}
+    assert told - {(False, "oversize")} == {(True, "too_many_tokens")}
+    cut, _ = read(blend_limits({"max_tokens": 200, "when_over": ["truncate"]}))
     assert max(cut[True].values()) <= 200
     assert set(cut[True]) - set(found[True])
+
+
+def test_limits_above_a_packs_are_lowered_with_one_warning_a_data_set(blend_limits, second):
+    config = blend_limits({"max_tokens": 100_000, "max_images": 50}, max_images_per_pack=8)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found, _ = some(config)
+    told = [str(warning.message) for warning in told if "lowered" in str(warning.message)]
+    assert len(told) == 1
+    assert str(second) in told[0]
+    assert "max_tokens 100000 to packing.seq_length 1536, max_images 50 to packing.max_images_per_pack 8" in told[0]
+    assert found[True]
 
 
 @pytest.mark.parametrize(

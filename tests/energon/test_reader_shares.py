@@ -39,7 +39,6 @@ from energon_packing.energon.reader_shares import _local, _media_tokens, _read_s
 from energon_packing.energon.samples import ConversationSample
 from energon_packing.errors import ConfigError, UserError
 
-collect = gc.collect
 IMAGE = b'{"kind": "image", "name": "a.jpg", '
 LOOKS_LIKE_MEDIA = (
     b"\xff\xd8\x00\x00" * 9,
@@ -133,21 +132,13 @@ def read(path: str, ranks: int, workers: int, packs: int | None, **options) -> l
             own.update([None, *pack.keys])
         seen.append(own)
         loader = pack = None
-        collect()  # or the workers of an endless loader live on
+        gc.collect()  # or the workers of an endless loader live on
     return seen
 
 
 def times_seen(seen: list[Counter], sizes: dict[str, int]) -> dict[str, float]:
     total = sum(seen, Counter())
     return {g: sum(n for key, n in total.items() if key and key[0] == g) / sizes[g] for g in sizes}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick():
-    """Energon collects garbage every 100 samples, among all that the tests before have left."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(gc, "collect", lambda *_: 0)
-        yield
 
 
 @functools.cache

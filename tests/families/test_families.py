@@ -107,7 +107,8 @@ def test_every_family_with_media_is_compared():
 
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_an_image_of_any_size_costs_what_the_processor_counts_and_makes(name):
-    assert not list(predictions.mismatches(name, sizes=60, videos=12, seed=3))
+    videos = 4 if name == "ernie4_5_vl" else 12  # it writes the time on each of a hundred frames
+    assert not list(predictions.mismatches(name, sizes=60, videos=videos, seed=3))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -84,19 +84,12 @@ BAD = {
 
 
 @pytest.mark.parametrize("what", sorted(BAD))
-@pytest.mark.parametrize("make", [llava_next, llava_onevision])
-def test_resolutions_that_cannot_be_meant_are_refused_when_the_encoder_is_made(make, what):
+@pytest.mark.parametrize(
+    ("make", "family"), [(llava_next, "auto"), (llava_onevision, "auto"), (llava_next, "huggingface")]
+)
+def test_resolutions_that_cannot_be_meant_are_refused_when_the_encoder_is_made(unasked, make, family, what):
     pinpoints, why = BAD[what]
     processor = make()
     processor.image_processor.image_grid_pinpoints = pinpoints
     with pytest.raises(ConfigError, match=why):
-        encoder(processor)
-
-
-@pytest.mark.parametrize("what", sorted(BAD))
-def test_the_generic_family_refuses_such_resolutions_before_it_asks_the_processor(unasked, what):
-    pinpoints, why = BAD[what]
-    processor = llava_next()
-    processor.image_processor.image_grid_pinpoints = pinpoints
-    with pytest.raises(ConfigError, match=why):
-        encoder(processor, family="huggingface")
+        encoder(processor, family=family)

@@ -543,7 +543,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=110,
         name="a dictionary of Parquet is repeated for a thousand rows at once",
-        test=ATTACKS + "test_a_table_of_kilobytes_takes_no_gigabytes[dictionary-512]",
+        test=ATTACKS + "test_a_table_of_kilobytes_takes_no_gigabytes[dictionary-256]",
         oracle="Arrow's own count of its memory",
         edits=(
             (

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,9 +26,28 @@ def _lists(groups: list[np.ndarray]) -> list[list[int]]:
     return [group.tolist() for group in groups]
 
 
-def test_an_unknown_policy_names_the_known_ones_and_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"'best_fitt'.*best_fit, first_fit.*Did you mean 'best_fit'"):
-        pack_lengths([1], 8, "best_fitt")
+IMAGES = {"constraints": {"images": ([0, 4, 5], 4)}}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options", "error", "message"),
+    [
+        ([1], {"policy": "best_fitt"}, ConfigError, "'best_fitt'.*best_fit, first_fit.*Did you mean 'best_fit'"),
+        ([8, 9, 3], {}, UserError, "sample 1 does not fit into a pack: length 9, capacity 8 "),
+        ([8, 2, 3], IMAGES, UserError, "sample 2 does not fit into a pack: 5 images, limit 4 "),
+        *(([9], {"oversize": mode}, ConfigError, "pack_sequences") for mode in ("truncate", "split")),
+        ([1], {"oversize": "ignore"}, ConfigError, "'ignore' is not known here, but raise and drop"),
+        ([3, 0], {}, UserError, "sample 1 has length 0"),
+        ([-2], {}, UserError, "sample 0 has length -2"),
+        ([1.5], {}, UserError, "integers"),
+        ([[1]], {}, UserError, "flat list"),
+    ],
+)
+def test_what_cannot_be_packed_is_refused_in_a_sentence(
+    lengths: list[Any], options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        pack_lengths(lengths, 8, **options)
 
 
 def test_a_user_can_register_a_policy_and_use_it_by_name() -> None:
@@ -81,38 +101,11 @@ def test_check_partition_accepts_a_subset_of_indices_as_the_expected_ones() -> N
         check_partition([[4, 2]], np.array([2, 4, 9]))
 
 
-def test_an_oversize_sample_raises_with_index_length_and_capacity() -> None:
-    with pytest.raises(UserError, match="sample 1 does not fit into a pack: length 9, capacity 8 "):
-        pack_lengths([8, 9, 3], 8)
-    with pytest.raises(UserError, match="sample 2 does not fit into a pack: 5 images, limit 4 "):
-        pack_lengths([8, 2, 3], 8, constraints={"images": ([0, 4, 5], 4)})
-
-
 def test_dropped_oversize_samples_leave_the_other_indices_as_they_were() -> None:
     groups = pack_lengths([9, 5, 9, 3], 8, "next_fit", oversize="drop")
     assert _lists(groups) == [[1, 3]]
     groups = pack_lengths([1, 5, 2, 3], 8, "next_fit", oversize="drop", constraints={"images": ([7, 1, 7, 1], 4)})
     assert _lists(groups) == [[1, 3]]
-
-
-@pytest.mark.parametrize("mode", ["truncate", "split"])
-def test_oversize_modes_that_need_tokens_say_where_tokens_are_packed(mode: str) -> None:
-    with pytest.raises(ConfigError, match="pack_sequences"):
-        pack_lengths([9], 8, oversize=mode)  # type: ignore[arg-type]
-
-
-def test_an_unknown_oversize_mode_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'ignore' is not known here, but raise and drop"):
-        pack_lengths([1], 8, oversize="ignore")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("lengths", "message"),
-    [([3, 0], "sample 1 has length 0"), ([-2], "sample 0 has length -2"), ([1.5], "integers"), ([[1]], "flat list")],
-)
-def test_lengths_that_are_no_token_counts_are_refused(lengths: list, message: str) -> None:  # type: ignore[type-arg]
-    with pytest.raises(UserError, match=message):
-        pack_lengths(lengths, 8)
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,8 @@ def configuration(run: str, overrides: tuple[str, ...]) -> Any:
     sys.path.insert(0, str(ROOT))  # recipes of the checkout: bridge_configs.MODULE:FUNCTION
     source = run_source((run,), overrides=overrides)
     if not isinstance(source, ContainerRun):
+        if not Path(run).exists():
+            raise ConfigError(f"There is no file {run}; name a recipe module:function or Bridge's run_config.yaml.")
         raise ConfigError(
             f"{run} is {source.kind}, which contains no model; name a recipe module:function or Bridge's "
             "run_config.yaml."

@@ -296,7 +296,7 @@ Every setting of a configuration file for conversations; other kinds of sample h
 `python scripts/manual.py write` makes this page of the classes of `energon_packing/config/`; a test keeps it in step.
 
 * `energon-packing init DATASET --processor NAME` writes a file with comments, `energon-packing validate FILE` judges
-  one, and `--set section.key=value` of a command that reads one changes a value.
+  one, and `--set section.key=value` of a command that reads one (all but `measure`) changes a value.
 * [settings.schema.json](settings.schema.json) is the JSON Schema, for editors: put
   `# yaml-language-server: $schema=PATH` into the first line of a file.
 * An unknown key is an error that names the nearest known one.

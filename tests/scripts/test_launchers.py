@@ -215,6 +215,7 @@ def test_two_processes_train_the_tiny_recipe_from_conversations_on(tmp_path):
     [
         (("scripts.launch.tiny:text", "train.micro_batch_size=2"), 1, "micro"),
         (("scripts.launch.tiny:nothing",), 2, "has no function nothing"),
+        (("checkpoints/run_config.yaml",), 2, "There is no file checkpoints/run_config.yaml"),
         (
             ("scripts.launch.tiny:text", "checkpoint.pretrained_checkpoint=no/weights"),
             2,

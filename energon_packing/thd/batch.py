@@ -44,8 +44,8 @@ class PackedBatch:
             ``z_loss_func`` and ``compute_routing_scores_for_aux_loss`` (the docstrings in ``router.py`` differ).
         cu_seqlens: int32 ``[segments + 1]``, running sum of the real lengths, or after `real_padding` of the physical.
         cu_seqlens_padded: int32 of the same shape, where the segments physically begin and end in the row; None for an
-            alignment multiple of 1 and after `real_padding`. If it equals ``cu_seqlens``, the two are one tensor, even after a move to a device,
-            because Transformer Engine 2.18 and later detects padding by that identity.
+            alignment multiple of 1 and after `real_padding`. If it equals ``cu_seqlens``, the two are one tensor, even
+            after a move to a device, because Transformer Engine 2.18 and later detects padding by that identity.
         max_seqlen: the longest physical segment, in tokens.
         total_tokens: T, the length of the whole row (also in a context-parallel slice, whose tensors are shorter).
         visual_inputs: name -> tensor, first axis over media or patches of all samples in order (``pixel_values``,

@@ -68,7 +68,7 @@ def _hybridep_chunks(view: RunView) -> Finding | None:
     return Finding(why=why, fix=f"set pad_to_max_length to true and seq_length to {length}, or {told}")
 
 
-@rule(
+_capacity_and_padding = rule(
     id="ours/capacity-and-padding",
     order=1140,
     checks="padding does not use up the capacity of experts",
@@ -80,13 +80,12 @@ def _hybridep_chunks(view: RunView) -> Finding | None:
         core("transformer/moe/router.py", "probs, routing_map = apply_router_token_dropping("),
         core("transformer/moe/router.py", "capacity_factor=self.config.moe_expert_capacity_factor,"),
     ),
+    why=lambda view: (
+        f"moe_expert_capacity_factor is {view.expert_capacity_factor}: experts drop what exceeds their "
+        "capacity, and Megatron-Core's router counts padding as tokens, even with a padding mask"
+    ),
+    fix="leave moe_expert_capacity_factor out",
 )
-def _capacity_and_padding(view: RunView) -> Finding | None:
-    return Finding(
-        why=f"moe_expert_capacity_factor is {view.expert_capacity_factor}: experts drop what exceeds their "
-        "capacity, and Megatron-Core's router counts padding as tokens, even with a padding mask",
-        fix="leave moe_expert_capacity_factor out",
-    )
 
 
 @rule(

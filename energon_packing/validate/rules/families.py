@@ -66,7 +66,7 @@ def _family_takes_packs(view: RunView) -> Finding | None:
     )
 
 
-@rule(
+_family_listed = rule(
     id="ours/family-listed",
     order=1195,
     checks="it is known what the model family does with packed rows",
@@ -75,13 +75,12 @@ def _family_takes_packs(view: RunView) -> Finding | None:
     applies=lambda view: view.reaches_the_step_packed and view.model is not None,
     holds=_is_known,
     sources=(SourceLine("energon_packing/validate/family_table.py", "FAMILY_TABLE"),),
+    why=lambda view: (
+        f"docs/families.md does not list {view.model}: nobody has checked that it keeps the samples of a packed "
+        "row apart"
+    ),
+    fix="compare its loss on packed rows with that on each sample alone before you train it",
 )
-def _family_listed(view: RunView) -> Finding | None:
-    return Finding(
-        why=f"docs/families.md does not list {view.model}: nobody has checked that it keeps the samples of a packed "
-        "row apart",
-        fix="compare its loss on packed rows with that on each sample alone before you train it",
-    )
 
 
 @rule(
@@ -124,7 +123,7 @@ _packs_without_media = rule(
 )
 
 
-@rule(
+_deepstack_gradient = rule(
     id="ours/deepstack-gradient",
     order=1220,
     checks="the deepstack mergers get their gradient",
@@ -137,14 +136,15 @@ _packs_without_media = rule(
             "return hidden_states, deepstack_feature_lists, context",
         ),
     ),
+    why=(
+        "recompute_granularity is 'full': the vision encoder of Qwen3-VL in Bridge 0.6.2 then returns its "
+        "deepstack features in a list, through which recomputation passes no gradient"
+    ),
+    fix=lambda view: (
+        "set recompute_granularity to 'selective' (of recompute_modules, 'mlp' or 'moe' saves most), or "
+        f"recompute_method to 'block' with recompute_num_layers {min(view.deepstack_layers, default=0)} or less"
+    ),
 )
-def _deepstack_gradient(view: RunView) -> Finding | None:
-    return Finding(
-        why="recompute_granularity is 'full': the vision encoder of Qwen3-VL in Bridge 0.6.2 then returns its "
-        "deepstack features in a list, through which recomputation passes no gradient",
-        fix="set recompute_granularity to 'selective' (of recompute_modules, 'mlp' or 'moe' saves most), or "
-        f"recompute_method to 'block' with recompute_num_layers {min(view.deepstack_layers, default=0)} or less",
-    )
 
 
 @rule(

@@ -110,19 +110,16 @@ _hybrid_context_parallel = rule(
 )
 
 
-@bridges_rule(
+_comm_type_of_each_layer = bridges_rule(
     id="bridge/comm-type-of-each-layer",
     order=220,
     checks="a list of cp_comm_type names every layer",
     applies=lambda view: view.context_parallel > 1,
-    bridge_says=("Length of cp_comm_type",),  # Megatron-Core raises it first, when the model is finalised
+    bridge_says=("Length of cp_comm_type",),  # Megatron-Core raises it first, when the model is finalised,
+    holds=lambda view: not isinstance(view.cp_comm_type, tuple) or view.num_layers in (None, len(view.cp_comm_type)),
+    why=lambda view: f"cp_comm_type lists {len(view.cp_comm_type or ())} layers, but the model has {view.num_layers}",
+    fix="give one name for all layers, or one per layer",
 )
-def _comm_type_of_each_layer(view: RunView) -> Finding | None:
-    return unless(
-        not isinstance(view.cp_comm_type, tuple) or view.num_layers in (None, len(view.cp_comm_type)),
-        why=f"cp_comm_type lists {len(view.cp_comm_type or ())} layers, but the model has {view.num_layers}",
-        fix="give one name for all layers, or one per layer",
-    )
 
 
 @bridges_rule(
@@ -157,7 +154,7 @@ def _eval_world_size(view: RunView) -> Finding | None:
     )
 
 
-@bridges_rule(
+_hierarchical_sizes_present = bridges_rule(
     id="bridge/hierarchical-sizes-present",
     order=310,
     checks="a2a+p2p comes with hierarchical sizes",
@@ -165,14 +162,15 @@ def _eval_world_size(view: RunView) -> Finding | None:
         view.hierarchical_context_parallel_sizes is not None or not any("a2a+p2p" in k for k in view.comm_types)
     ),
     bridge_says=("hierarchical_context_parallel_sizes must be set when cp_comm_type",),
+    why=(
+        "cp_comm_type is 'a2a+p2p' without hierarchical_context_parallel_sizes: each rank would attend to its own "
+        "slice only"
+    ),
+    fix=lambda view: (
+        f"set parallel.hierarchical_context_parallel_sizes to factors of CP {view.context_parallel}"
+        + (", or parallel.cp_comm_type to p2p: rows are packed (ours/context-parallel-kind)" if view.packed else "")
+    ),
 )
-def _hierarchical_sizes_present(view: RunView) -> Finding | None:
-    return Finding(
-        why="cp_comm_type is 'a2a+p2p' without hierarchical_context_parallel_sizes: each rank would attend to its own "
-        "slice only",
-        fix=f"set parallel.hierarchical_context_parallel_sizes to factors of CP {view.context_parallel}"
-        + (", or parallel.cp_comm_type to p2p: rows are packed (ours/context-parallel-kind)" if view.packed else ""),
-    )
 
 
 @bridges_rule(

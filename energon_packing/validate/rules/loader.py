@@ -3,21 +3,19 @@
 from energon_packing.validate.rules.rule import Finding, SourceLine, bridges_rule, core, rule, unless
 from energon_packing.validate.run_view import RunView
 
-
-@bridges_rule(
+_epochs_need_finite_data = bridges_rule(
     id="bridge/epochs-need-finite-data",
     order=10,
     checks="a run by epochs has a data set whose size Bridge knows",
     applies=lambda view: view.num_epochs is not None,
     holds=lambda view: view.dataset_kind == "gpt_sft",
     bridge_says=("num_epochs is only supported for finite GPTSFTDatasetConfig datasets",),
+    why=lambda view: (
+        f"num_epochs is {view.num_epochs}, but Energon's data is endless: Bridge counts epochs of "
+        "GPTSFTDatasetConfig only"
+    ),
+    fix="set train.train_iters instead; `energon-packing validate --measure N` tells the steps of an epoch",
 )
-def _epochs_need_finite_data(view: RunView) -> Finding | None:
-    return Finding(
-        why=f"num_epochs is {view.num_epochs}, but Energon's data is endless: Bridge counts epochs of "
-        "GPTSFTDatasetConfig only",
-        fix="set train.train_iters instead; `energon-packing validate --measure N` tells the steps of an epoch",
-    )
 
 
 _epochs_need_whole_batches = bridges_rule(
@@ -112,7 +110,7 @@ def _loader_memory(view: RunView) -> Finding | None:
     )
 
 
-@rule(
+_failures_are_limited = rule(
     id="ours/failures-are-limited",
     order=1360,
     checks="a data set that always fails stops the run",
@@ -120,10 +118,9 @@ def _loader_memory(view: RunView) -> Finding | None:
     applies=lambda view: view.failure_tolerance is not None,
     holds=lambda view: (view.failure_tolerance or 0) > 0,
     sources=(SourceLine("megatron/energon/errors.py", "Set to 0 to disable tolerance checking."),),
+    why=lambda view: (
+        f"failure_tolerance is {view.failure_tolerance}, which means no limit in Energon: a data set that "
+        "always fails is read forever, and the run waits for its first batch"
+    ),
+    fix="set failure_tolerance to a number above 0 (Energon's default is 100); 1 stops at the first failure",
 )
-def _failures_are_limited(view: RunView) -> Finding | None:
-    return Finding(
-        why=f"failure_tolerance is {view.failure_tolerance}, which means no limit in Energon: a data set that "
-        "always fails is read forever, and the run waits for its first batch",
-        fix="set failure_tolerance to a number above 0 (Energon's default is 100); 1 stops at the first failure",
-    )

@@ -55,7 +55,7 @@ def _no_multi_token_prediction(view: RunView) -> Finding | None:
     return unless(holds, why=f"mtp_num_layers is {view.mtp_num_layers}: {reason}", fix=fix)
 
 
-@rule(
+_weights_need_token_loss = rule(
     id="ours/weights-need-token-loss",
     order=1180,
     checks="weighted losses are divided by the weights of the whole step",
@@ -63,13 +63,12 @@ def _no_multi_token_prediction(view: RunView) -> Finding | None:
     applies=lambda view: view.dataset_kind == "packed_energon" and view.loss_weighting not in (None, "token"),
     holds=lambda view: view.calculate_per_token_loss,
     sources=(SourceLine("energon_packing/encoders/targets.py", "divided by the sum of the weights."),),
+    why=lambda view: (
+        f"loss_weighting is {view.loss_weighting!r}, whose weights are to be divided by their sum over the "
+        "step, but calculate_per_token_loss is false: each pack would divide by its own sum"
+    ),
+    fix="set training.calculate_per_token_loss to true",
 )
-def _weights_need_token_loss(view: RunView) -> Finding | None:
-    return Finding(
-        why=f"loss_weighting is {view.loss_weighting!r}, whose weights are to be divided by their sum over the "
-        "step, but calculate_per_token_loss is false: each pack would divide by its own sum",
-        fix="set training.calculate_per_token_loss to true",
-    )
 
 
 _initial_weights = rule(

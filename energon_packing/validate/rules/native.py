@@ -40,20 +40,19 @@ def _buffer_size(view: RunView) -> Finding | None:
     )
 
 
-@_native_rule(
+_one_owner = _native_rule(
     id="bridge/native-one-packing-mode",
     order=90,
     checks="Bridge's own packing and in-batch packing are not both on",
     place=_dataset,
     holds=lambda view: not view.enable_in_batch_packing,
     bridge_says=("packing_buffer_size and enable_in_batch_packing=True are mutually exclusive",),
+    why=lambda view: (
+        f"packing_buffer_size is {view.packing_buffer_size} and enable_in_batch_packing is on: rows would "
+        "be packed twice"
+    ),
+    fix="turn enable_in_batch_packing off, or leave packing_buffer_size out",
 )
-def _one_owner(view: RunView) -> Finding | None:
-    return Finding(
-        why=f"packing_buffer_size is {view.packing_buffer_size} and enable_in_batch_packing is on: rows would "
-        "be packed twice",
-        fix="turn enable_in_batch_packing off, or leave packing_buffer_size out",
-    )
 
 
 _not_left_to_the_step = _native_rule(
@@ -152,18 +151,15 @@ _no_dist_train = _native_rule(
 )
 
 
-@_native_rule(
+_no_pipeline = _native_rule(
     id="bridge/native-no-pipeline",
     order=190,
     checks="rows of Bridge's own packing go through one pipeline stage",
     holds=lambda view: view.pipeline_parallel == 1,
     bridge_says=("Energon native sequence packing does not yet support pipeline parallelism",),
+    why=lambda view: f"pipeline parallelism is {view.pipeline_parallel}, which Bridge's own packing does not support",
+    fix=f"set pipeline parallelism to 1, or {_OURS}, which packs with pipelines too",
 )
-def _no_pipeline(view: RunView) -> Finding | None:
-    return Finding(
-        why=f"pipeline parallelism is {view.pipeline_parallel}, which Bridge's own packing does not support",
-        fix=f"set pipeline parallelism to 1, or {_OURS}, which packs with pipelines too",
-    )
 
 
 _no_overlap = _native_rule(

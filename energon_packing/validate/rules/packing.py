@@ -139,7 +139,7 @@ _no_nan_check = bridges_rule(
 )
 
 
-@rule(
+_step_packs_in_batch = rule(
     id="ours/step-packs-in-batch",
     order=1370,
     checks="a step to which in-batch packing is deferred performs it",
@@ -152,13 +152,12 @@ _no_nan_check = bridges_rule(
             "vlm_step requires collate-time in-batch packing; set defer_in_batch_packing_to_step=False",
         ),
     ),
+    why=lambda view: (
+        f"defer_in_batch_packing_to_step leaves the packing to {view.step}, which refuses such rows or trains them "
+        "padded"
+    ),
+    fix=f"set defer_in_batch_packing_to_step to false, or train with {PACKING_STEPS[0]}",
 )
-def _step_packs_in_batch(view: RunView) -> Finding | None:
-    return Finding(
-        why=f"defer_in_batch_packing_to_step leaves the packing to {view.step}, which refuses such rows or trains them "
-        "padded",
-        fix=f"set defer_in_batch_packing_to_step to false, or train with {PACKING_STEPS[0]}",
-    )
 
 
 @rule(
@@ -180,7 +179,7 @@ def _in_batch_rows_may_be_long(view: RunView) -> Finding | None:
     )
 
 
-@rule(
+_captured_rows_are_alike = rule(
     id="ours/captured-rows-alike",
     order=1385,
     checks="rows of captured attention are all padded between samples, or none is",
@@ -191,13 +190,12 @@ def _in_batch_rows_may_be_long(view: RunView) -> Finding | None:
     severity="warning",  # not seen on a GPU
     holds=lambda view: not view.pads_between,
     sources=(attention("dot_product_attention.py", "not torch.equal(cu_seqlens_q_padded[:-1], cu_seqlens_q[:-1])"),),
+    why=lambda view: (
+        f"samples are padded to a multiple of {view.multiple}, and a CUDA graph of attention keeps from its first "
+        "row whether there is padding between them; other rows may lose keys or attend to padding"
+    ),
+    fix="leave attention out of the capture, or set packing.padding to real",
 )
-def _captured_rows_are_alike(view: RunView) -> Finding | None:
-    return Finding(
-        why=f"samples are padded to a multiple of {view.multiple}, and a CUDA graph of attention keeps from its first "
-        "row whether there is padding between them; other rows may lose keys or attend to padding",
-        fix="leave attention out of the capture, or set packing.padding to real",
-    )
 
 
 FIRST_TO_TELL_BY_OBJECT = (2, 18)
@@ -241,7 +239,7 @@ def _padding_is_visible(view: RunView) -> Finding | None:
     )
 
 
-@rule(
+_own_packing_of_bridge = rule(
     id="ours/bridges-own-packing",
     order=1400,
     checks="Bridge's own online packing is there",
@@ -255,16 +253,15 @@ def _padding_is_visible(view: RunView) -> Finding | None:
             "Both select_samples_to_pack and pack_selected_samples methods must be provided in the TaskEncoder",
         ),
     ),
+    why=lambda view: (
+        f"packing_buffer_size is {view.packing_buffer_size}, and the task encoders of Megatron-Bridge "
+        f"{view.bridge_name} have no packing: Energon stops with the first buffer"
+    ),
+    fix="leave packing_buffer_size out, or use energon_packing.bridge.dataset.use_packed_data",
 )
-def _own_packing_of_bridge(view: RunView) -> Finding | None:
-    return Finding(
-        why=f"packing_buffer_size is {view.packing_buffer_size}, and the task encoders of Megatron-Bridge "
-        f"{view.bridge_name} have no packing: Energon stops with the first buffer",
-        fix="leave packing_buffer_size out, or use energon_packing.bridge.dataset.use_packed_data",
-    )
 
 
-@rule(
+_metadata_beside_packed_file = rule(
     id="ours/metadata-beside-packed-file",
     order=1250,
     checks="fixed boundaries come with the packed file's metadata",
@@ -272,14 +269,15 @@ def _own_packing_of_bridge(view: RunView) -> Finding | None:
     applies=lambda view: view.pad_cu_seqlens and view.dataset_kind == "gpt_sft",
     holds=lambda view: view.packed_metadata_missing is None,
     sources=(bridge("data/packing/gpt_sft.py", "a metadata json file is required when pad_cu_seqlens is enabled"),),
+    why=lambda view: (
+        f"pad_cu_seqlens is on, and there is no metadata file {view.packed_metadata_missing} to take "
+        "the number of boundaries from"
+    ),
+    fix=(
+        "set offline_packing_specs.packed_metadata_path to the JSON file written with the packs, or "
+        "pad_cu_seqlens to false"
+    ),
 )
-def _metadata_beside_packed_file(view: RunView) -> Finding | None:
-    return Finding(
-        why=f"pad_cu_seqlens is on, and there is no metadata file {view.packed_metadata_missing} to take "
-        "the number of boundaries from",
-        fix="set offline_packing_specs.packed_metadata_path to the JSON file written with the packs, or "
-        "pad_cu_seqlens to false",
-    )
 
 
 @rule(

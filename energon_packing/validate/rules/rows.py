@@ -22,7 +22,7 @@ def _finetuning_with_cp(view: RunView) -> bool:
     return view.dataset_kind in _FINETUNING and view.context_parallel > 1
 
 
-@bridges_rule(
+_micro_batch_of_data_set = bridges_rule(
     id="bridge/micro-batch-size",
     order=130,
     provider_escapes=True,
@@ -30,16 +30,15 @@ def _finetuning_with_cp(view: RunView) -> bool:
     applies=_own_micro_batch,
     holds=lambda view: view.dataset_micro_batch_size == view.micro_batch_size,
     bridge_says=("EnergonDatasetConfig.micro_batch_size must match train.micro_batch_size",),
+    why=lambda view: (
+        f"the data set builds micro-batches of {view.dataset_micro_batch_size}, the trainer expects "
+        f"{view.micro_batch_size}"
+    ),
+    fix=lambda view: f"set the data set's micro_batch_size to {view.micro_batch_size}",
 )
-def _micro_batch_of_data_set(view: RunView) -> Finding | None:
-    return Finding(
-        why=f"the data set builds micro-batches of {view.dataset_micro_batch_size}, the trainer expects "
-        f"{view.micro_batch_size}",
-        fix=f"set the data set's micro_batch_size to {view.micro_batch_size}",
-    )
 
 
-@bridges_rule(
+_eval_micro_batch_of_data_set = bridges_rule(
     id="bridge/eval-micro-batch-size",
     order=240,
     provider_escapes=True,
@@ -47,13 +46,12 @@ def _micro_batch_of_data_set(view: RunView) -> Finding | None:
     applies=_own_micro_batch,
     holds=lambda view: not view.do_validation or view.dataset_micro_batch_size == view.eval_micro,
     bridge_says=("EnergonDatasetConfig.micro_batch_size must match validation.eval_micro_batch_size",),
+    why=lambda view: (
+        f"the data set builds micro-batches of {view.dataset_micro_batch_size}, but eval_micro_batch_size is "
+        f"{view.eval_micro}"
+    ),
+    fix=lambda view: f"set training.eval_micro_batch_size to {view.dataset_micro_batch_size}, or leave it out",
 )
-def _eval_micro_batch_of_data_set(view: RunView) -> Finding | None:
-    return Finding(
-        why=f"the data set builds micro-batches of {view.dataset_micro_batch_size}, but eval_micro_batch_size is "
-        f"{view.eval_micro}",
-        fix=f"set training.eval_micro_batch_size to {view.dataset_micro_batch_size}, or leave it out",
-    )
 
 
 @bridges_rule(
@@ -72,7 +70,7 @@ def _eval_global_batch(view: RunView) -> Finding | None:
     )
 
 
-@bridges_rule(
+_per_token_loss = bridges_rule(
     id="bridge/per-token-loss",
     order=290,
     provider_escapes=True,
@@ -80,16 +78,15 @@ def _eval_global_batch(view: RunView) -> Finding | None:
     applies=_finetuning_with_cp,
     holds=lambda view: view.calculate_per_token_loss,
     bridge_says=("When finetuning with CP>1, calculate_per_token_loss must be True",),
+    why=lambda view: (
+        f"calculate_per_token_loss is false at CP {view.context_parallel}: a rank whose tokens are all "
+        "masked divides by zero"
+    ),
+    fix="set training.calculate_per_token_loss to true",
 )
-def _per_token_loss(view: RunView) -> Finding | None:
-    return Finding(
-        why=f"calculate_per_token_loss is false at CP {view.context_parallel}: a rank whose tokens are all "
-        "masked divides by zero",
-        fix="set training.calculate_per_token_loss to true",
-    )
 
 
-@bridges_rule(
+_no_average_in_collective = bridges_rule(
     id="bridge/no-average-in-collective",
     order=300,
     provider_escapes=True,
@@ -100,13 +97,12 @@ def _per_token_loss(view: RunView) -> Finding | None:
         not view.average_in_collective or (view.megatron_fsdp and not view.disable_symmetric_registration)
     ),
     bridge_says=("When finetuning with CP>1, average_in_collective must be False",),
+    why=lambda view: (
+        f"average_in_collective is true at CP {view.context_parallel}: it averages over ranks with "
+        "different numbers of trained tokens"
+    ),
+    fix="set training.average_in_collective to false",
 )
-def _no_average_in_collective(view: RunView) -> Finding | None:
-    return Finding(
-        why=f"average_in_collective is true at CP {view.context_parallel}: it averages over ranks with "
-        "different numbers of trained tokens",
-        fix="set training.average_in_collective to false",
-    )
 
 
 @bridges_rule(
@@ -187,7 +183,7 @@ _pack_size_is_positive = bridges_rule(
 )
 
 
-@bridges_rule(
+_same_seq_length = bridges_rule(
     id="bridge/same-seq-length",
     order=360,
     provider_escapes=True,
@@ -195,12 +191,9 @@ _pack_size_is_positive = bridges_rule(
     applies=lambda view: view.dataset_kind in _SIZED,
     holds=lambda view: view.model_seq_length == view.dataset_seq_length,
     bridge_says=("Please ensure sequence length configuration in model config and",),
+    why=lambda view: f"the model's seq_length is {view.model_seq_length}, the data set's is {view.dataset_seq_length}",
+    fix=lambda view: f"set both to {view.dataset_seq_length} (training.model_seq_length may be left out)",
 )
-def _same_seq_length(view: RunView) -> Finding | None:
-    return Finding(
-        why=f"the model's seq_length is {view.model_seq_length}, the data set's is {view.dataset_seq_length}",
-        fix=f"set both to {view.dataset_seq_length} (training.model_seq_length may be left out)",
-    )
 
 
 @bridges_rule(
@@ -221,16 +214,15 @@ def _widths_are_fixed(view: RunView) -> Finding | None:
     )
 
 
-@bridges_rule(
+_lengths_vary = bridges_rule(
     id="bridge/variable-lengths",
     order=380,
     checks="in-batch packing in a pipeline exchanges widths",
     applies=lambda view: view.enable_in_batch_packing and view.pipeline_parallel > 1,
     severity="note",
+    why=lambda view: (
+        f"in-batch packing at PP {view.pipeline_parallel}: Bridge turns variable_seq_lengths on, and "
+        "stages exchange the width of every micro-batch"
+    ),
+    fix="nothing to do",
 )
-def _lengths_vary(view: RunView) -> Finding | None:
-    return Finding(
-        why=f"in-batch packing at PP {view.pipeline_parallel}: Bridge turns variable_seq_lengths on, and "
-        "stages exchange the width of every micro-batch",
-        fix="nothing to do",
-    )

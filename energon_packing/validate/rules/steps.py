@@ -212,7 +212,7 @@ def _one_packed_row_over_cp(view: RunView) -> Finding | None:
     )
 
 
-@rule(
+_middle_stages_see_boundaries = rule(
     id="ours/middle-stages-see-boundaries",
     order=1100,
     checks="middle pipeline stages get the boundaries of packed rows",
@@ -222,14 +222,15 @@ def _one_packed_row_over_cp(view: RunView) -> Finding | None:
     sources=(
         bridge("training/gpt_step.py", "return uses_custom_attention_mask or _uses_packed_sequence_metadata(cfg)"),
     ),
+    why=lambda view: (
+        f"the data set declares no packing at PP {view.pipeline_parallel}: gpt_step reads no batch on "
+        "middle stages, so packed rows would attend across samples there"
+    ),
+    fix=(
+        "declare enable_offline_packing with offline_packing_specs on the data set, or train with the forward "
+        f"step {OUR_STEP}.forward_step"
+    ),
 )
-def _middle_stages_see_boundaries(view: RunView) -> Finding | None:
-    return Finding(
-        why=f"the data set declares no packing at PP {view.pipeline_parallel}: gpt_step reads no batch on "
-        "middle stages, so packed rows would attend across samples there",
-        fix="declare enable_offline_packing with offline_packing_specs on the data set, or train with the forward "
-        f"step {OUR_STEP}.forward_step",
-    )
 
 
 @rule(

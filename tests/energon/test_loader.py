@@ -65,7 +65,7 @@ def test_no_pack_exceeds_the_row_and_every_prediction_holds_after_alignment(chil
     for pack in packs:
         assert pack.batch.total_tokens <= 4096
         assert thd.check_thd(pack.batch, multiple=multiple) == []
-        assert (pack.batch.cu_seqlens_padded is None) == (multiple == 1)
+        assert pack.batch.cu_seqlens_padded is None  # padding ends its sample
     assert any("pixel_values_videos" in (pack.batch.visual_inputs or {}) for pack in packs)
 
 

@@ -53,7 +53,11 @@ def planned(folder, *, context=1, weight=1, **encoder):
         data=DataConfig(path=str(folder / "data"), workers=0, repeat=False),
         encoder=EncoderConfig(processor=str(processor_path("text")), **encoder),
         packing=PackingConfig(
-            seq_length=SEQ_LENGTH, drop_budget=1.0, max_segments_per_pack=MOST, pad_to_max_length=True
+            padding="between",  # as Bridge makes its rows
+            seq_length=SEQ_LENGTH,
+            drop_budget=1.0,
+            max_segments_per_pack=MOST,
+            pad_to_max_length=True,
         ),
         parallel=ParallelConfig(context_parallel=context),
         plan=PlanConfig(max_data_parallel=2),

@@ -137,7 +137,7 @@ def pack_panel(view: Mapping[str, Any], text_width: int, *, colours: bool) -> Pa
     padded = view["padded_boundaries"]
     lines = [
         f"cu_seqlens {list(view['boundaries'])}",
-        f"cu_seqlens_padded {list(padded) if padded else 'none (multiple 1)'}",
+        f"cu_seqlens_padded {list(padded) if padded else 'none'}",
         f"max_seqlen {view['max_seqlen']}, position_ids {list(view['positions'])}",
         *dropped_lines(view),
     ]

@@ -49,6 +49,7 @@ from energon_packing.energon.samples import (
 from energon_packing.energon.states import settings_of
 from energon_packing.energon.window import DisjointPackingDataset, SplitPieces, WindowPackingDataset
 from energon_packing.errors import ConfigError, PackingError, SampleRejected, refuse
+from energon_packing.families.geometry import MOST_PATCHES
 from energon_packing.ledger import ChangedSample, Ledger
 from energon_packing.packing.balance import pack_cost, serpentine_order
 from energon_packing.packing.constraints import PackLimits, Size
@@ -366,7 +367,9 @@ class PackingTaskEncoder(WindowTaskEncoder):
             raise ConfigError(
                 f"packing.dummy_image takes {reserved} tokens of packing.seq_length {packing.seq_length}; raise it."
             )
-        of_family = [most for each in own if (most := each.family.most_patches) is not None and self.aligns_rows]
+        of_family = [
+            MOST_PATCHES[name] for each in own if self.aligns_rows and (name := each.family.name) in MOST_PATCHES
+        ]
         self.limits = PackLimits(
             tokens=packing.seq_length - reserved,
             multiple=self.multiple,

@@ -76,8 +76,6 @@ class VisionFamily(ABC):
     """Whether no token of the language model sees what is behind it; ``packing.padding: real`` needs that."""
     mrope: ClassVar[bool] = True
     """Whether a model of the family takes positions on three axes."""
-    most_patches: ClassVar[int | None] = None
-    """What ``packing.max_patches_per_pack`` is where it is not set; None limits nothing."""
     most_pixels: int | None = None
     """The largest ``max_pixels`` that the family accepts; None accepts any."""
     installed: Mapping[str, str] = {}

@@ -11,7 +11,6 @@ from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.families.base import MediaPlan, VisionFamily, ask
-from energon_packing.families.geometry import MOST_PATCHES
 from energon_packing.families.pixel_forms import image_forms
 from energon_packing.thd.pixels import PixelForm
 
@@ -31,7 +30,6 @@ class Pixtral(VisionFamily):
     reads = ("max_pixels",)
     mrope = False
     padded = ("pixel_values",)
-    most_patches = MOST_PATCHES["pixtral"]  # its vision encoder masks all patches of a pack against each other
 
     def __init__(self, processor: Any, config: EncoderConfig) -> None:
         super().__init__(processor, config)

@@ -147,8 +147,8 @@ def describe(pack: Pack, family: VisionFamily, *, seq_length: int) -> dict[str, 
     Returns:
         Plain values: ``index`` in its worker; ``tokens``, the length of the row; ``real_tokens`` of samples; ``fill``,
         their share of the configured width; ``boundaries`` and ``padded_boundaries``: ``cu_seqlens`` and
-        ``cu_seqlens_padded`` (None for a multiple of 1); ``max_seqlen``; ``positions``: shape of ``position_ids``;
-        ``dropped``: what the ledger noted since the previous pack; and ``segments`` in row order, each with
+        ``cu_seqlens_padded`` (None: nothing lies between samples); ``max_seqlen``; ``positions``: shape of
+        ``position_ids``; ``dropped``: what the ledger noted since the last pack; ``segments`` in row order, each with
 
         * ``key`` (empty for a filler and for the masked tail of a row of fixed width), ``filler``: whether it is the
           dummy image of a pack without media;

@@ -1,6 +1,7 @@
 """What the Bridge conformance tests share: synthetic samples of each family, and a place to run a model in."""
 
 import functools
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,14 @@ VOCABULARY = 512
 def require_bridge() -> None:
     """Skips where Megatron-Bridge is missing."""
     import bridge_here  # noqa: F401
+
+
+@pytest.fixture(autouse=True)
+def losses_of_experts_begin_anew():
+    """Megatron-Core keeps them for as many layers as the first model of a process has."""
+    yield
+    if kept := sys.modules.get("megatron.core.transformer.moe.moe_logging"):
+        kept.destroy_moe_metrics_tracker()
 
 
 class Endless:

@@ -97,8 +97,7 @@ def test_without_a_limit_of_patches_the_models_mask_over_a_pack_stays_within_its
         with pytest.raises(ConfigError, match=r"made with packing\.max_patches_per_pack=null, but this run has 24494"):
             check_fingerprint(of_before, own)
         assert check_fingerprint(of_before, own, ["packing.max_patches_per_pack"])
-    others = {name: family.most_patches for name, family in zip(FAMILIES.names(), FAMILIES, strict=True)}
-    assert {name: most for name, most in others.items() if most is not None} == MOST_PATCHES
+    assert MOST_PATCHES.keys() <= set(FAMILIES.names())
     assert Conversations().limits(run, "internvl").patches is None
 
 

@@ -14,7 +14,7 @@ TRAPS = {
     5: "boundaries that are not int32, do not start at 0 or do not increase",
     6: "real and padded boundaries are one array where there is padding",
     7: "padding behind the last sample alone is not seen as padding between sequences",
-    8: "padded boundaries at multiple 1, or none at a multiple above 1",
+    8: "padded boundaries at multiple 1, or none where padding is between samples",
     9: "a segment of length zero reaches the context-parallel partitioner",
     10: "`total_tokens` is not set",
     11: "`max_seqlen` does not follow the padding",

@@ -169,6 +169,21 @@ def test_recommended_rows_are_the_shortest_that_lose_hardly_anything(samples):
     assert any("drop_budget" in reason for reason in stats_report(many, RunConfig())["recommendation"]["reasons"])
 
 
+@pytest.mark.parametrize(
+    ("lengths", "verdict", "alone"),
+    [([100, 300, 900, 2000] * 100, "helps", 0.403), ([2000] * 400, "hardly helps", 0.977)],
+)
+def test_one_line_says_whether_packing_helps_these_samples(lengths, verdict, alone):
+    found = stats_report(
+        drawn([row(length) for length in lengths], len(lengths), 0), RunConfig(), seq_lengths=(2048,), windows=(256,)
+    )
+    line = found["recommendation"]["reasons"][0]
+    packed = next(each["fill"] for each in found["packing"] if each["window"])
+    assert line.startswith(f"Packing {verdict}: packed rows are {packed:.1%} full")
+    assert line.endswith(f"and rows of one sample {alone:.1%}.")
+    assert plain.fmean(lengths) / 2048 == pytest.approx(alone, abs=5e-4)
+
+
 def test_the_tables_fit_80_columns_and_the_page_is_closed(index, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     page = tmp_path / "stats.html"

@@ -1,11 +1,38 @@
 """The fuzzer: it finds planted faults, each target accepts its seeds, and no found case of the past is wrong again."""
 
+import os
+import time
+from pathlib import Path
+
 import fuzz
 import pytest
-from fuzz import TARGETS
+from fuzz import TARGETS, Target
 
 QUICK = ("media", "records", "tensors", "yaml")
 """Targets whose seeds are made quickly."""
+
+
+def planted(data: bytes, folder: Path) -> None:
+    if data.startswith(b"raise"):
+        raise ValueError("planted")
+    if data.startswith(b"crash"):
+        os.abort()
+    if data.startswith(b"hang"):
+        time.sleep(600)
+
+
+def test_errors_crashes_and_hangs_are_found_and_the_cases_between_are_read(tmp_path):
+    target = Target(lambda folder: [b"fine"], planted, lambda: KeyError)
+    cases = [b"fine", b"raise", b"fine", b"crash", b"hang", b"fine"]
+    found = []
+    while (wrong := fuzz.in_child(target, cases, tmp_path, 1)) is not None:
+        found.append((cases[wrong[0]], wrong[1]))
+        cases = cases[wrong[0] + 1 :]
+    assert found == [
+        (b"raise", "ValueError: planted"),
+        (b"crash", "crash: SIGABRT"),
+        (b"hang", "more than 1 s"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@
     const list = element("dl");
     list.append(element("dt", {}, "cu_seqlens"), element("dd", { class: "code" }, pack.boundaries.join(", ")),
       element("dt", {}, "cu_seqlens_padded"),
-      element("dd", { class: "code" }, pack.padded ? pack.padded.join(", ") : "none (multiple 1)"),
+      element("dd", { class: "code" }, pack.padded ? pack.padded.join(", ") : "none"),
       element("dt", {}, "max_seqlen"), element("dd", { class: "code" }, String(pack.max_seqlen)),
       element("dt", {}, "position_ids"), element("dd", { class: "code" }, `[${pack.shape.join(", ")}]`));
     return list;

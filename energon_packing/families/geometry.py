@@ -63,8 +63,8 @@ def require[Number: (int, Fraction)](value: Number | None, media: Media, what: s
 MASK_BYTES = 1_200_000_000
 """Of a mask over all pairs of patches of a pack in bfloat16, at most; two images of 1540 x 1540 pixels fit."""
 MOST_PATCHES = {"pixtral": math.isqrt(MASK_BYTES // 2)}
-"""What ``packing.max_patches_per_pack`` is where it is not set, by family (plans know its name only): for vision encoders
-that mask all patches of a pack against each other."""
+"""What ``packing.max_patches_per_pack`` is where it is not set, by family (plans know its name only): for vision
+encoders that mask all patches of a pack against each other."""
 
 
 # -- frames ------------------------------------------------------------------------------------------------------------

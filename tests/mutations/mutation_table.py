@@ -373,7 +373,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         trap=18,
         name="our forward step drops the padding mask, as Bridge's does",
         test=STEP + "test_padding_changes_nothing_in_a_mixture_of_experts_with_our_step_and_does_with_bridges"
-        "[text-8-False]",
+        "[text-8-False-<lambda>]",
         oracle="the same rows without padding, trained by Bridge with experts",
         edits=(("thd/routers.py", "    setattr(params, _ON_PARAMS, mask)\n", "    pass\n"),),
         needs_bridge=True,

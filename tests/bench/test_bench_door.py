@@ -40,3 +40,9 @@ def test_packing_compares_every_policy_on_a_list_of_ones_own(lists):
         assert row["packs"] >= row["bound"]
     limited = rows("packing", "--lists", lists, "--policy", "window", "--image-limit", "6", "--no-peers", "--json")
     assert all(row["bound"] > found[0]["bound"] for row in limited)
+
+
+def test_an_unknown_benchmark_names_the_known_ones():
+    done = door("lodaer")
+    assert done.returncode == 2
+    assert "loader|convert|measure|plan|pack|packing" in done.stderr

@@ -2,14 +2,17 @@
 
 import gc
 import itertools
+import json
 import sys
 import types
 
 import numpy as np
 import pytest
 import torch.utils.data._utils
+from bench import loader as bench_loader
 from bench import loader_data, loader_run
 from bench.loader_run import LoaderJob
+from forking_python import quick_python
 from megatron.energon import get_loader
 from megatron.energon.cache import FileStore
 
@@ -24,10 +27,34 @@ PROCESSOR = str(processor_path("qwen2_5_vl"))
 SEQ_LENGTH = 8192
 
 
+@pytest.fixture
+def quick(monkeypatch):
+    """Measured processes have done the slow imports, which are no part of what they measure."""
+    monkeypatch.setattr(sys, "executable", quick_python())
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """40 conversations, four of them defective."""
+    work = tmp_path_factory.mktemp("bench")
+    return loader_data.prepare_data(work, conversations=40, seed=5, defects=4)
+
+
 def job(data, **fields):
     return LoaderJob(
         **({"path": "ours", "data": str(data.root), "processor": PROCESSOR, "seq_length": SEQ_LENGTH} | fields)
     )
+
+
+def test_every_planted_defect_is_counted_and_is_all_that_our_loader_loses(made):
+    rows = list(loader_run.open_rows(job(made)))
+    emitted = [key for row in rows for key in row.keys]
+    reasons = [reason for row in rows for reason in row.dropped]
+    assert 3 <= len(made.defective) <= 4  # a cut file and an overlong turn may meet in one conversation
+    assert len(emitted) == len(set(emitted))
+    everything = {conversation.key for conversation in loader_data.read_conversations(made.root)}
+    assert everything - set(emitted) == made.defective
+    assert set(reasons) == {"corrupt_media", "oversize"}
 
 
 def reachable_bytes(roots):
@@ -64,3 +91,12 @@ def test_a_larger_window_costs_little_more_for_each_sample(tmp_path):
     (few, small), (many, large) = (held_by_window(data, window) for window in (8, 128))
     assert many - few > 100
     assert 1000 < (large - small) / (many - few) <= 16 << 10
+
+
+def test_the_command_prints_one_json_line_a_result(quick, tmp_path, capfd):
+    arguments = ["--conversations", "12", "--no-peer", "--seq-length", "4096", "--work", str(tmp_path)]
+    assert bench_loader.main(arguments) == 0
+    (line,) = capfd.readouterr().out.splitlines()
+    result = json.loads(line)
+    assert (result["samples"], result["lost_good"], result["rows_over"]) == (12, 0, 0)
+    assert result["path"] == "ours-window256"

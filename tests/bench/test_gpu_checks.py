@@ -1,14 +1,20 @@
 """What surrounds the kernels of ``scripts/bench.py gpu``, on kernels that a CPU can run."""
 
 import contextlib
+import json
+import shutil
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from bench import gpu as gpu_checks
-from bench import gpu_kernels
+from bench import gpu_kernels, train
+from bench.loader import start
 
 from energon_packing import thd
+from energon_packing.errors import PackingError
 from energon_packing.validate.kernel_table import KERNELS, Attention, Machine, refused
 
 pytestmark = pytest.mark.full  # benchmarks measure what other tests hold
@@ -115,3 +121,78 @@ def test_indices_that_are_ours_are_equal_and_shifted_ones_are_named():
     found = gpu_checks.partition_check(lambda b, t, c, r: ours(b, t, c, (r + 1) % c), device="cpu")
     assert not found["equal"]
     assert found["different"]["cp"] == 2
+
+
+def test_whole_jobs_count_what_packing_before_them_costs(monkeypatch, tmp_path):
+    seconds = {"padded-mb4": (1.0, 60.0), "packs": (1.0, 20.0), "packs-made-before": (10.0, 20.0)}
+
+    def told(job, log, *, module, name):
+        assert (job.whole, job.offline is not None) == (True, name == "packs-made-before")
+        prepare, trained = seconds[name]
+        return {"tokens": 600, "rows": [600], "device": "cpu", "prepare": [prepare] * 2, "train": [trained] * 2}
+
+    monkeypatch.setattr(train, "prepare_data", lambda *_, **__: SimpleNamespace(root=tmp_path))
+    monkeypatch.setattr(train, "start", told)
+    *rows, verdict = train.run_whole(train.TrainBench(micro_batches=(4,)), tmp_path)
+    assert [row["total_seconds"] for row in rows] == [60, 20, 30]
+    assert verdict["total_cpu_seconds"] == {"packs": 0.33, "packs made before": 0.5}
+    assert verdict["tokens_per_cpu_second"] == {"packs": 3, "packs made before": 3}
+
+
+def test_results_are_stored_under_the_name_of_the_device_and_a_failed_check_stops_no_other(
+    monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Example GPU/80")
+    monkeypatch.setitem(gpu_checks.CHECKS, "indices", lambda: iter([{"check": "indices", "equal": True}]))
+    monkeypatch.setitem(gpu_checks.CHECKS, "parity", lambda: 1 / 0)
+    chosen = ["--check", "parity", "--check", "indices", "--out"]
+    assert gpu_checks.main([*chosen, str(tmp_path)]) == 1
+    stored = json.loads((tmp_path / "gpu-Example-GPU-80.json").read_text())
+    assert stored["device"] == "Example GPU/80"
+    assert [row["equal"] for row in stored["results"]] == [True], "what failed runs again"
+    assert "torch" in stored["releases"]
+    capsys.readouterr()
+    assert gpu_checks.main([*chosen[2:], str(tmp_path)]) == 0  # what is stored is not run again
+    assert "indices: stored in" in capsys.readouterr().err
+    assert gpu_checks.main(["--out", str(tmp_path / "none")]) == 2
+    assert "is not a directory" in capsys.readouterr().err
+
+
+def test_groups_of_a_run_on_a_gpu_are_of_its_own_backend(monkeypatch):
+    pytest.importorskip("megatron.core")
+    from support.bridge_cpu import stand_ins, training_run
+
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    seen = []
+    monkeypatch.setattr(stand_ins, "needed", lambda: False)
+    monkeypatch.setattr(torch.cuda, "set_device", seen.append)
+
+    def made(backend, **_options):
+        seen.append(backend)
+        raise InterruptedError
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", made)
+    with pytest.raises(InterruptedError), training_run.process_groups():
+        pass
+    assert seen == [3, "cpu:gloo,cuda:nccl"]
+
+
+def test_losses_that_differ_by_tf32_are_the_same_where_it_is_on_and_ignored_boundaries_are_not():
+    figures = {"tokens_per_cpu_second": 1, "peak_mb": 1, "samples": 1, "tokens": 1, "small": False}
+    for difference, tf32, same in ((3e-5, False, False), (3e-5, True, True), (4e-4, True, False)):
+        rows = [{**figures, "rows": f"{loss}", "loss": loss, "tf32": tf32} for loss in (8.3, 8.3 + difference)]
+        assert train.verdict(rows)["same_loss"] is same
+
+
+def test_the_log_of_a_measured_process_outlives_its_folder(tmp_path):
+    job = train.TrainJob(
+        rows="packs", data="none", processor="", family="x", seq_length=1, window=1, micro_batch_size=1, passes=1,
+        pixels=(1, 1),
+    )  # fmt: skip
+    with pytest.raises(PackingError) as failed:
+        start(job, tmp_path / "train.log", module="no_module", name="packs")
+    (tmp_path / "train.log").unlink()
+    log = Path(str(failed.value).partition("(see ")[2].rstrip(")"))
+    assert "no_module" in log.read_text()
+    shutil.rmtree(log.parent)

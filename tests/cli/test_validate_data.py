@@ -105,14 +105,25 @@ def test_all_four_at_once_are_named_in_one_run(run, data, tmp_path):
     assert looks["samples"][0]["outcome"] == "not looked at"
 
 
-def test_a_name_of_the_hub_that_is_not_here_is_said_and_the_network_is_left_alone(run, tmp_path, monkeypatch):
-    from huggingface_hub import constants
+@pytest.fixture
+def no_network(monkeypatch):
+    """A network that does not answer; a list of what was asked of it."""
+    tried = []
 
-    def connects(*_arguments, **_settings):
-        raise AssertionError("a look reaches for the network")
+    def connects(*arguments, **_settings):
+        tried.append(arguments)
+        raise OSError("no route")
 
     monkeypatch.setattr(socket.socket, "connect", connects)
     monkeypatch.setattr(socket, "getaddrinfo", connects)
+    return tried
+
+
+def test_a_name_of_the_hub_that_is_not_here_is_said_and_the_network_is_left_alone(
+    run, tmp_path, monkeypatch, no_network
+):
+    from huggingface_hub import constants
+
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     code, looks, answer = validate(run, "encoder.processor=Qwen/Qwen3-VL-8B-Instruct")
@@ -122,6 +133,7 @@ def test_a_name_of_the_hub_that_is_not_here_is_said_and_the_network_is_left_alon
     assert "Qwen/Qwen3-VL-8B-Instruct is not on this machine" in processor["why"]
     assert outcomes(looks)["samples"] == ["not looked at"]
     assert constants.HF_HUB_OFFLINE is False
+    assert no_network == []
 
 
 def cached(cache, name, files):
@@ -137,15 +149,10 @@ def cached(cache, name, files):
 
 
 @pytest.mark.full
-def test_a_name_of_the_hub_is_loaded_from_its_cache_without_the_network(run, tmp_path, monkeypatch):
+def test_a_name_of_the_hub_is_loaded_from_its_cache_without_the_network(run, tmp_path, monkeypatch, no_network):
     from huggingface_hub import constants
     from transformers.utils import hub
 
-    def connects(*_arguments, **_settings):
-        raise AssertionError("a look reaches for the network")
-
-    monkeypatch.setattr(socket.socket, "connect", connects)
-    monkeypatch.setattr(socket, "getaddrinfo", connects)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(hub, "TRANSFORMERS_CACHE", str(tmp_path / "hub"), raising=False)
@@ -155,6 +162,7 @@ def test_a_name_of_the_hub_is_loaded_from_its_cache_without_the_network(run, tmp
     (look,) = validate(run, "encoder.processor=some/model")[1]["processor"]
     assert look["outcome"] == "not looked at"
     assert "the hub's cache has only a part of it" in look["why"]
+    assert no_network == []
 
 
 def test_a_directory_that_lacks_the_files_of_a_processor_is_an_error(run, tmp_path):

@@ -478,6 +478,17 @@ def test_every_step_that_packs_is_a_module_of_bridge() -> None:
     assert all(any(importlib.util.find_spec(f"{home}.{step}") for home in homes) for step in PACKING_STEPS)
 
 
+def test_a_batch_without_a_form_says_what_is_wrong_with_it() -> None:
+    from energon_packing.bridge.dataset import MicroBatchForm
+    from energon_packing.errors import PackingError
+
+    form = MicroBatchForm(packed=True, samples=2, seq_length=64)
+    row = torch.zeros((1, 7), dtype=torch.int64)
+    batch = SimpleNamespace(position_ids=torch.zeros((3, 1, 7)), sample_lengths=(3, 4), input_ids=row)
+    with pytest.raises(PackingError, match=r"set encoder.position_ids to 1d"):
+        form(batch)  # type: ignore[arg-type]
+
+
 FIXED = 768
 THREE = (5, 300, 41)
 

@@ -260,11 +260,11 @@ TENSOR, CONTEXT = "--tensor-model-parallel-size", "--context-parallel-size"
 EXPERT_LAYOUTS = {  # arguments, processes
     "ep2": (("--expert-model-parallel-size", "2"), 2),
     "one": ((), 1),
-    "cp2": ((CONTEXT, "2"), 2),
+    "cp4": ((CONTEXT, "4"), 4),
     "tp2-cp2": ((TENSOR, "2", "--sequence-parallel", CONTEXT, "2"), 4),
 }
 # GLM-4.5V of Bridge has no context-parallel code.
-OF_MODEL = {"gpt": ("ep2", "one", "tp2-cp2"), "glm4v": ("ep2", "one"), "qwen3_vl": ("ep2", "one", "cp2")}
+OF_MODEL = {"gpt": ("ep2", "one", "tp2-cp2"), "glm4v": ("ep2", "one"), "qwen3_vl": ("ep2", "one", "cp4")}
 PLAIN = ("ep2", "one")
 EXPERTS = ("--num-experts", "4", "--moe-router-topk", "2", "--moe-aux-loss-coeff", "0.5", "--moe-z-loss-coeff", "0.01")
 BIAS = ("--moe-router-enable-expert-bias", "--moe-router-score-function", "sigmoid", "--moe-router-dtype", "fp32")

@@ -30,10 +30,10 @@ LAYOUTS = {
     "dp2-cp2": {"world": 4, "context": 2, "global_batch": 4, **AHEAD},
     "pp2-dp2": {"world": 4, "pipeline": 2, "global_batch": 4, **AHEAD},
     "pp2-vp2": {"world": 2, "pipeline": 2, "virtual": 2, "global_batch": 4, **TEXT},
-    "in-batch-cp2": {
-        "world": 2,
+    "in-batch-dp2-cp2": {
+        "world": 4,
         "context": 2,
-        "global_batch": 4,
+        "global_batch": 8,
         "micro_batch": 2,
         "dataset": {"mode": "in_batch"},
     },

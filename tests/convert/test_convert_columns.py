@@ -259,6 +259,12 @@ def test_a_name_near_to_one_that_is_read_is_pointed_out(name: str, meant: str | 
     assert near_name(name) == meant
 
 
+def test_a_missing_image_is_explained_by_the_misspelt_column() -> None:
+    reason, detail = refused(openai(question="<image>?", imagess=["a.png"]))
+    assert reason == "placeholder_mismatch"
+    assert "'imagess' is not read, did you mean 'images'?" in detail
+
+
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     write_image(tmp_path / "src/a.png")

@@ -106,9 +106,9 @@ def test_what_a_task_raises_is_raised(executor, kind, tmp_path):
     assert (caught.value.reason, caught.value.detail) == ("bad", "number 3")
 
 
-def test_an_error_that_a_closed_pipe_raises_too_is_not_taken_for_one(tmp_path):
+def test_an_error_that_a_closed_pipe_raises_too_is_not_taken_for_one(executor, kind, tmp_path):
     with pytest.raises(EOFError, match="the file ended"):
-        list(LocalProcesses(2).results([(3, "ends early")], Squares(tmp_path)))
+        list(executor.results([(3, "ends early")], Squares(tmp_path)))
     assert attempts(tmp_path) == {3: 1}
 
 

@@ -246,11 +246,9 @@ class Digests:
         self.verdicts(whole)
         self.converted()
         for name in ("text", *self.inside.PROCESSORS):
-            made = [data for data, families in IN_THE_TEST.items() if whole or name in families]
-            if made:
-                self.processor(name)
-            for data in made:
-                if data == "data" or SHARED.is_dir():
+            self.processor(name)
+            for data, families in IN_THE_TEST.items():
+                if (whole or name in families) and (data == "data" or SHARED.is_dir()):
                     self.family(name, data)
         self.clips()
         self.commands()

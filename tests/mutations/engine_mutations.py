@@ -71,7 +71,7 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=104,
         name="an error that a closed pipe raises, too, is taken for the end of the calling process",
-        test=EXECUTORS + "test_an_error_that_a_closed_pipe_raises_too_is_not_taken_for_one",
+        test=EXECUTORS + "test_an_error_that_a_closed_pipe_raises_too_is_not_taken_for_one[local]",
         oracle="the error of the task",
         edits=(
             (

@@ -288,6 +288,13 @@ VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(("validate/looks/samples.py", "zip(data.readable[:MOST_LEAVES],", "zip(data.readable[:1],"),),
     ),
     Mutation(
+        trap=58,
+        name="a look reaches for the network",
+        test=READS + "test_a_name_of_the_hub_is_loaded_from_its_cache_without_the_network",
+        oracle="a socket that refuses",
+        edits=(("validate/run_facts.py", '"HF_HUB_OFFLINE", True)', '"HF_HUB_OFFLINE", False)'),),
+    ),
+    Mutation(
         trap=112,
         name="experts over tensor ranks are counted where Bridge sets their tensor parallelism to 1",
         test=DRAWN,

@@ -228,6 +228,7 @@ def test_a_command_that_is_told_to_end_leaves_no_directory(dataset, tmp_path, mo
         if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # which would end the tests
             os.kill(os.getpid(), signal.SIGTERM)
 
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # after Ray, Python names a handler that the system no longer has
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(measure, "measure", told_to_end)
     ended = stats(dataset, "--full", "--set", f"encoder.processor={processor_path('qwen2_5_vl')}")

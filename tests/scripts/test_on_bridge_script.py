@@ -68,3 +68,35 @@ def test_the_status_of_the_command_is_that_of_the_script_and_no_file_stays_behin
     assert done.returncode == 3
     assert list(folder.iterdir()) == []
     assert sorted(path for path in checkout.rglob("*")) == before
+
+
+def test_every_mistake_is_one_sentence_that_says_what_to_do(checkout, tmp_path):
+    for words, environment, sentence in (
+        ((), {}, "usage"),
+        ((checkout,), {}, "usage"),
+        ((tmp_path / "nowhere", "true"), {}, "is not a directory"),
+        ((tmp_path, "true"), {}, "has no src/megatron/bridge"),
+        ((checkout, "true"), {"PYTHON": "/nowhere/python"}, "run: bash scripts/setup.sh"),
+    ):
+        done = on_bridge(*words, **environment)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert sentence in done.stderr
+        assert done.stderr.count("\n") == 1
+    (checkout / "3rdparty" / "Megatron-LM" / "megatron" / "core" / "package_info.py").unlink()
+    done = on_bridge(checkout, "true")
+    assert done.returncode == 2
+    assert "submodule update --init 3rdparty/Megatron-LM" in done.stderr
+
+
+def test_one_word_runs_bridges_own_tests_of_packing_in_the_checkout(checkout, tmp_path):
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    python.write_text('#!/bin/bash\npwd\nprintf "%s\\n" "${@:3}"\n')
+    python.chmod(0o755)
+    done = on_bridge(checkout, "bridges_packing_tests", "-x", PYTHON=str(python))
+    place, *words = done.stdout.splitlines()
+    names = ("utils/test_packed_seq_utils", "test_config", "test_vlm_step")
+    assert (done.returncode, place, words[-1]) == (0, str(checkout), "-x"), done.stderr
+    assert [word for word in words if word.endswith(".py")] == [
+        f"tests/unit_tests/training/{name}.py" for name in names
+    ]

@@ -145,6 +145,20 @@ def test_linear_attention_is_not_shown_by_a_mask_over_ranks(run):
     assert "linear attention" in outcome["error"]
 
 
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--attention", "positions", "--cp", "2"), "use --attention mask"),
+        (("--attention", "positions", "--break", "boundaries"), "use --attention mask"),
+        (("--device", "toaster"), "device 'toaster' is not available"),
+    ],
+)
+def test_impossible_requests_are_one_sentence(run, options, sentence):
+    code, outcome = run("text", *options)
+    assert code == 2
+    assert sentence in outcome["error"]
+
+
 def test_a_row_too_long_for_a_mask_is_refused_before_memory_is_gone(run, monkeypatch):
     from support.parity import hugging_face_parity as parity
 

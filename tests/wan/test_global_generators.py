@@ -19,10 +19,10 @@ pytestmark = pytest.mark.slow
 SEQ_LENGTH = 512
 SIDES = {"min_pixels": 32 * 32, "video_min_pixels": 32 * 32, "max_pixels": 64 * 64, "video_max_pixels": 64 * 64}
 ROADS = {
-    "clips": (("bridge", 0), ("bridge", 2)),
-    "online": (("bridge", 0), ("loop", 2), ("megatron_lm", 2)),
-    "planned": (("bridge", 2),),
-    "packed": (("bridge", 0),),
+    "clips": (("bridge", 0), ("bridge", 2), ("loop", 2)),
+    "online": (("bridge", 0), ("bridge", 2), ("loop", 2), ("megatron_lm", 2)),
+    "planned": (("bridge", 2), ("loop", 2)),
+    "packed": (("bridge", 0), ("megatron_lm", 2)),
 }
 """Of each way to read: who reads, with how many workers."""
 RANKS = ("tensor 0, context 0", "tensor 1, context 0", "tensor 0, context 1", "tensor 1, context 1")
@@ -36,7 +36,7 @@ def conversations(tmp_path_factory):
     from energon_packing.offline.planner import make_plan
 
     folder = tmp_path_factory.mktemp("conversations")
-    source = make_data(folder / "made", conversations=40, defects=False)
+    source = make_data(folder / "made", conversations=60, defects=False)
     convert(ConvertConfig(sources=(source,), out=folder / "data", split={"train": 0.8, "val": 0.2}, workers=0))
     run = RunConfig(
         data=DataConfig(path=str(folder / "data")),

@@ -1,6 +1,6 @@
 """A forward step for packed rows: Bridge's own, plus what the installed Bridge does not pass to the model.
 
-`forward_step` calls Bridge's unmodified ``gpt_step`` or ``vlm_step`` and adds five things:
+`forward_step` calls Bridge's unmodified ``gpt_step`` or ``vlm_step`` and adds six things:
 
 * **Padding reaches the routers.** Both steps of 0.6 drop ``padding_mask``, so experts balance their load over padding
   tokens too. In 0.7 ``gpt_step`` passes it; with ``vlm_step`` Qwen3-VL derives one from the boundaries, which count the
@@ -13,6 +13,7 @@
   Transformer Engine then infers it: up to 2.17.1 wrongly if only the last sample is padded, from 2.18 on as True even
   if nothing is padded. Here the host's knowledge sets it; without padding, both boundaries are also one tensor.
 * **Vision encoders of Hugging Face keep their frequencies**, see `restore_frequencies`.
+* **Layers read no boundaries** where each token has its own frequencies, see `rotate_rows_whole`.
 
     from energon_packing.bridge.step import forward_step
     pretrain(cfg, forward_step)
@@ -39,6 +40,7 @@ from megatron.core.utils import get_model_config
 from energon_packing.config import ParallelConfig
 from energon_packing.encoders.encoder import innermost, refuse_untaken
 from energon_packing.errors import ConfigError
+from energon_packing.thd.rotary import rotate_rows_whole
 from energon_packing.thd.routers import experts_read_masks, put_mask
 from energon_packing.validate.run_view import RunView, installed_version
 
@@ -65,6 +67,7 @@ def forward_step(
     inner = innermost(model)
     if not hasattr(inner, _RESTORED):
         setattr(inner, _RESTORED, restore_frequencies(inner))
+        rotate_rows_whole()
     step = _bridge_step(inner)
     if data_iterator is None:
         return step(state, data_iterator, model, return_schedule_plan)

@@ -12,7 +12,9 @@ from megatron.bridge.utils.instantiate_utils import target_allowlist
 from energon_packing.bridge.provider import DataSection, MetricsSection, PackProvider, frozen, twin
 from energon_packing.config import DataConfig, ParallelConfig
 from energon_packing.config.run import MetricsConfig
+from energon_packing.encoders.encoder import innermost
 from energon_packing.errors import ConfigError
+from energon_packing.thd.rotary import rotate_rows_whole
 from energon_packing.validate.recipes import finalised
 from energon_packing.wan.config import TextToVideoConfig, TextToVideoPackingConfig, TextToVideoRunConfig
 
@@ -116,6 +118,31 @@ class PackedWanDatasetConfig(PackProvider):
 
 for _class in (PackedWanDatasetConfig, DataSection, TextToVideoSection, TextToVideoPackingSection, MetricsSection):
     target_allowlist.add_exact(f"{_class.__module__}.{_class.__qualname__}")
+
+
+def packed_step(step: Any) -> Any:
+    """Returns Bridge's ``WanForwardStep`` so that it tells attention the longest clip and text of a row, for which
+    Transformer Engine else waits, twice in each attention; see also `rotate_rows_whole`.
+
+    pretrain(cfg, packed_step(WanForwardStep()))
+    """
+
+    def forward_step(state: Any, data_iterator: Any, model: Any) -> Any:
+        rotate_rows_whole()
+        batch = next(data_iterator)
+        clip, text = (int(batch[f"seq_len_{side}_padded"].max()) for side in ("q", "kv"))
+
+        def attach(_model: Any, _arguments: Any, keywords: dict[str, Any]) -> None:
+            for name, params in keywords["packed_seq_params"].items():
+                params.max_seqlen_q, params.max_seqlen_kv = clip, clip if name == "self_attention" else text
+
+        handle = innermost(model).register_forward_pre_hook(attach, with_kwargs=True)
+        try:
+            return step(state, iter((batch,)), model)
+        finally:
+            handle.remove()
+
+    return forward_step
 
 
 def dataset_of(container: Any, processor: str | None, **fields: Any) -> PackedWanDatasetConfig:

@@ -16,11 +16,14 @@ BRIDGE_TRAPS = {
     99: "a comment in a YAML file makes another data set of it",
     100: "a command fails for want of file locks when its work is done",
     101: "every reader opens every shard when it starts, and makes the groups of all replicas",
+    151: "the host waits in every layer to read boundaries that it knows",
 }
 
 NATIVE = "tests/validate/test_rules.py::"
 LAYOUT = "tests/conformance/test_dataset_config.py::"
 IMAGES = "test_sequence_parallelism_that_loses_gradients_of_images_is_refused_also_where_the_model_turns_it_on"
+WAITS = "tests/conformance/test_host_waits.py::test_"
+OF_TOKENS = WAITS + "no_layer_reads_the_boundaries_of_a_row_whose_tokens_have_frequencies_of_their_own"
 TOGETHER = "tests/conformance/test_ranks_together.py::"
 GRADIENTS = "tests/conformance/test_gloo_gradients.py::"
 ONE_RANK = "the gradient of Bridge's own step on one rank, without padding"
@@ -320,5 +323,29 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
                 "module.inv_freq, restored = rounded",
             ),
         ),
+    ),
+    Mutation(
+        trap=151,
+        name="Megatron-Core cuts frequencies of single tokens at each boundary",
+        test=OF_TOKENS + "[qwen2_5_vl-texts-1]",
+        oracle="Megatron-Core's own reads",
+        edits=(("bridge/step.py", "        rotate_rows_whole()\n", ""),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=151,
+        name="frequencies that samples share are taken for those of single tokens",
+        test=OF_TOKENS + "[text-texts-1]",
+        oracle="Megatron-Core's own rotary embedding",
+        edits=(("thd/rotary.py", " or freqs.size(0) != t.size(0):", ":"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=151,
+        name="Wan's cross attention is told the longest clip for the longest text",
+        test=WAITS + "attention_of_clips_is_told_the_longest_and_no_layer_reads_boundaries",
+        oracle="the lengths of the row",
+        edits=(("wan/bridge.py", 'clip if name == "self_attention" else text', "clip"),),
+        needs_bridge=True,
     ),
 )

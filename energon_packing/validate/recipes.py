@@ -334,6 +334,7 @@ def view_of(container: Any, *, world_size: int, step: str | None = None, data: D
             "memory": memory_of(container, final, vocabulary=_embedding_rows(model), world_size=world_size),
             "has_weights": _has_weights(container),
         }
+        | getattr(dataset, "run_facts", dict)()
     )
 
 

@@ -54,6 +54,18 @@ class PackedWanDatasetConfig(PackProvider):
             metrics=frozen(MetricsConfig, self.metrics, where="dataset.metrics"),
         )
 
+    def run_facts(self) -> dict[str, Any]:
+        """What the rules are told of the rows and the model: fields of `energon_packing.validate.run_view.RunView`."""
+        packed = dict.fromkeys(("enable_offline_packing", "has_offline_packing_specs"), True)
+        rows = {"dataset_kind": "packed_energon", "packed_sequence_size": self.seq_length, "padding": "between"}
+        return {**packed, **rows, "model": None, "noncausal": True}
+
+    def make_step(self, finetune: bool) -> Any:
+        """Bridge's ``WanForwardStep`` of this kind of run, which draws times accordingly, as `packed_step`."""
+        from megatron.bridge.diffusion.models.wan.wan_step import WanForwardStep
+
+        return packed_step(WanForwardStep(mode="finetune" if finetune else "pretrain"))
+
     def check_fields(self) -> None:
         if self.micro_batch_size != 1:
             raise ConfigError(
@@ -87,6 +99,12 @@ class PackedWanDatasetConfig(PackProvider):
                 raise ConfigError(
                     f"dataset.encoder.{name} is {here}, but model.{words} {there}; set the first to the second."
                 )
+        if model.apply_rope_fusion:
+            raise ConfigError(
+                "model.apply_rope_fusion is true, but Transformer Engine's kernel counts positions within a clip and "
+                "reads the row's angles from their start: each clip gets those of the first. Set it to false, as "
+                "use_packed_data does."
+            )
         for name, size in (
             ("train.micro_batch_size", container.train.micro_batch_size),
             ("validation.eval_micro_batch_size", container.validation.eval_micro_batch_size),
@@ -157,4 +175,5 @@ def dataset_of(container: Any, processor: str | None, **fields: Any) -> PackedWa
     dataset.encoder.patch = (model.patch_temporal, model.patch_spatial, model.patch_spatial)
     dataset.encoder.latent_channels, dataset.encoder.text_width = model.in_channels, model.text_dim
     dataset.encoder.max_text_tokens = model.text_len
+    model.apply_rope_fusion = False  # see `PackedWanDatasetConfig.check_run`
     return dataset

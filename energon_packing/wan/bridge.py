@@ -99,6 +99,8 @@ class PackedWanDatasetConfig(PackProvider):
                 raise ConfigError(
                     f"dataset.encoder.{name} is {here}, but model.{words} {there}; set the first to the second."
                 )
+        if model.qkv_format != "thd":
+            raise ConfigError(f"model.qkv_format is {model.qkv_format!r}, which has no boundaries; set it to 'thd'.")
         if model.apply_rope_fusion:
             raise ConfigError(
                 "model.apply_rope_fusion is true, but Transformer Engine's kernel counts positions within a clip and "

@@ -29,15 +29,6 @@ CORE = "megatron/core rope_utils.py"
 LAYERS = 2
 
 
-@pytest.fixture(autouse=True)
-def cores_own_rotary_embedding(monkeypatch):
-    """What a forward step replaces is as before after each test."""
-    from megatron.core.models.common.embeddings import rope_utils
-
-    own = rope_utils._apply_rotary_pos_emb_thd
-    monkeypatch.setattr(rope_utils, "_apply_rotary_pos_emb_thd", getattr(own, "__wrapped__", own))
-
-
 class Quiet:
     """Timers that measure nothing."""
 
@@ -79,9 +70,9 @@ def before_and_after(name, model, batch, *steps):
     from energon_packing.bridge.step import forward_step
 
     own, ours = steps or (forward_step, forward_step)
-    with mock.patch("energon_packing.bridge.step.rotate_rows_whole"):
+    with mock.patch("energon_packing.thd.rotary.rotate_rows_whole"):
         before, expected = counts_and_output(own, model, batch)
-    vars(innermost(model)).pop("_energon_packing_restored_frequencies", None)  # looked at again, as in a new run
+    vars(innermost(model)).pop("_energon_packing_restored_frequencies", None)  # as in a new run
     after, output = counts_and_output(ours, model, batch)
     assert torch.equal(output, expected)
     left = ", ".join(f"{line} {count}" for line, count in after.most_common())
@@ -143,7 +134,9 @@ def test_attention_of_clips_is_told_the_longest_and_no_layer_reads_boundaries(mo
 
     class Told(attention):
         def forward(self, *given, packed_seq_params=None, **named):
-            told.append((packed_seq_params.max_seqlen_q, packed_seq_params.max_seqlen_kv))
+            longest = packed_seq_params.max_seqlen_q, packed_seq_params.max_seqlen_kv
+            places = packed_seq_params.cu_seqlens_q_padded, packed_seq_params.cu_seqlens_kv_padded
+            told.append((longest, places))
             return super().forward(*given, packed_seq_params=packed_seq_params, **named)
 
     wan_on_cpu.install(monkeypatch)
@@ -162,7 +155,44 @@ def test_attention_of_clips_is_told_the_longest_and_no_layer_reads_boundaries(mo
     with training_run.process_groups():
         model = training_run.build_model(wan_on_cpu.tiny_provider()).bfloat16()
         step = WanForwardStep()
-        before, after = before_and_after("wan | clips", model, pack.to_bridge, step, packed_step(step))
-    clip, text = (int(lengths.max()) for lengths in (pack.seq_len_q_padded, pack.seq_len_kv_padded))
-    assert told == [(None, None)] * 2 * LAYERS + [(clip, clip), (clip, text)] * LAYERS
+        ours = packed_step(step)
+        before, after = before_and_after("wan | clips", model, pack.to_bridge, step, ours)
+        output, _ = ours(state(), iter([pack_wan(clips[5:6], multiple=8).to_bridge()]), model)
+        output[0].float().sum().backward()
+    assert [longest for longest, _ in told[: 2 * LAYERS]] == [(None, None)] * 2 * LAYERS
+    true = [tuple(int(ends.diff().max()) for ends in places) for _, places in told]
+    assert [longest for longest, _ in told[2 * LAYERS :]] == true[2 * LAYERS :]
+    assert len(set(true)) == 3, "of two rows, whose longest texts differ"
     assert (before[CORE], after[CORE]) == (2 * LAYERS * (pack.seq_len_q.numel() + 2), 0)
+    assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tables_are_those_of_megatron_core(ranks):
+    """Where samples share a table of as many positions as a rank has tokens, only the group tells them apart."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    from energon_packing.thd.rotary import rotate_rows_whole
+
+    boundaries, group = torch.tensor([0, 8, 16]), SimpleNamespace(size=lambda: ranks, rank=lambda: 0)
+    core, tokens = rope_utils._apply_rotary_pos_emb_thd, torch.randn(16 // ranks, 2, 4)
+    rotate_rows_whole()
+    for positions in (8, 16):
+        table = torch.randn(positions, 1, 1, 4)
+        expected = core(tokens, boundaries, table, cp_group=group)
+        assert torch.equal(rope_utils._apply_rotary_pos_emb_thd(tokens, boundaries, table, cp_group=group), expected)
+
+
+def test_megatron_lm_repairs_both(tiny_provider):
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.transformer.module import Float16Module
+
+    from energon_packing.megatron_lm.gpt import inputs_of
+
+    with training_run.process_groups():
+        model = training_run.build_model(tiny_provider("qwen2_5_vl", seq_length=64))
+    model.config.bf16 = True
+    wrapped = Float16Module(model.config, model)
+    inputs_of(wrapped, SimpleNamespace(visual_inputs=None, model_inputs={}, padding_mask=None))
+    assert {part.dtype for name, part in wrapped.named_buffers() if name.endswith("inv_freq")} == {torch.float32}
+    assert hasattr(rope_utils._apply_rotary_pos_emb_thd, "__wrapped__")

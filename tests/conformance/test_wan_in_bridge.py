@@ -234,6 +234,8 @@ def test_rows_are_aligned_to_the_layout_that_the_run_has_in_the_end(
         ("train.micro_batch_size", 2, "train.micro_batch_size is 2"),
         ("model.pipeline_model_parallel_size", 2, "its own noise and time"),
         ("model.context_parallel_size", 5, "seq_length 96 is not a multiple of 10"),
+        ("model.apply_rope_fusion", True, "apply_rope_fusion is true"),
+        ("model.qkv_format", "sbhd", "qkv_format is 'sbhd'"),
     ],
 )
 def test_what_cannot_work_is_refused_before_any_gpu_is_taken(recipe, world, place, value, message):

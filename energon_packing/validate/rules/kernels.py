@@ -120,17 +120,21 @@ def kernels_of(view: RunView, machine: Machine, **changes: Any) -> tuple[list[st
     for name, value in view.kernel_variables:
         off = KERNEL_VARIABLES[name] if value == "0" else "-"
         why |= {kernel: f"is switched off by {name}" for kernel in KERNELS if kernel.startswith(off)}
-    # Layers may communicate in different ways, and then not all of them have the window.
-    kinds = (replace(_attention_of(view, kind), **changes) for kind in view.comm_types)
+    # Layers may communicate in different ways, and then not all of them have the window; all have the rest.
+    kinds = [replace(_attention_of(view, kind), **changes) for kind in view.comm_types]
     why = min((kernel_table.refused(kind, machine) for kind in kinds), key=len) | why
+    for kind in kinds:
+        why |= kernel_table.refused(replace(kind, window=False), machine)
     left = [kernel for kernel in KERNELS if kernel not in why]
     return left, "; ".join(f"{kernel} {said}" for kernel, said in why.items() if said != "is not installed")
 
 
 def _kind_refused(view: RunView, *kinds: str) -> str:
     te = view.machine.te if view.machine else NEWEST["te"]
-    why = [kernel_table.kind_refused(_attention_of(view, kind), te) for kind in kinds or view.comm_types]
-    return why[0] if all(why) else ""
+    layers = [_attention_of(view, kind) for kind in kinds or view.comm_types]
+    why = [kernel_table.kind_refused(each, te) for each in layers]
+    always = filter(None, (kernel_table.kind_refused(replace(each, window=False), te) for each in layers))
+    return next(always, "") or (why[0] if all(why) else "")
 
 
 @rule(

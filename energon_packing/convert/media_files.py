@@ -245,7 +245,7 @@ def _pillow_pixel_limit(max_pixels: int) -> Iterator[None]:
         Image.MAX_IMAGE_PIXELS = before
 
 
-_SUFFIX = re.compile(r"\.[A-Za-z0-9]{1,5}")
+_SUFFIX = re.compile(r"\.[A-Za-z0-9]{1,11}")
 FETCHED = "fetched"
 """Name of the directory of copies from object stores, in the working directory of the conversion."""
 _MOST_RECENT = 20_000  # outcomes that a process keeps; each takes about a kilobyte

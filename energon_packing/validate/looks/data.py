@@ -273,7 +273,15 @@ def look_at_data(path: str, split: str, places: Mapping[str, str], others: Mappi
     found = _Found(parts={training: split, **others})
     try:
         if not unread:
-            _find(dataset_entry(path), found)
+            entry = dataset_entry(path)
+            for setting, part in found.parts.items():
+                leaves, wrong = leaves_of(entry, part)
+                found.flaws += [(setting, flaw) for flaw in wrong]
+                found.elsewhere += [leaf.path for leaf in leaves if REMOTE in leaf.path]
+                for leaf, inspected in [(leaf, Inspected()) for leaf in leaves if REMOTE not in leaf.path]:
+                    flaws = [(setting, flaw) for flaw in _flaws(leaf, inspected)]
+                    found.flaws += flaws
+                    found.sound[setting] += [] if flaws else [(leaf, inspected)]
     except UserError as error:
         why, _, fix = str(error).partition("; ")
         broken = "data-index" if (Path(path) / META_DIRECTORY).is_dir() else "data-path"
@@ -300,17 +308,6 @@ class _Found:
     flaws: list[tuple[str, Flaw]] = field(default_factory=list)
     sound: dict[str, list[tuple[Leaf, Inspected]]] = field(default_factory=lambda: defaultdict(list))
     elsewhere: list[str] = field(default_factory=list)
-
-
-def _find(entry: str, into: _Found) -> None:
-    for setting, part in into.parts.items():
-        leaves, broken = leaves_of(entry, part)
-        into.flaws += [(setting, flaw) for flaw in broken]
-        into.elsewhere += [leaf.path for leaf in leaves if REMOTE in leaf.path]
-        for leaf, inspected in [(leaf, Inspected()) for leaf in leaves if REMOTE not in leaf.path]:
-            flaws = [(setting, flaw) for flaw in _flaws(leaf, inspected)]
-            into.flaws += flaws
-            into.sound[setting] += [] if flaws else [(leaf, inspected)]
 
 
 def _looks_of(id: str, at: str, found: _Found) -> Iterator[Look]:

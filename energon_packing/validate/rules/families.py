@@ -14,11 +14,6 @@ UNSCALED_POSITIONS = 16384
 """``original_max_position_embeddings`` of the published Ministral 3 models."""
 
 
-def _known_family_with_cp(view: RunView) -> bool:
-    line = line_of(view.family, view.bridge_release)
-    return line is not None and line.packed and view.wide  # if it takes no packs, ours/family-takes-packs reports it
-
-
 def _is_known(view: RunView) -> bool:
     """Whether the family is listed, or Megatron-Core's GPT alone, which keeps samples apart."""
     listed = line_of(view.family, view.bridge_release) is not None or OPTED_OUT.match(view.family) is not None
@@ -88,7 +83,8 @@ _family_listed = rule(
     order=1200,
     checks="the model family has context-parallel code",
     place="docs/families.md",
-    applies=_known_family_with_cp,
+    # Of a family that takes no packs, ours/family-takes-packs speaks.
+    applies=lambda view: view.wide and getattr(line_of(view.family, view.bridge_release), "packed", False),
     sources=_lines_where(lambda line: line.packed and not line.context_parallel),
 )
 def _family_has_context_parallelism(view: RunView) -> Finding | None:

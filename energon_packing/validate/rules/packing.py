@@ -211,18 +211,13 @@ def _packer_of_bridge(view: RunView) -> str | None:
     return "online packing" if view.packs_natively else None
 
 
-def _cut_over_ranks(view: RunView) -> bool:
-    """Whether the lengths of Bridge's rows are cut for the steps of a ring."""
-    over_ring = any("p2p" in kind for kind in view.comm_types)
-    return view.wide and over_ring and _packer_of_bridge(view) is not None
-
-
 @rule(
     id="ours/visible-padding",
     order=1390,
     checks="rows show their padding before their last sample, where Transformer Engine looks for it",
     place="transformer_engine.pytorch.attention.dot_product_attention, pad_between_seqs (TransformerEngine#3331)",
-    applies=_cut_over_ranks,
+    # The lengths of Bridge's rows are cut for the steps of a ring.
+    applies=lambda view: view.wide and "p2p" in " ".join(view.comm_types) and _packer_of_bridge(view) is not None,
     severity="warning",
     sources=(attention("dot_product_attention.py", "not torch.equal(cu_seqlens_q_padded[:-1], cu_seqlens_q[:-1])"),),
 )

@@ -21,10 +21,6 @@ def _masked_by_bridge(view: RunView) -> bool:
     return _packed_mixture(view) and view.step is not None and OUR_STEP not in view.step and masked
 
 
-def _shares_masked_rows(view: RunView) -> bool:
-    return _masked_by_bridge(view) and view.ranks_of_a_row > 1
-
-
 _ROUTER_SCOPES = {"moe", "moe_router", "moe_preprocess"}
 """Modules of ``cuda_graph_modules`` that hold the router; as `_validate_packed_moe_cuda_graph` of 0.7's gpt_step."""
 
@@ -51,11 +47,6 @@ def _rows_bring_a_mask(view: RunView) -> bool:
 def _masked_experts_under_graphs(view: RunView) -> bool:
     masked = view.reaches_the_step_packed and _rows_bring_a_mask(view)
     return masked and (view.num_moe_experts or 0) > 0 and view.cuda_graph_impl == "transformer_engine"
-
-
-def _packed_rows_over_cp(view: RunView) -> bool:
-    follows_the_trainer = view.dataset_micro_batch_size is None  # otherwise bridge/micro-batch-size speaks
-    return view.enable_offline_packing and view.wide and follows_the_trainer
 
 
 def _undeclared_provider_in_a_long_pipeline(view: RunView) -> bool:
@@ -124,7 +115,7 @@ _balance_over_ranks = rule(
     order=1070,
     checks="the balance of experts weighs the same on any number of ranks",
     place="megatron.core.transformer.moe.moe_utils.get_tokens_per_expert_and_token_count (Megatron-LM#7452)",
-    applies=_shares_masked_rows,
+    applies=lambda view: _masked_by_bridge(view) and view.ranks_of_a_row > 1,
     holds=lambda view: view.load_balancing is not None and not any(view.balance_coefficients),
     severity="warning",
     sources=(core("tensor_parallel/mappings.py", "torch.distributed.all_reduce(input_, group=group)"),),
@@ -198,7 +189,8 @@ def _mask_under_graphs(view: RunView) -> Finding | None:
     order=1090,
     checks="context parallelism slices one packed row at a time",
     place="megatron.bridge.training.gpt_step._cu_seqlens_for_cp_partition",
-    applies=_packed_rows_over_cp,
+    # Of a micro-batch size that does not follow the trainer, bridge/micro-batch-size speaks.
+    applies=lambda view: view.enable_offline_packing and view.wide and view.dataset_micro_batch_size is None,
     sources=(
         bridge("training/gpt_step.py", "Packed THD batches expect micro-batch size 1 for context-parallel slicing"),
     ),

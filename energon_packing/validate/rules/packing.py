@@ -97,20 +97,19 @@ _graphs_need_fixed_width = bridges_rule(
 )
 
 
-@bridges_rule(
+_graphs_need_fixed_boundaries = bridges_rule(
     id="bridge/graphs-need-fixed-boundaries",
     order=70,
     checks="CUDA graphs over packed attention come with pad_cu_seqlens",
     applies=lambda view: view.has_offline_packing_specs,
     holds=lambda view: not view.graphs_capture_attention or view.pad_cu_seqlens,
     bridge_says=("Packed attention CUDA graphs require offline_packing_specs.pad_cu_seqlens=True",),
+    why=lambda view: f"cuda_graph_impl={view.cuda_graph_impl!r} captures packed attention, whose boundaries change",
+    fix=lambda view: (
+        f"set {'packing' if view.dataset_kind == 'packed_energon' else 'offline_packing_specs'}.pad_cu_seqlens to "
+        "true, or leave attention out of the capture"
+    ),
 )
-def _graphs_need_fixed_boundaries(view: RunView) -> Finding | None:
-    section = "packing" if view.dataset_kind == "packed_energon" else "offline_packing_specs"
-    return Finding(
-        why=f"cuda_graph_impl={view.cuda_graph_impl!r} captures packed attention, whose boundaries change",
-        fix=f"set {section}.pad_cu_seqlens to true, or leave attention out of the capture",
-    )
 
 
 _local_graphs = bridges_rule(

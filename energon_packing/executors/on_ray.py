@@ -41,7 +41,6 @@ class RayWorkers:
         self._address = address or os.environ.get("RAY_ADDRESS") or None
 
     def results[Task, Result](self, tasks: Iterable[Task], work: Work[Task, Result]) -> Results[Task, Result]:
-        """See `Executor`."""
         connected = self._connect()  # False in a cluster of the calling program
         actors: list[Any] = []
         try:

@@ -427,12 +427,15 @@ def _facts(
     rows = [column[packs.order] for column in columns if column is not None]
     for array in (packs.offsets.astype(np.int64), *rows):
         digest.update(np.ascontiguousarray(array).data)
+    firsts, last = [0], packs.offsets.size - 1
+    while (following := int(np.searchsorted(packs.offsets, packs.offsets[firsts[-1]] + plan_file.ROW_GROUP))) < last:
+        firsts.append(following)
     return PlanFacts(
         id=digest.hexdigest()[:32],
         datasets=sources.datasets,
         summary=summary_of(sources.datasets, samples, packs, limits, config),
         config=to_mapping(config),
-        row_groups=tuple(_row_groups(packs.offsets)),
+        row_groups=tuple(firsts),
         **known,
     )
 
@@ -444,14 +447,6 @@ def _content(dataset: IndexedDataset) -> dict[str, Any]:
         (shard.name, *(shard.identity[name] for name in names if name in shard.identity)) for shard in dataset.shards
     ]
     return {"split": dataset.split, "subflavors": dict(dataset.subflavors), "shards": shards}
-
-
-def _row_groups(offsets: np.ndarray) -> list[int]:
-    """The first pack of each row group."""
-    firsts = [0]
-    while (following := int(np.searchsorted(offsets, offsets[firsts[-1]] + plan_file.ROW_GROUP))) < offsets.size - 1:
-        firsts.append(following)
-    return firsts
 
 
 def _tables(sources: Sources, samples: Samples, packs: OrderedPacks, facts: PlanFacts) -> Iterator[pa.Table]:

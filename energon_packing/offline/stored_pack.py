@@ -64,7 +64,10 @@ def encode_row(batch: PackedBatch) -> tuple[dict[str, Any], dict[str, np.ndarray
     tokens, labels = batch.tokens[0].numpy(), batch.labels[0].numpy()
     weights = batch.loss_mask[0].numpy()
     arrays["tokens"] = _narrow(tokens)
-    arrays |= _encoded_weights(weights, physical)
+    # One bit per token and one weight per segment, or all weights.
+    highest = np.maximum.reduceat(weights, physical[:-1]) if physical.size > 1 else weights[:1]
+    short: dict[str, np.ndarray] = {"learned": np.packbits(weights > 0), "weights": highest.astype(np.float32)}
+    arrays |= short if np.array_equal(_decoded_weights(short, physical), weights) else {"loss_mask": weights}
     if not np.array_equal(_following(tokens, weights), labels):
         arrays["labels"] = _narrow(labels)
     positions = batch.position_ids.numpy()
@@ -193,14 +196,6 @@ def _outside(physical: np.ndarray, lengths: tuple[int, ...]) -> np.ndarray:
     edges[own] += 1
     edges[own + np.asarray(lengths, dtype=np.int64)] -= 1
     return np.cumsum(edges[:-1], dtype=np.int8) == 0
-
-
-def _encoded_weights(weights: np.ndarray, physical: np.ndarray) -> dict[str, np.ndarray]:
-    """One bit per token and one weight per segment, or all weights."""
-    learned = weights > 0
-    highest = np.maximum.reduceat(weights, physical[:-1]) if physical.size > 1 else weights[:1]
-    short: dict[str, np.ndarray] = {"learned": np.packbits(learned), "weights": highest.astype(np.float32)}
-    return short if np.array_equal(_decoded_weights(short, physical), weights) else {"loss_mask": weights}
 
 
 def _decoded_weights(arrays: Mapping[str, np.ndarray], physical: np.ndarray) -> np.ndarray:

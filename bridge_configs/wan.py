@@ -1,10 +1,8 @@
 r"""Wan, text to video, on packed rows: Bridge's own recipes with the data set changed, for Bridge's ``wan_step``.
 
-Judge one in a fresh checkout; without ``--no-data`` also what it reads, once ``data/clips`` is there. (Where
-Transformer Engine 2.3 is installed, the run needs no ``--set``.) ::
+Judge one in a fresh checkout; without ``--no-data`` also what it reads, once ``data/clips`` is there::
 
-    energon-packing validate bridge_configs.wan:wan_1_3b_text2video --world-size 8 --step wan_step --no-data \
-        --set model.apply_rope_fusion=false
+    energon-packing validate bridge_configs.wan:wan_1_3b_text2video --world-size 8 --step wan_step --no-data
 
 The data are stored latents and text embeddings (``energon-packing convert --format text-to-video``, docs/wan.md). Rows
 keep true text lengths; ``dataset.encoder.compat=bridge`` makes the rows of Bridge's own data path.
@@ -30,7 +28,8 @@ def wan_1_3b_text2video(data: str = DATA) -> Any:
     return use_packed_data(wan.wan_1_3b_text2video_pretrain_config(), data, global_batch_size=8)
 
 
-@recipe(train_iters=None)
+@recipe("Wan2.1-T2V-14B", train_iters=None)
 def wan_14b_sft(data: str = DATA) -> Any:
-    """8 GPUs: TP 2 with sequence parallelism, CP 4; rows of 75,600 patches: a clip of 81 frames at 1280x720."""
-    return use_packed_data(wan.wan_14b_sft_config(), data, seq_length=75_600, global_batch_size=8)
+    """8 GPUs: TP 2 with sequence parallelism, CP 4; rows of 75,608 patches: a clip of 81 frames at 1280x720, 75,600
+    patches, and the 8 masked ones that follow where only its text is padded."""
+    return use_packed_data(wan.wan_14b_sft_config(), data, seq_length=75_608, global_batch_size=8)

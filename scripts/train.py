@@ -21,14 +21,15 @@ import click
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tests"))  # `support`
-STEP = "energon_packing.bridge.step:forward_step"
 
 
 @click.command()
 @click.argument("run", metavar="RUN")
 @click.argument("overrides", metavar="[SECTION.KEY=VALUE]...", nargs=-1)
 @click.option("--data", metavar="DIR", help="Data set; the same as dataset.path=DIR.")
-@click.option("--step", default=STEP, show_default=True, metavar="MODULE:FUNCTION", help="Forward step.")
+@click.option(
+    "--step", metavar="MODULE:FUNCTION", help="Forward step. By default that for the packed rows of the data set."
+)
 @click.option(
     "--mode",
     type=click.Choice(["auto", "pretrain", "finetune"]),
@@ -42,7 +43,14 @@ STEP = "energon_packing.bridge.step:forward_step"
     "--trust", is_flag=True, help="Let code run that the YAML of RUN or of the data names (docs/security.md)."
 )
 def main(
-    run: str, overrides: tuple[str, ...], data: str | None, step: str, mode: str, check: bool, cpu: bool, trust: bool
+    run: str,
+    overrides: tuple[str, ...],
+    data: str | None,
+    step: str | None,
+    mode: str,
+    check: bool,
+    cpu: bool,
+    trust: bool,
 ) -> None:
     """Trains RUN on packed rows.
 
@@ -79,11 +87,11 @@ def _tell(errors: Sequence[str]) -> None:
     click.echo("\n".join(f"Error{'' if alone else f' (rank {rank})'}: {line}" for line in errors), err=True)
 
 
-def _train(run: str, overrides: tuple[str, ...], step: str, mode: str, check: bool, cpu: bool) -> list[str]:
+def _train(run: str, overrides: tuple[str, ...], step: str | None, mode: str, check: bool, cpu: bool) -> list[str]:
     """Trains, or returns the violated rules, one sentence each."""
     from energon_packing.errors import UserError
 
-    if cpu and (step != STEP or mode != "auto"):  # before Bridge is imported, which takes ten seconds
+    if cpu and (step or mode != "auto"):  # before Bridge is imported, which takes ten seconds
         raise UserError("--cpu trains only with the packed forward step; leave --step and --mode out.")
     from support.bridge_cpu import stand_ins
 
@@ -98,7 +106,11 @@ def _train(run: str, overrides: tuple[str, ...], step: str, mode: str, check: bo
             f"checkpoint.pretrained_checkpoint is {weights}, which does not exist; download or import the weights "
             "there, or name another folder (docs/bridge.md)."
         )
-    violated = broken_rules(config, step)
+    finetunes = mode == "finetune" or (mode == "auto" and bool(weights))
+    forward_step = step_of(config, step, finetunes)
+    if cpu and hasattr(config.dataset, "make_step"):
+        raise UserError("--cpu trains on conversations only; there is no tiny model for this data set.")
+    violated = broken_rules(config, step or forward_step.__module__)
     if violated or check:
         if not violated and os.environ.get("RANK", "0") == "0":
             click.echo(f"{run}: every rule holds for {_world_size()} ranks")
@@ -107,14 +119,14 @@ def _train(run: str, overrides: tuple[str, ...], step: str, mode: str, check: bo
         _on_the_cpu(config)
         return []
     # Imported here, because both need NVIDIA's resiliency extension.
-    if mode == "finetune" or (mode == "auto" and config.checkpoint.pretrained_checkpoint):
+    if finetunes:
         from megatron.bridge.training.finetune import finetune as train
     else:
         from megatron.bridge.training.pretrain import pretrain as train
     from energon_packing.bridge.metrics import PackingMetrics
 
     try:
-        train(config, _named(step), callbacks=[PackingMetrics()])
+        train(config, forward_step, callbacks=[PackingMetrics()])
     except SystemExit as ended:
         if ended.code is None:  # of its own endings, by a signal or ``train.exit_interval``, the code is a number
             raise UserError("Megatron-Bridge ended the run without an error; its last line above says why.") from ended
@@ -164,14 +176,28 @@ def _world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _named(step: str) -> Any:
+def step_of(config: Any, step: str | None, finetunes: bool) -> Any:
+    """Returns the forward step that is named, or the one for the rows of the data set.
+
+    Raises:
+        ConfigError: there is no function of that name.
+    """
     from energon_packing.errors import ConfigError
 
+    if step is None:
+        if hasattr(config.dataset, "make_step"):
+            return config.dataset.make_step(finetunes)
+        step = "energon_packing.bridge.step:forward_step"
     module, _, name = step.partition(":")
     try:
-        return getattr(importlib.import_module(module), name)
+        found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"--step {step} is not a function: {error}.") from error
+    if isinstance(found, type):
+        raise ConfigError(
+            f"--step {step} is a class, of which Bridge needs an instance; leave --step out, or name a function."
+        )
+    return found
 
 
 def _on_the_cpu(config: Any) -> None:

@@ -1,6 +1,6 @@
 """A forward step for packed rows: Bridge's own, plus what the installed Bridge does not pass to the model.
 
-`forward_step` calls Bridge's unmodified ``gpt_step`` or ``vlm_step`` and adds five things:
+`forward_step` calls Bridge's unmodified ``gpt_step`` or ``vlm_step`` and adds six things:
 
 * **Padding reaches the routers.** Both steps of 0.6 drop ``padding_mask``, so experts balance their load over padding
   tokens too. In 0.7 ``gpt_step`` passes it; with ``vlm_step`` Qwen3-VL derives one from the boundaries, which count the
@@ -12,7 +12,8 @@
 * **Attention is told whether samples are padded.** Bridge leaves ``PackedSeqParams.pad_between_seqs`` unset, and
   Transformer Engine then infers it: up to 2.17.1 wrongly if only the last sample is padded, from 2.18 on as True even
   if nothing is padded. Here the host's knowledge sets it; without padding, both boundaries are also one tensor.
-* **Vision encoders of Hugging Face keep their frequencies**, see `restore_frequencies`.
+* **Vision encoders of Hugging Face keep their frequencies**, and without context parallelism **layers read no
+  boundaries** where each token has frequencies of its own: `energon_packing.thd.rotary`.
 
     from energon_packing.bridge.step import forward_step
     pretrain(cfg, forward_step)
@@ -39,11 +40,10 @@ from megatron.core.utils import get_model_config
 from energon_packing.config import ParallelConfig
 from energon_packing.encoders.encoder import innermost, refuse_untaken
 from energon_packing.errors import ConfigError
+from energon_packing.thd.rotary import repair_rotary
 from energon_packing.thd.routers import experts_read_masks, put_mask
 from energon_packing.validate.run_view import RunView, installed_version
 
-_RESTORED = "_energon_packing_restored_frequencies"
-"""Attribute of a model whose frequencies were looked at."""
 _CHOOSES = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
 """The module that keeps which kernel Transformer Engine chose for the attention before."""
 
@@ -63,8 +63,7 @@ def forward_step(
             take a packed row for one sequence.
     """
     inner = innermost(model)
-    if not hasattr(inner, _RESTORED):
-        setattr(inner, _RESTORED, restore_frequencies(inner))
+    repair_rotary(inner)
     step = _bridge_step(inner)
     if data_iterator is None:
         return step(state, data_iterator, model, return_schedule_plan)
@@ -99,28 +98,6 @@ def log_kernel() -> None:
 @functools.cache
 def _log_once(text: str) -> None:
     logging.getLogger(__name__).info(text)
-
-
-def restore_frequencies(model: torch.nn.Module) -> int:
-    """Makes rounded inverse frequencies (``inv_freq``, ``[width / 2]``) float32 again; returns their number.
-
-    Megatron-Core's ``Float16Module`` rounds each buffer to 8 bits of mantissa. Angles of Qwen2.5-VL's patches are then
-    wrong by up to 0.26 for an image of 840 x 1288. Bridge 0.6.2 prevents that for Qwen3-VL and Ministral 3 only.
-    """
-    restored = 0
-    module: Any
-    for module in model.modules():
-        rounded = dict(module.named_buffers(recurse=False)).get("inv_freq")
-        if rounded is None or rounded.dtype not in (torch.bfloat16, torch.float16):
-            continue
-        if {"dim", "theta"} <= vars(module).keys():
-            exact = 1.0 / (module.theta ** (torch.arange(0, module.dim, 2, dtype=torch.float) / module.dim))
-        elif getattr(module, "rope_type", "") == "default":
-            exact, _ = module.compute_default_rope_parameters(module.config)
-        else:
-            continue
-        module.inv_freq, restored = exact.to(rounded.device), restored + 1
-    return restored
 
 
 def pads_between_sequences(batch: Mapping[str, Any]) -> bool:

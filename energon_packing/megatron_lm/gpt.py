@@ -18,6 +18,7 @@ from energon_packing.megatron_lm.arguments import (
     run_config_of,
 )
 from energon_packing.megatron_lm.dataloader import StageBatch, get_batch, train_valid_test_datasets_provider
+from energon_packing.thd.rotary import repair_rotary
 from energon_packing.thd.routers import experts_read_masks
 
 __all__ = [
@@ -85,6 +86,7 @@ def inputs_of(model: Any, batch: StageBatch) -> dict[str, torch.Tensor]:
     given = {**(batch.visual_inputs or {}), **batch.model_inputs}
     refuse_untaken(model, given, lambda: run_config_of(get_args()).encoder)
     experts_read_masks(innermost(model))
+    repair_rotary(innermost(model))
     return given | ({"padding_mask": batch.padding_mask} if takes(model, "padding_mask") else {})
 
 

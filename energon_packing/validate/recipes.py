@@ -215,8 +215,8 @@ def _models_from(folder: Path | None) -> contextlib.AbstractContextManager[Any]:
 
 
 def gpu_of_recipes() -> contextlib.AbstractContextManager[Any]:
-    """Inside the block, on a machine without CUDA, a recipe that chooses by the GPU (dispatchers of experts) sees an
-    H100."""
+    """Inside the block, on a machine without CUDA, recipes that choose by the GPU (dispatchers of experts) and Bridge's
+    ``validate()`` see an H100."""
     from unittest import mock
 
     import torch
@@ -282,7 +282,7 @@ def view_of(container: Any, *, world_size: int, step: str | None = None, data: D
         widest, value_dim = model.qk_head_dim + model.qk_pos_emb_head_dim, model.v_head_dim
     # In the other modes of our data set the window holds a micro-batch.
     packing = getattr(dataset, "packing", None) if getattr(dataset, "mode", "packs") == "packs" else None
-    fields = stated(source, "bridge")
+    fields, encoder = stated(source, "bridge"), getattr(dataset, "encoder", None)
     return RunView(
         # Defaults of Bridge that are not the view's.
         **{"calculate_per_token_loss": False, "dataset_seq_length": model.seq_length}
@@ -326,6 +326,8 @@ def view_of(container: Any, *, world_size: int, step: str | None = None, data: D
             "task_encoder": type(dataset.task_encoder).__name__ if hasattr(dataset, "task_encoder") else None,
             "processor_tokens": processor_facts(getattr(dataset, "processor", None)),
             "window": getattr(packing, "window", None),
+            # As `PackingTaskEncoder` chooses for an encoder of one's own.
+            **({"padding": "between"} if isinstance(encoder, str) and fields.get("padding") == "auto" else {}),
             "failure_tolerance": _failure_tolerance(dataset, keywords),
             "overlap_moe_expert_parallel_comm": any(
                 getattr(part, "overlap_moe_expert_parallel_comm", False) for part in (model, source.comm_overlap)
@@ -341,6 +343,7 @@ def view_of(container: Any, *, world_size: int, step: str | None = None, data: D
                 or getattr(model, "_pre_wrap_hooks", None)
             ),
         }
+        | getattr(dataset, "run_facts", dict)()
     )
 
 

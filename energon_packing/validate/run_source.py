@@ -22,7 +22,13 @@ from energon_packing.errors import ConfigError, UserError
 from energon_packing.megatron_lm.arguments import run_config_of
 from energon_packing.validate.family_table import GPTS
 from energon_packing.validate.looks.samples import measure_data
-from energon_packing.validate.recipes import config_file, container_of_file, container_of_recipe, view_of
+from energon_packing.validate.recipes import (
+    config_file,
+    container_of_file,
+    container_of_recipe,
+    gpu_of_recipes,
+    view_of,
+)
 from energon_packing.validate.run_facts import DataFacts, model_facts, processor_facts
 from energon_packing.validate.run_view import RunView, installed_version, place_of, stated
 from energon_packing.validate.verdict import BridgeVerdict, bridge_verdict, container_verdict, without_output
@@ -237,7 +243,8 @@ class ContainerRun(RunSource):
     def verdict(self) -> BridgeVerdict:
         """Bridge's verdict on the container, and on an equivalent run if its data set is ours."""
         view = self.view()
-        own = container_verdict(copy.deepcopy(self.container), world_size=view.world_size)
+        with gpu_of_recipes():
+            own = container_verdict(copy.deepcopy(self.container), world_size=view.world_size)
         # Bridge skips some rules for a provider; its own data set class gets them all.
         return bridge_verdict(view) if own.accepted and view.dataset_kind == "packed_energon" else own
 

@@ -129,14 +129,14 @@ def bridge_verdict(view: RunView) -> BridgeVerdict:
 def container_verdict(container: Any, *, world_size: int) -> BridgeVerdict:
     """Calls what Bridge's ``pretrain()`` calls first on a ``ConfigContainer``, changing it; ends with ``validate()``.
 
-    Without Transformer Engine, which Megatron-Core already looks for here, fused kernels are turned off first.
+    Without Transformer Engine, which Megatron-Core already looks for here, what needs it is turned off first.
     """
     from unittest import mock
 
     from megatron.bridge.training.config import runtime_config_update
 
     if placeholders_needed():
-        for name in ("moe_permute_fusion", "moe_router_fusion"):
+        for name in ("moe_permute_fusion", "moe_router_fusion", "overlap_dispatch_backward_with_experts_wgrad"):
             if hasattr(container.model, name):
                 setattr(container.model, name, False)
     with mock.patch.dict(os.environ):  # a recipe sets environment variables of the training machine

@@ -12,7 +12,9 @@ from megatron.bridge.utils.instantiate_utils import target_allowlist
 from energon_packing.bridge.provider import DataSection, MetricsSection, PackProvider, frozen, twin
 from energon_packing.config import DataConfig, ParallelConfig
 from energon_packing.config.run import MetricsConfig
+from energon_packing.encoders.encoder import innermost
 from energon_packing.errors import ConfigError
+from energon_packing.thd.rotary import rotate_rows_whole
 from energon_packing.validate.recipes import finalised
 from energon_packing.wan.config import TextToVideoConfig, TextToVideoPackingConfig, TextToVideoRunConfig
 
@@ -52,6 +54,18 @@ class PackedWanDatasetConfig(PackProvider):
             metrics=frozen(MetricsConfig, self.metrics, where="dataset.metrics"),
         )
 
+    def run_facts(self) -> dict[str, Any]:
+        """What the rules are told of the rows and the model: fields of `energon_packing.validate.run_view.RunView`."""
+        packed = dict.fromkeys(("enable_offline_packing", "has_offline_packing_specs"), True)
+        rows = {"dataset_kind": "packed_energon", "packed_sequence_size": self.seq_length, "padding": "between"}
+        return {**packed, **rows, "model": None, "noncausal": True}
+
+    def make_step(self, finetune: bool) -> Any:
+        """Bridge's ``WanForwardStep`` of this kind of run, which draws times accordingly, as `packed_step`."""
+        from megatron.bridge.diffusion.models.wan.wan_step import WanForwardStep
+
+        return packed_step(WanForwardStep(mode="finetune" if finetune else "pretrain"))
+
     def check_fields(self) -> None:
         if self.micro_batch_size != 1:
             raise ConfigError(
@@ -85,6 +99,14 @@ class PackedWanDatasetConfig(PackProvider):
                 raise ConfigError(
                     f"dataset.encoder.{name} is {here}, but model.{words} {there}; set the first to the second."
                 )
+        if model.qkv_format != "thd":
+            raise ConfigError(f"model.qkv_format is {model.qkv_format!r}, which has no boundaries; set it to 'thd'.")
+        if model.apply_rope_fusion:
+            raise ConfigError(
+                "model.apply_rope_fusion is true, but Transformer Engine's kernel counts positions within a clip and "
+                "reads the row's angles from their start: each clip gets those of the first. Set it to false, as "
+                "use_packed_data does."
+            )
         for name, size in (
             ("train.micro_batch_size", container.train.micro_batch_size),
             ("validation.eval_micro_batch_size", container.validation.eval_micro_batch_size),
@@ -118,6 +140,31 @@ for _class in (PackedWanDatasetConfig, DataSection, TextToVideoSection, TextToVi
     target_allowlist.add_exact(f"{_class.__module__}.{_class.__qualname__}")
 
 
+def packed_step(step: Any) -> Any:
+    """Returns Bridge's ``WanForwardStep`` so that it tells attention the longest clip and text of a row, for which
+    Transformer Engine else waits, twice in each attention; see also `rotate_rows_whole`.
+
+    pretrain(cfg, packed_step(WanForwardStep()))
+    """
+
+    def forward_step(state: Any, data_iterator: Any, model: Any) -> Any:
+        rotate_rows_whole()
+        batch = next(data_iterator)
+        clip, text = (int(batch[f"seq_len_{side}_padded"].max()) for side in ("q", "kv"))
+
+        def attach(_model: Any, _arguments: Any, keywords: dict[str, Any]) -> None:
+            for name, params in keywords["packed_seq_params"].items():
+                params.max_seqlen_q, params.max_seqlen_kv = clip, clip if name == "self_attention" else text
+
+        handle = innermost(model).register_forward_pre_hook(attach, with_kwargs=True)
+        try:
+            return step(state, iter((batch,)), model)
+        finally:
+            handle.remove()
+
+    return forward_step
+
+
 def dataset_of(container: Any, processor: str | None, **fields: Any) -> PackedWanDatasetConfig:
     """Returns the data set of a container with a Wan model: its patches, channels and texts are the model's.
 
@@ -130,4 +177,5 @@ def dataset_of(container: Any, processor: str | None, **fields: Any) -> PackedWa
     dataset.encoder.patch = (model.patch_temporal, model.patch_spatial, model.patch_spatial)
     dataset.encoder.latent_channels, dataset.encoder.text_width = model.in_channels, model.text_dim
     dataset.encoder.max_text_tokens = model.text_len
+    model.apply_rope_fusion = False  # see `PackedWanDatasetConfig.check_run`
     return dataset

@@ -262,6 +262,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (ValueError, KeyError) as error:
             print(f"error: {file} cannot be read ({error}); remove it", file=sys.stderr)
             return 2
+        stored = [row for row in stored if row["releases"] == told["releases"]]
         told["results"] = [row for row in stored if not (given.again and row["asked_for"] in names)]
     print(json.dumps({name: value for name, value in told.items() if name != "results"}), flush=True)
     failed = False

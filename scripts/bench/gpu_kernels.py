@@ -139,8 +139,8 @@ def tensors(case: Case, queries: Row, keys: Row, device: str, seed: int = 0) -> 
 
 def alone(
     case: Case, given: Tensors, gradient: torch.Tensor, sink: torch.Tensor | None
-) -> tuple[torch.Tensor, Tensors]:
-    """Returns the output of one sample and the gradients of its query, key and value, in float32."""
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Returns the output of one sample and the gradients of its query, key, value and sinks, in float32."""
     query, key, value = (tensor.detach().float().requires_grad_() for tensor in given)
     times = case.heads // case.groups
     scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(times, 1)) * case.width**-0.5
@@ -152,12 +152,12 @@ def alone(
     if case.window:
         seen &= column >= row - case.window[0]
     scores = scores.masked_fill(~seen, -torch.inf)
-    if sink is not None:
-        scores = torch.cat([scores, sink.float().reshape(-1, 1, 1).expand(-1, query.shape[0], 1)], -1)
+    sinks = () if sink is None else (sink.detach().float().requires_grad_(),)
+    for sink in sinks:
+        scores = torch.cat([scores, sink.reshape(-1, 1, 1).expand(-1, query.shape[0], 1)], -1)
     weights = scores.softmax(-1)[..., : key.shape[0]]
     output = torch.einsum("hqk,khd->qhd", weights, value.repeat_interleave(times, 1))
-    one, two, three = torch.autograd.grad(output, (query, key, value), gradient.float())
-    return output.detach(), (one, two, three)
+    return output.detach(), torch.autograd.grad(output, (query, key, value, *sinks), gradient.float())
 
 
 def poison(device: str) -> None:
@@ -254,12 +254,18 @@ def chosen_kernel() -> str:
     return "unfused" if state["use_unfused_attention"] else "none"
 
 
+def relative(mine: torch.Tensor, theirs: torch.Tensor) -> float:
+    """The largest difference, relative to the largest of their values; infinite where there is a NaN."""
+    return float((mine.float() - theirs).abs().nan_to_num(torch.inf).max()) / (float(theirs.abs().max()) or 1.0)
+
+
 def check(case: Case, kernel: str, device: str = "cuda") -> dict[str, Any]:
     """Compares one kernel on one case with its samples alone.
 
     Returns:
-        ``output`` and ``gradient``: largest differences; ``unwritten``: shares of NaN in the padding of the output and
-        of the gradients; ``kernel``: the one that ran; ``equal``. ``refused``: why no kernel ran.
+        ``output`` and ``gradient``: largest differences, the second of queries, keys, values and sinks; ``unwritten``:
+        shares of NaN in the padding of the output and of the gradients; ``kernel``: the one that ran; ``equal``.
+        ``refused``: why no kernel ran.
     """
     told = {
         "check": "attention",
@@ -284,13 +290,15 @@ def check(case: Case, kernel: str, device: str = "cuda") -> dict[str, Any]:
             poison(device)
             output = layer(given, queries, keys)
             poison(device)
-            found = torch.autograd.grad(output, given, gradient)
+            sinks = [] if layer.sink is None else [layer.sink]
+            found = torch.autograd.grad(output, [*given, *sinks], gradient)
             if device != "cpu":
                 torch.cuda.synchronize()
         except Exception as error:
             return {**told, "refused": _sentence(error)}
         told["kernel"] = chosen_kernel()
     forward = backward = 0.0
+    of_sinks: list[torch.Tensor] = []  # into which every sample's gradient goes
     inside = [torch.zeros(side.total, dtype=torch.bool, device=device) for side in (queries, keys)]
     for index, (start, length) in enumerate(zip(queries.starts, queries.lengths, strict=True)):
         there, many = keys.starts[index], keys.lengths[index]
@@ -298,14 +306,16 @@ def check(case: Case, kernel: str, device: str = "cuda") -> dict[str, Any]:
         inside[0][one], inside[1][two] = True, True
         parts = (given[0][one], given[1][two], given[2][two])
         expected, gradients = alone(case, parts, gradient[one], layer.sink)
+        of_sinks += gradients[3:]
         forward = max(forward, float((output[one].detach().float() - expected).abs().nan_to_num(torch.inf).max()))
-        for mine, theirs in zip((found[0][one], found[1][two], found[2][two]), gradients, strict=True):
-            scale = float(theirs.abs().max()) or 1.0
-            backward = max(backward, float((mine.float() - theirs).abs().nan_to_num(torch.inf).max()) / scale)
+        mine = (found[0][one], found[1][two], found[2][two])
+        backward = max(backward, *map(relative, mine, gradients[:3]))
+    if of_sinks:
+        backward = max(backward, relative(found[3], torch.stack(of_sinks).sum(0)))
     outside = [~inside[0], ~inside[0], ~inside[1], ~inside[1]]
     unwritten = [
         round(float(tensor[rows].isnan().any(-1).float().mean()), 3) if bool(rows.any()) else 0.0
-        for tensor, rows in zip((output, *found), outside, strict=True)
+        for tensor, rows in zip((output, *found[:3]), outside, strict=True)
     ]
     return {
         **told,

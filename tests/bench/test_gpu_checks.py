@@ -28,7 +28,7 @@ class OnCpu:
 
     def __init__(self, case, device):
         self.case = case
-        self.sink = torch.linspace(-1, 2, case.heads) if case.sinks else None
+        self.sink = torch.linspace(-1, 2, case.heads).requires_grad_() if case.sinks else None
 
     def __call__(self, given, queries, keys):
         outside = torch.nan if self.leaves_padding else 0.0

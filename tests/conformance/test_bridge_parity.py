@@ -151,7 +151,7 @@ def test_a_vision_encoder_in_bfloat16_keeps_the_angles_of_hugging_face(cpu_world
     from megatron.core.transformer.module import Float16Module
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionRotaryEmbedding
 
-    from energon_packing.bridge.step import restore_frequencies
+    from energon_packing.thd.rotary import restore_frequencies
 
     model = training_run.build_model(tiny_provider("qwen2_5_vl", seq_length=512))
     model.config.bf16 = True

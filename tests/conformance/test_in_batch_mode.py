@@ -4,6 +4,7 @@ What is compared: the batch that the mode hands to Bridge's step; what Bridge's 
 right-padded batch as its collators call it, makes of the same samples; and our pack of them.
 """
 
+import dataclasses
 import importlib.util
 import json
 import math
@@ -24,12 +25,14 @@ from support.bridge_cpu import tiny_models, training_run
 
 from energon_packing import thd
 from energon_packing.cli.main import cli
+from energon_packing.config import ParallelConfig
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data, processor_path
 from energon_packing.errors import ConfigError
 from energon_packing.validate.recipes import view_of
 from energon_packing.validate.rules.rule import judge
 from energon_packing.validate.run_view import COLLATED, PACKING_STEPS, RunView
+from energon_packing.validate.verdict import believed_world_size, equivalent_container
 
 pytestmark = pytest.mark.usefixtures("stand_ins")
 
@@ -599,8 +602,6 @@ def test_nemotron_omnis_own_packer_gives_its_rows_the_width_that_the_rules_say(f
 def test_bridge_fixes_the_width_for_pipelines_and_experts_where_the_rule_says_so(
     kind: Any, pipeline: int, experts: int
 ) -> None:
-    from energon_packing.validate.verdict import believed_world_size, equivalent_container
-
     view = RunView(
         dataset_kind=kind,
         pipeline_parallel=pipeline,
@@ -656,6 +657,13 @@ def test_an_encoder_of_the_users_own_makes_the_rows_of_a_data_set_that_names_it(
     found = [bytes(row["input_ids"].tolist()).decode() for rows in samples_of(made, 4) for row in rows]
     assert len(found) >= 4
     assert set(found) <= texts
+    if mode == "packs":  # rules know what the task encoder chooses
+        for encoder, seen in ((made.encoder, True), (PackedEnergonDatasetConfig(**arguments).encoder, False)):
+            run = equivalent_container(RunView(dataset_kind="packed_energon", context_parallel=2, world_size=2))
+            run.dataset = dataclasses.replace(made, encoder=encoder)
+            config = run.dataset.run_config(ParallelConfig(context_parallel=2))
+            assert (run.dataset._task_encoder(config)._padding == "between") is seen
+            assert view_of(run, world_size=2).pads_between is seen
     loaders = []
     for name, accepted in (("my_bytes:Bytes", ()), ("my_bytes:Other", ()), ("my_bytes:Other", ("encoder",))):
         made.encoder, made.data.accept_changed = name, accepted

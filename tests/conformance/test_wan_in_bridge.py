@@ -234,6 +234,8 @@ def test_rows_are_aligned_to_the_layout_that_the_run_has_in_the_end(
         ("train.micro_batch_size", 2, "train.micro_batch_size is 2"),
         ("model.pipeline_model_parallel_size", 2, "its own noise and time"),
         ("model.context_parallel_size", 5, "seq_length 96 is not a multiple of 10"),
+        ("model.apply_rope_fusion", True, "apply_rope_fusion is true"),
+        ("model.qkv_format", "sbhd", "qkv_format is 'sbhd'"),
     ],
 )
 def test_what_cannot_work_is_refused_before_any_gpu_is_taken(recipe, world, place, value, message):
@@ -292,13 +294,14 @@ def test_overrides_and_bridges_yaml_reach_every_section(recipe, tmp_path):
 
 @pytest.mark.usefixtures("cpu_world")
 @pytest.mark.parametrize(("name", "multiple"), [("wan_1_3b_text2video", 8), ("wan_14b_sft", 8)])
-def test_a_shipped_recipe_is_valid_and_makes_rows_of_its_alignment(name, multiple, clips, world, monkeypatch):
+def test_a_shipped_recipe_is_valid_and_makes_rows_of_its_alignment(name, multiple, clips, world, monkeypatch, tmp_path):
     world(8)
     monkeypatch.syspath_prepend(str(ROOT))
     recipes = importlib.import_module("bridge_configs.wan")
     assert recipes.GPUS[name] == 8
     cfg = getattr(recipes, name)(str(clips[1]))
-    cfg.model.apply_rope_fusion = False  # asks for a Transformer Engine that is not here
+    (tmp_path / "checkpoints" / "Wan2.1-T2V-14B").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
     cfg.validate()
     assert cfg.model.calculate_per_token_loss
     assert not cfg.ddp.average_in_collective
@@ -313,6 +316,30 @@ def test_a_shipped_recipe_is_valid_and_makes_rows_of_its_alignment(name, multipl
     pack = next(iter(loader)).batch
     assert not (pack.seq_len_q_padded % multiple).any()
     assert pack.num_samples > 20
+
+
+def test_a_row_of_the_largest_recipe_holds_the_clip_that_it_is_for(monkeypatch):
+    """81 frames of 1280 x 720, whose text of an odd length brings a masked clip along."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    cfg = importlib.import_module("bridge_configs.wan").wan_14b_sft()
+    latent = torch.zeros(1, 1 + 80 // 4, 720 // 8, 1280 // 8)
+    clip = WanSample(key="v", latent=latent, text=torch.zeros(77, 4), metadata={})
+    pack = pack_wan([clip], multiple=8, capacity=cfg.dataset.seq_length)
+    assert (pack.seq_len_q.tolist(), pack.total_tokens) == ([75_600, 8], cfg.dataset.seq_length)
+
+
+@pytest.mark.usefixtures("cpu_world")
+def test_the_training_program_takes_the_step_of_the_rows_with_the_times_of_its_run(recipe, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    step_of = importlib.import_module("train").step_of
+    for finetunes, drawn in ((True, ("uniform", 3.0)), (False, ("logit_normal", 2.5))):
+        (bridges,) = [cell.cell_contents for cell in step_of(recipe(), None, finetunes).__closure__]
+        assert (bridges.timestep_sampling, bridges.flow_shift) == drawn
+    from energon_packing.bridge.step import forward_step
+
+    assert step_of(SimpleNamespace(dataset=None), None, True) is forward_step
+    with pytest.raises(ConfigError, match=r"wan_step:WanForwardStep is a class"):
+        step_of(recipe(), "megatron.bridge.diffusion.models.wan.wan_step:WanForwardStep", True)
 
 
 @pytest.mark.usefixtures("cpu_world")
@@ -524,6 +551,37 @@ def test_bridges_model_predicts_of_each_clip_in_a_pack_what_it_predicts_of_the_c
     print(f"\nmultiple {multiple}: packed and alone differ by {worst:.1e}; without boundaries by {control:.1e}")
     assert worst < 1e-5
     assert joined is None or control > 1e-3
+
+
+def by_segment(t, cu_seqlens, freqs, cp_size=1, cp_rank=0, interleaved=False):
+    """Transformer Engine's rule for packed rows (``fused_rope.cu``): the table from its start for each segment."""
+    from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+
+    parts = t.split(cu_seqlens.diff().tolist())
+    turned = [_apply_rotary_pos_emb_bshd(part[:, None], freqs[: len(part)], interleaved) for part in parts]
+    return torch.cat(turned)[:, 0]
+
+
+@pytest.mark.usefixtures("cpu_world", "on_cpu", "model")  # in fp32
+@pytest.mark.parametrize("set_again", [False, True])
+def test_later_clips_have_their_own_positions_with_the_kernels_that_a_recipe_chooses(recipe, monkeypatch, set_again):
+    from megatron.core.models.common.embeddings import rope_utils
+
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb_thd", by_segment)
+    provider = recipe(apply_rope_fusion=True).model
+    model = training_run.build_model(provider)
+    model.config.apply_rope_fusion |= set_again  # which `validate` refuses: the control
+    packed = predict(model, (pack := pack_wan(four_clips(), multiple=8)).to_bridge())
+    start, worst = 0, []
+    for sample, length, place in zip(
+        four_clips(), pack.seq_len_q.tolist(), pack.seq_len_q_padded.tolist(), strict=True
+    ):
+        alone = predict(model, pack_wan([sample]).to_bridge())
+        worst.append(float((packed[start : start + length] - alone).abs().max()))
+        start += place
+    assert worst[0] < 1e-5, "the first clip is right anyway"
+    assert max(worst) < 1e-5 or set_again
+    assert max(worst) > 1e-3 or not set_again
 
 
 @pytest.mark.usefixtures("cpu_world", "on_cpu")

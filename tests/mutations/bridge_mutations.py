@@ -16,11 +16,16 @@ BRIDGE_TRAPS = {
     99: "a comment in a YAML file makes another data set of it",
     100: "a command fails for want of file locks when its work is done",
     101: "every reader opens every shard when it starts, and makes the groups of all replicas",
+    151: "the host waits in every layer to read boundaries that it knows",
+    152: "the second and later clips of a row have the positions of the first",
 }
 
 NATIVE = "tests/validate/test_rules.py::"
 LAYOUT = "tests/conformance/test_dataset_config.py::"
 IMAGES = "test_sequence_parallelism_that_loses_gradients_of_images_is_refused_also_where_the_model_turns_it_on"
+CLIPS = "tests/conformance/test_wan_in_bridge.py::test_"
+WAITS = "tests/conformance/test_host_waits.py::test_"
+OF_TOKENS = WAITS + "no_layer_reads_the_boundaries_of_a_row_whose_tokens_have_frequencies_of_their_own"
 TOGETHER = "tests/conformance/test_ranks_together.py::"
 GRADIENTS = "tests/conformance/test_gloo_gradients.py::"
 ONE_RANK = "the gradient of Bridge's own step on one rank, without padding"
@@ -315,10 +320,75 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         oracle="Qwen2.5-VL of transformers",
         edits=(
             (
-                "bridge/step.py",
+                "thd/rotary.py",
                 "module.inv_freq, restored = exact.to(rounded.device)",
                 "module.inv_freq, restored = rounded",
             ),
         ),
+    ),
+    Mutation(
+        trap=151,
+        name="Megatron-Core cuts frequencies of single tokens at each boundary",
+        test=OF_TOKENS + "[qwen2_5_vl-texts-1]",
+        oracle="Megatron-Core's own reads",
+        edits=(("bridge/step.py", "    repair_rotary(inner)\n", ""),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=151,
+        name="frequencies that samples share are taken for those of single tokens",
+        test=OF_TOKENS + "[text-texts-1]",
+        oracle="Megatron-Core's own rotary embedding",
+        edits=(("thd/rotary.py", " or freqs.size(0) != t.size(0):", ":"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=151,
+        name="Wan's cross attention is told the longest clip for the longest text",
+        test=WAITS + "attention_of_clips_is_told_the_longest_and_no_layer_reads_boundaries",
+        oracle="the lengths of the row",
+        edits=(("wan/bridge.py", 'clip if name == "self_attention" else text', "clip"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=151,
+        name="a rank's tokens are taken for the row where samples share a table",
+        test=WAITS + "tables_are_those_of_megatron_core[2]",
+        oracle="Megatron-Core's own rotary embedding",
+        edits=(("thd/rotary.py", " or group.size() > 1", ""),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=146,
+        name="frequencies of a vision encoder stay rounded in Megatron-LM",
+        test=WAITS + "megatron_lm_repairs_both",
+        oracle="the number format",
+        edits=(("megatron_lm/gpt.py", "    repair_rotary(innermost(model))\n", ""),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=152,
+        name="a Wan recipe keeps its fused rotary embedding",
+        test=CLIPS + "later_clips_have_their_own_positions_with_the_kernels_that_a_recipe_chooses[False]",
+        oracle="each clip alone, with the documented rule of Transformer Engine's kernel",
+        edits=(("wan/bridge.py", "model.apply_rope_fusion = False  #", "pass  #"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=152,
+        name="a run with the fused rotary embedding is valid",
+        test=CLIPS
+        + "what_cannot_work_is_refused_before_any_gpu_is_taken[model.apply_rope_fusion-True-apply_rope_fusion is true]",
+        oracle="the definition",
+        edits=(("wan/bridge.py", "if model.apply_rope_fusion:", "if False:"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=152,
+        name="fine-tuning draws the times of pretraining",
+        test=CLIPS + "the_training_program_takes_the_step_of_the_rows_with_the_times_of_its_run",
+        oracle="Bridge's `WanForwardStep`",
+        edits=(("wan/bridge.py", '"finetune" if finetune else "pretrain"', '"pretrain"'),),
+        needs_bridge=True,
     ),
 )

@@ -451,6 +451,18 @@ OWN = [
         {"cp_comm_type": "a2a"},
         "error",
     ),
+    (  # Layers differ: only a window need not be in all of them
+        "ours/context-parallel-kind",
+        {"softmax_type": "learnable", "context_parallel": 2, "cp_comm_type": ("p2p", "a2a")},
+        {"cp_comm_type": "a2a"},
+        "error",
+    ),
+    (
+        "ours/context-parallel-kind",
+        {"machine": Machine(sm=90, te=(2, 9)), "context_parallel": 2, "cp_comm_type": ("p2p", "a2a")},
+        {"cp_comm_type": "p2p"},
+        "error",
+    ),
     (
         "ours/context-parallel-kind",
         {"machine": Machine(sm=90, te=(2, 18)), "context_parallel": 4, "cp_comm_type": "a2a+p2p"}

@@ -10,7 +10,7 @@ from energon_packing.errors import ConfigError
 from energon_packing.validate import kernel_table
 from energon_packing.validate.kernel_table import GPUS, KERNELS, NEWEST, OLDEST, Attention, Machine
 from energon_packing.validate.rules.rule import Finding, attention, bridge, core, rule, unless, warning_rule
-from energon_packing.validate.run_view import BOTH_WAYS, RunView, installed_version
+from energon_packing.validate.run_view import RunView, installed_version
 
 KERNEL_VARIABLES = {"NVTE_FLASH_ATTN": "Flash", "NVTE_FUSED_ATTN": "cuDNN", "NVTE_UNFUSED_ATTN": "unfused"} | {
     **{f"NVTE_FLASH_ATTN_V{version}": f"FlashAttention {version}" for version in (2, 3, 4)},
@@ -120,17 +120,21 @@ def kernels_of(view: RunView, machine: Machine, **changes: Any) -> tuple[list[st
     for name, value in view.kernel_variables:
         off = KERNEL_VARIABLES[name] if value == "0" else "-"
         why |= {kernel: f"is switched off by {name}" for kernel in KERNELS if kernel.startswith(off)}
-    # Layers may communicate in different ways, and then not all of them have the window.
-    kinds = (replace(_attention_of(view, kind), **changes) for kind in view.comm_types)
+    # Layers may communicate in different ways, and then not all of them have the window; all have the rest.
+    kinds = [replace(_attention_of(view, kind), **changes) for kind in view.comm_types]
     why = min((kernel_table.refused(kind, machine) for kind in kinds), key=len) | why
+    for kind in kinds:
+        why |= kernel_table.refused(replace(kind, window=False), machine)
     left = [kernel for kernel in KERNELS if kernel not in why]
     return left, "; ".join(f"{kernel} {said}" for kernel, said in why.items() if said != "is not installed")
 
 
 def _kind_refused(view: RunView, *kinds: str) -> str:
     te = view.machine.te if view.machine else NEWEST["te"]
-    why = [kernel_table.kind_refused(_attention_of(view, kind), te) for kind in kinds or view.comm_types]
-    return why[0] if all(why) else ""
+    layers = [_attention_of(view, kind) for kind in kinds or view.comm_types]
+    why = [kernel_table.kind_refused(each, te) for each in layers]
+    always = filter(None, (kernel_table.kind_refused(replace(each, window=False), te) for each in layers))
+    return next(always, "") or (why[0] if all(why) else "")
 
 
 @rule(
@@ -159,7 +163,7 @@ def _attention_kernel(view: RunView) -> Finding | None:
         why = f"only the unfused attention is left on {on}, which is slow and holds all pairs of tokens: {why}"
         return None if unfused else Finding(why=why, fix="install a kernel that takes these rows", severity="warning")
     ours = view.dataset_kind == "packed_energon" and view.enable_offline_packing
-    ours &= not view.family.startswith(BOTH_WAYS)
+    ours &= not view.attends_both_ways
     real = [kernel for machine in machines for kernel in kernels_of(view, machine, padded=False, **comm)[0]]
     if ours and view.pads_between and real:
         fix = f"set packing.padding to real: then nothing lies between samples, which {real[0]} takes"

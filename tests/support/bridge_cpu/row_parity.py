@@ -239,7 +239,7 @@ def rounding(
     """
     from megatron.core.transformer.module import Float16Module
 
-    from energon_packing.bridge.step import restore_frequencies
+    from energon_packing.thd.rotary import restore_frequencies
 
     spans = _spans(packed, singles)
     Results = tuple[list[torch.Tensor], list[torch.Tensor]]

@@ -176,6 +176,7 @@ def dataset_of(container: Any, processor: str | None, **fields: Any) -> PackedWa
     model, dataset = container.model, PackedWanDatasetConfig(**fields)
     dataset.encoder.patch = (model.patch_temporal, model.patch_spatial, model.patch_spatial)
     dataset.encoder.latent_channels, dataset.encoder.text_width = model.in_channels, model.text_dim
-    dataset.encoder.max_text_tokens = model.text_len
+    dataset.encoder.max_text_tokens, dataset.encoder.compat = model.text_len, "texts"
     model.apply_rope_fusion = False  # see `PackedWanDatasetConfig.check_run`
+    container.rng.data_parallel_random_init = True  # else all replicas draw the same noise and times
     return dataset

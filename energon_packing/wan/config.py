@@ -29,7 +29,7 @@ from energon_packing.packing.constraints import PackLimits
 from energon_packing.thd.alignment import alignment_multiple, check_multiple
 
 Longer = Literal["middle", "spread"]
-Compat = Literal["none", "bridge"]
+Compat = Literal["none", "texts", "bridge"]
 BRIDGE_TEXT_LENGTH = 512
 """Tokens that Bridge's Wan data path pads every text to."""
 
@@ -47,8 +47,8 @@ class TextToVideoConfig:
     max_text_tokens: int = setting(512, least=1)
     """A longer caption is cut and noted in the ledger; a record with more stored embeddings is dropped."""
     compat: Compat = "none"
-    """``bridge`` makes the rows that Bridge's own Wan data path makes: every text 512 tokens long, all of them called
-    real, and alignment to ``2 * context_parallel`` only."""
+    """``texts`` pads every text to 512 tokens and calls all real, as the published weights know them; ``bridge`` makes
+    the rows of Bridge's own Wan data path, which also aligns to ``2 * context_parallel`` only."""
     dtype: Literal["float32", "bfloat16"] = setting("float32", changes="rows")
     """Dtype of latents and embeddings in a batch, whatever their files hold."""
     vae: str = setting("", stated="latent encoder", place=True)
@@ -82,9 +82,9 @@ class TextToVideoConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"encoder.{name} is {value}; it must be a number above 0.")
-        if self.compat == "bridge" and self.max_text_tokens > BRIDGE_TEXT_LENGTH:
+        if self.compat != "none" and self.max_text_tokens > BRIDGE_TEXT_LENGTH:
             raise ConfigError(
-                f"encoder.max_text_tokens is {self.max_text_tokens}; with compat=bridge texts are padded to "
+                f"encoder.max_text_tokens is {self.max_text_tokens}; with compat={self.compat} texts are padded to "
                 f"{BRIDGE_TEXT_LENGTH}, so it must not exceed that."
             )
 

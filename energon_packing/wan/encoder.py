@@ -132,7 +132,7 @@ class MeasuredClip:
         latent_shape: channels, frames, height, width of the latents.
         grid: patches along frames, height and width.
         frames: that are taken from a video; 0 of stored latents.
-        text_tokens: real text tokens of the sample's keys (with ``compat=bridge`` the 512 that Bridge calls real).
+        text_tokens: real text tokens of the sample's keys (512 but with ``compat=none``).
         text_rows: embeddings that are there.
         token_ids: int32 ``[text_rows]`` of the caption; None where its embeddings are stored.
         changes: how the sample differs from its record, as ``(how, detail)`` for the ledger.
@@ -224,7 +224,7 @@ class TextToVideoEncoder:
             sample=sample,
             latent_shape=shape,
             grid=grid,
-            text_tokens=BRIDGE_TEXT_LENGTH if self.config.compat == "bridge" else rows,
+            text_tokens=rows if self.config.compat == "none" else BRIDGE_TEXT_LENGTH,
             text_rows=rows,
             token_ids=token_ids,
             frames=frames,

@@ -6,15 +6,16 @@ have real and physical lengths, and both rows are padded.
 
 Megatron-Bridge's Wan data path (``megatron.bridge.diffusion.data.wan``, 0.6.2) pads every text to 512 tokens and calls
 all 512 real, so that attention sees the padding; it aligns to ``2 * CP`` only, and not for sequence parallelism.
-``compat="bridge"`` does the same, field by field. The default keeps true text lengths and takes the alignment that
-`energon_packing.thd.alignment_multiple` computes.
+``compat="bridge"`` does the same, field by field; ``"texts"`` pads texts as it does, which the published weights and
+Wan's inference know, and takes the alignment that `energon_packing.thd.alignment_multiple` computes; the default keeps
+true text lengths.
 """
 
 import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch.nn import functional
@@ -169,7 +170,7 @@ def pack_wan(
         multiple: every video and every text is padded to a multiple of this (`thd.alignment_multiple`); with
             ``compat="bridge"`` it is ``2 * CP`` for CP above 1, and 1 otherwise.
         capacity: limit on the row's patches, padding included; None sets no limit.
-        compat: ``"bridge"`` pads every text to `BRIDGE_TEXT_LENGTH` and calls all of it real.
+        compat: ``"texts"`` and ``"bridge"`` pad every text to `BRIDGE_TEXT_LENGTH` and call all of it real.
 
     If only the last video has padding, a filler of ``multiple`` patches and text tokens follows it, so that no kernel
     takes the row for unpadded (`energon_packing.thd.assembly`). With ``compat="bridge"`` there is no filler.
@@ -177,24 +178,24 @@ def pack_wan(
     Raises:
         ConfigError: a multiple below 1, an unknown ``compat``.
         PackingError: an empty pack, a latent or text of a wrong shape, values that are not finite, a text longer than
-            Bridge's with ``compat="bridge"``, or a row above ``capacity``; by key.
+            `BRIDGE_TEXT_LENGTH` unless ``compat`` is ``"none"``, or a row above ``capacity``; by key.
     """
     if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
         raise ConfigError(f"multiple must be a whole number of at least 1, not {multiple!r}")
-    if compat not in ("none", "bridge"):
-        raise ConfigError(f"compat is {compat!r}; it must be 'none' or 'bridge'")
+    if compat not in get_args(Compat):
+        raise ConfigError(f"compat is {compat!r}; it must be one of {', '.join(get_args(Compat))}")
     if not samples:
         raise PackingError("a pack without videos cannot be made")
     grids = [_checked_grid(sample, compat, patch) for sample in samples]
     videos, texts = [to_patches(sample.latent, patch) for sample in samples], [sample.text for sample in samples]
-    if compat == "bridge":
+    if compat != "none":
         texts = [functional.pad(text, (0, 0, 0, BRIDGE_TEXT_LENGTH - len(text))) for text in texts]
     for name, parts in (("latent", videos), ("text", texts)):
         if len({(part.shape[1], part.dtype) for part in parts}) > 1:
             raise PackingError(f"samples {samples[0].key} to {samples[-1].key}: {name}s differ in width or dtype")
     masks = [torch.ones(len(video), dtype=torch.bfloat16) for video in videos]
     hidden = _hidden([len(video) for video in videos], [len(text) for text in texts], multiple)
-    fillers = int(hidden and compat == "none")
+    fillers = int(hidden and compat != "bridge")
     if fillers:
         for parts in (videos, texts, masks):
             parts.append(parts[0].new_zeros(multiple, *parts[0].shape[1:]))
@@ -237,7 +238,7 @@ def _checked_grid(sample: WanSample, compat: Compat, patch: tuple[int, ...]) -> 
             wrong = f"its {name} holds NaN or infinite values"
         elif compat == "bridge" and name == "latent" and size > BRIDGE_LARGEST_LATENT:
             wrong = f"its latent has values above {BRIDGE_LARGEST_LATENT:g}, which Bridge skips"
-    if compat == "bridge" and len(text) > BRIDGE_TEXT_LENGTH:
+    if compat != "none" and len(text) > BRIDGE_TEXT_LENGTH:
         wrong = wrong or (
             f"its text has {len(text)} tokens, more than the {BRIDGE_TEXT_LENGTH} of Bridge's data path; shorten it, "
             "or pack with compat='none'"

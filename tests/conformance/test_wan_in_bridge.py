@@ -199,7 +199,7 @@ def test_a_plan_of_clips_or_what_is_packed_of_it_is_the_data_set_of_a_run(recipe
 
 
 @pytest.mark.usefixtures("cpu_world")
-@pytest.mark.parametrize(("sequence_parallel", "compat", "multiple"), [(True, "none", 8), (False, "none", 4)])
+@pytest.mark.parametrize(("sequence_parallel", "compat", "multiple"), [(True, "texts", 8), (False, "none", 4)])
 def test_rows_are_aligned_to_the_layout_that_the_run_has_in_the_end(
     recipe, clips, world, sequence_parallel, compat, multiple
 ):
@@ -305,6 +305,8 @@ def test_a_shipped_recipe_is_valid_and_makes_rows_of_its_alignment(name, multipl
     cfg.validate()
     assert cfg.model.calculate_per_token_loss
     assert not cfg.ddp.average_in_collective
+    assert cfg.rng.data_parallel_random_init
+    assert cfg.dataset.encoder.compat == "texts"
     assert cfg.dataset.seq_length == cfg.model.seq_length
     model = cfg.model
     layout = groups(tp=model.tensor_model_parallel_size, cp=model.context_parallel_size, pp=1, dp=1)
@@ -398,6 +400,19 @@ def test_by_default_texts_keep_their_length_and_everything_is_aligned():
     assert not pack.context_embeddings[5:8].any()
 
 
+@pytest.mark.parametrize("shapes", [[((1, 3, 3), 5), ((2, 2, 2), 13)], [((1, 3, 3), 5)]])
+def test_texts_as_the_weights_know_them_are_bridges_in_rows_of_our_alignment(wan, shapes):
+    samples = [sample(grid, text, seed) for seed, (grid, text) in enumerate(shapes)]
+    theirs = bridge_batch(wan, samples, 1)
+    pack = pack_wan(samples, multiple=8, compat="texts")
+    clips = len(samples)
+    for name in ("seq_len_kv", "seq_len_kv_padded"):
+        assert torch.equal(getattr(pack, name)[:clips], theirs[name])
+    assert torch.equal(pack.context_embeddings[: 512 * clips], theirs["context_embeddings"])
+    assert not (pack.seq_len_q_padded % 8).any()
+    assert pack.fillers == int(clips == 1), "a lone clip with padding of patches"
+
+
 @pytest.mark.parametrize(
     ("change", "options", "error", "message"),
     [
@@ -411,6 +426,7 @@ def test_by_default_texts_keep_their_length_and_everything_is_aligned():
         ({"text": torch.zeros(0, 8)}, {}, PackingError, "sample odd: its text has shape"),
         ({"text": torch.zeros(5, 9)}, {}, PackingError, "differ in width"),
         ({"text": torch.zeros(513, 8)}, {"compat": "bridge"}, PackingError, "more than the 512"),
+        ({"text": torch.zeros(513, 8)}, {"compat": "texts"}, PackingError, "more than the 512"),
         ({"latent": torch.full((4, 1, 2, 2), 2e3)}, {"compat": "bridge"}, PackingError, "values above 1000"),
         ({}, {"capacity": 9}, PackingError, "occupy 10 patches"),
         ({}, {"multiple": 0}, ConfigError, "multiple"),

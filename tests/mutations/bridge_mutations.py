@@ -18,6 +18,7 @@ BRIDGE_TRAPS = {
     101: "every reader opens every shard when it starts, and makes the groups of all replicas",
     151: "the host waits in every layer to read boundaries that it knows",
     152: "the second and later clips of a row have the positions of the first",
+    153: "a Wan model is fine-tuned on other texts, times or noise than it knows",
 }
 
 NATIVE = "tests/validate/test_rules.py::"
@@ -384,11 +385,29 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         needs_bridge=True,
     ),
     Mutation(
-        trap=152,
+        trap=153,
         name="fine-tuning draws the times of pretraining",
         test=CLIPS + "the_training_program_takes_the_step_of_the_rows_with_the_times_of_its_run",
         oracle="Bridge's `WanForwardStep`",
         edits=(("wan/bridge.py", '"finetune" if finetune else "pretrain"', '"pretrain"'),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=153,
+        name="padding of texts is hidden from weights that know it",
+        test=CLIPS + "texts_as_the_weights_know_them_are_bridges_in_rows_of_our_alignment[shapes0]",
+        oracle="`megatron.bridge.diffusion.data.wan` of the installed Bridge",
+        edits=(
+            ("wan/pack.py", '    if compat != "none":\n        texts =', '    if compat == "bridge":\n        texts ='),
+        ),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=153,
+        name="all replicas draw the same noise",
+        test=CLIPS + "a_shipped_recipe_is_valid_and_makes_rows_of_its_alignment[wan_1_3b_text2video-8]",
+        oracle="the definition",
+        edits=(("wan/bridge.py", "container.rng.data_parallel_random_init = True", "pass"),),
         needs_bridge=True,
     ),
 )

@@ -33,17 +33,6 @@ def _is_damage(error: BaseException) -> bool:
     return not (isinstance(error, FileNotFoundError | PermissionError) or is_machines(error))
 
 
-def _pyarrow(path: Path) -> Any:
-    try:
-        import pyarrow
-    except ImportError as error:
-        raise UserError(
-            f"{path} holds rows in the format {_kind(path)}, which needs the package pyarrow; run pip install "
-            "'.[convert]' in the checkout, or save the records as JSON Lines"
-        ) from error
-    return pyarrow
-
-
 def _kind(path: Path) -> str:
     return "Parquet" if path.suffix.lower() == ".parquet" else "Arrow"
 
@@ -135,8 +124,15 @@ class _Table:
     """
 
     def __init__(self, path: Path) -> None:
-        self._arrow = _pyarrow(path)
-        self._source = self._arrow.memory_map(str(path))
+        try:
+            import pyarrow
+        except ImportError as error:
+            raise UserError(
+                f"{path} holds rows in the format {_kind(path)}, which needs the package pyarrow; run pip install "
+                "'.[convert]' in the checkout, or save the records as JSON Lines"
+            ) from error
+        self._arrow: Any = pyarrow
+        self._source = pyarrow.memory_map(str(path))
         self._file: Any = None  # of Parquet
         self._batches: Iterator[Any] = iter(())
         self._batch: Any = None

@@ -712,7 +712,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         name="a sample forgets its id",
         test=READ + "test_ids_that_are_not_ascii_become_unlike_readable_keys_and_stay_in_the_samples",
         oracle="the records' ids",
-        edits=(("convert/records.py", "            source_id=self.source_id,\n", ""),),
+        edits=(("convert/records.py", '"extras", "source_id")\n', '"extras")\n'),),
     ),
     Mutation(
         trap=106,

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 from energon_packing.convert.chunks import DELIMITERS, Chunk, RawRecord, SourceFile, one_line, suffix_of
 from energon_packing.convert.json_text import DigestingReader, parse_json
-from energon_packing.convert.layouts.layout import ANSWER_COLUMNS
+from energon_packing.convert.layouts.layout import ANSWER_COLUMNS, all_layouts
 from energon_packing.errors import SampleRejected, UserError, is_machines
 
 _BATCH_BYTES = 1 << 20
@@ -444,11 +444,15 @@ def read_cells(chunk: Chunk, stream: BinaryIO, max_record_bytes: int) -> Iterato
             yield chunk.record(number, {name: _cell(name, cell) for name, cell in zip(header, row, strict=True)})
 
 
+def _holds_lists(name: str) -> bool:
+    return name in _LISTS or any(name in layout.lists for layout in all_layouts())
+
+
 def _cell(name: str, text: str) -> Any:
-    if text.startswith(("[", "{")) and name in _LISTS | _SPOKEN:
+    if text.startswith(("[", "{")) and ((lists := _holds_lists(name)) or name in _SPOKEN):
         with suppress(ValueError, RecursionError):
             value = parse_json(text.encode())
             messages = [value] if isinstance(value, dict) else value
-            if name in _LISTS or all(isinstance(each, dict) and {"role", "from"} & each.keys() for each in messages):
+            if lists or all(isinstance(each, dict) and {"role", "from"} & each.keys() for each in messages):
                 return value
     return text or None

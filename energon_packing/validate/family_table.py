@@ -5,6 +5,7 @@ line against the source of the installed Bridge (and of a checkout of main). Any
 is a GPT without an encoder.
 """
 
+import functools
 import re
 from dataclasses import dataclass
 from functools import partial
@@ -186,11 +187,11 @@ def line_of(family: str, release: tuple[int, int]) -> FamilyLine | None:
     return max(found, key=lambda line: (len(line.prefix), line.since), default=None)
 
 
-PROCESSOR_CLASSES = frozenset(
-    {
-        *(name for line in FAMILY_TABLE for name in line.processors),
-        *("Qwen2VLProcessor", "InternVLProcessor", "QianfanOCRProcessor"),
-        *("LlavaProcessor", "LlavaNextProcessor", "LlavaOnevisionProcessor"),
-    }
-)
-"""Classes that are known to belong to some family; any other may be a model's own."""
+@functools.cache
+def processor_classes() -> frozenset[str]:
+    """Returns the classes that are known to belong to some family, here or in `energon_packing.families`; any other may
+    be a model's own."""
+    from energon_packing.families.registry import FAMILIES
+
+    named = (*(line.processors for line in FAMILY_TABLE), *(family.processor_classes for family in FAMILIES))
+    return frozenset(name for names in named for name in names)

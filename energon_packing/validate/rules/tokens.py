@@ -1,6 +1,6 @@
 """Rules about the processor: it and the model must agree on tokens, sizes and class."""
 
-from energon_packing.validate.family_table import PROCESSOR_CLASSES, line_of
+from energon_packing.validate.family_table import line_of, processor_classes
 from energon_packing.validate.rules.rule import Finding, core, qwen3_vl, rule, unless
 from energon_packing.validate.run_view import RunView
 
@@ -15,7 +15,7 @@ def _expected_classes(view: RunView) -> tuple[str, ...]:
     """The processors of the model's family, where that of the run is known to belong to some family; else none."""
     line = line_of(view.family, view.bridge_release)
     own = getattr(view.processor_tokens, "processor", None)
-    return line.processors if line is not None and own in PROCESSOR_CLASSES else ()
+    return line.processors if line is not None and own is not None and own in processor_classes() else ()
 
 
 @rule(

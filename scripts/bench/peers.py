@@ -41,8 +41,9 @@ PREFIX = {"binpacking": 10_000}
 MOST_TOKENS = {"trl:bfd": 30_000_000, "fast-axolotl": 30_000_000}
 """Tokens that a peer gets if it moves them all: hundreds of millions take gigabytes as Python lists."""
 LIMIT_SECONDS = 180.0
-SEARCH_PATH = os.pathsep.join(str(Path(__file__).resolve().parents[up]) for up in (2, 1))
-"""Where a peer's process finds the package and the benchmarks."""
+_ROOT = Path(__file__).resolve().parents[2]
+SEARCH_PATH = os.pathsep.join(map(str, (_ROOT, _ROOT / "scripts", _ROOT / "tests")))
+"""Where a peer's process finds the package, the benchmarks and `support`."""
 
 
 def trl_packer() -> Packer:

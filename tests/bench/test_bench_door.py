@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,17 @@ def test_packing_compares_every_policy_on_a_list_of_ones_own(lists):
         assert row["packs"] >= row["bound"]
     limited = rows("packing", "--lists", lists, "--policy", "window", "--image-limit", "6", "--no-peers", "--json")
     assert all(row["bound"] > found[0]["bound"] for row in limited)
+
+
+@pytest.mark.skipif(find_spec("megatron.bridge") is None, reason="Megatron-Bridge is not installed")
+def test_bridges_own_packing_is_a_peer_in_a_process_of_its_own(lists, monkeypatch):
+    monkeypatch.syspath_prepend(str(DOOR.parent))
+    from bench.length_lists import read_list
+    from bench.peers import run_peer
+
+    found = run_peer("bridge:first_fit", read_list(lists / "mine.npz"))
+    assert "error" not in found
+    assert found["samples"] == 300
 
 
 def test_an_unknown_benchmark_names_the_known_ones():

@@ -95,9 +95,19 @@ def parse_and_validate_args(
     return args
 
 
+_LENGTHS = ("packing_seq_length", "dataloader_seq_length", "decoder_seq_length", "seq_length")
+"""Arguments that say how long a row is; the first one that is given counts. With one of the first three, which vision
+scripts have, ``seq_length`` is the vision model's."""
+
+
+def _length_argument(args: Any) -> str:
+    return next(name for name in _LENGTHS if getattr(args, name, None))
+
+
 def row_length(args: Any) -> int:
-    """Tokens per row: ``--dataloader-seq-length`` of vision scripts if it is given, else ``--seq-length``."""
-    return int(getattr(args, ROW_LENGTH, None) or getattr(args, "dataloader_seq_length", None) or args.seq_length)
+    """Tokens per row: ``--packing-seq-length``, ``--dataloader-seq-length`` or ``--decoder-seq-length`` of vision
+    scripts, the first that is given, else ``--seq-length``."""
+    return int(getattr(args, ROW_LENGTH, None) or getattr(args, _length_argument(args)))
 
 
 def run_config_of(args: Any) -> RunConfig:
@@ -114,12 +124,12 @@ def run_config_of(args: Any) -> RunConfig:
     config = from_mapping(RunConfig, values, where=where)
     given = {f"{section}.{key}" for section, settings in values.items() for key in settings or ()}
     _refuse_contradictions(config, given, args)
-    length = row_length(args)
+    length, argument = row_length(args), "--" + _length_argument(args).replace("_", "-")
     equal_width = args.pipeline_model_parallel_size > 1 or args.expert_model_parallel_size > 1
     refuse(
         (
             "packing.seq_length" in given and config.packing.seq_length != length,
-            f"packing.seq_length is {config.packing.seq_length}, but --seq-length is {length}; a row is as long as the "
+            f"packing.seq_length is {config.packing.seq_length}, but {argument} is {length}; a row is as long as the "
             "model's sequence, so make them equal or leave packing.seq_length out.",
         ),
         (
@@ -151,7 +161,7 @@ def run_config_of(args: Any) -> RunConfig:
     )
     if packing.pad_to_max_length and length % parallel.multiple:
         raise ConfigError(
-            f"--seq-length is {length}, not a multiple of {parallel.multiple}, to which this layout aligns samples; "
+            f"{argument} is {length}, not a multiple of {parallel.multiple}, to which this layout aligns samples; "
             f"use {length // parallel.multiple * parallel.multiple}."
         )
     return replace(config, data=data.beside(args), packing=packing, parallel=parallel)
@@ -189,6 +199,11 @@ def check_arguments(args: Any) -> None:
             for flag in needs_own_data
         ),
         (value("overlap_moe_expert_parallel_comm"), NO_SCHEDULE_PLAN),
+        (
+            0 < (value("decoder_seq_length") or 0) < (value("packing_seq_length") or 0),
+            f"--packing-seq-length is {value('packing_seq_length')}, but --decoder-seq-length, at which the model cuts "
+            f"a row, is {value('decoder_seq_length')}; make them equal.",
+        ),
         (
             args.context_parallel_size > 1 and not args.calculate_per_token_loss,
             "With --context-parallel-size above 1, the ranks that share a row hold unequal numbers of trained tokens; "

@@ -48,8 +48,11 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
     """
     from megatron.core.models.multimodal.llava_model import LLaVAModel
 
-    batch = read(data_iterator, return_schedule_plan, whole_row=True)
-    output = (_call_llava if isinstance(innermost(model), LLaVAModel) else _call_by_name)(model, batch)
+    inner = innermost(model)
+    llava = isinstance(inner, LLaVAModel)
+    width = functools.partial(llava_width, inner) if llava else None
+    batch = read(data_iterator, return_schedule_plan, whole_row=True, width=width)
+    output = (_call_llava if llava else _call_by_name)(model, batch)
     # A model that slices the row for context parallelism returns the mask of its own tokens.
     output, loss_mask = output if isinstance(output, tuple) else (output, batch.loss_mask)
     return output, functools.partial(loss_func, loss_mask)
@@ -58,7 +61,6 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
 def _call_llava(model: Any, batch: StageBatch) -> Any:
     inner = innermost(model)
     more = inputs_of(model, replace(batch, visual_inputs=None))  # checks of media are the next lines'
-    check_pipeline_width(inner, batch)
     inputs = llava_inputs(
         batch,
         placeholder=image_placeholder(),
@@ -140,13 +142,24 @@ def image_placeholder() -> int:
     return ids["image"]
 
 
-def check_pipeline_width(model: Any, batch: StageBatch) -> None:
-    """Refuses a language model whose length, to which ``LLaVAModel`` pads in pipelines, is not the row's."""
-    if not getattr(model, "_language_is_pipeline_parallel", False) or batch.tokens is None:
-        return
-    width = model._language_max_sequence_length
-    if width != batch.tokens.size(1):
+def llava_width(model: Any, tokens: int) -> int:
+    """Tokens that a ``LLaVAModel`` makes of a row: a multiple of ``2 CP``, of TP with sequence parallelism, or of the
+    product with both; between pipeline stages, and where tensor-parallel communication overlaps, its own length. It
+    pads after the last boundary, so the row must have this length before.
+
+    Raises:
+        ConfigError: the row is longer than the model's, which would cut it, or no row of the model's length can be
+            divided.
+    """
+    most, context = model._language_max_sequence_length, model.context_parallel_lm
+    pieces = (2 * context if context > 1 else 1) * (
+        model.tensor_model_parallel_size_lm if model.sequence_parallel_lm else 1
+    )
+    fixed = model._language_is_pipeline_parallel or (model.sequence_parallel_lm and model.tp_comm_overlap_lm)
+    width = most if fixed else -(-tokens // pieces) * pieces
+    if max(tokens, width) > most or width % pieces:
         raise ConfigError(
-            f"LLaVAModel has language_max_sequence_length {width}, but the rows have {batch.tokens.size(1)} tokens; "
-            "between pipeline stages both must be equal: build the model with the length of a row."
+            f"LLaVAModel has language_max_sequence_length {most} and its parallel sizes divide rows by {pieces}, but a "
+            f"row has {tokens} tokens; build it with a multiple of {pieces} that is at least the length of the rows."
         )
+    return width

@@ -2,6 +2,7 @@
 
 import argparse
 import codecs
+import json
 import pickle
 import re
 import subprocess
@@ -113,6 +114,26 @@ def test_a_vision_script_that_overwrites_the_length_keeps_the_rows(arguments):
 
 
 @pytest.mark.parametrize(
+    ("lengths", "rows"),
+    [
+        ("--seq-length 576 --decoder-seq-length 2048", 2048),  # sft_mistral_clip.sh
+        ("--seq-length 1024 --decoder-seq-length 16384 --packing-seq-length 8192 --dataloader-seq-length 16384", 8192),
+        ("--seq-length 577 --dataloader-seq-length 4096", 4096),  # pretrain_vlm.py
+        ("--seq-length 4096", 4096),
+    ],
+)
+def test_rows_of_megatron_lms_own_scripts_are_as_long_as_their_language_model_reads(arguments, lengths, rows):
+    words = lengths.split()
+    given = {name[2:].replace("-", "_"): int(value) for name, value in zip(words[::2], words[1::2], strict=True)}
+    assert run_config_of(arguments(**given)).packing.seq_length == rows
+    told = CliRunner().invoke(cli, ["validate", "--no-data", "--no-bridge", "--json", "--", *words])
+    assert json.loads(told.stdout)["resolved"]["seq_length"] == rows
+    named = "--" + next(name for name, value in given.items() if value == rows).replace("_", "-")
+    with pytest.raises(ConfigError, match=f"packing.seq_length is 64, but {named} is {rows}"):
+        run_config_of(arguments("packing: {seq_length: 64}", **given))
+
+
+@pytest.mark.parametrize(
     ("text", "megatrons", "named"),
     [
         ("packing: {seq_length: 8192}", {}, "packing.seq_length is 8192, but --seq-length is 4096"),
@@ -125,6 +146,7 @@ def test_a_vision_script_that_overwrites_the_length_keeps_the_rows(arguments):
         ("", {"micro_batch_size": 2}, "--micro-batch-size is 2"),
         ("", {"virtual_pipeline_model_parallel_size": 2}, "Virtual pipeline"),
         ("", {"mtp_num_layers": 1}, "--mtp-num-layers"),
+        ("", {"packing_seq_length": 4096, "decoder_seq_length": 2048}, "--packing-seq-length is 4096, but --decoder"),
         ("", {"full_validation": True}, "--full-validation"),
         ("", {"overlap_moe_expert_parallel_comm": True}, "--overlap-moe-expert-parallel-comm"),
         ("", {"context_parallel_size": 2, "calculate_per_token_loss": False}, "add --calculate-per-token-loss"),

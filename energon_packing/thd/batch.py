@@ -296,7 +296,7 @@ def widened(batch: PackedBatch, width: int) -> PackedBatch:
     """The whole row with a masked segment after it, so that it has ``width`` tokens, which are at least its own."""
     if (tail := width - batch.total_tokens) == 0:
         return batch
-    tokens = {field.name: field.padded(getattr(batch, field.name), tail) for field in TOKEN_FIELDS}
+    tokens: dict[str, Any] = {each.name: each.padded(getattr(batch, each.name), tail) for each in TOKEN_FIELDS}
     tokens["position_ids"][..., -tail:] = torch.arange(tail)
 
     def ended(boundaries: torch.Tensor) -> torch.Tensor:

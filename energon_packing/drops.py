@@ -184,9 +184,7 @@ def deciding_setting(reason: str, detail: str) -> str | None:
     return next(named, SETTING_OF.get(reason))
 
 
-@functools.cache
-def _defaults() -> dict[str, Any]:
-    return to_mapping(RunConfig())
+_defaults = functools.cache(lambda: to_mapping(RunConfig()))
 
 
 def _is_setting(name: str) -> bool:

@@ -7,7 +7,7 @@
 
 import errno
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -18,6 +18,12 @@ _FILE = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES),
     *(errno.EPERM, errno.EINVAL, errno.ENAMETOOLONG, errno.ELOOP),
 }
+
+
+def some_of(names: Sequence[object], most: int) -> str:
+    """Returns the first of what a message is about, and how many more there are: ``a, b and 3 more``."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + more
 
 
 def fault_of(error: OSError) -> Literal["disk", "file", "store"]:
@@ -84,7 +90,6 @@ def read_again[T](place: Hashable, read: Callable[[], T], forget: Callable[[], N
     Args:
         place: of the file. Where the last read failed after all tries, only one is made until one succeeds, so a shard
             that is gone for good costs its pauses once and not for every sample.
-        read: reads.
         forget: called after each failure; closes what may be in any state.
 
     Raises:

@@ -178,10 +178,7 @@ def kind_of_config(config: Any) -> SampleKind:
 
 def kind_of_subflavors(subflavors: Mapping[str, Any]) -> SampleKind | None:
     """Returns the kind that `convert` marked; None if it marked none."""
-    for kind in KINDS:
-        if kind.marks.items() <= subflavors.items():
-            return kind
-    return None
+    return next((kind for kind in KINDS if kind.marks.items() <= subflavors.items()), None)
 
 
 def kind_of_format(record_format: str) -> SampleKind | None:

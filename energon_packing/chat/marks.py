@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 from energon_packing.chat.thinking import CLOSE, OPEN, TAG, joined_answer, split_answer
 from energon_packing.conversation import Conversation, MediaPart, Part, Turn
-from energon_packing.errors import SampleRejected
+from energon_packing.errors import SampleRejected, some_of
 
 PieceKind = Literal["text", "thinking", "call", "argument", "definition"]
 DEFINITIONS = -1
@@ -315,5 +315,4 @@ def names_of(pieces: Sequence[Piece], turns: Sequence[Turn], missing: Sequence[i
         short = repr(value if len(value) <= 40 else value[:39] + "…")
         of_turn = f"the {piece.kind} {short} of turn {piece.turn + 1} ({turns[piece.turn].role})"
         words.append(f"the definition of the tool {short}" if piece.kind == "definition" else of_turn)
-    more = f" and {len(words) - 3} more" if len(words) > 3 else ""
-    return ", ".join(words[:3]) + more
+    return some_of(words, 3)

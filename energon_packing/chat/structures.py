@@ -258,7 +258,9 @@ class Structure:
         self.messages, self.tools = messages, tools
         self.layout = Layout.of(text, pieces)
         self.missing, self.disorder = self.layout.missing(), self.layout.disorder()
-        self.as_python = _holds_python(messages, text)
+        calls = (call.get("function") or call for message in messages for call in message.get("tool_calls") or ())
+        objects = (call.get("arguments") for call in calls)
+        self.as_python = any(isinstance(entry, Mapping) and bool(entry) and str(entry) in text for entry in objects)
         self.answers: list[Answer] | None = None
         self.turns = [self.layout.pieces[piece].turn for piece in self.layout.order]
         self.roles = [message.get("role") for message in messages]
@@ -455,13 +457,6 @@ def _thought_too_late(conversation: Conversation, structure: Structure) -> list[
 def _says(turn: Turn) -> bool:
     """Whether a turn has a word, an image or a video."""
     return bool(turn.text.strip()) or any(isinstance(part, MediaPart) for part in turn.parts)
-
-
-def _holds_python(messages: Sequence[Mapping[str, Any]], text: str) -> bool:
-    """Whether a rendering holds arguments of a call in Python's notation, which is not JSON."""
-    calls = (call.get("function") or call for message in messages for call in message.get("tool_calls") or ())
-    objects = (call.get("arguments") for call in calls)
-    return any(isinstance(entry, Mapping) and bool(entry) and str(entry) in text for entry in objects)
 
 
 def _check_unmarked(

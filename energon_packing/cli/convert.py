@@ -7,7 +7,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from energon_packing.cli.options import PATH, Named, executor_options, json_option
+from energon_packing.cli.options import PATH, Named, defaulted, executor_options, json_option
 from energon_packing.cli.terminal import ShownProgress, answer, cell, counted, say, starting
 from energon_packing.convert.config import (
     DEFAULT_FRAME_FPS,
@@ -52,11 +52,10 @@ Examples:
     type=PATH,
     help="Directory that media paths are relative to and may not leave. Default: that of each source file.",
 )
-@click.option(
+@defaulted(
     "--format",
     type=Named(lambda: ["auto", *LAYOUTS.names()]),
     default="auto",
-    show_default=True,
     help="Layout of the records; auto detects that of each conversation.",
 )
 @click.option("--columns", default="", help="Other names of columns: messages=dialog,images=pics.")
@@ -77,50 +76,44 @@ Examples:
     metavar="MODULE:GENERATOR",
     help="Your own reader: a function that takes the path of a SRC and yields records, or Conversations.",
 )
-@click.option(
+@defaulted(
     "--missing-placeholder",
     type=click.Choice(get_args(MissingPlaceholder)),
     default="reject",
-    show_default=True,
     help="Records with images or videos that no text has a placeholder for: reject them, or put the media before or "
     "after the first question.",
 )
-@click.option(
+@defaulted(
     "--layout",
     type=click.Choice(["polylithic", "monolithic"]),
     default="polylithic",
-    show_default=True,
     help="polylithic: text and media in two WebDatasets (each file stored once, fast first pass); monolithic: in one.",
 )
-@click.option(
+@defaulted(
     "--split",
     default=",".join(f"{name}={share}" for name, share in DEFAULT_SPLIT.items()),
-    show_default=True,
     help="Share of each split; a sample's split depends only on its turns and media.",
 )
-@click.option("--samples-per-shard", type=int, default=5000, show_default=True, help="Samples per tar.")
-@click.option("--media-shard-mib", type=int, default=1024, show_default=True, help="MiB per media tar (polylithic).")
+@defaulted("--samples-per-shard", type=int, default=5000, help="Samples per tar.")
+@defaulted("--media-shard-mib", type=int, default=1024, help="MiB per media tar (polylithic).")
 @executor_options
-@click.option(
+@defaulted(
     "--check-media",
     type=click.Choice(["full", "header"]),
     default="full",
-    show_default=True,
     help="full: decode every image and video once. header: read headers and first frames only.",
 )
-@click.option(
+@defaulted(
     "--max-pixels",
     type=int,
     default=DEFAULT_MAX_PIXELS,
-    show_default=True,
     help="Largest image or frame, width x height.",
 )
-@click.option("--max-media-mib", type=int, default=1024, show_default=True, help="Largest media file, in MiB.")
-@click.option(
+@defaulted("--max-media-mib", type=int, default=1024, help="Largest media file, in MiB.")
+@defaulted(
     "--frame-fps",
     type=float,
     default=DEFAULT_FRAME_FPS,
-    show_default=True,
     help="Frames per second of a video given as a list of images, if the record has no rate of its own.",
 )
 @click.option(
@@ -129,11 +122,10 @@ Examples:
     multiple=True,
     help="Column with a value per trained token (advantages, log-probabilities); may be repeated.",
 )
-@click.option(
+@defaulted(
     "--max-rejects",
     type=float,
     default=0.5,
-    show_default=True,
     help="Exit with 1 if a larger share of the records is rejected; above 1, a larger number of them.",
 )
 @click.option("--dry-run", is_flag=True, help="Read and check everything, print the report, and write nothing.")

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from energon_packing.cli.options import AT_LEAST_1, FILE, json_option
+from energon_packing.cli.options import AT_LEAST_1, FILE, defaulted, json_option
 from energon_packing.cli.terminal import answer, starting
 from energon_packing.errors import UserError
 
@@ -24,12 +24,12 @@ Examples:
 @click.command(epilog=_EXAMPLES)
 @click.argument("dataset", type=click.Path())
 @click.option("--processor", required=True, help="Directory or hub name of a Hugging Face processor or tokenizer.")
-@click.option("--out", default="run.yaml", show_default=True, type=FILE)
+@defaulted("--out", default="run.yaml", type=FILE)
 @click.option("--force", is_flag=True, help="Replace an existing file.")
-@click.option("--seq-length", default=8192, show_default=True, type=AT_LEAST_1, help="Tokens of a row.")
-@click.option("--global-batch-size", default=8, show_default=True, type=AT_LEAST_1, help="Rows of a step.")
-@click.option("--tensor-parallel", default=1, show_default=True, type=AT_LEAST_1)
-@click.option("--context-parallel", default=1, show_default=True, type=AT_LEAST_1)
+@defaulted("--seq-length", default=8192, type=AT_LEAST_1, help="Tokens of a row.")
+@defaulted("--global-batch-size", default=8, type=AT_LEAST_1, help="Rows of a step.")
+@defaulted("--tensor-parallel", default=1, type=AT_LEAST_1)
+@defaulted("--context-parallel", default=1, type=AT_LEAST_1)
 @click.option("--schema", type=FILE, help="Also write a JSON Schema for editors.")
 @json_option
 def init(

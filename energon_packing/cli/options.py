@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,8 @@ def together(*options: Decorator) -> Decorator:
     return decorate
 
 
+defaulted = partial(click.option, show_default=True)
+"""A `click.option` whose help tells its default."""
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
 trust_option = click.option(
     "--trust",
@@ -72,18 +74,17 @@ config_options = together(
     click.option("--config", "config_path", metavar="CFG", type=click.Path(), help="YAML configuration."),
     *(set_option, trust_option),
 )
-split_option = click.option("--split", default="train", show_default=True, help="Part of each data set.")
+split_option = defaulted("--split", default="train", help="Part of each data set.")
 executor_options = together(
     click.option(
         "--workers",
         type=AT_LEAST_0,
         help="Processes; 0 works in this one. Default: one per CPU, at most 8; with Ray, all CPUs of the cluster.",
     ),
-    click.option(
+    defaulted(
         "--executor",
         type=Named(EXECUTORS.names),
         default="local",
-        show_default=True,
         help="Who works: processes of this machine, or a Ray cluster.",
     ),
     click.option(

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from energon_packing.cli.options import AT_LEAST_1, PATH, executor_options, json_option, rank_options
+from energon_packing.cli.options import AT_LEAST_1, PATH, defaulted, executor_options, json_option, rank_options
 from energon_packing.cli.terminal import ShownProgress, answer, counted, starting
 
 _EXAMPLES = """\b
@@ -23,27 +23,24 @@ Examples:
 @click.command(epilog=_EXAMPLES)
 @click.argument("plan", metavar="PLAN", type=PATH)
 @click.option("--out", metavar="DIR", required=True, type=PATH, help="Directory of the packs.")
-@click.option(
+@defaulted(
     "--store",
     type=click.Choice(["tokens", "pixels"]),
     default="tokens",
-    show_default=True,
     help="Tokens only, with media rendered in training; or rendered media too.",
 )
-@click.option(
+@defaulted(
     "--media",
     type=click.Choice(["reference", "copy"]),
     default="reference",
-    show_default=True,
     help="Leave compressed media in their data sets, or copy them into DIR.",
 )
-@click.option("--shard-packs", type=AT_LEAST_1, default=1000, show_default=True, help="Packs of a shard at most.")
-@click.option(
+@defaulted("--shard-packs", type=AT_LEAST_1, default=1000, help="Packs of a shard at most.")
+@defaulted(
     "--format",
     "form",
     metavar="FORMAT",
     default="shards",
-    show_default=True,
     help="Our shards; or, for text, the Parquet files of Bridge's own packed data sets.",
 )
 @executor_options

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from energon_packing.cli.options import AT_LEAST_0, AT_LEAST_1, NEW_FILE, Named, config_options, json_option
+from energon_packing.cli.options import AT_LEAST_0, AT_LEAST_1, NEW_FILE, Named, config_options, defaulted, json_option
 from energon_packing.cli.terminal import (
     ShownProgress,
     answer,
@@ -48,16 +48,15 @@ Trained text is green, or in \u27e6 \u27e7 without colours. A run of media token
 @click.command(epilog=_EXAMPLES)
 @click.argument("dataset", type=click.Path())
 @config_options
-@click.option(
+@defaulted(
     "--format",
     "kind",
     default="conversations",
-    show_default=True,
     type=Named(lambda: ["conversations", *(kind.record_format for kind in KINDS if kind.record_format)]),
     help="What the data set contains.",
 )
-@click.option("--packs", default=2, show_default=True, type=AT_LEAST_1, help="Packs to build.")
-@click.option("--text-width", default=300, show_default=True, type=AT_LEAST_0, help="Characters of text per sample.")
+@defaulted("--packs", default=2, type=AT_LEAST_1, help="Packs to build.")
+@defaulted("--text-width", default=300, type=AT_LEAST_0, help="Characters of text per sample.")
 @click.option("--pack", "first", default=0, type=AT_LEAST_0, help="Number of the first pack, from 0.")
 @click.option("--key", help="Show packs that hold this sample only.")
 @click.option("--html", type=NEW_FILE, help="Write a page instead.")

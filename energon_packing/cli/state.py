@@ -65,7 +65,18 @@ def convert(
 
     check_plan_name(out)
     if states_out is not None:
-        _check_states_out(states_out / STATE_FILE, states, force)
+        file = states_out / STATE_FILE  # may be the only state of a run
+        read = {(given / STATE_FILE if given.is_dir() else given).resolve() for given in states}
+        refuse(
+            (
+                file.resolve() in read,
+                f"--states-out {states_out} holds the states that are converted; name another folder.",
+            ),
+            (
+                file.exists() and not force,
+                f"{file} exists already; name another --states-out, or replace it with --force.",
+            ),
+        )
     if (kind := kind_of(Index.open(index).datasets)) != "conversations":
         raise UserError(f"{index} is an index of {kind}; only the state of a run on conversations can be converted.")
     config = load_config(config_path, overrides)
@@ -102,18 +113,3 @@ def convert(
         show_summary(told)
 
     answer(result, as_json, show, indent=2)
-
-
-def _check_states_out(file: Path, states: tuple[Path, ...], force: bool) -> None:
-    """Refuses to replace a state, which may be the only one of a run: one that is read, or without `force` any."""
-    read = {(given / STATE_FILE if given.is_dir() else given).resolve() for given in states}
-    refuse(
-        (
-            file.resolve() in read,
-            f"--states-out {file.parent} holds the states that are converted; name another folder.",
-        ),
-        (
-            file.exists() and not force,
-            f"{file} exists already; name another --states-out, or replace it with --force.",
-        ),
-    )

@@ -19,6 +19,7 @@ from energon_packing.cli.options import (
     NEW_FILE,
     PATH,
     config_options,
+    defaulted,
     json_option,
     split_option,
     together,
@@ -70,7 +71,7 @@ def _many(name: str, told: str, kind: click.ParamType = AT_LEAST_1) -> Callable[
 @_many("--multiple", "To compare; --fill: pads each sample to a multiple of this.")
 @_many("--window", "To compare; samples that an online policy holds.")
 @click.option("--data-parallel", type=AT_LEAST_1, help="Ranks of a run: show what their readers get of a data set.")
-@click.option("--seed", default=0, show_default=True, type=AT_LEAST_0, help="Seed of everything drawn at random.")
+@defaulted("--seed", default=0, type=AT_LEAST_0, help="Seed of everything drawn at random.")
 @click.option("--html", type=NEW_FILE, help="Write a page.")
 @click.option("--png", type=NEW_FILE, help="Write a picture (matplotlib).")
 @together(
@@ -84,14 +85,14 @@ def _many(name: str, told: str, kind: click.ParamType = AT_LEAST_1) -> Callable[
 )
 @together(
     click.option("--size", is_flag=True, help="Hours, storage and memory of an offline run of many such samples."),
-    click.option("--probe", type=AT_LEAST_1, default=200, show_default=True, help="--size: samples to pack."),
-    click.option("--cores", type=AT_LEAST_1, default=1, show_default=True, help="--size: for hours by the clock."),
+    defaulted("--probe", type=AT_LEAST_1, default=200, help="--size: samples to pack."),
+    defaulted("--cores", type=AT_LEAST_1, default=1, help="--size: for hours by the clock."),
 )
 @together(
     click.option("--profile", is_flag=True, help="CPU time of the loader by stage, and how many workers a step needs."),
-    click.option("--packs", default=20, show_default=True, type=AT_LEAST_1, help="--profile: packs to count."),
+    defaulted("--packs", default=20, type=AT_LEAST_1, help="--profile: packs to count."),
     _many("--step-seconds", "--profile: time of a training step.", click.FloatRange(min=0, min_open=True)),
-    click.option("--packs-per-step", default=1, show_default=True, type=AT_LEAST_1, help="--profile: of one rank."),
+    defaulted("--packs-per-step", default=1, type=AT_LEAST_1, help="--profile: of one rank."),
 )
 @json_option
 @click.pass_context

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from energon_packing.cli.options import AT_LEAST_0, PATH, executor_options, json_option
+from energon_packing.cli.options import AT_LEAST_0, PATH, defaulted, executor_options, json_option
 from energon_packing.cli.terminal import ShownProgress, answer, counted, starting
 
 _EXAMPLES = """\b
@@ -21,14 +21,13 @@ Exit code 1 if anything differs. With --share 0 neither the data sets nor the pr
 
 @click.command(epilog=_EXAMPLES)
 @click.argument("directory", metavar="DIR", type=PATH)
-@click.option(
+@defaulted(
     "--share",
     type=click.FloatRange(0, 1),
     default=0.01,
-    show_default=True,
     help="Share of the packs to make anew and compare.",
 )
-@click.option("--seed", type=AT_LEAST_0, default=0, show_default=True, help="Chooses these packs.")
+@defaulted("--seed", type=AT_LEAST_0, default=0, help="Chooses these packs.")
 @executor_options
 @json_option
 @click.pass_context

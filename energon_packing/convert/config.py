@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from energon_packing.conversation import PREFERENCE
 from energon_packing.convert.fields import ROLE_OF, says_nothing
-from energon_packing.convert.layouts.layout import LAYOUTS
+from energon_packing.convert.layouts.layout import LAYOUTS, all_layouts
 from energon_packing.convert.layouts.layout import Layout as RecordLayout
 from energon_packing.convert.reader import load_reader, reader_options
 from energon_packing.errors import ConfigError, SampleRejected, UserError
@@ -29,10 +29,14 @@ COLUMNS = (
     *("audio", "audios", "instruction", "input", "output", "query", "response", "completion", "history", "text"),
     *("texts", "caption", "captions", "video_path"),
 )
-"""Columns that may have another name."""
+"""Columns that may have another name, besides those that a layout declares."""
 FIELDS = ("role", "content")
 """Fields of a message that may have another name."""
 _MESSAGES = ("messages", "conversations", "chosen", "rejected")
+
+
+def _columns() -> tuple[str, ...]:
+    return tuple(dict.fromkeys((*COLUMNS, *(name for layout in all_layouts() for name in layout.columns))))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,9 +44,9 @@ class ColumnMap:
     """How a data set names what layouts read.
 
     Attributes:
-        columns: a column of `COLUMNS`, or a field of `FIELDS`, -> its name in the data.
+        columns: a column of `COLUMNS` or of a layout, or a field of `FIELDS`, -> its name in the data.
         roles: a role that turns may have, such as ``human`` or ``gpt``, -> its name in the data.
-        only: whether columns of `COLUMNS` that are not named are left out and counted, as LLaMA-Factory does.
+        only: whether such columns that are not named are left out and counted, as LLaMA-Factory does.
         layout: what the report calls the records; empty for the name of the layout that is found.
     """
 
@@ -52,7 +56,8 @@ class ColumnMap:
     layout: str = ""
 
     def __post_init__(self) -> None:
-        for what, given, known in (("columns", self.columns, (*COLUMNS, *FIELDS)), ("roles", self.roles, ROLE_OF)):
+        columns = (*_columns(), *FIELDS) if self.columns else ()
+        for what, given, known in (("columns", self.columns, columns), ("roles", self.roles, ROLE_OF)):
             if unknown := [name for name in given if name not in known]:
                 raise ConfigError(f"{what} names {unknown[0]!r}; write NAME=THEIRS with one of {', '.join(known)}")
         by_role: dict[str, str] = {}
@@ -71,9 +76,10 @@ class ColumnMap:
     def apply(self, record: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
         """A record under the names that layouts read, and the names of filled columns that were left out; raises
         ``conflicting_columns`` if a name is filled under both its own name and the given one."""
-        theirs = {name: column for name, column in self.columns.items() if name in COLUMNS}
+        columns = _columns()
+        theirs = {name: column for name, column in self.columns.items() if name in columns}
         own = {name: value for name, value in record.items() if name not in theirs.values()}
-        left = {name for name in own if self.only and name in COLUMNS and name != "id"}
+        left = {name for name in own if self.only and name in columns and name != "id"}
         for name, value in own.items():
             if name in theirs and name not in left and not says_nothing(value):
                 twice = f"the record has {name!r} and {theirs[name]!r}, which stands for it"

@@ -8,7 +8,6 @@ import unicodedata
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from heapq import nsmallest
 from typing import Any
 
@@ -193,17 +192,13 @@ class SplitAssigner:
         assigned = self.of(positions)
         self.counts = (np.bincount(assigned, minlength=len(self.names)) + self.counts).tolist()
         for empty in (index for index, count in enumerate(self.counts) if count == 0):
+            start, end = (float(self._ends[at]) if at >= 0 else 0.0 for at in (empty - 1, empty))
             for source in np.unique(assigned).tolist():
                 found, copies = np.unique(positions[assigned == source], return_counts=True)
                 kept = self._nearest.get((empty, source), Counter[float]())
                 kept = kept + Counter(dict(zip(found.tolist(), copies.tolist(), strict=True)))
-                nearest = nsmallest(len(self.names), kept, key=partial(self._distance, empty))
+                nearest = nsmallest(len(self.names), kept, key=lambda at: (max(start - at, at - end), at))
                 self._nearest[empty, source] = Counter({position: kept[position] for position in nearest})
-
-    def _distance(self, split: int, position: float) -> tuple[float, float]:
-        """How far a position is from the range of a split; no two are equally far."""
-        start = float(self._ends[split - 1]) if split else 0.0
-        return max(start - position, position - float(self._ends[split])), position
 
     def of(self, positions: Positions) -> NDArray[np.int64]:
         """The splits of samples, as indices into `names`. Shape [n] -> [n]."""

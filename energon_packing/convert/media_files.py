@@ -140,9 +140,7 @@ def resolve_media(reference: str, root: Path) -> str:
     return str(path)
 
 
-@lru_cache(maxsize=4096)
-def _real_directory(directory: str) -> str:
-    return os.path.realpath(directory)
+_real_directory = lru_cache(maxsize=4096)(os.path.realpath)
 
 
 def _plain_file(reference: str, root: str) -> str | None:
@@ -191,7 +189,9 @@ def check_media(stream: BinaryIO, path: str, size: int, kind: MediaKind, config:
         extension = _EXTENSION_OF_IMAGE.get(found.format, found.format.lower())
     else:
         found = probe_video(path, max_pixels=config.max_pixels, decode=decode)
-        extension = _video_extension(Path(path), found.container)
+        suffix = Path(path).suffix.lower().lstrip(".")
+        of_container = filter(None, map(_EXTENSION_OF_CONTAINER.get, found.container.split(",")))
+        extension = suffix if suffix in _CONTAINER_SUFFIXES else next(of_container, "mp4")
     return MediaFile(kind=kind, path=path, name=f"{digest}.{extension}", size=size, **found._asdict())
 
 
@@ -223,12 +223,6 @@ def open_regular(path: str) -> Any:
     return os.fdopen(descriptor, "rb")
 
 
-def _video_extension(path: Path, container: str) -> str:
-    suffix = path.suffix.lower().lstrip(".")
-    of_container = filter(None, map(_EXTENSION_OF_CONTAINER.get, container.split(",")))
-    return suffix if suffix in _CONTAINER_SUFFIXES else next(of_container, "mp4")
-
-
 @contextmanager
 def _pillow_pixel_limit(max_pixels: int) -> Iterator[None]:
     """Lets Pillow open what the conversion allows: raises its limit to ours and silences its warning."""
@@ -245,7 +239,7 @@ def _pillow_pixel_limit(max_pixels: int) -> Iterator[None]:
         Image.MAX_IMAGE_PIXELS = before
 
 
-_SUFFIX = re.compile(r"\.[A-Za-z0-9]{1,5}")
+_SUFFIX = re.compile(r"\.[A-Za-z0-9]{1,11}")
 FETCHED = "fetched"
 """Name of the directory of copies from object stores, in the working directory of the conversion."""
 _MOST_RECENT = 20_000  # outcomes that a process keeps; each takes about a kilobyte

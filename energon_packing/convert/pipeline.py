@@ -132,15 +132,10 @@ class Auditing:
                 break
         self._number = number
         config, own = self._config, self._config.own_layout
-        self._parse: Callable[[Any], Any] = (own and own.parse) or partial(
-            parse_record,
-            layout=config.format,
-            extra_columns=config.extra_columns,
-            frame_fps=config.frame_fps,
-            column_map=config.column_map,
-            kto_label=config.kto_label,
-            missing_placeholder=config.missing_placeholder,
-        )
+        names = ("extra_columns", "frame_fps", "column_map", "kto_label", "missing_placeholder")
+        options: dict[str, Any] = {name: getattr(config, name) for name in names}
+        parse = own and own.parse
+        self._parse: Callable[[Any], Any] = parse or partial(parse_record, layout=config.format, **options)
         self._may_be_plain = (own is None or own.fields is not None) and not (
             config.extra_columns or config.column_map or config.kto_label
         )

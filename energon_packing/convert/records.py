@@ -179,13 +179,11 @@ class ParsedRecord:
     Attributes:
         turns: in order; their `MediaPart` indices count up from 0 over the whole record.
         references: the media that the indices refer to.
-        tools: definitions for the chat template, or None.
         warnings: names of oddities that were accepted.
         ignored: filled columns, and fields as ``messages[].name``, that nothing reads; sorted.
-        chosen, rejected: for a preference record, the turns of each answer; empty for any other.
-        extras: additional values of the trained tokens, see `energon_packing.convert.columns`.
         layout: name of the layout that the record has.
-        source_id: its id, if that is not ASCII.
+
+    The others are those of `Conversation`.
     """
 
     turns: tuple[Turn, ...]
@@ -229,16 +227,8 @@ class ParsedRecord:
                 if reference.is_frames
                 else next(file.media(name) for name, file in own)
             )
-        return Conversation(
-            key=key,
-            turns=self.turns,
-            media=tuple(media),
-            tools=self.tools,
-            chosen=self.chosen,
-            rejected=self.rejected,
-            extras=self.extras,
-            source_id=self.source_id,
-        ).to_record()
+        said = ("turns", "tools", "chosen", "rejected", "extras", "source_id")
+        return Conversation(key=key, media=tuple(media), **{name: getattr(self, name) for name in said}).to_record()
 
 
 def media_of_frames(frames: Sequence[tuple[str, MediaFile]], *, fps: float | None, times: tuple[float, ...]) -> Media:

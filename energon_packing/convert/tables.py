@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 from energon_packing.convert.chunks import DELIMITERS, Chunk, RawRecord, SourceFile, one_line, suffix_of
 from energon_packing.convert.json_text import DigestingReader, parse_json
-from energon_packing.convert.layouts.layout import ANSWER_COLUMNS
+from energon_packing.convert.layouts.layout import ANSWER_COLUMNS, all_layouts
 from energon_packing.errors import SampleRejected, UserError, is_machines
 
 _BATCH_BYTES = 1 << 20
@@ -31,17 +31,6 @@ _DAMAGE = (ValueError, OSError, OverflowError, NotImplementedError, LookupError)
 def _is_damage(error: BaseException) -> bool:
     """Whether one of `_DAMAGE` is about the content: not about a file that is gone, nor about this machine."""
     return not (isinstance(error, FileNotFoundError | PermissionError) or is_machines(error))
-
-
-def _pyarrow(path: Path) -> Any:
-    try:
-        import pyarrow
-    except ImportError as error:
-        raise UserError(
-            f"{path} holds rows in the format {_kind(path)}, which needs the package pyarrow; run pip install "
-            "'.[convert]' in the checkout, or save the records as JSON Lines"
-        ) from error
-    return pyarrow
 
 
 def _kind(path: Path) -> str:
@@ -135,8 +124,15 @@ class _Table:
     """
 
     def __init__(self, path: Path) -> None:
-        self._arrow = _pyarrow(path)
-        self._source = self._arrow.memory_map(str(path))
+        try:
+            import pyarrow
+        except ImportError as error:
+            raise UserError(
+                f"{path} holds rows in the format {_kind(path)}, which needs the package pyarrow; run pip install "
+                "'.[convert]' in the checkout, or save the records as JSON Lines"
+            ) from error
+        self._arrow: Any = pyarrow
+        self._source = pyarrow.memory_map(str(path))
         self._file: Any = None  # of Parquet
         self._batches: Iterator[Any] = iter(())
         self._batch: Any = None
@@ -448,11 +444,15 @@ def read_cells(chunk: Chunk, stream: BinaryIO, max_record_bytes: int) -> Iterato
             yield chunk.record(number, {name: _cell(name, cell) for name, cell in zip(header, row, strict=True)})
 
 
+def _holds_lists(name: str) -> bool:
+    return name in _LISTS or any(name in layout.lists for layout in all_layouts())
+
+
 def _cell(name: str, text: str) -> Any:
-    if text.startswith(("[", "{")) and name in _LISTS | _SPOKEN:
+    if text.startswith(("[", "{")) and ((lists := _holds_lists(name)) or name in _SPOKEN):
         with suppress(ValueError, RecursionError):
             value = parse_json(text.encode())
             messages = [value] if isinstance(value, dict) else value
-            if name in _LISTS or all(isinstance(each, dict) and {"role", "from"} & each.keys() for each in messages):
+            if lists or all(isinstance(each, dict) and {"role", "from"} & each.keys() for each in messages):
                 return value
     return text or None

@@ -162,8 +162,14 @@ def read_samples(chunk: Chunk, *, max_record_bytes: int) -> Iterator[RawRecord]:
     """Yields the record of every sample of a chunk; one that cannot be read has an error."""
     for number, (key, members) in enumerate(chunk.samples, chunk.first):
         note = f" ({key[:100]})"
+        by_name = {  # whole, without directories, or the suffix alone
+            name: member
+            for member in members
+            for suffix in [member.name[len(key) + 1 :]]
+            for name in (suffix, f".{suffix}", member.name.rpartition("/")[2], member.name)
+        }
         try:
-            yield chunk.record(number, _record(key, members, max_record_bytes), note, members=_by_name(key, members))
+            yield chunk.record(number, _record(key, members, max_record_bytes), note, members=by_name)
         except SampleRejected as error:
             yield chunk.broken(number, error.detail, error.reason, note)
 
@@ -171,16 +177,6 @@ def read_samples(chunk: Chunk, *, max_record_bytes: int) -> Iterator[RawRecord]:
 def _suffix(key: str, member: MemberBytes) -> str:
     """What follows the name of the sample and the first dot, lower case."""
     return member.name[len(key) + 1 :].lower()
-
-
-def _by_name(key: str, members: tuple[MemberBytes, ...]) -> dict[str, MemberBytes]:
-    """Each name that a record may use for a member: whole, without directories, or the suffix alone."""
-    return {
-        name: member
-        for member in members
-        for suffix in [member.name[len(key) + 1 :]]
-        for name in (suffix, f".{suffix}", member.name.rpartition("/")[2], member.name)
-    }
 
 
 def _record(key: str, members: tuple[MemberBytes, ...], max_record_bytes: int) -> Any:

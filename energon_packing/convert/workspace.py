@@ -252,7 +252,8 @@ def store_data_set(local: Path, address: str, progress: Callable[[str, int, int]
             remove(f"{address}/{name}")
         for name, size in sizes.items():
             target = f"{address}/{name}"
-            if name not in before or _order(name) or not _is_there(local / name, target):
+            there = status(target) if name in before and not _order(name) else None
+            if there is None or there.size != size or digest(target) != file_digest(local / name):  # of other bytes
                 store(local / name, target)
             done += size
             progress("store", done, total)
@@ -271,9 +272,3 @@ def _order(name: str) -> int:
     if name == CONVERSION_FILE:
         return 3
     return 2 if name == DATASET_FILE else 1 if META_DIRECTORY in name.split("/") else 0
-
-
-def _is_there(path: Path, address: str) -> bool:
-    """Whether a store has a file already; of the same bytes."""
-    there = status(address)
-    return there is not None and there.size == path.stat().st_size and digest(address) == file_digest(path)

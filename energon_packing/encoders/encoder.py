@@ -240,7 +240,7 @@ class ConversationEncoder(SampleEncoder):
             kept = beginning(conversation, measured.turns, self.template.trained_turns(conversation))
         rendered = self.template.render(kept)
         chat = self._placeholders.expand(rendered, measured.plans)
-        tokenized = self._tokenize(chat.text)
+        tokenized = self._tokens(chat.text, add_special_tokens=self._adds_tokens(chat.text))
         if not np.array_equal(tokenized.ids, measured.token_ids):
             raise PackingError(f"sample {measured.key} has different tokens than when it was measured")
 
@@ -283,7 +283,7 @@ class ConversationEncoder(SampleEncoder):
             _, plans, chat, text = prepared
         else:
             plans, chat = self._rendered(conversation, self._resizer.family(settings))
-            text = self._tokenize(chat.text)
+            text = self._tokens(chat.text, add_special_tokens=self._adds_tokens(chat.text))
         ids = text.ids
         trained, weights = trained_tokens(text, chat.spans)
         targets = int(np.count_nonzero(trained[1:]))
@@ -380,9 +380,6 @@ class ConversationEncoder(SampleEncoder):
     def takes(self) -> str:
         """Media that the encoder accepts, in words."""
         return " and ".join(["text", *sorted(self.kinds)])
-
-    def _tokenize(self, text: str) -> TokenizedText:
-        return self._tokens(text, add_special_tokens=self._adds_tokens(text))
 
     def _adds_tokens(self, text: str) -> bool:
         bos = self.tokenizer.bos_token

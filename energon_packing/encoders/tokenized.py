@@ -90,14 +90,12 @@ class ByteText(TokenizedText):
         return np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
 
     def tokens_of(self, start: int, end: int) -> tuple[int, int]:
-        """Returns tokens ``[first, last)`` that hold a character of ``[start, end)``, from the byte where each ends."""
         start, end = self._bytes_before(start), self._bytes_before(end)
         # The first token that ends after the start, and the first token that reaches the end.
         first, last = self._ends.searchsorted(start, side="right"), self._ends.searchsorted(end) + 1
         return (int(first), int(last)) if first < last and end > 0 else (0, 0)
 
     def reaches_over(self, token: int, end: int) -> bool:
-        """Whether a token holds more than white space from the character ``end`` on."""
         start, stop = self._bytes_before(end), int(self._ends[token])
         return stop > start and not self._text.encode()[start:stop].isspace()
 

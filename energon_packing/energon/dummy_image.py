@@ -39,8 +39,13 @@ class DummyImage:
         accepted: list[Measured] = []
         refused = ""
         for side in SIDES:
+            conversation = Conversation(
+                key="dummy-image",
+                turns=(Turn(role="user", parts=(MediaPart(index=0),)), Turn(role="assistant", parts=("-",))),
+                media=(Media(kind="image", name="dummy.png", width=side, height=side),),
+            )
             try:
-                accepted.append(encoder.measure(_conversation(side)))
+                accepted.append(encoder.measure(conversation))
             except SampleRejected as error:
                 refused = f"{error.reason}: {error.detail}"
         if not accepted:
@@ -49,8 +54,9 @@ class DummyImage:
                 f"the last reason was {refused}."
             )
         self.measured = min(accepted, key=lambda measured: (measured.length, measured.patches))
-        side = self.measured.media[0].width or 0
-        self.row = encoder.render(self.measured, lambda _: _png(side))
+        side, png = self.measured.media[0].width or 0, io.BytesIO()
+        Image.new("RGB", (side, side)).save(png, "PNG")
+        self.row = encoder.render(self.measured, lambda _: png.getvalue())
         self.row["labels"] = torch.full_like(self.row["labels"], IGNORE_INDEX)
         self.row["loss_mask"] = torch.zeros_like(self.row["loss_mask"])
 
@@ -90,17 +96,3 @@ def aligned_filler(
     }
     padded["input_ids"][length:] = pad_token_id
     return {**row, **padded, "attention_mask": None, "expected_length": length + more}
-
-
-def _conversation(side: int) -> Conversation:
-    return Conversation(
-        key="dummy-image",
-        turns=(Turn(role="user", parts=(MediaPart(index=0),)), Turn(role="assistant", parts=("-",))),
-        media=(Media(kind="image", name="dummy.png", width=side, height=side),),
-    )
-
-
-def _png(side: int) -> bytes:
-    data = io.BytesIO()
-    Image.new("RGB", (side, side)).save(data, "PNG")
-    return data.getvalue()

@@ -121,7 +121,12 @@ def check_fingerprint(
     )
     names = sorted(saved.keys() | own.keys())
     differs = [name for name in names if saved.get(name, _NEWER.get(name)) != own.get(name, _NEWER.get(name))]
-    causes = {name for name in differs if _accepts(accepted, name)}
+    causes = {
+        name
+        for name in differs
+        for each in accepted  # "data" is the section, "data set" all data sets of a blend: neither stands for the other
+        if name == each or name.startswith(f"{each}.") or (each == "data set" and name.startswith("data set "))
+    }
     lines = []
     for name in sorted(differs, key=lambda name: name in FOLLOWS):
         if causes.intersection(FOLLOWS.get(name, ())):
@@ -130,14 +135,6 @@ def check_fingerprint(
             raise ConfigError(f"{where} was {_difference(name, saved, own)}; {_way_out(name)}, or start the data over.")
         lines.append(_difference(name, saved, own))
     return lines
-
-
-def _accepts(accepted: Sequence[str], name: str) -> bool:
-    # "data" is the section, and "data set" all data sets of a blend: neither stands for the other.
-    return any(
-        name == each or name.startswith(f"{each}.") or (each == "data set" and name.startswith("data set "))
-        for each in accepted
-    )
 
 
 def _difference(name: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
@@ -266,7 +263,12 @@ def read_state(path: Path, *, missing: str, bare: bool = False) -> Any:
         UnpicklingError=pickle.UnpicklingError,
     )
     try:
-        _check_checksums(path)
+        # Without the CRC-32 of each part, which `torch.save` writes and `torch.load` does not read, one flipped bit
+        # gives another position in the data, without a word.
+        if torch.serialization.get_crc32_options() and zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as parts:
+                if (damaged := parts.testzip()) is not None:
+                    raise zipfile.BadZipFile(f"the checksum of its part {damaged} differs")
         saved = torch.load(path, map_location="cpu", weights_only=False, pickle_module=restricted)
     except Exception as error:  # damaged bytes make a pickle fail in any way
         reason = " ".join(str(error).split())[:200] or type(error).__name__
@@ -276,17 +278,6 @@ def read_state(path: Path, *, missing: str, bare: bool = False) -> Any:
     if not isinstance(saved, dict) or "dataloader_state_dict" not in saved:
         raise ConfigError(f"{path} is not the state of a loader: it has no dataloader_state_dict. {_WAY_OUT}")
     return saved["dataloader_state_dict"]
-
-
-def _check_checksums(path: Path) -> None:
-    """Asks each part of the file for its CRC-32, which ``torch.save`` writes and ``torch.load`` does not read.
-
-    Without it one flipped bit gives another position in the data, without a word.
-    """
-    if torch.serialization.get_crc32_options() and zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as parts:
-            if (damaged := parts.testzip()) is not None:
-                raise zipfile.BadZipFile(f"the checksum of its part {damaged} differs")
 
 
 _WAY_OUT = "Continue from an earlier checkpoint."

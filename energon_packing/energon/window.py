@@ -40,7 +40,7 @@ from energon_packing.energon.samples import (
     shuffled_ahead,
 )
 from energon_packing.energon.states import check_fingerprint
-from energon_packing.errors import ConfigError, PackingError, SampleRejected, UserError
+from energon_packing.errors import ConfigError, PackingError, SampleRejected, UserError, some_of
 from energon_packing.ledger import Ledger
 
 SHOWN_KEYS = 8
@@ -430,9 +430,8 @@ class DisjointPackingDataset(WindowPackingDataset):
         times = Counter(map(id, packed))
         named = {id(sample): sample.__key__ for sample in [*packed, *samples]}
         if wrong := [key for name, key in named.items() if times[name] != (name in position)]:
-            more = f" and {len(wrong) - SHOWN_KEYS} more" if wrong[SHOWN_KEYS:] else ""
             raise PackingError(
-                f"select_samples_to_pack leaves out, repeats or makes up {', '.join(wrong[:SHOWN_KEYS])}{more}; its "
+                f"select_samples_to_pack leaves out, repeats or makes up {some_of(wrong, SHOWN_KEYS)}; its "
                 "packs must be a partition of the buffer"
             )
         self._planned.put(self._window.take([position[id(sample)] for sample in packed]))

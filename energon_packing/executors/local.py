@@ -55,7 +55,6 @@ class LocalProcesses:
         self._count = count
 
     def results[Task, Result](self, tasks: Iterable[Task], work: Work[Task, Result]) -> Results[Task, Result]:
-        """See `Executor`."""
         attempts = Attempts(tasks, work.name)
         workers: list[_Worker] = []
         done: list[tuple[Task, Result]] = []

@@ -41,7 +41,6 @@ class RayWorkers:
         self._address = address or os.environ.get("RAY_ADDRESS") or None
 
     def results[Task, Result](self, tasks: Iterable[Task], work: Work[Task, Result]) -> Results[Task, Result]:
-        """See `Executor`."""
         connected = self._connect()  # False in a cluster of the calling program
         actors: list[Any] = []
         try:
@@ -64,7 +63,10 @@ class RayWorkers:
             if self._address is None:
                 self._ray.init("local", **own, **told)
             else:
-                _knock(self._address)
+                # Ray itself tries for minutes to reach an address where nothing listens.
+                host, _, port = self._address.rpartition("//")[2].rpartition(":")
+                if host and port.isdigit():
+                    socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_SECONDS).close()
                 self._ray.init(self._address, **told)
         except (OSError, RuntimeError, ValueError) as error:
             why = " ".join(str(error).split())[:200]
@@ -118,13 +120,6 @@ class RayWorkers:
                 failed_starts = 0
             else:
                 yield attempt.task, result
-
-
-def _knock(address: str) -> None:
-    """Raises OSError if nobody is there: Ray itself tries for minutes to reach an address where nothing listens."""
-    host, _, port = address.rpartition("//")[2].rpartition(":")
-    if host and port.isdigit():
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_SECONDS).close()
 
 
 def _cannot_start(why: str) -> UserError:

@@ -73,7 +73,6 @@ class CallingProcess:
     """Does the tasks in this process, one after the other."""
 
     def results[Task, Result](self, tasks: Iterable[Task], work: Work[Task, Result]) -> Results[Task, Result]:
-        """See `Executor`."""
         work.begin()
         for task in tasks:
             yield task, work.do(task)

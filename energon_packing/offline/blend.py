@@ -197,10 +197,14 @@ class Blend:
         after = np.cumsum(amount[order])
         middle = (after - amount[order] / 2) / after[-1]
         chosen = order[(middle >= low) & (middle < high)]
-        rows = np.append(firsts, end - start)
-        counts = rows[chosen + 1] - rows[chosen]
-        inside = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-        return start + np.repeat(rows[chosen], counts) + inside
+        return start + gathered(np.append(firsts, end - start), chosen)
+
+
+def gathered(offsets: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Positions ``[N]`` int64 of the members of these groups, of which group g is ``[offsets[g], offsets[g + 1])``."""
+    counts = offsets[groups + 1] - offsets[groups]
+    ends = np.cumsum(counts)
+    return np.arange(int(ends[-1]) if ends.size else 0) + np.repeat(offsets[groups] - (ends - counts), counts)
 
 
 def _repeats(shares: Sequence[Share], amounts: Sequence[float]) -> tuple[float, ...]:

@@ -116,7 +116,6 @@ class PlannedLoader(LoaderBase):
         return planned_state(min(self._position, self._end or self._position), self._fingerprint)
 
     def state_later(self) -> Callable[[], Any]:
-        """Returns a function that gives the state after the last yielded pack, also when more were read since."""
         state = self.save_state()
         return lambda: state
 
@@ -151,7 +150,6 @@ class PlannedLoader(LoaderBase):
         self._position = position
 
     def share_unpinned(self) -> None:
-        """See `LoaderBase.share_unpinned`."""
         self._pinned = False
 
 

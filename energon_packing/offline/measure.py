@@ -203,21 +203,17 @@ class ShardMeasurer:
             if wanted is None or number in wanted
         )
         for some in _together(records):
-            cooked = [self._cooked(part, tar, *record) for record in some]
+            cooked = []
+            for key, offset, size in some:
+                store = IndexedMedia(self.index_of(part.media_root), key)
+                # A sample without a record is cooked as one whose record is empty, and gets the loader's own reason.
+                record = b"" if offset is None or size is None else self._files.read(tar, offset, size)
+                cooked.append((part.sample(key, record, store), store))
             self._encoder.prepare([sample for sample, _ in cooked])
             for sample, _ in cooked:
                 self.pair_counts += pair_counts_of(sample)
             for (key, offset, size), (sample, store) in zip(some, cooked, strict=True):
                 yield {"key": key, "offset": offset or 0, "size": size or 0, **self._measured(sample, store)}
-
-    def _cooked(
-        self, part: SourcePart, tar: Path, key: str, offset: int | None, size: int | None
-    ) -> tuple[Any, IndexedMedia]:
-        """A sample as the loader cooks it, and the store of its media."""
-        store = IndexedMedia(self.index_of(part.media_root), key)
-        # A sample without a record is cooked as one whose record is empty, and gets the loader's own reason.
-        record = b"" if offset is None or size is None else self._files.read(tar, offset, size)
-        return part.sample(key, record, store), store
 
     def _measured(self, sample: Any, store: IndexedMedia) -> dict[str, Any]:
         result: MeasuredSample = self._encoder.preencode_sample(sample)

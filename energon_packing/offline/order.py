@@ -73,8 +73,7 @@ def order_again(start: int, stop: int, *, position: int, group: int, seed: list[
 
     Args:
         position: of the first of them. Where steps would straddle two groups, a part of a group comes first.
-        group: as for `balanced_order`.
-        seed: of all random choices.
+        group, seed: as for `balanced_order`.
     """
     random = np.random.default_rng(seed)
     first = min(-(-start // group) * group, stop)

@@ -22,7 +22,7 @@ from energon_packing.config.setting import marked
 from energon_packing.drops import WISHED, over_budget
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline import plan as plan_file
-from energon_packing.offline.blend import Blend
+from energon_packing.offline.blend import Blend, gathered
 from energon_packing.offline.files import remove_leftovers, said, write_table
 from energon_packing.offline.index import MEDIA, IndexedDataset, pair_counts
 from energon_packing.offline.order import balanced_order, incomplete_group
@@ -146,7 +146,7 @@ def ordered_packs(
         wide = settings.max_data_parallel
         chosen = balanced_order(pack_costs, group=wide, start=start, near=near, seed=[settings.seed, epoch, 3])
         near = incomplete_group(pack_costs[chosen], start, wide)
-        order.append(rows[_gathered(offsets, chosen)].astype(small))
+        order.append(rows[gathered(offsets, chosen)].astype(small))
         sizes.append(counts[chosen])
         costs.append(pack_costs[chosen])
         ends.append(start + chosen.size)
@@ -176,13 +176,6 @@ def _packed_epoch(
         bound += least
     empty = np.zeros(0, dtype=np.int64)
     return np.concatenate([*rows, empty]), np.concatenate([*counts, empty]), bound
-
-
-def _gathered(offsets: np.ndarray, packs: np.ndarray) -> np.ndarray:
-    """Positions of the members of these packs, pack after pack."""
-    counts = offsets[packs + 1] - offsets[packs]
-    ends = np.cumsum(counts)
-    return np.arange(int(ends[-1]) if ends.size else 0) + np.repeat(offsets[packs] - (ends - counts), counts)
 
 
 ALL = 1 << 30
@@ -434,12 +427,15 @@ def _facts(
     rows = [column[packs.order] for column in columns if column is not None]
     for array in (packs.offsets.astype(np.int64), *rows):
         digest.update(np.ascontiguousarray(array).data)
+    firsts, last = [0], packs.offsets.size - 1
+    while (following := int(np.searchsorted(packs.offsets, packs.offsets[firsts[-1]] + plan_file.ROW_GROUP))) < last:
+        firsts.append(following)
     return PlanFacts(
         id=digest.hexdigest()[:32],
         datasets=sources.datasets,
         summary=summary_of(sources.datasets, samples, packs, limits, config),
         config=to_mapping(config),
-        row_groups=tuple(_row_groups(packs.offsets)),
+        row_groups=tuple(firsts),
         **known,
     )
 
@@ -451,14 +447,6 @@ def _content(dataset: IndexedDataset) -> dict[str, Any]:
         (shard.name, *(shard.identity[name] for name in names if name in shard.identity)) for shard in dataset.shards
     ]
     return {"split": dataset.split, "subflavors": dict(dataset.subflavors), "shards": shards}
-
-
-def _row_groups(offsets: np.ndarray) -> list[int]:
-    """The first pack of each row group."""
-    firsts = [0]
-    while (following := int(np.searchsorted(offsets, offsets[firsts[-1]] + plan_file.ROW_GROUP))) < offsets.size - 1:
-        firsts.append(following)
-    return firsts
 
 
 def _tables(sources: Sources, samples: Samples, packs: OrderedPacks, facts: PlanFacts) -> Iterator[pa.Table]:

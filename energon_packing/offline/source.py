@@ -349,7 +349,6 @@ class IndexedMedia(FileStore[bytes]):
         return str(self._index.root)
 
     def get_media_metadata(self, key: str) -> Any:
-        """See `ShardIndex.media_metadata`."""
         return self._index.media_metadata(self._full(key))
 
 

@@ -29,7 +29,7 @@ from energon_packing.encoders.measured import Measured
 from energon_packing.energon.samples import MeasuredSample, Pack, RenderedSample, read_media
 from energon_packing.energon.window import attempt
 from energon_packing.errors import ConfigError
-from energon_packing.ledger import ChangedSample, Ledger
+from energon_packing.ledger import Ledger
 from energon_packing.offline.files import read_as
 from energon_packing.offline.formats.shards import MediaCopy, ShardPacker
 from energon_packing.offline.index import MediaFile
@@ -64,7 +64,10 @@ def encode_row(batch: PackedBatch) -> tuple[dict[str, Any], dict[str, np.ndarray
     tokens, labels = batch.tokens[0].numpy(), batch.labels[0].numpy()
     weights = batch.loss_mask[0].numpy()
     arrays["tokens"] = _narrow(tokens)
-    arrays |= _encoded_weights(weights, physical)
+    # One bit per token and one weight per segment, or all weights.
+    highest = np.maximum.reduceat(weights, physical[:-1]) if physical.size > 1 else weights[:1]
+    short: dict[str, np.ndarray] = {"learned": np.packbits(weights > 0), "weights": highest.astype(np.float32)}
+    arrays |= short if np.array_equal(_decoded_weights(short, physical), weights) else {"loss_mask": weights}
     if not np.array_equal(_following(tokens, weights), labels):
         arrays["labels"] = _narrow(labels)
     positions = batch.position_ids.numpy()
@@ -193,14 +196,6 @@ def _outside(physical: np.ndarray, lengths: tuple[int, ...]) -> np.ndarray:
     edges[own] += 1
     edges[own + np.asarray(lengths, dtype=np.int64)] -= 1
     return np.cumsum(edges[:-1], dtype=np.int8) == 0
-
-
-def _encoded_weights(weights: np.ndarray, physical: np.ndarray) -> dict[str, np.ndarray]:
-    """One bit per token and one weight per segment, or all weights."""
-    learned = weights > 0
-    highest = np.maximum.reduceat(weights, physical[:-1]) if physical.size > 1 else weights[:1]
-    short: dict[str, np.ndarray] = {"learned": np.packbits(learned), "weights": highest.astype(np.float32)}
-    return short if np.array_equal(_decoded_weights(short, physical), weights) else {"loss_mask": weights}
 
 
 def _decoded_weights(arrays: Mapping[str, np.ndarray], physical: np.ndarray) -> np.ndarray:
@@ -408,22 +403,19 @@ class PackedPacks(StoredPacks[StoredPack]):
 
     def _finished(self, stored: StoredPack, batch: PackedBatch) -> Pack:
         """The pack of a row that stays as it is."""
-        samples = [stored.samples[at] for at in stored.order]
-        multiple = self._encoder.multiple
-        return Pack(
-            __key__=samples[0].key,
+        samples, multiple = [self._sample(stored.samples[at], ()) for at in stored.order], self._encoder.multiple
+        occupied = sum(-(-length // multiple) * multiple for length in batch.sample_lengths)
+        return Pack(**self._encoder.pack_fields(samples), batch=batch, occupied=occupied)
+
+    def _sample(self, stored: StoredSample, rows: tuple[dict[str, Any], ...]) -> RenderedSample:
+        return RenderedSample(
+            __key__=stored.key,
             __restore_key__=(),
-            __subflavors__=self._subflavors(samples[0].dataset),
+            __subflavors__=self._subflavors(stored.dataset),
             __sources__=(),
-            batch=batch,
-            keys=tuple(sample.key for sample in samples),
-            changed=tuple(
-                ChangedSample(key=sample.key, how=how, detail=detail)
-                for sample in samples
-                for how, detail in sample.changes
-            ),
-            cost=sum(sample.cost for sample in samples),
-            occupied=sum(-(-length // multiple) * multiple for length in batch.sample_lengths),
+            rows=rows,
+            changes=stored.changes,
+            cost=stored.cost,
         )
 
     def _rows(self, stored: StoredPack, batch: PackedBatch) -> list[tuple[StoredSample, RenderedSample]]:
@@ -433,16 +425,9 @@ class PackedPacks(StoredPacks[StoredPack]):
         rendered = {}
         for at in stored.order:
             sample = stored.samples[at]
-            rows = tuple(next(waiting) for _ in range(sample.segments))
-            rendered[at] = RenderedSample(
-                __key__=sample.key,
-                __restore_key__=(),
-                __subflavors__=self._subflavors(sample.dataset),
-                __sources__=(),
-                rows=tuple({**row, **joining} if row.get("visual_inputs") else row for row in rows),
-                changes=sample.changes,
-                cost=sample.cost,
-            )
+            rows = (next(waiting) for _ in range(sample.segments))
+            rows = ({**row, **joining} if row.get("visual_inputs") else row for row in rows)
+            rendered[at] = self._sample(sample, tuple(rows))
         return [(stored.samples[at], rendered[at]) for at in sorted(rendered)]
 
     def _rendered(self, sample: StoredSample, text: RenderedSample, number: int) -> RenderedSample:

@@ -237,7 +237,10 @@ class ShardVerifier:
                 samples += len(stored.order)
                 yield from ((planned.number, what) for what in _unplanned(stored, planned))
                 yield from ((planned.number, what) for what in stored.broken(multiple))
-                yield from ((planned.number, what) for what in _outside(stored, entry))
+                for sample, file in ((each, file) for each in stored.samples for file in each.files):
+                    if file.shard < 0 and not 0 <= file.offset <= file.offset + file.size <= entry.media_bytes:
+                        outside = "would lie outside the copied media"
+                        yield planned.number, f"media {file.name} of sample {sample.key} {outside}"
         if samples != entry.samples:
             yield stop - 1, f"the shard has {samples} samples, the manifest says {entry.samples}"
 
@@ -257,11 +260,3 @@ def _unplanned(stored: Any, planned: PlannedPack) -> Iterator[str]:
     for at, own in zip(stored.order, stored.sizes(), strict=True):
         if own != planned.samples[at].sizes:
             yield f"sample {names[at]} has {own} tokens, in the plan it has {planned.samples[at].sizes}"
-
-
-def _outside(stored: Any, entry: ShardEntry) -> Iterator[str]:
-    """Media of a pack that do not lie in the copied file."""
-    for sample in stored.samples:
-        for file in sample.files:
-            if file.shard < 0 and not 0 <= file.offset <= file.offset + file.size <= entry.media_bytes:
-                yield f"media {file.name} of sample {sample.key} would lie outside the copied media"

@@ -6,7 +6,7 @@ from typing import overload
 
 import numpy as np
 
-from energon_packing.errors import PackingError
+from energon_packing.errors import PackingError, some_of
 from energon_packing.packing.constraints import FLOAT_TOLERANCE, Constraints
 
 NAMED = 8  # how many indices an error names before it only counts
@@ -111,7 +111,7 @@ def check_groups(
             number = int(over.argmax())
             raise PackingError(
                 f"pack {number} holds {sums[number]} {name}, limit {limit}; "
-                f"its indices: {_some([int(index) for index in groups[number]])}"
+                f"its indices: {some_of([int(index) for index in groups[number]], NAMED)}"
             )
 
 
@@ -123,7 +123,7 @@ def flatten(groups: Sequence[np.ndarray | Sequence[int]]) -> tuple[np.ndarray, n
     else:
         sizes = np.fromiter(map(len, groups), dtype=np.int64, count=len(groups))
     if not sizes.all():
-        raise PackingError(f"selection made empty packs: {_some(np.flatnonzero(sizes == 0).tolist())}")
+        raise PackingError(f"selection made empty packs: {some_of(np.flatnonzero(sizes == 0).tolist(), NAMED)}")
     if isinstance(groups, PackGroups):
         return groups.order, groups.offsets[:-1]
     return np.concatenate([sizes[:0], *groups]).astype(np.int64, copy=False), np.cumsum(sizes) - sizes
@@ -131,7 +131,7 @@ def flatten(groups: Sequence[np.ndarray | Sequence[int]]) -> tuple[np.ndarray, n
 
 def _check_indices(flat: np.ndarray, expected: np.ndarray | Sequence[int] | int) -> None:
     if flat.size and flat.min() < 0:
-        raise PackingError(f"selection is not a partition: negative indices {_some(flat[flat < 0].tolist())}")
+        raise PackingError(f"selection is not a partition: negative indices {some_of(flat[flat < 0].tolist(), NAMED)}")
     indices = np.arange(expected) if isinstance(expected, int) else np.asarray(expected, dtype=np.int64)
     top = int(max(flat.max(initial=-1), indices.max(initial=-1))) + 1
     wanted, counts = np.bincount(indices, minlength=top), np.bincount(flat, minlength=top)
@@ -142,10 +142,6 @@ def _check_indices(flat: np.ndarray, expected: np.ndarray | Sequence[int] | int)
         "more than once": (counts > 1) & (wanted > 0),
         "not among the input": (counts > 0) & (wanted == 0),
     }
-    problems = [f"{word}: {_some(np.flatnonzero(where).tolist())}" for word, where in wrong.items() if where.any()]
+    places = {word: np.flatnonzero(where).tolist() for word, where in wrong.items() if where.any()}
+    problems = [f"{word}: {some_of(found, NAMED)}" for word, found in places.items()]
     raise PackingError(f"selection is not a partition of its input; indices {'; '.join(problems)}")
-
-
-def _some(values: Sequence[int]) -> str:
-    shown = ", ".join(str(value) for value in values[:NAMED])
-    return shown if len(values) <= NAMED else f"{shown} and {len(values) - NAMED} more"

@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
@@ -14,7 +14,7 @@ from energon_packing.drops import deciding_setting
 from energon_packing.energon.loader import build_task_encoder
 from energon_packing.energon.samples import MeasuredSample
 from energon_packing.energon.task_encoder import PackingTaskEncoder
-from energon_packing.errors import SampleRejected, UserError
+from energon_packing.errors import SampleRejected, UserError, some_of
 from energon_packing.ledger import standing_lines
 from energon_packing.line_file import read_lines
 from energon_packing.offline.source import (
@@ -87,7 +87,7 @@ def events_of_plan(explained: dict[str, Any]) -> list[Event]:
                 f"{each['sample']}, {' + '.join(map(str, each['tokens']))} tokens of {each['dataset']}/{each['shard']}"
                 f", sample {each['row']}: pack {each['pack']} of epoch {each['epoch']}, place {each['place']}; the "
                 f"pack has {each['pack_tokens']} of {each['seq_length']} tokens. "
-                f"Beside {_first([other['sample'] for other in each['beside']])}.",
+                f"Beside {some_of([other['sample'] for other in each['beside']], 5) or 'nothing'}.",
             )
             for each in explained["packed"]
         ),
@@ -101,12 +101,6 @@ def events_of_plan(explained: dict[str, Any]) -> list[Event]:
             for drop in explained["dropped"]
         ),
     ]
-
-
-def _first(names: Sequence[str]) -> str:
-    """The first five of the samples beside one."""
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"{', '.join(names[:5]) or 'nothing'}{more}"
 
 
 def source_key(key: str) -> str:
@@ -236,7 +230,7 @@ def _in_ledger(key: str, directory: Path | None) -> Iterator[Event]:
             yield Event("ledger", outcome, f"{piece}{how}: {detail} ({file.name})", deciding_setting(how, detail))
     for (worker, number), keys in packs.items():
         pieces = ", ".join(each for each in keys if concerns(each) and each not in (key, source))
-        beside = _first([each for each in keys if not concerns(each)])
+        beside = some_of([each for each in keys if not concerns(each)], 5) or "nothing"
         yield Event("pack", "ok", f"{pieces}{': ' * bool(pieces)}pack {number} of {worker}, beside {beside}")
     if not packs and not told:
         yield Event("pack", "unknown", f"{directory} does not mention it: not read so far")

@@ -275,7 +275,9 @@ def recommendation(samples: StatsSamples, run: RunConfig, found: Sequence[Mappin
     too_long = 0 if oversize in ("split", "truncate") else best["oversize"] * samples.measured / samples.total
     dropped = (drops.total() + too_long) / max(read, 1)
     balances = ordered > even + 0.02
-    padded = _padded_fill(samples.tokens[samples.tokens <= best["seq_length"]])
+    fitting = samples.tokens[samples.tokens <= best["seq_length"]]
+    drawn = np.resize(np.random.default_rng(0).permutation(fitting), (-(-fitting.size // PADDED), PADDED))
+    padded = float(drawn.sum() / (PADDED * drawn.max(axis=1).sum()))
     helps = "helps" if chosen["fill"] >= HELPS * padded else "hardly helps"
     settings = {
         "packing.seq_length": best["seq_length"],
@@ -310,12 +312,6 @@ def recommendation(samples: StatsSamples, run: RunConfig, found: Sequence[Mappin
         f"of a step; with packs sorted by cost it is {ordered:.1%}.": balances,
     }
     return {"settings": settings, "reasons": [reason for reason, holds in reasons.items() if holds]}
-
-
-def _padded_fill(tokens: np.ndarray) -> float:
-    """Share of tokens that are real where `PADDED` samples drawn at random are padded to the longest of them."""
-    drawn = np.resize(np.random.default_rng(0).permutation(tokens), (-(-tokens.size // PADDED), PADDED))
-    return float(drawn.sum() / (PADDED * drawn.max(axis=1).sum()))
 
 
 def _best_length(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

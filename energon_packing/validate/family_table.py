@@ -5,6 +5,7 @@ line against the source of the installed Bridge (and of a checkout of main). Any
 is a GPT without an encoder.
 """
 
+import functools
 import re
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,8 @@ class FamilyLine:
 
     Attributes:
         name: for people.
-        prefix: start of the normalised family name, see `RunView.family`; the longest match counts.
+        prefix: start of the normalised family name, see `RunView.family`; the longest match counts;
+            that of ``name`` if none is given.
         since: first two numbers of the version.
         packed: whether the family keeps the samples of a packed row apart.
         context_parallel: whether packed rows may be sliced over ranks; False where ``packed`` is.
@@ -28,7 +30,7 @@ class FamilyLine:
     """
 
     name: str
-    prefix: str
+    prefix: str = ""
     since: tuple[int, int] = (0, 6)
     packed: bool = True
     context_parallel: bool = True
@@ -38,39 +40,40 @@ class FamilyLine:
     holds: tuple[str, ...] = ()
     lacks: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prefix", self.prefix or "".join(filter(str.isalnum, self.name.lower())))
+
 
 _UNPACKED = partial(FamilyLine, packed=False, context_parallel=False)
 _RAISES = ("packed_seq_params is not supported",)
-_NO_CP = ("context_parallel", "cp_size", "cp_group.size()")
+_WITHOUT_CP = partial(
+    FamilyLine,
+    context_parallel=False,
+    why="has no context-parallel code: every rank would compute on the whole row",
+    lacks=("context_parallel", "cp_size", "cp_group.size()"),
+)
 
 FAMILY_TABLE: tuple[FamilyLine, ...] = (
-    FamilyLine(
+    _WITHOUT_CP(
         name="Qwen2.5-VL",
-        prefix="qwen25vl",
         processors=("Qwen2_5_VLProcessor",),
-        context_parallel=False,
-        why="has no context-parallel code: every rank would compute on the whole row",
         source="models/qwen_vl/modeling_qwen25_vl.py",
         holds=("packed_seq_params=packed_seq_params", "unpack_mcore_thd_tensor_for_position_ids"),
-        lacks=_NO_CP,
     ),
     FamilyLine(
         name="Qwen3-VL",
-        prefix="qwen3vl",
         processors=("Qwen3VLProcessor",),
         source="models/qwen_vl/modelling_qwen3_vl/model.py",
         holds=("packed_seq_params=packed_seq_params", "AllGatherVisionEmbeddings"),
     ),
     FamilyLine(
         name="Qwen3.5-VL",
-        prefix="qwen35vl",
         processors=("Qwen3VLProcessor",),
         source="models/qwen_vl/qwen35_vl_provider.py",
         holds=("from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model import Qwen3VLModel",),
     ),
     _UNPACKED(
         name="Qwen2.5-Omni",
-        prefix="qwen25omni",
         processors=("Qwen2_5OmniProcessor",),
         why="raises on packed rows",
         source="models/qwen_omni/modeling_qwen25_omni/thinker_model.py",
@@ -78,7 +81,6 @@ FAMILY_TABLE: tuple[FamilyLine, ...] = (
     ),
     _UNPACKED(
         name="Qwen3-Omni",
-        prefix="qwen3omni",
         processors=("Qwen3OmniMoeProcessor",),
         why="raises on packed rows, and its collator refuses in-batch packing",
         source="models/qwen_omni/modeling_qwen3_omni/thinker_model.py",
@@ -86,23 +88,17 @@ FAMILY_TABLE: tuple[FamilyLine, ...] = (
     ),
     _UNPACKED(
         name="Qwen3-ASR",
-        prefix="qwen3asr",
         why="raises on packed rows",
         source="models/qwen3_asr/modeling_qwen3_asr/thinker_model.py",
         holds=_RAISES,
     ),
-    FamilyLine(
+    _WITHOUT_CP(
         name="Qwen2-Audio",
-        prefix="qwen2audio",
-        context_parallel=False,
-        why="has no context-parallel code: every rank would compute on the whole row",
         source="models/qwen_audio/modeling_qwen2_audio.py",
         holds=("packed_seq_params=packed_seq_params",),
-        lacks=_NO_CP,
     ),
     FamilyLine(
         name="Kimi K2.5",
-        prefix="kimik25",
         context_parallel=False,
         why="slices packed rows over ranks as if they were one sample",
         source="models/kimi_vl/modeling_kimi_k25_vl.py",
@@ -111,24 +107,18 @@ FAMILY_TABLE: tuple[FamilyLine, ...] = (
     ),
     FamilyLine(
         name="Kimi K2.5",
-        prefix="kimik25",
         since=(0, 7),
         source="models/kimi_vl/modeling_kimi_k25_vl.py",
         holds=("packed_seq_params=packed_seq_params", "packed_cp_indices"),
     ),
-    FamilyLine(
+    _WITHOUT_CP(
         name="GLM-4.5V",
-        prefix="glm45v",
         processors=("Glm4vProcessor", "Glm46VProcessor"),
-        context_parallel=False,
-        why="has no context-parallel code: every rank would compute on the whole row",
         source="models/glm_vl/modeling_glm_45v.py",
         holds=("packed_seq_params=packed_seq_params", "mm_token_type_ids"),
-        lacks=_NO_CP,
     ),
     _UNPACKED(
         name="Gemma 3 VL",
-        prefix="gemma3vl",
         processors=("Gemma3Processor",),
         why="biases attention over the whole row, so samples would see each other",
         source="models/gemma_vl/modeling_gemma3_vl.py",
@@ -144,34 +134,29 @@ FAMILY_TABLE: tuple[FamilyLine, ...] = (
     ),
     FamilyLine(
         name="Gemma 4, text",
-        prefix="gemma4text",
         source="models/gemma/modeling_gemma4.py",
         holds=("packed_seq_params=packed_seq_params", "packed_seq=packed_seq, cp_group=cp_group"),
     ),
     FamilyLine(
         name="Ministral 3",
-        prefix="ministral3",
         processors=("PixtralProcessor",),
         source="models/ministral3/modeling_ministral3.py",
         holds=("packed_seq_params=packed_seq_params", "slice_batch_for_context_parallel"),
     ),
     FamilyLine(
         name="MiniMax-M3 VL",
-        prefix="minimaxm3vl",
         processors=("MiniMaxM3VLProcessor",),
         source="models/minimax_m3/modeling_minimax_m3_vl.py",
         holds=("packed_seq_params=packed_seq_params", "slice_batch_for_context_parallel"),
     ),
     _UNPACKED(
         name="Nemotron-VL",
-        prefix="nemotronvl",
         why="expands image embeddings inside the model, past the boundaries, and its collator refuses packing",
         source="models/nemotron_vl/data/collate_fn.py",
         holds=("does not support in-batch packing because image embeddings expand",),
     ),
     FamilyLine(
         name="Ernie 4.5 VL",
-        prefix="ernie45vl",
         processors=("Ernie4_5_VLMoeProcessor", "Ernie4_5_VL_MoeProcessor"),
         context_parallel=False,
         why="has no code that slices packed rows over ranks",
@@ -202,11 +187,11 @@ def line_of(family: str, release: tuple[int, int]) -> FamilyLine | None:
     return max(found, key=lambda line: (len(line.prefix), line.since), default=None)
 
 
-PROCESSOR_CLASSES = frozenset(
-    {
-        *(name for line in FAMILY_TABLE for name in line.processors),
-        *("Qwen2VLProcessor", "InternVLProcessor", "QianfanOCRProcessor"),
-        *("LlavaProcessor", "LlavaNextProcessor", "LlavaOnevisionProcessor"),
-    }
-)
-"""Classes that are known to belong to some family; any other may be a model's own."""
+@functools.cache
+def processor_classes() -> frozenset[str]:
+    """Returns the classes that are known to belong to some family, here or in `energon_packing.families`; any other may
+    be a model's own."""
+    from energon_packing.families.registry import FAMILIES
+
+    named = (*(line.processors for line in FAMILY_TABLE), *(family.processor_classes for family in FAMILIES))
+    return frozenset(name for names in named for name in names)

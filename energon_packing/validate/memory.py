@@ -60,7 +60,6 @@ def memory_of(container: Any, model: Any, *, vocabulary: int | None, world_size:
     Args:
         model: its provider after ``finalize()``.
         vocabulary: rows of the embedding, padding included.
-        world_size: GPUs.
     """
     if type(model).__name__ not in KNOWN or not vocabulary or not _is_plain(container, model):
         return None

@@ -261,10 +261,11 @@ def view_of(container: Any, *, world_size: int, step: str | None = None, data: D
     """Returns the view of a Bridge ``ConfigContainer``, before or after ``validate()``.
 
     Args:
-        world_size: GPUs.
         step: name of the forward step, which a container does not hold.
     """
     model, dataset = container.model, container.dataset
+    checkpoint = getattr(container, "checkpoint", None)
+    load = str(getattr(checkpoint, "load", None) or "")
     final = finalised(model)
     parts = ("dataset", "train", "scheduler", "validation", "ddp", "dist", "rerun_state_machine", "comm_overlap")
     source = SimpleNamespace(model=model, final=final, **{name: getattr(container, name, None) for name in parts})
@@ -334,7 +335,13 @@ def view_of(container: Any, *, world_size: int, step: str | None = None, data: D
             "megatron_fsdp": any(getattr(part, "use_megatron_fsdp", False) for part in (source.ddp, source.dist)),
             "fp8_recipe": _fp8_recipe(container),
             "memory": memory_of(container, final, vocabulary=_embedding_rows(model), world_size=world_size),
-            "has_weights": _has_weights(container),
+            # A checkpoint to begin with, one to continue from (which recipes name before it is there), or the model's
+            # own hooks, such as AutoBridge's, which read a Hugging Face directory.
+            "has_weights": bool(
+                getattr(checkpoint, "pretrained_checkpoint", None)
+                or (load and ("://" in load or Path(load).is_dir()))
+                or getattr(model, "_pre_wrap_hooks", None)
+            ),
         }
         | getattr(dataset, "run_facts", dict)()
     )
@@ -411,17 +418,6 @@ def _embedding_rows(model: Any) -> int | None:
         return size
     step = model.make_vocab_size_divisible_by * model.tensor_model_parallel_size
     return math.ceil(size / step) * step
-
-
-def _has_weights(container: Any) -> bool:
-    """Whether weights are read: a checkpoint to begin with, one to continue from (which recipes name before it is
-    there), or the model's own hooks."""
-    checkpoint = getattr(container, "checkpoint", None)
-    load = getattr(checkpoint, "load", None)
-    continues = bool(load) and ("://" in str(load) or Path(str(load)).is_dir())
-    return bool(getattr(checkpoint, "pretrained_checkpoint", None) or continues) or bool(
-        getattr(container.model, "_pre_wrap_hooks", None)  # such as AutoBridge's, which read a Hugging Face directory
-    )
 
 
 def _fp8_recipe(container: Any) -> str | None:

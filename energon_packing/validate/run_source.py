@@ -141,7 +141,6 @@ class YamlRun(RunSource):
         return load_config(self.name, self.overrides)
 
     def view(self) -> RunView:
-        """See `RunSource.view`."""
         model = self.config.training.model
         model_config = config_file(model, self.model_configs) if model else None
         if model_config is None and self.model_configs is not None:
@@ -153,11 +152,9 @@ class YamlRun(RunSource):
         return view_of_config(self.config, world_size=self.world_size, model_config=model_config, data=self.data)
 
     def measured(self) -> tuple[RunConfig, ParallelConfig]:
-        """See `RunSource.measured`."""
         return self.config, self.config.parallel
 
     def reads(self) -> RunReads:
-        """See `RunSource.reads`."""
         return RunReads(config=self.config)
 
 
@@ -213,12 +210,10 @@ class ContainerRun(RunSource):
                 raise ConfigError(f"--set: {' '.join(str(error).split())}.") from error
 
     def view(self) -> RunView:
-        """See `RunSource.view`."""
         view = partial(view_of, self.container, step=self.step, data=self.data)
         return view(world_size=self.world_size or view(world_size=1).smallest_world_size)
 
     def measured(self) -> tuple[RunConfig, ParallelConfig]:
-        """See `RunSource.measured`."""
         dataset, view = self.container.dataset, self.view()
         own = getattr(dataset, "encoder", None)
         if not hasattr(dataset, "run_config") or isinstance(own, str):
@@ -229,7 +224,6 @@ class ContainerRun(RunSource):
         return dataset.run_config(parallel), parallel
 
     def reads(self) -> RunReads:
-        """See `RunSource.reads`."""
         dataset, validation = self.container.dataset, self.container.validation
         if not hasattr(dataset, "run_config"):
             return RunReads(unread=f"the data set is a {type(dataset).__name__}, not ours")
@@ -265,7 +259,6 @@ class ArgumentsRun(RunSource):
     """The forward step of the run, which no argument names."""
 
     def view(self) -> RunView:
-        """See `RunSource.view`."""
         packing = getattr(self.reads().config, "packing", None)  # of --packing-config and --packing-set
         view = view_of_arguments(self.words, world_size=self.world_size, step=self.step)
         return view.changed(padding=getattr(packing, "padding", "auto"))

@@ -390,7 +390,8 @@ class RunView:
 
         A pre-release counts as the release: the development branch calls itself 0.7.0.
         """
-        return _release(self.bridge_version or "")
+        numbers = re.match(r"(\d+)\.(\d+)", self.bridge_version or "")
+        return (int(numbers[1]), int(numbers[2])) if numbers else (0, 6)
 
     @property
     def goes_through_gpt_step(self) -> bool:
@@ -493,12 +494,6 @@ def _keys_of(source: Literal["bridge", "argument"]) -> dict[str, str]:
         if source == "bridge"
         else {}
     )
-
-
-@functools.cache
-def _release(version: str) -> tuple[int, int]:
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    return (int(numbers[1]), int(numbers[2])) if numbers else (0, 6)
 
 
 _SOURCES = {"megatron-bridge": "bridge", "megatron-core": "core"}

@@ -274,11 +274,9 @@ def _equivalent_task_encoder(settings: type) -> Any:
     """Stand-in settings for one of Bridge's task encoders; only their class is read."""
     values = {"str": "unused", "int": 1, "float": 1.0, "bool": False, "tuple[str, ...]": ("pixel_values",)}
     needed = [entry for entry in dataclasses.fields(settings) if entry.default is dataclasses.MISSING]
-    return settings(**{entry.name: values[_name(entry.type)] for entry in needed if entry.init})
-
-
-def _name(annotation: Any) -> str:
-    return annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+    return settings(
+        **{entry.name: values[getattr(entry.type, "__name__", str(entry.type))] for entry in needed if entry.init}
+    )
 
 
 def believed_world_size(size: int) -> contextlib.AbstractContextManager[Any]:

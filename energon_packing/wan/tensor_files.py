@@ -1,8 +1,9 @@
-"""Files of stored latents and text embeddings (``.npy``, ``.safetensors``, ``.pt``), read as hostile input.
+"""Files of stored latents and text embeddings (``.npy``, ``.safetensors``, ``.pt``, ``.pickle``): hostile input.
 
 Sizes come from the header and are compared with the file's length before anything is allocated. A ``.pt`` file is a
 pickle inside a zip: torch's ``weights_only`` unpickler reads it, which builds tensors and plain containers and refuses
-every other class. Files in the old format, which are bare pickles, are not opened at all.
+every other class. Files in the old format, which are bare pickles, are not opened at all; a ``.pickle`` of one tensor,
+as Bridge's ``prepare_dataset_wan.py`` writes them, may name three functions that build it, and no others.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import io
 import json
 import math
 import pickle
+import pickletools
 import re
 import struct
 import warnings
@@ -30,7 +32,16 @@ if TYPE_CHECKING:
     import torch
 
 
-SUFFIXES = ("npy", "safetensors", "pt", "pth")
+SUFFIXES = ("npy", "safetensors", "pt", "pth", "pickle")
+_OF_TORCH = SUFFIXES[2:]
+_OPCODES = frozenset(
+    (
+        *("PROTO", "FRAME", "GLOBAL", "STACK_GLOBAL", "REDUCE", "STOP", "MARK", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
+        *("EMPTY_TUPLE", "BINUNICODE", "SHORT_BINUNICODE", "BINBYTES", "BINBYTES8", "SHORT_BINBYTES", "NEWFALSE"),
+        *("NEWTRUE", "BININT", "BININT1", "BININT2", "MEMOIZE", "BINPUT", "BINGET"),
+    )
+)
+"""Those of a pickled tensor; of the others, some allocate what they claim."""
 MAX_HEADER = 1 << 20
 """Most bytes of a header. A safetensors header has 100 bytes per tensor, that of a .npy file 128 in all."""
 _NPY_DTYPES = {"f2": "float16", "f4": "float32", "f8": "float64"}
@@ -69,8 +80,8 @@ def tensor_info(stream: BinaryIO, suffix: str, names: Sequence[str] = ()) -> Ten
         return _npy_info(stream, size)
     if suffix == "safetensors":
         return _safetensors_info(stream, size, names)
-    if suffix in ("pt", "pth"):
-        name, tensor = _load_pt(stream, size, names)
+    if suffix in _OF_TORCH:
+        name, tensor = _load(stream, size, suffix, names)
         return TensorInfo(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), -1)
     raise SampleRejected("unknown_tensor_format", f"'.{suffix[:20]}' is not one of {', '.join(SUFFIXES)}")
 
@@ -84,8 +95,8 @@ def read_tensor(data: bytes, suffix: str, names: Sequence[str] = ()) -> torch.Te
     import numpy as np
     import torch
 
-    if suffix in ("pt", "pth"):
-        return _load_pt(io.BytesIO(data), len(data), names)[1].clone(memory_format=torch.contiguous_format)
+    if suffix in _OF_TORCH:
+        return _load(io.BytesIO(data), len(data), suffix, names)[1].clone(memory_format=torch.contiguous_format)
     info = tensor_info(io.BytesIO(data), suffix, names)
     count = math.prod(info.shape)
     if info.dtype == "bfloat16":
@@ -190,7 +201,32 @@ def _check_parts(archive: zipfile.ZipFile, size: int) -> None:
         raise _corrupt(f"the checksum of its part {damaged[:80]!r} differs")
 
 
-def _load_pt(stream: BinaryIO, size: int, names: Sequence[str]) -> tuple[str, torch.Tensor]:
+class _TensorUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        import torch
+
+        def storage(data: bytes) -> Any:
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+        builders = {
+            "torch._utils._rebuild_tensor_v2": torch._utils._rebuild_tensor_v2,
+            "torch.storage._load_from_bytes": storage,
+            "collections.OrderedDict": dict,  # of hooks, always empty
+        }
+        if (found := builders.get(f"{module}.{name}")) is None:
+            raise SampleRejected("unsafe_pickle", f"it names {module[:40]}.{name[:40]}, which builds no tensor")
+        return found
+
+
+def _unpickled(stream: BinaryIO, size: int) -> Any:
+    data = stream.read(size)
+    for count, (opcode, _, _) in enumerate(pickletools.genops(data)):
+        if opcode.name not in _OPCODES or count > 200:  # a tensor takes some 40
+            raise SampleRejected("unsafe_pickle", f"it does more than build a tensor ({opcode.name})")
+    return _TensorUnpickler(io.BytesIO(data)).load()
+
+
+def _zipped(stream: BinaryIO, size: int) -> Any:
     import torch
 
     try:
@@ -201,10 +237,18 @@ def _load_pt(stream: BinaryIO, size: int, names: Sequence[str]) -> tuple[str, to
             "unsafe_pickle", "not torch's zip form; save it again with torch.save, or as .npy or .safetensors"
         ) from error
     stream.seek(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.load(stream, map_location="cpu", weights_only=True)
+
+
+def _load(stream: BinaryIO, size: int, suffix: str, names: Sequence[str]) -> tuple[str, torch.Tensor]:
+    import torch
+
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            loaded = torch.load(stream, map_location="cpu", weights_only=True)
+        loaded = (_unpickled if suffix == "pickle" else _zipped)(stream, size)
+    except SampleRejected:
+        raise
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL ([\w.]{1,80})", str(error))
         what = f"it names {named[1]}" if named else "it does more than build tensors"
@@ -230,10 +274,10 @@ def _load_pt(stream: BinaryIO, size: int, names: Sequence[str]) -> tuple[str, to
 
 
 NAMES: Mapping[TensorRole, tuple[str, ...]] = {
-    "latents": ("latents", "latent", "video_latents"),
-    "context": ("context", "context_embeddings", "prompt_embeds", "text_embeddings"),
+    "latents": ("latents", "latent", "video_latents", ".pth"),
+    "context": ("context", "context_embeddings", "prompt_embeds", "text_embeddings", ".pickle"),
 }
-"""Names that each may have as a column of a record, and in a file with several tensors."""
+"""Names that each may have as a column of a record, and in a file with several tensors; the last are Bridge's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,7 +22,7 @@ from energon_packing.conversation import PREFERENCE, Conversation, MediaPart
 from energon_packing.convert.config import ColumnMap, ConvertConfig, parse_names, read_dataset_info
 from energon_packing.convert.layouts.layout import LAYOUTS, Layout, all_layouts, register_layout
 from energon_packing.convert.records import parse_record
-from energon_packing.errors import ConfigError, UserError
+from energon_packing.errors import ConfigError, SampleRejected, UserError
 
 TEXT = st.text(alphabet=st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12).filter(
     lambda text: text.strip() != "" and "<" not in text
@@ -306,7 +306,15 @@ def test_images_without_any_placeholder_are_put_where_the_option_says(how: Any, 
     assert parsed.warnings == ("placeholder_added",)
 
 
-def test_a_layout_that_another_package_registers_is_found_and_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def _listed(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise SampleRejected("non_string_value", f"'zeta' holds {value!r}, expected a list")
+    return value
+
+
+def test_a_layout_that_another_package_registers_is_found_and_may_be_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(LAYOUTS, "_entries", dict(LAYOUTS._entries))
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "r"}]
     register_layout(
@@ -314,11 +322,17 @@ def test_a_layout_that_another_package_registers_is_found_and_may_be_named(monke
             name="stranger",
             expects="'zeta'",
             matches=lambda record: "zeta" in record,
-            restate=lambda record, warnings: {"messages": turns},
+            restate=lambda record, warnings: {"messages": [turn for _ in _listed(record["zeta"]) for turn in turns]},
+            columns=("zeta",),
+            lists=("zeta",),
         )
     )
     try:
-        assert parse_record({"zeta": 1}).layout == parse_record({"zeta": 1}, "stranger").layout == "stranger"
+        assert parse_record({"zeta": ["a"]}).layout == parse_record({"zeta": ["a"]}, "stranger").layout == "stranger"
+        assert ColumnMap(columns={"zeta": "theirs"}).apply({"theirs": "ab"}) == ({"zeta": "ab"}, set())
+        (tmp_path / "rows.csv").write_text('zeta\n"[""a"", ""b""]"\n')  # a list in a cell
+        report = run(tmp_path / "rows.csv", tmp_path / "out", workers=0, split={"train": 1.0})
+        assert (report.rejected, report.layouts) == ({}, {"rows.csv": {"stranger": 1}})
         assert ConvertConfig(sources=(Path("x"),), format="stranger").format == "stranger"
         assert refused(openai(), "stranger")[0] == "unknown_layout"
     finally:

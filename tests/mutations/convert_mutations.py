@@ -67,7 +67,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         name="messages in cells are trained as the text of an answer",
         test="tests/convert/test_convert_sources.py::test_messages_of_a_pair_in_cells_are_messages_and_no_text",
         oracle="the records",
-        edits=(("convert/tables.py", "name in _LISTS | _SPOKEN:", "name in _LISTS:"),),
+        edits=(("convert/tables.py", "or name in _SPOKEN):", "or False):"),),
     ),
     Mutation(
         trap=46,
@@ -712,7 +712,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         name="a sample forgets its id",
         test=READ + "test_ids_that_are_not_ascii_become_unlike_readable_keys_and_stay_in_the_samples",
         oracle="the records' ids",
-        edits=(("convert/records.py", "            source_id=self.source_id,\n", ""),),
+        edits=(("convert/records.py", '"extras", "source_id")\n', '"extras")\n'),),
     ),
     Mutation(
         trap=106,

@@ -264,6 +264,14 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         ),
     ),
     Mutation(
+        trap=40,
+        name="a pickled tensor may name any function",
+        test="tests/wan/test_text_to_video_convert.py::"
+        "test_a_bad_row_is_refused_with_its_reason_and_the_rest_goes_on[row9-unsafe_pickle]",
+        oracle="a file that unpickling would make",
+        edits=(("wan/tensor_files.py", 'builders.get(f"{module}.{name}"))', "super().find_class(module, name))"),),
+    ),
+    Mutation(
         trap=38,
         name="checksums in a torch file are not read",
         test="tests/media/test_hostile_tensor_headers.py::"

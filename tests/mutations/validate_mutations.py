@@ -240,8 +240,8 @@ VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "validate/looks/data.py",
-                'subflavors={**(values.get("subflavors") or {}), **parent.subflavors},\n        subset',
-                'subflavors={**parent.subflavors, **(values.get("subflavors") or {})},\n        subset',
+                '"subflavors": {**(values.get("subflavors") or {}), **parent.subflavors}',
+                '"subflavors": {**parent.subflavors, **(values.get("subflavors") or {})}',
             ),
         ),
     ),

@@ -1,6 +1,8 @@
 """Text-to-video rows: what becomes a sample, what is refused, and that no file runs anything."""
 
 import json
+import pickle
+import struct
 
 import numpy as np
 import pytest
@@ -9,8 +11,12 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 
 from energon_packing.cli.convert import convert as command
+from energon_packing.config import from_mapping
 from energon_packing.errors import SampleRejected
+from energon_packing.wan.config import TextToVideoRunConfig
+from energon_packing.wan.pack import to_patches
 from energon_packing.wan.record import TextToVideo
+from energon_packing.wan.task_encoder import build_text_to_video_loader
 from energon_packing.wan.tensor_files import read_tensor, tensor_info
 
 
@@ -36,6 +42,9 @@ class Planted:
         ({"caption": "x", "latents": "nan.npy"}, "not_finite"),
         ({"caption": "x", "latents": "text.npy"}, "wrong_shape"),
         ({"caption": "x", "latents": "planted.pt"}, "unsafe_pickle"),
+        ({"caption": "x", "latents": "planted.pickle"}, "unsafe_pickle"),
+        ({"caption": "x", "latents": "claims.pickle"}, "corrupt_tensor"),
+        ({"caption": "x", "latents": "cut.pickle"}, "corrupt_tensor"),
         ({"caption": "x", "latents": "repeated.pt"}, "corrupt_tensor"),
         ({"caption": "x", "latents": "large.npy"}, "media_too_large"),
         ({"caption": "x", "latents": "good.csv"}, "unknown_tensor_format"),
@@ -66,6 +75,9 @@ def test_a_bad_row_is_refused_with_its_reason_and_the_rest_goes_on(row, reason, 
     (source / "good.csv").write_text("1,2")
     torch.save(Planted(tmp_path / "ran"), source / "planted.pt")
     torch.save(torch.ones(1).expand(4, 10_000, 1_000, 1_000), source / "repeated.pt")
+    (source / "planted.pickle").write_bytes(pickle.dumps(Planted(tmp_path / "ran")))
+    (source / "claims.pickle").write_bytes(b"\x80\x05\x96" + struct.pack("<Q", 1 << 40) + b".")  # a bytearray
+    (source / "cut.pickle").write_bytes(pickle.dumps(torch.ones(4, 1, 2, 2))[:-9])
     (tmp_path / "ran").unlink(missing_ok=True)
     rows = [row, {"id": "fine", "caption": "x", "latents": "good.npy"}]
     (source / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -78,6 +90,40 @@ def test_a_bad_row_is_refused_with_its_reason_and_the_rest_goes_on(row, reason, 
     assert not (tmp_path / "ran").exists()
 
 
+def test_a_data_set_of_bridges_own_script_is_read_as_it_is(tmp_path):
+    """Members as ``examples/models/wan/prepare_dataset/prepare_dataset_wan.py`` of Bridge (067f987) writes them."""
+    from webdataset import TarWriter
+
+    texts, latents = {}, {}
+    with TarWriter(str(tmp_path / "000000.tar")) as tar:
+        for number in range(3):
+            key, text = f"{number:06}", torch.zeros(1, 512, 8)
+            text[:, : 4 + number] = torch.randn(1, 4 + number, 8)
+            texts[key], latents[key] = text[0, : 4 + number], torch.randn(4, 1 + number, 4, 4)
+            facts = {"video_path": f"/videos/{key}.mp4", "processed_frames": 1 + 4 * number, "caption": "a ball rolls"}
+            tar.write({"__key__": key, "pth": latents[key], "pickle": pickle.dumps(text), "json": facts})
+    options = ["--format", "text-to-video", "--workers", "0", "--split", "train=1", "--json"]
+    done = CliRunner().invoke(command, [str(tmp_path / "000000.tar"), "--out", str(tmp_path / "out"), *options])
+    assert (done.exit_code, json.loads(done.stdout)["rejected"]) == (0, {}), done.output
+    sections = {"encoder": {"latent_channels": 4, "text_width": 8}, "packing": {"seq_length": 64, "drop_budget": 0.0}}
+    data = {"path": str(tmp_path / "out"), "workers": 0, "repeat": False}
+    loader = build_text_to_video_loader(from_mapping(TextToVideoRunConfig, {"data": data, **sections}, where="run"))
+    samples = {key: (latent, text) for pack in loader for key, latent, text in alone(pack.batch)}
+    assert sorted(samples) == sorted(latents)
+    for key, (patches, text) in samples.items():
+        assert torch.equal(patches, to_patches(latents[key], (1, 2, 2)))
+        assert torch.equal(text, texts[key])
+
+
+def alone(pack):
+    """Keys, real patches and real texts of a pack."""
+    ends = pack.boundaries()
+    for at, key in enumerate(pack.keys):
+        rows = [slice(int(ends[f"cu_seq_len_{side}_padded"][at]), None) for side in ("q", "kv")]
+        patches, text = pack.video_latents[rows[0], 0], pack.context_embeddings[rows[1], 0]
+        yield key.rpartition("/")[2], patches[: pack.seq_len_q[at]], text[: pack.seq_len_kv[at]]
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_tensors_read_back_as_their_own_libraries_wrote_them(dtype, tmp_path):
     tensor = torch.randn(3, 4, 5).to(dtype)
@@ -86,6 +132,8 @@ def test_tensors_read_back_as_their_own_libraries_wrote_them(dtype, tmp_path):
     assert torch.equal(read_tensor((tmp_path / "t.safetensors").read_bytes(), "safetensors", ("latents",)), tensor)
     found = read_tensor((tmp_path / "t.pt").read_bytes(), "pt", ("latents",))
     assert torch.equal(found, tensor.transpose(0, 2))
+    for protocol in range(3, pickle.HIGHEST_PROTOCOL + 1):
+        assert torch.equal(read_tensor(pickle.dumps(tensor.transpose(0, 2), protocol), "pickle"), found)
     with (tmp_path / "t.safetensors").open("rb") as stream:
         info = tensor_info(stream, "safetensors", ("latents",))
     assert (info.shape, f"torch.{info.dtype}") == ((3, 4, 5), str(dtype))

@@ -10,16 +10,6 @@ from energon_packing.convert.layouts import llamafactory_v1, qwen_vl
 from energon_packing.convert.layouts.layout import ANSWER_COLUMNS, TURN_COLUMNS, Layout, filled, has_turns
 
 
-def _first_message(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The first message of the turns, or of the answers of a pair; empty if there is none."""
-    for column in (*TURN_COLUMNS, "prompt", *ANSWER_COLUMNS):
-        value = record.get(column)
-        message = value[0] if isinstance(value, list) and value else value
-        if isinstance(message, dict):
-            return message
-    return {}
-
-
 def _is_conversation(record: Mapping[str, Any]) -> bool:
     if llamafactory_v1.matches(record) or (qwen_vl.matches(record) and not qwen_vl.names_images(record)):
         return False
@@ -30,8 +20,13 @@ def _is_conversation(record: Mapping[str, Any]) -> bool:
 
 
 def _is_sharegpt(record: Mapping[str, Any]) -> bool:
-    first = _first_message(record)
-    return "from" in first and "role" not in first
+    """Whether the first message, of the turns or of the answers of a pair, has the fields of ShareGPT."""
+    for column in (*TURN_COLUMNS, "prompt", *ANSWER_COLUMNS):
+        value = record.get(column)
+        message = value[0] if isinstance(value, list) and value else value
+        if isinstance(message, dict):
+            return "from" in message and "role" not in message
+    return False
 
 
 SHAREGPT = Layout(

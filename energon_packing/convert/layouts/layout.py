@@ -54,6 +54,8 @@ class Layout:
         parse: of a layout that is no conversation, reads a record whole; such a layout is never detected. Returns what
             has the ``layout``, ``warnings``, ``ignored``, ``judged``, ``kinds``, ``media`` and ``record`` of
             `energon_packing.convert.records.ParsedRecord`.
+        columns: names of columns of its own, which `ColumnMap` may rename; those that others have need not be here.
+        lists: those of them that hold lists or objects, which a cell of CSV holds as JSON text.
         files: kinds of files that such records name; empty for images and videos.
         subflavors: the mark of its samples, by which cookers select them.
     """
@@ -64,6 +66,8 @@ class Layout:
     restate: Callable[[Mapping[str, Any], list[str]], Mapping[str, Any]] | None = None
     fields: tuple[str, str] | None = None
     parse: Callable[[Any], Any] | None = None
+    columns: tuple[str, ...] = ()
+    lists: tuple[str, ...] = ()
     files: Mapping[str, FileKind] = field(default_factory=dict)
     subflavors: Mapping[str, str] = field(default_factory=lambda: SUBFLAVORS)
 

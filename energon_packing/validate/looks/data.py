@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_packing.convert.layout import DATASET_FILE, INFO_FILE, META_DIRECTORY, dataset_entry
-from energon_packing.errors import UserError
+from energon_packing.errors import UserError, some_of
 from energon_packing.plain_yaml import MOST_OF_DATA, load_yaml
 from energon_packing.validate.looks.look import LOOKS, Look
 
@@ -105,10 +105,24 @@ def _references(values: Mapping[str, Any], parent: Leaf, above: tuple[str, ...])
         if not isinstance(values.get(key) or {}, Mapping):
             yield Flaw("data-path", f"{key!r} of {above[-1]} is no mapping", "correct the metadataset")
             return
+    below = replace(parent, subset=parent.subset or bool(values.get("subset")))
+    own: dict[str, Any] = {
+        "split": str(values.get("split_part") or parent.split),
+        "subflavors": {**(values.get("subflavors") or {}), **parent.subflavors},  # outer ones win, as in Energon
+    }
     listed = next((name for name in _LISTS if name in values), None)
     if listed is None:
         if isinstance(values.get("path"), str):
-            yield from _follow(_leaf(values, parent, above[-1]), above)
+            leaf = replace(
+                below,
+                **own,
+                path=_beside(above[-1], str(values["path"])),
+                named_in=above[-1],
+                split_config=str(values.get("split_config") or "split.yaml"),
+                dataset_config=str(values.get("dataset_config") or "dataset.yaml"),
+                aux={str(name): _aux(above[-1], value) for name, value in (values.get("aux") or {}).items()},
+            )
+            yield from _follow(leaf, above)
         else:
             keys = ", ".join(map(str, values)) or "empty"
             yield Flaw("data-path", f"a reference of {above[-1]} has no path ({keys})", "give it 'path: DIRECTORY'")
@@ -118,11 +132,8 @@ def _references(values: Mapping[str, Any], parent: Leaf, above: tuple[str, ...])
     if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries) or not entries:
         yield Flaw("data-path", f"'{listed}' of {above[-1]} lists no references", "list one or more with a path")
         return
-    below = replace(parent, subset=parent.subset or bool(values.get("subset")))
     if listed == "join":
-        subflavors = {**(values.get("subflavors") or {}), **parent.subflavors}
-        split = str(values.get("split_part") or parent.split)
-        below = replace(below, split=split, subflavors=subflavors, joined=True)
+        below = replace(below, **own, joined=True)
     try:
         shared = _shares(listed, entries, below)
     except ValueError as error:
@@ -155,22 +166,6 @@ def _shares(listed: str, entries: list[Mapping[str, Any]], parent: Leaf) -> list
         raise ValueError("every weight is 0")
     above = 1.0 if parent.weight is None else parent.weight
     return [replace(parent, weight=above * value / total) for value in given]
-
-
-def _leaf(values: Mapping[str, Any], parent: Leaf, file: str) -> Leaf:
-    """One reference; outer subflavors win over inner ones, as in Energon."""
-    aux = values.get("aux") or {}
-    return replace(
-        parent,
-        path=_beside(file, str(values["path"])),
-        split=str(values.get("split_part") or parent.split),
-        named_in=file,
-        split_config=str(values.get("split_config") or "split.yaml"),
-        dataset_config=str(values.get("dataset_config") or "dataset.yaml"),
-        aux={str(name): _aux(file, value) for name, value in aux.items()},
-        subflavors={**(values.get("subflavors") or {}), **parent.subflavors},
-        subset=parent.subset or bool(values.get("subset")),
-    )
 
 
 def _aux(file: str, value: Any) -> str:
@@ -218,6 +213,7 @@ SHARD_INDEX_SUFFIX = ".tar.idx"
 PREPARE_MEDIA = "run 'energon prepare-media --media-metadata-by-extension DIR'"
 
 _NOTHING = "there is nothing readable to look at"
+_COPY = "copy the shards there, or convert again"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -273,7 +269,15 @@ def look_at_data(path: str, split: str, places: Mapping[str, str], others: Mappi
     found = _Found(parts={training: split, **others})
     try:
         if not unread:
-            _find(dataset_entry(path), found)
+            entry = dataset_entry(path)
+            for setting, part in found.parts.items():
+                leaves, wrong = leaves_of(entry, part)
+                found.flaws += [(setting, flaw) for flaw in wrong]
+                found.elsewhere += [leaf.path for leaf in leaves if REMOTE in leaf.path]
+                for leaf, inspected in [(leaf, Inspected()) for leaf in leaves if REMOTE not in leaf.path]:
+                    flaws = [(setting, flaw) for flaw in _flaws(leaf, inspected)]
+                    found.flaws += flaws
+                    found.sound[setting] += [] if flaws else [(leaf, inspected)]
     except UserError as error:
         why, _, fix = str(error).partition("; ")
         broken = "data-index" if (Path(path) / META_DIRECTORY).is_dir() else "data-path"
@@ -300,17 +304,6 @@ class _Found:
     flaws: list[tuple[str, Flaw]] = field(default_factory=list)
     sound: dict[str, list[tuple[Leaf, Inspected]]] = field(default_factory=lambda: defaultdict(list))
     elsewhere: list[str] = field(default_factory=list)
-
-
-def _find(entry: str, into: _Found) -> None:
-    for setting, part in into.parts.items():
-        leaves, broken = leaves_of(entry, part)
-        into.flaws += [(setting, flaw) for flaw in broken]
-        into.elsewhere += [leaf.path for leaf in leaves if REMOTE in leaf.path]
-        for leaf, inspected in [(leaf, Inspected()) for leaf in leaves if REMOTE not in leaf.path]:
-            flaws = [(setting, flaw) for flaw in _flaws(leaf, inspected)]
-            into.flaws += flaws
-            into.sound[setting] += [] if flaws else [(leaf, inspected)]
 
 
 def _looks_of(id: str, at: str, found: _Found) -> Iterator[Look]:
@@ -422,15 +415,15 @@ def _flaws_of_part(
     found.names, found.samples = tuple(shards), sum(int(counts.get(name, 0)) for name in shards)
     prepare = f"run 'energon prepare {leaf.path}' again"
     if unknown := [name for name in shards if name not in counts]:
-        yield Flaw("data-index", f"{leaf.path}: {INFO_FILE} does not count {_some(unknown)}", prepare)
+        yield Flaw("data-index", f"{leaf.path}: {INFO_FILE} does not count {some_of(unknown, 3)}", prepare)
     elif not found.samples:
         fix = "convert records into it, or remove it from the run"
         yield Flaw("data-split", f"{leaf.path} has no sample in split {leaf.split!r}", fix)
     if gone := [name for name in shards if not (Path(leaf.path) / name).is_file()]:
-        yield Flaw("data-index", f"{leaf.path} lacks {_some(gone)}", "copy the shards there, or convert again")
+        yield Flaw("data-index", f"{leaf.path} lacks {some_of(gone, 3)}", _COPY)
     indices = [str(Path(name).with_suffix(SHARD_INDEX_SUFFIX)) for name in shards if name not in gone]
     if lost := [name for name in indices if not (Path(leaf.path) / name).is_file()]:
-        yield Flaw("data-index", f"{leaf.path} lacks {_some(lost)}", prepare)
+        yield Flaw("data-index", f"{leaf.path} lacks {some_of(lost, 3)}", prepare)
 
 
 def _flaws_of_media(found: Inspected, address: str, what: str) -> Iterator[Flaw]:
@@ -449,7 +442,7 @@ def _flaws_of_media(found: Inspected, address: str, what: str) -> Iterator[Flaw]
         yield Flaw("data-media", f"{address}, {what}, cannot be opened: {error}", "copy it there, or convert again")
         return
     if gone := [shard for shard in counts if not (Path(address) / shard).is_file()]:
-        yield Flaw("data-media", f"{address}, {what}, lacks {_some(gone)}", "copy the shards there, or convert again")
+        yield Flaw("data-media", f"{address}, {what}, lacks {some_of(gone, 3)}", _COPY)
 
 
 def _counts(meta: Path) -> Mapping[str, int] | None:
@@ -480,8 +473,3 @@ def _expanded(names: Any) -> Iterator[str]:
             yield from braceexpand(name)
         else:
             yield name
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{', '.join(names[:3])}{more}"

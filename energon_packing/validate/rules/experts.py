@@ -3,7 +3,7 @@
 Nothing else reports these before GPUs are taken.
 """
 
-from energon_packing.validate.rules.rule import Finding, bridge, core, rule, unless
+from energon_packing.validate.rules.rule import Finding, bridge, core, rule, unless, warning_rule
 from energon_packing.validate.run_view import RunView
 
 HYBRIDEP_CHUNK = 128
@@ -42,13 +42,12 @@ def _equal_dispatch(view: RunView) -> Finding | None:
     )
 
 
-@rule(
+@warning_rule(
     id="ours/hybridep-chunks",
     order=1130,
     checks="each rank gives HybridEP whole chunks",
     place="megatron.core.transformer.moe.fused_a2a.HYBRIDEP_TOKEN_ALIGNMENT (DeepEP#638)",
     applies=_packed_over_hybridep,
-    severity="warning",
     sources=(core("transformer/moe/fused_a2a.py", "HYBRIDEP_TOKEN_ALIGNMENT = 64"),),
 )
 def _hybridep_chunks(view: RunView) -> Finding | None:
@@ -68,14 +67,13 @@ def _hybridep_chunks(view: RunView) -> Finding | None:
     return Finding(why=why, fix=f"set pad_to_max_length to true and seq_length to {length}, or {told}")
 
 
-_capacity_and_padding = rule(
+_capacity_and_padding = warning_rule(
     id="ours/capacity-and-padding",
     order=1140,
     checks="padding does not use up the capacity of experts",
     place="megatron.core.transformer.moe.router.TopKRouter.routing",
     applies=lambda view: view.packed and view.has_experts and (view.expert_capacity_factor or 0) > 0,
     holds=lambda view: view.multiple == 1 and not view.rows_of_one_width,
-    severity="warning",
     sources=(
         core("transformer/moe/router.py", "probs, routing_map = apply_router_token_dropping("),
         core("transformer/moe/router.py", "capacity_factor=self.config.moe_expert_capacity_factor,"),

@@ -6,17 +6,12 @@ Nothing else reports these: the run starts, and computes something other than wh
 from collections.abc import Callable
 
 from energon_packing.validate.family_table import FAMILY_TABLE, OPTED_OUT, FamilyLine, line_of
-from energon_packing.validate.rules.rule import Finding, SourceLine, bridge, core, rule, unless
+from energon_packing.validate.rules.rule import Finding, SourceLine, bridge, core, qwen3_vl, rule, unless, warning_rule
 from energon_packing.validate.run_view import RunView
 
 _VISION = ("qwen2vl", "qwen25vl", "qwen3vl", "qwen35vl", "gemma3vl", "internvl", "llava", "glm45v")
 UNSCALED_POSITIONS = 16384
 """``original_max_position_embeddings`` of the published Ministral 3 models."""
-
-
-def _known_family_with_cp(view: RunView) -> bool:
-    line = line_of(view.family, view.bridge_release)
-    return line is not None and line.packed and view.wide  # if it takes no packs, ours/family-takes-packs reports it
 
 
 def _is_known(view: RunView) -> bool:
@@ -66,12 +61,11 @@ def _family_takes_packs(view: RunView) -> Finding | None:
     )
 
 
-_family_listed = rule(
+_family_listed = warning_rule(
     id="ours/family-listed",
     order=1195,
     checks="it is known what the model family does with packed rows",
     place="docs/families.md",
-    severity="warning",
     applies=lambda view: view.reaches_the_step_packed and view.model is not None,
     holds=_is_known,
     sources=(SourceLine("energon_packing/validate/family_table.py", "FAMILY_TABLE"),),
@@ -88,7 +82,8 @@ _family_listed = rule(
     order=1200,
     checks="the model family has context-parallel code",
     place="docs/families.md",
-    applies=_known_family_with_cp,
+    # Of a family that takes no packs, ours/family-takes-packs speaks.
+    applies=lambda view: view.wide and getattr(line_of(view.family, view.bridge_release), "packed", False),
     sources=_lines_where(lambda line: line.packed and not line.context_parallel),
 )
 def _family_has_context_parallelism(view: RunView) -> Finding | None:
@@ -130,12 +125,7 @@ _deepstack_gradient = rule(
     place="megatron.bridge.models.qwen_vl.modelling_qwen3_vl.transformer_block",
     applies=lambda view: view.family.startswith("qwen3vl"),
     holds=lambda view: view.recompute_granularity != "full" or view.vision_frozen or _above_deepstack(view),
-    sources=(
-        bridge(
-            "models/qwen_vl/modelling_qwen3_vl/transformer_block.py",
-            "return hidden_states, deepstack_feature_lists, context",
-        ),
-    ),
+    sources=(qwen3_vl("transformer_block.py", "return hidden_states, deepstack_feature_lists, context"),),
     why=(
         "recompute_granularity is 'full': the vision encoder of Qwen3-VL in Bridge 0.6.2 then returns its "
         "deepstack features in a list, through which recomputation passes no gradient"
@@ -154,10 +144,7 @@ _deepstack_gradient = rule(
     place="megatron.bridge.models.qwen_vl.modelling_qwen3_vl.utils.split_deepstack_embs",
     applies=_qwen3_vl_over_tensor_ranks,
     sources=(
-        bridge(
-            "models/qwen_vl/modelling_qwen3_vl/utils.py",
-            "cp_tp_part_list = split_part_by_cp_tp(cp_size, cp_rank, tp_size, tp_rank, split_size)",
-        ),
+        qwen3_vl("utils.py", "cp_tp_part_list = split_part_by_cp_tp(cp_size, cp_rank, tp_size, tp_rank, split_size)"),
     ),
 )
 def _deepstack_over_tensor_ranks(view: RunView) -> Finding | None:
@@ -177,12 +164,11 @@ def _deepstack_over_tensor_ranks(view: RunView) -> Finding | None:
     return unless(not view.sequence_parallel, why=why, fix=f"{fix}, or freeze the vision model and its projection")
 
 
-@rule(
+@warning_rule(
     id="ours/query-scale-by-position",
     order=1240,
     checks="Ministral 3 scales its queries by their position in the sample",
     place="docs/families.md",
-    severity="warning",
     applies=lambda view: view.packed and view.family.startswith("ministral3"),
     sources=(
         bridge(

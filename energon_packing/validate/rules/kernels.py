@@ -9,7 +9,7 @@ from typing import Any
 from energon_packing.errors import ConfigError
 from energon_packing.validate import kernel_table
 from energon_packing.validate.kernel_table import GPUS, KERNELS, NEWEST, OLDEST, Attention, Machine
-from energon_packing.validate.rules.rule import Finding, attention, bridge, core, rule, unless
+from energon_packing.validate.rules.rule import Finding, attention, bridge, core, rule, unless, warning_rule
 from energon_packing.validate.run_view import RunView, installed_version
 
 KERNEL_VARIABLES = {"NVTE_FLASH_ATTN": "Flash", "NVTE_FUSED_ATTN": "cuDNN", "NVTE_UNFUSED_ATTN": "unfused"} | {
@@ -234,12 +234,11 @@ _overlap_needs_one_width = rule(
 )
 
 
-@rule(
+@warning_rule(
     id="ours/kernel-choice",
     order=1296,
     checks="no other choice of attention kernels than Megatron-Core's own",
     place="megatron.core.models.common.language_module.language_module.LanguageModule._set_attention_backend",
-    severity="warning",
     sources=(core("models/common/language_module/language_module.py", "attention_backend == AttnBackend.local:"),),
 )
 def _kernel_choice(view: RunView) -> Finding | None:

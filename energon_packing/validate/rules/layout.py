@@ -12,6 +12,7 @@ from energon_packing.validate.rules.rule import (
     core,
     rule,
     unless,
+    warning_rule,
 )
 from energon_packing.validate.run_view import RunView, smallest_world_size
 
@@ -189,12 +190,11 @@ def _hierarchical_sizes_product(view: RunView) -> Finding | None:
     )
 
 
-_gpu_memory = rule(
+_gpu_memory = warning_rule(
     id="ours/gpu-memory",
     order=1450,
     checks="a step fits into the memory of a GPU, by an estimate",
     place="docs/validate.md",
-    severity="warning",
     applies=lambda view: view.memory is not None,
     sources=(bridge("training/utils/theoretical_memory_utils.py", "def estimate_training_memory("),),
     holds=lambda view: view.memory is None or view.memory.total <= view.gpu_memory,

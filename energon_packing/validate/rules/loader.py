@@ -1,6 +1,6 @@
 """Rules about epochs, the measured data, and the processes that read it: their memory, and when they give up."""
 
-from energon_packing.validate.rules.rule import Finding, SourceLine, bridges_rule, core, rule, unless
+from energon_packing.validate.rules.rule import Finding, SourceLine, bridges_rule, core, rule, unless, warning_rule
 from energon_packing.validate.run_view import RunView
 
 _epochs_need_finite_data = bridges_rule(
@@ -33,13 +33,12 @@ _epochs_need_whole_batches = bridges_rule(
 )
 
 
-@rule(
+@warning_rule(
     id="ours/longest-sample",
     order=1330,
     checks="the longest samples fit into a row",
     place="energon_packing.encoders",
     applies=lambda view: view.data is not None,
-    severity="warning",
     sources=(SourceLine("energon_packing/encoders/fitting.py", 'return SampleRejected("oversize"'),),
 )
 def _longest_sample(view: RunView) -> Finding | None:
@@ -53,13 +52,12 @@ def _longest_sample(view: RunView) -> Finding | None:
     )
 
 
-@rule(
+@warning_rule(
     id="ours/steps-an-epoch",
     order=1340,
     checks="an epoch gives every replica a step",
     place="energon_packing.energon.loader",
     applies=lambda view: view.data is not None,
-    severity="warning",
     sources=(core("num_microbatches_calculator.py", "self.global_batch_size"),),
 )
 def _steps_an_epoch(view: RunView) -> Finding | None:
@@ -91,23 +89,20 @@ def loader_bytes(view: RunView) -> int | None:
     return max(1, view.workers) * (BYTES_A_WORKER + held * BYTES_A_SAMPLE)
 
 
-@rule(
+_loader_memory = warning_rule(
     id="ours/loader-memory",
     order=1350,
     checks="the loader's windows fit into the node's memory",
     place="docs/correctness.md",
     applies=lambda view: loader_bytes(view) is not None,
-    severity="warning",
+    holds=lambda view: (loader_bytes(view) or 0) <= LARGEST_LOADER,
     sources=(SourceLine("energon_packing/validate/rules/loader.py", "BYTES_A_SAMPLE = 5_200"),),
+    why=lambda view: (
+        f"{view.workers} workers with windows of {view.window} samples take about "
+        f"{(loader_bytes(view) or 0) / 2**30:.0f} GiB on each rank that reads"
+    ),
+    fix="set packing.window to 1024 or less (more fills no better), or use fewer workers",
 )
-def _loader_memory(view: RunView) -> Finding | None:
-    need = loader_bytes(view) or 0
-    return unless(
-        need <= LARGEST_LOADER,
-        why=f"{view.workers} workers with windows of {view.window} samples take about "
-        f"{need / 2**30:.0f} GiB on each rank that reads",
-        fix="set packing.window to 1024 or less (more fills no better), or use fewer workers",
-    )
 
 
 _failures_are_limited = rule(

@@ -12,17 +12,17 @@ from energon_packing.validate.rules.rule import (
     core,
     rule,
     unless,
+    warning_rule,
 )
 from energon_packing.validate.run_view import RunView
 
-_tokens_weigh_the_same = rule(
+_tokens_weigh_the_same = warning_rule(
     id="ours/token-weight",
     order=1160,
     checks="a token weighs the same in every pack",
     place="Bridge's development branch asks it of its own online packing at any CP",
     applies=lambda view: view.packed_not_natively and bridge_is_silent_on_loss(view),
     holds=lambda view: view.calculate_per_token_loss,
-    severity="warning",
     sources=(core("pipeline_parallel/schedules.py", "output_tensor /= torch.clamp(num_tokens, min=1)"),),
     why=(
         "calculate_per_token_loss is false: each pack weighs the same, however few tokens it trains, "
@@ -71,14 +71,13 @@ _weights_need_token_loss = rule(
 )
 
 
-_initial_weights = rule(
+_initial_weights = warning_rule(
     id="ours/initial-weights",
     order=1410,
     checks="training on conversations begins with trained weights",
     place="recipes of Bridge name no checkpoint; its finetune() asks for one, its pretrain() draws weights at random",
     applies=lambda view: view.dataset_kind == "packed_energon" and view.has_weights is not None,
     holds=lambda view: bool(view.has_weights),
-    severity="warning",
     sources=(
         bridge(
             "training/finetune.py",
@@ -96,13 +95,12 @@ _initial_weights = rule(
 )
 
 
-@rule(
+@warning_rule(
     id="ours/decay-over-the-run",
     order=1420,
     checks="the learning rate rises at the beginning of the run and has decayed at its end",
     place="lr_decay_iters and lr_warmup_iters of recipes are numbers that stay where train.train_iters is overridden",
     applies=lambda view: view.train_iters is not None,
-    severity="warning",
     sources=(
         bridge("training/config.py", "self.scheduler.lr_decay_iters = self.train.train_iters"),
         core("optimizer_param_scheduler.py", "# For any steps larger than `self.lr_decay_steps`, use `min_lr`."),
@@ -126,13 +124,12 @@ def _decay_over_the_run(view: RunView) -> Finding | None:
     )
 
 
-@rule(
+@warning_rule(
     id="ours/samples-per-step",
     order=1430,
     checks="a step trains about as many samples as one of the recipe, whose learning rate it takes",
     place="energon_packing.bridge.dataset.use_packed_data",
     applies=lambda view: view.rows_are_packs and view.data is not None and view.recipe_batch_size is not None,
-    severity="warning",
     sources=(SourceLine("energon_packing/bridge/dataset.py", "number, which then counts packs instead of samples."),),
 )
 def _samples_per_step(view: RunView) -> Finding | None:

@@ -6,7 +6,7 @@ The packing (``EnergonDatasetConfig.packing_buffer_size``) came with 0.7; 0.6 ha
 
 import functools
 
-from energon_packing.validate.rules.rule import Finding, bridges_rule, unless
+from energon_packing.validate.rules.rule import Finding, data_set_rule, unless
 from energon_packing.validate.run_view import RunView
 
 _dataset = "megatron.bridge.data.builders.energon.EnergonDatasetConfig.validate"
@@ -17,34 +17,27 @@ TASK_ENCODER = "QwenVLEnergonTaskEncoderConfig"
 """The only task encoder of Bridge 0.7 with the hooks for online packing."""
 
 
-_native_rule = functools.partial(
-    bridges_rule, provider_escapes=True, since=(0, 7), applies=lambda view: view.packs_natively
-)
+_native_rule = functools.partial(data_set_rule, since=(0, 7), applies=lambda view: view.packs_natively)
+_of_data_set = functools.partial(_native_rule, place=_dataset)
 
 
-@bridges_rule(
+_buffer_size = data_set_rule(
     id="bridge/native-buffer-size",
     order=80,
-    provider_escapes=True,
     checks="Bridge's own packing chooses from a buffer of samples",
     place=_dataset,
     applies=lambda view: view.dataset_kind == "energon" and view.packing_buffer_size is not None,
+    holds=lambda view: (view.packing_buffer_size or 0) > 0,
     bridge_says=("packing_buffer_size must be greater than 0 when set",),
+    why=lambda view: f"packing_buffer_size is {view.packing_buffer_size}",
+    fix="leave packing_buffer_size out, or set it to the samples that packs are chosen from",
 )
-def _buffer_size(view: RunView) -> Finding | None:
-    size = view.packing_buffer_size or 0
-    return unless(
-        size > 0,
-        why=f"packing_buffer_size is {size}",
-        fix="leave packing_buffer_size out, or set it to the samples that packs are chosen from",
-    )
 
 
-_one_owner = _native_rule(
+_one_owner = _of_data_set(
     id="bridge/native-one-packing-mode",
     order=90,
     checks="Bridge's own packing and in-batch packing are not both on",
-    place=_dataset,
     holds=lambda view: not view.enable_in_batch_packing,
     bridge_says=("packing_buffer_size and enable_in_batch_packing=True are mutually exclusive",),
     why=lambda view: (
@@ -55,11 +48,10 @@ _one_owner = _native_rule(
 )
 
 
-_not_left_to_the_step = _native_rule(
+_not_left_to_the_step = _of_data_set(
     id="bridge/native-not-left-to-the-step",
     order=100,
     checks="rows that Bridge packs itself are not left to the forward step",
-    place=_dataset,
     holds=lambda view: not view.defer_in_batch_packing_to_step,
     bridge_says=("Energon native sequence packing is incompatible with defer_in_batch_packing_to_step=True",),
     why="defer_in_batch_packing_to_step is on, and packing_buffer_size packs before the step",
@@ -67,11 +59,10 @@ _not_left_to_the_step = _native_rule(
 )
 
 
-@_native_rule(
+@_of_data_set(
     id="bridge/native-one-pack-a-micro-batch",
     order=110,
     checks="Bridge's own packing makes one pack per micro-batch",
-    place=_dataset,
     bridge_says=("Energon native sequence packing requires micro_batch_size=1",),
 )
 def _one_pack(view: RunView) -> Finding | None:
@@ -83,11 +74,10 @@ def _one_pack(view: RunView) -> Finding | None:
     )
 
 
-_task_encoder = _native_rule(
+_task_encoder = _of_data_set(
     id="bridge/native-task-encoder",
     order=120,
     checks="the task encoder has the hooks of Bridge's own packing",
-    place=_dataset,
     applies=lambda view: view.packs_natively and view.task_encoder is not None,
     holds=lambda view: view.task_encoder == TASK_ENCODER,
     bridge_says=("Energon native sequence packing currently supports only QwenVLEnergonTaskEncoderConfig",),

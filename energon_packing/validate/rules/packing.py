@@ -97,20 +97,19 @@ _graphs_need_fixed_width = bridges_rule(
 )
 
 
-@bridges_rule(
+_graphs_need_fixed_boundaries = bridges_rule(
     id="bridge/graphs-need-fixed-boundaries",
     order=70,
     checks="CUDA graphs over packed attention come with pad_cu_seqlens",
     applies=lambda view: view.has_offline_packing_specs,
     holds=lambda view: not view.graphs_capture_attention or view.pad_cu_seqlens,
     bridge_says=("Packed attention CUDA graphs require offline_packing_specs.pad_cu_seqlens=True",),
+    why=lambda view: f"cuda_graph_impl={view.cuda_graph_impl!r} captures packed attention, whose boundaries change",
+    fix=lambda view: (
+        f"set {'packing' if view.dataset_kind == 'packed_energon' else 'offline_packing_specs'}.pad_cu_seqlens to "
+        "true, or leave attention out of the capture"
+    ),
 )
-def _graphs_need_fixed_boundaries(view: RunView) -> Finding | None:
-    section = "packing" if view.dataset_kind == "packed_energon" else "offline_packing_specs"
-    return Finding(
-        why=f"cuda_graph_impl={view.cuda_graph_impl!r} captures packed attention, whose boundaries change",
-        fix=f"set {section}.pad_cu_seqlens to true, or leave attention out of the capture",
-    )
 
 
 _local_graphs = bridges_rule(
@@ -211,18 +210,13 @@ def _packer_of_bridge(view: RunView) -> str | None:
     return "online packing" if view.packs_natively else None
 
 
-def _cut_over_ranks(view: RunView) -> bool:
-    """Whether the lengths of Bridge's rows are cut for the steps of a ring."""
-    over_ring = any("p2p" in kind for kind in view.comm_types)
-    return view.wide and over_ring and _packer_of_bridge(view) is not None
-
-
 @rule(
     id="ours/visible-padding",
     order=1390,
     checks="rows show their padding before their last sample, where Transformer Engine looks for it",
     place="transformer_engine.pytorch.attention.dot_product_attention, pad_between_seqs (TransformerEngine#3331)",
-    applies=_cut_over_ranks,
+    # The lengths of Bridge's rows are cut for the steps of a ring.
+    applies=lambda view: view.wide and "p2p" in " ".join(view.comm_types) and _packer_of_bridge(view) is not None,
     severity="warning",
     sources=(attention("dot_product_attention.py", "not torch.equal(cu_seqlens_q_padded[:-1], cu_seqlens_q[:-1])"),),
 )

@@ -6,7 +6,7 @@ needs them just as much, so all of them apply to the kind ``packed_energon``.
 
 import math
 
-from energon_packing.validate.rules.rule import Finding, bridges_rule, unless
+from energon_packing.validate.rules.rule import Finding, bridges_rule, data_set_rule, unless
 from energon_packing.validate.run_view import COLLATED, DatasetKind, RunView
 
 # The data set classes that rules of Bridge test for.
@@ -22,10 +22,9 @@ def _finetuning_with_cp(view: RunView) -> bool:
     return view.dataset_kind in _FINETUNING and view.context_parallel > 1
 
 
-_micro_batch_of_data_set = bridges_rule(
+_micro_batch_of_data_set = data_set_rule(
     id="bridge/micro-batch-size",
     order=130,
-    provider_escapes=True,
     checks="the data set's micro-batch size is the trainer's",
     applies=_own_micro_batch,
     holds=lambda view: view.dataset_micro_batch_size == view.micro_batch_size,
@@ -38,10 +37,9 @@ _micro_batch_of_data_set = bridges_rule(
 )
 
 
-_eval_micro_batch_of_data_set = bridges_rule(
+_eval_micro_batch_of_data_set = data_set_rule(
     id="bridge/eval-micro-batch-size",
     order=240,
-    provider_escapes=True,
     checks="the data set's micro-batch size is that of the evaluation",
     applies=_own_micro_batch,
     holds=lambda view: not view.do_validation or view.dataset_micro_batch_size == view.eval_micro,
@@ -70,10 +68,9 @@ def _eval_global_batch(view: RunView) -> Finding | None:
     )
 
 
-_per_token_loss = bridges_rule(
+_per_token_loss = data_set_rule(
     id="bridge/per-token-loss",
     order=290,
-    provider_escapes=True,
     checks="finetuning at CP > 1 computes the loss per token",
     applies=_finetuning_with_cp,
     holds=lambda view: view.calculate_per_token_loss,
@@ -86,10 +83,9 @@ _per_token_loss = bridges_rule(
 )
 
 
-_no_average_in_collective = bridges_rule(
+_no_average_in_collective = data_set_rule(
     id="bridge/no-average-in-collective",
     order=300,
-    provider_escapes=True,
     checks="finetuning at CP > 1 does not average in the collective",
     applies=_finetuning_with_cp,
     # Bridge turns averaging off first under Megatron-FSDP, unless symmetric registration is off.
@@ -135,10 +131,9 @@ _in_batch_needs_several = bridges_rule(
 )
 
 
-@bridges_rule(
+@data_set_rule(
     id="bridge/seq-length-multiple",
     order=200,
-    provider_escapes=True,
     checks="the data set's seq_length is a multiple of the alignment",
     applies=lambda view: view.dataset_kind in COLLATED,
     bridge_says=("seq_length must be divisible by the CP/SP collate padding multiple",),
@@ -183,10 +178,9 @@ _pack_size_is_positive = bridges_rule(
 )
 
 
-_same_seq_length = bridges_rule(
+_same_seq_length = data_set_rule(
     id="bridge/same-seq-length",
     order=360,
-    provider_escapes=True,
     checks="model and data set have one seq_length",
     applies=lambda view: view.dataset_kind in _SIZED,
     holds=lambda view: view.model_seq_length == view.dataset_seq_length,
@@ -196,22 +190,20 @@ _same_seq_length = bridges_rule(
 )
 
 
-@bridges_rule(
+_widths_are_fixed = data_set_rule(
     id="bridge/fixed-width",
     order=370,
-    provider_escapes=True,
     checks="rows of pipelines and experts have one width",
     # The in-batch packer never widens a row, whatever the value of `pad_to_max_length`.
     applies=lambda view: view.width_fixed_by_bridge and not view.as_wide_as_its_samples,
     holds=lambda view: view.pad_to_max_length,
     severity="note",
+    why=lambda view: (
+        f"Bridge turns pad_to_max_length on at PP {view.pipeline_parallel}, EP {view.expert_parallel}: every row will "
+        f"be {view.dataset_seq_length} tokens wide"
+    ),
+    fix="set packing.pad_to_max_length to true to say so",
 )
-def _widths_are_fixed(view: RunView) -> Finding | None:
-    sizes = f"PP {view.pipeline_parallel}, EP {view.expert_parallel}"
-    return Finding(
-        why=f"Bridge turns pad_to_max_length on at {sizes}: every row will be {view.dataset_seq_length} tokens wide",
-        fix="set packing.pad_to_max_length to true to say so",
-    )
 
 
 _lengths_vary = bridges_rule(

@@ -62,6 +62,11 @@ def bridge(file: str, says: str, **versions: Any) -> SourceLine:
     return SourceLine(f"megatron/bridge/{file}", says, **versions)
 
 
+def qwen3_vl(file: str, says: str) -> SourceLine:
+    """Returns a line of Megatron-Bridge's Qwen3-VL."""
+    return bridge(f"models/qwen_vl/modelling_qwen3_vl/{file}", says)
+
+
 def attention(file: str, says: str) -> SourceLine:
     """Returns a line of Transformer Engine's attention."""
     return SourceLine(f"transformer_engine/pytorch/attention/dot_product_attention/{file}", says)
@@ -131,8 +136,11 @@ def rule(
     return of(finds=finding) if why else lambda finds: of(finds=finds)
 
 
+warning_rule = partial(rule, severity="warning")
 bridges_rule = partial(rule, place="megatron.bridge.training.config.ConfigContainer.validate")
 """`rule` for those of Bridge's ``validate()``."""
+data_set_rule = partial(bridges_rule, provider_escapes=True)
+"""The same for those that Bridge tests for its own data set classes only."""
 
 
 def unless(holds: bool, *, why: str, fix: str) -> Finding | None:

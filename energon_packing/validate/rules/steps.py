@@ -3,7 +3,7 @@
 Nothing else reports these: the run starts, and computes something other than what it claims.
 """
 
-from energon_packing.validate.rules.rule import Finding, bridge, core, rule, unless
+from energon_packing.validate.rules.rule import Finding, bridge, core, rule, unless, warning_rule
 from energon_packing.validate.run_view import RunView
 
 OUR_STEP = "energon_packing.bridge.step"
@@ -19,10 +19,6 @@ def _masked_by_bridge(view: RunView) -> bool:
     """Whether Bridge itself gives a padding mask to routers, with a step that does not repair them."""
     masked = _model_makes_the_mask(view) or (_step_gives_the_mask_itself(view) and _rows_bring_a_mask(view))
     return _packed_mixture(view) and view.step is not None and OUR_STEP not in view.step and masked
-
-
-def _shares_masked_rows(view: RunView) -> bool:
-    return _masked_by_bridge(view) and view.ranks_of_a_row > 1
 
 
 _ROUTER_SCOPES = {"moe", "moe_router", "moe_preprocess"}
@@ -53,11 +49,6 @@ def _masked_experts_under_graphs(view: RunView) -> bool:
     return masked and (view.num_moe_experts or 0) > 0 and view.cuda_graph_impl == "transformer_engine"
 
 
-def _packed_rows_over_cp(view: RunView) -> bool:
-    follows_the_trainer = view.dataset_micro_batch_size is None  # otherwise bridge/micro-batch-size speaks
-    return view.enable_offline_packing and view.wide and follows_the_trainer
-
-
 def _undeclared_provider_in_a_long_pipeline(view: RunView) -> bool:
     undeclared = view.dataset_kind == "provider" and not view.packed
     return undeclared and view.pipeline_parallel > 2 and not (view.step or "").endswith(("vlm_step", OUR_STEP))
@@ -82,14 +73,13 @@ def _step_reads_packs(view: RunView) -> Finding | None:
     return Finding(why=why, fix="set training.step to vlm_step")
 
 
-@rule(
+@warning_rule(
     id="ours/experts-see-padding",
     order=1060,
     checks="experts do not count padding",
     place="megatron.bridge.training.vlm_step and gpt_step",
     applies=_packed_mixture,
     holds=lambda view: view.multiple == 1 and not view.rows_of_one_width,
-    severity="warning",
     sources=(
         bridge("training/vlm_step.py", 'required_device_keys.update(("tokens", "input_ids", "position_ids"))'),
         core(
@@ -119,14 +109,13 @@ def _experts_see_padding(view: RunView) -> Finding | None:
     return Finding(why=why, fix=fix)
 
 
-_balance_over_ranks = rule(
+_balance_over_ranks = warning_rule(
     id="ours/balance-over-ranks",
     order=1070,
     checks="the balance of experts weighs the same on any number of ranks",
     place="megatron.core.transformer.moe.moe_utils.get_tokens_per_expert_and_token_count (Megatron-LM#7452)",
-    applies=_shares_masked_rows,
+    applies=lambda view: _masked_by_bridge(view) and view.ranks_of_a_row > 1,
     holds=lambda view: view.load_balancing is not None and not any(view.balance_coefficients),
-    severity="warning",
     sources=(core("tensor_parallel/mappings.py", "torch.distributed.all_reduce(input_, group=group)"),),
     why=(
         "ranks share each row, and under a padding mask Megatron-Core takes the tokens of all of them for those of "
@@ -136,14 +125,13 @@ _balance_over_ranks = rule(
 )
 
 
-@rule(
+@warning_rule(
     id="ours/fused-router",
     order=1075,
     checks="routers that are fused take rows with a padding mask",
     place="transformer_engine.pytorch.router.fused_moe_aux_loss",
     applies=lambda view: _masked_by_bridge(view) and view.moe_router_fusion,
     holds=lambda view: view.load_balancing is not None and not any(view.balance_coefficients),
-    severity="warning",
     sources=(core("transformer/moe/moe_utils.py", "total_num_tokens = global_tokens_per_expert.sum() / topk"),),
 )
 def _fused_router(view: RunView) -> Finding | None:
@@ -198,7 +186,8 @@ def _mask_under_graphs(view: RunView) -> Finding | None:
     order=1090,
     checks="context parallelism slices one packed row at a time",
     place="megatron.bridge.training.gpt_step._cu_seqlens_for_cp_partition",
-    applies=_packed_rows_over_cp,
+    # Of a micro-batch size that does not follow the trainer, bridge/micro-batch-size speaks.
+    applies=lambda view: view.enable_offline_packing and view.wide and view.dataset_micro_batch_size is None,
     sources=(
         bridge("training/gpt_step.py", "Packed THD batches expect micro-batch size 1 for context-parallel slicing"),
     ),
@@ -212,13 +201,12 @@ def _one_packed_row_over_cp(view: RunView) -> Finding | None:
     )
 
 
-_middle_stages_see_boundaries = rule(
+_middle_stages_see_boundaries = warning_rule(
     id="ours/middle-stages-see-boundaries",
     order=1100,
     checks="middle pipeline stages get the boundaries of packed rows",
     place="megatron.bridge.training.gpt_step._middle_pp_stage_needs_batch",
     applies=_undeclared_provider_in_a_long_pipeline,
-    severity="warning",
     sources=(
         bridge("training/gpt_step.py", "return uses_custom_attention_mask or _uses_packed_sequence_metadata(cfg)"),
     ),

@@ -1,7 +1,7 @@
 """Rules about the processor: it and the model must agree on tokens, sizes and class."""
 
-from energon_packing.validate.family_table import PROCESSOR_CLASSES, line_of
-from energon_packing.validate.rules.rule import Finding, bridge, core, rule, unless
+from energon_packing.validate.family_table import line_of, processor_classes
+from energon_packing.validate.rules.rule import Finding, core, qwen3_vl, rule, unless
 from energon_packing.validate.run_view import RunView
 
 
@@ -15,7 +15,7 @@ def _expected_classes(view: RunView) -> tuple[str, ...]:
     """The processors of the model's family, where that of the run is known to belong to some family; else none."""
     line = line_of(view.family, view.bridge_release)
     own = getattr(view.processor_tokens, "processor", None)
-    return line.processors if line is not None and own in PROCESSOR_CLASSES else ()
+    return line.processors if line is not None and own is not None and own in processor_classes() else ()
 
 
 @rule(
@@ -41,12 +41,7 @@ def _vocabulary(view: RunView) -> Finding | None:
     checks="tokenizer and model use the same tokens for images and videos, and around them",
     place="megatron.bridge.models.qwen_vl",
     applies=lambda view: bool(_stated_by_both(view, "placeholders")),
-    sources=(
-        bridge(
-            "models/qwen_vl/modelling_qwen3_vl/model.py",
-            "self.image_token_id = language_transformer_config.image_token_id",
-        ),
-    ),
+    sources=(qwen3_vl("model.py", "self.image_token_id = language_transformer_config.image_token_id"),),
 )
 def _placeholder_ids(view: RunView) -> Finding | None:
     for kind, theirs, ours in _stated_by_both(view, "placeholders"):
@@ -65,12 +60,7 @@ def _placeholder_ids(view: RunView) -> Finding | None:
     checks="the processor is that of the model's family: its class, and the sizes of patches and images",
     place="megatron.bridge.models.qwen_vl.modelling_qwen3_vl.utils.Qwen3VLVisionPatchEmbed",
     applies=lambda view: bool(_stated_by_both(view, "geometry") or _expected_classes(view)),
-    sources=(
-        bridge(
-            "models/qwen_vl/modelling_qwen3_vl/utils.py",
-            "kernel_size = [self.temporal_patch_size, self.patch_size, self.patch_size]",
-        ),
-    ),
+    sources=(qwen3_vl("utils.py", "kernel_size = [self.temporal_patch_size, self.patch_size, self.patch_size]"),),
 )
 def _processor_fits(view: RunView) -> Finding | None:
     own, expected = getattr(view.processor_tokens, "processor", None), _expected_classes(view)

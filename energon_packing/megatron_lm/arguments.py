@@ -96,11 +96,10 @@ def parse_and_validate_args(
 
 
 _LENGTHS = ("packing_seq_length", "dataloader_seq_length", "decoder_seq_length", "seq_length")
-"""Arguments that say how long a row is; the first one that is given counts. With one of the first three, which vision
-scripts have, ``seq_length`` is the vision model's."""
 
 
 def _length_argument(args: Any) -> str:
+    """The argument that says how long a row is; the last one is a vision model's where there is another."""
     return next(name for name in _LENGTHS if getattr(args, name, None))
 
 
@@ -199,11 +198,6 @@ def check_arguments(args: Any) -> None:
             for flag in needs_own_data
         ),
         (value("overlap_moe_expert_parallel_comm"), NO_SCHEDULE_PLAN),
-        (
-            0 < (value("decoder_seq_length") or 0) < (value("packing_seq_length") or 0),
-            f"--packing-seq-length is {value('packing_seq_length')}, but --decoder-seq-length, at which the model cuts "
-            f"a row, is {value('decoder_seq_length')}; make them equal.",
-        ),
         (
             args.context_parallel_size > 1 and not args.calculate_per_token_loss,
             "With --context-parallel-size above 1, the ranks that share a row hold unequal numbers of trained tokens; "

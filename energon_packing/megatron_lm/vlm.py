@@ -50,6 +50,7 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
 
     inner = innermost(model)
     llava = isinstance(inner, LLaVAModel)
+    check_encoders(inner)
     width = functools.partial(llava_width, inner) if llava else None
     batch = read(data_iterator, return_schedule_plan, whole_row=True, width=width)
     output = (_call_llava if llava else _call_by_name)(model, batch)
@@ -128,6 +129,23 @@ def llava_inputs(
 
 
 @functools.cache
+def check_encoders(model: Any) -> None:
+    """Refuses (`ConfigError`) a model whose trained encoders of images may get no gradient from a pack of text, which
+    an overlapped reduction and FSDP wait for (rule ours/packs-without-media)."""
+    from megatron.training import get_args
+
+    args, flags = get_args(), ("overlap_grad_reduce", "use_megatron_fsdp", "use_torch_fsdp2")
+    waits = next((flag for flag in flags if getattr(args, flag, False)), None)
+    trained = (name for name, weight in model.named_parameters() if weight.requires_grad)
+    outside = next((name for name in trained if not name.startswith("language_model.")), None)
+    if waits and outside and not run_config_of(args).packing.dummy_image:
+        raise ConfigError(
+            f"--{waits.replace('_', '-')} waits for the gradient of {outside}, which a pack of text does not give; add "
+            "--packing-set packing.dummy_image=true, or remove the argument."
+        )
+
+
+@functools.cache
 def image_placeholder() -> int:
     """Token id of image placeholders, read once from the run's processor. Raises `ConfigError`: the processor has no
     image placeholder."""
@@ -143,23 +161,21 @@ def image_placeholder() -> int:
 
 
 def llava_width(model: Any, tokens: int) -> int:
-    """Tokens that a ``LLaVAModel`` makes of a row: a multiple of ``2 CP``, of TP with sequence parallelism, or of the
-    product with both; between pipeline stages, and where tensor-parallel communication overlaps, its own length. It
-    pads after the last boundary, so the row must have this length before.
+    """Tokens to which a ``LLaVAModel`` pads a row, after its last boundary, so that it must have them before: what its
+    parallel sizes divide; between pipeline stages, and where tensor-parallel communication overlaps, its own length.
 
     Raises:
-        ConfigError: the row is longer than the model's, which would cut it, or no row of the model's length can be
-            divided.
+        ConfigError: the row is longer than the model's, which would cut it, or its parallel sizes do not divide that.
     """
-    most, context = model._language_max_sequence_length, model.context_parallel_lm
-    pieces = (2 * context if context > 1 else 1) * (
-        model.tensor_model_parallel_size_lm if model.sequence_parallel_lm else 1
-    )
+    from megatron.core.models.multimodal.context_parallel import get_padding
+
+    most, tensor = model._language_max_sequence_length, model.tensor_model_parallel_size_lm
+    sizes = model.context_parallel_lm, tensor, model.sequence_parallel_lm
     fixed = model._language_is_pipeline_parallel or (model.sequence_parallel_lm and model.tp_comm_overlap_lm)
-    width = most if fixed else -(-tokens // pieces) * pieces
-    if max(tokens, width) > most or width % pieces:
+    width = most if fixed else tokens + get_padding(tokens, *sizes)
+    if max(tokens, width) > most or get_padding(width, *sizes):
         raise ConfigError(
-            f"LLaVAModel has language_max_sequence_length {most} and its parallel sizes divide rows by {pieces}, but a "
-            f"row has {tokens} tokens; build it with a multiple of {pieces} that is at least the length of the rows."
+            f"LLaVAModel has language_max_sequence_length {most}, and a row has {tokens} tokens; build it with no "
+            "less than the length of the rows, in a multiple of 2 CP (CP above 1) times TP (with --sequence-parallel)."
         )
     return width

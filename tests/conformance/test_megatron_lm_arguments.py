@@ -146,7 +146,6 @@ def test_rows_of_megatron_lms_own_scripts_are_as_long_as_their_language_model_re
         ("", {"micro_batch_size": 2}, "--micro-batch-size is 2"),
         ("", {"virtual_pipeline_model_parallel_size": 2}, "Virtual pipeline"),
         ("", {"mtp_num_layers": 1}, "--mtp-num-layers"),
-        ("", {"packing_seq_length": 4096, "decoder_seq_length": 2048}, "--packing-seq-length is 4096, but --decoder"),
         ("", {"full_validation": True}, "--full-validation"),
         ("", {"overlap_moe_expert_parallel_comm": True}, "--overlap-moe-expert-parallel-comm"),
         ("", {"context_parallel_size": 2, "calculate_per_token_loss": False}, "add --calculate-per-token-loss"),

@@ -366,16 +366,40 @@ def test_llavas_rows_have_the_length_to_which_it_pads_before_it_pads_them(
     own = {"_language_is_pipeline_parallel": stages, "tp_comm_overlap_lm": overlaps, "sequence_parallel_lm": tensor > 1}
     model = SimpleNamespace(_language_max_sequence_length=512, **sizes, **own)
     assert llava_width(model, tokens) == width
-    with pytest.raises(ConfigError, match=r"language_max_sequence_length 512 .* a row has 513 tokens"):
+    with pytest.raises(ConfigError, match=r"language_max_sequence_length 512, and a row has 513 tokens"):
         llava_width(model, 513)
 
 
+@pytest.mark.parametrize("flag", ["overlap_grad_reduce", "use_megatron_fsdp", "use_torch_fsdp2"])
+def test_encoders_that_a_pack_of_text_leaves_without_gradient_are_refused_where_something_waits_for_it(
+    model, flag, monkeypatch
+):
+    from energon_packing.megatron_lm import vlm
+
+    def checked(args, dummy_image=False):
+        packing = SimpleNamespace(dummy_image=dummy_image)
+        monkeypatch.setattr("megatron.training.get_args", lambda: args)
+        monkeypatch.setattr(vlm, "run_config_of", lambda _: SimpleNamespace(packing=packing))
+        vlm.check_encoders.__wrapped__(model)
+
+    with pytest.raises(ConfigError, match=f"--{flag.replace('_', '-')} waits for the gradient of vision_"):
+        checked(SimpleNamespace(**{flag: True}))
+    checked(SimpleNamespace(**{flag: True}), dummy_image=True)
+    checked(SimpleNamespace(**{flag: False}))
+    outside = [weight for name, weight in model.named_parameters() if not name.startswith("language_model")]
+    for weight in outside:
+        weight.requires_grad_(False)
+    checked(SimpleNamespace(**{flag: True}))
+    for weight in outside:
+        weight.requires_grad_(True)
+
+
 def test_a_row_that_llava_would_cut_is_refused_before_it_runs(model, monkeypatch):
-    from energon_packing.megatron_lm import gpt, vlm
+    from energon_packing.megatron_lm import vlm
 
     row = thd.assemble([row for row, _ in SAMPLES], width=520)
     monkeypatch.setattr(vlm, "image_placeholder", lambda: PLACEHOLDER)
     monkeypatch.setattr("megatron.training.get_timers", lambda: lambda *_, **__: SimpleNamespace(start=int, stop=int))
-    monkeypatch.setattr(gpt, "inputs_of", lambda *_: {})
-    with pytest.raises(ConfigError, match=r"language_max_sequence_length 512 .* a row has 520 tokens"):
+    monkeypatch.setattr("megatron.training.get_args", SimpleNamespace)
+    with pytest.raises(ConfigError, match=r"language_max_sequence_length 512, and a row has 520 tokens"):
         vlm.forward_step(iter([row]), model)

@@ -9,6 +9,7 @@ MEGATRON_LM_TRAPS = {
     150: "a layer with a state takes it from one sample to the next",
     160: "LLaVA pads or cuts a row under its boundaries",
     161: "rows are as long as the vision model's sequence",
+    162: "a reduction waits for the gradient of an encoder that a pack of text does not reach",
 }
 
 FAMILIES = "tests/conformance/test_megatron_lm_models.py::"
@@ -114,7 +115,7 @@ MEGATRON_LM_MUTATIONS: tuple[Mutation, ...] = (
         name="a row is brought to what its samples need, and LLaVA pads it further",
         test=FAMILIES + "test_llavas_rows_have_the_length_to_which_it_pads_before_it_pads_them[False-False-2-2-60-64]",
         oracle="the shard factor of Megatron-Core's `_process_embedding_token_parallel`",
-        edits=(("megatron_lm/vlm.py", "2 * context if context > 1 else 1", "context"),),
+        edits=(("megatron_lm/vlm.py", "tokens + get_padding(tokens, *sizes)", "-(-tokens // 4) * 4"),),
         needs_bridge=True,
     ),
     Mutation(
@@ -122,7 +123,7 @@ MEGATRON_LM_MUTATIONS: tuple[Mutation, ...] = (
         name="a row longer than LLaVA's language model reaches it",
         test=FAMILIES + "test_a_row_that_llava_would_cut_is_refused_before_it_runs",
         oracle="the length that the model was built with",
-        edits=(("megatron_lm/vlm.py", "max(tokens, width) > most or ", ""),),
+        edits=(("megatron_lm/vlm.py", "max(tokens, width) > most or get_padding(width, *sizes)", "False"),),
         needs_bridge=True,
     ),
     Mutation(
@@ -143,6 +144,31 @@ MEGATRON_LM_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             ("megatron_lm/arguments.py", '"dataloader_seq_length", "decoder_seq_length",', '"dataloader_seq_length",'),
         ),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=162,
+        name="packs of text are refused for the families of a list, in which others are missing",
+        test="tests/conformance/test_rules_of_bridge.py::"
+        "test_every_model_of_bridge_that_can_freeze_an_encoder_is_asked_what_a_pack_without_media_does",
+        oracle="the settings of Bridge's own providers",
+        edits=(
+            (
+                "validate/rules/families.py",
+                "view.overlap_grad_reduce is not None and view.sees_or_hears",
+                'view.overlap_grad_reduce is not None and view.family.startswith(("qwen25vl", "qwen3vl", "llava"))',
+            ),
+        ),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=162,
+        name="Megatron-LM's vision step does not ask what waits for the encoders' gradient",
+        test=FAMILIES
+        + "test_encoders_that_a_pack_of_text_leaves_without_gradient_are_refused_where_something_waits_for_it"
+        "[overlap_grad_reduce]",
+        oracle="the parameters of a `LLaVAModel`",
+        edits=(("megatron_lm/vlm.py", "if waits and outside and", "if False and"),),
         needs_bridge=True,
     ),
 )

@@ -95,17 +95,14 @@ def parse_and_validate_args(
     return args
 
 
-_LENGTHS = ("packing_seq_length", "dataloader_seq_length", "decoder_seq_length", "seq_length")
-
-
 def _length_argument(args: Any) -> str:
-    """The argument that says how long a row is; the last one is a vision model's where there is another."""
-    return next(name for name in _LENGTHS if getattr(args, name, None))
+    """What says how long a row is. Where a vision script has one of the first three, the last is its vision model's."""
+    names = ("packing_seq_length", "dataloader_seq_length", "decoder_seq_length", "seq_length")
+    return next(name for name in names if getattr(args, name, None))
 
 
 def row_length(args: Any) -> int:
-    """Tokens per row: ``--packing-seq-length``, ``--dataloader-seq-length`` or ``--decoder-seq-length`` of vision
-    scripts, the first that is given, else ``--seq-length``."""
+    """Tokens per row: the first given of ``--packing-``, ``--dataloader-``, ``--decoder-`` and ``--seq-length``."""
     return int(getattr(args, ROW_LENGTH, None) or getattr(args, _length_argument(args)))
 
 

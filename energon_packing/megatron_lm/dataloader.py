@@ -58,7 +58,7 @@ class StageBatch:
     loss_inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
-def get_batch(data_iterator: Any, *, whole_row: bool = False, width: Callable[[int], int] | None = None) -> StageBatch:
+def get_batch(data_iterator: Any, *, whole_row: bool = False, width: Callable[[int], int] = int) -> StageBatch:
     """Returns the next micro-batch of this rank. Every rank of a replica calls it equally often.
 
     Args:
@@ -77,8 +77,7 @@ def get_batch(data_iterator: Any, *, whole_row: bool = False, width: Callable[[i
             f"the data iterator returned a {type(row).__name__}, not a packed row; pass the provider of "
             "energon_packing.megatron_lm to pretrain()"
         )
-    if width is not None:
-        row = widened(row, width(row.total_tokens))
+    row = widened(row, width(row.total_tokens))
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
     cp = parallel_state.get_context_parallel_world_size()

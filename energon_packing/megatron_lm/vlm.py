@@ -49,11 +49,11 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
     from megatron.core.models.multimodal.llava_model import LLaVAModel
 
     inner = innermost(model)
-    llava = isinstance(inner, LLaVAModel)
     check_encoders(inner)
-    width = functools.partial(llava_width, inner) if llava else None
+    of_llava = _call_llava, functools.partial(llava_width, inner)
+    call, width = of_llava if isinstance(inner, LLaVAModel) else (_call_by_name, int)
     batch = read(data_iterator, return_schedule_plan, whole_row=True, width=width)
-    output = (_call_llava if llava else _call_by_name)(model, batch)
+    output = call(model, batch)
     # A model that slices the row for context parallelism returns the mask of its own tokens.
     output, loss_mask = output if isinstance(output, tuple) else (output, batch.loss_mask)
     return output, functools.partial(loss_func, loss_mask)
@@ -135,12 +135,13 @@ def check_encoders(model: Any) -> None:
     from megatron.training import get_args
 
     args, flags = get_args(), ("overlap_grad_reduce", "use_megatron_fsdp", "use_torch_fsdp2")
-    waits = next((flag for flag in flags if getattr(args, flag, False)), None)
-    trained = (name for name, weight in model.named_parameters() if weight.requires_grad)
-    outside = next((name for name in trained if not name.startswith("language_model.")), None)
-    if waits and outside and not run_config_of(args).packing.dummy_image:
+    waits = next((flag.replace("_", "-") for flag in flags if getattr(args, flag, False)), None)
+    trained = [
+        name for name, weight in model.named_parameters() if weight.requires_grad and "language_model" not in name
+    ]
+    if waits and trained and not run_config_of(args).packing.dummy_image:
         raise ConfigError(
-            f"--{waits.replace('_', '-')} waits for the gradient of {outside}, which a pack of text does not give; add "
+            f"--{waits} waits for the gradient of {trained[0]}, which a pack of text does not give; add "
             "--packing-set packing.dummy_image=true, or remove the argument."
         )
 
@@ -163,14 +164,11 @@ def image_placeholder() -> int:
 def llava_width(model: Any, tokens: int) -> int:
     """Tokens to which a ``LLaVAModel`` pads a row, after its last boundary, so that it must have them before: what its
     parallel sizes divide; between pipeline stages, and where tensor-parallel communication overlaps, its own length.
-
-    Raises:
-        ConfigError: the row is longer than the model's, which would cut it, or its parallel sizes do not divide that.
-    """
+    Raises `ConfigError`: that is less than the row's, which would be cut, or its parallel sizes do not divide it."""
     from megatron.core.models.multimodal.context_parallel import get_padding
 
-    most, tensor = model._language_max_sequence_length, model.tensor_model_parallel_size_lm
-    sizes = model.context_parallel_lm, tensor, model.sequence_parallel_lm
+    most = model._language_max_sequence_length
+    sizes = model.context_parallel_lm, model.tensor_model_parallel_size_lm, model.sequence_parallel_lm
     fixed = model._language_is_pipeline_parallel or (model.sequence_parallel_lm and model.tp_comm_overlap_lm)
     width = most if fixed else tokens + get_padding(tokens, *sizes)
     if max(tokens, width) > most or get_padding(width, *sizes):

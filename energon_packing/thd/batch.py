@@ -300,16 +300,14 @@ def widened(batch: PackedBatch, width: int) -> PackedBatch:
     tokens["position_ids"][..., -tail:] = torch.arange(tail)
 
     def ended(boundaries: torch.Tensor) -> torch.Tensor:
-        at = batch.num_segments + 1  # repeated boundaries follow
-        return torch.cat([boundaries[:at], boundaries[at - 1 :] + tail])
+        return torch.cat([boundaries[: batch.num_segments + 1], boundaries[batch.num_segments :] + tail])
 
-    physical = batch.cu_seqlens_padded
     return replace(
         batch,
         **tokens,
         extra={name: torch.nn.functional.pad(tensor, (0, tail)) for name, tensor in batch.extra.items()},
         cu_seqlens=ended(batch.cu_seqlens),
-        cu_seqlens_padded=physical if physical is None else ended(physical),
+        cu_seqlens_padded=None if (physical := batch.cu_seqlens_padded) is None else ended(physical),
         max_seqlen=max(batch.max_seqlen, tail),
         total_tokens=width,
     )

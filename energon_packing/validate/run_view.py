@@ -147,7 +147,7 @@ class RunView:
     calculate_per_token_loss: bool = at(True, bridge="final.", ours="training.", argument=True)
     average_in_collective: bool = at(False, bridge="ddp.", ours="training.", argument="--ddp-average-in-collective")
     megatron_fsdp: bool = at(False, argument="--use-megatron-fsdp")
-    torch_fsdp: bool = at(False, bridge="dist.use_torch_fsdp2", argument="--use-torch-fsdp2")
+    fsdp2: bool = at(False, bridge="dist.use_torch_fsdp2", argument="--use-torch-fsdp2")
     disable_symmetric_registration: bool = at(False, bridge="ddp.")
     overlap_grad_reduce: bool | None = at(None, bridge="ddp.", argument=True)
     mtp_num_layers: int = at(0, bridge="model.", argument=True)

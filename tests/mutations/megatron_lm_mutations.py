@@ -10,6 +10,7 @@ MEGATRON_LM_TRAPS = {
     160: "LLaVA pads or cuts a row under its boundaries",
     161: "rows are as long as the vision model's sequence",
     162: "a reduction waits for the gradient of an encoder that a pack of text does not reach",
+    163: "validate accepts what the run refuses",
 }
 
 FAMILIES = "tests/conformance/test_megatron_lm_models.py::"
@@ -168,7 +169,16 @@ MEGATRON_LM_MUTATIONS: tuple[Mutation, ...] = (
         + "test_encoders_that_a_pack_of_text_leaves_without_gradient_are_refused_where_something_waits_for_it"
         "[overlap_grad_reduce]",
         oracle="the parameters of a `LLaVAModel`",
-        edits=(("megatron_lm/vlm.py", "if waits and outside and", "if False and"),),
+        edits=(("megatron_lm/vlm.py", "if waits and trained and", "if False and"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=163,
+        name="without a look at the data, arguments that the run refuses are valid",
+        test="tests/conformance/test_megatron_lm_arguments.py::"
+        "test_validate_refuses_the_arguments_that_the_run_refuses_with_megatron_lms_own_parser[{}---full-validation]",
+        oracle="`parse_and_validate_args` of Megatron-LM, as the run calls it",
+        edits=(("cli/validate.py", "if data or reads.problem else None", "if data else None"),),
         needs_bridge=True,
     ),
 )

@@ -104,9 +104,7 @@ _packs_without_media = rule(
     applies=lambda view: view.packed and view.overlap_grad_reduce is not None and view.sees_or_hears,
     # A masked image in each pack gives every parameter a gradient, and frozen ones await none.
     holds=lambda view: (
-        not (view.overlap_grad_reduce or view.megatron_fsdp or view.torch_fsdp)
-        or view.vision_frozen
-        or view.dummy_image
+        not (view.overlap_grad_reduce or view.megatron_fsdp or view.fsdp2) or view.vision_frozen or view.dummy_image
     ),
     sources=(
         core(

@@ -87,6 +87,8 @@ def folder(tmp_path_factory, request):
     cases += [case(model, "one", (), 4, *(logged if model == "gpt" else ())) for model in scripts]
     two = [("gpt", "tp2"), ("gpt", "cp2"), *(("llava", name) for name in LAYOUTS)]
     cases += [case(model, name, LAYOUTS[name], 2, world=2 * len(name.split("-"))) for model, name in two]
+    overlapping = ("--overlap-grad-reduce", "--packing-set", "packing.dummy_image=true")
+    cases += [case("llava", f"overlap-{ranks}", (), 2, *overlapping, world=ranks) for ranks in (1, 2)]
     cases += [
         case("gpt", "pp3", ("--pipeline-model-parallel-size", "3"), 4, world=3),
         case("gpt", "dp2-cp2", BOTH, 4, world=4),
@@ -198,6 +200,17 @@ def test_vision_models_get_whole_rows_on_every_rank_and_pixels_on_the_first_stag
                     assert torch.equal(pixels, expected["visual_inputs"]["pixel_values"])
                 else:
                     assert pixels is None
+
+
+@full
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_dummy_image_gives_an_overlapped_reduction_every_gradient_that_it_waits_for(folder, ranks):
+    found = [result_of(folder, f"llava-overlap-{ranks}", rank) for rank in range(ranks)]
+    assert all(batch["visual_inputs"]["pixel_values"].numel() for each in found for batch in each["batches"])
+    one, *others = (each["losses"] for each in found)
+    assert len(one) == 2
+    assert one[1] < one[0]
+    assert all(losses == one for losses in others)
 
 
 @full

@@ -148,7 +148,8 @@ def validate(
     summary = resolved_summary(view, assumed=source.world_size is None, tokens_per_sample=tokens_per_sample)
     if not as_json:  # before transformers and Bridge are imported: that takes long, and this is known now
         _print_rules(f"{source.name} ({source.kind})", rules, summary)
-    looks = look_at_run(source.reads(), data_parallel=view.data_parallel) if data else None
+    reads = source.reads()
+    looks = look_at_run(reads, data_parallel=view.data_parallel) if data or reads.problem else None
     if not as_json:
         _print_looks(looks)
     verdict = source.verdict() if bridge else None

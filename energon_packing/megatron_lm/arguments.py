@@ -95,9 +95,15 @@ def parse_and_validate_args(
     return args
 
 
+def _length_argument(args: Any) -> str:
+    """What says how long a row is. Where a vision script has one of the first three, the last is its vision model's."""
+    names = ("packing_seq_length", "dataloader_seq_length", "decoder_seq_length", "seq_length")
+    return next(name for name in names if getattr(args, name, None))
+
+
 def row_length(args: Any) -> int:
-    """Tokens per row: ``--dataloader-seq-length`` of vision scripts if it is given, else ``--seq-length``."""
-    return int(getattr(args, ROW_LENGTH, None) or getattr(args, "dataloader_seq_length", None) or args.seq_length)
+    """Tokens per row: the first given of ``--packing-``, ``--dataloader-``, ``--decoder-`` and ``--seq-length``."""
+    return int(getattr(args, ROW_LENGTH, None) or getattr(args, _length_argument(args)))
 
 
 def run_config_of(args: Any) -> RunConfig:
@@ -114,12 +120,12 @@ def run_config_of(args: Any) -> RunConfig:
     config = from_mapping(RunConfig, values, where=where)
     given = {f"{section}.{key}" for section, settings in values.items() for key in settings or ()}
     _refuse_contradictions(config, given, args)
-    length = row_length(args)
+    length, argument = row_length(args), "--" + _length_argument(args).replace("_", "-")
     equal_width = args.pipeline_model_parallel_size > 1 or args.expert_model_parallel_size > 1
     refuse(
         (
             "packing.seq_length" in given and config.packing.seq_length != length,
-            f"packing.seq_length is {config.packing.seq_length}, but --seq-length is {length}; a row is as long as the "
+            f"packing.seq_length is {config.packing.seq_length}, but {argument} is {length}; a row is as long as the "
             "model's sequence, so make them equal or leave packing.seq_length out.",
         ),
         (
@@ -151,7 +157,7 @@ def run_config_of(args: Any) -> RunConfig:
     )
     if packing.pad_to_max_length and length % parallel.multiple:
         raise ConfigError(
-            f"--seq-length is {length}, not a multiple of {parallel.multiple}, to which this layout aligns samples; "
+            f"{argument} is {length}, not a multiple of {parallel.multiple}, to which this layout aligns samples; "
             f"use {length // parallel.multiple * parallel.multiple}."
         )
     return replace(config, data=data.beside(args), packing=packing, parallel=parallel)

@@ -21,7 +21,7 @@ from energon_packing.ledger import ledger_apart
 from energon_packing.megatron_lm.arguments import run_config_of
 from energon_packing.offline.data_paths import has_global_packs
 from energon_packing.offline.open_loader import open_packs, packs_of_steps, refuse_short_plan
-from energon_packing.thd.batch import PackedBatch, packed_seq_params
+from energon_packing.thd.batch import PackedBatch, packed_seq_params, widened
 from energon_packing.thd.context_parallel import context_parallel_indices, slice_for_context_parallel
 from energon_packing.thd.fields import TOKEN_FIELDS
 from energon_packing.thd.routers import put_mask
@@ -58,12 +58,13 @@ class StageBatch:
     loss_inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
-def get_batch(data_iterator: Any, *, whole_row: bool = False) -> StageBatch:
+def get_batch(data_iterator: Any, *, whole_row: bool = False, width: Callable[[int], int] = int) -> StageBatch:
     """Returns the next micro-batch of this rank. Every rank of a replica calls it equally often.
 
     Args:
         whole_row: returns all token fields on every stage, not sliced for context parallelism: for vision models, which
             slice the embeddings after pixels are inserted.
+        width: tokens of a row -> tokens that the model needs, at least as many; a masked segment fills the row up.
 
     Raises:
         PackingError: the iterator yields something other than packs.
@@ -76,6 +77,7 @@ def get_batch(data_iterator: Any, *, whole_row: bool = False) -> StageBatch:
             f"the data iterator returned a {type(row).__name__}, not a packed row; pass the provider of "
             "energon_packing.megatron_lm to pretrain()"
         )
+    row = widened(row, width(row.total_tokens))
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
     cp = parallel_state.get_context_parallel_world_size()

@@ -56,16 +56,16 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
     return output, partial(loss_func, batch.loss_mask)
 
 
-def read(data_iterator: Any, schedule_plan: bool, *, whole_row: bool = False) -> StageBatch:
-    """`get_batch` under Megatron-LM's timer; counts the real tokens for Megatron-LM's FLOPs report. Raises
-    `ConfigError`: a schedule plan is requested."""
+def read(data_iterator: Any, schedule_plan: bool, **how: Any) -> StageBatch:
+    """`get_batch`, with its arguments ``how``, under Megatron-LM's timer; counts the real tokens for its FLOPs report.
+    Raises `ConfigError`: a schedule plan is requested."""
     from megatron.training import get_timers, training
 
     if schedule_plan:
         raise ConfigError(NO_SCHEDULE_PLAN)
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
-    batch = get_batch(data_iterator, whole_row=whole_row)
+    batch = get_batch(data_iterator, **how)
     count = getattr(training, "update_seqlen_stats_from_cu_seqlens", None)  # from Megatron-Core 0.19 on
     if count is not None:
         count(batch.cu_seqlens)

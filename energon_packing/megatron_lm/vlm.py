@@ -48,8 +48,12 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
     """
     from megatron.core.models.multimodal.llava_model import LLaVAModel
 
-    batch = read(data_iterator, return_schedule_plan, whole_row=True)
-    output = (_call_llava if isinstance(innermost(model), LLaVAModel) else _call_by_name)(model, batch)
+    inner = innermost(model)
+    check_encoders(inner)
+    of_llava = _call_llava, functools.partial(llava_width, inner)
+    call, width = of_llava if isinstance(inner, LLaVAModel) else (_call_by_name, int)
+    batch = read(data_iterator, return_schedule_plan, whole_row=True, width=width)
+    output = call(model, batch)
     # A model that slices the row for context parallelism returns the mask of its own tokens.
     output, loss_mask = output if isinstance(output, tuple) else (output, batch.loss_mask)
     return output, functools.partial(loss_func, loss_mask)
@@ -58,7 +62,6 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
 def _call_llava(model: Any, batch: StageBatch) -> Any:
     inner = innermost(model)
     more = inputs_of(model, replace(batch, visual_inputs=None))  # checks of media are the next lines'
-    check_pipeline_width(inner, batch)
     inputs = llava_inputs(
         batch,
         placeholder=image_placeholder(),
@@ -126,6 +129,24 @@ def llava_inputs(
 
 
 @functools.cache
+def check_encoders(model: Any) -> None:
+    """Refuses (`ConfigError`) a model whose trained encoders of images may get no gradient from a pack of text, which
+    an overlapped reduction and FSDP wait for (rule ours/packs-without-media)."""
+    from megatron.training import get_args
+
+    args, flags = get_args(), ("overlap_grad_reduce", "use_megatron_fsdp", "use_torch_fsdp2")
+    waits = next((flag.replace("_", "-") for flag in flags if getattr(args, flag, False)), None)
+    trained = [
+        name for name, weight in model.named_parameters() if weight.requires_grad and "language_model" not in name
+    ]
+    if waits and trained and not run_config_of(args).packing.dummy_image:
+        raise ConfigError(
+            f"--{waits} waits for the gradient of {trained[0]}, which a pack of text does not give; add "
+            "--packing-set packing.dummy_image=true, or remove the argument."
+        )
+
+
+@functools.cache
 def image_placeholder() -> int:
     """Token id of image placeholders, read once from the run's processor. Raises `ConfigError`: the processor has no
     image placeholder."""
@@ -140,13 +161,19 @@ def image_placeholder() -> int:
     return ids["image"]
 
 
-def check_pipeline_width(model: Any, batch: StageBatch) -> None:
-    """Refuses a language model whose length, to which ``LLaVAModel`` pads in pipelines, is not the row's."""
-    if not getattr(model, "_language_is_pipeline_parallel", False) or batch.tokens is None:
-        return
-    width = model._language_max_sequence_length
-    if width != batch.tokens.size(1):
+def llava_width(model: Any, tokens: int) -> int:
+    """Tokens to which a ``LLaVAModel`` pads a row, after its last boundary, so that it must have them before: what its
+    parallel sizes divide; between pipeline stages, and where tensor-parallel communication overlaps, its own length.
+    Raises `ConfigError`: that is less than the row's, which would be cut, or its parallel sizes do not divide it."""
+    from megatron.core.models.multimodal.context_parallel import get_padding
+
+    most = model._language_max_sequence_length
+    sizes = model.context_parallel_lm, model.tensor_model_parallel_size_lm, model.sequence_parallel_lm
+    fixed = model._language_is_pipeline_parallel or (model.sequence_parallel_lm and model.tp_comm_overlap_lm)
+    width = most if fixed else tokens + get_padding(tokens, *sizes)
+    if max(tokens, width) > most or get_padding(width, *sizes):
         raise ConfigError(
-            f"LLaVAModel has language_max_sequence_length {width}, but the rows have {batch.tokens.size(1)} tokens; "
-            "between pipeline stages both must be equal: build the model with the length of a row."
+            f"LLaVAModel has language_max_sequence_length {most}, and a row has {tokens} tokens; build it with no "
+            "less than the length of the rows, in a multiple of 2 CP (CP above 1) times TP (with --sequence-parallel)."
         )
+    return width

@@ -292,6 +292,27 @@ def real_padding(batch: PackedBatch) -> PackedBatch:
     return batch if physical is None else replace(batch, cu_seqlens=physical, cu_seqlens_padded=None)
 
 
+def widened(batch: PackedBatch, width: int) -> PackedBatch:
+    """The whole row with a masked segment after it, so that it has ``width`` tokens, which are at least its own."""
+    if (tail := width - batch.total_tokens) == 0:
+        return batch
+    tokens: dict[str, Any] = {each.name: each.padded(getattr(batch, each.name), tail) for each in TOKEN_FIELDS}
+    tokens["position_ids"][..., -tail:] = torch.arange(tail)
+
+    def ended(boundaries: torch.Tensor) -> torch.Tensor:
+        return torch.cat([boundaries[: batch.num_segments + 1], boundaries[batch.num_segments :] + tail])
+
+    return replace(
+        batch,
+        **tokens,
+        extra={name: torch.nn.functional.pad(tensor, (0, tail)) for name, tensor in batch.extra.items()},
+        cu_seqlens=ended(batch.cu_seqlens),
+        cu_seqlens_padded=None if (physical := batch.cu_seqlens_padded) is None else ended(physical),
+        max_seqlen=max(batch.max_seqlen, tail),
+        total_tokens=width,
+    )
+
+
 def pad_cu_seqlens(batch: PackedBatch, *, max_segments: int, max_seqlen: int | None = None) -> PackedBatch:
     """The batch with boundary arrays of ``max_segments + 1`` entries, the last boundary repeated, for CUDA graphs.
 

@@ -277,6 +277,7 @@ def view_of(container: Any, *, world_size: int, step: str | None = None, data: D
     name = type(model).__name__
     width, heads, *channels = (getattr(model, field, None) for field in _OF_HEADS)
     widest = max((given for given in channels if given), default=width // heads if width and heads else None)
+    frozen = [value for field, value in vars(model).items() if re.match("freeze_(vision|audio|sound)_", field)]
     value_dim = None
     if getattr(model, "multi_latent_attention", False):  # which does not read `kv_channels`
         widest, value_dim = model.qk_head_dim + model.qk_pos_emb_head_dim, model.v_head_dim
@@ -312,9 +313,7 @@ def view_of(container: Any, *, world_size: int, step: str | None = None, data: D
             if getattr(final, "moe_token_dispatcher_type", None) == "flex"
             else getattr(final, "moe_token_dispatcher_type", None),
             "balance_coefficients": tuple(coefficients) if isinstance(coefficients, list) else (coefficients,),
-            "vision_frozen": all(
-                getattr(model, name, False) for name in ("freeze_vision_model", "freeze_vision_projection")
-            ),
+            "vision_frozen": bool(frozen) and all(frozen),
             "head_dim": widest,
             "value_dim": value_dim,
             "tp_comm_overlap": any(getattr(part, "tp_comm_overlap", False) for part in (model, source.comm_overlap)),

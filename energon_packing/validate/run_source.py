@@ -19,7 +19,7 @@ from typing import Any
 
 from energon_packing.config import ParallelConfig, RunConfig, load_config
 from energon_packing.errors import ConfigError, UserError
-from energon_packing.megatron_lm.arguments import run_config_of
+from energon_packing.megatron_lm.arguments import row_length, run_config_of
 from energon_packing.validate.family_table import GPTS
 from energon_packing.validate.looks.samples import measure_data
 from energon_packing.validate.recipes import (
@@ -297,8 +297,7 @@ def view_of_arguments(words: Sequence[str], *, world_size: int | None = None, st
     fields |= {entry.name: given[name] for entry, name in _arguments() if name in given}
     if "model_seq_length" not in fields:
         raise ConfigError("The arguments do not contain --seq-length, the length of a packed row.")
-    if (rows := given.get("--dataloader-seq-length")) is not None:  # of vision scripts, as `row_length` reads it
-        fields |= {"dataset_seq_length": rows, "model_seq_length": rows}
+    fields |= dict.fromkeys(("dataset_seq_length", "model_seq_length"), row_length(namespace_of(words)))
     fields.setdefault("global_batch_size", fields.get("micro_batch_size", 1))
     fields.setdefault("expert_tensor_parallel", fields.get("tensor_parallel", 1))  # Megatron-Core's own default
     view = RunView(
@@ -324,6 +323,8 @@ _READ_BY_THE_RUN: dict[str, tuple[str, Any]] = {
     "--packing-test-split": ("str", None),
     "--dataloader-type": ("str", "external"),
     "--dataloader-seq-length": ("int", None),
+    "--decoder-seq-length": ("int", None),
+    "--packing-seq-length": ("int", 0),
     "--num-workers": ("int", 2),
     "--eval-iters": ("int", 100),
     "--eval-micro-batch-size": ("int", None),

@@ -147,6 +147,7 @@ class RunView:
     calculate_per_token_loss: bool = at(True, bridge="final.", ours="training.", argument=True)
     average_in_collective: bool = at(False, bridge="ddp.", ours="training.", argument="--ddp-average-in-collective")
     megatron_fsdp: bool = at(False, argument="--use-megatron-fsdp")
+    fsdp2: bool = at(False, bridge="dist.use_torch_fsdp2", argument="--use-torch-fsdp2")
     disable_symmetric_registration: bool = at(False, bridge="ddp.")
     overlap_grad_reduce: bool | None = at(None, bridge="ddp.", argument=True)
     mtp_num_layers: int = at(0, bridge="model.", argument=True)
@@ -194,7 +195,7 @@ class RunView:
     dummy_image: bool = at(False, bridge="dataset.packing.", ours="packing.")
     """Whether every pack of ours shows the model an image."""
     vision_frozen: bool = False
-    """Whether both the vision encoder and its projection are frozen."""
+    """Whether all encoders of images and sounds, and their projections, are frozen."""
     deepstack_layers: tuple[int, ...] = at((), bridge="model.vision_config.deepstack_visual_indexes")
     """Layers of the vision encoder, from 0, whose features go into the language model."""
     memory: Memory | None = None
@@ -407,7 +408,7 @@ class RunView:
     def sees_or_hears(self) -> bool:
         """Whether the model has an encoder of images or sounds, by its name."""
         names = r"vl|omni|asr|audio|llava|vision|glm4\dv|gemma3n|mistralsmall3|ministral3|kimik25|exaone45|step37|mimo"
-        return re.search(names, self.family) is not None
+        return re.search(names, self.family.replace("mimov2", "")) is not None
 
     @property
     def data_parallel(self) -> int:

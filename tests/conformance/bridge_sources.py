@@ -57,6 +57,22 @@ class BridgeSource:
             if function in (getattr(call.func, "attr", None), getattr(call.func, "id", None))
         ]
 
+    def fields_of_providers(self) -> dict[str, set[str]]:
+        """Every provider of models -> its settings, inherited ones included."""
+        own: dict[str, set[str]] = {}
+        bases: dict[str, list[str]] = {}
+        for file in sorted((self.folder / "models").rglob("*.py")):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ClassDef) and node.name.endswith(("ModelProvider", "DenseProvider")):
+                    bases[node.name] = [base.id for base in node.bases if isinstance(base, ast.Name)]
+                    targets = [each.target for each in node.body if isinstance(each, ast.AnnAssign)]
+                    own[node.name] = {target.id for target in targets if isinstance(target, ast.Name)}
+
+        def all_of(name: str) -> set[str]:
+            return own.get(name, set()).union(*map(all_of, bases.get(name, ())))
+
+        return {name: all_of(name) for name in own}
+
 
 def installed_source() -> BridgeSource | None:
     """The version that is imported in these tests; None where there is none."""

@@ -37,6 +37,7 @@ LAYOUTS = {
     "cp2": ("--context-parallel-size", "2"),
     "pp2": ("--pipeline-model-parallel-size", "2"),
 }
+LAYOUTS["tp2-cp2"] = (*LAYOUTS["tp2"], *LAYOUTS["cp2"])
 BOTH = ("--context-parallel-size", "2")  # with 4 processes: two replicas
 SAVED_AT, KILLED_AFTER = 2, 3
 full = pytest.mark.full
@@ -71,7 +72,8 @@ def folder(tmp_path_factory, request):
     def case(model, name, layout, steps, *arguments, **settings):
         words = ["--num-layers", "3" if model == "gpt" else "2", "--lr-decay-iters", "10"]
         words += ["--packing-config", str(root / f"{model}.yaml"), "--train-iters", str(steps), *layout, *arguments]
-        return Case(f"{model}-{name}", scripts[model], words, rows_of=ROWS, **settings)
+        rows = ROWS if model == "gpt" else {"context_parallel": 2, "pad_to_max_length": False}
+        return Case(f"{model}-{name}", scripts[model], words, rows_of=rows, **settings)
 
     kept = ("--save", str(root / "checkpoints"), "--save-interval", str(SAVED_AT))
     kept += ("--dataloader-save", str(root / "loader-gpt"))
@@ -84,7 +86,9 @@ def folder(tmp_path_factory, request):
     cases = [case("gpt", f"evaluated-{ranks}", (), 4, *held_out, world=ranks) for ranks in (1, 2)]
     cases += [case(model, "one", (), 4, *(logged if model == "gpt" else ())) for model in scripts]
     two = [("gpt", "tp2"), ("gpt", "cp2"), *(("llava", name) for name in LAYOUTS)]
-    cases += [case(model, name, LAYOUTS[name], 2, world=2) for model, name in two]
+    cases += [case(model, name, LAYOUTS[name], 2, world=2 * len(name.split("-"))) for model, name in two]
+    overlapping = ("--overlap-grad-reduce", "--packing-set", "packing.dummy_image=true")
+    cases += [case("llava", f"overlap-{ranks}", (), 2, *overlapping, world=ranks) for ranks in (1, 2)]
     cases += [
         case("gpt", "pp3", ("--pipeline-model-parallel-size", "3"), 4, world=3),
         case("gpt", "dp2-cp2", BOTH, 4, world=4),
@@ -119,13 +123,14 @@ def test_the_model_learns_from_packs_of_several_samples_and_of_several_images(fo
     assert len({tuple(batch["tokens"][0].tolist()) for batch in one["batches"]}) > 5
     pixels = [batch["visual_inputs"] for batch in result_of(folder, "llava-one")["batches"]]
     assert any(found and found["pixel_values"].shape[0] > 1 for found in pixels)
+    assert any(batch["tokens"].size(1) % 8 == 4 for batch in result_of(folder, "llava-one")["batches"][:4])
 
 
 @pytest.mark.parametrize(
     ("model", "layout"),
     [("gpt", "tp2"), ("gpt", "cp2"), *(pytest.param("llava", name, marks=full) for name in LAYOUTS)],
 )
-def test_losses_and_gradient_norms_of_two_processes_are_those_of_one(folder, model, layout):
+def test_losses_and_gradient_norms_of_several_processes_are_those_of_one(folder, model, layout):
     one, last = result_of(folder, f"{model}-one"), result_of(folder, f"{model}-{layout}", rank=1)
     print(f"\n{model} {layout}: {one['losses'][:2]} {last['losses']}")
     assert len(last["losses"]) == 2
@@ -180,16 +185,32 @@ def test_metrics_count_the_tokens_of_the_batches_and_reach_the_writer_of_megatro
 def test_vision_models_get_whole_rows_on_every_rank_and_pixels_on_the_first_stage_only(folder):
     whole = result_of(folder, "llava-one")["batches"]
     for layout in LAYOUTS:
-        for rank in range(2):
+        for rank in range(2 * len(layout.split("-"))):
             batches = result_of(folder, f"llava-{layout}", rank)["batches"]
             for own, expected in zip(batches, whole[: len(batches)], strict=True):
+                width = own["tokens"].size(1)
+                length = expected["tokens"].size(1)
+                assert width == 512 + 4 if layout == "pp2" else width % 8 == 0 or "-" not in layout
                 for name in ("tokens", "labels", "loss_mask", "position_ids"):
-                    assert torch.equal(own[name], expected[name])
+                    assert torch.equal(own[name][:, :length], expected[name])
+                assert own["physical"].tolist() == [*expected["physical"].tolist(), *[width] * (width > length)]
+                assert not own["loss_mask"][:, length:].any()
                 pixels = dict(own["visual_inputs"] or {}).get("pixel_values")
                 if expected["visual_inputs"] and not (layout == "pp2" and rank == 1):
                     assert torch.equal(pixels, expected["visual_inputs"]["pixel_values"])
                 else:
                     assert pixels is None
+
+
+@full
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_dummy_image_gives_an_overlapped_reduction_every_gradient_that_it_waits_for(folder, ranks):
+    found = [result_of(folder, f"llava-overlap-{ranks}", rank) for rank in range(ranks)]
+    assert all(batch["visual_inputs"]["pixel_values"].numel() for each in found for batch in each["batches"])
+    one, *others = (each["losses"] for each in found)
+    assert len(one) == 2
+    assert one[1] < one[0]
+    assert all(losses == one for losses in others)
 
 
 @full

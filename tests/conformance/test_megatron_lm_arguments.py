@@ -2,6 +2,7 @@
 
 import argparse
 import codecs
+import json
 import pickle
 import re
 import subprocess
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from click.testing import CliRunner
+from support.megatron_lm_ranks import COMMON
 
 from energon_packing.cli.main import cli
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, RunConfig
@@ -113,6 +115,26 @@ def test_a_vision_script_that_overwrites_the_length_keeps_the_rows(arguments):
 
 
 @pytest.mark.parametrize(
+    ("lengths", "rows"),
+    [
+        ("--seq-length 576 --decoder-seq-length 2048", 2048),  # sft_mistral_clip.sh
+        ("--seq-length 1024 --decoder-seq-length 16384 --packing-seq-length 8192 --dataloader-seq-length 16384", 8192),
+        ("--seq-length 577 --dataloader-seq-length 4096", 4096),  # pretrain_vlm.py
+        ("--seq-length 4096", 4096),
+    ],
+)
+def test_rows_of_megatron_lms_own_scripts_are_as_long_as_their_language_model_reads(arguments, lengths, rows):
+    words = lengths.split()
+    given = {name[2:].replace("-", "_"): int(value) for name, value in zip(words[::2], words[1::2], strict=True)}
+    assert run_config_of(arguments(**given)).packing.seq_length == rows
+    told = CliRunner().invoke(cli, ["validate", "--no-data", "--no-bridge", "--json", "--", *words])
+    assert json.loads(told.stdout)["resolved"]["seq_length"] == rows
+    named = "--" + next(name for name, value in given.items() if value == rows).replace("_", "-")
+    with pytest.raises(ConfigError, match=f"packing.seq_length is 64, but {named} is {rows}"):
+        run_config_of(arguments("packing: {seq_length: 64}", **given))
+
+
+@pytest.mark.parametrize(
     ("text", "megatrons", "named"),
     [
         ("packing: {seq_length: 8192}", {}, "packing.seq_length is 8192, but --seq-length is 4096"),
@@ -144,7 +166,9 @@ def test_a_configuration_is_asked_for(arguments):
         run_config_of(args)
 
 
-def test_the_pages_arguments_are_understood_by_validate_and_a_broken_one_is_not(tmp_path):
+def test_the_pages_arguments_are_understood_by_validate_and_a_broken_one_is_not(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("packing: {window: 256}")
     (text,) = re.findall(r"<<'ARGUMENTS'\n(.*?)ARGUMENTS", PAGE.read_text(), flags=re.DOTALL)
     file = tmp_path / "arguments.txt"
     file.write_text(text)
@@ -153,6 +177,54 @@ def test_the_pages_arguments_are_understood_by_validate_and_a_broken_one_is_not(
     assert "4 tokens" in good.output  # TP 2 with sequence parallelism and CP 2
     file.write_text(text.replace("--calculate-per-token-loss", ""))
     assert CliRunner().invoke(cli, ["validate", str(file), "--world-size", "4", "--no-data"]).exit_code == 1
+
+
+PARSED = "--num-layers 4 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 2 --train-iters 4 --lr 1e-2"
+
+
+@pytest.mark.parametrize(
+    ("text", "more"),
+    [
+        ("{}", ""),
+        ("{}", "--num-layers-per-virtual-pipeline-stage 1"),
+        ("{}", "--full-validation"),
+        ("{}", "--dataloader-type single"),
+        ("packing: {seq_length: 256}", ""),
+        ("parallel: {tensor_parallel: 2}", ""),
+        ("parallel: {eval_context_parallel: 2}", ""),
+        ("{}", "--dataloader-seq-length 1024"),
+    ],
+)
+def test_validate_refuses_the_arguments_that_the_run_refuses_with_megatron_lms_own_parser(
+    text, more, tmp_path, monkeypatch
+):
+    """In the words of the run, which `parse_and_validate_args` of Megatron-LM has parsed; without looking at data."""
+    arguments = pytest.importorskip("megatron.training.arguments")
+    from energon_packing.megatron_lm.gpt import parse_and_validate_args
+
+    (tmp_path / "run.yaml").write_text(text)
+    words = [*COMMON, *PARSED.split(), *more.split(), "--packing-config", str(tmp_path / "run.yaml")]
+    monkeypatch.setattr("sys.argv", ["pretrain.py", *words])
+    monkeypatch.setattr(arguments, "get_device_arch_version", lambda: 10)
+    monkeypatch.setattr(arguments, "set_global_variables", lambda _: None)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+    def own_arguments(parser):
+        parser.add_argument("--dataloader-seq-length", type=int)
+        return parser
+
+    refused = ""
+    try:
+        parse_and_validate_args(own_arguments)
+    except ConfigError as error:
+        refused = str(error).rstrip(".")
+    told = CliRunner().invoke(
+        cli, ["validate", "--no-data", "--no-bridge", "--json", "--world-size", "4", "--", *words]
+    )
+    answer = json.loads(told.stdout)
+    assert answer["valid"] is not bool(refused)
+    assert [look["why"] for look in answer["reads"] or () if look["outcome"] == "error"] == [refused] * bool(refused)
 
 
 def read_state(path: Path) -> object:

@@ -330,12 +330,76 @@ def test_a_processor_of_another_vision_model_is_refused():
         llava_inputs(batch, placeholder=PLACEHOLDER, image_token_index=-200, tokens_per_tile=9)
 
 
-def test_between_pipeline_stages_the_models_length_must_be_the_rows():
-    from energon_packing.megatron_lm.vlm import check_pipeline_width
+@pytest.mark.parametrize("multiple", [1, 8])
+@pytest.mark.parametrize("real", [False, True])
+def test_a_widened_row_is_the_row_assembled_at_that_width(multiple, real):
+    from energon_packing.thd.batch import real_padding, widened
 
-    batch = stage_batch([SAMPLES[0][0]], 1, 64)
-    check_pipeline_width(SimpleNamespace(_language_is_pipeline_parallel=True, _language_max_sequence_length=64), batch)
-    check_pipeline_width(SimpleNamespace(_language_is_pipeline_parallel=False, _language_max_sequence_length=9), batch)
-    wrong = SimpleNamespace(_language_is_pipeline_parallel=True, _language_max_sequence_length=512)
-    with pytest.raises(ConfigError, match="language_max_sequence_length 512, but the rows have 64"):
-        check_pipeline_width(wrong, batch)
+    rows = [row for row, _ in SAMPLES]
+    short, wide = thd.assemble(rows, multiple=multiple), thd.assemble(rows, multiple=multiple, width=160)
+    short, wide = (real_padding(row) if real else row for row in (short, wide))
+    made = widened(short, 160)
+    assert short.total_tokens < 160
+    for name in ("tokens", "labels", "loss_mask", "position_ids", "padding_mask", "cu_seqlens", "boundaries"):
+        assert torch.equal(getattr(made, name), getattr(wide, name)), name
+    assert (made.max_seqlen, made.total_tokens) == (wide.max_seqlen, 160)
+    assert made.pad_between_seqs is wide.pad_between_seqs
+
+
+@pytest.mark.parametrize(
+    ("stages", "overlaps", "tensor", "context", "tokens", "width"),
+    [
+        (False, False, 1, 1, 63, 63),
+        (False, False, 2, 1, 63, 64),
+        (False, False, 1, 2, 62, 64),
+        (False, False, 2, 2, 60, 64),  # a multiple of the 4 to which samples are aligned
+        (True, False, 1, 1, 64, 512),
+        (False, True, 2, 1, 64, 512),
+    ],
+)
+def test_llavas_rows_have_the_length_to_which_it_pads_before_it_pads_them(
+    stages, overlaps, tensor, context, tokens, width
+):
+    from energon_packing.megatron_lm.vlm import llava_width
+
+    sizes = {"tensor_model_parallel_size_lm": tensor, "context_parallel_lm": context}
+    own = {"_language_is_pipeline_parallel": stages, "tp_comm_overlap_lm": overlaps, "sequence_parallel_lm": tensor > 1}
+    model = SimpleNamespace(_language_max_sequence_length=512, **sizes, **own)
+    assert llava_width(model, tokens) == width
+    with pytest.raises(ConfigError, match=r"language_max_sequence_length 512, and a row has 513 tokens"):
+        llava_width(model, 513)
+
+
+@pytest.mark.parametrize("flag", ["overlap_grad_reduce", "use_megatron_fsdp", "use_torch_fsdp2"])
+def test_encoders_that_a_pack_of_text_leaves_without_gradient_are_refused_where_something_waits_for_it(
+    model, flag, monkeypatch
+):
+    from energon_packing.megatron_lm import vlm
+
+    def checked(args, dummy_image=False):
+        packing = SimpleNamespace(dummy_image=dummy_image)
+        monkeypatch.setattr("megatron.training.get_args", lambda: args)
+        monkeypatch.setattr(vlm, "run_config_of", lambda _: SimpleNamespace(packing=packing))
+        vlm.check_encoders.__wrapped__(model)
+
+    with pytest.raises(ConfigError, match=f"--{flag.replace('_', '-')} waits for the gradient of vision_"):
+        checked(SimpleNamespace(**{flag: True}))
+    checked(SimpleNamespace(**{flag: True}), dummy_image=True)
+    checked(SimpleNamespace(**{flag: False}))
+    outside = [weight for name, weight in model.named_parameters() if not name.startswith("language_model")]
+    for weight in outside:
+        weight.requires_grad_(False)
+    checked(SimpleNamespace(**{flag: True}))
+    for weight in outside:
+        weight.requires_grad_(True)
+
+
+def test_a_row_that_llava_would_cut_is_refused_before_it_runs(model, monkeypatch):
+    from energon_packing.megatron_lm import vlm
+
+    row = thd.assemble([row for row, _ in SAMPLES], width=520)
+    monkeypatch.setattr(vlm, "image_placeholder", lambda: PLACEHOLDER)
+    monkeypatch.setattr("megatron.training.get_timers", lambda: lambda *_, **__: SimpleNamespace(start=int, stop=int))
+    monkeypatch.setattr("megatron.training.get_args", SimpleNamespace)
+    with pytest.raises(ConfigError, match=r"language_max_sequence_length 512, and a row has 520 tokens"):
+        vlm.forward_step(iter([row]), model)

@@ -20,7 +20,7 @@ from typing import Any
 
 import bridge_here  # noqa: F401
 import pytest
-from bridge_sources import BridgeSource, path_of_main, sources
+from bridge_sources import BridgeSource, installed_source, path_of_main, sources
 from drawn_runs import Tally, drawn, grid, tallied
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -317,6 +317,19 @@ def test_a_schedule_plan_is_refused_exactly_where_the_step_gives_it_no_boundarie
 def test_bridges_own_packing_is_known_exactly_where_its_validate_judges_it(source: BridgeSource) -> None:
     there = "packing_buffer_size" in source.text("training/config.py")
     assert (RunView(bridge_version=source.version).bridge_release >= (0, 7)) == there
+
+
+def test_every_model_of_bridge_that_can_freeze_an_encoder_is_asked_what_a_pack_without_media_does() -> None:
+    source = installed_source()
+    assert source is not None
+    asked = set()
+    for name, fields in source.fields_of_providers().items():
+        encoders = any(field.startswith(("freeze_vision", "freeze_audio", "freeze_sound")) for field in fields)
+        family = name.removesuffix("ModelProvider").removesuffix("Provider")
+        view = RunView(model=TEXT_MODELS.get(name, family), overlap_grad_reduce=True, enable_offline_packing=True)
+        assert outcome("ours/packs-without-media", view) == ("error" if encoders else "not applicable"), name
+        asked |= {family} if encoders else set()
+    assert {"KimiK25VL", "Ministral3", "MiniMaxM3VL", "Ernie45VL", "Qwen2Audio", "NemotronOmni"} <= asked
 
 
 @pytest.mark.parametrize("source", sources())

@@ -7,6 +7,10 @@ MEGATRON_LM_TRAPS = {
     82: "integer token types become floats in a filler row",
     149: "a copy to the GPU waits for it, or runs while a CUDA graph is captured",
     150: "a layer with a state takes it from one sample to the next",
+    160: "LLaVA pads or cuts a row under its boundaries",
+    161: "rows are as long as the vision model's sequence",
+    162: "a reduction waits for the gradient of an encoder that a pack of text does not reach",
+    163: "validate accepts what the run refuses",
 }
 
 FAMILIES = "tests/conformance/test_megatron_lm_models.py::"
@@ -105,6 +109,76 @@ MEGATRON_LM_MUTATIONS: tuple[Mutation, ...] = (
         "test_a_layer_with_a_state_gives_each_sample_its_own_results[mamba-between]",
         oracle="Megatron-Core's layer on the samples alone",
         edits=(("thd/batch.py", '        values["total_tokens"] = batch.total_tokens\n', "        pass\n"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=160,
+        name="a row is brought to what its samples need, and LLaVA pads it further",
+        test=FAMILIES + "test_llavas_rows_have_the_length_to_which_it_pads_before_it_pads_them[False-False-2-2-60-64]",
+        oracle="the shard factor of Megatron-Core's `_process_embedding_token_parallel`",
+        edits=(("megatron_lm/vlm.py", "tokens + get_padding(tokens, *sizes)", "-(-tokens // 4) * 4"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=160,
+        name="a row longer than LLaVA's language model reaches it",
+        test=FAMILIES + "test_a_row_that_llava_would_cut_is_refused_before_it_runs",
+        oracle="the length that the model was built with",
+        edits=(("megatron_lm/vlm.py", "max(tokens, width) > most or get_padding(width, *sizes)", "False"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=160,
+        name="a row is filled up without a boundary at its end",
+        test=FAMILIES + "test_a_widened_row_is_the_row_assembled_at_that_width[False-8]",
+        oracle="the row assembled at that width",
+        edits=(("thd/batch.py", "cu_seqlens=ended(batch.cu_seqlens),", "cu_seqlens=batch.cu_seqlens,"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=161,
+        name="--decoder-seq-length of examples/multimodal is not read",
+        test="tests/conformance/test_megatron_lm_arguments.py::"
+        "test_rows_of_megatron_lms_own_scripts_are_as_long_as_their_language_model_reads"
+        "[--seq-length 576 --decoder-seq-length 2048-2048]",
+        oracle="the argument file of `examples/multimodal/sft_mistral_clip.sh`",
+        edits=(
+            ("megatron_lm/arguments.py", '"dataloader_seq_length", "decoder_seq_length",', '"dataloader_seq_length",'),
+        ),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=162,
+        name="packs of text are refused for the families of a list, in which others are missing",
+        test="tests/conformance/test_rules_of_bridge.py::"
+        "test_every_model_of_bridge_that_can_freeze_an_encoder_is_asked_what_a_pack_without_media_does",
+        oracle="the settings of Bridge's own providers",
+        edits=(
+            (
+                "validate/rules/families.py",
+                "view.overlap_grad_reduce is not None and view.sees_or_hears",
+                'view.overlap_grad_reduce is not None and view.family.startswith(("qwen25vl", "qwen3vl", "llava"))',
+            ),
+        ),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=162,
+        name="Megatron-LM's vision step does not ask what waits for the encoders' gradient",
+        test=FAMILIES
+        + "test_encoders_that_a_pack_of_text_leaves_without_gradient_are_refused_where_something_waits_for_it"
+        "[overlap_grad_reduce]",
+        oracle="the parameters of a `LLaVAModel`",
+        edits=(("megatron_lm/vlm.py", "if waits and trained and", "if False and"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=163,
+        name="without a look at the data, arguments that the run refuses are valid",
+        test="tests/conformance/test_megatron_lm_arguments.py::"
+        "test_validate_refuses_the_arguments_that_the_run_refuses_with_megatron_lms_own_parser[{}---full-validation]",
+        oracle="`parse_and_validate_args` of Megatron-LM, as the run calls it",
+        edits=(("cli/validate.py", "if data or reads.problem else None", "if data else None"),),
         needs_bridge=True,
     ),
 )

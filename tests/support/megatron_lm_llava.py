@@ -1,4 +1,8 @@
-"""A training script as Megatron-LM's ``pretrain_vlm.py``: a tiny ``LLaVAModel``, and three names from our package."""
+"""A training script as Megatron-LM's ``pretrain_vlm.py``: a tiny ``LLaVAModel``, and three names from our package.
+
+Its lengths are those of ``pretrain_vlm.py``: ``seq_length`` becomes the vision model's, and the language model's is the
+data's and one image more, up to what its parallel sizes divide.
+"""
 
 from copy import deepcopy
 from typing import Any
@@ -6,6 +10,7 @@ from typing import Any
 from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.models.multimodal import context_parallel
 from megatron.core.models.multimodal.llava_model import LLaVAModel
 from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -21,6 +26,12 @@ SIDE, PATCH = 28, 14
 
 def model_provider(*_: Any, config: Any = None, **others: Any) -> LLaVAModel:
     args = get_args()
+    args.dataloader_seq_length = args.dataloader_seq_length or args.seq_length
+    args.seq_length = args.encoder_seq_length = (SIDE // PATCH) ** 2
+    length = args.dataloader_seq_length + args.seq_length
+    sizes = args.context_parallel_size, args.tensor_model_parallel_size, args.sequence_parallel
+    args.decoder_seq_length = length + context_parallel.get_padding(length, *sizes)
+    args.max_position_embeddings = max(args.max_position_embeddings, args.decoder_seq_length)
     language = config or core_transformer_config_from_args(args)
     vision = deepcopy(language)
     vision.context_parallel_size, vision.pipeline_model_parallel_size, vision.sequence_parallel = 1, 1, False
@@ -30,7 +41,7 @@ def model_provider(*_: Any, config: Any = None, **others: Any) -> LLaVAModel:
         language_transformer_config=language,
         language_transformer_layer_spec=get_gpt_layer_with_transformer_engine_spec(),
         language_vocab_size=args.padded_vocab_size,
-        language_max_sequence_length=args.seq_length,
+        language_max_sequence_length=args.decoder_seq_length,
         vision_transformer_config=vision,
         vision_transformer_layer_spec=get_vit_layer_with_local_spec(),
         drop_vision_class_token=True,
@@ -46,8 +57,13 @@ def model_provider(*_: Any, config: Any = None, **others: Any) -> LLaVAModel:
     )
 
 
+def add_vlm_extra_args(parser: Any) -> Any:
+    parser.add_argument("--dataloader-seq-length", type=int)
+    return parser
+
+
 if __name__ == "__main__":
-    args = parse_and_validate_args(args_defaults={"tokenizer_type": "NullTokenizer"})
+    args = parse_and_validate_args(add_vlm_extra_args, args_defaults={"tokenizer_type": "NullTokenizer"})
     pretrain(
         pretrain_cfg_container_from_args(args),
         train_valid_test_datasets_provider,

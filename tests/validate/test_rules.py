@@ -235,6 +235,19 @@ OWN = [
         "error",
     ),
     ("ours/packs-without-media", {"model": "Qwen3VL", "overlap_grad_reduce": True}, {"dummy_image": True}, "error"),
+    ("ours/packs-without-media", {"model": "KimiK25VL", "overlap_grad_reduce": True}, {"dummy_image": True}, "error"),
+    (
+        "ours/packs-without-media",
+        {"model": "Qwen3VL", "overlap_grad_reduce": False, "megatron_fsdp": True},
+        {"megatron_fsdp": False},
+        "error",
+    ),
+    (
+        "ours/packs-without-media",
+        {"model": "Qwen3VL", "overlap_grad_reduce": False, "fsdp2": True},
+        {"fsdp2": False},
+        "error",
+    ),
     (
         "ours/one-packed-row-over-context-parallelism",
         {"dataset_kind": "gpt_sft", "context_parallel": 2, "eval_micro_batch_size": 2, "eval_global_batch_size": 2},

@@ -9,7 +9,6 @@ from energon_packing.validate.family_table import FAMILY_TABLE, OPTED_OUT, Famil
 from energon_packing.validate.rules.rule import Finding, SourceLine, bridge, core, qwen3_vl, rule, unless, warning_rule
 from energon_packing.validate.run_view import RunView
 
-_VISION = ("qwen2vl", "qwen25vl", "qwen3vl", "qwen35vl", "gemma3vl", "internvl", "llava", "glm45v")
 UNSCALED_POSITIONS = 16384
 """``original_max_position_embeddings`` of the published Ministral 3 models."""
 
@@ -102,19 +101,21 @@ _packs_without_media = rule(
     order=1210,
     checks="a pack without media does not stall the gradient reduction",
     place="megatron.core.distributed.param_and_grad_buffer",
-    applies=lambda view: view.packed and view.overlap_grad_reduce is not None and view.family.startswith(_VISION),
+    applies=lambda view: view.packed and view.overlap_grad_reduce is not None and view.sees_or_hears,
     # A masked image in each pack gives every parameter a gradient, and frozen ones await none.
-    holds=lambda view: not view.overlap_grad_reduce or view.vision_frozen or view.dummy_image,
+    holds=lambda view: (
+        not (view.overlap_grad_reduce or view.megatron_fsdp or view.fsdp2) or view.vision_frozen or view.dummy_image
+    ),
     sources=(
         core(
             "distributed/param_and_grad_buffer.py", "assert len(self.per_param_grad_ready_counts) == len(self.params)"
         ),
     ),
     why=(
-        "overlap_grad_reduce is on and a pack may hold no image on one rank: its vision parameters get no "
+        "overlap_grad_reduce or FSDP is on and a pack may hold no media on one rank: its encoders' parameters get no "
         "gradient, and the reduction stops the run or hangs"
     ),
-    fix="set ddp.overlap_grad_reduce to false, or packing.dummy_image of our data set to true",
+    fix="set ddp.overlap_grad_reduce to false (and use no FSDP), or packing.dummy_image of our data set to true",
 )
 
 

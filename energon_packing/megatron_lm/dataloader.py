@@ -213,7 +213,7 @@ def _post_rest(log: MetricsLog, own: PackMetrics | None, process: int) -> None:
 
 def packs_left(args: Any, ranks: int) -> int | None:
     """Packs that the run has still to read, over all ranks; None if its batch grows."""
-    if not args.train_iters or args.rampup_batch_size:
+    if not args.train_iters or args.rampup_batch_size or getattr(args, "step_batch_size_schedule", None):
         return None
     return packs_of_steps(args.train_iters - args.iteration, args.global_batch_size, ranks)
 

@@ -1,6 +1,7 @@
 """Megatron-LM's command line with our arguments group, and what is refused before a run starts."""
 
 import argparse
+import ast
 import codecs
 import pickle
 import re
@@ -12,6 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from energon_packing import megatron_lm
 from energon_packing.cli.main import cli
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, RunConfig
 from energon_packing.convert import ConvertConfig, convert
@@ -19,10 +21,19 @@ from energon_packing.demo import make_data, processor_path
 from energon_packing.energon.loader import build_loader
 from energon_packing.energon.states import read_state as state_in_file
 from energon_packing.errors import ConfigError
-from energon_packing.megatron_lm.arguments import add_energon_packing_args, run_config_of
+from energon_packing.megatron_lm.arguments import (
+    _OWNED_BY_MEGATRON,
+    UNREAD,
+    add_energon_packing_args,
+    run_config_of,
+)
 from energon_packing.megatron_lm.dataloader import packs_left, saved_state
+from energon_packing.validate.run_source import ArgumentsRun
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "megatron_lm.md"
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "megatron_lm.md"
+HARMLESS = ROOT / "tests" / "support" / "megatron_lm_arguments.txt"
+REFUSED = [name for names in UNREAD.values() for name in names]
 # What Megatron-LM's own parser makes of a plain command line, as far as we read it.
 PLAIN = {
     "dataloader_type": "external",
@@ -135,6 +146,89 @@ def test_a_vision_script_that_overwrites_the_length_keeps_the_rows(arguments):
 def test_what_cannot_work_is_refused_with_its_name(arguments, text, megatrons, named):
     with pytest.raises(ConfigError, match=re.escape(named)):
         run_config_of(arguments(text, **megatrons))
+
+
+@pytest.fixture(scope="module")
+def megatrons_parser():
+    """The parser of the installed Megatron-LM, with our group."""
+    theirs = pytest.importorskip("megatron.training.arguments")
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    theirs.add_megatron_arguments(parser)
+    return add_energon_packing_args(parser)
+
+
+def named_in_our_code():
+    """Arguments that the package reads: ``args.NAME``, and names in its texts."""
+    names = set(_OWNED_BY_MEGATRON.values())
+    for file in Path(megatron_lm.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("args", "get_args()"):
+                names.add(node.attr)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                words = re.findall(r"--([a-z][\w-]+)", node.value)
+                words += re.findall(r"\A[a-z]+[-_][a-z_-]+\Z", node.value)
+                names |= {word.replace("-", "_") for word in words}
+    return names
+
+
+def test_every_argument_of_megatron_lm_is_read_or_refused_or_known_to_change_neither_loss_nor_data(megatrons_parser):
+    lines = HARMLESS.read_text().splitlines()
+    harmless = {name for line in lines if not line.startswith("#") for name in line.split()}
+    ours = named_in_our_code()
+    assert not harmless & (ours | set(REFUSED)), "the list says less than the code"
+    drawn = {action.dest for action in megatrons_parser._actions if not action.dest.startswith("packing_")}
+    assert len(drawn) > 500
+    unknown = drawn - harmless - ours - set(REFUSED) - {"help"}
+    assert not unknown, f"does {sorted(unknown)} change the loss or the stream of data? If so, refuse it (UNREAD)"
+
+
+def test_the_defaults_of_megatron_lms_parser_are_taken(megatrons_parser, arguments):
+    given = vars(megatrons_parser.parse_args([]))
+    kept = {name: value for name, value in given.items() if name not in PLAIN and not name.startswith("packing_")}
+    assert run_config_of(arguments(**kept)).packing.window == 99
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_changes_the_loss_or_the_data_is_refused_by_the_run_and_by_validate(
+    megatrons_parser, arguments, tmp_path, name
+):
+    flag = f"--{name.replace('_', '-')}"
+    action = megatrons_parser._option_string_actions.get(flag)  # or it is a script's own
+    words = [flag] if action is None or action.nargs == 0 else [flag, "3"]
+    given = {name: True} if action is None else vars(megatrons_parser.parse_args(words))
+    assert given[name], "the list names what the parser calls otherwise"
+    with pytest.raises(ConfigError, match=re.escape(flag) + " .*remove it"):
+        run_config_of(arguments(**{name: given[name]}))
+    words += ["--seq-length", "4096", "--calculate-per-token-loss", "--packing-config", str(tmp_path / "run.yaml")]
+    assert flag in ArgumentsRun(name="arguments", words=words).reads().problem
+
+
+def test_an_unexpectedly_large_loss_is_found_and_a_row_of_many_targets_is_none(monkeypatch):
+    machines = pytest.importorskip("megatron.core.rerun_state_machine")
+    from megatron import training
+
+    from energon_packing.megatron_lm.gpt import loss_func
+
+    rejected = []
+
+    class Machine:
+        large_value_counts, max_values = {}, {}
+        is_unexpectedly_large = machines.RerunStateMachine.is_unexpectedly_large
+
+        def validate_result(self, result, rejection_func, message, tolerance, fatal):
+            if rejection_func(result):
+                rejected.append((message, fatal))
+
+    args = SimpleNamespace(check_for_nan_in_loss_and_grad=True, check_for_spiky_loss=True)
+    monkeypatch.setattr(training, "get_args", lambda: args)
+    machine = Machine()
+    monkeypatch.setattr(machines, "get_rerun_state_machine", lambda: machine)
+    for _ in range(100):  # from which Megatron-Core learns what is usual
+        loss_func(torch.ones(1, 4), torch.full((1, 4), 2.0))
+    loss_func(torch.ones(1, 64), torch.full((1, 64), 2.0))
+    assert rejected == []
+    loss_func(torch.ones(1, 4), torch.full((1, 4), 30.0))
+    assert rejected == [("the loss of a packed row is unexpectedly large", False)]
 
 
 def test_a_configuration_is_asked_for(arguments):
@@ -265,3 +359,5 @@ def test_a_run_on_a_plan_goes_on_with_another_number_of_pipeline_stages(tmp_path
 def test_what_a_run_has_still_to_read_is_its_steps_times_its_batch(iteration, batch, growing, left):
     args = SimpleNamespace(train_iters=10, iteration=iteration, global_batch_size=batch, rampup_batch_size=growing)
     assert packs_left(args, 4) == left
+    args.step_batch_size_schedule = "0:8 100:16"
+    assert packs_left(args, 4) is None

@@ -7,10 +7,12 @@ MEGATRON_LM_TRAPS = {
     82: "integer token types become floats in a filler row",
     149: "a copy to the GPU waits for it, or runs while a CUDA graph is captured",
     150: "a layer with a state takes it from one sample to the next",
+    154: "an argument that changes the loss or the data is ignored",
 }
 
 FAMILIES = "tests/conformance/test_megatron_lm_models.py::"
 IN_BATCH = "tests/conformance/test_in_batch_mode.py::"
+ARGUMENTS = "tests/conformance/test_megatron_lm_arguments.py::"
 GLM = "tests/families/test_glm4v_against_processor.py::"
 
 MEGATRON_LM_MUTATIONS: tuple[Mutation, ...] = (
@@ -105,6 +107,32 @@ MEGATRON_LM_MUTATIONS: tuple[Mutation, ...] = (
         "test_a_layer_with_a_state_gives_each_sample_its_own_results[mamba-between]",
         oracle="Megatron-Core's layer on the samples alone",
         edits=(("thd/batch.py", '        values["total_tokens"] = batch.total_tokens\n', "        pass\n"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=154,
+        name="iterations to skip reach the trainer, which stops on some ranks",
+        test=ARGUMENTS
+        + "test_what_changes_the_loss_or_the_data_is_refused_by_the_run_and_by_validate[iterations_to_skip]",
+        oracle="the parser of the installed Megatron-LM",
+        edits=(("megatron_lm/arguments.py", """(value(name), f"--{name""", """(False, f"--{name"""),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=154,
+        name="an argument of distillation is not on the list",
+        test=ARGUMENTS
+        + "test_every_argument_of_megatron_lm_is_read_or_refused_or_known_to_change_neither_loss_nor_data",
+        oracle="the parser of the installed Megatron-LM",
+        edits=(("megatron_lm/arguments.py", '*("logits_load_dir", "export_kd', '*("export_kd'),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=154,
+        name="a row of many targets seems to have a large loss",
+        test=ARGUMENTS + "test_an_unexpectedly_large_loss_is_found_and_a_row_of_many_targets_is_none",
+        oracle="Megatron-Core's `is_unexpectedly_large`",
+        edits=(("megatron_lm/gpt.py", "(loss / total.clamp(min=1), large,", "(loss, large,"),),
         needs_bridge=True,
     ),
 )

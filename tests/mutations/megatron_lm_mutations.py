@@ -8,6 +8,7 @@ MEGATRON_LM_TRAPS = {
     149: "a copy to the GPU waits for it, or runs while a CUDA graph is captured",
     150: "a layer with a state takes it from one sample to the next",
     154: "an argument that changes the loss or the data is ignored",
+    155: "a process that is no rank of the replica keeps it waiting or gets its packs",
 }
 
 FAMILIES = "tests/conformance/test_megatron_lm_models.py::"
@@ -134,5 +135,19 @@ MEGATRON_LM_MUTATIONS: tuple[Mutation, ...] = (
         oracle="Megatron-Core's `is_unexpectedly_large`",
         edits=(("megatron_lm/gpt.py", "(loss / total.clamp(min=1), large,", "(loss, large,"),),
         needs_bridge=True,
+    ),
+    Mutation(
+        trap=155,
+        name="a rank waits for the greeting of whoever connected first",
+        test="tests/energon/test_replica.py::test_whoever_connects_and_says_nothing_keeps_no_rank_waiting",
+        oracle="the definition",
+        edits=(("energon/replica_channel.py", "for each in ready:", "for each in greeting[::-1]:"),),
+    ),
+    Mutation(
+        trap=155,
+        name="a process of another user is taken for a rank",
+        test="tests/energon/test_replica.py::test_a_rank_that_does_not_greet_in_time_is_named[of another user]",
+        oracle="the user of the connection, from the kernel",
+        edits=(("energon/replica_channel.py", "if user == os.geteuid():", "if user >= 0:"),),
     ),
 )

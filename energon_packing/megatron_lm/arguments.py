@@ -87,7 +87,10 @@ def add_energon_packing_args(parser: argparse.ArgumentParser) -> argparse.Argume
     )
     with contextlib.suppress(argparse.ArgumentError):  # the script has it, with Megatron-LM's meaning
         group.add_argument(
-            "--dataloader-save", default=None, metavar="DIR", help="where checkpoints put the loader's state"
+            "--dataloader-save",
+            default=None,
+            metavar="DIR",
+            help="where checkpoints put the loader's state (default: energon in the folder of --save)",
         )
     return parser
 

@@ -21,6 +21,7 @@ from energon_packing.demo import make_data, processor_path
 from energon_packing.energon.loader import build_loader
 from energon_packing.energon.states import read_state as state_in_file
 from energon_packing.errors import ConfigError
+from energon_packing.megatron_lm import dataloader
 from energon_packing.megatron_lm.arguments import (
     _OWNED_BY_MEGATRON,
     UNREAD,
@@ -321,15 +322,74 @@ def test_the_states_of_all_kinds_of_loaders_are_read_from_a_checkpoint(dataset, 
         assert torch.equal(tokens, pack.batch.tokens)
 
 
-def test_data_never_begin_anew_in_silence(tmp_path):
-    args = SimpleNamespace(iteration=4, packing_restart_data=False, dataloader_save=None)
-    with pytest.raises(ConfigError, match="--dataloader-save is not given"):
+def test_data_never_begin_anew_in_silence(tmp_path, monkeypatch):
+    checkpointing = pytest.importorskip("megatron.training.checkpointing")
+    monkeypatch.setattr(checkpointing.mpu, "get_pipeline_model_parallel_world_size", lambda: 1)
+    args = SimpleNamespace(iteration=4, packing_restart_data=False, dataloader_save=None, load=str(tmp_path), save=None)
+    with pytest.raises(ConfigError, match=rf"no state of the loader at {tmp_path}/energon/iter_0000004"):
         saved_state(args, data_parallel_rank=0)
     with pytest.raises(ConfigError, match="no state of the loader"):
         read_state(tmp_path / "missing.pt")
     args.packing_restart_data = True
     assert saved_state(args, data_parallel_rank=0) is None
     assert saved_state(SimpleNamespace(iteration=0, packing_restart_data=False), data_parallel_rank=0) is None
+
+
+class OneRank:
+    """A `PackDataloader` of a process without groups, whose state is the number of packs that were read."""
+
+    def __init__(self, config, replica, *, split, data_parallel_group, **what):
+        self.split, self.packs = split, 0
+
+    def restore_together(self, read):
+        self.packs = read() or 0
+
+    def save_state(self):
+        return self.packs
+
+
+@pytest.fixture
+def started(arguments, monkeypatch):
+    """``started(samples, load=..., save=...)``: the iterators of a process, and the arguments after that."""
+    checkpointing = pytest.importorskip("megatron.training.checkpointing")
+    from megatron import training
+
+    for name in ("data", "tensor_model", "context", "pipeline_model"):
+        monkeypatch.setattr(checkpointing.mpu, f"get_{name}_parallel_group", lambda: SimpleNamespace(size=lambda: 1))
+        for what, value in (("rank", 0), ("world_size", 1)):
+            monkeypatch.setattr(checkpointing.mpu, f"get_{name}_parallel_{what}", lambda value=value: value)
+    monkeypatch.setattr(checkpointing.mpu, "is_pipeline_first_stage", lambda **_: True)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda **_: None)
+    monkeypatch.setattr(dataloader, "PackDataloader", OneRank)
+    monkeypatch.setattr(dataloader, "has_global_packs", lambda path: False)
+    monkeypatch.setattr(dataloader.Replica, "of", lambda groups: SimpleNamespace(is_reader=True))
+    settings = {"eval_iters": 1, "eval_global_batch_size": 16, "skip_train": False, "load": None, "save": None}
+
+    def start(samples, **given):
+        args = arguments("data: {path: here}", **(settings | given))
+        monkeypatch.setattr(training, "get_args", lambda: args)
+        return dataloader.train_valid_test_datasets_provider(samples), args
+
+    return start
+
+
+def test_a_run_that_saves_its_model_saves_its_data_beside_it_and_continues_from_there(started, tmp_path):
+    from megatron.training.checkpointing import maybe_save_dataloader_state
+
+    (train, _, _), args = started((9, 0, 0), iteration=0, save=str(tmp_path / "model"))
+    train.packs = 7
+    maybe_save_dataloader_state(SimpleNamespace(iterable=train), 4, args.dataloader_save)  # as `save_checkpoint` does
+    assert [path.name for path in (tmp_path / "model" / "energon").iterdir()] == ["iter_0000004"]
+    (again, _, _), args = started((9, 0, 0), iteration=4, load=str(tmp_path / "model"), save=str(tmp_path / "next"))
+    assert (again.packs, args.dataloader_save) == (7, str(tmp_path / "next" / "energon"))
+    _, args = started((9, 0, 0), iteration=0, save=str(tmp_path), dataloader_save="elsewhere")
+    assert args.dataloader_save == "elsewhere"
+
+
+def test_a_run_that_only_evaluates_needs_no_state_and_reads_no_training_data(started, tmp_path):
+    (train, valid, _), _ = started((9, 9, 9), iteration=4, load=str(tmp_path), skip_train=True)
+    assert train is None
+    assert valid.split == "val"
 
 
 @pytest.mark.parametrize(("saving", "reading"), [(1, 2), (2, 1), (1, 1), (2, 2)])

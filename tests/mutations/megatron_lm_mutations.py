@@ -9,6 +9,7 @@ MEGATRON_LM_TRAPS = {
     150: "a layer with a state takes it from one sample to the next",
     154: "an argument that changes the loss or the data is ignored",
     155: "a process that is no rank of the replica keeps it waiting or gets its packs",
+    156: "a run of Megatron-LM that saves its model cannot be continued",
 }
 
 FAMILIES = "tests/conformance/test_megatron_lm_models.py::"
@@ -149,5 +150,21 @@ MEGATRON_LM_MUTATIONS: tuple[Mutation, ...] = (
         test="tests/energon/test_replica.py::test_a_rank_that_does_not_greet_in_time_is_named[of another user]",
         oracle="the user of the connection, from the kernel",
         edits=(("energon/replica_channel.py", "if user == os.geteuid():", "if user >= 0:"),),
+    ),
+    Mutation(
+        trap=156,
+        name="no state of the loader is saved beside the model",
+        test=ARGUMENTS + "test_a_run_that_saves_its_model_saves_its_data_beside_it_and_continues_from_there",
+        oracle="Megatron-LM's `maybe_save_dataloader_state`",
+        edits=(("megatron_lm/dataloader.py", "if args.save and not args.dataloader_save:", "if False:"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=156,
+        name="a run that only evaluates asks for a state",
+        test=ARGUMENTS + "test_a_run_that_only_evaluates_needs_no_state_and_reads_no_training_data",
+        oracle="the definition",
+        edits=(("megatron_lm/dataloader.py", "or (not made and args.skip_train):", "or False:"),),
+        needs_bridge=True,
     ),
 )

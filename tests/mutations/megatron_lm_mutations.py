@@ -10,10 +10,12 @@ MEGATRON_LM_TRAPS = {
     154: "an argument that changes the loss or the data is ignored",
     155: "a process that is no rank of the replica keeps it waiting or gets its packs",
     156: "a run of Megatron-LM that saves its model cannot be continued",
+    157: "a signal that is meant for the rank ends the processes that its checkpoint needs",
 }
 
 FAMILIES = "tests/conformance/test_megatron_lm_models.py::"
 IN_BATCH = "tests/conformance/test_in_batch_mode.py::"
+WORKERS = "tests/energon/test_workers.py::"
 ARGUMENTS = "tests/conformance/test_megatron_lm_arguments.py::"
 GLM = "tests/families/test_glm4v_against_processor.py::"
 
@@ -166,5 +168,26 @@ MEGATRON_LM_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the definition",
         edits=(("megatron_lm/dataloader.py", "or (not made and args.skip_train):", "or False:"),),
         needs_bridge=True,
+    ),
+    Mutation(
+        trap=157,
+        name="a worker ends by the scheduler's signal",
+        test=WORKERS + "test_a_signal_to_all_processes_of_a_job_is_left_to_the_rank_and_costs_no_pack[2]",
+        oracle="the loader that gets no signal",
+        edits=(("energon/workers.py", "        leave_to_rank()\n    use", "        pass\n    use"),),
+    ),
+    Mutation(
+        trap=157,
+        name="a decoding child ends by the scheduler's signal",
+        test=WORKERS + "test_a_signal_to_all_processes_of_a_job_is_left_to_the_rank_and_costs_no_pack[0]",
+        oracle="the loader that gets no signal",
+        edits=(("media/decoding_process.py", "for number in (signal.SIGINT, signal.SIGTERM):", "for number in [2]:"),),
+    ),
+    Mutation(
+        trap=157,
+        name="a worker leaves its own rank's signal to the rank, too",
+        test=WORKERS + "test_a_worker_still_ends_when_its_own_rank_ends_it",
+        oracle="torch's `DataLoader`, which ends its workers so",
+        edits=(("energon/workers.py", ".si_pid != os.getppid():", ".si_pid:"),),
     ),
 )

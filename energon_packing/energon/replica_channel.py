@@ -167,17 +167,13 @@ class HostLeader(_Link):
             ready: list[Any] = wait(greeting, max(end - time.monotonic(), 0))
             if not ready:
                 missing = ", ".join(str(rank) for rank in self._ranks if rank not in self._connections)
-                raise PackingError(
-                    f"ranks of this host did not connect within {PATIENCE.seconds} s: {missing}; look at their output"
-                )
+                raise PackingError(f"ranks did not connect within {PATIENCE.seconds} s: {missing}; see their output")
             for each in ready:
                 if each is self._listener:
                     own = self._listener.accept()[0]
                     _, user, _ = struct.unpack("@3i", own.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-                    if user == os.geteuid():
-                        greeting.append(self._connect(own))
-                    else:
-                        own.close()
+                    connection = self._connect(own)  # one of another user is closed with this name
+                    greeting += [connection] if user == os.geteuid() else []
                     continue
                 greeting.remove(each)
                 said = b""

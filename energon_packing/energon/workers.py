@@ -144,8 +144,7 @@ def answered[Answer](ask: Callable[[], Answer], workers: Sequence[BaseProcess]) 
             if answer.done():  # a worker's own error, that of a store
                 raise
             if gone := [worker for worker in workers if not worker.is_alive()]:
-                ends = {signal.strsignal(-code) or "" for worker in gone if (code := worker.exitcode or 0) < 0}
-                how = f" ({', '.join(sorted(ends))})" if ends else ""
+                how = f" ({signal.strsignal(-code)})" if (code := gone[0].exitcode or 0) < 0 else ""
                 raise UserError(_killed(how, ", ".join(str(worker.pid) for worker in gone))) from None
         except RuntimeError as error:  # torch raises it in whatever runs when a worker ends
             if told := _told(error):
@@ -189,10 +188,7 @@ def _told(error: Exception) -> UserError | None:
 def _killed(how: str, pids: str = "") -> str:
     which = f" (pid {pids})" if pids else ""
     if how == " (Terminated)":
-        return (
-            f"A loader's worker{which} was ended by SIGTERM before it left that signal to its rank; continue from the "
-            "last checkpoint."
-        )
+        return f"A loader's worker{which} was ended by SIGTERM as it started; continue from the last checkpoint."
     return (
         f"A loader's worker{which} was killed{how}, as the kernel does where memory runs out. Give the job more "
         "memory, or lower data.workers, and continue from the last checkpoint."

@@ -41,15 +41,10 @@ UNREAD: Mapping[str, tuple[str, ...]] = {
         *("allow_ambiguous_pad_tokens", "full_validation", "multiple_validation_sets", "hybrid_context_parallel"),
         *("apply_data_augment", "only_keep_samples_with_img", "allow_cross_sample_attention"),
     ),
-    "changes the loss of Megatron-LM's own scripts, which packs replace by cross-entropy; remove it": (
-        *("logits_load_dir", "export_kd_teacher_load"),
-    ),
-    "weighs turns in a script of Megatron-LM that packs replace; remove it and set encoder.loss_weighting": (
-        "use_loss_scaling",
-    ),
+    "changes the loss of scripts, which packs replace; remove it": ("logits_load_dir", "export_kd_teacher_load"),
+    "weighs turns in a script that packs replace; remove it and set encoder.loss_weighting": ("use_loss_scaling",),
     "sets the template of Megatron-LM's tokenizer; remove it and set encoder.chat_template": ("chat_template",),
-    "makes Megatron-LM read dictionaries on some ranks, and packs go to all; remove it, and such iterations from the "
-    "file of --result-rejected-tracker-filename": ("iterations_to_skip",),
+    "skips on some ranks only; remove it, also from --result-rejected-tracker-filename": ("iterations_to_skip",),
 }
 """Why arguments that change the loss or the stream of data are refused, of Megatron-LM's parser and its scripts'. The
 parser's other ones: tests/support/megatron_lm_arguments.txt."""
@@ -87,10 +82,7 @@ def add_energon_packing_args(parser: argparse.ArgumentParser) -> argparse.Argume
     )
     with contextlib.suppress(argparse.ArgumentError):  # the script has it, with Megatron-LM's meaning
         group.add_argument(
-            "--dataloader-save",
-            default=None,
-            metavar="DIR",
-            help="where checkpoints put the loader's state (default: energon in the folder of --save)",
+            "--dataloader-save", metavar="DIR", help="where checkpoints put the loader's state (default: SAVE/energon)"
         )
     return parser
 

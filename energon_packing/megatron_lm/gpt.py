@@ -123,7 +123,5 @@ def loss_func(
         checks += [(loss / total.clamp(min=1), large, "the loss of a packed row is unexpectedly large")]
     for result, rejects, message in checks:
         fatal = rejects in (torch.isnan, torch.isinf)
-        get_rerun_state_machine().validate_result(
-            result=result, rejection_func=rejects, message=message, tolerance=0.0, fatal=fatal
-        )
+        get_rerun_state_machine().validate_result(result, rejects, message=message, tolerance=0.0, fatal=fatal)
     return loss, total, {"lm loss": torch.stack([loss.detach(), total.to(loss.dtype)])}

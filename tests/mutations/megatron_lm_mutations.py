@@ -128,7 +128,13 @@ MEGATRON_LM_MUTATIONS: tuple[Mutation, ...] = (
         test=ARGUMENTS
         + "test_every_argument_of_megatron_lm_is_read_or_refused_or_known_to_change_neither_loss_nor_data",
         oracle="the parser of the installed Megatron-LM",
-        edits=(("megatron_lm/arguments.py", '*("logits_load_dir", "export_kd', '*("export_kd'),),
+        edits=(
+            (
+                "megatron_lm/arguments.py",
+                '("logits_load_dir", "export_kd_teacher_load")',
+                '("export_kd_teacher_load",)',
+            ),
+        ),
         needs_bridge=True,
     ),
     Mutation(
@@ -151,7 +157,7 @@ MEGATRON_LM_MUTATIONS: tuple[Mutation, ...] = (
         name="a process of another user is taken for a rank",
         test="tests/energon/test_replica.py::test_a_rank_that_does_not_greet_in_time_is_named[of another user]",
         oracle="the user of the connection, from the kernel",
-        edits=(("energon/replica_channel.py", "if user == os.geteuid():", "if user >= 0:"),),
+        edits=(("energon/replica_channel.py", "[connection] if user == os.geteuid() else []", "[connection]"),),
     ),
     Mutation(
         trap=156,

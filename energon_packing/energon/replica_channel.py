@@ -16,12 +16,14 @@ import secrets
 import socket
 import struct
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recv_handle, send_handle
+from typing import Any
 
 import torch
 from torch import multiprocessing
@@ -146,8 +148,8 @@ class _Link:
 
 
 class HostLeader(_Link):
-    """The sending end of a host, for the members of these global ranks, which have to show the secret of its address.
-    That is abstract, so it is no file and ends with the process."""
+    """The sending end of a host, for the members of these global ranks, which have to be of its user and to show the
+    secret of its address. That is abstract, so it is no file and ends with the process."""
 
     def __init__(self, ranks: Sequence[int], *, ahead: int) -> None:
         super().__init__()
@@ -158,17 +160,31 @@ class HostLeader(_Link):
         self._listener.listen(len(ranks))
 
     def accept(self) -> None:
-        """Waits until all members have connected."""
-        self._listener.settimeout(PATIENCE.seconds)
+        """Waits until all members have connected, and for no one else. Raises `PackingError`: one did not in time."""
+        end = time.monotonic() + PATIENCE.seconds
+        greeting: list[Any] = [self._listener]  # the listener, and connections that have said nothing yet
         while len(self._connections) < len(self._ranks):
-            connection, secret, rank = self._connect(self._listener.accept()[0]), b"", b""
-            with contextlib.suppress(OSError, EOFError):
-                secret, rank = connection.recv_bytes(64), connection.recv_bytes(64)
-            if hmac.compare_digest(secret, self.address[1]):
-                self._connections[int(rank)] = connection
-            else:
-                connection.close()
-        self._listener.close()
+            ready: list[Any] = wait(greeting, max(end - time.monotonic(), 0))
+            if not ready:
+                missing = ", ".join(str(rank) for rank in self._ranks if rank not in self._connections)
+                raise PackingError(f"ranks did not connect within {PATIENCE.seconds} s: {missing}; see their output")
+            for each in ready:
+                if each is self._listener:
+                    own = self._listener.accept()[0]
+                    _, user, _ = struct.unpack("@3i", own.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+                    connection = self._connect(own)  # one of another user is closed with this name
+                    greeting += [connection] if user == os.geteuid() else []
+                    continue
+                greeting.remove(each)
+                said = b""
+                with contextlib.suppress(OSError, EOFError):
+                    said = each.recv_bytes(64)
+                if hmac.compare_digest(said[:32], self.address[1]):
+                    self._connections[int(said[32:])] = each
+                else:
+                    each.close()
+        for each in greeting:
+            each.close()
 
     def send(self, message: Message) -> None:
         """Sends a message to every member, as soon as each has received enough of the earlier ones. Raises `RankGone`:
@@ -200,8 +216,7 @@ class HostMember(_Link):
         self._leader = leader
         self._listener.connect(address[0])
         self._connections[leader] = self._connect(self._listener)
-        self._connections[leader].send_bytes(address[1])
-        self._connections[leader].send_bytes(str(rank).encode())
+        self._connections[leader].send_bytes(address[1] + str(rank).encode())  # at once, so it is read at once
 
     def receive(self) -> Message:
         """Returns the next message. Raises `RankGone`: the leader is missing."""

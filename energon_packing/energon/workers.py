@@ -12,7 +12,9 @@ import ctypes
 import errno
 import functools
 import gc
+import os
 import re
+import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -60,12 +62,27 @@ def in_workers(loader: Any, *, keep_memory: bool = True) -> None:
 
 
 def _start(own: Callable[[int], None] | None, keep_memory: bool, worker: int) -> None:
+    if torch.utils.data.get_worker_info() is not None:
+        leave_to_rank()
     use_one_thread()
     if keep_memory:
         keep_freed_memory()
     ForkingPickler.register(Pack, _together)
     if own is not None:
         own(worker)
+
+
+def leave_to_rank() -> None:
+    """Leaves SIGTERM, which a scheduler sends to all processes of a job, to the rank, which may still need this worker
+    for its checkpoint. From the rank itself it ends the worker, as torch has it."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # also of the threads and processes that follow
+
+    def wait() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+            pass
+        os._exit(0)
+
+    threading.Thread(target=wait, name="end by the rank", daemon=True).start()
 
 
 def _together(pack: Pack[Any]) -> tuple[Any, ...]:
@@ -126,8 +143,9 @@ def answered[Answer](ask: Callable[[], Answer], workers: Sequence[BaseProcess]) 
         except TimeoutError:
             if answer.done():  # a worker's own error, that of a store
                 raise
-            if gone := [str(worker.pid) for worker in workers if not worker.is_alive()]:
-                raise UserError(_killed("", ", ".join(gone))) from None
+            if gone := [worker for worker in workers if not worker.is_alive()]:
+                how = f" ({signal.strsignal(-code)})" if (code := gone[0].exitcode or 0) < 0 else ""
+                raise UserError(_killed(how, ", ".join(str(worker.pid) for worker in gone))) from None
         except RuntimeError as error:  # torch raises it in whatever runs when a worker ends
             if told := _told(error):
                 raise told from error
@@ -145,11 +163,11 @@ def _told(error: Exception) -> UserError | None:
     text = str(error)
     last = text.strip().splitlines()[-1][:300] if text.strip() else "no reason was given"
     died = _DIED.search(text)
-    pids, signal = died.groups() if died else ("", "")
-    if signal == "Bus error":
+    pids, ended_by = died.groups() if died else ("", "")
+    if ended_by == "Bus error":
         told = _full(f"a loader's worker (pid {pids}) was ended by a bus error")
     elif died:
-        told = _killed(f" ({signal})" if signal else "", pids)
+        told = _killed(f" ({ended_by})" if ended_by else "", pids)
     elif _FILES.search(text) or getattr(error, "errno", None) == errno.EMFILE:
         told = "A process has too many open files for the packs of its workers; raise the limit (ulimit -n 65536)."
     elif _ROOM.search(text):
@@ -169,6 +187,8 @@ def _told(error: Exception) -> UserError | None:
 
 def _killed(how: str, pids: str = "") -> str:
     which = f" (pid {pids})" if pids else ""
+    if how == " (Terminated)":
+        return f"A loader's worker{which} was ended by SIGTERM as it started; continue from the last checkpoint."
     return (
         f"A loader's worker{which} was killed{how}, as the kernel does where memory runs out. Give the job more "
         "memory, or lower data.workers, and continue from the last checkpoint."

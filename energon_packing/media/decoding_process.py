@@ -231,7 +231,7 @@ MOST_CHILDREN = 4
 data sets, or of a training and a validation loader."""
 _OURS = (
     *(signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT),
-    *(signal.SIGTERM, signal.SIGALRM, signal.SIGCHLD, signal.SIGHUP),
+    *(signal.SIGALRM, signal.SIGCHLD, signal.SIGHUP),
 )
 
 Read = Callable[[str], bytes]
@@ -425,7 +425,8 @@ def _serve(connection: Connection, room: SharedRoom, work: Work, seconds: float 
     global _results
     for number in _OURS:
         signal.signal(number, signal.SIG_DFL)  # torch's workers say in theirs that a worker died
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to all processes of a job; the child ends with its parent
+        signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

@@ -32,6 +32,23 @@ _OWNED_BY_MEGATRON = {
 }
 
 
+UNREAD: Mapping[str, tuple[str, ...]] = {
+    "is read by Megatron-LM's own data sets or its scripts', which packs replace; remove it": (
+        *("data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path"),
+        *("per_split_data_args_path", "per_dataset_sequences_path", "split", "phase_transition_iterations"),
+        *("mock_data", "fim_data", "sft", "perform_rl_step", "finetune_hf_dataset"),
+        *("dataloader_inter_document_masking", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"),
+        *("allow_ambiguous_pad_tokens", "full_validation", "multiple_validation_sets", "hybrid_context_parallel"),
+        *("apply_data_augment", "only_keep_samples_with_img", "allow_cross_sample_attention"),
+    ),
+    "changes the loss of scripts, which packs replace; remove it": ("logits_load_dir", "export_kd_teacher_load"),
+    "weighs turns in a script that packs replace; remove it and set encoder.loss_weighting": ("use_loss_scaling",),
+    "sets the template of Megatron-LM's tokenizer; remove it and set encoder.chat_template": ("chat_template",),
+    "skips on some ranks only; remove it, also from --result-rejected-tracker-filename": ("iterations_to_skip",),
+}
+"""Why arguments that change the loss or the stream of data are refused, of Megatron-LM's parser and its scripts'. The
+parser's other ones: tests/support/megatron_lm_arguments.txt."""
+
 NO_SCHEDULE_PLAN = "--overlap-moe-expert-parallel-comm runs the model without the boundaries of packed rows; remove it."
 
 
@@ -65,7 +82,7 @@ def add_energon_packing_args(parser: argparse.ArgumentParser) -> argparse.Argume
     )
     with contextlib.suppress(argparse.ArgumentError):  # the script has it, with Megatron-LM's meaning
         group.add_argument(
-            "--dataloader-save", default=None, metavar="DIR", help="where checkpoints put the loader's state"
+            "--dataloader-save", metavar="DIR", help="where checkpoints put the loader's state (default: SAVE/energon)"
         )
     return parser
 
@@ -171,7 +188,6 @@ def check_arguments(args: Any) -> None:
 
     shares = args.sequence_parallel and args.tensor_model_parallel_size > 1
     uneven = shares and value("num_experts") and value("moe_z_loss_coeff") and not args.calculate_per_token_loss
-    needs_own_data = ("--full-validation", "--multiple-validation-sets", "--hybrid-context-parallel")
     refuse(
         (
             args.dataloader_type != "external",
@@ -190,10 +206,7 @@ def check_arguments(args: Any) -> None:
             "remove --num-layers-per-virtual-pipeline-stage or --num-virtual-stages-per-pipeline-rank.",
         ),
         (value("mtp_num_layers"), "--mtp-num-layers predicts across the boundaries of packed samples; remove it."),
-        *(
-            (value(flag[2:].replace("-", "_")), f"{flag} needs one of Megatron-LM's own data sets; remove it.")
-            for flag in needs_own_data
-        ),
+        *((value(name), f"--{name.replace('_', '-')} {why}.") for why, names in UNREAD.items() for name in names),
         (value("overlap_moe_expert_parallel_comm"), NO_SCHEDULE_PLAN),
         (
             args.context_parallel_size > 1 and not args.calculate_per_token_loss,

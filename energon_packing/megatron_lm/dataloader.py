@@ -213,9 +213,13 @@ def _post_rest(log: MetricsLog, own: PackMetrics | None, process: int) -> None:
         writer.flush()
 
 
+BESIDE_MODEL = "energon"
+"""Folder of ``--save`` where the states are if ``--dataloader-save`` is not given; Bridge has this default, too."""
+
+
 def packs_left(args: Any, ranks: int) -> int | None:
     """Packs that the run has still to read, over all ranks; None if its batch grows."""
-    if not args.train_iters or args.rampup_batch_size:
+    if not args.train_iters or args.rampup_batch_size or getattr(args, "step_batch_size_schedule", None):
         return None
     return packs_of_steps(args.train_iters - args.iteration, args.global_batch_size, ranks)
 
@@ -224,7 +228,7 @@ def saved_state(args: Any, *, data_parallel_rank: int | None) -> Any:
     """Returns the loader's state for the checkpoint that this run continues from; None for a new run.
 
     Every rank of a replica reads the file of its data-parallel rank, which ``maybe_save_dataloader_state`` of
-    ``megatron.training.checkpointing`` wrote under ``--dataloader-save``.
+    ``megatron.training.checkpointing`` wrote under ``--dataloader-save``, or beside the model in ``energon``.
 
     Args:
         data_parallel_rank: whose file is read. None takes the first rank's, which of a plan is that of all ranks, and
@@ -236,17 +240,12 @@ def saved_state(args: Any, *, data_parallel_rank: int | None) -> Any:
     """
     if not args.iteration or args.packing_restart_data:
         return None
-    if not args.dataloader_save:
-        raise ConfigError(
-            f"The run continues at iteration {args.iteration}, but --dataloader-save is not given, so the data would "
-            "start over; give the folder of the loader's states, or --packing-restart-data."
-        )
     from megatron.training.checkpointing import get_checkpoint_name
 
     own, *others = (
         Path(
             get_checkpoint_name(
-                args.dataloader_save,
+                args.dataloader_save or os.path.join(args.load or args.save, BESIDE_MODEL),
                 args.iteration,
                 pipeline_parallel=pipeline_parallel,
                 tensor_rank=0,
@@ -260,8 +259,8 @@ def saved_state(args: Any, *, data_parallel_rank: int | None) -> Any:
     )
     return read_state(
         next((path for path in (own, *others) if path.is_file()), own),
-        missing="the world size or --dataloader-save differs from the run that saved it. Give --packing-restart-data "
-        "to start the data over.",
+        missing="the world size or --dataloader-save differs from the run that saved it, or the model was copied "
+        "without it. Give --packing-restart-data to start the data over.",
     )
 
 
@@ -273,7 +272,8 @@ def train_valid_test_datasets_provider(
     This is a collective call: all ranks make it, as in ``pretrain``.
 
     Args:
-        train_val_test_num_samples: rows that Megatron-LM will ask for; no loader is built for 0.
+        train_val_test_num_samples: rows that Megatron-LM will ask for; no loader is built for 0, nor for training
+            with ``--skip-train``.
 
     Raises:
         UserError: no data set, a missing split, an unusable processor, or a state that is missing or does not fit.
@@ -299,7 +299,7 @@ def train_valid_test_datasets_provider(
     replica = Replica.of(groups)
     splits = (config.data.split, args.packing_valid_split, args.packing_test_split)
     for number, split, name in zip(train_val_test_num_samples, splits, (("train", "validation", "test")), strict=True):
-        if not number or not split:
+        if not number or not split or (not made and args.skip_train):  # which builds no iterator of it
             made.append(None)
             continue
         chosen = ledger_apart(replace(config, metrics=MetricsConfig()), name) if made else config
@@ -318,6 +318,8 @@ def train_valid_test_datasets_provider(
             return state
 
         train.restore_together(read)
+        if args.save and not args.dataloader_save:
+            args.dataloader_save = os.path.join(args.save, BESIDE_MODEL)
     return train, valid, test
 
 

@@ -115,8 +115,13 @@ def loss_func(
     weights = loss_mask.reshape(-1).float()
     loss = torch.sum(output_tensor.reshape(-1).float() * weights)
     total = weights.sum().detach().round().to(torch.int)
-    if get_args().check_for_nan_in_loss_and_grad:
-        machine = get_rerun_state_machine()
-        for refuse, message in ((torch.isnan, "the loss of a packed row is NaN"), (torch.isinf, "it is infinite")):
-            machine.validate_result(result=loss, rejection_func=refuse, message=message, tolerance=0.0, fatal=True)
+    args, checks = get_args(), []
+    if args.check_for_nan_in_loss_and_grad:
+        checks = [(loss, torch.isnan, "the loss of a packed row is NaN"), (loss, torch.isinf, "it is infinite")]
+    if getattr(args, "check_for_spiky_loss", False):  # of the mean, because rows differ in targets
+        large = partial(get_rerun_state_machine().is_unexpectedly_large, threshold=10, context="loss")
+        checks += [(loss / total.clamp(min=1), large, "the loss of a packed row is unexpectedly large")]
+    for result, rejects, message in checks:
+        fatal = rejects in (torch.isnan, torch.isinf)
+        get_rerun_state_machine().validate_result(result, rejects, message=message, tolerance=0.0, fatal=fatal)
     return loss, total, {"lm loss": torch.stack([loss.detach(), total.to(loss.dtype)])}

@@ -19,7 +19,7 @@ from typing import Any
 
 from energon_packing.config import ParallelConfig, RunConfig, load_config
 from energon_packing.errors import ConfigError, UserError
-from energon_packing.megatron_lm.arguments import row_length, run_config_of
+from energon_packing.megatron_lm.arguments import UNREAD, row_length, run_config_of
 from energon_packing.validate.family_table import GPTS
 from energon_packing.validate.looks.samples import measure_data
 from energon_packing.validate.recipes import (
@@ -331,9 +331,7 @@ _READ_BY_THE_RUN: dict[str, tuple[str, Any]] = {
     "--moe-z-loss-coeff": ("float", None),
     "--num-layers-per-virtual-pipeline-stage": ("int", None),
     "--num-virtual-stages-per-pipeline-rank": ("int", None),
-    "--full-validation": ("bool", False),
-    "--multiple-validation-sets": ("bool", False),
-    "--hybrid-context-parallel": ("bool", False),
+    **{f"--{name.replace('_', '-')}": ("given", None) for names in UNREAD.values() for name in names},
 }
 """Arguments that no rule needs and `run_config_of` does: type, and Megatron-LM's or our default."""
 
@@ -397,6 +395,8 @@ def _value(annotation: str, words: list[str]) -> Any:
     Raises:
         ValueError: the words are not of that type.
     """
+    if annotation == "given":
+        return True
     if annotation.startswith("bool"):
         if words:
             raise ValueError

@@ -76,9 +76,11 @@ def folder(tmp_path_factory, request):
         return Case(f"{model}-{name}", scripts[model], words, rows_of=rows, **settings)
 
     kept = ("--save", str(root / "checkpoints"), "--save-interval", str(SAVED_AT))
-    kept += ("--dataloader-save", str(root / "loader-gpt"))
     # Megatron-LM restores CUDA's generators or none.
     again = (*kept, "--load", str(root / "checkpoints"), "--no-load-rng")
+
+    busy = ("--packing-set", "data.workers=2")
+    ended = (*busy, "--save", str(root / "ended"), "--save-interval", "100")
 
     metrics = ("--packing-set", f"metrics.directory={root / 'metrics'}", "metrics.interval=1")
     logged = (*metrics, "--tensorboard-dir", str(root / "events"))
@@ -95,6 +97,9 @@ def folder(tmp_path_factory, request):
         case("gpt", "replayed", (), 4, replay="gpt-dp2-cp2"),
         case("gpt", "killed", BOTH, 4, *kept, world=4, kill_after=KILLED_AFTER),
         case("gpt", "continued", BOTH, 4, *again, world=4),
+        case("gpt", "busy", (), 4, *busy, world=2),
+        case("gpt", "ended", (), 4, *ended, "--exit-signal-handler", world=2, end_after=SAVED_AT),
+        case("gpt", "after", (), 4, *ended, "--load", str(root / "ended"), "--no-load-rng", world=2),
     ]
     models = tuple(OF_MODEL)
     if request.config.getoption("--fast"):
@@ -270,13 +275,28 @@ def test_a_run_that_was_killed_continues_with_the_next_packs_and_exactly_the_sam
         left = len(whole["batches"]) * (4 - SAVED_AT) // 4
         for own, expected in zip(rest["batches"], whole["batches"][-left:], strict=True):
             torch.testing.assert_close(own, expected, rtol=0, atol=0)
-    states = sorted(str(path.relative_to(folder / "loader-gpt")) for path in (folder / "loader-gpt").rglob("*.pt"))
+    beside = folder / "checkpoints" / "energon"  # no --dataloader-save
+    states = sorted(str(path.relative_to(beside)) for path in beside.rglob("*.pt"))
     assert states == [
         f"iter_000000{step}/mp_rank_00/train_dataloader_dprank{replica:03d}.pt" for step in (2, 4) for replica in (0, 1)
     ]
 
 
 EXPERT_ROWS = {"context_parallel": 4, "tensor_parallel": 2, "sequence_parallel": True, "pad_to_max_length": True}
+
+
+@full
+def test_a_run_whose_processes_all_get_sigterm_saves_and_continues_exactly(folder):
+    for rank in range(2):
+        whole, ended, rest = (result_of(folder, f"gpt-{name}", rank) for name in ("busy", "ended", "after"))
+        done = len(ended["losses"])
+        assert SAVED_AT <= done < 4
+        assert ended["losses"] + rest["losses"] == whole["losses"]
+        assert ended["norms"] + rest["norms"] == whole["norms"]
+        for own, expected in zip(ended["batches"] + rest["batches"], whole["batches"], strict=True):
+            torch.testing.assert_close(own, expected, rtol=0, atol=0)
+
+
 TENSOR, CONTEXT = "--tensor-model-parallel-size", "--context-parallel-size"
 EXPERT_LAYOUTS = {  # arguments, processes
     "ep2": (("--expert-model-parallel-size", "2"), 2),

@@ -1,6 +1,7 @@
 """Megatron-LM's command line with our arguments group, and what is refused before a run starts."""
 
 import argparse
+import ast
 import codecs
 import json
 import pickle
@@ -14,6 +15,7 @@ import torch
 from click.testing import CliRunner
 from support.megatron_lm_ranks import COMMON
 
+from energon_packing import megatron_lm
 from energon_packing.cli.main import cli
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, RunConfig
 from energon_packing.convert import ConvertConfig, convert
@@ -21,10 +23,20 @@ from energon_packing.demo import make_data, processor_path
 from energon_packing.energon.loader import build_loader
 from energon_packing.energon.states import read_state as state_in_file
 from energon_packing.errors import ConfigError
-from energon_packing.megatron_lm.arguments import add_energon_packing_args, run_config_of
+from energon_packing.megatron_lm import dataloader
+from energon_packing.megatron_lm.arguments import (
+    _OWNED_BY_MEGATRON,
+    UNREAD,
+    add_energon_packing_args,
+    run_config_of,
+)
 from energon_packing.megatron_lm.dataloader import packs_left, saved_state
+from energon_packing.validate.run_source import ArgumentsRun
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "megatron_lm.md"
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "megatron_lm.md"
+HARMLESS = ROOT / "tests" / "support" / "megatron_lm_arguments.txt"
+REFUSED = [name for names in UNREAD.values() for name in names]
 # What Megatron-LM's own parser makes of a plain command line, as far as we read it.
 PLAIN = {
     "dataloader_type": "external",
@@ -157,6 +169,89 @@ def test_rows_of_megatron_lms_own_scripts_are_as_long_as_their_language_model_re
 def test_what_cannot_work_is_refused_with_its_name(arguments, text, megatrons, named):
     with pytest.raises(ConfigError, match=re.escape(named)):
         run_config_of(arguments(text, **megatrons))
+
+
+@pytest.fixture(scope="module")
+def megatrons_parser():
+    """The parser of the installed Megatron-LM, with our group."""
+    theirs = pytest.importorskip("megatron.training.arguments")
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    theirs.add_megatron_arguments(parser)
+    return add_energon_packing_args(parser)
+
+
+def named_in_our_code():
+    """Arguments that the package reads: ``args.NAME``, and names in its texts."""
+    names = set(_OWNED_BY_MEGATRON.values())
+    for file in Path(megatron_lm.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("args", "get_args()"):
+                names.add(node.attr)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                words = re.findall(r"--([a-z][\w-]+)", node.value)
+                words += re.findall(r"\A[a-z]+[-_][a-z_-]+\Z", node.value)
+                names |= {word.replace("-", "_") for word in words}
+    return names
+
+
+def test_every_argument_of_megatron_lm_is_read_or_refused_or_known_to_change_neither_loss_nor_data(megatrons_parser):
+    lines = HARMLESS.read_text().splitlines()
+    harmless = {name for line in lines if not line.startswith("#") for name in line.split()}
+    ours = named_in_our_code()
+    assert not harmless & (ours | set(REFUSED)), "the list says less than the code"
+    drawn = {action.dest for action in megatrons_parser._actions if not action.dest.startswith("packing_")}
+    assert len(drawn) > 500
+    unknown = drawn - harmless - ours - set(REFUSED) - {"help"}
+    assert not unknown, f"does {sorted(unknown)} change the loss or the stream of data? If so, refuse it (UNREAD)"
+
+
+def test_the_defaults_of_megatron_lms_parser_are_taken(megatrons_parser, arguments):
+    given = vars(megatrons_parser.parse_args([]))
+    kept = {name: value for name, value in given.items() if name not in PLAIN and not name.startswith("packing_")}
+    assert run_config_of(arguments(**kept)).packing.window == 99
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_changes_the_loss_or_the_data_is_refused_by_the_run_and_by_validate(
+    megatrons_parser, arguments, tmp_path, name
+):
+    flag = f"--{name.replace('_', '-')}"
+    action = megatrons_parser._option_string_actions.get(flag)  # or it is a script's own
+    words = [flag] if action is None or action.nargs == 0 else [flag, "3"]
+    given = {name: True} if action is None else vars(megatrons_parser.parse_args(words))
+    assert given[name], "the list names what the parser calls otherwise"
+    with pytest.raises(ConfigError, match=re.escape(flag) + " .*remove it"):
+        run_config_of(arguments(**{name: given[name]}))
+    words += ["--seq-length", "4096", "--calculate-per-token-loss", "--packing-config", str(tmp_path / "run.yaml")]
+    assert flag in ArgumentsRun(name="arguments", words=words).reads().problem
+
+
+def test_an_unexpectedly_large_loss_is_found_and_a_row_of_many_targets_is_none(monkeypatch):
+    machines = pytest.importorskip("megatron.core.rerun_state_machine")
+    from megatron import training
+
+    from energon_packing.megatron_lm.gpt import loss_func
+
+    rejected = []
+
+    class Machine:
+        large_value_counts, max_values = {}, {}
+        is_unexpectedly_large = machines.RerunStateMachine.is_unexpectedly_large
+
+        def validate_result(self, result, rejection_func, message, tolerance, fatal):
+            if rejection_func(result):
+                rejected.append((message, fatal))
+
+    args = SimpleNamespace(check_for_nan_in_loss_and_grad=True, check_for_spiky_loss=True)
+    monkeypatch.setattr(training, "get_args", lambda: args)
+    machine = Machine()
+    monkeypatch.setattr(machines, "get_rerun_state_machine", lambda: machine)
+    for _ in range(100):  # from which Megatron-Core learns what is usual
+        loss_func(torch.ones(1, 4), torch.full((1, 4), 2.0))
+    loss_func(torch.ones(1, 64), torch.full((1, 64), 2.0))
+    assert rejected == []
+    loss_func(torch.ones(1, 4), torch.full((1, 4), 30.0))
+    assert rejected == [("the loss of a packed row is unexpectedly large", False)]
 
 
 def test_a_configuration_is_asked_for(arguments):
@@ -299,15 +394,74 @@ def test_the_states_of_all_kinds_of_loaders_are_read_from_a_checkpoint(dataset, 
         assert torch.equal(tokens, pack.batch.tokens)
 
 
-def test_data_never_begin_anew_in_silence(tmp_path):
-    args = SimpleNamespace(iteration=4, packing_restart_data=False, dataloader_save=None)
-    with pytest.raises(ConfigError, match="--dataloader-save is not given"):
+def test_data_never_begin_anew_in_silence(tmp_path, monkeypatch):
+    checkpointing = pytest.importorskip("megatron.training.checkpointing")
+    monkeypatch.setattr(checkpointing.mpu, "get_pipeline_model_parallel_world_size", lambda: 1)
+    args = SimpleNamespace(iteration=4, packing_restart_data=False, dataloader_save=None, load=str(tmp_path), save=None)
+    with pytest.raises(ConfigError, match=rf"no state of the loader at {tmp_path}/energon/iter_0000004"):
         saved_state(args, data_parallel_rank=0)
     with pytest.raises(ConfigError, match="no state of the loader"):
         read_state(tmp_path / "missing.pt")
     args.packing_restart_data = True
     assert saved_state(args, data_parallel_rank=0) is None
     assert saved_state(SimpleNamespace(iteration=0, packing_restart_data=False), data_parallel_rank=0) is None
+
+
+class OneRank:
+    """A `PackDataloader` of a process without groups, whose state is the number of packs that were read."""
+
+    def __init__(self, config, replica, *, split, data_parallel_group, **what):
+        self.split, self.packs = split, 0
+
+    def restore_together(self, read):
+        self.packs = read() or 0
+
+    def save_state(self):
+        return self.packs
+
+
+@pytest.fixture
+def started(arguments, monkeypatch):
+    """``started(samples, load=..., save=...)``: the iterators of a process, and the arguments after that."""
+    checkpointing = pytest.importorskip("megatron.training.checkpointing")
+    from megatron import training
+
+    for name in ("data", "tensor_model", "context", "pipeline_model"):
+        monkeypatch.setattr(checkpointing.mpu, f"get_{name}_parallel_group", lambda: SimpleNamespace(size=lambda: 1))
+        for what, value in (("rank", 0), ("world_size", 1)):
+            monkeypatch.setattr(checkpointing.mpu, f"get_{name}_parallel_{what}", lambda value=value: value)
+    monkeypatch.setattr(checkpointing.mpu, "is_pipeline_first_stage", lambda **_: True)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda **_: None)
+    monkeypatch.setattr(dataloader, "PackDataloader", OneRank)
+    monkeypatch.setattr(dataloader, "has_global_packs", lambda path: False)
+    monkeypatch.setattr(dataloader.Replica, "of", lambda groups: SimpleNamespace(is_reader=True))
+    settings = {"eval_iters": 1, "eval_global_batch_size": 16, "skip_train": False, "load": None, "save": None}
+
+    def start(samples, **given):
+        args = arguments("data: {path: here}", **(settings | given))
+        monkeypatch.setattr(training, "get_args", lambda: args)
+        return dataloader.train_valid_test_datasets_provider(samples), args
+
+    return start
+
+
+def test_a_run_that_saves_its_model_saves_its_data_beside_it_and_continues_from_there(started, tmp_path):
+    from megatron.training.checkpointing import maybe_save_dataloader_state
+
+    (train, _, _), args = started((9, 0, 0), iteration=0, save=str(tmp_path / "model"))
+    train.packs = 7
+    maybe_save_dataloader_state(SimpleNamespace(iterable=train), 4, args.dataloader_save)  # as `save_checkpoint` does
+    assert [path.name for path in (tmp_path / "model" / "energon").iterdir()] == ["iter_0000004"]
+    (again, _, _), args = started((9, 0, 0), iteration=4, load=str(tmp_path / "model"), save=str(tmp_path / "next"))
+    assert (again.packs, args.dataloader_save) == (7, str(tmp_path / "next" / "energon"))
+    _, args = started((9, 0, 0), iteration=0, save=str(tmp_path), dataloader_save="elsewhere")
+    assert args.dataloader_save == "elsewhere"
+
+
+def test_a_run_that_only_evaluates_needs_no_state_and_reads_no_training_data(started, tmp_path):
+    (train, valid, _), _ = started((9, 9, 9), iteration=4, load=str(tmp_path), skip_train=True)
+    assert train is None
+    assert valid.split == "val"
 
 
 @pytest.mark.parametrize(("saving", "reading"), [(1, 2), (2, 1), (1, 1), (2, 2)])
@@ -337,3 +491,5 @@ def test_a_run_on_a_plan_goes_on_with_another_number_of_pipeline_stages(tmp_path
 def test_what_a_run_has_still_to_read_is_its_steps_times_its_batch(iteration, batch, growing, left):
     args = SimpleNamespace(train_iters=10, iteration=iteration, global_batch_size=batch, rampup_batch_size=growing)
     assert packs_left(args, 4) == left
+    args.step_batch_size_schedule = "0:8 100:16"
+    assert packs_left(args, 4) is None

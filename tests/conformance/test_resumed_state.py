@@ -261,6 +261,25 @@ def test_a_run_of_bridge_goes_on_with_its_state_and_is_stopped_without_it(data):
     assert [report["error"] for report in bridge_ranks.reports(folder, "anew", 2)] == [None] * 2
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not stand_ins.needed(), reason="a CUDA device and Transformer Engine are present")
+def test_a_run_of_bridge_whose_processes_all_get_sigterm_saves_and_continues_exactly(data):
+    folder = data / "terminated"
+    folder.mkdir()
+    run = {**TEXT, "steps": 4, "world": 2, "save_interval": 100, "dataset": {"num_workers": 1}}
+    kept = {**run, "save": str(folder / "kept")}
+    runs = [{**run, "name": "whole"}, {**kept, "name": "ended", "end_after": 2}, {**kept, "name": "after"}]
+    bridge_ranks.launch(runs, folder, data / "data", timeout=400)
+    for whole, ended, after in zip(*(bridge_ranks.reports(folder, each["name"], 2) for each in runs), strict=True):
+        assert [each["error"] for each in (whole, ended, after)] == [None] * 3
+        assert 2 <= len(ended["losses"]) < 4
+        for kind in ("losses", "norms"):
+            assert ended[kind] + after[kind] == whole[kind]
+        digests = [[pack["digest"] for pack in each["packs"]] for each in (whole, ended, after)]
+        assert digests[1] + digests[2] == digests[0]
+
+
 @pytest.mark.parametrize(
     ("graphs", "ahead"), [({"cuda_graph_impl": "none"}, 1), ({"vision_cuda_graph_impl": "transformer_engine"}, 0)]
 )

@@ -2,9 +2,12 @@
 
 import contextlib
 import dataclasses
+import datetime
 import io
 import json
+import os
 import pickle
+import socket
 import sqlite3
 import struct
 import sys
@@ -26,7 +29,7 @@ from torch import distributed
 from energon_packing import thd
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, RunConfig
 from energon_packing.demo import processor_path
-from energon_packing.energon import loader, replica
+from energon_packing.energon import loader, replica, replica_channel
 from energon_packing.energon.loader import identity_of
 from energon_packing.energon.pack_bytes import field_digests, pack_from_bytes, pack_to_bytes
 from energon_packing.energon.replica import Replica
@@ -193,6 +196,49 @@ def linked():
     yield leader, member
     leader.close()
     member.close()
+
+
+def strangers(leader, count):
+    """Connections to the leader that say nothing."""
+    for _ in range(count):
+        stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        stranger.connect(leader.address[0])
+        yield stranger
+
+
+def test_whoever_connects_and_says_nothing_keeps_no_rank_waiting():
+    leader = HostLeader([1, 2], ahead=1)
+    silent = list(strangers(leader, 2))
+    accepting = threading.Thread(target=leader.accept, daemon=True)
+    accepting.start()
+    members = [HostMember(rank, 0, leader.address) for rank in (2, 1)]
+    accepting.join(20)
+    try:
+        assert not accepting.is_alive()
+        assert sorted(leader._connections) == [1, 2]
+        for stranger in silent:
+            stranger.settimeout(20)
+            assert stranger.recv(1) == b""  # closed
+    finally:
+        for end in (leader, *members, *silent):
+            end.close()
+
+
+@pytest.mark.parametrize("greeting", ["none", "wrong", "of another user"])
+def test_a_rank_that_does_not_greet_in_time_is_named(monkeypatch, greeting):
+    monkeypatch.setattr(replica_channel, "PATIENCE", datetime.timedelta(seconds=1))
+    leader = HostLeader([1, 2], ahead=1)
+    own = os.geteuid()
+    if greeting == "of another user":
+        monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+    name, _ = leader.address
+    ends = [HostMember(1, 0, leader.address)]
+    ends += strangers(leader, 1) if greeting == "none" else [HostMember(2, 0, (name, bytes(32)))]
+    missing = "1, 2" if greeting == "of another user" else "2"
+    with pytest.raises(PackingError, match=f"did not connect within 1 s: {missing}; "):
+        leader.accept()
+    for end in (leader, *ends):
+        end.close()
 
 
 def test_a_member_that_leaves_as_soon_as_it_has_the_last_message_is_not_missed(linked, monkeypatch):

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from support.ranks import processes_below, terminate
 
 from energon_packing.energon import pack_bytes
 from energon_packing.energon import workers as worker_start
@@ -204,6 +205,43 @@ def test_a_state_that_a_killed_worker_would_have_to_give_is_refused_within_secon
     del packs
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_signal_to_all_processes_of_a_job_is_left_to_the_rank_and_costs_no_pack(run_config, workers):
+    """As a scheduler sends it before it takes the machines; the rank goes on to its checkpoint."""
+    config = run_config(data={"workers": workers}, in_child=True, drop_budget=1.0, seq_length=2048, window=8)
+
+    def packs(signalled):
+        before = set(processes_below(os.getpid()))
+        loader = build_loader(config)
+        taken = []
+        for number, pack in enumerate(loader):
+            taken.append((pack.keys, pack.dropped))
+            if signalled and number == 2:
+                started = set(processes_below(os.getpid())) - before
+                assert len(started) >= max(2 * workers, 1)  # each worker has a child that decodes
+                terminate(started)
+                time.sleep(0.5)
+                assert started <= set(processes_below(os.getpid()))
+                assert loader.save_state()
+        return taken
+
+    expected = packs(signalled=False)
+    assert len(expected) > 6
+    assert packs(signalled=True) == expected
+
+
+@pytest.mark.timeout(60)
+def test_a_worker_still_ends_when_its_own_rank_ends_it(run_config, no_signal_of_children):
+    loader = build_loader(run_config(data={"workers": 1, "repeat": True}, drop_budget=1.0, seq_length=2048))
+    packs = iter(loader)
+    next(packs)
+    (worker,) = loader._loader._iterator._workers
+    worker.terminate()
+    worker.join(10)
+    assert worker.exitcode == 0
+    del packs
+
+
 def raising(error):
     yield 1
     raise error
@@ -217,6 +255,7 @@ def raising(error):
             "Shared memory is f",
         ),
         (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "), r"pid 7\) was killed \(Killed\), as"),
+        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Terminated. "), r"pid 7\) was ended by SIGTERM"),
         (RuntimeError("DataLoader worker (pid(s) 7, 8) exited unexpectedly"), r"pid 7, 8\) was killed, as"),
         (ConnectionResetError(104, "Connection reset by peer"), "worker was killed while it handed over a pack"),
         (EOFError(), "worker was killed while it handed over a pack"),

@@ -7,6 +7,10 @@ MEGATRON_LM_TRAPS = {
     82: "integer token types become floats in a filler row",
     149: "a copy to the GPU waits for it, or runs while a CUDA graph is captured",
     150: "a layer with a state takes it from one sample to the next",
+    154: "an argument that changes the loss or the data is ignored",
+    155: "a process that is no rank of the replica keeps it waiting or gets its packs",
+    156: "a run of Megatron-LM that saves its model cannot be continued",
+    157: "a signal that is meant for the rank ends the processes that its checkpoint needs",
     160: "LLaVA pads or cuts a row under its boundaries",
     161: "rows are as long as the vision model's sequence",
     162: "a reduction waits for the gradient of an encoder that a pack of text does not reach",
@@ -16,6 +20,8 @@ MEGATRON_LM_TRAPS = {
 FAMILIES = "tests/conformance/test_megatron_lm_models.py::"
 IN_BATCH = "tests/conformance/test_in_batch_mode.py::"
 GLM = "tests/families/test_glm4v_against_processor.py::"
+WORKERS = "tests/energon/test_workers.py::"
+ARGUMENTS = "tests/conformance/test_megatron_lm_arguments.py::"
 
 MEGATRON_LM_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
@@ -180,5 +186,88 @@ MEGATRON_LM_MUTATIONS: tuple[Mutation, ...] = (
         oracle="`parse_and_validate_args` of Megatron-LM, as the run calls it",
         edits=(("cli/validate.py", "if data or reads.problem else None", "if data else None"),),
         needs_bridge=True,
+    ),
+    Mutation(
+        trap=154,
+        name="iterations to skip reach the trainer, which stops on some ranks",
+        test=ARGUMENTS
+        + "test_what_changes_the_loss_or_the_data_is_refused_by_the_run_and_by_validate[iterations_to_skip]",
+        oracle="the parser of the installed Megatron-LM",
+        edits=(("megatron_lm/arguments.py", """(value(name), f"--{name""", """(False, f"--{name"""),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=154,
+        name="an argument of distillation is not on the list",
+        test=ARGUMENTS
+        + "test_every_argument_of_megatron_lm_is_read_or_refused_or_known_to_change_neither_loss_nor_data",
+        oracle="the parser of the installed Megatron-LM",
+        edits=(
+            (
+                "megatron_lm/arguments.py",
+                '("logits_load_dir", "export_kd_teacher_load")',
+                '("export_kd_teacher_load",)',
+            ),
+        ),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=154,
+        name="a row of many targets seems to have a large loss",
+        test=ARGUMENTS + "test_an_unexpectedly_large_loss_is_found_and_a_row_of_many_targets_is_none",
+        oracle="Megatron-Core's `is_unexpectedly_large`",
+        edits=(("megatron_lm/gpt.py", "(loss / total.clamp(min=1), large,", "(loss, large,"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=155,
+        name="a rank waits for the greeting of whoever connected first",
+        test="tests/energon/test_replica.py::test_whoever_connects_and_says_nothing_keeps_no_rank_waiting",
+        oracle="the definition",
+        edits=(("energon/replica_channel.py", "for each in ready:", "for each in greeting[::-1]:"),),
+    ),
+    Mutation(
+        trap=155,
+        name="a process of another user is taken for a rank",
+        test="tests/energon/test_replica.py::test_a_rank_that_does_not_greet_in_time_is_named[of another user]",
+        oracle="the user of the connection, from the kernel",
+        edits=(("energon/replica_channel.py", "[connection] if user == os.geteuid() else []", "[connection]"),),
+    ),
+    Mutation(
+        trap=156,
+        name="no state of the loader is saved beside the model",
+        test=ARGUMENTS + "test_a_run_that_saves_its_model_saves_its_data_beside_it_and_continues_from_there",
+        oracle="Megatron-LM's `maybe_save_dataloader_state`",
+        edits=(("megatron_lm/dataloader.py", "if args.save and not args.dataloader_save:", "if False:"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=156,
+        name="a run that only evaluates asks for a state",
+        test=ARGUMENTS + "test_a_run_that_only_evaluates_needs_no_state_and_reads_no_training_data",
+        oracle="the definition",
+        edits=(("megatron_lm/dataloader.py", "or (not made and args.skip_train):", "or False:"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=157,
+        name="a worker ends by the scheduler's signal",
+        test=WORKERS + "test_a_signal_to_all_processes_of_a_job_is_left_to_the_rank_and_costs_no_pack[2]",
+        oracle="the loader that gets no signal",
+        edits=(("energon/workers.py", "        leave_to_rank()\n    use", "        pass\n    use"),),
+    ),
+    Mutation(
+        trap=157,
+        name="a decoding child ends by the scheduler's signal",
+        test=WORKERS + "test_a_signal_to_all_processes_of_a_job_is_left_to_the_rank_and_costs_no_pack[0]",
+        oracle="the loader that gets no signal",
+        edits=(("media/decoding_process.py", "for number in (signal.SIGINT, signal.SIGTERM):", "for number in [2]:"),),
+    ),
+    Mutation(
+        trap=157,
+        name="a worker leaves its own rank's signal to the rank, too",
+        test=WORKERS + "test_a_worker_still_ends_when_its_own_rank_ends_it",
+        oracle="torch's `DataLoader`, which ends its workers so",
+        edits=(("energon/workers.py", ".si_pid != os.getppid():", ".si_pid:"),),
     ),
 )

@@ -4,6 +4,7 @@ As a program it imports everything once and forks the ranks of one run after the
 FOLDER``. Each rank leaves ``FOLDER/NAME-RANK.json``: losses, what it was handed at every micro-batch, and its error.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -35,6 +36,7 @@ DEFAULTS: dict[str, Any] = {
     "save": None,  # directory of checkpoints; continues from the last one there
     "save_interval": 6,
     "kill_after": None,  # step after which the ranks are killed
+    "end_after": None,  # step after which all processes of the run get SIGTERM, on which Bridge saves and ends
     "validate_every": None,
     "replay": None,  # name of an earlier run whose packs are used, in its order
     "tensorboard": None,  # directory of TensorBoard's events, to which the metrics of packs go too
@@ -229,8 +231,12 @@ def train(run: dict[str, Any], folder: Path, data: str, rank: int, report: dict[
         if len(report["losses"]) == run["kill_after"]:
             write(folder, run, rank, report)
             os.kill(os.getpid(), signal.SIGKILL)
+        if len(report["losses"]) == run["end_after"] and rank == 0:
+            ranks.terminate(ranks.processes_below(os.getppid()))
 
-    training_run.run(config, forward_step=forward_step, on_step=after, callbacks=[PackingMetrics()])
+    config.train.exit_signal_handler = run["end_after"] is not None
+    with contextlib.suppress(*[SystemExit] if run["end_after"] else []):
+        training_run.run(config, forward_step=forward_step, on_step=after, callbacks=[PackingMetrics()])
     keep_packs()  # a run that is killed is never replayed
 
 
@@ -249,7 +255,9 @@ def be_rank(run: dict[str, Any], folder: Path, data: str, port: int, rank: int) 
     try:
         torch.set_num_threads(1)
         if run["save"]:  # the writers' queue is made once a process, and a fork is quicker than a new interpreter
+            kept = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # by which its process would end, not ours
             filesystem_async.get_write_results_queue("fork")
+            signal.signal(signal.SIGTERM, kept)
         ranks.torchrun(rank, run["world"], port)
         with training_run.process_groups():
             train(run, folder, data, rank, report)

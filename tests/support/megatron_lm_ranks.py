@@ -8,6 +8,7 @@ What is replaced so that Megatron-LM starts without a GPU is in `prepare`; the r
 `support.bridge_cpu.stand_ins`.
 """
 
+import contextlib
 import functools
 import json
 import os
@@ -75,6 +76,7 @@ class Case:
         rows_of: sizes of the layout whose rows are read, where the run itself has another one.
         replay: name of an earlier case whose rows are used, those of all its replicas in turn, one row of each a step.
         kill_after: step after which the ranks are killed.
+        end_after: step after which all processes of the run get SIGTERM.
         gradients: whether the gradients of the first step are kept.
         mask: False keeps the padding mask from the model.
     """
@@ -86,6 +88,7 @@ class Case:
     rows_of: dict[str, Any] = field(default_factory=dict)
     replay: str | None = None
     kill_after: int | None = None
+    end_after: int | None = None
     gradients: bool = False
     mask: bool = True
 
@@ -178,6 +181,8 @@ def record(case: Case, rank: int, folder: Path, seen: dict[str, Any]) -> None:
         if len(seen["norms"]) == case.kill_after:
             leave(case, rank, folder, seen)
             os.kill(os.getpid(), signal.SIGKILL)
+        if len(seen["norms"]) == case.end_after and rank == 0:
+            ranks.terminate(ranks.processes_below(os.getppid()))
         return result
 
     def noted_batch(*arguments: Any, **keywords: Any) -> Any:
@@ -240,7 +245,8 @@ def be_rank(case: Case, folder: Path, port: int, rank: int) -> None:
         record(case, rank, folder, seen)
         sys.argv = [case.script, *COMMON, *case.arguments]
         code_of_script = compile(Path(case.script).read_text(), case.script, "exec")
-        exec(code_of_script, {"__name__": "__main__", "__file__": case.script})
+        with contextlib.nullcontext() if case.end_after is None else contextlib.suppress(SystemExit):
+            exec(code_of_script, {"__name__": "__main__", "__file__": case.script})
         leave(case, rank, folder, seen)
     except BaseException:
         (folder / f"{case.name}-{rank}.error").write_text(traceback.format_exc())

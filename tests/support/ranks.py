@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from forking_python import freeze_for_good, quick_python
@@ -52,6 +52,25 @@ def launch(program: str, *arguments: object, folder: Path, timeout: float = 400,
             running.wait()
     if running.returncode:
         raise RuntimeError(f"the program of the ranks ended with {running.returncode}: {output.read_text()[-20_000:]}")
+
+
+def processes_below(parent: int) -> list[int]:
+    """The processes that this one started, and theirs, by the kernel's own account."""
+    parents = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, above = file.read_text().rpartition(")")[2].split()[:2]
+            if state != "Z":
+                parents[int(file.parent.name)] = int(above)
+    below = [process for process, above in parents.items() if above == parent]
+    for process in below:  # which grows
+        below += [each for each, above in parents.items() if above == process]
+    return below
+
+
+def terminate(processes: Iterable[int]) -> None:
+    """Sends SIGTERM, by a process of its own, as a scheduler does."""
+    subprocess.run(["kill", "-TERM", *map(str, processes)], check=True)
 
 
 def ready() -> None:

@@ -4,8 +4,9 @@ Judge one in a fresh checkout; without ``--no-data`` also what it reads, once ``
 
     energon-packing validate bridge_configs.wan:wan_1_3b_text2video --world-size 8 --step wan_step --no-data
 
-The data are stored latents and text embeddings (``energon-packing convert --format text-to-video``, docs/wan.md). Rows
-keep true text lengths; ``dataset.encoder.compat=bridge`` makes the rows of Bridge's own data path.
+The data are stored latents and text embeddings (``energon-packing convert --format text-to-video``, docs/wan.md). Texts
+are padded to 512 real tokens, as the weights know them; ``dataset.encoder.compat=bridge`` makes the rows of Bridge's
+own data path.
 """
 
 from __future__ import annotations
@@ -31,5 +32,5 @@ def wan_1_3b_text2video(data: str = DATA) -> Any:
 @recipe("Wan2.1-T2V-14B", train_iters=None)
 def wan_14b_sft(data: str = DATA) -> Any:
     """8 GPUs: TP 2 with sequence parallelism, CP 4; rows of 75,608 patches: a clip of 81 frames at 1280x720, 75,600
-    patches, and the 8 masked ones that follow where only its text is padded."""
+    patches, and 8 masked ones, which follow where ``encoder.compat=none`` pads its text alone."""
     return use_packed_data(wan.wan_14b_sft_config(), data, seq_length=75_608, global_batch_size=8)

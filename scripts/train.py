@@ -111,6 +111,11 @@ def _train(run: str, overrides: tuple[str, ...], step: str | None, mode: str, ch
     if cpu and hasattr(config.dataset, "make_step"):
         raise UserError("--cpu trains on conversations only; there is no tiny model for this data set.")
     violated = broken_rules(config, step or forward_step.__module__)
+    if check and hasattr(config.dataset, "check_run"):
+        try:
+            config.dataset.check_run(config)  # what Bridge's validate() asks a data set of ours
+        except UserError as error:
+            violated.append(str(error))
     if violated or check:
         if not violated and os.environ.get("RANK", "0") == "0":
             click.echo(f"{run}: every rule holds for {_world_size()} ranks")
@@ -189,6 +194,8 @@ def step_of(config: Any, step: str | None, finetunes: bool) -> Any:
             return config.dataset.make_step(finetunes)
         step = "energon_packing.bridge.step:forward_step"
     module, _, name = step.partition(":")
+    if module == "energon_packing.bridge.step" and hasattr(config.dataset, "make_step"):
+        raise ConfigError(f"--step {step} trains on conversations; leave --step out for this data set.")
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:

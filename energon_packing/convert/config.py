@@ -36,7 +36,7 @@ _MESSAGES = ("messages", "conversations", "chosen", "rejected")
 
 
 def _columns() -> tuple[str, ...]:
-    return tuple(dict.fromkeys((*COLUMNS, *(name for layout in all_layouts() for name in layout.columns))))
+    return (*COLUMNS, *(name for layout in all_layouts() for name in layout.columns))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

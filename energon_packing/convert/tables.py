@@ -444,12 +444,9 @@ def read_cells(chunk: Chunk, stream: BinaryIO, max_record_bytes: int) -> Iterato
             yield chunk.record(number, {name: _cell(name, cell) for name, cell in zip(header, row, strict=True)})
 
 
-def _holds_lists(name: str) -> bool:
-    return name in _LISTS or any(name in layout.lists for layout in all_layouts())
-
-
 def _cell(name: str, text: str) -> Any:
-    if text.startswith(("[", "{")) and ((lists := _holds_lists(name)) or name in _SPOKEN):
+    lists = name in _LISTS or (text[:1] in "[{" and any(name in layout.lists for layout in all_layouts()))
+    if text.startswith(("[", "{")) and (lists or name in _SPOKEN):
         with suppress(ValueError, RecursionError):
             value = parse_json(text.encode())
             messages = [value] if isinstance(value, dict) else value

@@ -25,7 +25,7 @@ from energon_packing.convert.json_text import parse_json
 from energon_packing.convert.layouts.layout import TURN_COLUMNS, has_turns
 from energon_packing.errors import SampleRejected
 
-_ALLOWED = frozenset(
+OF_LISTS = frozenset(
     (
         *("PROTO", "FRAME", "STOP", "MARK", "POP", "POP_MARK", "NONE"),
         *("EMPTY_LIST", "LIST", "APPEND", "APPENDS", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
@@ -62,7 +62,7 @@ def read_frame_lists(content: bytes, where: str) -> list[list[bytes]]:
 def _read(content: bytes, where: str) -> Any:
     try:
         for count, (instruction, argument, _) in enumerate(pickletools.genops(content), 1):
-            if instruction.name not in _ALLOWED:
+            if instruction.name not in OF_LISTS:
                 why = "only lists of bytes are read, so store encoded files"
                 raise SampleRejected(
                     "unsafe_pickle", f"{where}: the pickle has the instruction {instruction.name}; {why}"
@@ -162,14 +162,15 @@ def read_samples(chunk: Chunk, *, max_record_bytes: int) -> Iterator[RawRecord]:
     """Yields the record of every sample of a chunk; one that cannot be read has an error."""
     for number, (key, members) in enumerate(chunk.samples, chunk.first):
         note = f" ({key[:100]})"
-        by_name = {  # whole, without directories, or the suffix alone
-            name: member
-            for member in members
-            for suffix in [member.name[len(key) + 1 :]]
-            for name in (suffix, f".{suffix}", member.name.rpartition("/")[2], member.name)
-        }
         try:
-            yield chunk.record(number, _record(key, members, max_record_bytes), note, members=by_name)
+            value = _record(key, members, max_record_bytes)
+            by_name = {  # whole, without directories, or the suffix alone
+                name: member
+                for member in members
+                for suffix in [member.name[len(key) + 1 :]]
+                for name in (suffix, f".{suffix}", member.name.rpartition("/")[2], member.name)
+            }
+            yield chunk.record(number, value, note, members=by_name)
         except SampleRejected as error:
             yield chunk.broken(number, error.detail, error.reason, note)
 

@@ -5,7 +5,6 @@ line against the source of the installed Bridge (and of a checkout of main). Any
 is a GPT without an encoder.
 """
 
-import functools
 import re
 from dataclasses import dataclass
 from functools import partial
@@ -187,7 +186,6 @@ def line_of(family: str, release: tuple[int, int]) -> FamilyLine | None:
     return max(found, key=lambda line: (len(line.prefix), line.since), default=None)
 
 
-@functools.cache
 def processor_classes() -> frozenset[str]:
     """Returns the classes that are known to belong to some family, here or in `energon_packing.families`; any other may
     be a model's own."""

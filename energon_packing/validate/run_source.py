@@ -216,7 +216,7 @@ class ContainerRun(RunSource):
     def measured(self) -> tuple[RunConfig, ParallelConfig]:
         dataset, view = self.container.dataset, self.view()
         own = getattr(dataset, "encoder", None)
-        if not hasattr(dataset, "run_config") or isinstance(own, str):
+        if not hasattr(dataset, "run_config") or hasattr(dataset, "run_facts") or isinstance(own, str):
             named = f"the encoder {own}" if isinstance(own, str) else f"a {type(dataset).__name__}"
             raise ConfigError(f"--measure reads our data set, but {self.name} has {named}: give --tokens-per-sample.")
         names = ("tensor_parallel", "context_parallel", "sequence_parallel", "eval_context_parallel")
@@ -225,8 +225,8 @@ class ContainerRun(RunSource):
 
     def reads(self) -> RunReads:
         dataset, validation = self.container.dataset, self.container.validation
-        if not hasattr(dataset, "run_config"):
-            return RunReads(unread=f"the data set is a {type(dataset).__name__}, not ours")
+        if not hasattr(dataset, "run_config") or hasattr(dataset, "run_facts"):
+            return RunReads(unread=f"the data set is a {type(dataset).__name__}, not ours of conversations")
         try:
             config = dataset.run_config(ParallelConfig())
         except ConfigError as error:

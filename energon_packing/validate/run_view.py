@@ -271,15 +271,10 @@ class RunView:
         )
 
     @property
-    def attends_both_ways(self) -> bool:
-        """Whether tokens attend to later ones, those of an image at least: padding may not belong to a sample then."""
-        return self.noncausal or self.family.startswith(BOTH_WAYS)
-
-    @property
     def pads_between(self) -> bool:
         """Whether padding may lie between the samples of a row; padding that is ``real`` belongs to a sample."""
         ours = self.dataset_kind == "packed_energon" and self.enable_offline_packing
-        auto = "between" if self.attends_both_ways else AUTO_PADDING
+        auto = "between" if self.noncausal or self.family.startswith(BOTH_WAYS) else AUTO_PADDING
         real = ours and (auto if self.padding == "auto" else self.padding) == "real"
         return self.reaches_the_step_packed and self.multiple > 1 and not real
 

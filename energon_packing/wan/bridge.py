@@ -3,6 +3,7 @@
 Batches are those that ``wan_step`` reads (`energon_packing.wan.pack.WanPack.to_bridge`).
 """
 
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,6 +122,8 @@ class PackedWanDatasetConfig(PackProvider):
                 "of Bridge's Wan step draws its own noise and time, so the last one compares the prediction with "
                 "noise that the first never added; set it to 1."
             )
+        if not container.rng.data_parallel_random_init:
+            warnings.warn("rng.data_parallel_random_init is false: all replicas draw the same noise.", stacklevel=2)
         parallel = ParallelConfig(
             tensor_parallel=model.tensor_model_parallel_size,
             context_parallel=model.context_parallel_size,
@@ -142,10 +145,7 @@ for _class in (PackedWanDatasetConfig, DataSection, TextToVideoSection, TextToVi
 
 def packed_step(step: Any) -> Any:
     """Returns Bridge's ``WanForwardStep`` so that it tells attention the longest clip and text of a row, for which
-    Transformer Engine else waits, twice in each attention; see also `rotate_rows_whole`.
-
-    pretrain(cfg, packed_step(WanForwardStep()))
-    """
+    Transformer Engine else waits, twice in each attention; see also `rotate_rows_whole`."""
 
     def forward_step(state: Any, data_iterator: Any, model: Any) -> Any:
         rotate_rows_whole()

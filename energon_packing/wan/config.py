@@ -185,7 +185,7 @@ class ClipLimits(PackLimits):
             text_tokens=run.packing.max_text_tokens_per_pack,
             segments=run.packing.max_segments_per_pack,
             cost=run.packing.max_cost_per_pack,
-            lone_room=run.encoder.compat == "none",
+            lone_room=run.encoder.compat != "bridge",
         )
 
     @property

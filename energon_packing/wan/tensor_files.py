@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from energon_packing.convert.config import ConvertConfig
+from energon_packing.convert.tars import OF_LISTS
 from energon_packing.errors import SampleRejected, is_machines
 from energon_packing.wan.record import AXES, StoredTensor, TensorRole
 
@@ -34,19 +35,15 @@ if TYPE_CHECKING:
 
 SUFFIXES = ("npy", "safetensors", "pt", "pth", "pickle")
 _OF_TORCH = SUFFIXES[2:]
-_OPCODES = frozenset(
-    (
-        *("PROTO", "FRAME", "GLOBAL", "STACK_GLOBAL", "REDUCE", "STOP", "MARK", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
-        *("EMPTY_TUPLE", "BINUNICODE", "SHORT_BINUNICODE", "BINBYTES", "BINBYTES8", "SHORT_BINBYTES", "NEWFALSE"),
-        *("NEWTRUE", "BININT", "BININT1", "BININT2", "MEMOIZE", "BINPUT", "BINGET"),
-    )
-)
+_OPCODES = OF_LISTS - {"LONG_BINPUT"} | {"GLOBAL", "STACK_GLOBAL", "REDUCE", "BININT", "BININT1", "BININT2"}
+_OPCODES |= {"NEWTRUE", "NEWFALSE"}
 """Those of a pickled tensor; of the others, some allocate what they claim."""
 MAX_HEADER = 1 << 20
 """Most bytes of a header. A safetensors header has 100 bytes per tensor, that of a .npy file 128 in all."""
 _NPY_DTYPES = {"f2": "float16", "f4": "float32", "f8": "float64"}
 _SAFETENSORS_DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
 _SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+_STORAGES = ("torch HalfStorage", "torch BFloat16Storage", "torch FloatStorage", "torch DoubleStorage")
 
 
 class TensorInfo(NamedTuple):
@@ -202,20 +199,37 @@ def _check_parts(archive: zipfile.ZipFile, size: int) -> None:
 
 
 class _TensorUnpickler(pickle.Unpickler):
+    has_storage = False
+
     def find_class(self, module: str, name: str) -> Any:
-        import torch
-
-        def storage(data: bytes) -> Any:
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-
         builders = {
-            "torch._utils._rebuild_tensor_v2": torch._utils._rebuild_tensor_v2,
-            "torch.storage._load_from_bytes": storage,
+            # No view reaches beyond the values, for which torch's own function would make room.
+            "torch._utils._rebuild_tensor_v2": lambda flat, start, size, stride, *_: flat.as_strided(
+                size, stride, start
+            ),
+            "torch.storage._load_from_bytes": self._storage,
+            "megatron.core.safe_globals.safe_load_from_bytes": self._storage,  # where Megatron-Core was imported
             "collections.OrderedDict": dict,  # of hooks, always empty
         }
         if (found := builders.get(f"{module}.{name}")) is None:
             raise SampleRejected("unsafe_pickle", f"it names {module[:40]}.{name[:40]}, which builds no tensor")
         return found
+
+    def _storage(self, data: bytes) -> torch.Tensor:
+        """A storage in torch's old form: five pickles, of which none is run, the number of values, and their bytes."""
+        import torch
+
+        stream, kinds = io.BytesIO(data), list[str]()
+        for _ in ("magic number", "version", "system", "storage", "keys"):
+            kinds += [str(value) for opcode, value, _ in pickletools.genops(stream) if opcode.name == "GLOBAL"]
+        dtype = dict(zip(_STORAGES, _SIZES, strict=True)).get(kinds[0]) if len(kinds) == 1 else None
+        if dtype is None or self.has_storage:
+            raise SampleRejected(
+                "wrong_dtype", f"it holds {', '.join(kinds)[:80]}, expected one floating-point storage"
+            )
+        self.has_storage = True
+        count = int.from_bytes(stream.read(8), "little")
+        return torch.frombuffer(bytearray(stream.read()), dtype=getattr(torch, dtype), count=count)
 
 
 def _unpickled(stream: BinaryIO, size: int) -> Any:
@@ -232,6 +246,8 @@ def _zipped(stream: BinaryIO, size: int) -> Any:
     try:
         with zipfile.ZipFile(stream) as archive:
             _check_parts(archive, size)
+            if any(b"bytearray" in archive.read(name) for name in archive.namelist() if name.endswith("data.pkl")):
+                raise SampleRejected("unsafe_pickle", "it asks for bytes of any size")
     except (zipfile.BadZipFile, ValueError, OSError, EOFError, NotImplementedError) as error:
         raise SampleRejected(
             "unsafe_pickle", "not torch's zip form; save it again with torch.save, or as .npy or .safetensors"

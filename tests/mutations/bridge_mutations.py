@@ -410,4 +410,11 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(("wan/bridge.py", "container.rng.data_parallel_random_init = True", "pass"),),
         needs_bridge=True,
     ),
+    Mutation(
+        trap=153,
+        name="a lone clip with padded texts is admitted without room for its masked clip",
+        test="tests/wan/test_clip_limits.py::test_a_lone_clip_that_the_limits_admit_can_be_packed",
+        oracle="`pack_wan` under the limits of the run",
+        edits=(("wan/config.py", 'compat != "bridge",', 'compat == "none",'),),
+    ),
 )

@@ -224,7 +224,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         test=TARS + "test_no_pickle_runs_anything",
         oracle="a function that notes that it ran",
         edits=(
-            ("convert/tars.py", "if instruction.name not in _ALLOWED:", 'if instruction.name == "EXT1":'),
+            ("convert/tars.py", "if instruction.name not in OF_LISTS:", 'if instruction.name == "EXT1":'),
             (
                 "convert/tars.py",
                 'raise pickle.UnpicklingError(f"it names {module}.{name}")',

@@ -1,14 +1,22 @@
 """Limits on arrays are those of `ClipLimits`, clip by clip."""
 
 import numpy as np
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from energon_packing.config import ParallelConfig
 from energon_packing.offline import samples as array_limits
 from energon_packing.offline.planner import show_padding
 from energon_packing.offline.samples import Sizes
-from energon_packing.wan.config import ClipLimits
-from energon_packing.wan.pack import clip_order
+from energon_packing.wan.config import (
+    ClipLimits,
+    Compat,
+    TextToVideoConfig,
+    TextToVideoPackingConfig,
+    TextToVideoRunConfig,
+)
+from energon_packing.wan.pack import WanSample, clip_order, pack_wan
 
 
 @st.composite
@@ -37,6 +45,32 @@ def test_every_number_of_clips_is_that_of_clip_limits(rows: list[tuple[int, int]
     assert array_limits.holds(limits, sizes).tolist() == [limits.holds(row) for row in each]
     found = {name: cost.tolist() for name, cost in array_limits.costs(limits, sizes).items()}
     assert found == limits.costs(each)
+
+
+@given(
+    compat=st.sampled_from(["none", "texts", "bridge"]),
+    context_parallel=st.sampled_from([1, 3, 4]),
+    patches=st.integers(1, 64),
+    text=st.integers(1, 64),
+)
+@example(compat="texts", context_parallel=3, patches=60, text=5)
+@example(compat="texts", context_parallel=4, patches=63, text=5)
+def test_a_lone_clip_that_the_limits_admit_can_be_packed(
+    compat: Compat, context_parallel: int, patches: int, text: int
+) -> None:
+    most = 60 if context_parallel == 3 else 64
+    run = TextToVideoRunConfig(
+        encoder=TextToVideoConfig(compat=compat),
+        packing=TextToVideoPackingConfig(seq_length=most, max_text_tokens_per_pack=520),
+        parallel=ParallelConfig(context_parallel=context_parallel),
+    )
+    limits = ClipLimits.of(run)
+    clip = clip_sizes([(patches, text if compat == "none" else 512)]).at(0)
+    if limits.too_long(clip) or not limits.holds(clip):
+        return
+    sample = WanSample(key="v", latent=torch.ones(1, 1, 2, 2 * patches), text=torch.ones(text, 2))
+    pack = pack_wan([sample], multiple=run.multiple, capacity=most, compat=compat)
+    assert pack.seq_len_kv_padded.sum() <= 520
 
 
 aligned_or_not = st.sampled_from([4, 8, 3])

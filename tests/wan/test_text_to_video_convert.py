@@ -1,8 +1,10 @@
 """Text-to-video rows: what becomes a sample, what is refused, and that no file runs anything."""
 
+import io
 import json
 import pickle
 import struct
+import zipfile
 
 import numpy as np
 import pytest
@@ -30,6 +32,29 @@ class Planted:
         return open, (self.path, "w")
 
 
+class Reduced:
+    """A call that unpickling makes."""
+
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+def saved(values, **form):
+    stream = io.BytesIO()
+    torch.save(values, stream, **form)
+    return stream.getvalue()
+
+
+def old_form(tensor):
+    return saved(tensor.storage(), _use_new_zipfile_serialization=False)
+
+
+ZIPPED = saved(torch.ones(4).storage())
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
@@ -45,6 +70,10 @@ class Planted:
         ({"caption": "x", "latents": "planted.pickle"}, "unsafe_pickle"),
         ({"caption": "x", "latents": "claims.pickle"}, "corrupt_tensor"),
         ({"caption": "x", "latents": "cut.pickle"}, "corrupt_tensor"),
+        ({"caption": "x", "latents": "beyond.pickle"}, "corrupt_tensor"),
+        ({"caption": "x", "latents": "room.pickle"}, "corrupt_tensor"),
+        ({"caption": "x", "latents": "zipped.pickle"}, "corrupt_tensor"),
+        ({"caption": "x", "latents": "room.pt"}, "unsafe_pickle"),
         ({"caption": "x", "latents": "repeated.pt"}, "corrupt_tensor"),
         ({"caption": "x", "latents": "large.npy"}, "media_too_large"),
         ({"caption": "x", "latents": "good.csv"}, "unknown_tensor_format"),
@@ -77,6 +106,21 @@ def test_a_bad_row_is_refused_with_its_reason_and_the_rest_goes_on(row, reason, 
     torch.save(torch.ones(1).expand(4, 10_000, 1_000, 1_000), source / "repeated.pt")
     (source / "planted.pickle").write_bytes(pickle.dumps(Planted(tmp_path / "ran")))
     (source / "claims.pickle").write_bytes(b"\x80\x05\x96" + struct.pack("<Q", 1 << 40) + b".")  # a bytearray
+    room = pickle.dumps(Reduced(bytearray, 1 << 50), 2)
+    for name, storage, size in (
+        ("room", room, 4),
+        ("beyond", old_form(torch.ones(10)), 1 << 20),
+        ("zipped", ZIPPED, 4),
+    ):
+        flat = Reduced(torch.storage._load_from_bytes, storage)
+        built = Reduced(torch._utils._rebuild_tensor_v2, flat, 0, (1, 1, 1, size), (1, 1, 1, 1), False, {})
+        (source / f"{name}.pickle").write_bytes(pickle.dumps(built, 4).replace(b"}", b")"))
+    with zipfile.ZipFile(source / "whole.pt", "w") as archive:
+        torch.save(torch.ones(4, 1, 2, 2), source / "other.pt")
+        with zipfile.ZipFile(source / "other.pt") as other:
+            for name in other.namelist():
+                archive.writestr(name, room if name.endswith("data.pkl") else other.read(name))
+    (source / "whole.pt").rename(source / "room.pt")
     (source / "cut.pickle").write_bytes(pickle.dumps(torch.ones(4, 1, 2, 2))[:-9])
     (tmp_path / "ran").unlink(missing_ok=True)
     rows = [row, {"id": "fine", "caption": "x", "latents": "good.npy"}]

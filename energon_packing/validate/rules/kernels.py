@@ -10,7 +10,7 @@ from energon_packing.errors import ConfigError
 from energon_packing.validate import kernel_table
 from energon_packing.validate.kernel_table import GPUS, KERNELS, NEWEST, OLDEST, Attention, Machine
 from energon_packing.validate.rules.rule import Finding, attention, bridge, core, rule, unless, warning_rule
-from energon_packing.validate.run_view import RunView, installed_version
+from energon_packing.validate.run_view import BOTH_WAYS, RunView, installed_version
 
 KERNEL_VARIABLES = {"NVTE_FLASH_ATTN": "Flash", "NVTE_FUSED_ATTN": "cuDNN", "NVTE_UNFUSED_ATTN": "unfused"} | {
     **{f"NVTE_FLASH_ATTN_V{version}": f"FlashAttention {version}" for version in (2, 3, 4)},
@@ -163,7 +163,7 @@ def _attention_kernel(view: RunView) -> Finding | None:
         why = f"only the unfused attention is left on {on}, which is slow and holds all pairs of tokens: {why}"
         return None if unfused else Finding(why=why, fix="install a kernel that takes these rows", severity="warning")
     ours = view.dataset_kind == "packed_energon" and view.enable_offline_packing
-    ours &= not view.attends_both_ways
+    ours &= not (view.noncausal or view.family.startswith(BOTH_WAYS))
     real = [kernel for machine in machines for kernel in kernels_of(view, machine, padded=False, **comm)[0]]
     if ours and view.pads_between and real:
         fix = f"set packing.padding to real: then nothing lies between samples, which {real[0]} takes"

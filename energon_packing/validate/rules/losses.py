@@ -76,7 +76,7 @@ _initial_weights = warning_rule(
     order=1410,
     checks="training on conversations begins with trained weights",
     place="recipes of Bridge name no checkpoint; its finetune() asks for one, its pretrain() draws weights at random",
-    applies=lambda view: view.dataset_kind == "packed_energon" and view.has_weights is not None,
+    applies=lambda view: view.dataset_kind == "packed_energon" and view.has_weights is not None and not view.noncausal,
     holds=lambda view: bool(view.has_weights),
     sources=(
         bridge(

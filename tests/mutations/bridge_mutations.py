@@ -396,7 +396,7 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         trap=153,
         name="padding of texts is hidden from weights that know it",
         test=CLIPS + "texts_as_the_weights_know_them_are_bridges_in_rows_of_our_alignment[shapes0]",
-        oracle="`megatron.bridge.diffusion.data.wan` of the installed Bridge",
+        oracle="the installed Bridge's `megatron.bridge.diffusion.data.wan`",
         edits=(
             ("wan/pack.py", '    if compat != "none":\n        texts =', '    if compat == "bridge":\n        texts ='),
         ),

@@ -1,6 +1,6 @@
 """A forward step for packed rows: Bridge's own, plus what the installed Bridge does not pass to the model.
 
-`forward_step` calls Bridge's unmodified ``gpt_step`` or ``vlm_step`` and adds six things:
+`forward_step` calls Bridge's unmodified ``gpt_step`` or ``vlm_step`` and adds these:
 
 * **Padding reaches the routers.** Both steps of 0.6 drop ``padding_mask``, so experts balance their load over padding
   tokens too. In 0.7 ``gpt_step`` passes it; with ``vlm_step`` Qwen3-VL derives one from the boundaries, which count the

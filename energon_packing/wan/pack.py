@@ -172,8 +172,8 @@ def pack_wan(
         capacity: limit on the row's patches, padding included; None sets no limit.
         compat: ``"texts"`` and ``"bridge"`` pad every text to `BRIDGE_TEXT_LENGTH` and call all of it real.
 
-    If only the last video has padding, a filler of ``multiple`` patches and text tokens follows it, but not with
-    ``compat="bridge"``, so that no kernel takes the row for unpadded (`energon_packing.thd.assembly`).
+    If only the last video has padding, kernels would take the row for unpadded (`energon_packing.thd.assembly`), so a
+    filler of ``multiple`` patches and text tokens follows it. Rows of ``compat="bridge"`` have none.
 
     Raises:
         ConfigError: a multiple below 1, an unknown ``compat``.

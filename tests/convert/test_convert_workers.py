@@ -308,7 +308,7 @@ def test_a_line_that_a_killed_worker_left_unfinished_costs_one_check(
     assert checked == ["a.png", "b.png"]
 
 
-@pytest.mark.parametrize("most_recent", (1, 1000))
+@pytest.mark.parametrize("most_recent", [1, 1000])
 def test_two_workers_check_each_file_once_in_any_order(
     most_recent: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -438,8 +438,7 @@ class Placeholders:
         expected = [plan.kind for plan in plans]
         if found != expected:
             raise SampleRejected(
-                "placeholder_mismatch",
-                f"the chat template writes media {found}, but the conversation has {expected}",
+                "placeholder_mismatch", f"the chat template writes media {found}, but the conversation has {expected}"
             )
         parts: list[str] = []
         media: list[tuple[int, int]] = []

@@ -323,11 +323,7 @@ class PackMetrics:
         if config.directory is None or loader.capacity is None:
             return None
         return cls(
-            config,
-            capacity=loader.capacity,
-            rank=rank,
-            world_size=world_size,
-            packs_per_step=micro_batches_per_step,
+            config, capacity=loader.capacity, rank=rank, world_size=world_size, packs_per_step=micro_batches_per_step
         )
 
     def made(self, pack: Pack) -> None:

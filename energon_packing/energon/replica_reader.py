@@ -471,12 +471,6 @@ class EveryReader(_Numbered):
     is compared, the first one always. For the rest see `OneReader`."""
 
     def __init__(
-        self,
-        source: Any,
-        replica: Replica,
-        *,
-        compare_every: int = 1,
-        depth: int = 0,
-        pixels_to_device: bool = False,
+        self, source: Any, replica: Replica, *, compare_every: int = 1, depth: int = 0, pixels_to_device: bool = False
     ) -> None:
         super().__init__(source, replica, _Compared(source, replica, depth, compare_every), depth, pixels_to_device)

@@ -136,7 +136,6 @@ class HuggingFace(VisionFamily):
         written, planned = ids.count(self.image_id), sum(plan.tokens for plan in plans)
         if written != planned:
             raise SampleRejected(
-                "media_changed",
-                f"{type(self.processor).__name__} writes {written} image tokens, but counted {planned}",
+                "media_changed", f"{type(self.processor).__name__} writes {written} image tokens, but counted {planned}"
             )
         return visual

@@ -186,8 +186,7 @@ class FrameStack:
         """Refuses frames that are too large, as ``media_too_large``."""
         if width * height > max_pixels:
             raise SampleRejected(
-                "media_too_large",
-                f"frames of {width}x{height} pixels are over encoder.max_source_pixels={max_pixels}",
+                "media_too_large", f"frames of {width}x{height} pixels are over encoder.max_source_pixels={max_pixels}"
             )
         check_decoded_bytes(len(self._indices), width, height, self._max_bytes)
 
@@ -202,8 +201,7 @@ class FrameStack:
             self._size = size
         elif size != self._size:
             raise SampleRejected(
-                "corrupt_media",
-                f"the video changes from {self._size[0]}x{self._size[1]} to {size[0]}x{size[1]} pixels",
+                "corrupt_media", f"the video changes from {self._size[0]}x{self._size[1]} to {size[0]}x{size[1]} pixels"
             )
 
     def take(self, frame: Any, index: int) -> None:
@@ -231,12 +229,7 @@ class FrameStack:
 
 
 def decode_frames(
-    data: bytes,
-    indices: Sequence[int],
-    *,
-    max_pixels: int,
-    max_bytes: int | None = None,
-    deadline: float | None = None,
+    data: bytes, indices: Sequence[int], *, max_pixels: int, max_bytes: int | None = None, deadline: float | None = None
 ) -> torch.Tensor:
     """Decodes the requested frames of a clip, counted in display order.
 

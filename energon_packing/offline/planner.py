@@ -27,16 +27,7 @@ from energon_packing.offline.files import remove_leftovers, said, write_table
 from energon_packing.offline.index import MEDIA, IndexedDataset, pair_counts
 from energon_packing.offline.order import balanced_order, incomplete_group
 from energon_packing.offline.plan import PlanFacts, drops_path, written_drops
-from energon_packing.offline.samples import (
-    AnyLimits,
-    Drop,
-    Remeasure,
-    Samples,
-    Sizes,
-    Sources,
-    costs,
-    fitting_samples,
-)
+from energon_packing.offline.samples import AnyLimits, Drop, Remeasure, Samples, Sizes, Sources, costs, fitting_samples
 from energon_packing.packing.balance import step_efficiency
 from energon_packing.packing.constraints import Constraints
 from energon_packing.packing.partition import PackGroups, check_groups

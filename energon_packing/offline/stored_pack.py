@@ -385,12 +385,7 @@ class PackedPacks(StoredPacks[StoredPack]):
             return self._assembled([made for _, made in self._rows(stored, batch)])
         assert stored.batch is not None, "a pack in parts has samples"
         rendered = [
-            attempt(
-                sample.key,
-                functools.partial(self._rendered, sample, row, number),
-                ledger,
-                **self._place(sample),
-            )
+            attempt(sample.key, functools.partial(self._rendered, sample, row, number), ledger, **self._place(sample))
             if sample.media
             else row
             for sample, row in self._rows(stored, stored.batch)

@@ -107,8 +107,7 @@ class HuggingFace(VisionFamily):
 
     def geometry(self, media: Media, height: int, width: int) -> MediaPlan:
         """Returns one run with as many tokens as the processor counts for the size; ``media_geometry`` if it counts
-        none.
-        """
+        none."""
         try:
             run = self._count(height, width) - self._overhead
         except Exception as error:

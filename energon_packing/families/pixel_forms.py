@@ -99,8 +99,7 @@ def _probes(
 
 def resized(processor: Any, image: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """Returns uint8 ``[3, height, width]`` of an image ``[3, H, W]``, by the processor's own function: with pixels
-    stored as rows of pixels, which torch filters three times as fast as three planes.
-    """
+    stored as rows of pixels, which torch filters three times as fast as three planes."""
     from transformers.image_utils import SizeDict
 
     rows_of_pixels = image[None].contiguous(memory_format=torch.channels_last)

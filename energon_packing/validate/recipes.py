@@ -193,11 +193,8 @@ def config_file(hub_name: str, folder: Path | None = None) -> Path | None:
 
 
 def _models_from(folder: Path | None) -> contextlib.AbstractContextManager[Any]:
-    """Inside the block, ``AutoBridge.from_hf_pretrained`` reads the folder's models from there.
-
-    Raises:
-        ConfigError: the given path is not a folder.
-    """
+    """Inside the block, ``AutoBridge.from_hf_pretrained`` reads the folder's models from there. Raises ConfigError: the
+    given path is not a folder."""
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"There is no folder {folder} with model configurations.")
     from unittest import mock

@@ -90,11 +90,7 @@ class RunSource(ABC):
 
     @abstractmethod
     def view(self) -> RunView:
-        """Returns what the rules read.
-
-        Raises:
-            ConfigError: the source cannot be used.
-        """
+        """Returns what the rules read. Raises ConfigError: the source cannot be used."""
 
     @abstractmethod
     def reads(self) -> RunReads:
@@ -106,18 +102,12 @@ class RunSource(ABC):
 
     @abstractmethod
     def measured(self) -> tuple[RunConfig, ParallelConfig]:
-        """Returns what `measure` runs, and the layout that determines its alignment.
-
-        Raises:
-            ConfigError: the run has no data set of ours to measure.
-        """
+        """Returns what `measure` runs, and the layout that determines its alignment. Raises ConfigError: the run has no
+        data set of ours to measure."""
 
     def measure(self, samples: int) -> None:
-        """Measures this many samples of the data set, as the run reads them; the view then holds the results.
-
-        Raises:
-            UserError: as `measured`; the data set or the processor cannot be used, or a package is missing.
-        """
+        """Measures this many samples of the data set, as the run reads them; the view then holds the results. Raises
+        UserError: as `measured`; the data set or the processor cannot be used, or a package is missing."""
         config, parallel = self.measured()
         one_a_row = not self.view().enable_offline_packing
         try:
@@ -286,11 +276,8 @@ class ArgumentsRun(RunSource):
 
 
 def view_of_arguments(words: Sequence[str], *, world_size: int | None = None, step: str | None = None) -> RunView:
-    """Returns the view of a Megatron-LM run whose rows are our packs; arguments that no rule needs pass.
-
-    Raises:
-        ConfigError: a value of the wrong kind, a name that is nearly one of those read, or no ``--seq-length``.
-    """
+    """Returns the view of a Megatron-LM run whose rows are our packs; arguments that no rule needs pass. Raises
+    ConfigError: a value of the wrong kind, a name that is nearly one of those read, or no ``--seq-length``."""
     given = _parsed(words)
     # Megatron-LM's defaults that differ from the view's.
     fields: dict[str, Any] = {"calculate_per_token_loss": False, "overlap_grad_reduce": False}
@@ -355,12 +342,8 @@ def namespace_of(words: Sequence[str]) -> SimpleNamespace:
 
 
 def _parsed(words: Sequence[str]) -> dict[str, Any]:
-    """Values by argument, of those that are read here.
-
-    Raises:
-        ConfigError: a value of the wrong kind, or a name that is nearly one of those that the view reads, on which
-            Megatron-LM itself would stop.
-    """
+    """Values by argument, of those that are read here. Raises ConfigError: a value of the wrong kind, or a name that is
+    nearly one of those that the view reads, on which Megatron-LM itself would stop."""
     types = {name: entry.type.__name__ if type(entry.type) is type else str(entry.type) for entry, name in _arguments()}
     known = types | {name: kind for name, (kind, _) in _READ_BY_THE_RUN.items()}
     values: dict[str, Any] = {}
@@ -390,11 +373,7 @@ def grouped(words: Sequence[str]) -> list[tuple[str, list[str]]]:
 
 
 def _value(annotation: str, words: list[str]) -> Any:
-    """The value of an argument, of the type of its field.
-
-    Raises:
-        ValueError: the words are not of that type.
-    """
+    """The value of an argument, of the type of its field. Raises ValueError: the words are not of that type."""
     if annotation == "given":
         return True
     if annotation.startswith("bool"):

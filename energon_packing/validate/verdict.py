@@ -163,11 +163,8 @@ def prepare_bridge() -> None:
 
 
 def equivalent_container(view: RunView) -> Any:
-    """A ``ConfigContainer`` of Bridge's own classes that agrees with the view in everything that a rule reads.
-
-    Raises:
-        ValueError: the view's kind of data set has no equivalent here.
-    """
+    """A ``ConfigContainer`` of Bridge's own classes that agrees with the view in everything that a rule reads. Raises
+    ValueError: the view's kind of data set has no equivalent here."""
     from megatron.bridge.models.gpt_provider import GPTModelProvider
     from megatron.bridge.training import config as bridge
     from megatron.bridge.training.tokenizers.config import TokenizerConfig

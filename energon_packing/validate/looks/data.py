@@ -144,11 +144,8 @@ def _references(values: Mapping[str, Any], parent: Leaf, above: tuple[str, ...])
 
 
 def _shares(listed: str, entries: list[Mapping[str, Any]], parent: Leaf) -> list[Leaf]:
-    """The parent of each entry of a list of references, with the share that the list gives it, as in Energon.
-
-    Raises:
-        ValueError: a share is no number, or the list is of another kind than one above it.
-    """
+    """The parent of each entry of a list of references, with the share that the list gives it, as in Energon. Raises
+    ValueError: a share is no number, or the list is of another kind than one above it."""
     if listed == "join":
         return [parent] * len(entries)
     epochized = listed == "blend_epochized"
@@ -182,11 +179,8 @@ def _beside(file: str, path: str) -> str:
 
 
 def mapping_in(file: Path) -> Mapping[str, Any] | None:
-    """Returns the values of a JSON or YAML file; None if there is no such file.
-
-    Raises:
-        ValueError: it cannot be read, or holds something else.
-    """
+    """Returns the values of a JSON or YAML file; None if there is no such file. Raises ValueError: it cannot be read,
+    or holds something else."""
     import yaml
 
     if not file.is_file():

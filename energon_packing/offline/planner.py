@@ -202,9 +202,7 @@ def rows_left(left: Left, sources: Sources, samples: Samples) -> np.ndarray:
         names = ", ".join(dataset.name for dataset in sources.datasets)
         raise UserError(f"the index has several data sets ({names}); measure the run's own into an index for itself")
     (dataset,) = sources.datasets
-    if any(
-        shard.identity["index_uuid"] != left.uuid for shard in dataset.shards
-    ):  # shards have the same names anywhere
+    if any(each.identity["index_uuid"] != left.uuid for each in dataset.shards):  # shards have the same names anywhere
         raise UserError(f"{dataset.path} in the index is another data set than the run's; measure the run's own")
     first_source = {shard.name: int(start) for shard, start in zip(dataset.shards, sources.starts, strict=False)}
     size = {shard.name: shard.samples for shard in dataset.shards}
@@ -287,12 +285,7 @@ def efficiency_of(costs: np.ndarray, ranks: int) -> float | None:
 
 _FILE = pa.struct([pa.field("name", pa.large_string()), *(each for each in MEDIA.value_type if each.name != "name")])
 _CONTENT = pa.schema(
-    [
-        pa.field("key", pa.large_string()),
-        pa.field("offset", pa.int64()),
-        pa.field("size", pa.int32()),
-        pa.field("media", pa.large_list(_FILE)),
-    ]
+    {"key": pa.large_string(), "offset": pa.int64(), "size": pa.int32(), "media": pa.large_list(_FILE)}
 )
 """What a row of the plan has from its source, with offsets of 64 bits."""
 
@@ -446,8 +439,7 @@ def _tables(sources: Sources, samples: Samples, packs: OrderedPacks, facts: Plan
     schema = facts.schema
     # Offsets of 32 bits would end at 2 GiB of names.
     content = pa.concat_tables([table.cast(_CONTENT) for _, table in sources.tables(names)]).combine_chunks()
-    bounds = [*facts.row_groups, facts.packs]
-    for first, stop in pairwise(bounds):
+    for first, stop in pairwise([*facts.row_groups, facts.packs]):
         low, high = int(packs.offsets[first]), int(packs.offsets[stop])
         rows = packs.order[low:high]
         source = samples.source[rows]

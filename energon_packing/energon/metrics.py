@@ -449,12 +449,8 @@ class MetricsLog:
         self._gather()
 
     def post(self, step: int, tensorboard: Any, wandb: Any) -> None:
-        """Posts what the last reading found, and begins another one if it is due.
-
-        Args:
-            tensorboard: a ``SummaryWriter``, or None.
-            wandb: the module ``wandb`` or a run of it, or None.
-        """
+        """Posts what the last reading found to a ``SummaryWriter`` and to the module ``wandb`` or a run of it, where
+        they are not None, and begins another one if it is due."""
         if self._broken or (self._thread is not None and self._thread.is_alive()):
             return
         if self._found:

@@ -394,11 +394,8 @@ class _Numbered:
 
     def restore_state(self, state: Any) -> None:
         """Continues after the pack at which ``state`` was saved; all ranks of the replica call it with the same state.
-
-        Raises:
-            ConfigError: not a state of this class, or this rank reads and the state is from a rank that does not.
-            PackingError: packs were made ahead already.
-        """
+        Raises `ConfigError`: not a state of this class, or this rank reads and the state is from a rank that does not;
+        `PackingError`: packs were made ahead already."""
         if not (isinstance(state, dict) and set(state) == {"packs", "source"}):
             raise ConfigError("The loader state of this checkpoint was not saved by PackedEnergonDatasetConfig.")
         if self._ahead is not None:

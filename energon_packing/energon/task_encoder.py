@@ -221,12 +221,8 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         )
 
     def refuse_size(self, key: str, reason: str, detail: str, length: int | None = None) -> NoReturn:
-        """Refuses a sample that fits no pack, as ``packing.oversize`` asks; the rejection carries its length.
-
-        Raises:
-            ConfigError: ``packing.oversize`` is ``raise``.
-            SampleRejected: it is anything else.
-        """
+        """Refuses a sample that fits no pack, as ``packing.oversize`` asks. Raises `ConfigError`: that is ``raise``;
+        `SampleRejected`, which carries the sample's length: it is anything else."""
         if self.packing.oversize == "raise":
             raise ConfigError(
                 f"Sample {key} has {detail}. Raise the limit, or drop such samples with packing.oversize=drop."

@@ -54,14 +54,8 @@ def proven(
     pixels: Callable[..., Mapping[str, torch.Tensor]],
     forms: Mapping[str, PixelForm],
 ) -> tuple[dict[str, PixelForm], str | None]:
-    """Compares the forms with a family's own floats, bit for bit, on a probe of every kind.
-
-    Args:
-        plans, pixels: the family's methods.
-
-    Returns:
-        The forms and None; or no form and the reason why the family keeps floats.
-    """
+    """Compares the forms with a family's own floats, bit for bit, on a probe of every kind, by the family's methods
+    ``plans`` and ``pixels``. Returns the forms and None; or no form and the reason why the family keeps floats."""
     if not forms:
         return {}, "its processor does not normalise bytes in one last step that is known here"
     for kind in kinds:

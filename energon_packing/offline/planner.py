@@ -60,12 +60,8 @@ def packs_of(sizes: Sizes, limits: AnyLimits, config: AnyRun) -> tuple[PackGroup
 
 def show_padding(order: np.ndarray, offsets: np.ndarray, sizes: Sizes, multiple: int) -> np.ndarray:
     """`energon_packing.thd.assembly.visible_order` for all packs, in both rows where samples have two: the last two
-    samples of some packs change places.
-
-    Args:
-        order: ``[N]``, rows of `sizes`, one pack after another.
-        offsets: ``[packs + 1]``.
-    """
+    samples of some packs change places. ``order`` ``[N]`` has rows of ``sizes``, one pack after another, ``offsets``
+    ``[packs + 1]`` where packs begin."""
     if multiple == 1 or order.size == 0:
         return order
     first = (sizes.length % multiple != 0)[order]
@@ -106,14 +102,9 @@ class OrderedPacks:
 def ordered_packs(
     sources: Sources, samples: Samples, limits: AnyLimits, config: AnyRun, rest: np.ndarray | None = None
 ) -> OrderedPacks:
-    """Packs every epoch of the blend and puts all packs into their order.
-
-    `rest` are rows of `samples` that come first, as an epoch of their own.
-
-    Raises:
-        ConfigError: the section ``plan`` does not suit the data sets.
-        UserError: an epoch has no samples.
-    """
+    """Packs every epoch of the blend and puts all packs into their order. `rest` are rows of `samples` that come first,
+    as an epoch of their own. Raises ConfigError: the section ``plan`` does not suit the data sets; UserError: an epoch
+    has no samples."""
     settings = config.plan
     blend, epochs = Blend.of(sources.datasets, sources.dataset_ends(), samples, settings), settings.epochs
     if rest is not None and rest.size:
@@ -191,13 +182,9 @@ class Left:
 
 
 def rows_left(left: Left, sources: Sources, samples: Samples) -> np.ndarray:
-    """Rows of `Samples` that a run has still to give, ``[N]`` int64; one that it owes twice is there twice.
-
-    Samples that are dropped under the plan's settings have no row; they are among the plan's drops.
-
-    Raises:
-        UserError: the index is of another data set, or of more than one.
-    """
+    """Rows of `Samples` that a run has still to give, ``[N]`` int64; one that it owes twice is there twice. Samples
+    that are dropped under the plan's settings have no row; they are among the plan's drops. Raises UserError: the index
+    is of another data set, or of more than one."""
     if len(sources.datasets) != 1:
         names = ", ".join(dataset.name for dataset in sources.datasets)
         raise UserError(f"the index has several data sets ({names}); measure the run's own into an index for itself")

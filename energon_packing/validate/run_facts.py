@@ -173,12 +173,8 @@ def _side(value: Any) -> int | None:
 
 
 def model_geometry(*sources: Any, names: Mapping[str, str] = GEOMETRY) -> dict[str, int]:
-    """Returns the sizes of a vision encoder; the first source that states one counts.
-
-    Args:
-        sources: configurations, as mappings or as objects with attributes, or None.
-        names: of the sizes in the sources.
-    """
+    """Returns the sizes of a vision encoder, by their ``names`` in configurations (mappings, objects with attributes,
+    or None); the first source that states one counts."""
     sizes: dict[str, int] = {}
     for source in sources:
         read = source.get if isinstance(source, Mapping) else partial(getattr, source)

@@ -151,12 +151,9 @@ class YamlRun(RunSource):
 def view_of_config(
     config: RunConfig, *, world_size: int | None = None, model_config: Path | None = None, data: DataFacts | None = None
 ) -> RunView:
-    """Returns the view of our YAML: a run that trains on a `PackedEnergonDatasetConfig` made from it.
-
-    Args:
-        world_size: GPUs; None takes the smallest number that holds one replica.
-        model_config: the model's ``config.json``, if there is one.
-    """
+    """Returns the view of our YAML: a run that trains on a `PackedEnergonDatasetConfig` made from it, on ``world_size``
+    GPUs (None takes the smallest number that holds one replica). ``model_config`` is the model's ``config.json``, if
+    there is one."""
     packed, length = not config.training.enable_in_batch_packing, config.packing.seq_length
     view = RunView(
         **{"model_seq_length": length}

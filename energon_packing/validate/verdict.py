@@ -80,11 +80,8 @@ def placeholders_needed() -> bool:
 
 
 def import_bridge(*, placeholders: bool) -> None:
-    """Imports Bridge's training modules. One of them, which all others import, imports TE without a guard.
-
-    Args:
-        placeholders: whether Transformer Engine is absent, so that this one module needs placeholders.
-    """
+    """Imports Bridge's training modules. One of them, which all others import, imports TE without a guard; it needs
+    ``placeholders`` where Transformer Engine is absent."""
     finder = _PlaceholdersFor("megatron.bridge.peft.lora_layers" if placeholders else "")
     sys.meta_path.insert(0, finder)
     try:

@@ -235,12 +235,8 @@ class MediaCopy:
         return self._digest.hexdigest()
 
     def add(self, tar: Path, offset: int, size: int) -> int:
-        """Copies a file of a tar; returns its offset in the copy.
-
-        Raises:
-            UserError: it cannot be read.
-            OSError: it cannot be written.
-        """
+        """Copies a file of a tar; returns its offset in the copy. Raises UserError: it cannot be read; OSError: it
+        cannot be written."""
         place = self._places.get((tar, offset))
         if place is None:
             data = memoryview(self._files.read(tar, offset, size))

@@ -65,11 +65,8 @@ class Flaw:
 
 def leaves_of(entry: str, split: str) -> tuple[list[Leaf], list[Flaw]]:
     """Returns the directories that a part of a data set consists of, in the order of the references, and what keeps
-    references from being followed.
-
-    Args:
-        entry: a directory with ``.nv-meta``, or a metadataset YAML file; see `convert.layout.dataset_entry`.
-    """
+    references from being followed. ``entry`` is a directory with ``.nv-meta``, or a metadataset YAML file; see
+    `convert.layout.dataset_entry`."""
     followed = list(_follow(Leaf(path=os.path.abspath(entry), split=split), ()))
     return [leaf for leaf in followed if isinstance(leaf, Leaf)], [flaw for flaw in followed if isinstance(flaw, Flaw)]
 
@@ -243,12 +240,8 @@ class DataLooks:
 
 
 def look_at_data(path: str, split: str, places: Mapping[str, str], others: Mapping[str, str]) -> DataLooks:
-    """Looks at everything that the training and the evaluation read of one data set.
-
-    Args:
-        places: names of ``data.path`` and ``data.split`` in the run.
-        others: parts to evaluate on, setting -> part.
-    """
+    """Looks at everything that the training and the evaluation read of one data set. ``places`` has the names of
+    ``data.path`` and ``data.split`` in the run, ``others`` parts to evaluate on: setting -> part."""
     at = f"{places['data.path']}: {path}" if path else places["data.path"]
     training = places["data.split"]
     unread = ""

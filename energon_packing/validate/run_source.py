@@ -371,11 +371,9 @@ def grouped(words: Sequence[str]) -> list[tuple[str, list[str]]]:
 
 def _value(annotation: str, words: list[str]) -> Any:
     """The value of an argument, of the type of its field. Raises ValueError: the words are not of that type."""
-    if annotation == "given":
-        return True
-    if annotation.startswith("bool"):
-        if words:
-            raise ValueError
+    if annotation.startswith("bool") and words:
+        raise ValueError
+    if annotation.startswith(("given", "bool")):
         return True
     if annotation.startswith("tuple[str"):
         return tuple(part for word in words for part in word.split(",") if part)

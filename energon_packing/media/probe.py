@@ -40,9 +40,8 @@ Source = bytes | str | Path
 
 class ImageInfo(NamedTuple):
     """What an image's header says: width and height as displayed, after EXIF orientation, and as stored; Pillow's names
-    of format and mode; whether a pixel is not opaque (of an image that is not decoded, whether one may be);
-    whether frames or pages follow the first, which alone is used.
-    """
+    of format and mode; whether a pixel is not opaque (of an image that is not decoded, whether one may be); whether
+    frames or pages follow the first, which alone is used."""
 
     width: int
     height: int
@@ -206,8 +205,7 @@ def jpeg_segments(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 def _stored_size(image: Image.Image) -> tuple[int, int]:
     """Returns width and height before any orientation: recent releases of Pillow report a TIFF's size after its
-    orientation, older ones (10.3) the stored size; the tags hold the stored size in all of them.
-    """
+    orientation, older ones (10.3) the stored size; the tags hold the stored size in all of them."""
     tags = getattr(image, "tag_v2", None)
     if image.format == "TIFF" and tags is not None:
         return int(tags[ExifTags.Base.ImageWidth]), int(tags[ExifTags.Base.ImageLength])

@@ -320,8 +320,12 @@ def _fill(given: SimpleNamespace) -> None:
         say(f"{rows[0]['oversize']:,} samples are too large for any pack and are left out")
     named = [row | {"held": f", {row['window']} held" if row["window"] else ""} for row in rows]
     forms = (
-        *("{packs:,}", "{fill:.2%}", "{alignment_padding:.2%}"),
-        *("{tail_padding:.2%}", "{delay_p99:,.0f}", "{seconds:.3f}"),
+        "{packs:,}",
+        "{fill:.2%}",
+        "{alignment_padding:.2%}",
+        "{tail_padding:.2%}",
+        "{delay_p99:,.0f}",
+        "{seconds:.3f}",
     )
     names = ("packs", "fill", "alignment", "tail", "delay, 99th percentile", "seconds")
     Console().print(table(cells(named, "{policy}{held}", *forms), left=("policy",), right=names))

@@ -59,8 +59,13 @@ from energon_packing.thd.alignment import check_multiple
 from energon_packing.thd.assembly import visible_order
 
 FUNCTIONS = (
-    *("cook_crude_sample", "preencode_sample", "postencode_sample"),
-    *("select_samples_to_pack", "pack_selected_samples", "batch", "encode_batch"),
+    "cook_crude_sample",
+    "preencode_sample",
+    "postencode_sample",
+    "select_samples_to_pack",
+    "pack_selected_samples",
+    "batch",
+    "encode_batch",
 )
 """The functions of a task encoder whose failures Energon counts."""
 

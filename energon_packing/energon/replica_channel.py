@@ -245,6 +245,10 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
+SENDING: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
+"""Threads of closed channels, which end once the other ranks have taken what was posted."""
+
+
 class StageChannel:
     """Messages from the reader of a replica to the leaders of its later pipeline stages, by one of its ``posts`` each.
 
@@ -256,10 +260,13 @@ class StageChannel:
         self._replica = replica
         self._tag = next(replica.channels)  # keeps the messages of two readers on one replica apart
         self.posts: list[queue.SimpleQueue[Message | None]] = []
+        self._threads: list[threading.Thread] = []
         for leader in replica.leaders[1:] if replica.is_reader and replica.leader_group is not None else ():
             self.posts.append(queue.SimpleQueue())
             arguments = self.posts[-1], replica.leader_group, leader, self._tag
-            threading.Thread(target=_send_all, args=arguments, name=f"packs for rank {leader}", daemon=True).start()
+            thread = threading.Thread(target=_send_all, args=arguments, name=f"packs for rank {leader}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
 
     def post(self, message: Message) -> None:
         """Sends a message without blocks from the reader; returns at once."""
@@ -276,6 +283,7 @@ class StageChannel:
             raise rank_gone(self._replica, reader, error) from error
 
     def close(self) -> None:
+        SENDING.update(self._threads)
         for post in self.posts:
             post.put(None)
 

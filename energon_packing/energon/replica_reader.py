@@ -27,6 +27,7 @@ from energon_packing.energon.replica_channel import (
     END,
     ERROR,
     PACK,
+    SENDING,
     Message,
     SharedBlock,
     StageChannel,
@@ -37,10 +38,10 @@ from energon_packing.thd.batch import PackedBatch
 from energon_packing.thd.pixels import PIXELS
 
 EXIT_SECONDS = 10.0
-"""How long the end of the interpreter waits for a thread that makes packs ahead: one that wakes up in a library
-afterwards would abort the process."""
+"""How long the end of the interpreter waits for threads that make or send packs: one that wakes up in a library
+afterwards, its last act of letting go of a process group included, would abort the process."""
 
-_running: "weakref.WeakSet[ReadAhead]" = weakref.WeakSet()
+_running: "weakref.WeakKeyDictionary[threading.Thread, weakref.ref[ReadAhead]]" = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,8 +68,8 @@ class ReadAhead:
         self._room = threading.Semaphore(depth)
         self._stopped = False
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        _running[self.thread] = weakref.ref(self)  # a thread that ends lets go of this object first
         self.thread.start()
-        _running.add(self)
 
     def take(self) -> Made:
         """Returns the next result; waits for it if it is not ready. Not to be called after the last one."""
@@ -103,12 +104,12 @@ def _without_frames(made: Made) -> Made:
 
 
 def _end_all() -> None:
-    running = list(_running)
-    for each in running:
-        each.stop()
-    for each in running:
-        if each.thread is not threading.current_thread():
-            each.thread.join(EXIT_SECONDS)
+    for ahead in [reference() for reference in list(_running.values())]:
+        if ahead is not None:
+            ahead.stop()
+    for thread in [*_running, *SENDING]:
+        if thread is not threading.current_thread():
+            thread.join(EXIT_SECONDS)
 
 
 atexit.register(_end_all)

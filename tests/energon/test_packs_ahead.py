@@ -222,6 +222,36 @@ def test_ranks_of_stages_and_hosts_end_while_packs_are_on_their_way(tmp_path):
     print(f"ended after {time.monotonic() - started:.1f} s")
 
 
+_ENDS = """
+import sys, threading, time
+sys.path.insert(0, sys.argv[1])
+import replica_ranks
+from energon_packing.energon.replica import Replica
+from energon_packing.energon.replica_reader import OneReader
+
+class Group:  # a process group lets go of the lock of the interpreter as it ends
+    def __del__(self):
+        begun.set()
+        time.sleep(1.0)
+        sys.stderr.write("ended")
+
+begun = threading.Event()
+reader = OneReader(replica_ranks.Source(), Replica(), depth=2)
+next(reader)
+reader._road.group = Group()
+reader.close()
+del reader
+begun.wait()
+"""
+
+
+def test_a_process_ends_after_its_thread_has_let_go_of_the_groups_of_ranks():
+    """Else it would come back from the group's end into an interpreter that is gone, which aborts the process."""
+    command = [quick_python(), "-W", "ignore", "-c", _ENDS, str(Path(__file__).parent)]
+    ended = subprocess.run(command, env=ranks_environment(), capture_output=True, text=True, timeout=200, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "ended")
+
+
 def test_the_depth_is_checked_and_needs_workers_and_ranks_that_end_alone():
     with pytest.raises(ConfigError, match="packs_ahead"):
         DataConfig(packs_ahead=-1)

@@ -54,6 +54,14 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         trap=53,
+        name="a process ends while its thread lets go of the groups of ranks",
+        test="tests/energon/test_packs_ahead.py::"
+        "test_a_process_ends_after_its_thread_has_let_go_of_the_groups_of_ranks",
+        oracle="the interpreter, which ends threads that come back too late",
+        edits=(("energon/replica_reader.py", "for thread in [*_running, *SENDING]:", "for thread in []:"),),
+    ),
+    Mutation(
+        trap=53,
         name="a worker that an error ends stores a state in place of the last pack's",
         test=STATES + "test_an_error_in_a_pack_that_is_made_ahead_leaves_the_state_of_the_last_one_whole[1]",
         oracle="a run without the error",

@@ -19,6 +19,7 @@ BRIDGE_TRAPS = {
     151: "the host waits in every layer to read boundaries that it knows",
     152: "the second and later clips of a row have the positions of the first",
     153: "a Wan model is fine-tuned on other texts, times or noise than it knows",
+    170: "clips have positions of another clip where ranks share their row",
 }
 
 NATIVE = "tests/validate/test_rules.py::"
@@ -416,5 +417,20 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         test="tests/wan/test_clip_limits.py::test_a_lone_clip_that_the_limits_admit_can_be_packed",
         oracle="`pack_wan` under the limits of the run",
         edits=(("wan/config.py", 'compat != "bridge",', 'compat == "none",'),),
+    ),
+    Mutation(
+        trap=170,
+        name="the angles of a row are cut to its longest clip where ranks share it",
+        test="tests/conformance/test_wan_over_ranks.py::"
+        "test_each_clip_of_a_row_is_trained_as_it_is_alone_by_one_rank_and_by_two",
+        oracle="each clip alone in Bridge's step",
+        edits=(
+            (
+                "thd/rotary.py",
+                "cu_seqlens, freqs, *more, **named)",
+                "cu_seqlens, freqs[: cu_seqlens.diff().max()], *more, **named)",
+            ),
+        ),
+        needs_bridge=True,
     ),
 )

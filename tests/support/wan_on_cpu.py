@@ -4,7 +4,7 @@ What `support.bridge_cpu.stand_ins` replaces already is needed as well. Bridge's
 """
 
 import importlib
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -19,7 +19,8 @@ def boundary_pairs(real: torch.Tensor, physical: torch.Tensor | None) -> list[tu
 
 def attention_class() -> type:
     """Attention in which queries and keys have boundaries of their own, as Wan's cross attention has."""
-    from support.bridge_cpu.attention import SegmentAttention
+    from energon_packing.thd.context_parallel import context_parallel_indices
+    from support.bridge_cpu.attention import SegmentAttention, whole
 
     class TwoSidedAttention(SegmentAttention):
         def forward(
@@ -27,11 +28,17 @@ def attention_class() -> type:
         ) -> Any:
             """As `SegmentAttention.forward`, segment i of the queries over segment i of the keys; never causal."""
             row = packed_seq_params
-            out = query.new_zeros(query.size(0), query.size(1), value.size(-1))
             queries = boundary_pairs(row.cu_seqlens_q, row.cu_seqlens_q_padded)
             keys = boundary_pairs(row.cu_seqlens_kv, row.cu_seqlens_kv_padded)
+            own, group = torch.arange(query.size(0)), cast("Any", self.cp_group)
+            if self.config.context_parallel_size > 1:  # each rank holds its pieces of every clip, and of every text
+                own = context_parallel_indices(row.cu_seqlens_q_padded, group.size(), group.rank())
+                key, value = (whole(tensor, row.cu_seqlens_kv_padded, group) for tensor in (key, value))
+            out = query.new_zeros(query.size(0), query.size(1), value.size(-1))
             for (start, stop), (first, last) in zip(queries, keys, strict=True):
-                out[start:stop] = self._attend(query[start:stop], key[first:last], value[first:last], False)
+                mine = torch.nonzero((own >= start) & (own < stop)).flatten()
+                attended = self._attend(query[mine], key[first:last], value[first:last], False)
+                out = out.index_copy(0, mine, attended)
             return out.flatten(1)
 
     return TwoSidedAttention
@@ -66,11 +73,9 @@ def without_cuda(function: Any) -> Any:
     return call
 
 
-def tiny_provider(**changes: Any) -> Any:
-    """A `WanModelProvider` of two layers for latents of 4 channels and embeddings of width 32."""
-    from megatron.bridge.diffusion.models.wan.wan_provider import WanModelProvider
-
-    fields: dict[str, Any] = {
+def tiny_sizes() -> dict[str, Any]:
+    """Sizes of a model of two layers for latents of 4 channels and embeddings of width 32."""
+    return {
         "num_layers": 2,
         "hidden_size": 48,
         "ffn_hidden_size": 64,
@@ -81,10 +86,13 @@ def tiny_provider(**changes: Any) -> Any:
         "text_dim": 32,
         "freq_dim": 16,
         "seq_length": 96,
-        "apply_rope_fusion": False,
-        "bias_activation_fusion": False,
-        "gradient_accumulation_fusion": False,
-        "masked_softmax_fusion": False,
         "vocab_size": 512,
     }
-    return WanModelProvider(**{**fields, **changes})
+
+
+def tiny_provider(**changes: Any) -> Any:
+    """A `WanModelProvider` of `tiny_sizes` without fused kernels."""
+    from megatron.bridge.diffusion.models.wan.wan_provider import WanModelProvider
+
+    fusions = ("apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion", "masked_softmax_fusion")
+    return WanModelProvider(**{**tiny_sizes(), **dict.fromkeys(fusions, False), **changes})

@@ -37,7 +37,7 @@ sys.path.append(str(ROOT / "tests"))  # `support`
     show_default=True,
     help="auto finetunes if checkpoint.pretrained_checkpoint is set, else pretrains.",
 )
-@click.option("--check", is_flag=True, help="Check the configuration and stop.")
+@click.option("--check", is_flag=True, help="Check the configuration, give the step one batch and no model, and stop.")
 @click.option("--cpu", is_flag=True, help="Run a tiny model on the CPU over gloo (docs/correctness.md).")
 @click.option(
     "--trust", is_flag=True, help="Let code run that the YAML of RUN or of the data names (docs/security.md)."
@@ -119,6 +119,12 @@ def _train(run: str, overrides: tuple[str, ...], step: str | None, mode: str, ch
     if violated or check:
         if not violated and os.environ.get("RANK", "0") == "0":
             click.echo(f"{run}: every rule holds for {_world_size()} ranks")
+            if hasattr(config.dataset, "run_config"):
+                from support.bridge_cpu import one_batch
+
+                click.echo(f"{run}: {one_batch.feed(config, forward_step, step or 'its step')}")
+            else:
+                click.echo(f"{run}: the data set is Bridge's own; no batch was read")
         return violated
     if cpu:
         _on_the_cpu(config)

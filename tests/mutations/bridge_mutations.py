@@ -20,6 +20,7 @@ BRIDGE_TRAPS = {
     152: "the second and later clips of a row have the positions of the first",
     153: "a Wan model is fine-tuned on other texts, times or noise than it knows",
     170: "clips have positions of another clip where ranks share their row",
+    171: "a run passes its check whose step cannot read its rows",
 }
 
 NATIVE = "tests/validate/test_rules.py::"
@@ -431,6 +432,14 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
                 "cu_seqlens, freqs[: cu_seqlens.diff().max()], *more, **named)",
             ),
         ),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=171,
+        name="rows of clips lack what Bridge's loss reads",
+        test="tests/conformance/test_one_batch.py::test_a_row_of_clips_is_read_by_the_step_that_its_recipe_takes",
+        oracle="Bridge's `WanForwardStep`",
+        edits=(("wan/pack.py", '"context_embeddings", "loss_mask", *_LENGTH', '"context_embeddings", *_LENGTH'),),
         needs_bridge=True,
     ),
 )

@@ -3,8 +3,10 @@
 What `support.bridge_cpu.stand_ins` replaces already is needed as well. Bridge's own code is not changed.
 """
 
+import contextlib
 import importlib
 from typing import Any, cast
+from unittest import mock
 
 import torch
 
@@ -42,6 +44,15 @@ def attention_class() -> type:
             return out.flatten(1)
 
     return TwoSidedAttention
+
+
+class Replaced(contextlib.ExitStack):
+    """``monkeypatch`` outside pytest: what `setattr` replaces is put back at the end of the block."""
+
+    def setattr(self, target: Any, *name_and_value: Any) -> None:
+        """Replaces ``target.name``, or ``target`` where it is a path."""
+        *name, value = name_and_value
+        self.enter_context(mock.patch.object(target, name[0], value) if name else mock.patch(target, value))
 
 
 def install(monkeypatch: Any) -> None:

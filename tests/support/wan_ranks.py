@@ -75,18 +75,6 @@ def clips() -> list[WanSample]:
 # --- Inside the ranks ------------------------------------------------------------------------------------------------
 
 
-class Patches:
-    """Stands in for ``monkeypatch`` in a process that ends."""
-
-    @staticmethod
-    def setattr(target: Any, *name_and_value: Any) -> None:
-        *name, value = name_and_value
-        if not name:
-            module, _, attribute = target.rpartition(".")
-            target, name = sys.modules[module], [attribute]
-        setattr(target, name[0], value)
-
-
 def by_segment(
     t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, *, cp_size: int, cp_rank: int, interleaved: bool
 ) -> torch.Tensor:
@@ -108,7 +96,7 @@ def replace_kernels() -> None:
 
     random._get_all_rng_states, random._set_all_rng_states = lambda: (), lambda: None  # of CUDA; nothing is drawn
     torch.compiler.set_stance("force_eager")
-    wan_on_cpu.install(Patches)
+    wan_on_cpu.install(wan_on_cpu.Replaced())  # for as long as the process lives
     rope_utils.fused_apply_rotary_pos_emb_thd = by_segment
     ParallelTimestepEmbedding.forward = TimestepEmbedding.forward  # which is in bfloat16 whatever the model is in
     torch.randn_like = lambda like, **_: torch.sin(1000 * like.float())  # type: ignore[assignment]

@@ -59,8 +59,9 @@ class TextToVideoConfig:
     with its tokenizer; empty if all records have stored embeddings."""
     device: str = setting("cpu", changes="nothing")
     """Device of the two encoders; any other than the CPU needs ``data.workers: 0``."""
-    fps: float | None = 16.0
-    """Frames per second that are taken from a clip; None takes every frame."""
+    fps: float | None = None
+    """Frames per second that are taken from a clip, those of a slower one more than once, which the ledger notes; None
+    takes every frame, as Bridge's preparation does."""
     max_frames: int = setting(81, least=1)
     longer: Longer = "middle"
     """Which frames are taken from a longer clip: those in its ``middle``, or ``spread`` over the whole clip, which then

@@ -207,10 +207,12 @@ class TextToVideoEncoder:
             ConfigError: the record needs a model that the configuration does not name.
         """
         channels, frames = self.config.latent_channels, 0
+        seen: tuple[tuple[str, str], ...] = ()
         shape: Any = sample.latents and sample.latents.shape
         if sample.video is not None:
             plan = self._plan(sample.video)
             frames, shape = len(plan.frame_indices), (channels, *plan.latent_shape)
+            seen = self._other_frames(sample.video, plan)
         if shape[0] != channels:
             detail = f"latents of {shape[0]} channels, but encoder.latent_channels is {channels}"
             raise SampleRejected("wrong_shape", detail)
@@ -228,7 +230,7 @@ class TextToVideoEncoder:
             text_rows=rows,
             token_ids=token_ids,
             frames=frames,
-            changes=changes,
+            changes=(*seen, *changes),
         )
 
     def render(self, measured: MeasuredClip, read: Callable[[str], bytes]) -> WanSample:
@@ -272,6 +274,14 @@ class TextToVideoEncoder:
             temporal_stride=self.latent_encoder.temporal_stride,
             spatial_stride=self.latent_encoder.spatial_stride,
         )
+
+    def _other_frames(self, video: Media, plan: ClipPlan) -> tuple[tuple[str, str], ...]:
+        """Returns for the ledger whether frames are repeated, or a clip becomes a still."""
+        count, different = len(plan.frame_indices), len(set(plan.frame_indices.tolist()))
+        if different < count:
+            detail = f"{different} frames at {video.fps:g} fps become {count}; encoder.fps is {self.config.fps:g}"
+            return (("repeated", detail),)
+        return (("still", f"of {video.frames} frames only one is taken"),) if video.frames != count == 1 else ()
 
     def _text(self, sample: TextToVideo) -> tuple[int, np.ndarray | None, tuple[tuple[str, str], ...]]:
         """Returns the number of text embeddings, token ids to make them from, and what was changed."""

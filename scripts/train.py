@@ -108,8 +108,6 @@ def _train(run: str, overrides: tuple[str, ...], step: str | None, mode: str, ch
         )
     finetunes = mode == "finetune" or (mode == "auto" and bool(weights))
     forward_step = step_of(config, step, finetunes)
-    if cpu and hasattr(config.dataset, "make_step"):
-        raise UserError("--cpu trains on conversations only; there is no tiny model for this data set.")
     violated = broken_rules(config, step or forward_step.__module__)
     if check and hasattr(config.dataset, "check_run"):
         try:
@@ -127,7 +125,7 @@ def _train(run: str, overrides: tuple[str, ...], step: str | None, mode: str, ch
                 click.echo(f"{run}: the data set is Bridge's own; no batch was read")
         return violated
     if cpu:
-        _on_the_cpu(config)
+        _on_the_cpu(config, forward_step)
         return []
     # Imported here, because both need NVIDIA's resiliency extension.
     if finetunes:
@@ -213,11 +211,11 @@ def step_of(config: Any, step: str | None, finetunes: bool) -> Any:
     return found
 
 
-def _on_the_cpu(config: Any) -> None:
+def _on_the_cpu(config: Any, forward_step: Any) -> None:
+    from support import wan_on_cpu
     from support.bridge_cpu import training_run
 
     from energon_packing.bridge.metrics import PackingMetrics
-    from energon_packing.bridge.step import forward_step
     from energon_packing.cli.terminal import counted
 
     first = os.environ.get("RANK", "0") == "0"
@@ -226,7 +224,10 @@ def _on_the_cpu(config: Any) -> None:
         if first:
             click.echo(f"step {report.step}: loss {report.loss:.4f}")
 
-    with training_run.process_groups():
+    with wan_on_cpu.Replaced() as replaced, training_run.process_groups():
+        if hasattr(config.model, "patch_spatial"):
+            wan_on_cpu.install(replaced)
+            wan_on_cpu.compute_in_float32(replaced)
         result = training_run.run(config, forward_step=forward_step, on_step=told, callbacks=[PackingMetrics()])
     if first:
         click.echo(f"trained {counted(len(result.steps), 'step')} on {counted(_world_size(), 'rank')}")

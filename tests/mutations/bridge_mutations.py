@@ -21,6 +21,7 @@ BRIDGE_TRAPS = {
     153: "a Wan model is fine-tuned on other texts, times or noise than it knows",
     170: "clips have positions of another clip where ranks share their row",
     171: "a run passes its check whose step cannot read its rows",
+    173: "clips that Bridge's own script prepared cannot be trained",
 }
 
 NATIVE = "tests/validate/test_rules.py::"
@@ -440,6 +441,21 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         test="tests/conformance/test_one_batch.py::test_a_row_of_clips_is_read_by_the_step_that_its_recipe_takes",
         oracle="Bridge's `WanForwardStep`",
         edits=(("wan/pack.py", '"context_embeddings", "loss_mask", *_LENGTH', '"context_embeddings", *_LENGTH'),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=173,
+        name="channels and width of clips are not those of the model",
+        test="tests/wan/test_bridges_script.py::"
+        "test_a_data_set_of_the_script_is_converted_and_trained_by_the_commands[in its form-frames]",
+        oracle="Bridge's `prepare_dataset_wan.py`, and its training",
+        edits=(
+            (
+                "wan/bridge.py",
+                "dataset.encoder.latent_channels, dataset.encoder.text_width = model.in_channels, model.text_dim",
+                "dataset.encoder.text_width = model.text_dim",
+            ),
+        ),
         needs_bridge=True,
     ),
 )

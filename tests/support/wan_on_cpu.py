@@ -71,6 +71,24 @@ def install(monkeypatch: Any) -> None:
         monkeypatch.setattr(owner, name, without_cuda(getattr(owner, name)))
 
 
+def compute_in_float32(monkeypatch: Any) -> None:
+    """Makes Wan's model take what the step gives it in fp32; the step rounds it to bfloat16, as does the model's
+    embedding of the time, whatever the model is in."""
+    from diffusers.models.embeddings import TimestepEmbedding
+    from megatron.bridge.diffusion.models.common.dit_embeddings import ParallelTimestepEmbedding
+    from megatron.bridge.diffusion.models.wan.wan_model import WanModel
+
+    forward = WanModel.forward
+
+    def in_float32(self: Any, **named: Any) -> Any:
+        floats = {name: each for name, each in named.items() if torch.is_tensor(each) and each.is_floating_point()}
+        return forward(self, **{**named, **{name: each.float() for name, each in floats.items()}})
+
+    monkeypatch.setattr(WanModel, "forward", in_float32)
+    monkeypatch.setattr(ParallelTimestepEmbedding, "forward", TimestepEmbedding.forward)
+    torch.compiler.set_stance("force_eager")
+
+
 def without_cuda(function: Any) -> Any:
     """``function`` with every CUDA device among its arguments read as the CPU."""
 

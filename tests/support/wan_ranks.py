@@ -89,16 +89,14 @@ def by_segment(
 
 
 def replace_kernels() -> None:
-    from diffusers.models.embeddings import TimestepEmbedding
-    from megatron.bridge.diffusion.models.common.dit_embeddings import ParallelTimestepEmbedding
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.tensor_parallel import random
 
     random._get_all_rng_states, random._set_all_rng_states = lambda: (), lambda: None  # of CUDA; nothing is drawn
-    torch.compiler.set_stance("force_eager")
-    wan_on_cpu.install(wan_on_cpu.Replaced())  # for as long as the process lives
+    replaced = wan_on_cpu.Replaced()  # for as long as the process lives
+    wan_on_cpu.install(replaced)
+    wan_on_cpu.compute_in_float32(replaced)
     rope_utils.fused_apply_rotary_pos_emb_thd = by_segment
-    ParallelTimestepEmbedding.forward = TimestepEmbedding.forward  # which is in bfloat16 whatever the model is in
     torch.randn_like = lambda like, **_: torch.sin(1000 * like.float())  # type: ignore[assignment]
 
 
@@ -138,7 +136,6 @@ def compare(layout: Layout) -> Compared:
     model = training_run.build_model(cfg.model)
     model.ddp_config = cfg.ddp  # of the wrapper that is not needed here
     model.config.apply_rope_fusion |= layout.fused
-    model.register_forward_pre_hook(in_float32, with_kwargs=True)
     step, group = cfg.dataset.make_step(False), parallel_state.get_context_parallel_group()
     multiple = thd.alignment_multiple(layout.tensor, layout.context, cfg.model.sequence_parallel)
 
@@ -186,15 +183,6 @@ def compare(layout: Layout) -> Compared:
         gradients={name: float(each.abs().max()) / largest for name, each in rest.items()},
         changed=changed,
     )
-
-
-def in_float32(_model: Any, arguments: Any, keywords: dict[str, Any]) -> Any:
-    """Bridge rounds what it gives the model to bfloat16."""
-    named = {
-        name: value.float() if torch.is_tensor(value) and value.is_floating_point() else value
-        for name, value in keywords.items()
-    }
-    return arguments, named
 
 
 def be_rank(layout: Layout, folder: Path, rank: int) -> None:

@@ -19,6 +19,7 @@ from energon_packing.conversation import Media
 from energon_packing.energon.states import settings_of
 from energon_packing.errors import ConfigError, PackingError, SampleRejected
 from energon_packing.media.decoding_process import DecodingProcess
+from energon_packing.media.image import decode_image
 from energon_packing.media.video import decode_frames
 from energon_packing.wan.config import BRIDGE_TEXT_LENGTH, TextToVideoConfig
 from energon_packing.wan.models import CaptionEncoder, LatentEncoder, T5CaptionEncoder, WanLatentEncoder
@@ -268,6 +269,8 @@ class TextToVideoEncoder:
         if self.latent_encoder is None:
             raise ConfigError("The data has videos without latents; name their VAE in encoder.vae, or store latents.")
         sizes: Any = (video.frames, video.fps, video.width, video.height)  # all known, see `TextToVideo`
+        if video.kind == "image":
+            sizes = (1, self.config.fps or 1.0, *sizes[2:])
         return plan_clip(
             *sizes,
             config=self.config,
@@ -281,7 +284,7 @@ class TextToVideoEncoder:
         if different < count:
             detail = f"{different} frames at {video.fps:g} fps become {count}; encoder.fps is {self.config.fps:g}"
             return (("repeated", detail),)
-        return (("still", f"of {video.frames} frames only one is taken"),) if video.frames != count == 1 else ()
+        return (("still", f"of {video.frames} frames only one is taken"),) if count == 1 < (video.frames or 1) else ()
 
     def _text(self, sample: TextToVideo) -> tuple[int, np.ndarray | None, tuple[tuple[str, str], ...]]:
         """Returns the number of text embeddings, token ids to make them from, and what was changed."""
@@ -333,19 +336,19 @@ class TextToVideoEncoder:
         video, plan = wanted
         limit = self.config.decode_seconds
         try:
-            frames = decode_frames(
-                _read(video.name, read),
-                plan.frame_indices.tolist(),
-                max_pixels=self.config.max_source_pixels,
-                deadline=None if limit is None else time.monotonic() + limit,
-            )
+            data, most = _read(video.name, read), self.config.max_source_pixels
+            if video.kind == "image":
+                frames = decode_image(data, max_pixels=most)[None]
+            else:
+                deadline = None if limit is None else time.monotonic() + limit
+                frames = decode_frames(data, plan.frame_indices.tolist(), max_pixels=most, deadline=deadline)
         except SampleRejected as error:
-            raise SampleRejected(error.reason, f"video {video.name!r}: {error.detail}") from error
+            raise SampleRejected(error.reason, f"{video.kind} {video.name!r}: {error.detail}") from error
         height, width = frames.shape[-2:]
         if (width, height) != (video.width, video.height):
             raise SampleRejected(
                 "media_changed",
-                f"video {video.name!r} is {width}x{height}, but {video.width}x{video.height} was measured",
+                f"{video.kind} {video.name!r} is {width}x{height}, but {video.width}x{video.height} was measured",
             )
         return {"frames": resize_frames(frames, plan.height, plan.width)}
 

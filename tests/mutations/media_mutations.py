@@ -375,4 +375,12 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         edits=(("wan/encoder.py", "        if different < count:\n", "        if different < 0:\n"),),
         needs_bridge=True,
     ),
+    Mutation(
+        trap=172,
+        name="an image is shown for a second, at the rate of the run",
+        test="tests/wan/test_text_to_video_convert.py::test_an_image_is_a_clip_of_one_frame",
+        oracle="diffusers' VAE on Pillow's pixels",
+        edits=(("wan/encoder.py", "(1, self.config.fps or 1.0, *sizes[2:])", "(1, 1.0, *sizes[2:])"),),
+        needs_bridge=True,
+    ),
 )

@@ -58,6 +58,7 @@ def plan_clip(
 
     Raises:
         SampleRejected: ``too_short`` or ``too_small`` if the clip does not fill a single patch.
+        ConfigError: ``frame_size`` does not divide into patches.
     """
     patch_frames, patch_height, patch_width = config.patch
     wanted = fps if config.fps is None else config.fps
@@ -75,12 +76,13 @@ def plan_clip(
     else:
         steps += (available - count) // 2
     indices = np.floor(steps * (fps / wanted) + 1e-9).astype(np.int64)
-    new_height, new_width = resized(
-        width,
-        height,
-        max_pixels=config.max_pixels,
-        multiples=(spatial_stride * patch_height, spatial_stride * patch_width),
-    )
+    multiples = (spatial_stride * patch_height, spatial_stride * patch_width)
+    if config.frame_size is None:
+        new_height, new_width = resized(width, height, max_pixels=config.max_pixels, multiples=multiples)
+    elif any(side % multiple for side, multiple in zip(config.frame_size, multiples, strict=True)):
+        raise ConfigError(f"encoder.frame_size is {list(config.frame_size)}; use multiples of {list(multiples)}.")
+    else:
+        new_height, new_width = config.frame_size
     return ClipPlan(
         frame_indices=np.minimum(indices, frames - 1),
         height=new_height,

@@ -383,4 +383,18 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         edits=(("wan/encoder.py", "(1, self.config.fps or 1.0, *sizes[2:])", "(1, 1.0, *sizes[2:])"),),
         needs_bridge=True,
     ),
+    Mutation(
+        trap=172,
+        name="the size that a run names is a bound",
+        test="tests/wan/test_text_to_video_clip.py::test_every_frame_has_the_size_that_a_run_names",
+        oracle="the options of Bridge's `prepare_dataset_wan.py`",
+        edits=(
+            (
+                "wan/encoder.py",
+                "new_height, new_width = config.frame_size\n",
+                "new_height, new_width = min(height, config.frame_size[0]), min(width, config.frame_size[1])\n",
+            ),
+        ),
+        needs_bridge=True,
+    ),
 )

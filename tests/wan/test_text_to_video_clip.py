@@ -11,7 +11,7 @@ from support.bridge_wan import bridge_wan
 
 from energon_packing.conversation import Media
 from energon_packing.energon.pack_bytes import field_digests, pack_from_bytes, pack_to_bytes
-from energon_packing.errors import SampleRejected
+from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.wan.config import TextToVideoConfig
 from energon_packing.wan.encoder import TextToVideoEncoder, plan_clip, resize_frames
 from energon_packing.wan.models import T5CaptionEncoder, WanLatentEncoder
@@ -104,6 +104,21 @@ def test_the_ledger_notes_a_clip_with_repeated_frames_and_one_that_becomes_a_sti
     )
     clip = Media(kind="video", name="v.mp4", width=64, height=64, frames=frames, fps=fps, duration=frames / fps)
     assert TextToVideoEncoder(config).measure(TextToVideo(key="v", caption="a ball", video=clip)).changes == changed
+
+
+@pytest.mark.parametrize(("width", "height"), [(64, 48), (1920, 1080), (30, 20), (48, 32), (200, 500)])
+def test_every_frame_has_the_size_that_a_run_names(width, height):
+    made = plan(9, 16.0, width, height, frame_size=(32, 48))
+    assert (made.height, made.width, made.latent_shape) == (32, 48, (3, 4, 6))
+    frames = torch.arange(width).mul(255 / width).to(torch.uint8).expand(1, 3, height, width)
+    shown = resize_frames(frames, made.height, made.width)
+    assert tuple(shown.shape) == (1, 32, 48, 3)
+    assert abs(float(shown.float().mean()) - 127) < 6, "the middle is kept"
+    with pytest.raises(ConfigError, match=r"frame_size is \[40, 48\]; use multiples of \[16, 16\]"):
+        plan(9, 16.0, width, height, frame_size=(40, 48))
+    for wrong in ((32,), (32, 0)):
+        with pytest.raises(ConfigError, match="name a height and a width"):
+            plan(9, 16.0, width, height, frame_size=wrong)
 
 
 def test_resizing_covers_and_cuts_the_middle_without_distortion():

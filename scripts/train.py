@@ -37,7 +37,7 @@ sys.path.append(str(ROOT / "tests"))  # `support`
     show_default=True,
     help="auto finetunes if checkpoint.pretrained_checkpoint is set, else pretrains.",
 )
-@click.option("--check", is_flag=True, help="Check the configuration and stop.")
+@click.option("--check", is_flag=True, help="Check the configuration, give the step one batch and no model, and stop.")
 @click.option("--cpu", is_flag=True, help="Run a tiny model on the CPU over gloo (docs/correctness.md).")
 @click.option(
     "--trust", is_flag=True, help="Let code run that the YAML of RUN or of the data names (docs/security.md)."
@@ -108,8 +108,6 @@ def _train(run: str, overrides: tuple[str, ...], step: str | None, mode: str, ch
         )
     finetunes = mode == "finetune" or (mode == "auto" and bool(weights))
     forward_step = step_of(config, step, finetunes)
-    if cpu and hasattr(config.dataset, "make_step"):
-        raise UserError("--cpu trains on conversations only; there is no tiny model for this data set.")
     violated = broken_rules(config, step or forward_step.__module__)
     if check and hasattr(config.dataset, "check_run"):
         try:
@@ -119,9 +117,15 @@ def _train(run: str, overrides: tuple[str, ...], step: str | None, mode: str, ch
     if violated or check:
         if not violated and os.environ.get("RANK", "0") == "0":
             click.echo(f"{run}: every rule holds for {_world_size()} ranks")
+            if hasattr(config.dataset, "run_config"):
+                from support.bridge_cpu import one_batch
+
+                click.echo(f"{run}: {one_batch.feed(config, forward_step, step or 'its step')}")
+            else:
+                click.echo(f"{run}: the data set is Bridge's own; no batch was read")
         return violated
     if cpu:
-        _on_the_cpu(config)
+        _on_the_cpu(config, forward_step)
         return []
     # Imported here, because both need NVIDIA's resiliency extension.
     if finetunes:
@@ -207,11 +211,11 @@ def step_of(config: Any, step: str | None, finetunes: bool) -> Any:
     return found
 
 
-def _on_the_cpu(config: Any) -> None:
+def _on_the_cpu(config: Any, forward_step: Any) -> None:
+    from support import wan_on_cpu
     from support.bridge_cpu import training_run
 
     from energon_packing.bridge.metrics import PackingMetrics
-    from energon_packing.bridge.step import forward_step
     from energon_packing.cli.terminal import counted
 
     first = os.environ.get("RANK", "0") == "0"
@@ -220,7 +224,10 @@ def _on_the_cpu(config: Any) -> None:
         if first:
             click.echo(f"step {report.step}: loss {report.loss:.4f}")
 
-    with training_run.process_groups():
+    with wan_on_cpu.Replaced() as replaced, training_run.process_groups():
+        if hasattr(config.model, "patch_spatial"):
+            wan_on_cpu.install(replaced)
+            wan_on_cpu.compute_in_float32(replaced)
         result = training_run.run(config, forward_step=forward_step, on_step=told, callbacks=[PackingMetrics()])
     if first:
         click.echo(f"trained {counted(len(result.steps), 'step')} on {counted(_world_size(), 'rank')}")

@@ -59,14 +59,18 @@ class TextToVideoConfig:
     with its tokenizer; empty if all records have stored embeddings."""
     device: str = setting("cpu", changes="nothing")
     """Device of the two encoders; any other than the CPU needs ``data.workers: 0``."""
-    fps: float | None = 16.0
-    """Frames per second that are taken from a clip; None takes every frame."""
+    fps: float | None = None
+    """Frames per second that are taken from a clip, those of a slower one more than once, which the ledger notes; None
+    takes every frame, as Bridge's preparation does."""
     max_frames: int = setting(81, least=1)
     longer: Longer = "middle"
     """Which frames are taken from a longer clip: those in its ``middle``, or ``spread`` over the whole clip, which then
     plays faster."""
     max_pixels: int = setting(832 * 480, least=1)
     """Largest area of a frame after resizing; a smaller clip is not enlarged."""
+    frame_size: tuple[int, ...] | None = setting(None, newer=True)
+    """Height and width of every frame, which is scaled to cover them and cropped, as by ``--height``, ``--width`` and
+    ``--center-crop`` of Bridge's preparation; None keeps those of the clip, up to ``max_pixels``."""
     max_source_pixels: int = setting(120_000_000, changes="packs", least=1)
     """A frame with more pixels than this is refused before it is decoded."""
     decode_seconds: float | None = setting(120.0, changes="packs")
@@ -77,6 +81,8 @@ class TextToVideoConfig:
     def __post_init__(self) -> None:
         if len(self.patch) != 3 or any(side < 1 for side in self.patch):
             raise ConfigError(f"encoder.patch is {list(self.patch)}; name three sizes of at least 1.")
+        if self.frame_size is not None and (len(self.frame_size) != 2 or min(self.frame_size) < 1):
+            raise ConfigError(f"encoder.frame_size is {list(self.frame_size)}; name a height and a width.")
         check_bounds("encoder", self)
         for name in ("fps", "decode_seconds"):
             value = getattr(self, name)

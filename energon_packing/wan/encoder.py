@@ -19,6 +19,7 @@ from energon_packing.conversation import Media
 from energon_packing.energon.states import settings_of
 from energon_packing.errors import ConfigError, PackingError, SampleRejected
 from energon_packing.media.decoding_process import DecodingProcess
+from energon_packing.media.image import decode_image
 from energon_packing.media.video import decode_frames
 from energon_packing.wan.config import BRIDGE_TEXT_LENGTH, TextToVideoConfig
 from energon_packing.wan.models import CaptionEncoder, LatentEncoder, T5CaptionEncoder, WanLatentEncoder
@@ -57,6 +58,7 @@ def plan_clip(
 
     Raises:
         SampleRejected: ``too_short`` or ``too_small`` if the clip does not fill a single patch.
+        ConfigError: ``frame_size`` does not divide into patches.
     """
     patch_frames, patch_height, patch_width = config.patch
     wanted = fps if config.fps is None else config.fps
@@ -74,12 +76,13 @@ def plan_clip(
     else:
         steps += (available - count) // 2
     indices = np.floor(steps * (fps / wanted) + 1e-9).astype(np.int64)
-    new_height, new_width = resized(
-        width,
-        height,
-        max_pixels=config.max_pixels,
-        multiples=(spatial_stride * patch_height, spatial_stride * patch_width),
-    )
+    multiples = (spatial_stride * patch_height, spatial_stride * patch_width)
+    if config.frame_size is None:
+        new_height, new_width = resized(width, height, max_pixels=config.max_pixels, multiples=multiples)
+    elif any(side % multiple for side, multiple in zip(config.frame_size, multiples, strict=True)):
+        raise ConfigError(f"encoder.frame_size is {list(config.frame_size)}; use multiples of {list(multiples)}.")
+    else:
+        new_height, new_width = config.frame_size
     return ClipPlan(
         frame_indices=np.minimum(indices, frames - 1),
         height=new_height,
@@ -207,10 +210,12 @@ class TextToVideoEncoder:
             ConfigError: the record needs a model that the configuration does not name.
         """
         channels, frames = self.config.latent_channels, 0
+        seen: tuple[tuple[str, str], ...] = ()
         shape: Any = sample.latents and sample.latents.shape
         if sample.video is not None:
             plan = self._plan(sample.video)
             frames, shape = len(plan.frame_indices), (channels, *plan.latent_shape)
+            seen = self._other_frames(sample.video, plan)
         if shape[0] != channels:
             detail = f"latents of {shape[0]} channels, but encoder.latent_channels is {channels}"
             raise SampleRejected("wrong_shape", detail)
@@ -228,7 +233,7 @@ class TextToVideoEncoder:
             text_rows=rows,
             token_ids=token_ids,
             frames=frames,
-            changes=changes,
+            changes=(*seen, *changes),
         )
 
     def render(self, measured: MeasuredClip, read: Callable[[str], bytes]) -> WanSample:
@@ -266,12 +271,22 @@ class TextToVideoEncoder:
         if self.latent_encoder is None:
             raise ConfigError("The data has videos without latents; name their VAE in encoder.vae, or store latents.")
         sizes: Any = (video.frames, video.fps, video.width, video.height)  # all known, see `TextToVideo`
+        if video.kind == "image":
+            sizes = (1, self.config.fps or 1.0, *sizes[2:])
         return plan_clip(
             *sizes,
             config=self.config,
             temporal_stride=self.latent_encoder.temporal_stride,
             spatial_stride=self.latent_encoder.spatial_stride,
         )
+
+    def _other_frames(self, video: Media, plan: ClipPlan) -> tuple[tuple[str, str], ...]:
+        """Returns for the ledger whether frames are repeated, or a clip becomes a still."""
+        count, different = len(plan.frame_indices), len(set(plan.frame_indices.tolist()))
+        if different < count:
+            detail = f"{different} frames at {video.fps:g} fps become {count}; encoder.fps is {self.config.fps:g}"
+            return (("repeated", detail),)
+        return (("still", f"of {video.frames} frames only one is taken"),) if count == 1 < (video.frames or 1) else ()
 
     def _text(self, sample: TextToVideo) -> tuple[int, np.ndarray | None, tuple[tuple[str, str], ...]]:
         """Returns the number of text embeddings, token ids to make them from, and what was changed."""
@@ -323,19 +338,19 @@ class TextToVideoEncoder:
         video, plan = wanted
         limit = self.config.decode_seconds
         try:
-            frames = decode_frames(
-                _read(video.name, read),
-                plan.frame_indices.tolist(),
-                max_pixels=self.config.max_source_pixels,
-                deadline=None if limit is None else time.monotonic() + limit,
-            )
+            data, most = _read(video.name, read), self.config.max_source_pixels
+            if video.kind == "image":
+                frames = decode_image(data, max_pixels=most)[None]
+            else:
+                deadline = None if limit is None else time.monotonic() + limit
+                frames = decode_frames(data, plan.frame_indices.tolist(), max_pixels=most, deadline=deadline)
         except SampleRejected as error:
-            raise SampleRejected(error.reason, f"video {video.name!r}: {error.detail}") from error
+            raise SampleRejected(error.reason, f"{video.kind} {video.name!r}: {error.detail}") from error
         height, width = frames.shape[-2:]
         if (width, height) != (video.width, video.height):
             raise SampleRejected(
                 "media_changed",
-                f"video {video.name!r} is {width}x{height}, but {video.width}x{video.height} was measured",
+                f"{video.kind} {video.name!r} is {width}x{height}, but {video.width}x{video.height} was measured",
             )
         return {"frames": resize_frames(frames, plan.height, plan.width)}
 

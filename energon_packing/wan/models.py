@@ -6,6 +6,8 @@
 
 import functools
 import html
+import importlib
+import warnings
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -111,8 +113,8 @@ class CaptionEncoder(Protocol):
 class T5CaptionEncoder:
     """UMT5 (or T5) of transformers, as diffusers' Wan pipelines use it, without their padding.
 
-    Captions are cleaned as in diffusers: HTML entities resolved twice, white space joined. (diffusers also fixes broken
-    Unicode if ftfy is installed; here texts stay as they are.)
+    Captions are cleaned as in diffusers and Bridge's preparation: repaired by ftfy if it is installed (else a warning),
+    HTML entities resolved twice, white space joined.
 
     Args:
         path: a diffusers pipeline (its folders ``text_encoder`` and ``tokenizer`` are taken), or a directory that holds
@@ -138,7 +140,13 @@ class T5CaptionEncoder:
         if config.model_type not in ("umt5", "t5"):
             raise ConfigError(f"encoder.text_encoder {path!r} is a {config.model_type}; use umt5 or t5.")
         self._class = "UMT5EncoderModel" if config.model_type == "umt5" else "T5EncoderModel"
-        self.width, self.name = int(config.d_model), f"{self._class} {path}"
+        self.width, self.name, self._repaired = int(config.d_model), f"{self._class} {path}", str
+        try:
+            self._repaired = importlib.import_module("ftfy").fix_text
+        except ImportError:
+            warnings.warn("ftfy is not installed, which diffusers and Bridge repair captions with.", stacklevel=2)
+        else:
+            self.name += ", ftfy"
 
     @functools.cached_property
     def _model(self) -> Any:
@@ -153,7 +161,7 @@ class T5CaptionEncoder:
         Raises:
             SampleRejected: ``bad_text`` for a lone surrogate.
         """
-        text = " ".join(html.unescape(html.unescape(caption)).split())
+        text = " ".join(html.unescape(html.unescape(self._repaired(caption))).split())
         try:
             token_ids = self._tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"]
         except (TypeError, UnicodeEncodeError) as error:

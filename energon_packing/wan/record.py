@@ -23,7 +23,10 @@ FLOATING = ("float16", "bfloat16", "float32", "float64")
 AXES: Mapping[TensorRole, int] = {"latents": 4, "context": 2}
 _RECORD = StoredRecord("text-to-video sample")
 _RECORD_FIELDS = {"version", "kind", "caption", "video", "latents", "context", "metadata"}
-_CLIP_FIELDS = ("name", "width", "height", "frames", "fps", "duration")
+_CLIP_FIELDS = {
+    "video": ("name", "width", "height", "frames", "fps", "duration"),
+    "image": ("name", "width", "height", "kind"),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +56,7 @@ class TextToVideo:
     Attributes:
         key: unique in its data set; letters, digits, ``-`` and ``_`` only.
         caption: the text; None if only its embeddings are stored.
-        video: the clip, with all its sizes; None if ``latents`` replaces it.
+        video: the clip, with all its sizes, or an image, which is a clip of one frame; None if ``latents`` replaces it.
         latents: the encoded clip.
         context: embeddings of the text, without padding; if None, they are made from the caption.
         metadata: any JSON values, passed on to the batch.
@@ -71,8 +74,9 @@ class TextToVideo:
             raise SampleRejected("bad_record", "the record needs either a video or its latents")
         if self.caption is None and self.context is None:
             raise SampleRejected("bad_record", "the record has neither a caption nor caption embeddings")
-        if self.video is not None and any(getattr(self.video, name) is None for name in _CLIP_FIELDS):
-            raise SampleRejected("unmeasured_media", f"not all sizes of {reprlib.repr(self.video.name)} are known")
+        clip = self.video
+        if clip is not None and any(getattr(clip, name) is None for name in _CLIP_FIELDS[clip.kind]):
+            raise SampleRejected("unmeasured_media", f"not all sizes of {reprlib.repr(clip.name)} are known")
         for role, axes in AXES.items():
             stored: StoredTensor | None = getattr(self, role)
             if stored is not None and len(stored.shape) != axes:
@@ -87,7 +91,7 @@ class TextToVideo:
         """Returns the JSON form that is stored in the data set; `from_record` reads it back unchanged."""
         parts = {
             "caption": self.caption,
-            "video": self.video and {name: getattr(self.video, name) for name in _CLIP_FIELDS},
+            "video": self.video and {name: getattr(self.video, name) for name in _CLIP_FIELDS[self.video.kind]},
             "latents": self.latents and self.latents.to_record(),
             "context": self.context and self.context.to_record(),
             "metadata": dict(self.metadata) or None,
@@ -123,11 +127,13 @@ class TextToVideo:
 
 
 def _read_clip(value: Any) -> Media:
-    _RECORD.check_keys(value, set(_CLIP_FIELDS), "the video")
+    kind: Any = "image" if isinstance(value, dict) and value.get("kind") == "image" else "video"
+    _RECORD.check_keys(value, set(_CLIP_FIELDS[kind]), "the video")
     _RECORD.check_name(value.get("name"), "video", "the video")
-    for what in _CLIP_FIELDS[1:]:
-        _RECORD.check_number(value.get(what), f"{what} of the video", whole=what not in ("fps", "duration"))
-    return Media(kind="video", **value)
+    for what in _CLIP_FIELDS[kind][1:]:
+        if what != "kind":
+            _RECORD.check_number(value.get(what), f"{what} of the video", whole=what not in ("fps", "duration"))
+    return Media(**{**value, "kind": kind})
 
 
 def _read_tensor(value: Any, role: TensorRole) -> StoredTensor:

@@ -1,4 +1,4 @@
-"""Recipes with two layers, to try launchers and data on a machine without GPUs: `text` and `vision`.
+"""Recipes with two layers, to try launchers and data on a machine without GPUs: `text`, `vision` and `clips`.
 
 torchrun --nproc-per-node 2 scripts/train.py --cpu scripts.launch.tiny:text --data DATA
 """
@@ -44,3 +44,15 @@ def vision() -> Any:
     dataset.packing.window, dataset.packing.drop_budget = 64, 1.0
     dataset.do_validation = False
     return make_config(model, dataset, steps=20, learning_rate=2e-3)
+
+
+def clips() -> Any:
+    """Returns a tiny Wan's recipe for stored latents of 4 channels and embeddings of width 32 (docs/wan.md)."""
+    from support import wan_on_cpu
+
+    from energon_packing.bridge.dataset import use_packed_data
+
+    recipe = make_config(wan_on_cpu.tiny_provider(seq_length=LENGTH), None, steps=4, global_batch_size=2)
+    use_packed_data(recipe, "unnamed", num_workers=0)
+    recipe.dataset.packing.window, recipe.dataset.do_validation = 16, False
+    return recipe

@@ -19,6 +19,9 @@ BRIDGE_TRAPS = {
     151: "the host waits in every layer to read boundaries that it knows",
     152: "the second and later clips of a row have the positions of the first",
     153: "a Wan model is fine-tuned on other texts, times or noise than it knows",
+    170: "clips have positions of another clip where ranks share their row",
+    171: "a run passes its check whose step cannot read its rows",
+    173: "clips that Bridge's own script prepared cannot be trained",
 }
 
 NATIVE = "tests/validate/test_rules.py::"
@@ -416,5 +419,43 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         test="tests/wan/test_clip_limits.py::test_a_lone_clip_that_the_limits_admit_can_be_packed",
         oracle="`pack_wan` under the limits of the run",
         edits=(("wan/config.py", 'compat != "bridge",', 'compat == "none",'),),
+    ),
+    Mutation(
+        trap=170,
+        name="the angles of a row are cut to its longest clip where ranks share it",
+        test="tests/conformance/test_wan_over_ranks.py::"
+        "test_each_clip_of_a_row_is_trained_as_it_is_alone_by_one_rank_and_by_two",
+        oracle="each clip alone in Bridge's step",
+        edits=(
+            (
+                "thd/rotary.py",
+                "cu_seqlens, freqs, *more, **named)",
+                "cu_seqlens, freqs[: cu_seqlens.diff().max()], *more, **named)",
+            ),
+        ),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=171,
+        name="rows of clips lack what Bridge's loss reads",
+        test="tests/conformance/test_one_batch.py::test_a_row_of_clips_is_read_by_the_step_that_its_recipe_takes",
+        oracle="Bridge's `WanForwardStep`",
+        edits=(("wan/pack.py", '"context_embeddings", "loss_mask", *_LENGTH', '"context_embeddings", *_LENGTH'),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=173,
+        name="channels and width of clips are not those of the model",
+        test="tests/wan/test_bridges_script.py::"
+        "test_a_data_set_of_the_script_is_converted_and_trained_by_the_commands[in its form-frames]",
+        oracle="Bridge's `prepare_dataset_wan.py`, and its training",
+        edits=(
+            (
+                "wan/bridge.py",
+                "dataset.encoder.latent_channels, dataset.encoder.text_width = model.in_channels, model.text_dim",
+                "dataset.encoder.text_width = model.text_dim",
+            ),
+        ),
+        needs_bridge=True,
     ),
 )

@@ -19,6 +19,7 @@ MEDIA_TRAPS = {
     75: "a template reads the clock",
     76: "transparent images on black",
     77: "settings or control tokens inside a record are ignored",
+    172: "captions and frames of clips are others than Bridge prepares, in silence",
 }
 
 LABELS = "tests/encoders/test_encoder_labels.py::"
@@ -355,5 +356,45 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         test=LABELS + "test_a_special_token_in_a_text_of_the_record_is_kept_or_text_or_refused[user]",
         oracle="split_special_tokens of transformers between the template's tokens",
         edits=(("encoders/encoder.py", "        conversation = self._specials(conversation)\n", ""),),
+    ),
+    Mutation(
+        trap=172,
+        name="captions are not repaired where ftfy is installed",
+        test="tests/wan/test_text_to_video_clip.py::"
+        "test_embeddings_equal_those_of_diffusers_pipeline_without_its_padding[True]",
+        oracle="diffusers' `WanPipeline`",
+        edits=(("wan/models.py", "html.unescape(self._repaired(caption))", "html.unescape(caption)"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=172,
+        name="frames of a slow clip are repeated in silence",
+        test="tests/wan/test_text_to_video_clip.py::"
+        "test_the_ledger_notes_a_clip_with_repeated_frames_and_one_that_becomes_a_still",
+        oracle="the definition",
+        edits=(("wan/encoder.py", "        if different < count:\n", "        if different < 0:\n"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=172,
+        name="an image is shown for a second, at the rate of the run",
+        test="tests/wan/test_text_to_video_convert.py::test_an_image_is_a_clip_of_one_frame",
+        oracle="diffusers' VAE on Pillow's pixels",
+        edits=(("wan/encoder.py", "(1, self.config.fps or 1.0, *sizes[2:])", "(1, 1.0, *sizes[2:])"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=172,
+        name="the size that a run names is a bound",
+        test="tests/wan/test_text_to_video_clip.py::test_every_frame_has_the_size_that_a_run_names",
+        oracle="the options of Bridge's `prepare_dataset_wan.py`",
+        edits=(
+            (
+                "wan/encoder.py",
+                "new_height, new_width = config.frame_size\n",
+                "new_height, new_width = min(height, config.frame_size[0]), min(width, config.frame_size[1])\n",
+            ),
+        ),
+        needs_bridge=True,
     ),
 )

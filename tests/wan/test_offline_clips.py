@@ -292,3 +292,29 @@ def test_a_caption_of_another_number_of_tokens_than_planned_stops_the_run_with_i
     monkeypatch.setattr(T5CaptionEncoder, "tokenize", longer)
     with pytest.raises(UserError, match=r"sample s\d+ is planned with .* patches and text tokens"):
         list(open_loader(planned))
+
+
+def test_images_are_planned_and_packed_as_they_are_read_online(run, tmp_path):
+    import numpy as np
+    from PIL import Image
+
+    from energon_packing.convert import ConvertConfig, convert
+
+    for number in range(5):
+        pixels = np.full((48, 32 + 16 * (number % 2), 3), 40 * number, dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"{number}.png")
+    lines = [json.dumps({"id": f"i{number}", "caption": "a ball", "image": f"{number}.png"}) for number in range(5)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    source, data = (tmp_path / "rows.jsonl",), tmp_path / "data"
+    convert(ConvertConfig(sources=source, out=data, format="text-to-video", split={"train": 1.0}, workers=0))
+    images = on(run, data)
+    expected = clips_of(build_text_to_video_loader(images))
+    assert sorted(expected) == [f"i{number}" for number in range(5)]
+    measure(MeasureConfig(paths=(data,), out=tmp_path / "index", workers=0), images)
+    make_plan([tmp_path / "index"], images, tmp_path / "plan.parquet")
+    planned = on(images, tmp_path / "plan.parquet")
+    for each in (planned, *(packed(planned, tmp_path, way) for way in WAYS)):
+        found = clips_of(open_loader(each))
+        assert sorted(found) == sorted(expected)
+        for key, parts in found.items():
+            assert all(torch.equal(ours, theirs) for ours, theirs in zip(parts[:3], expected[key][:3], strict=True))

@@ -1,17 +1,22 @@
 """Measured patches against the VAE, diffusers' pipeline and Bridge's own functions."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.bridge_wan import bridge_wan
 
+from energon_packing.conversation import Media
 from energon_packing.energon.pack_bytes import field_digests, pack_from_bytes, pack_to_bytes
-from energon_packing.errors import SampleRejected
+from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.wan.config import TextToVideoConfig
-from energon_packing.wan.encoder import plan_clip, resize_frames
+from energon_packing.wan.encoder import TextToVideoEncoder, plan_clip, resize_frames
 from energon_packing.wan.models import T5CaptionEncoder, WanLatentEncoder
 from energon_packing.wan.pack import WanPack, WanSample, pack_wan
+from energon_packing.wan.record import TextToVideo
 
 wan = pytest.fixture(scope="module")(bridge_wan)
 
@@ -65,16 +70,55 @@ def test_the_vae_makes_latents_of_the_planned_shape(pipeline, frames, width, hei
 
 
 def test_sampling_keeps_the_speed_or_spreads_over_the_whole_clip():
-    middle = plan(300, 30.0, 64, 64).frame_indices
+    middle = plan(300, 30.0, 64, 64, fps=16.0).frame_indices
     assert len(middle) == 81
     assert middle[0] > 50
     assert middle[-1] < 250
-    spread = plan(300, 30.0, 64, 64, longer="spread").frame_indices
+    spread = plan(300, 30.0, 64, 64, fps=16.0, longer="spread").frame_indices
     assert (spread[0], len(spread)) == (0, 81)
     assert spread[-1] >= 297
-    assert plan(9, 8.0, 64, 64).frame_indices.tolist() == [index // 2 for index in range(17)]
+    assert plan(9, 8.0, 64, 64, fps=16.0).frame_indices.tolist() == [index // 2 for index in range(17)]
+    assert plan(9, 8.0, 64, 64).frame_indices.tolist() == list(range(9))
     with pytest.raises(SampleRejected, match="too_short"):
         plan(1, 16.0, 64, 64, patch=(2, 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("frames", "fps", "wanted", "changed"),
+    [
+        (9, 8.0, None, ()),
+        (9, 8.0, 8.0, ()),
+        (9, 4.0, 2.0, (("still", "of 9 frames only one is taken"),)),
+        (9, 8.0, 5.0, ()),
+        (9, 8.0, 16.0, (("repeated", "9 frames at 8 fps become 17; encoder.fps is 16"),)),
+        (3, 8.0, None, (("still", "of 3 frames only one is taken"),)),
+        (1, 8.0, None, ()),
+        (6, 8.0, None, ()),
+    ],
+)
+def test_the_ledger_notes_a_clip_with_repeated_frames_and_one_that_becomes_a_still(
+    pipeline, frames, fps, wanted, changed
+):
+    config = TextToVideoConfig(
+        vae=str(pipeline), text_encoder=str(pipeline), latent_channels=4, text_width=32, fps=wanted
+    )
+    clip = Media(kind="video", name="v.mp4", width=64, height=64, frames=frames, fps=fps, duration=frames / fps)
+    assert TextToVideoEncoder(config).measure(TextToVideo(key="v", caption="a ball", video=clip)).changes == changed
+
+
+@pytest.mark.parametrize(("width", "height"), [(64, 48), (1920, 1080), (30, 20), (48, 32), (200, 500)])
+def test_every_frame_has_the_size_that_a_run_names(width, height):
+    made = plan(9, 16.0, width, height, frame_size=(32, 48))
+    assert (made.height, made.width, made.latent_shape) == (32, 48, (3, 4, 6))
+    frames = torch.arange(width).mul(255 / width).to(torch.uint8).expand(1, 3, height, width)
+    shown = resize_frames(frames, made.height, made.width)
+    assert tuple(shown.shape) == (1, 32, 48, 3)
+    assert abs(float(shown.float().mean()) - 127) < 6, "the middle is kept"
+    with pytest.raises(ConfigError, match=r"frame_size is \[40, 48\]; use multiples of \[16, 16\]"):
+        plan(9, 16.0, width, height, frame_size=(40, 48))
+    for wrong in ((32,), (32, 0)):
+        with pytest.raises(ConfigError, match="name a height and a width"):
+            plan(9, 16.0, width, height, frame_size=wrong)
 
 
 def test_resizing_covers_and_cuts_the_middle_without_distortion():
@@ -86,21 +130,34 @@ def test_resizing_covers_and_cuts_the_middle_without_distortion():
     assert made[0, :, 36:].min() > 225
 
 
-def test_embeddings_equal_those_of_diffusers_pipeline_without_its_padding(pipeline):
-    from diffusers import WanPipeline
+@pytest.mark.parametrize("repairs", [True, False])
+def test_embeddings_equal_those_of_diffusers_pipeline_without_its_padding(pipeline, monkeypatch, repairs):
+    from diffusers.pipelines.wan import pipeline_wan
 
-    encoder = T5CaptionEncoder(str(pipeline))
+    monkeypatch.setitem(sys.modules, "ftfy", None)  # it need not be installed
+    ftfy = SimpleNamespace(fix_text=lambda text: text.replace("r\u00c3\u00a9d", "red"))
+    monkeypatch.setattr(pipeline_wan, "is_ftfy_available", lambda: repairs)
+    if repairs:
+        monkeypatch.setitem(sys.modules, "ftfy", ftfy)
+        monkeypatch.setattr(pipeline_wan, "ftfy", ftfy, raising=False)
+        encoder = T5CaptionEncoder(str(pipeline))
+    else:
+        with pytest.warns(UserWarning, match="ftfy is not installed"):
+            encoder = T5CaptionEncoder(str(pipeline))
+    assert encoder.name.endswith(", ftfy") == repairs  # a state is refused where it was made without, and the reverse
     tools = type("Tools", (), {})()
     tools.tokenizer, tools.text_encoder = encoder._tokenizer, encoder._model
     tools._execution_device, tools.dtype = "cpu", torch.float32
-    for caption in ("the red ball rolls", "a  red &amp;amp; blue\n ball", "the " * 40):
-        theirs = WanPipeline._get_t5_prompt_embeds(tools, caption, max_sequence_length=16)[0]
+    for caption in ("the red ball rolls", "a  red &amp;amp; blue\n ball", "the r\u00c3\u00a9d ball", "the " * 40):
+        theirs = pipeline_wan.WanPipeline._get_t5_prompt_embeds(tools, caption, max_sequence_length=16)[0]
         token_ids, found = encoder.tokenize(caption, 16)
         assert (found > 16) == (caption == "the " * 40)
         ours = encoder.encode(token_ids)
         assert len(ours) == min(found, 16)
         torch.testing.assert_close(ours, theirs[: len(ours)], atol=1e-5, rtol=1e-4)
         assert not theirs[len(ours) :].any()
+    repaired = encoder.tokenize("the r\u00c3\u00a9d ball", 16) == encoder.tokenize("the red ball", 16)
+    assert repaired == repairs
 
 
 @pytest.mark.parametrize("pixels", [True, False])

@@ -232,3 +232,55 @@ def test_a_damaged_record_is_refused(change, reason):
     TextToVideo.from_record("k", record)
     with pytest.raises(SampleRejected, match=reason):
         TextToVideo.from_record("k", record | change)
+
+
+@pytest.mark.parametrize("fps", [None, 16.0])
+@pytest.mark.parametrize("form", ["png", "jpg", "webp", "column"])
+def test_an_image_is_a_clip_of_one_frame(form, fps, pipeline, tmp_path):
+    """The oracles: Pillow's pixels, and diffusers' VAE."""
+    from PIL import Image
+    from webdataset import TarWriter
+
+    from energon_packing.wan.models import WanLatentEncoder
+
+    pictures, source = {}, tmp_path / f"images.{'jsonl' if form == 'column' else 'tar'}"
+    for number, size in enumerate([(64, 48), (32, 64), (48, 48)]):
+        across = np.linspace(0, 255, size[0])[None, :, None] * np.array([1.0, 0.5, 0.0])
+        pixels = np.broadcast_to(across + 20 * number, (size[1], size[0], 3)).clip(0, 255).astype(np.uint8)
+        path = tmp_path / f"{number}.{'png' if form == 'column' else form}"
+        Image.fromarray(pixels).save(path, **({"lossless": True} if form == "webp" else {}))
+        pictures[f"{number:06}"] = path
+    if form == "column":
+        lines = [{"id": key, "caption": "a ball", "image": path.name} for key, path in pictures.items()]
+        source.write_text("\n".join(map(json.dumps, lines)))
+    else:
+        with TarWriter(str(source)) as tar:
+            for key, path in pictures.items():
+                tar.write({"__key__": key, form: path.read_bytes(), "json": {"caption": "a ball"}})
+    options = ["--format", "text-to-video", "--workers", "0", "--split", "train=1", "--json"]
+    done = CliRunner().invoke(command, [str(source), "--out", str(tmp_path / "out"), *options])
+    assert done.exit_code == 0, done.output
+    assert (json.loads(done.stdout)["rejected"], json.loads(done.stdout)["images"]) == ({}, 3)
+    models = {"vae": str(pipeline), "text_encoder": str(pipeline), "latent_channels": 4, "text_width": 32, "fps": fps}
+    data = {"path": str(tmp_path / "out"), "workers": 0, "repeat": False}
+    sections = {"data": data, "encoder": models, "packing": {"seq_length": 64, "drop_budget": 0.0}}
+    packs = list(build_text_to_video_loader(from_mapping(TextToVideoRunConfig, sections, where="run")))
+    samples = {key: patches for pack in packs for key, patches, _ in alone(pack.batch)}
+    assert sorted(samples) == sorted(pictures)
+    assert [entry for pack in packs for entry in pack.changed] == []
+    encoder = WanLatentEncoder(str(pipeline))
+    for key, patches in samples.items():
+        with Image.open(pictures[key]) as image:
+            latents = encoder.encode(torch.from_numpy(np.array(image.convert("RGB")))[None])
+        assert torch.equal(patches, to_patches(latents, (1, 2, 2)))
+
+
+def test_a_preview_image_beside_a_clip_is_ignored_and_told(tmp_path):
+    np.save(tmp_path / "clip.npy", np.ones((4, 1, 2, 2), dtype=np.float32))
+    row = {"id": "v", "caption": "x", "latents": "clip.npy", "images": ["missing.png", "other.png"]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    options = ["--format", "text-to-video", "--workers", "0", "--split", "train=1", "--json"]
+    done = CliRunner().invoke(command, [str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "out"), *options])
+    report = json.loads(done.stdout)
+    assert (report["written"], report["rejected"]) == (1, {})
+    assert "images" in str(report["ignored_columns"])

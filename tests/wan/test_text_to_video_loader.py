@@ -33,7 +33,7 @@ def run(dataset, pipeline):
             data=DataConfig(**({"path": str(dataset), "workers": 0, "repeat": False} | (data or {}))),
             encoder=TextToVideoConfig(
                 **(
-                    {"latent_channels": 4, "text_width": 32, "max_pixels": 64 * 48}
+                    {"latent_channels": 4, "text_width": 32, "max_pixels": 64 * 48, "fps": 16.0}
                     | {"vae": str(pipeline), "text_encoder": str(pipeline)}
                     | (encoder or {})
                 )

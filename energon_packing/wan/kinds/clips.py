@@ -82,12 +82,14 @@ class Clips(SampleKind):
         if measured is None:
             return sizes
         video: Any = measured.sample.video  # all sizes are known, see `TextToVideo`
+        still = video is not None and video.kind == "image"
         return {
             **sizes,
             "length": measured.length,
             "targets": measured.length,
             "text_tokens": measured.text_tokens,
-            "videos": 1,
+            "stills": int(still),
+            "videos": int(not still),
             "frames": measured.frames,
             "pixels": video.width * video.height * measured.frames if video else 0,
         }

@@ -18,10 +18,11 @@ from energon_packing.errors import SampleRejected
 from energon_packing.wan.record import SUBFLAVORS, TextToVideo
 from energon_packing.wan.tensor_files import NAMES, TensorFile, check_tensor
 
-FileRole = Literal["video", "latents", "context"]
+FileRole = Literal["video", "image", "latents", "context"]
 COLUMNS: Mapping[Literal["caption"] | FileRole, tuple[str, ...]] = {
     "caption": ("caption", "prompt", "text"),
     "video": ("video", "video_path", "videos"),
+    "image": ("image", "image_path", "images"),
     "latents": NAMES["latents"],
     "context": NAMES["context"],
 }
@@ -43,7 +44,7 @@ class ParsedVideoRecord:
 
     Attributes:
         caption: None if there are only embeddings.
-        media: the files, in the order video, latents, context.
+        media: the files, in the order video or image, latents, context.
         ignored: columns that hold something but that nothing reads, sorted.
     """
 
@@ -63,44 +64,48 @@ class ParsedVideoRecord:
     def record(self, key: str, names: Sequence[str], files: Sequence[MediaFile | TensorFile]) -> dict[str, Any]:
         """Returns the JSON form of the sample, whose files have these entries in the store."""
         parts: dict[str, Any] = {
-            file.kind: file.stored(name) if isinstance(file, TensorFile) else file.media(name)
+            "video" if file.kind == "image" else file.kind: (
+                file.stored(name) if isinstance(file, TensorFile) else file.media(name)
+            )
             for name, file in zip(names, files, strict=True)
         }
         return TextToVideo(key=key, caption=self.caption, metadata=self.metadata, **parts).to_record()
 
 
 def parse_text_to_video(value: Any) -> ParsedVideoRecord:
-    """Parses one record.
+    """Parses one record. An image is a clip of one frame; beside a video or latents it is not read.
 
     A record with both a video and its latents keeps the latents, with the warning ``video_not_stored``.
 
     Raises:
-        SampleRejected: ``unknown_layout`` (not an object, or neither video nor latents), ``empty_caption`` (and no
+        SampleRejected: ``unknown_layout`` (not an object, or no video, image or latents), ``empty_caption`` (and no
             embeddings), ``conflicting_columns``, ``non_string_value``, ``unsupported_column`` (asks for a part of the
             video).
     """
     if not isinstance(value, dict):
         raise SampleRejected("unknown_layout", f"the record is a {type(value).__name__}, expected an object")
-    found = {column: _column(value, column) for column in COLUMNS}
+    found: dict[str, str | None] = {column: _column(value, column) for column in COLUMNS if column != "image"}
+    if still := not (found["video"] or found["latents"]):
+        found["image"] = _column(value, "image")
     caption = found["caption"]
-    if not (found["video"] or found["latents"]):
+    if still and not found["image"]:
         keys = ", ".join(sorted(key[:40] for key in value)[:20]) or "none"
-        raise SampleRejected("unknown_layout", f"expected 'video' or 'latents'; the record's keys are: {keys}")
+        raise SampleRejected("unknown_layout", f"expected 'video', 'image' or 'latents'; the record's keys are: {keys}")
     if (caption is None or not caption.strip()) and not found["context"]:
         raise SampleRejected("empty_caption", "the record has neither a caption nor caption embeddings ('context')")
     metadata = value.get("metadata")
     if metadata is not None and not isinstance(metadata, dict):
         raise SampleRejected("non_string_value", f"'metadata' is a {type(metadata).__name__}, expected an object")
     both = bool(found["video"] and found["latents"])
-    kinds: tuple[FileRole, ...] = ("latents", "context") if both else ("video", "latents", "context")
+    kinds: tuple[FileRole, ...] = ("latents", "context") if both else ("video", "image", "latents", "context")
     if found["video"] and not both:
         refuse_own_view(value, "video", "unsupported_column", "the record")
     return ParsedVideoRecord(
         caption=caption,
-        media=tuple(VideoReference(kind=kind, path=path) for kind in kinds if (path := found[kind])),
+        media=tuple(VideoReference(kind=kind, path=path) for kind in kinds if (path := found.get(kind))),
         metadata=metadata or {},
         warnings=("video_not_stored",) * both,
-        ignored=tuple(sorted(unread(value, _READ_COLUMNS))),
+        ignored=tuple(sorted(unread(value, _READ_COLUMNS.difference(() if still else COLUMNS["image"])))),
     )
 
 
@@ -122,7 +127,7 @@ def _column(value: Mapping[str, Any], column: Literal["caption"] | FileRole) -> 
 _TENSOR = FileKind(check=check_tensor, made=TensorFile, corrupt="corrupt_tensor")
 LAYOUT = Layout(
     name="text-to-video",
-    expects="'video' or 'latents'",
+    expects="'video', 'image' or 'latents'",
     parse=parse_text_to_video,
     files={**MEDIA_KINDS, "latents": _TENSOR, "context": _TENSOR},
     subflavors=SUBFLAVORS,

@@ -232,6 +232,19 @@ class _GatherTokens(torch.autograd.Function):
         return gradient.split(ctx.tokens)[ctx.group.rank()], None
 
 
+def whole(own: torch.Tensor, boundaries: torch.Tensor, group: Any) -> torch.Tensor:
+    """Returns the tokens of the whole row in their order, ``[T, ...]``, of which each rank holds ``[T / size, ...]``.
+
+    Args:
+        boundaries: int32, the physical boundaries that the row was sliced by.
+        group: the context-parallel process group; all of its ranks call.
+    """
+    by_rank = [context_parallel_indices(boundaries, group.size(), rank) for rank in range(group.size())]
+    place = torch.empty(sum(indices.numel() for indices in by_rank), dtype=torch.long)
+    place[torch.cat(by_rank)] = torch.arange(place.numel())  # index of each token of the row among the gathered ones
+    return _GatherTokens.apply(own, group)[place]
+
+
 def attend_over_ranks(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -258,11 +271,8 @@ def attend_over_ranks(
         boundaries: int32, physical boundaries of the whole row, which it was sliced by.
         group: the context-parallel process group; all of its ranks call.
     """
-    by_rank = [context_parallel_indices(boundaries, group.size(), rank) for rank in range(group.size())]
-    place = torch.empty(sum(indices.numel() for indices in by_rank), dtype=torch.long)
-    place[torch.cat(by_rank)] = torch.arange(place.numel())  # index of each token of the row among the gathered ones
-    keys, values = (_GatherTokens.apply(tensor, group)[place] for tensor in (key, value))
-    own = by_rank[group.rank()]
+    keys, values = (whole(tensor, boundaries, group) for tensor in (key, value))
+    own = context_parallel_indices(boundaries, group.size(), group.rank())
     out = query.new_zeros(*query.shape[:-1], value.size(-1))
     for start, stop in segments:
         mine = torch.nonzero((own >= start) & (own < stop)).flatten()

@@ -41,6 +41,9 @@ UNREAD: Mapping[str, tuple[str, ...]] = {
         *("allow_ambiguous_pad_tokens", "full_validation", "multiple_validation_sets", "hybrid_context_parallel"),
         *("apply_data_augment", "only_keep_samples_with_img", "allow_cross_sample_attention"),
     ),
+    "packs rows again, which are packs already; remove it": (
+        *("sequence_packing_scheduler", "use_varlen_dataset", "dynamic_context_parallel"),
+    ),
     "changes the loss of scripts, which packs replace; remove it": ("logits_load_dir", "export_kd_teacher_load"),
     "weighs turns in a script that packs replace; remove it and set encoder.loss_weighting": ("use_loss_scaling",),
     "sets the template of Megatron-LM's tokenizer; remove it and set encoder.chat_template": ("chat_template",),

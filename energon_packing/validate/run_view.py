@@ -135,6 +135,9 @@ class RunView:
     enable_offline_packing: bool = at(False, bridge="dataset.")
     """Bridge's flag for rows that arrive packed; our data set sets it for its rows."""
     enable_in_batch_packing: bool = at(False, bridge="dataset.", ours="training.")
+    enable_global_batch_packing: bool = at(False, bridge="dataset.")
+    sequence_packing_scheduler: str | None = at(None, bridge="model.")
+    """What Megatron-Core packs the samples of a global batch by; Bridge's setting before it follows from it."""
     defer_in_batch_packing_to_step: bool = at(False, bridge="dataset.")
     """Bridge's flag for forward steps that do the in-batch packing themselves."""
     has_offline_packing_specs: bool = False

@@ -160,6 +160,7 @@ def test_rows_of_megatron_lms_own_scripts_are_as_long_as_their_language_model_re
         ("", {"virtual_pipeline_model_parallel_size": 2}, "Virtual pipeline"),
         ("", {"mtp_num_layers": 1}, "--mtp-num-layers"),
         ("", {"full_validation": True}, "--full-validation"),
+        ("", {"use_varlen_dataset": True}, "--use-varlen-dataset packs rows again"),
         ("", {"overlap_moe_expert_parallel_comm": True}, "--overlap-moe-expert-parallel-comm"),
         ("", {"context_parallel_size": 2, "calculate_per_token_loss": False}, "add --calculate-per-token-loss"),
         ("", {"ddp_average_in_collective": True}, "--ddp-average-in-collective"),

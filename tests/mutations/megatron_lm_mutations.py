@@ -15,12 +15,16 @@ MEGATRON_LM_TRAPS = {
     161: "rows are as long as the vision model's sequence",
     162: "a reduction waits for the gradient of an encoder that a pack of text does not reach",
     163: "validate accepts what the run refuses",
+    180: "rows that are packed are packed again",
+    181: "second predicted tokens are trained where the installed step or layout weighs them wrongly",
 }
 
 FAMILIES = "tests/conformance/test_megatron_lm_models.py::"
 IN_BATCH = "tests/conformance/test_in_batch_mode.py::"
 GLM = "tests/families/test_glm4v_against_processor.py::"
 WORKERS = "tests/energon/test_workers.py::"
+RULES = "tests/validate/test_rules.py::"
+STEP = "tests/conformance/test_packed_forward_step.py::"
 ARGUMENTS = "tests/conformance/test_megatron_lm_arguments.py::"
 
 MEGATRON_LM_MUTATIONS: tuple[Mutation, ...] = (
@@ -269,5 +273,36 @@ MEGATRON_LM_MUTATIONS: tuple[Mutation, ...] = (
         test=WORKERS + "test_a_worker_still_ends_when_its_own_rank_ends_it",
         oracle="torch's `DataLoader`, which ends its workers so",
         edits=(("energon/workers.py", ".si_pid != os.getppid():", ".si_pid:"),),
+    ),
+    Mutation(
+        trap=180,
+        name="a scheduler that packs rows again passes in a Bridge configuration",
+        test=RULES + "test_a_rule_of_ours_speaks_when_broken_and_is_content_when_fixed",
+        oracle="Bridge's coming setting, which drives Megatron-Core's scheduler",
+        edits=(("validate/rules/packing.py", "packing and view.sequence_packing_scheduler is None", "packing"),),
+    ),
+    Mutation(
+        trap=180,
+        name="Megatron-LM's data sets of unequal rows pack ours again",
+        test=ARGUMENTS + "test_what_cannot_work_is_refused_with_its_name",
+        oracle="the argument's own meaning",
+        edits=(("megatron_lm/arguments.py", '"use_varlen_dataset", ', ""),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=181,
+        name="second tokens are predicted without a loss mask",
+        test=STEP + "test_second_predicted_tokens_are_refused_exactly_where_bridges_step_gives_the_model_no_loss_mask"
+        "[gpt-Qwen3MoE]",
+        oracle="what Bridge's step calls the model with",
+        edits=(("validate/rules/losses.py", "(0, 7) and view.goes_through_gpt_step", "(0, 9)"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=181,
+        name="second tokens are weighed by each rank's own counts",
+        test=RULES + "test_several_predicted_tokens_are_judged_by_what_the_installed_step_and_layout_do",
+        oracle="Megatron-Core's loss of them on two ranks (test_bridge_parity.py)",
+        edits=(("validate/rules/losses.py", "    elif view.wide:", "    elif False:"),),
     ),
 )

@@ -138,6 +138,26 @@ _no_nan_check = bridges_rule(
 )
 
 
+_packed_once = rule(
+    id="ours/packed-once",
+    order=1365,
+    checks="rows that arrive packed are not packed again",
+    place="megatron.core.datasets.data_schedule.wrap_data_iterator, after 0.19 (Megatron-Bridge#6127)",
+    applies=lambda view: view.packed,
+    holds=lambda view: not view.enable_global_batch_packing and view.sequence_packing_scheduler is None,
+    sources=(SourceLine("energon_packing/megatron_lm/arguments.py", '"sequence_packing_scheduler", "use_varlen'),),
+    why=(
+        "enable_global_batch_packing or sequence_packing_scheduler has Megatron-Core pack the samples of a global "
+        "batch, and its scheduler takes a packed row for one sample of text: boundaries and images would be lost"
+    ),
+    fix=lambda view: (
+        "set dataset.enable_global_batch_packing to false"
+        if view.enable_global_batch_packing
+        else "set model.sequence_packing_scheduler to null"
+    ),
+)
+
+
 _step_packs_in_batch = rule(
     id="ours/step-packs-in-batch",
     order=1370,

@@ -25,6 +25,7 @@ from energon_packing.thd.batch import PackedBatch, packed_seq_params, widened
 from energon_packing.thd.context_parallel import context_parallel_indices, slice_for_context_parallel
 from energon_packing.thd.fields import TOKEN_FIELDS
 from energon_packing.thd.routers import put_mask
+from energon_packing.validate.run_source import enforce_rules
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -285,6 +286,7 @@ def train_valid_test_datasets_provider(
     if vp_stage is not None:
         raise ConfigError("Virtual pipeline stages would read the data once each; train without them.")
     config = run_config_of(args)
+    enforce_rules(args, config)
     data_parallel = parallel_state.get_data_parallel_group()
     groups = SimpleNamespace(
         dp=data_parallel,

@@ -17,6 +17,7 @@ MEGATRON_LM_TRAPS = {
     163: "validate accepts what the run refuses",
     180: "rows that are packed are packed again",
     181: "second predicted tokens are trained where the installed step or layout weighs them wrongly",
+    182: "the run and validate judge arguments by other rules",
 }
 
 FAMILIES = "tests/conformance/test_megatron_lm_models.py::"
@@ -295,7 +296,7 @@ MEGATRON_LM_MUTATIONS: tuple[Mutation, ...] = (
         test=STEP + "test_second_predicted_tokens_are_refused_exactly_where_bridges_step_gives_the_model_no_loss_mask"
         "[gpt-Qwen3MoE]",
         oracle="what Bridge's step calls the model with",
-        edits=(("validate/rules/losses.py", "(0, 7) and view.goes_through_gpt_step", "(0, 9)"),),
+        edits=(("validate/rules/losses.py", "if new and view.goes_through_gpt_step", "if False"),),
         needs_bridge=True,
     ),
     Mutation(
@@ -304,5 +305,21 @@ MEGATRON_LM_MUTATIONS: tuple[Mutation, ...] = (
         test=RULES + "test_several_predicted_tokens_are_judged_by_what_the_installed_step_and_layout_do",
         oracle="Megatron-Core's loss of them on two ranks (test_bridge_parity.py)",
         edits=(("validate/rules/losses.py", "    elif view.wide:", "    elif False:"),),
+    ),
+    Mutation(
+        trap=182,
+        name="the run asks no rule of validate",
+        test=ARGUMENTS + "test_the_run_itself_refuses_what_only_rules_of_validate_know",
+        oracle="the verdict of validate on the same arguments",
+        edits=(("megatron_lm/dataloader.py", "    enforce_rules(args, config)\n", ""),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=182,
+        name="rules never see the choice of attention kernels, because they read it by another name",
+        test=ARGUMENTS + "test_every_argument_that_rules_read_is_one_of_megatron_lm",
+        oracle="the installed Megatron-LM's parser",
+        edits=(("validate/run_view.py", 'argument="--attention-backend"', "argument=True"),),
+        needs_bridge=True,
     ),
 )

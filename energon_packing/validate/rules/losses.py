@@ -47,25 +47,21 @@ _tokens_weigh_the_same = warning_rule(
 )
 def _no_multi_token_prediction(view: RunView) -> Finding | None:
     # At CP 1 Megatron-Core weighs all tokens alike if samples begin with a prompt, and nearly so if not.
-    if view.bridge_release >= (0, 7) and view.goes_through_gpt_step:
-        reason = (
-            "gpt_step gives the model no loss mask, so prompts and padding are predicted too (Megatron-Bridge#6103)"
-        )
+    new, fix = view.bridge_release >= (0, 7), "set mtp_num_layers to 0"
+    if new and view.goes_through_gpt_step:
+        reason = "gpt_step gives the model no loss mask: prompts and padding are predicted too (Megatron-Bridge#6103)"
     elif view.wide:
         reason = (
             "Megatron-Core weighs its loss by each rank's own part of a row, whose counts differ (Megatron-LM#7452)"
         )
     elif view.pads_between:
-        reason = (
-            "Megatron-Core shifts its labels at cu_seqlens_q, the real boundaries; after the first padded sample "
-            "they lie elsewhere, and labels come from other samples"
-        )
-    elif view.bridge_release < (0, 7):
+        reason = "Megatron-Core shifts labels at cu_seqlens_q, the real boundaries, which lie elsewhere in a padded row"
+        fix += ", or packing.padding to real" if new else ""
+    elif not new:
         reason = f"Megatron-Bridge {view.bridge_name} documents it as unsupported over packed rows"
     else:
         return None
-    way = ", or packing.padding to real" if view.bridge_release >= (0, 7) and "shifts" in reason else ""
-    return Finding(why=f"mtp_num_layers is {view.mtp_num_layers}: {reason}", fix=f"set mtp_num_layers to 0{way}")
+    return Finding(why=f"mtp_num_layers is {view.mtp_num_layers}: {reason}", fix=fix)
 
 
 _weights_need_token_loss = rule(

@@ -146,15 +146,8 @@ _packed_once = rule(
     applies=lambda view: view.packed,
     holds=lambda view: not view.enable_global_batch_packing and view.sequence_packing_scheduler is None,
     sources=(SourceLine("energon_packing/megatron_lm/arguments.py", '"sequence_packing_scheduler", "use_varlen'),),
-    why=(
-        "enable_global_batch_packing or sequence_packing_scheduler has Megatron-Core pack the samples of a global "
-        "batch, and its scheduler takes a packed row for one sample of text: boundaries and images would be lost"
-    ),
-    fix=lambda view: (
-        "set dataset.enable_global_batch_packing to false"
-        if view.enable_global_batch_packing
-        else "set model.sequence_packing_scheduler to null"
-    ),
+    why="Megatron-Core would pack the samples of a global batch, and take a packed row for one sample of text",
+    fix="turn off dataset.enable_global_batch_packing and model.sequence_packing_scheduler",
 )
 
 

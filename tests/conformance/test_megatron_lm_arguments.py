@@ -3,7 +3,11 @@
 import argparse
 import ast
 import codecs
+import functools
+import itertools
 import json
+import math
+import os
 import pickle
 import re
 import subprocess
@@ -13,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from click.testing import CliRunner
+from support import multimodal_arguments
 from support.megatron_lm_ranks import COMMON
 
 from energon_packing import megatron_lm
@@ -28,6 +33,7 @@ from energon_packing.megatron_lm.arguments import (
     _OWNED_BY_MEGATRON,
     UNREAD,
     add_energon_packing_args,
+    row_length,
     run_config_of,
 )
 from energon_packing.megatron_lm.dataloader import packs_left, saved_state
@@ -296,8 +302,8 @@ def own_arguments(parser):
 
 @pytest.fixture
 def judged(tmp_path, monkeypatch):
-    """``judged(yaml, words, world)``: why the run refuses the arguments, which `parse_and_validate_args` of Megatron-LM
-    has parsed; `validate` says the same without a look at data, sentence by sentence."""
+    """``judged(yaml, words, world)``: why the run refuses the arguments, and its length of rows. `validate` says the
+    same without a look at data, sentence by sentence; the run has them from Megatron-LM's `parse_and_validate_args`."""
     arguments = pytest.importorskip("megatron.training.arguments")
     from energon_packing.megatron_lm.gpt import parse_and_validate_args
 
@@ -328,7 +334,8 @@ def judged(tmp_path, monkeypatch):
             if each["verdict"] == "error"
         ]
         assert said == (looks or rules)[:1]
-        return said
+        assert said or row_length(args) == answer["resolved"]["seq_length"]
+        return said, answer["resolved"]["seq_length"]
 
     return judge
 
@@ -362,8 +369,53 @@ def judged(tmp_path, monkeypatch):
     ],
 )
 def test_validate_refuses_the_arguments_that_the_run_refuses_with_megatron_lms_own_parser(judged, text, more, refused):
-    errors = judged(text, [*COMMON, "--global-batch-size", "4", *PARSED.split(), *more.split()])
+    errors, _ = judged(text, [*COMMON, "--global-batch-size", "4", *PARSED.split(), *more.split()])
     assert bool(errors) is refused
+
+
+ROWS = {
+    "pretrain_mistral_clip.sh": 1024,
+    "sft_mistral_clip.sh": 2048,
+    "nvlm/pretrain_yi_34b_internvit_6b.sh": 512,
+    "nvlm/sft_34b_internvit.sh": 3200,
+    "nvlm/pretrain_qwen20_72b_internvit_6b.sh": 512,
+    "nvlm/sft_qwen20_72b_internvit_6b.sh": 3200,
+    "nvlm/sft_qwen2p5_7b_internvit_6b_video.sh": 16384,
+    "llama_3p1_nemotron_nano_vl_8b_v1/pretraining_llama_3p1_nemotron_nano_vl_8b_v1.sh": 4096,
+    "llama_3p1_nemotron_nano_vl_8b_v1/sft_llama_3p1_nemotron_nano_vl_8b_v1.sh": 16384,
+}
+"""Scripts of examples/multimodal, and what their language model reads (DECODER_SEQ_LEN)."""
+
+
+def test_the_listed_scripts_are_those_of_the_checkout():
+    assert set(multimodal_arguments.listed()) == set(ROWS)
+    checkout = os.environ.get(multimodal_arguments.CHECKOUT)
+    if not checkout:
+        pytest.skip(f"{multimodal_arguments.CHECKOUT} names no checkout of Megatron-LM")
+    folder = Path(checkout) / "examples" / "multimodal"
+    found = {str(path.relative_to(folder)): path for path in multimodal_arguments.scripts_of(Path(checkout))}
+    words = {name: multimodal_arguments.words_of(path) for name, path in found.items()}
+    assert words == multimodal_arguments.listed()
+
+
+@pytest.mark.parametrize("script", ROWS)
+def test_the_arguments_of_examples_multimodal_are_taken_but_for_those_of_its_data(judged, script):
+    """As they are, the first of these is refused, which names what the packs replace."""
+    words = multimodal_arguments.listed()[script]
+    extra = functools.partial(multimodal_arguments.add_arguments_of, words)
+    values = dict(itertools.pairwise(words))
+    sizes = (int(values.get(f"--{kind}-model-parallel-size", 1)) for kind in ("tensor", "pipeline"))
+    world = math.prod(sizes)
+    (refused,), _ = judged("{}", words, world, extra)
+    assert refused.startswith("--data-path is read by Megatron-LM's own data sets")
+    kept, names = [], {f"--{name.replace('_', '-')}" for name in REFUSED}
+    for word in words:
+        if word.startswith("--"):
+            keeps = word not in names
+        kept += [word] * keeps
+    removed = {word for word in words if word.startswith("--")} - set(kept)
+    assert removed - {"--use-loss-scaling"} == {"--data-path", "--split", "--eod-mask-loss"}
+    assert judged("{}", kept, world, extra) == ([], ROWS[script])
 
 
 def read_state(path: Path) -> object:

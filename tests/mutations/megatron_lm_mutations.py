@@ -18,6 +18,7 @@ MEGATRON_LM_TRAPS = {
     180: "rows that are packed are packed again",
     181: "second predicted tokens are trained where the installed step or layout weighs them wrongly",
     182: "the run and validate judge arguments by other rules",
+    183: "layers of a hybrid model get the mask of other tokens than theirs",
 }
 
 FAMILIES = "tests/conformance/test_megatron_lm_models.py::"
@@ -58,7 +59,7 @@ MEGATRON_LM_MUTATIONS: tuple[Mutation, ...] = (
         name="Megatron-LM's experts get no padding mask from a whole row",
         test=FAMILIES + "test_the_experts_of_a_vision_model_get_the_padding_of_the_row",
         oracle="the padding mask of the row",
-        edits=(("megatron_lm/dataloader.py", "        put_mask(params, of_layers)", "        pass"),),
+        edits=(("megatron_lm/dataloader.py", "    put_mask(params, of_layers)  #", "    pass  #"),),
         needs_bridge=True,
     ),
     Mutation(
@@ -320,6 +321,21 @@ MEGATRON_LM_MUTATIONS: tuple[Mutation, ...] = (
         test=ARGUMENTS + "test_every_argument_that_rules_read_is_one_of_megatron_lm",
         oracle="the installed Megatron-LM's parser",
         edits=(("validate/run_view.py", 'argument="--attention-backend"', "argument=True"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=183,
+        name="a row carries its mask for vision models only",
+        test=FAMILIES
+        + "test_a_layer_with_experts_gets_the_mask_of_its_own_tokens_where_the_model_hands_it_that_of_all",
+        oracle="the mask of the rank's tokens; `pretrain_hybrid.py` with sequence parallelism stops at its first step",
+        edits=(
+            (
+                "megatron_lm/dataloader.py",
+                "    put_mask(params, of_layers)  #",
+                "    if whole_row: put_mask(params, of_layers)  #",
+            ),
+        ),
         needs_bridge=True,
     ),
 )

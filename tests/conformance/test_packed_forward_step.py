@@ -276,6 +276,39 @@ def test_second_predicted_tokens_are_refused_exactly_where_bridges_step_gives_th
     assert (rule.outcome == "ok") == masked == (kind == "vlm")
 
 
+def test_a_step_that_bridge_runs_again_sees_the_rows_and_pixels_of_the_first_time(state, make_samples, monkeypatch):
+    """With ``rerun_mode``, Megatron-Core keeps a shallow copy of each batch of a step and hands it out once more."""
+    from megatron.core import rerun_state_machine as machines
+
+    from energon_packing.bridge.provider import BridgePackIterator
+    from energon_packing.bridge.step import forward_step
+
+    class Seeing(VisionStage):
+        def forward(self, pixel_values=None, **keywords):
+            super().forward(**keywords)
+            seen.append([tensor.clone() for tensor in (pixel_values, keywords["input_ids"])])
+            return torch.zeros(1)
+
+    seen: list[list[torch.Tensor]] = []
+    repeats = SimpleNamespace(get_mode=lambda: machines.RerunMode.VALIDATE_RESULTS)
+    monkeypatch.setattr(machines, "get_rerun_state_machine", lambda: repeats)
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda self, **_: self.clone())  # as a copy to a device
+    groups_speak_for_themselves(monkeypatch)
+    stage = Seeing()
+    stage.pre_process = stage.post_process = True
+    stage.pg_collection.pp = Group()
+    packs = [thd.assemble(rows, multiple=8, width=WIDTH) for rows in packs_of(make_samples, "qwen3_vl")]
+    iterator = machines.RerunDataIterator(BridgePackIterator(iter(packs)))
+    for _ in packs:
+        forward_step(state, iterator, stage)
+    iterator.rewind()
+    for _ in packs:
+        forward_step(state, iterator, stage)
+    assert not torch.equal(seen[0][0], seen[1][0])
+    for first, again in zip(seen[:2], seen[2:], strict=True):
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(first, again, strict=True))
+
+
 def copied(mapping, how):
     """The batch as it reaches a step that did not read it itself: tensor by tensor, so that none is another one."""
     return {name: how(value) if isinstance(value, torch.Tensor) else value for name, value in mapping.items()}

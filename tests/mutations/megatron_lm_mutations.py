@@ -19,6 +19,7 @@ MEGATRON_LM_TRAPS = {
     181: "second predicted tokens are trained where the installed step or layout weighs them wrongly",
     182: "the run and validate judge arguments by other rules",
     183: "layers of a hybrid model get the mask of other tokens than theirs",
+    184: "a step that is run again sees other pixels than the first time",
 }
 
 FAMILIES = "tests/conformance/test_megatron_lm_models.py::"
@@ -334,6 +335,22 @@ MEGATRON_LM_MUTATIONS: tuple[Mutation, ...] = (
                 "megatron_lm/dataloader.py",
                 "    put_mask(params, of_layers)  #",
                 "    if whole_row: put_mask(params, of_layers)  #",
+            ),
+        ),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=184,
+        name="our step frees the pixels of a batch that is kept to be run again",
+        test=STEP + "test_a_step_that_bridge_runs_again_sees_the_rows_and_pixels_of_the_first_time",
+        oracle="Megatron-Core's own iterator, which repeats a step",
+        edits=(
+            (
+                "bridge/step.py",
+                "        return step(state, iter((batch,)), model, return_schedule_plan)",
+                "        done = step(state, iter((batch,)), model, return_schedule_plan)\n"
+                '        batch["visual_inputs"].pixel_values = None\n'
+                "        return done",
             ),
         ),
         needs_bridge=True,

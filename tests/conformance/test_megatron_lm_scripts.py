@@ -69,10 +69,11 @@ PATTERN = "--hybrid-layer-pattern"
 LAYOUTS = {
     "vlm": {"one": (), "tp2-cp2": TP_CP, "pp2": (PP, "2"), "tp2-pp2": (TP, "2", PP, "2")},
     "hybrid": {
-        "one": (PATTERN, "M*ME"),
-        "tp2": (PATTERN, "M*ME", TP, "2", "--sequence-parallel"),
-        "cp2": (PATTERN, "M*ME", CP, "2"),
-        "tp2-cp2": (PATTERN, "M*ME", *TP_CP),
+        "one": (PATTERN, "ME*E"),
+        "tp2": (PATTERN, "ME*E", TP, "2", "--sequence-parallel"),
+        "pp2": (PATTERN, "ME|*E", PP, "2"),  # with experts on each, or Megatron-Core's log waits
+        "cp2": (PATTERN, "ME*E", CP, "2"),
+        "tp2-cp2": (PATTERN, "ME*E", *TP_CP),
     },
 }
 ROWS = {

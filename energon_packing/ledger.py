@@ -162,11 +162,8 @@ class Ledger:
 
     def drop(self, key: str, reason: str, detail: str, *, data: str = "", modality: str = "") -> None:
         """Enters a dropped sample (arguments as of `DroppedSample`); one that ended its decoder is quarantined too.
-
-        Raises:
-            DropBudgetExceeded: see `check_budget`.
-            NothingToPack: ``most_pending`` samples were dropped without a pack in between.
-        """
+        Raises `DropBudgetExceeded`: see `check_budget`; `NothingToPack`: ``most_pending`` samples were dropped without
+        a pack in between."""
         if len(detail) > LONGEST_DETAIL:
             detail = f"{detail[: LONGEST_DETAIL - 3]}..."
         self._last = DroppedSample(key=key, reason=reason, detail=detail, data=data, modality=modality)
@@ -221,11 +218,9 @@ class Ledger:
         self.reasons = Counter() if counts is None else Counter(counts["reasons"])
 
     def take_dropped(self) -> tuple[DroppedSample, ...]:
-        """Returns and clears the samples dropped since the last call; they travel with the next pack.
-
-        Warns:
-            UserWarning: a reason drops many samples, if the ledger `tells`; of a rank's workers, the first one does.
-        """
+        """Returns and clears the samples dropped since the last call; they travel with the next pack. Warns
+        (`UserWarning`) if a reason drops many samples and the ledger `tells`; of a rank's workers, the first one
+        does."""
         taken = tuple(self._pending)
         self._pending.clear()
         if self.tells:

@@ -33,10 +33,7 @@ def _entry_points() -> "EntryPoints":
 
 def named_object(name: str, setting: str) -> Any:
     """Returns what ``my_module:MyClass`` names; modules of the current directory are found, too, after all others.
-
-    Raises:
-        ConfigError: the name has another form, or the module cannot be imported or has no such name.
-    """
+    Raises ConfigError: the name has another form, or the module cannot be imported or has no such name."""
     module, _, attribute = name.partition(":")
     if not module or not attribute or module.endswith(".py") or "/" in module:
         raise ConfigError(f"{setting} is {name!r}; write MODULE:NAME, such as my_module:{attribute or 'rows'}")

@@ -109,7 +109,8 @@ def status(address: str) -> RemoteFile | None:
     return None
 
 
-def _present(address: str) -> RemoteFile:
+def present(address: str) -> RemoteFile:
+    """As `status`; a ``FileNotFoundError`` if there is no such file."""
     if (file := status(address)) is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), address)
     return file
@@ -163,7 +164,7 @@ def read(address: str) -> bytes:
 
 def digest(address: str) -> str:
     """SHA-256 of a file, hexadecimal, read in pieces; an ``OSError`` also if it changes meanwhile."""
-    before = _present(address)
+    before = present(address)
     content = hashlib.sha256()
     for offset in range(0, before.size, PIECE_BYTES):
         content.update(read_range(address, offset, min(PIECE_BYTES, before.size - offset)))
@@ -176,7 +177,7 @@ def local_copy(address: str, directory: Path, version: str = "") -> Path:
     """Copies a file to this machine: whole or not at all, with the time of its last change; each version to a place
     of its own below the directory. One that is there stays. Raises ``OSError``: the file is not there, cannot be
     read, or changes; or the target cannot be written."""
-    before, name = _present(address), hashlib.sha256((address + version).encode()).hexdigest()[:32]
+    before, name = present(address), hashlib.sha256((address + version).encode()).hexdigest()[:32]
     target = directory / name[:2] / name[2:] / address.rpartition("/")[2]
     with contextlib.suppress(FileNotFoundError):
         there = target.stat()
@@ -256,7 +257,7 @@ def index_file(root: Path) -> Path:
     if address is None:
         return root / _META / _INDEX
     index = f"{address}/{_META}/{_INDEX}"
-    version = f"\0{_present(index)}\0{metadata_text(root, 'index.uuid')}"
+    version = f"\0{present(index)}\0{metadata_text(root, 'index.uuid')}"
     return local_copy(index, private_directory() / "indexes", version)
 
 

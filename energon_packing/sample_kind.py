@@ -126,12 +126,9 @@ class SampleKind(ABC):
 
     @abstractmethod
     def limits(self, run: Any, family: str = "") -> Any:
-        """Returns limits of a pack that configuration and family alone determine, as the task encoder has them.
-
-        Raises:
-            ConfigError: ``seq_length`` is not a multiple of the alignment.
-            UserError: only the task encoder knows them.
-        """
+        """Returns limits of a pack that configuration and family alone determine, as the task encoder has them. Raises
+        `ConfigError`: ``seq_length`` is not a multiple of the alignment; `UserError`: only the task encoder knows
+        them."""
 
     @abstractmethod
     def decided(self, run: Any, limits: Any) -> dict[str, Any]:

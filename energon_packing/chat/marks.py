@@ -280,11 +280,8 @@ class Layout:
 
     def walk(self, text: str, pieces: Sequence[Piece]) -> tuple[list[tuple[int, int]], int | None]:
         """Finds the characters ``[start, end)`` that stand in place of each mark in a rendering of a conversation of
-        this structure with these ``pieces``.
-
-        Returns:
-            The places and None; if a piece appears in an unknown form, the places before it and its index.
-        """
+        this structure with these ``pieces``. Returns the places and None; if a piece appears in an unknown form, the
+        places before it and its index."""
         places: list[tuple[int, int]] = []
         at = len(self.frames[0])
         if not text.startswith(self.frames[0]):

@@ -51,8 +51,7 @@ class Answer(NamedTuple):
 
 class StopTokens:
     """The tokens that end an answer, for one tokenizer: texts of tokens at which generation stops, and of all special
-    tokens, which may open a turn.
-    """
+    tokens, which may open a turn."""
 
     def __init__(self, stops: Sequence[str], special: Sequence[str]) -> None:
         self.stops = tuple(sorted({*stops} - {""}, key=lambda token: (-len(token), token)))
@@ -74,8 +73,7 @@ class StopTokens:
 
     def rest(self, text: str, start: int) -> int:
         """Returns the end of tokens from ``start`` on that end the whole text (a turn's, then a sequence's); else
-        ``start``.
-        """
+        ``start``."""
         return found.end() if (found := self._rest.match(text, start)) else start
 
     def whole(self, text: str, at: int) -> int:
@@ -108,13 +106,9 @@ class AnswerSearch(NamedTuple):
     thinking: str
 
     def answers(self) -> list[Answer]:
-        """Returns all answers with at least one mark.
-
-        Raises:
-            SampleRejected: ``assistant_first`` if the template does not show where a leading answer begins,
-                ``unstable_prefix`` if it renders the turns before an answer differently on their own, or writes no
-                generation prompt.
-        """
+        """Returns all answers with at least one mark. Raises SampleRejected: ``assistant_first`` if the template does
+        not show where a leading answer begins, ``unstable_prefix`` if it renders the turns before an answer differently
+        on their own, or writes no generation prompt."""
         answers = []
         for turn, (first, last) in sorted(self.layout.places_of_turns().items()):
             if self.messages[turn].get("role") == "assistant":
@@ -269,8 +263,7 @@ class Structure:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
     """A conversation as the template renders it: for each mark of the structure's layout the characters ``[start,
-    end)`` of the text, and those that the template marks as generated.
-    """
+    end)`` of the text, and those that the template marks as generated."""
 
     structure: Structure
     places: list[tuple[int, int]]
@@ -356,8 +349,7 @@ class TemplateReader:
 
     def _left_out(self, conversation: Conversation, pieces: Sequence[Piece], missing: Sequence[int]) -> list[int]:
         """Returns the missing pieces that may not be: many templates drop thinking before the last question, and
-        definitions may be missing if the user allows it.
-        """
+        definitions may be missing if the user allows it."""
         last_question = max((at for at, turn in enumerate(conversation.turns) if turn.role == "user"), default=-1)
         allowed = {"definition"} if self._tool_definitions == "optional" else set()
         return [

@@ -217,8 +217,7 @@ class ChatTemplate:
         self, reading: Reading, spans: Mapping[int, list[TrainedSpan]], *, breaks: bool
     ) -> list[tuple[int, int]]:
         """Returns the characters ``[start, end)`` of empty thinking in answers; if ``breaks``, with its line ends, and
-        only where an answer opens with it.
-        """
+        only where an answer opens with it."""
         form = self.renderer.thinking if breaks else self.renderer.thinking._replace(breaks=0)
         found = []
         for turn, (first, last) in sorted(reading.structure.layout.places_of_turns().items()):

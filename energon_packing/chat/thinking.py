@@ -121,11 +121,8 @@ def tagged(thinking: str) -> str:
 
 
 def strip_thinking(conversation: Conversation) -> Conversation:
-    """Returns the conversation without the assistant's thinking, its tags and the line ends after them.
-
-    Raises:
-        SampleRejected: ``unclosed_thinking`` if a tag has no partner in its text.
-    """
+    """Returns the conversation without the assistant's thinking, its tags and the line ends after them. Raises
+    SampleRejected: ``unclosed_thinking`` if a tag has no partner in its text."""
     return _changed(conversation, _without_thinking)
 
 
@@ -204,8 +201,7 @@ def check_closed(conversation: Conversation) -> None:
 
 def without_spans(spans: Sequence[TrainedSpan], hidden: Sequence[tuple[int, int]]) -> list[TrainedSpan]:
     """Returns trained spans, with weight 0 where they meet one of the ascending ranges of characters that are not
-    trained.
-    """
+    trained."""
     result: list[TrainedSpan] = []
     for span in spans:
         cursor = span.start

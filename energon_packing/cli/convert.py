@@ -103,12 +103,7 @@ Examples:
     default="full",
     help="full: decode every image and video once. header: read headers and first frames only.",
 )
-@defaulted(
-    "--max-pixels",
-    type=int,
-    default=DEFAULT_MAX_PIXELS,
-    help="Largest image or frame, width x height.",
-)
+@defaulted("--max-pixels", type=int, default=DEFAULT_MAX_PIXELS, help="Largest image or frame, width x height.")
 @defaulted("--max-media-mib", type=int, default=1024, help="Largest media file, in MiB.")
 @defaulted(
     "--frame-fps",

@@ -59,15 +59,14 @@ def pack(plan: Path, out: Path, form: str, as_json: bool, **given: Any) -> None:
         report = packing.pack(packing.PackConfig(plan=plan, out=out, format=form, **given), shown)
     counts = {name: getattr(report, name) for name in ("packed", "reused", "missing")}
     if report.facts is None:
-        answer({"out": str(out), "packs": report.packs, **counts}, as_json, lambda said: _show_files(said, form))
+        files = f"files written: {report.packed:,}, there before: {report.reused:,}, missing: {report.missing:,}"
+        lines = f"{out}: {counted(report.packs, 'pack')} in the form {form}\n{files}"
+        answer({"out": str(out), "packs": report.packs, **counts}, as_json, lambda _: click.echo(lines))
         return
     shards = report.facts.shards
     said = {
         "out": str(out),
-        "plan": report.facts.plan,
-        "store": report.facts.store,
-        "media": report.facts.media,
-        "packs": report.facts.packs,
+        **{name: getattr(report.facts, name) for name in ("plan", "store", "media", "packs")},
         "shards": counts,
         "samples": sum(shard.samples for shard in shards),
         "bytes": sum(shard.bytes for shard in shards),
@@ -88,8 +87,3 @@ def _show(said: dict[str, Any], count: int) -> None:
     if shards["missing"]:
         yet = f"shards that other ranks have not packed yet: {shards['missing']:,}"
         click.echo(f"{yet}; the last rank completes {said['out']}")
-
-
-def _show_files(said: dict[str, Any], form: str) -> None:
-    click.echo(f"{said['out']}: {counted(said['packs'], 'pack')} in the form {form}")
-    click.echo(f"files written: {said['packed']:,}, there before: {said['reused']:,}, missing: {said['missing']:,}")

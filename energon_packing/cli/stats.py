@@ -147,12 +147,7 @@ def _statistics(given: SimpleNamespace) -> None:
     ) as shown:
         samples = _samples(given, run, shown)
     report = stats_report(
-        samples,
-        run,
-        seq_lengths=given.seq_length,
-        multiples=given.multiple,
-        windows=given.window,
-        seed=given.seed,
+        samples, run, seq_lengths=given.seq_length, multiples=given.multiple, windows=given.window, seed=given.seed
     )
     if given.data_parallel is not None:
         report["readers"] = reader_figures(str(given.path), given.split, run, samples, given.data_parallel)
@@ -183,10 +178,7 @@ def _samples(given: SimpleNamespace, run: RunConfig, shown: ShownProgress) -> An
             is_measured and given.asked & {"full", "workers", "split", "samples", "data_parallel"},
             f"--full, --workers, --split, --samples and --data-parallel are for data sets; {path} is measured already.",
         ),
-        (
-            given.full and given.samples is not None,
-            "--full measures all samples; leave out --samples, or --full.",
-        ),
+        (given.full and given.samples is not None, "--full measures all samples; leave out --samples, or --full."),
         (
             given.workers is not None and not given.full,
             "--workers is for --full; a drawn part is measured in one process.",

@@ -21,12 +21,7 @@ Exit code 1 if anything differs. With --share 0 neither the data sets nor the pr
 
 @click.command(epilog=_EXAMPLES)
 @click.argument("directory", metavar="DIR", type=PATH)
-@defaulted(
-    "--share",
-    type=click.FloatRange(0, 1),
-    default=0.01,
-    help="Share of the packs to make anew and compare.",
-)
+@defaulted("--share", type=click.FloatRange(0, 1), default=0.01, help="Share of the packs to make anew and compare.")
 @defaulted("--seed", type=AT_LEAST_0, default=0, help="Chooses these packs.")
 @executor_options
 @json_option

@@ -385,7 +385,7 @@ class MediaChecker:
         self._recent: dict[str, Checked] = {}
         self._journal = journal.open("ab", buffering=0)
         self._others = journal.open("rb")
-        self._read_to = 0
+        self._read_to = self._own = 0  # bytes of the journal: in the index, and written here since
         self._index = open_scratch(index)
         self._index.execute("CREATE TABLE checks (place BLOB PRIMARY KEY, entry TEXT) WITHOUT ROWID")
 
@@ -401,6 +401,7 @@ class MediaChecker:
                 self._note(key, *checked)
             if len(self._recent) >= _MOST_RECENT:
                 self._recent.clear()
+                self._own = 0
             self._recent[key] = checked
         if isinstance(outcome := checked[0], SampleRejected):
             # A new one each time: a raised exception collects traceback frames.
@@ -409,7 +410,9 @@ class MediaChecker:
 
     def _earlier(self, key: str) -> Checked | None:
         """The result that the journal has, if the file has not changed since."""
-        self._index.executemany("INSERT OR REPLACE INTO checks VALUES (?, ?)", self._news())
+        if os.fstat(self._others.fileno()).st_size > self._read_to + self._own:
+            self._index.executemany("INSERT OR REPLACE INTO checks VALUES (?, ?)", self._news())
+            self._own = 0
         row = self._index.execute("SELECT entry FROM checks WHERE place = ?", (os.fsencode(key),)).fetchone()
         checked = None if row is None else self._read(key, row[0])
         return checked if checked is not None and checked[1].same_file(_status(key)) else None
@@ -464,7 +467,7 @@ class MediaChecker:
             entry["file"] = {name: getattr(outcome, name) for name in outcome.__slots__}
         # One write each, so that the lines of several processes do not mix. The line break before it ends a line that a
         # killed process has left unfinished.
-        self._journal.write(f"\n{json.dumps(entry)}\n".encode())
+        self._own += self._journal.write(f"\n{json.dumps(entry)}\n".encode())
 
     def _read(self, key: str, entry: str) -> Checked | None:
         try:

@@ -19,7 +19,7 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
@@ -164,7 +164,7 @@ class Auditing:
         with_id = self._config.column_map.with_id
         contents: list[bytes] = []
         found = read_chunk(task, max_record_bytes=self._config.max_record_bytes)
-        for index, raw in enumerate(each for read in found for each in unlisted(read)):
+        for index, raw in enumerate(chain.from_iterable(map(unlisted, found))):
             wanted = with_id(raw.value)
             if isinstance(raw.value, Conversation):  # whose key is "messages" if `from_messages` was given none
                 wanted = {} if raw.value.key == "messages" else {"id": raw.value.key}

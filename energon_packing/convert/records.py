@@ -17,7 +17,7 @@ each rejection has one place. The tests compare the two roads.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import islice, pairwise, takewhile
@@ -384,14 +384,12 @@ def parse_conversation(made: Conversation, frame_fps: float = DEFAULT_FRAME_FPS)
     )
 
 
-def unlisted(raw: RawRecord) -> Iterator[RawRecord]:
+def unlisted(raw: RawRecord) -> Iterable[RawRecord]:
     """The samples of a record that is a list of them, as ``pack_data.py`` of Qwen's finetuning code writes its packs;
     any other record itself."""
     if not isinstance(raw.value, list) or not any(isinstance(each, dict) and has_turns(each) for each in raw.value):
-        yield raw
-        return
-    for at, each in enumerate(raw.value):
-        yield replace(raw, value=each, where=f"{raw.where}[{at}]")
+        return (raw,)
+    return (replace(raw, value=each, where=f"{raw.where}[{at}]") for at, each in enumerate(raw.value))
 
 
 def _find_turns(value: Mapping[str, Any], layout: RecordFormat) -> tuple[list[Any], str]:

@@ -185,10 +185,7 @@ def make_defects(folder: Path, rng: Random, twin: str) -> list[dict[str, Any]]:
     user = {"role": "user", "content": "What is this?"}
 
     def openai(key: str, question: str, said: Any) -> Record:
-        return {
-            "id": key,
-            "messages": [{"role": "user", "content": question}, {"role": "assistant", "content": said}],
-        }
+        return {"id": key, "messages": [{"role": "user", "content": question}, {"role": "assistant", "content": said}]}
 
     def human(name: str, question: str, columns: dict[str, list[str]]) -> Record:
         turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]

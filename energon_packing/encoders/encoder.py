@@ -440,8 +440,7 @@ def takes(model: Any, name: str) -> bool:
 
 def refuse_untaken(model: Any, names: Iterable[str], encoder: Callable[[], EncoderConfig]) -> None:
     """Refuses a model (ConfigError) whose forward does not take what the family's processor made for it: the fields
-    ``names``.
-    """
+    ``names``."""
     untaken = [name for name in names if not takes(model, name)]
     if untaken:
         config = encoder()

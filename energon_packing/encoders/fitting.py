@@ -149,8 +149,7 @@ def _smallest(low: int, high: int, holds: Callable[[int], bool]) -> int | None:
 
 def _climb(high: int, holds: Callable[[int], bool]) -> int | None:
     """Like `_smallest` from 0 on, but never tries values far above the result, which can be expensive: InternVL's
-    processor lists every grid up to its tile limit, so its time grows with the square of that limit.
-    """
+    processor lists every grid up to its tile limit, so its time grows with the square of that limit."""
     below = 0
     while below <= high:
         at = min(below + STEPS_AN_OCTAVE, high)

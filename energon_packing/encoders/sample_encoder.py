@@ -103,11 +103,8 @@ AnyMeasured = Measured | MeasuredPair | PlainMeasured
 
 
 def own_encoder(name: str, config: EncoderConfig, setting: str) -> SampleEncoder:
-    """Returns the encoder that ``my_module:MyEncoder`` names, made with the configuration.
-
-    Raises:
-        ConfigError: it cannot be imported, is no subclass of `SampleEncoder`, or cannot be made.
-    """
+    """Returns the encoder that ``my_module:MyEncoder`` names, made with the configuration. Raises ConfigError: it
+    cannot be imported, is no subclass of `SampleEncoder`, or cannot be made."""
     kind = named_object(name, setting)
     if not (isinstance(kind, type) and issubclass(kind, SampleEncoder)):
         raise ConfigError(f"{setting} {name} is no subclass of energon_packing.SampleEncoder; name one.")

@@ -61,12 +61,8 @@ def enough_targets(measured: Measured, ratio: float) -> Measured:
 
 def extra_values(conversation: Conversation, names: Sequence[str], targets: int) -> dict[str, float | np.ndarray]:
     """Returns the values of a conversation's targets for ``names``, by name: one number for all, or float32
-    ``[targets]``.
-
-    Raises:
-        SampleRejected: ``missing_extra`` if the record lacks a field, ``extra_mismatch`` if its number of values is not
-            the sample's number of targets.
-    """
+    ``[targets]``. Raises SampleRejected: ``missing_extra`` if the record lacks a field, ``extra_mismatch`` if its
+    number of values is not the sample's number of targets."""
     given = {PREFERENCE: 0.0, **conversation.extras}
     values: dict[str, float | np.ndarray] = {}
     for name in names:

@@ -154,12 +154,9 @@ class SpecialTexts:
                 self._check(name, special)
 
     def __call__(self, conversation: Conversation) -> Conversation:
-        """Returns the conversation as it is to be rendered; the same object if no text has a special token.
-
-        Raises:
-            SampleRejected: ``special_token`` if one has and ``choice`` is ``refuse``, ``bad_text`` if one also has
-                characters that stand for them, ``bad_record`` if a tool call is nested too deeply.
-        """
+        """Returns the conversation as it is to be rendered; the same object if no text has a special token. Raises
+        SampleRejected: ``special_token`` if one has and ``choice`` is ``refuse``, ``bad_text`` if one also has
+        characters that stand for them, ``bad_record`` if a tool call is nested too deeply."""
         if self._choice == "keep":
             return conversation
         found: list[str] = []
@@ -257,11 +254,7 @@ class TextTokenizer:
         self._is_nfc = backend.normalizer is not None
 
     def __call__(self, text: str, *, add_special_tokens: bool) -> TokenizedText:
-        """Returns the tokens of one text.
-
-        Raises:
-            SampleRejected: ``bad_text`` where the text is not valid Unicode.
-        """
+        """Returns the tokens of one text. Raises SampleRejected: ``bad_text`` where the text is not valid Unicode."""
         if self._specials is not None and self._specials.holds_stand_ins(text):
             return self._specials.tokens(text, add_special_tokens=add_special_tokens)
         try:
@@ -429,8 +422,7 @@ class Placeholders:
 
     def expand(self, chat: RenderedChat, plans: Sequence[MediaPlan]) -> Expanded:
         """Replaces the placeholder of each image and video; ``placeholder_mismatch`` if they are not those of
-        ``plans``.
-        """
+        ``plans``."""
         if not plans and not any(text in chat.text for text in self.family.placeholders.values()):
             return Expanded(chat.text, chat.spans, (), lambda at: at)  # the search takes a tenth of the tokenization
         matches = list(self._pattern.finditer(chat.text))
@@ -438,8 +430,7 @@ class Placeholders:
         expected = [plan.kind for plan in plans]
         if found != expected:
             raise SampleRejected(
-                "placeholder_mismatch",
-                f"the chat template writes media {found}, but the conversation has {expected}",
+                "placeholder_mismatch", f"the chat template writes media {found}, but the conversation has {expected}"
             )
         parts: list[str] = []
         media: list[tuple[int, int]] = []
@@ -467,8 +458,7 @@ class Placeholders:
 
 def check_reserved(conversation: Conversation, tokens: Sequence[str]) -> None:
     """Refuses a conversation if a text, tool call or tool definition contains a token that stands for media
-    (``reserved_token``).
-    """
+    (``reserved_token``)."""
     called = [turn for turn in conversation.turns if turn.tool_calls or turn.tool_call_id]
     texts = [(f"a {turn.role} turn", f"{turn.thinking or ''}{turn.text}") for turn in conversation.turns]
     texts += [("a tool call", text) for turn in called for text in _strings([turn.tool_calls, turn.tool_call_id])]

@@ -117,12 +117,9 @@ def cook_record(sample: CrudeSample, primary: FileStore, media: FileStore | None
 
 
 def complete(conversation: Conversation, store: FileStore) -> Conversation:
-    """Fills in sizes that the record lacks from the media metadata of the data set.
-
-    Raises:
-        SampleRejected: ``media_outside_root`` for a name that leaves the store, ``unmeasured_media`` if the data set
-            has no media metadata, ``missing_media`` if it has none for this name.
-    """
+    """Fills in sizes that the record lacks from the media metadata of the data set. Raises SampleRejected:
+    ``media_outside_root`` for a name that leaves the store, ``unmeasured_media`` if the data set has no media metadata,
+    ``missing_media`` if it has none for this name."""
     for media in conversation.media:
         for name in (media.name, *media.frame_names):
             if name.startswith("/") or ".." in PurePosixPath(name).parts:

@@ -36,11 +36,8 @@ _FILES = ("index.uuid", INFO_FILE, "split.yaml", "dataset.yaml")
 
 
 def data_identity(path: str, split: str) -> dict[str, str]:
-    """Returns an entry for the metadataset, if there is one, and for each data set in it.
-
-    Args:
-        split: part of it; data sets that only other splits name are left out.
-    """
+    """Returns an entry for the metadataset, if there is one, and for each data set in it; those that only other splits
+    than ``split`` name are left out."""
     found: dict[str, str] = {}
     root = _place(dataset_entry(path))
     named: set[str] = set()

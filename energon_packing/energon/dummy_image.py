@@ -82,11 +82,8 @@ def mask_fillers(batch: PackedBatch, fillers: int) -> PackedBatch:
 def aligned_filler(
     row: Mapping[str, Any], fields: Sequence[TokenField], multiple: int, pad_token_id: int
 ) -> dict[str, Any]:
-    """Returns the filler, padded to an aligned length so that no further padding follows it.
-
-    Args:
-        fields: of the pack, besides those of every row; those that the row has are padded as well.
-    """
+    """Returns the filler, padded to an aligned length so that no further padding follows it. ``fields`` are those of
+    the pack, besides those of every row; those that the row has are padded as well."""
     length = len(row["input_ids"])
     more = -length % multiple
     padded = {

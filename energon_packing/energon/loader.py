@@ -166,9 +166,8 @@ class LoaderBase(ABC):
 
     def alike(self) -> dict[str, Any]:
         """What the loaders of all ranks must have the same: kind, settings, data, readers; no rank."""
-        return {"loader": type(self).__name__} | {
-            name: value for name, value in self._fingerprint.items() if name != "rank"
-        }
+        settings = {name: value for name, value in self._fingerprint.items() if name != "rank"}
+        return {"loader": type(self).__name__, **settings}
 
     def statistics(self) -> PackStatistics:
         """Returns fill, padding by cause, delay, samples held and cost spread of all packs yielded so far. Raises

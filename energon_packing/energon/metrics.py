@@ -323,11 +323,7 @@ class PackMetrics:
         if config.directory is None or loader.capacity is None:
             return None
         return cls(
-            config,
-            capacity=loader.capacity,
-            rank=rank,
-            world_size=world_size,
-            packs_per_step=micro_batches_per_step,
+            config, capacity=loader.capacity, rank=rank, world_size=world_size, packs_per_step=micro_batches_per_step
         )
 
     def made(self, pack: Pack) -> None:
@@ -453,12 +449,8 @@ class MetricsLog:
         self._gather()
 
     def post(self, step: int, tensorboard: Any, wandb: Any) -> None:
-        """Posts what the last reading found, and begins another one if it is due.
-
-        Args:
-            tensorboard: a ``SummaryWriter``, or None.
-            wandb: the module ``wandb`` or a run of it, or None.
-        """
+        """Posts what the last reading found to a ``SummaryWriter`` and to the module ``wandb`` or a run of it, where
+        they are not None, and begins another one if it is due."""
         if self._broken or (self._thread is not None and self._thread.is_alive()):
             return
         if self._found:

@@ -394,11 +394,8 @@ class _Numbered:
 
     def restore_state(self, state: Any) -> None:
         """Continues after the pack at which ``state`` was saved; all ranks of the replica call it with the same state.
-
-        Raises:
-            ConfigError: not a state of this class, or this rank reads and the state is from a rank that does not.
-            PackingError: packs were made ahead already.
-        """
+        Raises `ConfigError`: not a state of this class, or this rank reads and the state is from a rank that does not;
+        `PackingError`: packs were made ahead already."""
         if not (isinstance(state, dict) and set(state) == {"packs", "source"}):
             raise ConfigError("The loader state of this checkpoint was not saved by PackedEnergonDatasetConfig.")
         if self._ahead is not None:
@@ -471,12 +468,6 @@ class EveryReader(_Numbered):
     is compared, the first one always. For the rest see `OneReader`."""
 
     def __init__(
-        self,
-        source: Any,
-        replica: Replica,
-        *,
-        compare_every: int = 1,
-        depth: int = 0,
-        pixels_to_device: bool = False,
+        self, source: Any, replica: Replica, *, compare_every: int = 1, depth: int = 0, pixels_to_device: bool = False
     ) -> None:
         super().__init__(source, replica, _Compared(source, replica, depth, compare_every), depth, pixels_to_device)

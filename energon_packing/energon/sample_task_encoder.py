@@ -34,14 +34,7 @@ from energon_packing.encoders.joinable_rows import joinable
 from energon_packing.encoders.sample_encoder import AnyMeasured, SampleEncoder
 from energon_packing.energon.dataset_limits import DatasetLimits
 from energon_packing.energon.internals import FatalSampleError, SavableDataset
-from energon_packing.energon.samples import (
-    MeasuredSample,
-    Pack,
-    RenderedSample,
-    account_for,
-    by_group,
-    data_of,
-)
+from energon_packing.energon.samples import MeasuredSample, Pack, RenderedSample, account_for, by_group, data_of
 from energon_packing.energon.task_encoder import PackingTaskEncoder, refuse_unlimited_failures
 from energon_packing.energon.window import attempt
 from energon_packing.errors import ConfigError, SampleRejected, UserError, refuse

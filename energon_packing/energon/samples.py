@@ -111,12 +111,8 @@ def group_of(sample: Sample) -> str:
 
 
 def read_media(store: FileStore | None, name: str) -> bytes:
-    """Returns the bytes of an image or video; a read that fails is tried again (`read_again`).
-
-    Raises:
-        KeyError: the sample has no store, or the store lacks the name.
-        OSError: it cannot be read.
-    """
+    """Returns the bytes of an image or video; a read that fails is tried again (`read_again`). Raises `KeyError`: the
+    sample has no store, or the store lacks the name; `OSError`: it cannot be read."""
     if store is None:
         raise KeyError(f"no store for {name!r}")
     data, _ = read_again(id(store), lambda: store[name], functools.partial(forget_open_tars, store))

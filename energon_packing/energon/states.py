@@ -45,12 +45,10 @@ SECTIONS: dict[str, type] = {
 FREE = frozenset(f"{section}.{name}" for section, config in SECTIONS.items() for name in changing(config, "nothing"))
 """Settings that cannot change a pack."""
 
-BY_CONTENT = {
-    f"{section}.{entry.name}": str(entry.metadata["stated"])
-    for section, config in SECTIONS.items()
-    for entry in dataclasses.fields(config)
-    if entry.metadata.get("stated")
+_FIELDS = {
+    f"{section}.{entry.name}": entry for section, config in SECTIONS.items() for entry in dataclasses.fields(config)
 }
+BY_CONTENT = {name: str(entry.metadata["stated"]) for name, entry in _FIELDS.items() if entry.metadata.get("stated")}
 """Settings that name something, with the entry of the fingerprint that says what it was."""
 
 _ENTRIES = entries_of(EncoderConfig)
@@ -71,12 +69,7 @@ READERS = ("ranks", "workers")
 """Entries that nobody can accept as changed: Energon's states hold one part per reader."""
 
 
-_NEWER = {
-    f"{section}.{entry.name}": json.dumps(entry.default)
-    for section, config in SECTIONS.items()
-    for entry in dataclasses.fields(config)
-    if entry.metadata.get("newer")
-}
+_NEWER = {name: json.dumps(entry.default) for name, entry in _FIELDS.items() if entry.metadata.get("newer")}
 """Settings that states from before them do not have, with what that means."""
 
 

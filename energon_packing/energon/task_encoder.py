@@ -190,9 +190,8 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         return packed
 
     def loader_fingerprint(self, dataset: SavableDataset[Any]) -> dict[str, Any]:
-        """Returns `fingerprint` with the reader's own rank, the number of readers that share the data, and what each
-        of them reads.
-        """
+        """Returns `fingerprint` with the reader's own rank, the number of readers that share the data, and what each of
+        them reads."""
         own = dataset.worker_config
         readers = {"rank": own.rank, "ranks": own.world_size, "workers": own.num_workers}
         return {**self.fingerprint(), **readers, **dealt_identity(dataset)}
@@ -222,12 +221,8 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         )
 
     def refuse_size(self, key: str, reason: str, detail: str, length: int | None = None) -> NoReturn:
-        """Refuses a sample that fits no pack, as ``packing.oversize`` asks; the rejection carries its length.
-
-        Raises:
-            ConfigError: ``packing.oversize`` is ``raise``.
-            SampleRejected: it is anything else.
-        """
+        """Refuses a sample that fits no pack, as ``packing.oversize`` asks. Raises `ConfigError`: that is ``raise``;
+        `SampleRejected`, which carries the sample's length: it is anything else."""
         if self.packing.oversize == "raise":
             raise ConfigError(
                 f"Sample {key} has {detail}. Raise the limit, or drop such samples with packing.oversize=drop."
@@ -502,14 +497,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
     def _check_size(self, measured: AnyMeasured) -> None:
         reason, detail = "over_limit", self.limits.exceeded(measured)
         if self.limits.too_long(measured):
-            aligned = f", {self.limits.aligned(measured)} aligned" if self.multiple > 1 else ""
-            masked = self.limits.masked_units(measured) * self.multiple
-            aligned += f" and {masked} for a masked segment after it" if masked else ""
-            reason = "oversize"
-            less = "" if self.dummy is None else f" less {self.packing.seq_length - self.limits.tokens} for dummy_image"
-            detail = (
-                f"{measured.length} tokens{aligned}; a row holds packing.seq_length={self.packing.seq_length}{less}"
-            )
+            reason, detail = "oversize", self.limits.length_text(measured, self.packing.seq_length)
         if detail is not None:
             self.refuse_size(measured.key, reason, detail, measured.length)
 

@@ -50,12 +50,9 @@ _END = -1
 
 
 def render_or_drop(packer: Any, sample: MeasuredSample, ledger: Ledger) -> RenderedSample | None:
-    """Decodes one sample of a pack; if that fails, the ledger names it, and only this sample is lost.
-
-    Raises:
-        UserError, PackingError, FatalSampleError: the run must stop.
-        DropBudgetExceeded: raised by the ledger.
-    """
+    """Decodes one sample of a pack; if that fails, the ledger names it, and only this sample is lost. Raises
+    `UserError`, `PackingError`, `FatalSampleError`: the run must stop; and what the ledger raises,
+    `DropBudgetExceeded`."""
     render = functools.partial(packer.postencode_sample, sample)
     return attempt(sample.__key__, render, ledger, data=data_of(sample), modality=sample.modality)
 

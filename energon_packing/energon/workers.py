@@ -108,8 +108,8 @@ def in_sentences[Pack](packs: Iterator[Pack]) -> Iterator[Pack]:
         yield from packs
     except GeneratorExit:  # also when the interpreter ends, which has forgotten the names below by then
         raise
-    except (UserError, PackingError) as error:
-        raise _without_traceback(error) from None
+    except (UserError, PackingError) as error:  # torch puts a worker's whole traceback into the message
+        raise type(error)(_TRACEBACK.sub("", str(error)).strip()) if _TRACEBACK.match(str(error)) else error from None
     except (RuntimeError, OSError, EOFError) as error:
         if told := _told(error):
             raise told from error
@@ -150,12 +150,6 @@ def answered[Answer](ask: Callable[[], Answer], workers: Sequence[BaseProcess]) 
             if told := _told(error):
                 raise told from error
             raise
-
-
-def _without_traceback(error: Exception) -> Exception:
-    """Returns the error with its original message: torch puts a worker's whole traceback into it."""
-    message = str(error)
-    return type(error)(_TRACEBACK.sub("", message).strip()) if _TRACEBACK.match(message) else error
 
 
 def _told(error: Exception) -> UserError | None:

@@ -15,15 +15,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from energon_packing.executors.work import (
-    Attempt,
-    Attempts,
-    CallingProcess,
-    Executor,
-    ExecutorEntry,
-    Results,
-    Work,
-)
+from energon_packing.executors.work import Attempt, Attempts, CallingProcess, Executor, ExecutorEntry, Results, Work
 
 _PR_SET_PDEATHSIG = 1
 

@@ -89,9 +89,7 @@ class Ernie45VL(Qwen25VL):
             raise ValueError("font size must be greater than 0, not 0")  # in the words of the font's library
         plan, step = super()._plan_video(media, height, width), self.videos.temporal_patch_size
         return replace(
-            plan,
-            grid=(plan.grid[0] * step, *plan.grid[1:]),
-            seconds_per_grid=(plan.seconds_per_grid or 0.0) / step,
+            plan, grid=(plan.grid[0] * step, *plan.grid[1:]), seconds_per_grid=(plan.seconds_per_grid or 0.0) / step
         )
 
     def _seconds(self, media: Media, indices: tuple[int, ...], fps: float) -> tuple[float, ...]:

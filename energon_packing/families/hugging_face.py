@@ -107,8 +107,7 @@ class HuggingFace(VisionFamily):
 
     def geometry(self, media: Media, height: int, width: int) -> MediaPlan:
         """Returns one run with as many tokens as the processor counts for the size; ``media_geometry`` if it counts
-        none.
-        """
+        none."""
         try:
             run = self._count(height, width) - self._overhead
         except Exception as error:
@@ -136,7 +135,6 @@ class HuggingFace(VisionFamily):
         written, planned = ids.count(self.image_id), sum(plan.tokens for plan in plans)
         if written != planned:
             raise SampleRejected(
-                "media_changed",
-                f"{type(self.processor).__name__} writes {written} image tokens, but counted {planned}",
+                "media_changed", f"{type(self.processor).__name__} writes {written} image tokens, but counted {planned}"
             )
         return visual

@@ -106,8 +106,7 @@ class LlavaOneVision(LlavaNext):
 
     def spread(self, clip: torch.Tensor) -> torch.Tensor:
         """Returns ``video_frames`` frames of a clip ``[frames, 3, H, W]``: a short clip's are repeated evenly, as all
-        samples' videos share a tensor.
-        """
+        samples' videos share a tensor."""
         if len(clip) == self.video_frames:
             return clip
         return clip[torch.linspace(0, len(clip) - 1, self.video_frames).round().long()]

@@ -54,14 +54,8 @@ def proven(
     pixels: Callable[..., Mapping[str, torch.Tensor]],
     forms: Mapping[str, PixelForm],
 ) -> tuple[dict[str, PixelForm], str | None]:
-    """Compares the forms with a family's own floats, bit for bit, on a probe of every kind.
-
-    Args:
-        plans, pixels: the family's methods.
-
-    Returns:
-        The forms and None; or no form and the reason why the family keeps floats.
-    """
+    """Compares the forms with a family's own floats, bit for bit, on a probe of every kind, by the family's methods
+    ``plans`` and ``pixels``. Returns the forms and None; or no form and the reason why the family keeps floats."""
     if not forms:
         return {}, "its processor does not normalise bytes in one last step that is known here"
     for kind in kinds:
@@ -99,8 +93,7 @@ def _probes(
 
 def resized(processor: Any, image: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """Returns uint8 ``[3, height, width]`` of an image ``[3, H, W]``, by the processor's own function: with pixels
-    stored as rows of pixels, which torch filters three times as fast as three planes.
-    """
+    stored as rows of pixels, which torch filters three times as fast as three planes."""
     from transformers.image_utils import SizeDict
 
     rows_of_pixels = image[None].contiguous(memory_format=torch.channels_last)

@@ -51,16 +51,9 @@ class Qwen3VL(TimeSteps):
     def _video_grid(self, frames: int, height: int, width: int) -> tuple[int, int]:
         from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
-        size, patch = self.videos.size, self.videos.patch_size
-        rows, columns = smart_resize(
-            frames,
-            height,
-            width,
-            self.videos.temporal_patch_size,
-            patch * self.videos.merge_size,
-            size["shortest_edge"],
-            size["longest_edge"],
-        )
+        patch, limits = self.videos.patch_size, [self.videos.size[edge] for edge in ("shortest_edge", "longest_edge")]
+        factors = self.videos.temporal_patch_size, patch * self.videos.merge_size
+        rows, columns = smart_resize(frames, height, width, *factors, *limits)
         return rows // patch, columns // patch
 
     def _timestamps(self, seconds: tuple[float, ...]) -> tuple[float, ...]:

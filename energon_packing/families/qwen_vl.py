@@ -137,11 +137,8 @@ class Qwen25VL(VisionFamily):
         self._video_patches = QwenPatches(self.videos, "video", self._video_grid)
 
     def geometry(self, media: Media, height: int, width: int) -> MediaPlan:
-        """Returns the patches after the processor's own resizing, merged two by two into tokens.
-
-        Raises:
-            SampleRejected: ``too_few_frames`` if the processor finds no time step in a clip.
-        """
+        """Returns the patches after the processor's own resizing, merged two by two into tokens. Raises SampleRejected:
+        ``too_few_frames`` if the processor finds no time step in a clip."""
         if media.kind == "video":
             return self._plan_video(media, height, width)
         grid = (1, *self._image_grid(height, width))
@@ -162,8 +159,7 @@ class Qwen25VL(VisionFamily):
 
     def sample_frames(self, total: int, fps: Fraction) -> tuple[int, ...]:
         """Returns the indices of the frames that the processor samples evenly from a clip; a ValueError if none is
-        left.
-        """
+        left."""
         result = tuple(sampled_frames(self.videos, total, fps, fps=self.video_fps))
         if not result:
             raise ValueError(f"no frame can be sampled from {total} frames at {fps:g} fps")
@@ -233,8 +229,7 @@ class Qwen25VL(VisionFamily):
         self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False
     ) -> dict[str, torch.Tensor]:
         """Returns ``pixel_values`` and ``pixel_values_videos`` (``[patches, patch size]`` of all media in order),
-        ``image_grid_thw`` and ``video_grid_thw`` ``[media, 3]``; for Qwen2.5-VL ``second_per_grid_ts`` ``[videos]``.
-        """
+        ``image_grid_thw`` and ``video_grid_thw`` ``[media, 3]``; for Qwen2.5-VL ``second_per_grid_ts`` ``[videos]``."""
         images = [tensor for plan, tensor in zip(plans, media, strict=True) if plan.kind == "image"]
         videos = [tensor for plan, tensor in zip(plans, media, strict=True) if plan.kind == "video"]
         clips = [plan for plan in plans if plan.kind == "video"]
@@ -293,8 +288,7 @@ class LlavaOneVision15(Qwen25VL):
 
 class TimeSteps(Qwen25VL):
     """The base of families that write a video step by step, with the time of each step in the text (``_timestamps`` and
-    ``replacement``). The model counts the positions of a step like those of an image.
-    """
+    ``replacement``). The model counts the positions of a step like those of an image."""
 
     takes_seconds = False
 

@@ -156,12 +156,7 @@ class Conversations(SampleKind):
         )
 
     def too_long(self, size: Any, limits: PackLimits, run: RunConfig) -> str:
-        aligned = f", {limits.aligned(size)} aligned" if limits.multiple > 1 else ""
-        masked = limits.masked_units(size) * limits.multiple
-        aligned += f" and {masked} for a masked segment after it" if masked else ""
-        reserved = run.packing.seq_length - limits.tokens
-        less = f" less {reserved} for dummy_image" if reserved else ""
-        return f"{size.length} tokens{aligned}; a row holds packing.seq_length={run.packing.seq_length}{less}"
+        return limits.length_text(size, run.packing.seq_length)
 
     def free_when_stored(self, store: str) -> set[str]:
         # Limits count as configured, which the plan compares, because a run lowers them to those of its rows.

@@ -111,8 +111,7 @@ class SharedRoom:
 
     def taken(self, made: Mapping[str, Any], start: int, end: int) -> dict[str, Any]:
         """Returns what a child described (`Results.put`), with its tensors, which lie between the bytes ``start`` and
-        ``end``.
-        """
+        ``end``."""
         self._used = max(self._used, end)
         held = None
         if start < end <= self._kept:
@@ -144,8 +143,7 @@ class SharedRoom:
 
     def leave_alone(self, start: int) -> None:
         """Lets this process, the child, write nowhere but from byte `start` on, and not to files: a decoder that writes
-        where it should not ends its process, and changes no tensor of another sample.
-        """
+        where it should not ends its process, and changes no tensor of another sample."""
         self._protect(0, start, _READ)
         self._protect(start, self.room, _READ | _WRITE)
         self._protect(self.room, self.room + FILES, _READ)

@@ -32,8 +32,7 @@ _WAY_OUT = "save it with 8 or 16 unsigned bits per sample"
 
 class GreyRange(NamedTuple):
     """What the samples of a deep grey image mean: the value of full intensity (no intensity is 0), and whether 0 is
-    shown white instead (PhotometricInterpretation 0 of TIFF).
-    """
+    shown white instead (PhotometricInterpretation 0 of TIFF)."""
 
     white: float
     inverted: bool = False

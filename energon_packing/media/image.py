@@ -25,8 +25,7 @@ _NOT_PLAIN = frozenset((0x01, *range(0xD0, 0xD9)))  # without a length
 
 class ScaledImage(NamedTuple):
     """An image that may have been decoded at a part of its size: uint8 ``[3, h, w]``, a read-only view of rows of
-    pixels; and the width and height of the whole image in pixels, as displayed.
-    """
+    pixels; and the width and height of the whole image in pixels, as displayed."""
 
     pixels: torch.Tensor
     width: int

@@ -40,9 +40,8 @@ Source = bytes | str | Path
 
 class ImageInfo(NamedTuple):
     """What an image's header says: width and height as displayed, after EXIF orientation, and as stored; Pillow's names
-    of format and mode; whether a pixel is not opaque (of an image that is not decoded, whether one may be);
-    whether frames or pages follow the first, which alone is used.
-    """
+    of format and mode; whether a pixel is not opaque (of an image that is not decoded, whether one may be); whether
+    frames or pages follow the first, which alone is used."""
 
     width: int
     height: int
@@ -206,8 +205,7 @@ def jpeg_segments(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 def _stored_size(image: Image.Image) -> tuple[int, int]:
     """Returns width and height before any orientation: recent releases of Pillow report a TIFF's size after its
-    orientation, older ones (10.3) the stored size; the tags hold the stored size in all of them.
-    """
+    orientation, older ones (10.3) the stored size; the tags hold the stored size in all of them."""
     tags = getattr(image, "tag_v2", None)
     if image.format == "TIFF" and tags is not None:
         return int(tags[ExifTags.Base.ImageWidth]), int(tags[ExifTags.Base.ImageLength])
@@ -388,30 +386,31 @@ def _probe_video(file: BinaryIO, max_pixels: int, decode: bool) -> VideoInfo:
         codec = stream.codec_context
         names = set(container_name.split(","))
         exact = decode or not names & SIZED_CONTAINERS or codec.name not in _ONE_FRAME_A_PACKET
-        if exact:  # takes a hundredth of the time of decoding
-            work(sum(packet.size > 0 for packet in container.demux(stream)), codec.width, codec.height)
-    with decodable(file, max_pixels, _check_pixels) as (container, stream):
-        first = next(iter(container.decode(stream)), None)
+        packets, first = 0, None  # also packets that decoding drops
+        for packet in container.demux(stream):  # takes a hundredth of the time of decoding
+            packets += packet.size > 0
+            if first is None:
+                first = next(iter(packet.decode()), None)
+            elif not exact:
+                break
         if first is None:
             raise SampleRejected("corrupt_media", "the video has no frame")
         _check_pixels(first.width, first.height, max_pixels)
         size = (first.width, first.height)
         turned = round(first.rotation / 90) % 2 == 1
-    packets = 0  # also those that decoding drops
+        if exact:
+            work(packets, *size)
 
-    def demux(container: Any, stream: Any) -> Iterator[Any]:
+    def shown() -> Iterator[Any]:
         nonlocal packets
+        packets = 0
         for packet in container.demux(stream):
             packets += packet.size > 0
-            yield packet
+            if packet.size and not packet.is_discard:
+                yield packet
 
     with decodable(file, max_pixels, _check_pixels) as (container, stream):
-        if exact:
-            frames = (frame for packet in demux(container, stream) for frame in packet.decode())
-            count = _count(frames, "frame", work, size)
-        else:
-            shown = (each for each in demux(container, stream) if each.size and not each.is_discard)
-            count = _count(shown, "packet", work)
+        count = _count(container.decode(stream), "frame", work, size) if exact else _count(shown(), "packet", work)
         if "mov" in names and packets < named_frames:
             raise SampleRejected(
                 "corrupt_media", f"truncated: the container states {named_frames} frames, but holds {packets}"

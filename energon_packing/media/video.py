@@ -137,8 +137,7 @@ def _filtered(stream: Any, description: str, packets: Sequence[Any]) -> Iterator
 def _starts(packets: Sequence[Any], candidates: Set[int], parameters: Mapping[int, bytes]) -> list[int] | None:
     """Returns the packets at which a run may start; None if times contradict what random access means: every frame
     before such a packet is shown before it. Times that say otherwise (edits that overlap, a damaged table) do not tell
-    the order in which a decoder gives frames.
-    """
+    the order in which a decoder gives frames."""
     if 0 not in candidates or len(set(parameters.values())) > 1:
         return None
     starts, latest = [], packets[0].pts - 1
@@ -186,15 +185,13 @@ class FrameStack:
         """Refuses frames that are too large, as ``media_too_large``."""
         if width * height > max_pixels:
             raise SampleRejected(
-                "media_too_large",
-                f"frames of {width}x{height} pixels are over encoder.max_source_pixels={max_pixels}",
+                "media_too_large", f"frames of {width}x{height} pixels are over encoder.max_source_pixels={max_pixels}"
             )
         check_decoded_bytes(len(self._indices), width, height, self._max_bytes)
 
     def check_size(self, frame: Any) -> None:
         """Refuses a frame, wanted or not, whose size differs from that of the first one that was decoded
-        (``corrupt_media``).
-        """
+        (``corrupt_media``)."""
         size = frame.width, frame.height
         if self._size is None:
             # The container only announced a size; that of the decoded frame counts.
@@ -202,8 +199,7 @@ class FrameStack:
             self._size = size
         elif size != self._size:
             raise SampleRejected(
-                "corrupt_media",
-                f"the video changes from {self._size[0]}x{self._size[1]} to {size[0]}x{size[1]} pixels",
+                "corrupt_media", f"the video changes from {self._size[0]}x{self._size[1]} to {size[0]}x{size[1]} pixels"
             )
 
     def take(self, frame: Any, index: int) -> None:
@@ -222,8 +218,7 @@ class FrameStack:
 
     def tensor(self) -> torch.Tensor:
         """Returns uint8 ``[indices, 3, H, W]``, a view of rows of pixels; ``corrupt_media`` if a wanted frame is
-        missing.
-        """
+        missing."""
         if self._frames is None or self.missing:
             first = self.wanted[len(self.wanted) - self.missing]
             raise SampleRejected("corrupt_media", f"the video ends before frame {first}, but more frames were measured")
@@ -231,12 +226,7 @@ class FrameStack:
 
 
 def decode_frames(
-    data: bytes,
-    indices: Sequence[int],
-    *,
-    max_pixels: int,
-    max_bytes: int | None = None,
-    deadline: float | None = None,
+    data: bytes, indices: Sequence[int], *, max_pixels: int, max_bytes: int | None = None, deadline: float | None = None
 ) -> torch.Tensor:
     """Decodes the requested frames of a clip, counted in display order.
 
@@ -341,8 +331,7 @@ def decode_frame_files(
     on_white: bool = True,
 ) -> torch.Tensor:
     """Decodes images as the frames of one video, uint8 ``[len(names), 3, H, W]``; as `decode_frames`, and
-    ``corrupt_media`` if the frames differ in size.
-    """
+    ``corrupt_media`` if the frames differ in size."""
     frames: torch.Tensor | None = None
     for number, name in enumerate(names):
         _check_deadline(deadline, number)

@@ -27,8 +27,7 @@ from energon_packing.offline.samples import Samples
 class Share:
     """Of one data set: its weight relative to those of the others (None for all or for none); how often an epoch has
     each of its samples, with weights how often at most; and the group that it shares packs with, None for that of its
-    subflavors.
-    """
+    subflavors."""
 
     weight: float | None
     epochs: float

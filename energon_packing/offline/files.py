@@ -158,13 +158,9 @@ InnerPath = Annotated[Name, lambda path: path and not os.path.isabs(path) and ".
 
 
 def read_as(kind: Any, value: Any) -> Any:
-    """Returns a value of a JSON file that anybody may have written as a dataclass, or another type.
-
-    Fields that the dataclass lacks are left out; those that the file lacks have their defaults.
-
-    Raises:
-        TypeError, ValueError: it is something else.
-    """
+    """Returns a value of a JSON file that anybody may have written as a dataclass, or another type. Fields that the
+    dataclass lacks are left out; those that the file lacks have their defaults. Raises TypeError, ValueError: it is
+    something else."""
     return _reader(kind)(value)
 
 

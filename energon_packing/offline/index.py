@@ -9,9 +9,7 @@ Nothing in it depends on ``seq_length``, alignment, policy or blend, so plans th
 """
 
 import contextlib
-import errno
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -36,7 +34,7 @@ from energon_packing.offline.files import (
     read_metadata,
     write_json,
 )
-from energon_packing.remote_files import check_local, remote_address, status
+from energon_packing.remote_files import check_local, present, remote_address
 from energon_packing.sample_kind import KINDS, AnyRun, kind_of_subflavors
 
 FORMAT = 2
@@ -281,6 +279,5 @@ def shard_status(path: Path) -> tuple[int, int]:
     if (address := remote_address(path)) is None:
         here = path.stat()
         return here.st_size, here.st_mtime_ns
-    if (there := status(address)) is None:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), address)
+    there = present(address)
     return there.size, there.changed

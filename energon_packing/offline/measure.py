@@ -231,17 +231,12 @@ class ShardMeasurer:
         return {**self._kind.row(measured), "media": files, "reason": None, "detail": None}
 
     def _refused(self, sample: Any, reason: str, detail: str, length: int = 0) -> dict[str, Any]:
-        sizes = {**self._kind.row(None), **_shown(sample), "length": length, "media": []}
-        return {**sizes, "reason": reason, "detail": detail}
-
-
-def _shown(sample: Any) -> dict[str, int]:
-    """What the record of a dropped sample holds, as far as it could be read: its modality is known then."""
-    conversation = getattr(sample, "conversation", None)
-    if conversation is None:
-        return {}
-    kinds = [media.kind for media in conversation.media]
-    return {"turns": len(conversation.turns), "stills": kinds.count("image"), "videos": kinds.count("video")}
+        row = {**self._kind.row(None), "length": length, "media": [], "reason": reason, "detail": detail}
+        if (conversation := getattr(sample, "conversation", None)) is not None:
+            # What the record holds, as far as it could be read: its modality is known then.
+            kinds = [media.kind for media in conversation.media]
+            row |= {"turns": len(conversation.turns), "stills": kinds.count("image"), "videos": kinds.count("video")}
+        return row
 
 
 def pair_counts_of(sample: Any) -> PairCounts:

@@ -156,18 +156,14 @@ def _level_order(means: np.ndarray, target: float, random: np.random.Generator) 
 
 
 def _drawn(steps: np.ndarray, walked: float, bound: float, random: np.random.Generator) -> np.ndarray:
-    """An order that keeps the walk in bounds: drawn from all of these with equal chances, else built."""
+    """An order that keeps the walk in bounds: drawn from all of these with equal chances, else built step by step: a
+    random one of those that keep the walk in bounds, or the one that leaves least."""
     for _ in range(TIMES):
         draws = random.permuted(np.tile(np.arange(steps.size), (DRAWS, 1)), axis=1)
         walks = walked + np.cumsum(steps[draws], axis=1)
         good = np.flatnonzero(np.abs(walks[:, :-1]).max(axis=1, initial=0.0) <= bound)
         if good.size:
             return np.asarray(draws[good[0]])
-    return _built(steps, walked, bound, random)
-
-
-def _built(steps: np.ndarray, walked: float, bound: float, random: np.random.Generator) -> np.ndarray:
-    """An order built step by step: a random one of those that keep the walk in bounds, or the one that leaves least."""
     left = random.permutation(steps.size).tolist()
     order = []
     while left:

@@ -226,8 +226,7 @@ def run_of_plan(plan: Plan) -> Any:
 def pack(config: PackConfig, progress: Progress = lambda *_: None) -> PackReport:
     """Packs the shards that are missing, and completes the directory once all are there. Raises UserError: the plan or
     its data sets cannot be used, the directory is another plan's or cannot be written, or more samples cannot be
-    decoded than ``packing.drop_budget`` allows.
-    """
+    decoded than ``packing.drop_budget`` allows."""
     plan = Plan.open(config.plan.absolute())
     config = replace(config, plan=plan.path, out=config.out.absolute())
     form = PACK_FORMATS.find(config.format)(plan, run_of_plan(plan), config)

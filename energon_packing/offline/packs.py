@@ -167,7 +167,12 @@ class PlannedSource:
             self._compare(path, shard.identity)
             self._compared.add(planned.shard)
         if planned.media and not self._media_compared:
-            self._compare_media(shard.identity)
+            known = shard.identity.get("media_uuid")  # none where the media are among the records, or in an older plan
+            if known is not None and ShardIndex.uuid_of(self._media_root) != known:
+                raise UserError(
+                    f"{shown(self._media_root)}, the media of the plan, changed since they were measured (another "
+                    f"index); {REMEDY}"
+                )
             self._media_compared = True
         record = self._files.read(path, planned.offset, planned.size)
         media = {
@@ -187,14 +192,6 @@ class PlannedSource:
         if size != identity["bytes"] or uuid != identity["index_uuid"]:
             what = f"{size} bytes instead of {identity['bytes']}" if size != identity["bytes"] else "another index"
             raise UserError(f"{shown(path)} changed since it was measured ({what}); {REMEDY}")
-
-    def _compare_media(self, identity: Mapping[str, Any]) -> None:
-        known = identity.get("media_uuid")  # none where the media are among the records, or in an older plan
-        if known is not None and ShardIndex.uuid_of(self._media_root) != known:
-            raise UserError(
-                f"{shown(self._media_root)}, the media of the plan, changed since they were measured (another index); "
-                f"{REMEDY}"
-            )
 
     def _metadata(self, key: str, name: str) -> Any:
         if self._media_index is None:

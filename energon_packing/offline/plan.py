@@ -164,11 +164,7 @@ class PlanFacts:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "PlanFacts":
-        """Facts from `to_json`.
-
-        Raises:
-            KeyError, TypeError, ValueError: a field is missing or has another form.
-        """
+        """Facts from `to_json`. Raises KeyError, TypeError, ValueError: a field is missing or has another form."""
         facts = read_as(cls, values)
         read_as(tuple[Amount | None, ...], [facts.decided[name] for name in facts.decided if name.startswith("max_")])
         read_as(tuple[Count, ...], [facts.decided[name] for name in ("seq_length", "multiple", "reserved")])
@@ -220,11 +216,8 @@ class Plan:
         return Plan, (self.path, self.facts)  # a copy opens the file for itself
 
     def packs(self, start: int, stop: int) -> list[PlannedPack]:
-        """The packs ``[start, stop)``; reads the row groups that hold them and no others.
-
-        Raises:
-            UserError: the range leaves the plan, or the file is damaged.
-        """
+        """The packs ``[start, stop)``; reads the row groups that hold them and no others. Raises UserError: the range
+        leaves the plan, or the file is damaged."""
         if not 0 <= start <= stop <= len(self):
             raise UserError(f"packs {start} to {stop} are not in {self.path}, which has {len(self)}")
         low, high = np.searchsorted(np.asarray(self.facts.row_groups), [start, stop - 1], side="right") - 1

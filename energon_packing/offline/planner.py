@@ -27,16 +27,7 @@ from energon_packing.offline.files import remove_leftovers, said, write_table
 from energon_packing.offline.index import MEDIA, IndexedDataset, pair_counts
 from energon_packing.offline.order import balanced_order, incomplete_group
 from energon_packing.offline.plan import PlanFacts, drops_path, written_drops
-from energon_packing.offline.samples import (
-    AnyLimits,
-    Drop,
-    Remeasure,
-    Samples,
-    Sizes,
-    Sources,
-    costs,
-    fitting_samples,
-)
+from energon_packing.offline.samples import AnyLimits, Drop, Remeasure, Samples, Sizes, Sources, costs, fitting_samples
 from energon_packing.packing.balance import step_efficiency
 from energon_packing.packing.constraints import Constraints
 from energon_packing.packing.partition import PackGroups, check_groups
@@ -69,12 +60,8 @@ def packs_of(sizes: Sizes, limits: AnyLimits, config: AnyRun) -> tuple[PackGroup
 
 def show_padding(order: np.ndarray, offsets: np.ndarray, sizes: Sizes, multiple: int) -> np.ndarray:
     """`energon_packing.thd.assembly.visible_order` for all packs, in both rows where samples have two: the last two
-    samples of some packs change places.
-
-    Args:
-        order: ``[N]``, rows of `sizes`, one pack after another.
-        offsets: ``[packs + 1]``.
-    """
+    samples of some packs change places. ``order`` ``[N]`` has rows of ``sizes``, one pack after another, ``offsets``
+    ``[packs + 1]`` where packs begin."""
     if multiple == 1 or order.size == 0:
         return order
     first = (sizes.length % multiple != 0)[order]
@@ -115,14 +102,9 @@ class OrderedPacks:
 def ordered_packs(
     sources: Sources, samples: Samples, limits: AnyLimits, config: AnyRun, rest: np.ndarray | None = None
 ) -> OrderedPacks:
-    """Packs every epoch of the blend and puts all packs into their order.
-
-    `rest` are rows of `samples` that come first, as an epoch of their own.
-
-    Raises:
-        ConfigError: the section ``plan`` does not suit the data sets.
-        UserError: an epoch has no samples.
-    """
+    """Packs every epoch of the blend and puts all packs into their order. `rest` are rows of `samples` that come first,
+    as an epoch of their own. Raises ConfigError: the section ``plan`` does not suit the data sets; UserError: an epoch
+    has no samples."""
     settings = config.plan
     blend, epochs = Blend.of(sources.datasets, sources.dataset_ends(), samples, settings), settings.epochs
     if rest is not None and rest.size:
@@ -200,20 +182,14 @@ class Left:
 
 
 def rows_left(left: Left, sources: Sources, samples: Samples) -> np.ndarray:
-    """Rows of `Samples` that a run has still to give, ``[N]`` int64; one that it owes twice is there twice.
-
-    Samples that are dropped under the plan's settings have no row; they are among the plan's drops.
-
-    Raises:
-        UserError: the index is of another data set, or of more than one.
-    """
+    """Rows of `Samples` that a run has still to give, ``[N]`` int64; one that it owes twice is there twice. Samples
+    that are dropped under the plan's settings have no row; they are among the plan's drops. Raises UserError: the index
+    is of another data set, or of more than one."""
     if len(sources.datasets) != 1:
         names = ", ".join(dataset.name for dataset in sources.datasets)
         raise UserError(f"the index has several data sets ({names}); measure the run's own into an index for itself")
     (dataset,) = sources.datasets
-    if any(
-        shard.identity["index_uuid"] != left.uuid for shard in dataset.shards
-    ):  # shards have the same names anywhere
+    if any(each.identity["index_uuid"] != left.uuid for each in dataset.shards):  # shards have the same names anywhere
         raise UserError(f"{dataset.path} in the index is another data set than the run's; measure the run's own")
     first_source = {shard.name: int(start) for shard, start in zip(dataset.shards, sources.starts, strict=False)}
     size = {shard.name: shard.samples for shard in dataset.shards}
@@ -296,12 +272,7 @@ def efficiency_of(costs: np.ndarray, ranks: int) -> float | None:
 
 _FILE = pa.struct([pa.field("name", pa.large_string()), *(each for each in MEDIA.value_type if each.name != "name")])
 _CONTENT = pa.schema(
-    [
-        pa.field("key", pa.large_string()),
-        pa.field("offset", pa.int64()),
-        pa.field("size", pa.int32()),
-        pa.field("media", pa.large_list(_FILE)),
-    ]
+    {"key": pa.large_string(), "offset": pa.int64(), "size": pa.int32(), "media": pa.large_list(_FILE)}
 )
 """What a row of the plan has from its source, with offsets of 64 bits."""
 
@@ -455,8 +426,7 @@ def _tables(sources: Sources, samples: Samples, packs: OrderedPacks, facts: Plan
     schema = facts.schema
     # Offsets of 32 bits would end at 2 GiB of names.
     content = pa.concat_tables([table.cast(_CONTENT) for _, table in sources.tables(names)]).combine_chunks()
-    bounds = [*facts.row_groups, facts.packs]
-    for first, stop in pairwise(bounds):
+    for first, stop in pairwise([*facts.row_groups, facts.packs]):
         low, high = int(packs.offsets[first]), int(packs.offsets[stop])
         rows = packs.order[low:high]
         source = samples.source[rows]

@@ -115,12 +115,9 @@ class Sources:
 
     @classmethod
     def open(cls, directories: Sequence[str | Path], config: AnyRun) -> "Sources":
-        """The data sets of these indexes, for a plan of this configuration.
-
-        Raises:
-            UserError: there is no index or no data set, or a data set is in two of them.
-            ConfigError: an index was measured with another encoder; names the setting.
-        """
+        """The data sets of these indexes, for a plan of this configuration. Raises UserError: there is no index or no
+        data set, or a data set is in two of them; ConfigError: an index was measured with another encoder; names the
+        setting."""
         indexes = [Index.open(each) for each in directories]
         if not any(index.datasets for index in indexes):
             raise UserError("There is nothing to plan: the index has no data sets; run 'energon-packing measure'.")

@@ -179,12 +179,8 @@ class ShardFile:
             raise UserError(f"{path} is damaged ({error}); delete it and run 'energon-packing pack' again") from error
 
     def record(self, number: int) -> memoryview:
-        """The bytes of a record, in memory that may be written to without effect on the file.
-
-        Raises:
-            UserError: the file became shorter meanwhile, or cannot be read.
-            DamagedBytes: it holds other bytes than were written.
-        """
+        """The bytes of a record, in memory that may be written to without effect on the file. Raises UserError: the
+        file became shorter meanwhile, or cannot be read; DamagedBytes: it holds other bytes than were written."""
         record = self._bytes_of(number)
         if zlib.crc32(record[:CHECKED]) != self._sums[number]:
             raise DamagedBytes("its bytes are not those that were written")

@@ -188,12 +188,8 @@ class ShardIndex:
         return None if row is None else Position(*row)
 
     def media_metadata(self, name: str) -> Any:
-        """Energon's metadata of an image or video.
-
-        Raises:
-            KeyError: it has none for this name.
-            RuntimeError: it has none at all.
-        """
+        """Energon's metadata of an image or video. Raises KeyError: it has none for this name; RuntimeError: it has
+        none at all."""
         from megatron.energon.media.metadata import deserialize_media_metadata
 
         try:

@@ -90,13 +90,6 @@ def encode_row(batch: PackedBatch) -> tuple[dict[str, Any], dict[str, np.ndarray
     return values, arrays
 
 
-def decode_row(values: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> PackedBatch:
-    """Returns the row; visual inputs are views of the arrays, all else is new memory. Raises DamagedBytes: values or
-    arrays do not belong together."""
-    with _damaged("it is no packed row"):
-        return _decoded(values, arrays)
-
-
 @contextmanager
 def _damaged(what: str) -> Iterator[None]:
     """Makes errors of what is read from a file a `DamagedBytes`."""
@@ -108,7 +101,10 @@ def _damaged(what: str) -> Iterator[None]:
         raise DamagedBytes(f"{what} ({type(error).__name__}: {error})") from error
 
 
-def _decoded(values: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> PackedBatch:
+@_damaged("it is no packed row")
+def decode_row(values: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> PackedBatch:
+    """Returns the row; visual inputs are views of the arrays, all else is new memory. Raises DamagedBytes: values or
+    arrays do not belong together."""
     width = int(values["total_tokens"])
     tokens = arrays["tokens"].astype(np.int64)
     if tokens.shape != (width,):
@@ -385,12 +381,7 @@ class PackedPacks(StoredPacks[StoredPack]):
             return self._assembled([made for _, made in self._rows(stored, batch)])
         assert stored.batch is not None, "a pack in parts has samples"
         rendered = [
-            attempt(
-                sample.key,
-                functools.partial(self._rendered, sample, row, number),
-                ledger,
-                **self._place(sample),
-            )
+            attempt(sample.key, functools.partial(self._rendered, sample, row, number), ledger, **self._place(sample))
             if sample.media
             else row
             for sample, row in self._rows(stored, stored.batch)

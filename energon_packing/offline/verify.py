@@ -251,11 +251,8 @@ def _unplanned(stored: Any, planned: PlannedPack) -> Iterator[str]:
     expected = [sample.name for sample in planned.samples]
     if names != expected:
         at = next((at for at, pair in enumerate(zip(names, expected, strict=False)) if pair[0] != pair[1]), None)
-        yield (
-            f"it has {len(names)} samples, the plan {len(expected)}"
-            if at is None
-            else (f"its sample {at} is {names[at]}, in the plan it is {expected[at]}")
-        )
+        count = f"it has {len(names)} samples, the plan {len(expected)}"
+        yield count if at is None else f"its sample {at} is {names[at]}, in the plan it is {expected[at]}"
         return
     for at, own in zip(stored.order, stored.sizes(), strict=True):
         if own != planned.samples[at].sizes:

@@ -170,6 +170,14 @@ class PackLimits:
         """Whether a sample, including the masked segment that it may need, is longer than a row."""
         return self.length_units(sample) + self.masked_units(sample) > self.units
 
+    def length_text(self, sample: Any, seq_length: int) -> str:
+        """How much longer a sample is than a row of so many tokens, dummy image included, as part of a sentence."""
+        aligned = f", {self.aligned(sample)} aligned" if self.multiple > 1 else ""
+        masked = self.masked_units(sample) * self.multiple
+        aligned += f" and {masked} for a masked segment after it" if masked else ""
+        less = f" less {seq_length - self.tokens} for dummy_image" if seq_length != self.tokens else ""
+        return f"{sample.length} tokens{aligned}; a row holds packing.seq_length={seq_length}{less}"
+
     def holds(self, sample: Any) -> bool:
         """Whether the sample fits a pack by itself."""
         return not self.too_long(sample) and self.exceeded(sample) is None

@@ -143,13 +143,9 @@ def _cut(probe: int, run: RunConfig, parts: Sequence[SourcePart], place: Path) -
         assert shard is not None  # it was measured a moment ago
         whole = IndexedDataset(
             name=str(number),
-            path=part.path,
-            split=part.split,
-            root=part.root,
-            media_root=part.media_root,
             media_shards=measurer.index_of(part.media_root).shards,
             shards=(shard,),
-            subflavors=part.subflavors,
+            **{name: getattr(part, name) for name in ("path", "split", "root", "media_root", "subflavors")},
         )
         rows = Index(directory=place / "measured").rows(whole, shard)
         rows = rows.slice(0, max(1, round(probe * count / max(1, sum(counts)))))

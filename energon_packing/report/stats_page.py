@@ -198,12 +198,8 @@ def _bars(rows: Sequence[tuple[str, float, float]], *, label: str) -> str:
 
 
 def save_figure(report: Mapping[str, Any], path: Path) -> None:
-    """Draws histograms, shares of tokens and fill.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-        UserError: the file cannot be written.
-    """
+    """Draws histograms, shares of tokens and fill. Raises `ModuleNotFoundError`: matplotlib is not installed;
+    `UserError`: the file cannot be written."""
     from matplotlib.figure import Figure
 
     found = {name: each for name, each in report["quantities"].items() if each["samples"]}

@@ -55,12 +55,8 @@ class Memory:
 
 
 def memory_of(container: Any, model: Any, *, vocabulary: int | None, world_size: int) -> Memory | None:
-    """Returns the estimate for a ``ConfigContainer``; None for a model, precision or layout that is not known here.
-
-    Args:
-        model: its provider after ``finalize()``.
-        vocabulary: rows of the embedding, padding included.
-    """
+    """Returns the estimate for a ``ConfigContainer`` and its model's provider after ``finalize()``; None for a model,
+    precision or layout that is not known here. ``vocabulary`` is rows of the embedding, padding included."""
     if type(model).__name__ not in KNOWN or not vocabulary or not _is_plain(container, model):
         return None
     from megatron.bridge.training.utils.theoretical_memory_utils import estimate_training_memory

@@ -88,12 +88,8 @@ def _found_here() -> Iterator[None]:
 
 
 def container_of_file(path: Path) -> Any:
-    """Returns the ``ConfigContainer`` of the YAML that Bridge writes beside a checkpoint.
-
-    Raises:
-        ConfigError: Bridge cannot read it, or it names code.
-        UserError: Bridge cannot be imported.
-    """
+    """Returns the ``ConfigContainer`` of the YAML that Bridge writes beside a checkpoint. Raises ConfigError: Bridge
+    cannot read it, or it names code; UserError: Bridge cannot be imported."""
     _bridge()
     from megatron.bridge.training.config import ConfigContainer
 
@@ -193,11 +189,8 @@ def config_file(hub_name: str, folder: Path | None = None) -> Path | None:
 
 
 def _models_from(folder: Path | None) -> contextlib.AbstractContextManager[Any]:
-    """Inside the block, ``AutoBridge.from_hf_pretrained`` reads the folder's models from there.
-
-    Raises:
-        ConfigError: the given path is not a folder.
-    """
+    """Inside the block, ``AutoBridge.from_hf_pretrained`` reads the folder's models from there. Raises ConfigError: the
+    given path is not a folder."""
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"There is no folder {folder} with model configurations.")
     from unittest import mock
@@ -258,11 +251,8 @@ _OF_HEADS = ("hidden_size", "num_attention_heads", "kv_channels", "global_kv_cha
 
 
 def view_of(container: Any, *, world_size: int, step: str | None = None, data: DataFacts | None = None) -> RunView:
-    """Returns the view of a Bridge ``ConfigContainer``, before or after ``validate()``.
-
-    Args:
-        step: name of the forward step, which a container does not hold.
-    """
+    """Returns the view of a Bridge ``ConfigContainer``, before or after ``validate()``, and of the forward ``step``,
+    whose name a container does not hold."""
     model, dataset = container.model, container.dataset
     checkpoint = getattr(container, "checkpoint", None)
     load = str(getattr(checkpoint, "load", None) or "")

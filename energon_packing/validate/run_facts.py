@@ -127,11 +127,8 @@ class DataFacts:
 
 def processor_facts(processor: Any) -> TokenFacts | None:
     """Returns ids and sizes of the processor in a directory, or of a hub name in this machine's cache; None if it is
-    neither (another's data set may hold a processor itself), or has no ``tokenizer.json``.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
+    neither (another's data set may hold a processor itself), or has no ``tokenizer.json``. Raises ConfigError: the file
+    cannot be read."""
     if not isinstance(processor, str) or not processor:
         return None
     local = Path(processor).is_dir() or not is_hub_name(processor)
@@ -176,12 +173,8 @@ def _side(value: Any) -> int | None:
 
 
 def model_geometry(*sources: Any, names: Mapping[str, str] = GEOMETRY) -> dict[str, int]:
-    """Returns the sizes of a vision encoder; the first source that states one counts.
-
-    Args:
-        sources: configurations, as mappings or as objects with attributes, or None.
-        names: of the sizes in the sources.
-    """
+    """Returns the sizes of a vision encoder, by their ``names`` in configurations (mappings, objects with attributes,
+    or None); the first source that states one counts."""
     sizes: dict[str, int] = {}
     for source in sources:
         read = source.get if isinstance(source, Mapping) else partial(getattr, source)
@@ -190,11 +183,7 @@ def model_geometry(*sources: Any, names: Mapping[str, str] = GEOMETRY) -> dict[s
 
 
 def model_facts(config_file: Path) -> dict[str, Any]:
-    """Fields of a `RunView` that a model's ``config.json`` determines.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
+    """Fields of a `RunView` that a model's ``config.json`` determines. Raises ConfigError: the file cannot be read."""
     values = _read(config_file)
     text = values.get("text_config") or values
     heads = text.get("num_attention_heads")

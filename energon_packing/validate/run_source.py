@@ -91,11 +91,7 @@ class RunSource(ABC):
 
     @abstractmethod
     def view(self) -> RunView:
-        """Returns what the rules read.
-
-        Raises:
-            ConfigError: the source cannot be used.
-        """
+        """Returns what the rules read. Raises ConfigError: the source cannot be used."""
 
     @abstractmethod
     def reads(self) -> RunReads:
@@ -107,18 +103,12 @@ class RunSource(ABC):
 
     @abstractmethod
     def measured(self) -> tuple[RunConfig, ParallelConfig]:
-        """Returns what `measure` runs, and the layout that determines its alignment.
-
-        Raises:
-            ConfigError: the run has no data set of ours to measure.
-        """
+        """Returns what `measure` runs, and the layout that determines its alignment. Raises ConfigError: the run has no
+        data set of ours to measure."""
 
     def measure(self, samples: int) -> None:
-        """Measures this many samples of the data set, as the run reads them; the view then holds the results.
-
-        Raises:
-            UserError: as `measured`; the data set or the processor cannot be used, or a package is missing.
-        """
+        """Measures this many samples of the data set, as the run reads them; the view then holds the results. Raises
+        UserError: as `measured`; the data set or the processor cannot be used, or a package is missing."""
         config, parallel = self.measured()
         one_a_row = not self.view().enable_offline_packing
         try:
@@ -162,12 +152,9 @@ class YamlRun(RunSource):
 def view_of_config(
     config: RunConfig, *, world_size: int | None = None, model_config: Path | None = None, data: DataFacts | None = None
 ) -> RunView:
-    """Returns the view of our YAML: a run that trains on a `PackedEnergonDatasetConfig` made from it.
-
-    Args:
-        world_size: GPUs; None takes the smallest number that holds one replica.
-        model_config: the model's ``config.json``, if there is one.
-    """
+    """Returns the view of our YAML: a run that trains on a `PackedEnergonDatasetConfig` made from it, on ``world_size``
+    GPUs (None takes the smallest number that holds one replica). ``model_config`` is the model's ``config.json``, if
+    there is one."""
     packed, length = not config.training.enable_in_batch_packing, config.packing.seq_length
     view = RunView(
         **{"model_seq_length": length}
@@ -304,10 +291,7 @@ def view_of_arguments(
 ) -> RunView:
     """Returns the view of a Megatron-LM run whose rows are packs of ``config``, which `run_config_of` made of the same
     arguments; arguments that no rule needs pass, and without ``step`` the forward step is ours.
-
-    Raises:
-        ConfigError: a value of the wrong kind, a name that is nearly one of those read, or no ``--seq-length``.
-    """
+    Raises ConfigError: a value of the wrong kind, a name that is nearly one of those read, or no ``--seq-length``."""
     given = _parsed(words)
     # Megatron-LM's defaults that differ from the view's.
     fields: dict[str, Any] = {"calculate_per_token_loss": False, "overlap_grad_reduce": False}
@@ -378,12 +362,8 @@ def namespace_of(words: Sequence[str]) -> SimpleNamespace:
 
 
 def _parsed(words: Sequence[str]) -> dict[str, Any]:
-    """Values by argument, of those that are read here.
-
-    Raises:
-        ConfigError: a value of the wrong kind, or a name that is nearly one of those that the view reads, on which
-            Megatron-LM itself would stop.
-    """
+    """Values by argument, of those that are read here. Raises ConfigError: a value of the wrong kind, or a name that is
+    nearly one of those that the view reads, on which Megatron-LM itself would stop."""
     types = {name: entry.type.__name__ if type(entry.type) is type else str(entry.type) for entry, name in _arguments()}
     known = types | {name: kind for name, (kind, _) in _READ_BY_THE_RUN.items()}
     values: dict[str, Any] = {}
@@ -414,16 +394,10 @@ def grouped(words: Sequence[str]) -> list[tuple[str, list[str]]]:
 
 
 def _value(annotation: str, words: list[str]) -> Any:
-    """The value of an argument, of the type of its field.
-
-    Raises:
-        ValueError: the words are not of that type.
-    """
-    if annotation == "given":
-        return True
-    if annotation.startswith("bool"):
-        if words:
-            raise ValueError
+    """The value of an argument, of the type of its field. Raises ValueError: the words are not of that type."""
+    if annotation.startswith("bool") and words:
+        raise ValueError
+    if annotation.startswith(("given", "bool")):
         return True
     if annotation.startswith("tuple[str"):
         return tuple(part for word in words for part in word.split(",") if part)

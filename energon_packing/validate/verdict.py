@@ -80,11 +80,8 @@ def placeholders_needed() -> bool:
 
 
 def import_bridge(*, placeholders: bool) -> None:
-    """Imports Bridge's training modules. One of them, which all others import, imports TE without a guard.
-
-    Args:
-        placeholders: whether Transformer Engine is absent, so that this one module needs placeholders.
-    """
+    """Imports Bridge's training modules. One of them, which all others import, imports TE without a guard; it needs
+    ``placeholders`` where Transformer Engine is absent."""
     finder = _PlaceholdersFor("megatron.bridge.peft.lora_layers" if placeholders else "")
     sys.meta_path.insert(0, finder)
     try:
@@ -163,11 +160,8 @@ def prepare_bridge() -> None:
 
 
 def equivalent_container(view: RunView) -> Any:
-    """A ``ConfigContainer`` of Bridge's own classes that agrees with the view in everything that a rule reads.
-
-    Raises:
-        ValueError: the view's kind of data set has no equivalent here.
-    """
+    """A ``ConfigContainer`` of Bridge's own classes that agrees with the view in everything that a rule reads. Raises
+    ValueError: the view's kind of data set has no equivalent here."""
     from megatron.bridge.models.gpt_provider import GPTModelProvider
     from megatron.bridge.training import config as bridge
     from megatron.bridge.training.tokenizers.config import TokenizerConfig

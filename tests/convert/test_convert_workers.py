@@ -306,3 +306,21 @@ def test_a_line_that_a_killed_worker_left_unfinished_costs_one_check(
     assert [checker.check(*place, "named")[0].name[-4:] for place in places] == [".png", ".png"]
     checker.close()
     assert checked == ["a.png", "b.png"]
+
+
+@pytest.mark.parametrize("most_recent", [1, 1000])
+def test_two_workers_check_each_file_once_in_any_order(
+    most_recent: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after a worker has forgotten its own results, which it then finds in the journal like the other's."""
+    monkeypatch.setattr(media_checks, "_MOST_RECENT", most_recent)
+    places = [str(write_image(tmp_path / f"{name}.png", seed=ord(name))) for name in "abcd"]
+    config = ConvertConfig(sources=("x",), out=tmp_path / "out")
+    checked = count_checks(monkeypatch)
+    checkers = [media_checks.MediaChecker(config, tmp_path / "journal", tmp_path / f"index-{n}") for n in range(2)]
+    rng = random.Random(1)
+    for _ in range(80):
+        assert checkers[rng.randrange(2)].check(place := rng.choice(places), "image", "named")[0].path == place
+    for checker in checkers:
+        checker.close()
+    assert sorted(checked) == ["a.png", "b.png", "c.png", "d.png"]

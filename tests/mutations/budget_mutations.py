@@ -168,8 +168,8 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "offline/measure.py",
-                "    if conversation is None:\n        return {}\n",
-                "    if True:\n        return {}\n",
+                'if (conversation := getattr(sample, "conversation", None)) is not None:',
+                "if (conversation := None) is not None:",
             ),
         ),
     ),

@@ -535,8 +535,8 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "media/probe.py",
-                "            work(sum(packet.size > 0 for",
-                "            _ = (sum(packet.size > 0 for",
+                "            work(packets, *size)",
+                "            pass",
             ),
         ),
     ),
@@ -668,8 +668,8 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "convert/records.py",
-                "for at, each in enumerate(raw.value):\n        yield replace",
-                "for at, each in enumerate(raw.value[:1]):\n        yield replace",
+                "for at, each in enumerate(raw.value))",
+                "for at, each in enumerate(raw.value[:1]))",
             ),
         ),
     ),

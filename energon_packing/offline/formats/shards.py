@@ -23,14 +23,7 @@ from energon_packing.offline.data_paths import PACKED_FILE
 from energon_packing.offline.files import differing, locked, replacing, unwritable
 from energon_packing.offline.index import MediaFile
 from energon_packing.offline.pack import PackConfig, PackFormat, PackTask
-from energon_packing.offline.packed import (
-    DROPS_FILE,
-    PLAN_FILE,
-    PackedFacts,
-    ShardEntry,
-    media_path,
-    shard_path,
-)
+from energon_packing.offline.packed import DROPS_FILE, PLAN_FILE, PackedFacts, ShardEntry, media_path, shard_path
 from energon_packing.offline.plan import Plan, PlannedPack, PlannedSample, drops_path
 from energon_packing.offline.shards import ShardFile, ShardWriter
 from energon_packing.offline.source import ShardIndex, TarFiles, inside
@@ -242,12 +235,8 @@ class MediaCopy:
         return self._digest.hexdigest()
 
     def add(self, tar: Path, offset: int, size: int) -> int:
-        """Copies a file of a tar; returns its offset in the copy.
-
-        Raises:
-            UserError: it cannot be read.
-            OSError: it cannot be written.
-        """
+        """Copies a file of a tar; returns its offset in the copy. Raises UserError: it cannot be read; OSError: it
+        cannot be written."""
         place = self._places.get((tar, offset))
         if place is None:
             data = memoryview(self._files.read(tar, offset, size))

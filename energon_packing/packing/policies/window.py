@@ -134,10 +134,7 @@ def fill_two(
 
 
 def fill_limited(
-    lengths: Sequence[int],
-    capacity: int,
-    costs: Mapping[str, Sequence[int | float]],
-    limits: Mapping[str, int | float],
+    lengths: Sequence[int], capacity: int, costs: Mapping[str, Sequence[int | float]], limits: Mapping[str, int | float]
 ) -> list[int]:
     """Returns positions of one pack under several limits, in no particular order.
 

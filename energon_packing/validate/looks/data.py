@@ -65,11 +65,8 @@ class Flaw:
 
 def leaves_of(entry: str, split: str) -> tuple[list[Leaf], list[Flaw]]:
     """Returns the directories that a part of a data set consists of, in the order of the references, and what keeps
-    references from being followed.
-
-    Args:
-        entry: a directory with ``.nv-meta``, or a metadataset YAML file; see `convert.layout.dataset_entry`.
-    """
+    references from being followed. ``entry`` is a directory with ``.nv-meta``, or a metadataset YAML file; see
+    `convert.layout.dataset_entry`."""
     followed = list(_follow(Leaf(path=os.path.abspath(entry), split=split), ()))
     return [leaf for leaf in followed if isinstance(leaf, Leaf)], [flaw for flaw in followed if isinstance(flaw, Flaw)]
 
@@ -144,11 +141,8 @@ def _references(values: Mapping[str, Any], parent: Leaf, above: tuple[str, ...])
 
 
 def _shares(listed: str, entries: list[Mapping[str, Any]], parent: Leaf) -> list[Leaf]:
-    """The parent of each entry of a list of references, with the share that the list gives it, as in Energon.
-
-    Raises:
-        ValueError: a share is no number, or the list is of another kind than one above it.
-    """
+    """The parent of each entry of a list of references, with the share that the list gives it, as in Energon. Raises
+    ValueError: a share is no number, or the list is of another kind than one above it."""
     if listed == "join":
         return [parent] * len(entries)
     epochized = listed == "blend_epochized"
@@ -182,11 +176,8 @@ def _beside(file: str, path: str) -> str:
 
 
 def mapping_in(file: Path) -> Mapping[str, Any] | None:
-    """Returns the values of a JSON or YAML file; None if there is no such file.
-
-    Raises:
-        ValueError: it cannot be read, or holds something else.
-    """
+    """Returns the values of a JSON or YAML file; None if there is no such file. Raises ValueError: it cannot be read,
+    or holds something else."""
     import yaml
 
     if not file.is_file():
@@ -249,12 +240,8 @@ class DataLooks:
 
 
 def look_at_data(path: str, split: str, places: Mapping[str, str], others: Mapping[str, str]) -> DataLooks:
-    """Looks at everything that the training and the evaluation read of one data set.
-
-    Args:
-        places: names of ``data.path`` and ``data.split`` in the run.
-        others: parts to evaluate on, setting -> part.
-    """
+    """Looks at everything that the training and the evaluation read of one data set. ``places`` has the names of
+    ``data.path`` and ``data.split`` in the run, ``others`` parts to evaluate on: setting -> part."""
     at = f"{places['data.path']}: {path}" if path else places["data.path"]
     training = places["data.split"]
     unread = ""

@@ -21,13 +21,9 @@ _CONFIGURATIONS = ("tokenizer_config.json", "processor_config.json", "preprocess
 
 
 def look_at_processor(config: EncoderConfig, place: str, template_place: str) -> tuple[list[Look], Any]:
-    """Loads the processor from this machine, and builds the encoder of the run on it.
-
-    Returns the looks at processor and chat template, and the processor: None unless both ended with ``ok``.
-
-    Args:
-        place, template_place: names of ``encoder.processor`` and ``encoder.chat_template`` in the run.
-    """
+    """Loads the processor from this machine, and builds the encoder of the run on it. Returns the looks at processor
+    and chat template, which the run calls ``place`` and ``template_place``, and the processor: None unless both ended
+    with ``ok``."""
     name, own = config.processor, config.chat_template is None
     outcome, why, fix, processor = _processor(config)
     look = Look("processor", f"{place}: {name}" if name else place, outcome, why, fix)
@@ -110,13 +106,9 @@ def _plain(error: Exception) -> str:
 
 
 def look_at_run(reads: RunReads, *, data_parallel: int = 1) -> list[Look]:
-    """Returns one or more looks per id of `LOOKS`, in that order. Downloads and decodes nothing, starts no process.
-
-    torch, transformers and Energon are imported only where the run names a processor.
-
-    Args:
-        data_parallel: ranks that read different samples.
-    """
+    """Returns one or more looks per id of `LOOKS`, in that order, for ``data_parallel`` ranks that read different
+    samples. Downloads and decodes nothing, starts no process. torch, transformers and Energon are imported only where
+    the run names a processor."""
     if reads.config is None:
         why = "its settings cannot be used" if reads.problem else reads.unread
         looks = [Look(id=id, at="the run", outcome="not looked at", why=why) for id in LOOKS]

@@ -28,14 +28,9 @@ from energon_packing.validate.run_facts import DataFacts, offline
 def measuring_encoder(
     config: RunConfig, parallel: ParallelConfig, *, processor: Any = None, deals: bool = False
 ) -> Any:
-    """Returns the run's task encoder, changed to yield measured samples instead of packing them.
-
-    Samples that are too long are dropped, and no ledger is written.
-
-    Args:
-        processor: loaded; None loads it.
-        deals: whether samples come in the places that a run's readers share out.
-    """
+    """Returns the run's task encoder, changed to yield measured samples instead of packing them. Samples that are too
+    long are dropped, and no ledger is written. None as ``processor`` loads it. If it ``deals``, samples come in the
+    places that a run's readers share out."""
     from energon_packing.energon.reader_shares import deal_samples
     from energon_packing.energon.task_encoder import PackingTaskEncoder
 
@@ -116,12 +111,8 @@ _MARK = next(iter(SUBFLAVORS))
 def look_at_samples(
     config: RunConfig, processor: Any, data: DataLooks, at: str, *, data_parallel: int = 1
 ) -> list[Look]:
-    """One look per data set.
-
-    Args:
-        at: setting and value of ``data.path``.
-        data_parallel: ranks that read different samples.
-    """
+    """One look per data set, for ``data_parallel`` ranks that read different samples; ``at`` is setting and value of
+    ``data.path``."""
     left_alone = [_unreadable(leaf, found) for leaf, found in data.readable]
     shares: list[str] = []
     try:

@@ -111,10 +111,8 @@ _packs_without_media = rule(
             "distributed/param_and_grad_buffer.py", "assert len(self.per_param_grad_ready_counts) == len(self.params)"
         ),
     ),
-    why=(
-        "overlap_grad_reduce or FSDP is on and a pack may hold no media on one rank: its encoders' parameters get no "
-        "gradient, and the reduction stops the run or hangs"
-    ),
+    why="overlap_grad_reduce or FSDP is on and a pack may hold no media on one rank: its encoders' parameters get no "
+    "gradient, and the reduction stops the run or hangs",
     fix="set ddp.overlap_grad_reduce to false (and use no FSDP), or packing.dummy_image of our data set to true",
 )
 
@@ -127,10 +125,8 @@ _deepstack_gradient = rule(
     applies=lambda view: view.family.startswith("qwen3vl"),
     holds=lambda view: view.recompute_granularity != "full" or view.vision_frozen or _above_deepstack(view),
     sources=(qwen3_vl("transformer_block.py", "return hidden_states, deepstack_feature_lists, context"),),
-    why=(
-        "recompute_granularity is 'full': the vision encoder of Qwen3-VL in Bridge 0.6.2 then returns its "
-        "deepstack features in a list, through which recomputation passes no gradient"
-    ),
+    why="recompute_granularity is 'full': the vision encoder of Qwen3-VL in Bridge 0.6.2 then returns its "
+    "deepstack features in a list, through which recomputation passes no gradient",
     fix=lambda view: (
         "set recompute_granularity to 'selective' (of recompute_modules, 'mlp' or 'moe' saves most), or "
         f"recompute_method to 'block' with recompute_num_layers {min(view.deepstack_layers, default=0)} or less"

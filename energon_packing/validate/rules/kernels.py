@@ -110,11 +110,8 @@ def _attention_of(view: RunView, kind: str) -> Attention:
 
 
 def kernels_of(view: RunView, machine: Machine, **changes: Any) -> tuple[list[str], str]:
-    """Returns the kernels that compute a run's attention on a machine, and why the others do not.
-
-    Args:
-        changes: of the attention.
-    """
+    """Returns the kernels that compute a run's attention, maybe with ``changes``, on a machine, and why the others do
+    not."""
     chosen = {"flash": "Flash", "fused": "cuDNN", "unfused": "unfused"}.get(view.attention_backend or "", "")
     why = {kernel: "is not the attention_backend" for kernel in KERNELS if not kernel.startswith(chosen)}
     for name, value in view.kernel_variables:

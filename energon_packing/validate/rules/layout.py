@@ -63,10 +63,8 @@ _no_average_with_token_loss = rule(
     applies=lambda view: bridge_is_silent_on_loss(view) and not view.megatron_fsdp,
     holds=lambda view: not (view.calculate_per_token_loss and view.average_in_collective),
     sources=(core("distributed/distributed_data_parallel.py", "not self.ddp_config.average_in_collective"),),
-    why=(
-        "calculate_per_token_loss and average_in_collective are both on, and Megatron-Core's gradient reduction "
-        "refuses that"
-    ),
+    why="calculate_per_token_loss and average_in_collective are both on, and Megatron-Core's gradient reduction "
+    "refuses that",
     fix="set training.average_in_collective to false",
 )
 
@@ -103,10 +101,8 @@ _hybrid_context_parallel = rule(
     place="megatron.core.pipeline_parallel.hybrid_cp_schedule",
     holds=lambda view: not view.hybrid_context_parallel,
     sources=(core("pipeline_parallel/hybrid_cp_schedule.py", "sample = batch[sub_sample_id]"),),
-    why=(
-        "hybrid_context_parallel is on: Megatron-Core's schedule numbers the samples of a global batch, which "
-        "no data set of Megatron-Bridge hands out, and stops at the first step"
-    ),
+    why="hybrid_context_parallel is on: Megatron-Core's schedule numbers the samples of a global batch, which "
+    "no data set of Megatron-Bridge hands out, and stops at the first step",
     fix="set model.hybrid_context_parallel to false",
 )
 
@@ -163,10 +159,8 @@ _hierarchical_sizes_present = bridges_rule(
         view.hierarchical_context_parallel_sizes is not None or not any("a2a+p2p" in k for k in view.comm_types)
     ),
     bridge_says=("hierarchical_context_parallel_sizes must be set when cp_comm_type",),
-    why=(
-        "cp_comm_type is 'a2a+p2p' without hierarchical_context_parallel_sizes: each rank would attend to its own "
-        "slice only"
-    ),
+    why="cp_comm_type is 'a2a+p2p' without hierarchical_context_parallel_sizes: each rank would attend to its own "
+    "slice only",
     fix=lambda view: (
         f"set parallel.hierarchical_context_parallel_sizes to factors of CP {view.context_parallel}"
         + (", or parallel.cp_comm_type to p2p: rows are packed (ours/context-parallel-kind)" if view.packed else "")

@@ -24,10 +24,8 @@ _tokens_weigh_the_same = warning_rule(
     applies=lambda view: view.packed_not_natively and bridge_is_silent_on_loss(view),
     holds=lambda view: view.calculate_per_token_loss,
     sources=(core("pipeline_parallel/schedules.py", "output_tensor /= torch.clamp(num_tokens, min=1)"),),
-    why=(
-        "calculate_per_token_loss is false: each pack weighs the same, however few tokens it trains, "
-        "so a token in a pack of long prompts weighs more"
-    ),
+    why="calculate_per_token_loss is false: each pack weighs the same, however few tokens it trains, "
+    "so a token in a pack of long prompts weighs more",
     fix="set training.calculate_per_token_loss to true",
 )
 
@@ -93,14 +91,10 @@ _initial_weights = warning_rule(
             "Finetuning requires a loading from a pretrained checkpoint or resuming from a checkpoint",
         ),
     ),
-    why=(
-        "the run names no weights to begin with (checkpoint.pretrained_checkpoint, or a checkpoint in "
-        "checkpoint.load), so the model begins with random ones"
-    ),
-    fix=(
-        "set checkpoint.pretrained_checkpoint to a checkpoint that Bridge imported, or to the model's Hugging Face "
-        "directory"
-    ),
+    why="the run names no weights to begin with (checkpoint.pretrained_checkpoint, or a checkpoint in "
+    "checkpoint.load), so the model begins with random ones",
+    fix="set checkpoint.pretrained_checkpoint to a checkpoint that Bridge imported, or to the model's Hugging Face "
+    "directory",
 )
 
 

@@ -119,10 +119,8 @@ _local_graphs = bridges_rule(
     applies=lambda view: view.cuda_graph_impl != "none",
     holds=lambda view: not view.local_layer_graph,
     bridge_says=('cuda_graph_impl="local" only for',),
-    why=(
-        "cuda_graph_impl is 'local' without full_iteration: Bridge captures less than an iteration with "
-        "Transformer Engine only"
-    ),
+    why="cuda_graph_impl is 'local' without full_iteration: Bridge captures less than an iteration with "
+    "Transformer Engine only",
     fix="set cuda_graph_impl to 'transformer_engine'",
 )
 
@@ -280,10 +278,8 @@ _metadata_beside_packed_file = rule(
         f"pad_cu_seqlens is on, and there is no metadata file {view.packed_metadata_missing} to take "
         "the number of boundaries from"
     ),
-    fix=(
-        "set offline_packing_specs.packed_metadata_path to the JSON file written with the packs, or "
-        "pad_cu_seqlens to false"
-    ),
+    fix="set offline_packing_specs.packed_metadata_path to the JSON file written with the packs, or "
+    "pad_cu_seqlens to false",
 )
 
 

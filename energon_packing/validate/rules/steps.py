@@ -117,10 +117,8 @@ _balance_over_ranks = warning_rule(
     applies=lambda view: _masked_by_bridge(view) and view.ranks_of_a_row > 1,
     holds=lambda view: view.load_balancing is not None and not any(view.balance_coefficients),
     sources=(core("tensor_parallel/mappings.py", "torch.distributed.all_reduce(input_, group=group)"),),
-    why=(
-        "ranks share each row, and under a padding mask Megatron-Core takes the tokens of all of them for those of "
-        "one: the load-balancing loss is as many times too strong"
-    ),
+    why="ranks share each row, and under a padding mask Megatron-Core takes the tokens of all of them for those of "
+    "one: the load-balancing loss is as many times too strong",
     fix=f"train with the forward step {OUR_STEP}.forward_step",
 )
 
@@ -214,10 +212,8 @@ _middle_stages_see_boundaries = warning_rule(
         f"the data set declares no packing at PP {view.pipeline_parallel}: gpt_step reads no batch on "
         "middle stages, so packed rows would attend across samples there"
     ),
-    fix=(
-        "declare enable_offline_packing with offline_packing_specs on the data set, or train with the forward "
-        f"step {OUR_STEP}.forward_step"
-    ),
+    fix="declare enable_offline_packing with offline_packing_specs on the data set, or train with the forward "
+    f"step {OUR_STEP}.forward_step",
 )
 
 

@@ -41,6 +41,7 @@ UNREAD: Mapping[str, tuple[str, ...]] = {
         *("allow_ambiguous_pad_tokens", "full_validation", "multiple_validation_sets", "hybrid_context_parallel"),
         *("apply_data_augment", "only_keep_samples_with_img", "allow_cross_sample_attention"),
     ),
+    "packs rows again; remove it": ("sequence_packing_scheduler", "use_varlen_dataset", "dynamic_context_parallel"),
     "changes the loss of scripts, which packs replace; remove it": ("logits_load_dir", "export_kd_teacher_load"),
     "weighs turns in a script that packs replace; remove it and set encoder.loss_weighting": ("use_loss_scaling",),
     "sets the template of Megatron-LM's tokenizer; remove it and set encoder.chat_template": ("chat_template",),
@@ -139,6 +140,7 @@ def run_config_of(args: Any) -> RunConfig:
     _refuse_contradictions(config, given, args)
     length, argument = row_length(args), "--" + _length_argument(args).replace("_", "-")
     equal_width = args.pipeline_model_parallel_size > 1 or args.expert_model_parallel_size > 1
+    equal_width = equal_width or bool(getattr(args, "tp_comm_overlap", False))  # whose buffers have one size
     refuse(
         (
             "packing.seq_length" in given and config.packing.seq_length != length,
@@ -151,7 +153,8 @@ def run_config_of(args: Any) -> RunConfig:
         ),
         (
             equal_width and "packing.pad_to_max_length" in given and not config.packing.pad_to_max_length,
-            "packing.pad_to_max_length is false, but pipeline stages and experts need rows of equal width; remove it.",
+            "packing.pad_to_max_length is false, but pipeline stages, experts and --tp-comm-overlap need rows of equal "
+            "width; remove it.",
         ),
         (
             config.encoder.loss_weighting != "token" and not args.calculate_per_token_loss,

@@ -25,6 +25,7 @@ from energon_packing.thd.batch import PackedBatch, packed_seq_params, widened
 from energon_packing.thd.context_parallel import context_parallel_indices, slice_for_context_parallel
 from energon_packing.thd.fields import TOKEN_FIELDS
 from energon_packing.thd.routers import put_mask
+from energon_packing.validate.run_source import enforce_rules
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,8 +39,8 @@ class StageBatch:
         loss_mask: ``[1, t]`` float32; None if ``labels`` is.
         padding_mask: bool, True where the token is padding: ``[1, t]`` on the first stage and of whole rows; other
             later stages get the part for the tokens that their layers hold, ``[1, t / TP]`` with sequence parallelism.
-        packed_seq_params: Megatron-Core's ``PackedSeqParams`` of the whole row; on every stage. With a whole row it
-            carries the mask of the tokens that this rank's layers hold (`energon_packing.thd.routers`).
+        packed_seq_params: Megatron-Core's ``PackedSeqParams`` of the whole row; on every stage. It carries the
+            mask of the tokens that this rank's layers hold (`energon_packing.thd.routers`).
         cu_seqlens: int32, real boundaries of the whole row.
         visual_inputs: name -> tensor for all media of the row; pixels are None on stages after the first.
         model_inputs: name -> int64 ``[1, t]``, what the family's model reads per token; on every stage.
@@ -102,8 +103,8 @@ def get_batch(data_iterator: Any, *, whole_row: bool = False, width: Callable[[i
     fields |= {each.name: getattr(part, each.name) for each in TOKEN_FIELDS if reads[each.stage]}
     params = packed_seq_params(part, total_tokens=False)
     params.seq_idx = segments  # for layers with a state; on the device Megatron-Core would wait for it
+    put_mask(params, of_layers)  # by which also layers of a HybridModel have it, whose forward does not scatter it
     if whole_row:
-        put_mask(params, of_layers)
         if params.cu_seqlens_q_padded is None:  # by which Megatron-Core's LLaVA slices
             params.cu_seqlens_q_padded = params.cu_seqlens_kv_padded = params.cu_seqlens_q
     elif not first:
@@ -285,6 +286,7 @@ def train_valid_test_datasets_provider(
     if vp_stage is not None:
         raise ConfigError("Virtual pipeline stages would read the data once each; train without them.")
     config = run_config_of(args)
+    enforce_rules(args, config)
     data_parallel = parallel_state.get_data_parallel_group()
     groups = SimpleNamespace(
         dp=data_parallel,

@@ -29,6 +29,7 @@ from energon_packing.validate.recipes import (
     gpu_of_recipes,
     view_of,
 )
+from energon_packing.validate.rules.rule import violations
 from energon_packing.validate.run_facts import DataFacts, model_facts, processor_facts
 from energon_packing.validate.run_view import RunView, installed_version, place_of, stated
 from energon_packing.validate.verdict import BridgeVerdict, bridge_verdict, container_verdict, without_output
@@ -246,9 +247,8 @@ class ArgumentsRun(RunSource):
     """The forward step of the run, which no argument names."""
 
     def view(self) -> RunView:
-        packing = getattr(self.reads().config, "packing", None)  # of --packing-config and --packing-set
-        view = view_of_arguments(self.words, world_size=self.world_size, step=self.step)
-        return view.changed(padding=getattr(packing, "padding", "auto"))
+        config = self.reads().config
+        return view_of_arguments(self.words, world_size=self.world_size, step=self.step, config=config)
 
     def measured(self) -> tuple[RunConfig, ParallelConfig]:
         """Refused, because arguments name no data set of ours."""
@@ -272,9 +272,26 @@ class ArgumentsRun(RunSource):
         return BridgeVerdict(version=None, accepted=None, message="these are arguments of Megatron-LM")
 
 
-def view_of_arguments(words: Sequence[str], *, world_size: int | None = None, step: str | None = None) -> RunView:
-    """Returns the view of a Megatron-LM run whose rows are our packs; arguments that no rule needs pass. Raises
-    ConfigError: a value of the wrong kind, a name that is nearly one of those read, or no ``--seq-length``."""
+def enforce_rules(args: Any, config: RunConfig) -> None:
+    """Refuses (`ConfigError`) by what Megatron-LM's own parser made of arguments what ``energon-packing validate``
+    refuses; ``core/`` rules are left to Megatron-Core."""
+    words = ["--packing-seq-length", str(row_length(args))]
+    for _, name in _arguments():
+        value = getattr(args, name[2:].replace("-", "_"), None)
+        if value is not None and value is not False and value != []:
+            several = value if isinstance(value, list | tuple) else [] if value is True else [value]
+            words += [name, *(str(getattr(each, "name", each)) for each in several)]
+    for found in violations(view_of_arguments(words, world_size=getattr(args, "world_size", None), config=config)):
+        if found.finding is not None and found.rule.origin != "core":
+            raise ConfigError(f"{found.finding.why}; {found.finding.fix} (rule {found.rule.id}).")
+
+
+def view_of_arguments(
+    words: Sequence[str], *, world_size: int | None = None, step: str | None = None, config: RunConfig | None = None
+) -> RunView:
+    """Returns the view of a Megatron-LM run whose rows are packs of ``config``, which `run_config_of` made of the same
+    arguments; arguments that no rule needs pass, and without ``step`` the forward step is ours.
+    Raises ConfigError: a value of the wrong kind, a name that is nearly one of those read, or no ``--seq-length``."""
     given = _parsed(words)
     # Megatron-LM's defaults that differ from the view's.
     fields: dict[str, Any] = {"calculate_per_token_loss": False, "overlap_grad_reduce": False}
@@ -284,17 +301,23 @@ def view_of_arguments(words: Sequence[str], *, world_size: int | None = None, st
     fields |= dict.fromkeys(("dataset_seq_length", "model_seq_length"), row_length(namespace_of(words)))
     fields.setdefault("global_batch_size", fields.get("micro_batch_size", 1))
     fields.setdefault("expert_tensor_parallel", fields.get("tensor_parallel", 1))  # Megatron-Core's own default
+    packing, least = (
+        (config or RunConfig()).packing,
+        {"pipeline_parallel": 1, "expert_parallel": 1, "tp_comm_overlap": 0},
+    )
+    one_width = any(fields.get(name, alone) > alone for name, alone in least.items())  # as `run_config_of` says
     view = RunView(
         **fields,
         dataset_micro_batch_size=fields.get("micro_batch_size", 1),
         packed_sequence_size=fields["dataset_seq_length"],
         enable_offline_packing=True,
         has_offline_packing_specs=True,
-        # Stages and experts exchange rows of one width.
-        pad_to_max_length=fields.get("pipeline_parallel", 1) > 1 or fields.get("expert_parallel", 1) > 1,
+        pad_to_max_length=packing.pad_to_max_length or one_width,
+        pad_cu_seqlens=packing.pad_cu_seqlens,
+        padding=packing.padding,
         do_validation=False,
         source="argument",
-        step=step,
+        step=step or "energon_packing.megatron_lm",
         megatron_core_version=installed_version("megatron-core"),
     )
     return view.changed(world_size=world_size or view.smallest_world_size)
@@ -363,7 +386,8 @@ def grouped(words: Sequence[str]) -> list[tuple[str, list[str]]]:
     for word in words:
         if word.startswith("--"):
             name, separator, value = word.partition("=")
-            groups.append((name.replace("_", "-"), [value] if separator else []))
+            name = name.replace("_", "-").replace("--cuda-graph-scope", "--cuda-graph-modules")  # its older name
+            groups.append((name, [value] if separator else []))
         elif groups:
             groups[-1][1].append(word)
     return groups

@@ -135,6 +135,9 @@ class RunView:
     enable_offline_packing: bool = at(False, bridge="dataset.")
     """Bridge's flag for rows that arrive packed; our data set sets it for its rows."""
     enable_in_batch_packing: bool = at(False, bridge="dataset.", ours="training.")
+    enable_global_batch_packing: bool = at(False, bridge="dataset.")
+    sequence_packing_scheduler: str | None = at(None, bridge="model.")
+    """What Megatron-Core packs the samples of a global batch by; Bridge's setting before it follows from it."""
     defer_in_batch_packing_to_step: bool = at(False, bridge="dataset.")
     """Bridge's flag for forward steps that do the in-batch packing themselves."""
     has_offline_packing_specs: bool = False
@@ -155,7 +158,7 @@ class RunView:
 
     # What runs under CUDA graphs.
     cuda_graph_impl: str = at("none", bridge="model.", argument=True)
-    cuda_graph_modules: tuple[str, ...] = at((), argument="--cuda-graph-scope")
+    cuda_graph_modules: tuple[str, ...] = at((), argument="--cuda-graph-modules")
     """Captured module names; ``full_iteration`` among them, which Bridge allows, means the whole iteration."""
     inference_graph_scopes: tuple[str, ...] = ()
     check_for_nan_in_loss: bool = at(False, bridge="rerun_state_machine.")
@@ -178,7 +181,7 @@ class RunView:
     softmax_type: str = at("vanilla", bridge="model.", argument=True)
     experimental_attention_variant: str | None = at(None, bridge="model.", argument=True)
     deterministic_mode: bool = at(False, bridge="model.", argument=True)
-    attention_backend: str | None = at(None, bridge="model.attention_backend.name", argument=True)
+    attention_backend: str | None = at(None, bridge="model.attention_backend.name", argument="--attention-backend")
     attention_backend_set: object = at(None, bridge="model.attention_backend")
     """As it is set: Megatron-Core ignores a text, because it compares with members of an enumeration."""
     kernel_variables: tuple[tuple[str, str], ...] = ()
@@ -188,7 +191,7 @@ class RunView:
     fp8_recipe: str | None = None
     """None if the model computes without fp8."""
     fp8_dot_product_attention: bool = at(False, bridge="model.")
-    tp_comm_overlap: bool = at(False, argument=True)
+    tp_comm_overlap: bool = at(False, argument="--tp-comm-overlap")
     recompute_granularity: str | None = at(None, bridge="model.", argument=True)
     recompute_method: str | None = at(None, bridge="model.", argument=True)
     recompute_num_layers: int | None = at(None, bridge="model.", argument=True)

@@ -127,7 +127,7 @@ def test_megatron_lm_arguments_are_judged_after_two_dashes_and_from_a_file(tmp_p
     file.write_text("# a run\n" + ARGUMENTS.replace("4096", "4094").replace(" --global", " \\\n  --global") + "\n")
     code, answer = run_json(str(file), "--world-size", "8")
     assert code == 1
-    assert "bridge/seq-length-multiple" in [rule["rule"] for rule in answer["rules"] if rule["verdict"] == "error"]
+    assert "bridge/model-seq-length" in [rule["rule"] for rule in answer["rules"] if rule["verdict"] == "error"]
 
 
 @pytest.mark.parametrize(

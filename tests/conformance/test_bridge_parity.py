@@ -147,6 +147,26 @@ def test_several_predicted_tokens_need_padding_that_ends_its_sample(cpu_world, t
     assert (between - tight).norm() > 1e-2 * tight.norm()
 
 
+def test_second_predicted_tokens_weigh_alike_where_ranks_share_no_row(tmp_path):
+    """On two ranks with rows of other samples, by Megatron-Core's own function; the rule is of its counts."""
+    from support import mtp_ranks
+
+    first, second = mtp_ranks.run(tmp_path)
+    for own, lengths in ((first["own"], mtp_ranks.LENGTHS[0]), (second["own"], mtp_ranks.LENGTHS[1])):
+        starts = [(sum(lengths[:number]), length) for number, length in enumerate(lengths)]
+        expected = torch.zeros(sum(lengths))
+        for start, length in starts:  # a target two tokens on, behind the prompt
+            expected[start + length // 3 - 1 : start + length - 2] = 1
+        assert torch.equal(own, expected)
+    # Without prompts, a sample has one second token less than first ones: 29 : 26 in the one row, 31 : 30 in the other.
+    assert torch.allclose(first["bare"].max(), torch.tensor(29 / 26))
+    assert torch.allclose(second["bare"].max(), torch.tensor(31 / 30))
+    whole = torch.zeros(len(first["own"]))
+    for rank in (first, second):
+        whole[rank["indices"]] = rank["part"]
+    assert len(whole.unique()) > 2, "ranks that share a row weigh its tokens by their own counts: refused"
+
+
 def test_a_vision_encoder_in_bfloat16_keeps_the_angles_of_hugging_face(cpu_world, tiny_provider):
     from megatron.core.transformer.module import Float16Module
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionRotaryEmbedding

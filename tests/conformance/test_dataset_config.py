@@ -550,6 +550,7 @@ def test_every_rule_about_a_container_names_itself_when_finalize_refuses(sound):
             "model.tensor_model_parallel_size": 2,
             "model.sequence_parallel": True,
         },
+        "ours/packed-once": {"model.sequence_packing_scheduler": "dp_balanced"},
         "ours/no-schedule-plan": {"model.overlap_moe_expert_parallel_comm": True},
         "ours/attention-kernel": {
             "model.kv_channels": 100,

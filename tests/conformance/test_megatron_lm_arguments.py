@@ -3,7 +3,11 @@
 import argparse
 import ast
 import codecs
+import functools
+import itertools
 import json
+import math
+import os
 import pickle
 import re
 import subprocess
@@ -13,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from click.testing import CliRunner
+from support import multimodal_arguments
 from support.megatron_lm_ranks import COMMON
 
 from energon_packing import megatron_lm
@@ -28,10 +33,11 @@ from energon_packing.megatron_lm.arguments import (
     _OWNED_BY_MEGATRON,
     UNREAD,
     add_energon_packing_args,
+    row_length,
     run_config_of,
 )
 from energon_packing.megatron_lm.dataloader import packs_left, saved_state
-from energon_packing.validate.run_source import ArgumentsRun
+from energon_packing.validate.run_source import ArgumentsRun, _arguments, enforce_rules
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "megatron_lm.md"
@@ -160,6 +166,7 @@ def test_rows_of_megatron_lms_own_scripts_are_as_long_as_their_language_model_re
         ("", {"virtual_pipeline_model_parallel_size": 2}, "Virtual pipeline"),
         ("", {"mtp_num_layers": 1}, "--mtp-num-layers"),
         ("", {"full_validation": True}, "--full-validation"),
+        ("", {"use_varlen_dataset": True}, "--use-varlen-dataset packs rows again"),
         ("", {"overlap_moe_expert_parallel_comm": True}, "--overlap-moe-expert-parallel-comm"),
         ("", {"context_parallel_size": 2, "calculate_per_token_loss": False}, "add --calculate-per-token-loss"),
         ("", {"ddp_average_in_collective": True}, "--ddp-average-in-collective"),
@@ -209,6 +216,12 @@ def test_the_defaults_of_megatron_lms_parser_are_taken(megatrons_parser, argumen
     given = vars(megatrons_parser.parse_args([]))
     kept = {name: value for name, value in given.items() if name not in PLAIN and not name.startswith("packing_")}
     assert run_config_of(arguments(**kept)).packing.window == 99
+
+
+def test_every_argument_that_rules_read_is_one_of_megatron_lm(megatrons_parser):
+    named = {name for _, name in _arguments()}
+    assert {"--attention-backend", "--tp-comm-overlap", "--cuda-graph-modules"} < named
+    assert named < set(megatrons_parser._option_string_actions)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -277,49 +290,132 @@ def test_the_pages_arguments_are_understood_by_validate_and_a_broken_one_is_not(
 PARSED = "--num-layers 4 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 2 --train-iters 4 --lr 1e-2"
 
 
-@pytest.mark.parametrize(
-    ("text", "more"),
-    [
-        ("{}", ""),
-        ("{}", "--num-layers-per-virtual-pipeline-stage 1"),
-        ("{}", "--full-validation"),
-        ("{}", "--dataloader-type single"),
-        ("packing: {seq_length: 256}", ""),
-        ("parallel: {tensor_parallel: 2}", ""),
-        ("parallel: {eval_context_parallel: 2}", ""),
-        ("{}", "--dataloader-seq-length 1024"),
-    ],
-)
-def test_validate_refuses_the_arguments_that_the_run_refuses_with_megatron_lms_own_parser(
-    text, more, tmp_path, monkeypatch
-):
-    """In the words of the run, which `parse_and_validate_args` of Megatron-LM has parsed; without looking at data."""
+EXPERTS = "--num-experts 4 --moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type"
+ONE_STAGE = "--pipeline-model-parallel-size 1"
+
+
+def own_arguments(parser):
+    """As `add_vlm_extra_args` of a script for vision."""
+    parser.add_argument("--dataloader-seq-length", type=int)
+    return parser
+
+
+@pytest.fixture
+def judged(tmp_path, monkeypatch):
+    """``judged(yaml, words, world)``: why the run refuses the arguments, and its length of rows. `validate` says the
+    same without a look at data, sentence by sentence; the run has them from Megatron-LM's `parse_and_validate_args`."""
     arguments = pytest.importorskip("megatron.training.arguments")
     from energon_packing.megatron_lm.gpt import parse_and_validate_args
 
-    (tmp_path / "run.yaml").write_text(text)
-    words = [*COMMON, *PARSED.split(), *more.split(), "--packing-config", str(tmp_path / "run.yaml")]
-    monkeypatch.setattr("sys.argv", ["pretrain.py", *words])
     monkeypatch.setattr(arguments, "get_device_arch_version", lambda: 10)
     monkeypatch.setattr(arguments, "set_global_variables", lambda _: None)
-    monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
-    def own_arguments(parser):
-        parser.add_argument("--dataloader-seq-length", type=int)
-        return parser
+    def judge(text, words, world=4, extra=own_arguments):
+        (tmp_path / "run.yaml").write_text(text)
+        given = [*words, "--packing-config", str(tmp_path / "run.yaml")]
+        monkeypatch.setattr("sys.argv", ["pretrain.py", *given])
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+        said = []
+        try:
+            args = parse_and_validate_args(extra)
+            enforce_rules(args, run_config_of(args))  # as the data provider does
+        except ConfigError as error:
+            said.append(str(error))
+        told = CliRunner().invoke(
+            cli, ["validate", "--no-data", "--no-bridge", "--json", "--world-size", str(world), "--", *given]
+        )
+        answer = json.loads(told.stdout)
+        assert answer["valid"] is not bool(said)
+        looks = [f"{look['why']}." for look in answer["reads"] or () if look["outcome"] == "error"]
+        rules = [
+            f"{each['why']}; {each['fix']} (rule {each['rule']})."
+            for each in answer["rules"]
+            if each["verdict"] == "error"
+        ]
+        assert said == (looks or rules)[:1]
+        assert said or row_length(args) == answer["resolved"]["seq_length"]
+        return said, answer["resolved"]["seq_length"]
 
-    refused = ""
-    try:
-        parse_and_validate_args(own_arguments)
-    except ConfigError as error:
-        refused = str(error).rstrip(".")
-    told = CliRunner().invoke(
-        cli, ["validate", "--no-data", "--no-bridge", "--json", "--world-size", "4", "--", *words]
-    )
-    answer = json.loads(told.stdout)
-    assert answer["valid"] is not bool(refused)
-    assert [look["why"] for look in answer["reads"] or () if look["outcome"] == "error"] == [refused] * bool(refused)
+    return judge
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "refused"),
+    [
+        ("{}", "", False),
+        ("{}", "--num-layers-per-virtual-pipeline-stage 1", True),
+        ("{}", "--full-validation", True),
+        ("{}", "--dataloader-type single", True),
+        ("packing: {seq_length: 256}", "", True),
+        ("parallel: {tensor_parallel: 2}", "", True),
+        ("parallel: {eval_context_parallel: 2}", "", True),
+        ("{}", "--dataloader-seq-length 1024", False),
+        # Rules that only `validate` knew.
+        ("{}", f"{EXPERTS} seq_aux_loss", True),
+        ("{}", f"{EXPERTS} aux_loss", False),
+        ("{}", f"{EXPERTS} seq_aux_loss aux_loss --moe-aux-loss-coeff 0 0.1", False),
+        ("{}", f"{EXPERTS} aux_loss --expert-model-parallel-size 2 --moe-expert-capacity-factor 1", False),
+        ("{}", f"{ONE_STAGE} --context-parallel-size 2 --cp-comm-type p2p p2p p2p p2p", False),
+        ("{}", f"{ONE_STAGE} --context-parallel-size 2 --cp-comm-type p2p p2p", True),
+        ("{}", f"{ONE_STAGE} --cuda-graph-impl local", True),
+        ("{}", "--cuda-graph-impl transformer_engine --cuda-graph-modules attn", True),
+        ("{}", "--cuda-graph-impl transformer_engine --cuda-graph-modules mlp", False),
+        ("{}", "--attention-backend unfused", False),
+        ("{}", "--attention-backend fused", False),
+        ("{}", f"{ONE_STAGE} --tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap", False),
+        ("{}", f"{ONE_STAGE} --tensor-model-parallel-size 2 --sequence-parallel", False),
+        ("{}", f"{ONE_STAGE} --tensor-model-parallel-size 2 --sequence-parallel --dataloader-seq-length 1023", False),
+    ],
+)
+def test_validate_refuses_the_arguments_that_the_run_refuses_with_megatron_lms_own_parser(judged, text, more, refused):
+    errors, _ = judged(text, [*COMMON, "--global-batch-size", "4", *PARSED.split(), *more.split()])
+    assert bool(errors) is refused
+
+
+ROWS = {
+    "pretrain_mistral_clip.sh": 1024,
+    "sft_mistral_clip.sh": 2048,
+    "nvlm/pretrain_yi_34b_internvit_6b.sh": 512,
+    "nvlm/sft_34b_internvit.sh": 3200,
+    "nvlm/pretrain_qwen20_72b_internvit_6b.sh": 512,
+    "nvlm/sft_qwen20_72b_internvit_6b.sh": 3200,
+    "nvlm/sft_qwen2p5_7b_internvit_6b_video.sh": 16384,
+    "llama_3p1_nemotron_nano_vl_8b_v1/pretraining_llama_3p1_nemotron_nano_vl_8b_v1.sh": 4096,
+    "llama_3p1_nemotron_nano_vl_8b_v1/sft_llama_3p1_nemotron_nano_vl_8b_v1.sh": 16384,
+}
+"""Scripts of examples/multimodal, and what their language model reads (DECODER_SEQ_LEN)."""
+
+
+def test_the_listed_scripts_are_those_of_the_checkout():
+    assert set(multimodal_arguments.listed()) == set(ROWS)
+    checkout = os.environ.get(multimodal_arguments.CHECKOUT)
+    if not checkout:
+        pytest.skip(f"{multimodal_arguments.CHECKOUT} names no checkout of Megatron-LM")
+    folder = Path(checkout) / "examples" / "multimodal"
+    found = {str(path.relative_to(folder)): path for path in multimodal_arguments.scripts_of(Path(checkout))}
+    words = {name: multimodal_arguments.words_of(path) for name, path in found.items()}
+    assert words == multimodal_arguments.listed()
+
+
+@pytest.mark.parametrize("script", ROWS)
+def test_the_arguments_of_examples_multimodal_are_taken_but_for_those_of_its_data(judged, script):
+    """As they are, the first of these is refused, which names what the packs replace."""
+    words = multimodal_arguments.listed()[script]
+    extra = functools.partial(multimodal_arguments.add_arguments_of, words)
+    values = dict(itertools.pairwise(words))
+    sizes = (int(values.get(f"--{kind}-model-parallel-size", 1)) for kind in ("tensor", "pipeline"))
+    world = math.prod(sizes)
+    (refused,), _ = judged("{}", words, world, extra)
+    assert refused.startswith("--data-path is read by Megatron-LM's own data sets")
+    kept, names = [], {f"--{name.replace('_', '-')}" for name in REFUSED}
+    for word in words:
+        if word.startswith("--"):
+            keeps = word not in names
+        kept += [word] * keeps
+    removed = {word for word in words if word.startswith("--")} - set(kept)
+    assert removed - {"--use-loss-scaling"} == {"--data-path", "--split", "--eod-mask-loss"}
+    assert judged("{}", kept, world, extra) == ([], ROWS[script])
 
 
 def read_state(path: Path) -> object:
@@ -456,6 +552,13 @@ def test_a_run_that_saves_its_model_saves_its_data_beside_it_and_continues_from_
     assert (again.packs, args.dataloader_save) == (7, str(tmp_path / "next" / "energon"))
     _, args = started((9, 0, 0), iteration=0, save=str(tmp_path), dataloader_save="elsewhere")
     assert args.dataloader_save == "elsewhere"
+
+
+def test_the_run_itself_refuses_what_only_rules_of_validate_know(started):
+    experts = {"num_experts": 4, "moe_router_load_balancing_type": ["seq_aux_loss"], "moe_aux_loss_coeff": [0.1]}
+    with pytest.raises(ConfigError, match=r"seq_aux_loss.*\(rule ours/balance-per-sequence\)"):
+        started((9, 0, 0), iteration=0, **experts)
+    started((9, 0, 0), iteration=0, **experts | {"moe_aux_loss_coeff": 0.0})
 
 
 def test_a_run_that_only_evaluates_needs_no_state_and_reads_no_training_data(started, tmp_path):

@@ -138,6 +138,35 @@ def test_the_experts_of_a_vision_model_get_the_padding_of_the_row(monkeypatch):
 
 
 @pytest.mark.usefixtures("stand_ins")
+def test_a_layer_with_experts_gets_the_mask_of_its_own_tokens_where_the_model_hands_it_that_of_all(monkeypatch):
+    """As a `HybridModel` does with sequence parallelism."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    from energon_packing.megatron_lm import dataloader
+    from energon_packing.thd.routers import experts_read_masks
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mlp = MoELayer.__new__(MoELayer)
+            torch.nn.Module.__init__(self.mlp)
+
+        def forward(self, padding_mask, packed_seq_params):
+            return padding_mask
+
+    encoder, row = encoder_and_row("glm4v")
+    monkeypatch.setattr(dataloader, "_of_sequence_parallel_rank", lambda mask: mask.chunk(2, dim=1)[1])
+    with training_run.process_groups():
+        model_of("glm4v", encoder, monkeypatch)  # makes the groups
+        batch = dataloader.get_batch(iter([row]))
+    layer = Layer()
+    assert experts_read_masks(torch.nn.Sequential(layer))
+    own = layer(padding_mask=batch.padding_mask, packed_seq_params=batch.packed_seq_params)
+    assert torch.equal(batch.padding_mask, row.padding_mask)
+    assert torch.equal(own, row.padding_mask.chunk(2, dim=1)[1])
+
+
+@pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("trainer", ["Bridge", "Megatron-LM"])
 def test_a_model_that_does_not_take_what_the_family_needs_is_refused_before_it_runs(

@@ -1,5 +1,6 @@
 """Our forward step: Bridge's own on dense models, and padding without effect on a mixture of experts."""
 
+import importlib
 import pickle
 import sys
 from pathlib import Path
@@ -15,6 +16,8 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from energon_packing import thd
 from energon_packing.errors import ConfigError
+from energon_packing.validate.rules.rule import judge
+from energon_packing.validate.run_view import RunView
 
 pytestmark = pytest.mark.usefixtures("stand_ins")
 
@@ -251,6 +254,59 @@ def test_a_middle_stage_sees_the_boundaries_also_of_a_data_set_that_does_not_dec
     assert ours.called["packed_seq_params"].cu_seqlens_q_padded.tolist() == [0, 24, 40, 48, 64]
     assert ours.called["packed_seq_params"].pad_between_seqs is True
     assert vars(state.cfg.dataset) == {}  # nothing stays behind
+
+
+@pytest.mark.parametrize(("kind", "model"), [("gpt", "Qwen3MoE"), ("vlm", "Qwen3VL")])
+def test_second_predicted_tokens_are_refused_exactly_where_bridges_step_gives_the_model_no_loss_mask(
+    kind, model, state, make_samples, monkeypatch
+):
+    """Without one Megatron-Core predicts second tokens of prompts and of padding too (Megatron-Bridge#6103)."""
+    step = importlib.import_module(f"megatron.bridge.training.{kind}_step")
+    samples = make_samples("text", 2)
+    batch = thd.assemble([samples.draw("text", n) for n in (20, 12)], multiple=1, width=64).to_bridge()
+    groups_speak_for_themselves(monkeypatch)
+    stage = VisionStage() if kind == "vlm" else Stage()
+    stage.pre_process = stage.post_process = True
+    stage.pg_collection.pp = Group()
+    state.cfg.dataset.enable_offline_packing = True
+    step.forward_step(state, iter([batch]), stage)
+    masked = stage.called.get("loss_mask") is not None
+    view = RunView(mtp_num_layers=1, model=model, bridge_version="0.7.0", enable_offline_packing=True)
+    (rule,) = (each for each in judge(view) if each.rule.id == "ours/no-multi-token-prediction")
+    assert (rule.outcome == "ok") == masked == (kind == "vlm")
+
+
+def test_a_step_that_bridge_runs_again_sees_the_rows_and_pixels_of_the_first_time(state, make_samples, monkeypatch):
+    """With ``rerun_mode``, Megatron-Core keeps a shallow copy of each batch of a step and hands it out once more."""
+    from megatron.core import rerun_state_machine as machines
+
+    from energon_packing.bridge.provider import BridgePackIterator
+    from energon_packing.bridge.step import forward_step
+
+    class Seeing(VisionStage):
+        def forward(self, pixel_values=None, **keywords):
+            super().forward(**keywords)
+            seen.append([tensor.clone() for tensor in (pixel_values, keywords["input_ids"])])
+            return torch.zeros(1)
+
+    seen: list[list[torch.Tensor]] = []
+    repeats = SimpleNamespace(get_mode=lambda: machines.RerunMode.VALIDATE_RESULTS)
+    monkeypatch.setattr(machines, "get_rerun_state_machine", lambda: repeats)
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda self, **_: self.clone())  # as a copy to a device
+    groups_speak_for_themselves(monkeypatch)
+    stage = Seeing()
+    stage.pre_process = stage.post_process = True
+    stage.pg_collection.pp = Group()
+    packs = [thd.assemble(rows, multiple=8, width=WIDTH) for rows in packs_of(make_samples, "qwen3_vl")]
+    iterator = machines.RerunDataIterator(BridgePackIterator(iter(packs)))
+    for _ in packs:
+        forward_step(state, iterator, stage)
+    iterator.rewind()
+    for _ in packs:
+        forward_step(state, iterator, stage)
+    assert not torch.equal(seen[0][0], seen[1][0])
+    for first, again in zip(seen[:2], seen[2:], strict=True):
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(first, again, strict=True))
 
 
 def copied(mapping, how):

@@ -15,12 +15,19 @@ MEGATRON_LM_TRAPS = {
     161: "rows are as long as the vision model's sequence",
     162: "a reduction waits for the gradient of an encoder that a pack of text does not reach",
     163: "validate accepts what the run refuses",
+    180: "rows that are packed are packed again",
+    181: "second predicted tokens are trained where the installed step or layout weighs them wrongly",
+    182: "the run and validate judge arguments by other rules",
+    183: "layers of a hybrid model get the mask of other tokens than theirs",
+    184: "a step that is run again sees other pixels than the first time",
 }
 
 FAMILIES = "tests/conformance/test_megatron_lm_models.py::"
 IN_BATCH = "tests/conformance/test_in_batch_mode.py::"
 GLM = "tests/families/test_glm4v_against_processor.py::"
 WORKERS = "tests/energon/test_workers.py::"
+RULES = "tests/validate/test_rules.py::"
+STEP = "tests/conformance/test_packed_forward_step.py::"
 ARGUMENTS = "tests/conformance/test_megatron_lm_arguments.py::"
 
 MEGATRON_LM_MUTATIONS: tuple[Mutation, ...] = (
@@ -53,7 +60,7 @@ MEGATRON_LM_MUTATIONS: tuple[Mutation, ...] = (
         name="Megatron-LM's experts get no padding mask from a whole row",
         test=FAMILIES + "test_the_experts_of_a_vision_model_get_the_padding_of_the_row",
         oracle="the padding mask of the row",
-        edits=(("megatron_lm/dataloader.py", "        put_mask(params, of_layers)", "        pass"),),
+        edits=(("megatron_lm/dataloader.py", "    put_mask(params, of_layers)  #", "    pass  #"),),
         needs_bridge=True,
     ),
     Mutation(
@@ -269,5 +276,83 @@ MEGATRON_LM_MUTATIONS: tuple[Mutation, ...] = (
         test=WORKERS + "test_a_worker_still_ends_when_its_own_rank_ends_it",
         oracle="torch's `DataLoader`, which ends its workers so",
         edits=(("energon/workers.py", ".si_pid != os.getppid():", ".si_pid:"),),
+    ),
+    Mutation(
+        trap=180,
+        name="a scheduler that packs rows again passes in a Bridge configuration",
+        test=RULES + "test_a_rule_of_ours_speaks_when_broken_and_is_content_when_fixed",
+        oracle="Bridge's coming setting, which drives Megatron-Core's scheduler",
+        edits=(("validate/rules/packing.py", "packing and view.sequence_packing_scheduler is None", "packing"),),
+    ),
+    Mutation(
+        trap=180,
+        name="Megatron-LM's data sets of unequal rows pack ours again",
+        test=ARGUMENTS + "test_what_cannot_work_is_refused_with_its_name",
+        oracle="the argument's own meaning",
+        edits=(("megatron_lm/arguments.py", '"use_varlen_dataset", ', ""),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=181,
+        name="second tokens are predicted without a loss mask",
+        test=STEP + "test_second_predicted_tokens_are_refused_exactly_where_bridges_step_gives_the_model_no_loss_mask"
+        "[gpt-Qwen3MoE]",
+        oracle="what Bridge's step calls the model with",
+        edits=(("validate/rules/losses.py", "if new and view.goes_through_gpt_step", "if False"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=181,
+        name="second tokens are weighed by each rank's own counts",
+        test=RULES + "test_several_predicted_tokens_are_judged_by_what_the_installed_step_and_layout_do",
+        oracle="Megatron-Core's loss of them on two ranks (test_bridge_parity.py)",
+        edits=(("validate/rules/losses.py", "    elif view.wide:", "    elif False:"),),
+    ),
+    Mutation(
+        trap=182,
+        name="the run asks no rule of validate",
+        test=ARGUMENTS + "test_the_run_itself_refuses_what_only_rules_of_validate_know",
+        oracle="the verdict of validate on the same arguments",
+        edits=(("megatron_lm/dataloader.py", "    enforce_rules(args, config)\n", ""),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=182,
+        name="rules never see the choice of attention kernels, because they read it by another name",
+        test=ARGUMENTS + "test_every_argument_that_rules_read_is_one_of_megatron_lm",
+        oracle="the installed Megatron-LM's parser",
+        edits=(("validate/run_view.py", 'argument="--attention-backend"', "argument=True"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=183,
+        name="a row carries its mask for vision models only",
+        test=FAMILIES
+        + "test_a_layer_with_experts_gets_the_mask_of_its_own_tokens_where_the_model_hands_it_that_of_all",
+        oracle="the mask of the rank's tokens; `pretrain_hybrid.py` with sequence parallelism stops at its first step",
+        edits=(
+            (
+                "megatron_lm/dataloader.py",
+                "    put_mask(params, of_layers)  #",
+                "    if whole_row: put_mask(params, of_layers)  #",
+            ),
+        ),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=184,
+        name="our step frees the pixels of a batch that is kept to be run again",
+        test=STEP + "test_a_step_that_bridge_runs_again_sees_the_rows_and_pixels_of_the_first_time",
+        oracle="Megatron-Core's own iterator, which repeats a step",
+        edits=(
+            (
+                "bridge/step.py",
+                "        return step(state, iter((batch,)), model, return_schedule_plan)",
+                "        done = step(state, iter((batch,)), model, return_schedule_plan)\n"
+                '        batch["visual_inputs"].pixel_values = None\n'
+                "        return done",
+            ),
+        ),
+        needs_bridge=True,
     ),
 )

@@ -66,6 +66,9 @@ IN_BATCH |= {
     "eval_global_batch_size": 2,
 }
 
+MOE = {"num_moe_experts": 8, "step": "vlm_step"}
+WHOLE = {"tensor_parallel": 2, "sequence_parallel": True, "world_size": 2}
+
 GRAPHS: dict[str, Any] = {
     "num_moe_experts": 8,
     "cuda_graph_impl": "transformer_engine",
@@ -309,21 +312,23 @@ OWN = [
     (
         "ours/no-multi-token-prediction",
         {"mtp_num_layers": 1, "bridge_version": "0.6.2"},
-        {"bridge_version": "0.7.0"},
+        {"mtp_num_layers": 0},
         "error",
     ),
     (
         "ours/no-multi-token-prediction",
-        {"mtp_num_layers": 1, "bridge_version": "0.7.0", "context_parallel": 2, "padding": "between"},
-        {"context_parallel": 1},
+        {"mtp_num_layers": 1, "bridge_version": "0.7.0", "model": "Qwen3VL", "context_parallel": 2, "padding": "real"},
+        {"mtp_num_layers": 0},
         "error",
     ),
     (
         "ours/no-multi-token-prediction",
-        {"mtp_num_layers": 1, "bridge_version": "0.7.0", "context_parallel": 2, "padding": "between"},
-        {"padding": "real"},
+        {"mtp_num_layers": 1, "bridge_version": "0.7.0", "model": "Qwen3MoE"},
+        {"model": "Qwen3VL"},
         "error",
     ),
+    ("ours/packed-once", {"enable_global_batch_packing": True}, {"enable_global_batch_packing": False}, "error"),
+    ("ours/packed-once", {"sequence_packing_scheduler": "dp_balanced"}, {"enable_offline_packing": False}, "error"),
     (
         "ours/alignment-used",
         {
@@ -701,6 +706,37 @@ def test_a_run_of_bridge_is_not_told_keys_of_our_yaml(
     assert not re.search(r"(?<![\w.])(training|parallel|packing)\.", found.finding.why + found.finding.fix)
 
 
+@pytest.mark.parametrize(
+    ("changed", "severity", "named"),
+    [
+        ({}, "ok", ""),
+        ({"padding": "real", **WHOLE}, "ok", ""),
+        ({"padding": "between", **WHOLE}, "error", "set mtp_num_layers to 0, or packing.padding to real"),
+        ({"padding": "between", "bridge_version": "0.6.2", **WHOLE}, "error", "set mtp_num_layers to 0."),
+        ({"bridge_version": "0.6.2"}, "error", "documents it as unsupported"),
+        ({"context_parallel": 2, "padding": "real"}, "error", "each rank's own part of a row"),
+        ({"eval_context_parallel": 2, "padding": "real"}, "error", "each rank's own part of a row"),
+        ({"model": "Qwen3MoE"}, "error", "prompts and padding are predicted too"),
+        ({"model": "Qwen3VL", "step": "gpt_step"}, "error", "prompts and padding are predicted too"),
+    ],
+)
+def test_several_predicted_tokens_are_judged_by_what_the_installed_step_and_layout_do(changed, severity, named) -> None:
+    view = packed(**{"mtp_num_layers": 1, "model": "Qwen3VL", "bridge_version": "0.7.0", **changed})
+    found = next(each for each in judge(view) if each.rule.id == "ours/no-multi-token-prediction")
+    assert found.outcome == severity
+    assert named in (f"{found.finding.why}; {found.finding.fix}." if found.finding else "")
+
+
+@pytest.mark.parametrize("version", ["0.6.2", "0.7.0"])
+def test_nemotron_omni_is_told_which_step_gives_its_experts_the_padding_mask(version) -> None:
+    view = packed(**MOE, model="NemotronOmni", context_parallel=2, world_size=2, bridge_version=version)
+    found = next(each for each in judge(view) if each.rule.id == "ours/experts-see-padding")
+    assert (found.outcome, found.finding and found.finding.fix) == (
+        "warning",
+        "train with the forward step energon_packing.bridge.step.forward_step",
+    )
+
+
 def test_what_to_change_is_called_as_the_runs_own_source_calls_it() -> None:
     odd = packed(world_size=4, global_batch_size=6, eval_global_batch_size=8, context_parallel=2)
     for source, key in (("ours", "training.global"), ("bridge", "train.global"), ("argument", "--global-batch-size")):
@@ -713,7 +749,6 @@ def test_a_plain_packed_run_breaks_nothing() -> None:
     assert {judgement.outcome for judgement in judge(packed())} <= {"ok", "not applicable"}
 
 
-MOE = {"num_moe_experts": 8, "step": "vlm_step"}
 PIPELINE = IN_BATCH | {"pipeline_parallel": 2}
 DEFERRED = {"defer_in_batch_packing_to_step": True}
 OMNI = PIPELINE | {"dataset_kind": "hf_sft", "model": "NemotronOmni"}

@@ -36,21 +36,30 @@ _tokens_weigh_the_same = warning_rule(
     checks="no multi-token prediction over packed rows",
     place="megatron.core.transformer.multi_token_prediction.roll_tensor",
     applies=lambda view: view.packed_not_natively,
-    sources=(core("transformer/multi_token_prediction.py", "cu_seqlens = packed_seq_params.cu_seqlens_q"),),
+    holds=lambda view: view.mtp_num_layers == 0,
+    sources=(
+        core("transformer/multi_token_prediction.py", "cu_seqlens = packed_seq_params.cu_seqlens_q"),
+        core("transformer/multi_token_prediction.py", "original_num_tokens = loss_mask.sum()"),
+        bridge("training/gpt_step.py", "output_tensor = model(**forward_args)"),
+    ),
 )
 def _no_multi_token_prediction(view: RunView) -> Finding | None:
-    # Megatron-Core shifts labels at the real boundaries (roll_tensor): correct if there is no padding between samples.
-    holds = view.mtp_num_layers == 0 or (view.bridge_release >= (0, 7) and not view.pads_between)
-    reason = (
-        f"Megatron-Bridge {view.bridge_name} documents it as unsupported over packed rows"
-        if not view.pads_between
-        else "Megatron-Core shifts its labels at cu_seqlens_q, the real boundaries; after the first padded sample "
-        "they lie elsewhere, and labels come from other samples"
-    )
-    fix = "set mtp_num_layers to 0"
-    if view.pads_between and view.bridge_release >= (0, 7):
-        fix += ", or packing.padding to real"
-    return unless(holds, why=f"mtp_num_layers is {view.mtp_num_layers}: {reason}", fix=fix)
+    # At CP 1 Megatron-Core weighs all tokens alike if samples begin with a prompt, and nearly so if not.
+    new, fix = view.bridge_release >= (0, 7), "set mtp_num_layers to 0"
+    if new and view.goes_through_gpt_step:
+        reason = "gpt_step gives the model no loss mask: prompts and padding are predicted too (Megatron-Bridge#6103)"
+    elif view.wide:
+        reason = (
+            "Megatron-Core weighs its loss by each rank's own part of a row, whose counts differ (Megatron-LM#7452)"
+        )
+    elif view.pads_between:
+        reason = "Megatron-Core shifts labels at cu_seqlens_q, the real boundaries, which lie elsewhere in a padded row"
+        fix += ", or packing.padding to real" if new else ""
+    elif not new:
+        reason = f"Megatron-Bridge {view.bridge_name} documents it as unsupported over packed rows"
+    else:
+        return None
+    return Finding(why=f"mtp_num_layers is {view.mtp_num_layers}: {reason}", fix=fix)
 
 
 _weights_need_token_loss = rule(

@@ -136,6 +136,19 @@ _no_nan_check = bridges_rule(
 )
 
 
+_packed_once = rule(
+    id="ours/packed-once",
+    order=1365,
+    checks="rows that arrive packed are not packed again",
+    place="megatron.core.datasets.data_schedule.wrap_data_iterator, after 0.19 (Megatron-Bridge#6127)",
+    applies=lambda view: view.packed,
+    holds=lambda view: not view.enable_global_batch_packing and view.sequence_packing_scheduler is None,
+    sources=(SourceLine("energon_packing/megatron_lm/arguments.py", '"sequence_packing_scheduler", "use_varlen'),),
+    why="Megatron-Core would pack the samples of a global batch, and take a packed row for one sample of text",
+    fix="turn off dataset.enable_global_batch_packing and model.sequence_packing_scheduler",
+)
+
+
 _step_packs_in_batch = rule(
     id="ours/step-packs-in-batch",
     order=1370,

@@ -42,7 +42,7 @@ def layer(kind: str) -> Iterator[Any]:
     ends: dict[str, Any] = {"in_proj": ColumnParallelLinear, "out_proj": RowParallelLinear}
     torch.manual_seed(0)
     with contextlib.ExitStack() as replaced:
-        for module, kernels in _KERNELS.items():
+        for module, kernels in KERNELS.items():
             replaced.enter_context(mock.patch.multiple(module, **kernels))
         if kind == "mamba":  # its norm is a kernel of mamba_ssm too
             yield mamba_mixer.MambaMixer(
@@ -116,7 +116,7 @@ def _scan(
     return _spans(of, (zxbcdt,), lengths)
 
 
-_KERNELS: dict[Any, dict[str, Any]] = {
+KERNELS: dict[Any, dict[str, Any]] = {
     common: {"HAVE_FLA": True, "l2norm": _l2norm},
     gdn: {"causal_conv1d": _causal_conv1d, "chunk_gated_delta_rule": _delta_rule},
     mamba_mixer: {

@@ -1,4 +1,4 @@
-r"""Qwen3-VL on packed rows: Bridge's own recipes with the data set changed; two of them with context parallelism.
+r"""Qwen3-VL on packed rows: Bridge's own recipes with the data set changed, five of them with context parallelism.
 
 Judge one in a fresh checkout; without ``--no-data`` also what it reads, once the data sets of ``BLEND`` are there::
 

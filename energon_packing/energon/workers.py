@@ -183,6 +183,11 @@ def _killed(how: str, pids: str = "") -> str:
     which = f" (pid {pids})" if pids else ""
     if how == " (Terminated)":
         return f"A loader's worker{which} was ended by SIGTERM as it started; continue from the last checkpoint."
+    if how.startswith(" (") and how != " (Killed)":
+        return (
+            f"A loader's worker{which} ended{how}, as a defect of a library ends it. Continue from the last checkpoint; "
+            "if it ends again, data.workers: 0 shows where."
+        )
     return (
         f"A loader's worker{which} was killed{how}, as the kernel does where memory runs out. Give the job more "
         "memory, or lower data.workers, and continue from the last checkpoint."

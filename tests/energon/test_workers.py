@@ -184,6 +184,18 @@ def test_a_worker_that_the_kernel_kills_ends_the_run_with_a_sentence(run_config,
     del packs
 
 
+@pytest.mark.parametrize(
+    ("number", "cause"), [(signal.SIGKILL, "memory runs out"), (signal.SIGSEGV, "defect"), (signal.SIGABRT, "defect")]
+)
+def test_memory_is_blamed_for_no_other_signal_than_the_kernels(number, cause):
+    def packs():
+        raise RuntimeError(f"DataLoader worker (pid 7) is killed by signal: {signal.strsignal(number)}. ")  # torch's
+        yield
+
+    with pytest.raises(UserError, match=rf"pid 7\).*\({signal.strsignal(number)}\).*{cause}"):
+        next(in_sentences(packs()))
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(("signals", "later"), [(True, False), (False, True)])
 def test_a_state_that_a_killed_worker_would_have_to_give_is_refused_within_seconds(run_config, request, later, signals):

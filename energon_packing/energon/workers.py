@@ -185,8 +185,8 @@ def _killed(how: str, pids: str = "") -> str:
         return f"A loader's worker{which} was ended by SIGTERM as it started; continue from the last checkpoint."
     if how.startswith(" (") and how != " (Killed)":
         return (
-            f"A loader's worker{which} ended{how}, as a defect of a library ends it. Continue from the last checkpoint; "
-            "if it ends again, data.workers: 0 shows where."
+            f"A loader's worker{which} ended{how}, as by a defect of a library. Continue from the last checkpoint; if "
+            "it ends again, data.workers: 0 shows where."
         )
     return (
         f"A loader's worker{which} was killed{how}, as the kernel does where memory runs out. Give the job more "

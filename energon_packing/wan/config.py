@@ -69,8 +69,8 @@ class TextToVideoConfig:
     max_pixels: int = setting(832 * 480, least=1)
     """Largest area of a frame after resizing; a smaller clip is not enlarged."""
     frame_size: tuple[int, ...] | None = setting(None, newer=True)
-    """Height and width of every frame, which is scaled to cover them and cropped, as by ``--height``, ``--width`` and
-    ``--center-crop`` of Bridge's preparation; None keeps those of the clip, up to ``max_pixels``."""
+    """Height and width of every frame, which is scaled to cover them and cropped, as Bridge's preparation does with
+    its ``--height``, ``--width`` and center crop; None keeps those of the clip, up to ``max_pixels``."""
     max_source_pixels: int = setting(120_000_000, changes="packs", least=1)
     """A frame with more pixels than this is refused before it is decoded."""
     decode_seconds: float | None = setting(120.0, changes="packs")

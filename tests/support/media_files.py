@@ -163,3 +163,16 @@ class Folder:
 
     def read(self, name: str) -> bytes:
         return (self.path / name).read_bytes()
+
+
+def write_clip(path: Path, *, frames: int, width: int, height: int, fps: float = 16, codec: str = "libx264") -> Path:
+    """A clip of moving colours; frame i is darker than frame i + 1."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(codec, rate=Fraction(fps).limit_denominator(1001))
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        across = np.linspace(0, 60, width)[None, :, None] + np.linspace(0, 40, height)[:, None, None]
+        for index in range(frames):
+            pixels = np.clip(across + np.array([20.0, 10.0, 0.0]) + 4 * index, 0, 255).astype(np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode())
+    return path

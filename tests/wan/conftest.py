@@ -2,33 +2,18 @@
 
 import hashlib
 import json
-from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
 import torch.utils.data._utils
+from support.media_files import write_clip
 
 # Closing a loader's workers takes seconds at torch's default, for every loader of a test.
 torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.2
 
 CHANNELS, WIDTH = 4, 32
 WORDS = ["a", "the", "red", "blue", "ball", "dog", "rolls", "runs", "over", "under", "green", "hill", "sea", "fast"]
-
-
-def write_clip(path, *, frames, width, height, fps=16, codec="libx264"):
-    """A clip of moving colours; frame i is darker than frame i + 1."""
-    import av
-
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream(codec, rate=Fraction(fps).limit_denominator(1001))
-        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
-        across = np.linspace(0, 60, width)[None, :, None] + np.linspace(0, 40, height)[:, None, None]
-        for index in range(frames):
-            pixels = np.clip(across + np.array([20.0, 10.0, 0.0]) + 4 * index, 0, 255).astype(np.uint8)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
-        container.mux(stream.encode())
-    return path
 
 
 @pytest.fixture(scope="session", autouse=True)

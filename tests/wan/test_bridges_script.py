@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from conftest import write_clip
 from forking_python import quick_python
+from support.media_files import write_clip
 from support.ranks import ranks_environment
 
 from energon_packing.cli.main import cli

@@ -77,6 +77,11 @@ def marked_and_set(config: Any, mark: str, *effects: Effect) -> dict[str, Any]:
     return {entry.name: value for entry, value in values.items() if value != entry.default}
 
 
+def newer_and_unset(config: Any) -> set[str]:
+    """Returns the ``newer`` fields that have their defaults: fingerprints leave them out."""
+    return {*marked(config, "newer")} - {*marked_and_set(config, "newer")}
+
+
 def changing(config: Any, *effects: Effect) -> tuple[str, ...]:
     """Returns the fields of a configuration, or of its class, whose effect is one of these."""
     return tuple(

@@ -19,7 +19,7 @@ import torch
 from energon_packing.chat.prompt_files import template_source
 from energon_packing.chat.template import ChatTemplate, media_texts
 from energon_packing.config import MODALITIES, EncoderConfig, LimitsConfig, Modality, SplitAt, SplitPositions
-from energon_packing.config.setting import entries_of, marked, marked_and_set
+from energon_packing.config.setting import entries_of, newer_and_unset
 from energon_packing.conversation import Conversation
 from energon_packing.encoders.decoding import HasMedia, MediaToDecode, decodable, visual_inputs
 from energon_packing.encoders.fitting import Bounds, Resizer, Settings, beginning, fit
@@ -133,8 +133,7 @@ class ConversationEncoder(SampleEncoder):
             **{
                 name: _value(getattr(config, name))
                 for name, entries in entries_of(config).items()
-                if entries == (name,)
-                and (name not in marked(config, "newer") or name in marked_and_set(config, "newer"))
+                if entries == (name,) and name not in newer_and_unset(config)
             },
             "modality": self.takes,
             "stop_tokens": " ".join(self.template.stops.stops),

@@ -141,7 +141,8 @@ def _way_out(name: str) -> str:
     if name in READERS:
         return "restore the number, make a plan of the rest (energon-packing state convert, docs/resume.md)"
     # A comma would end the element of a list on the command line.
-    return f"restore it, set data.accept_changed=[{json.dumps(name)}] to go on regardless (docs/resume.md)"
+    restore = "install or remove ftfy" if name == "ftfy" else "restore it"
+    return f"{restore}, set data.accept_changed=[{json.dumps(name)}] to go on regardless (docs/resume.md)"
 
 
 def _shown(value: Any) -> str:

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -179,7 +179,9 @@ def too_short(plan: Plan, packs: int | None = None) -> str | None:
 
 def plan_fingerprint(plan: Plan, encoder: Any) -> dict[str, Any]:
     """What a state of a run on a plan must match."""
-    return {"plan": plan.facts.id, **encoder.encoder.fingerprint()}
+    own = {"plan": plan.facts.id, **encoder.encoder.fingerprint()}
+    own.pop("ftfy", None)  # `check_plan` compares it where captions are still read
+    return own
 
 
 def _positions(first: int, step: int, stop: int | None, period: int | None) -> Iterator[int]:
@@ -199,6 +201,7 @@ def loader_of(
     packs_of: Callable[[Any, int], PositionedPacks],
     config: AnyRun,
     *,
+    free: Collection[str] = (),
     rank: int = 0,
     world_size: int = 1,
     split: str | None = None,
@@ -214,7 +217,7 @@ def loader_of(
     Args:
         packs_of: the packs for an encoder and a rank, whatever they are read from.
         config: of the run; encoder and row must be those of the plan.
-        split: must be the plan's own if it is given.
+        free, split: as for `check_plan`.
         rank, world_size, workers, prefetch, task_encoder, data_parallel_group, agree: as for
             `energon_packing.energon.loader.build_loader`.
         evaluation: as for `PlannedLoader`.
@@ -228,7 +231,7 @@ def loader_of(
             f"{plan.path} is a plan of {plan.facts.kind}, but this run reads {kind.name}; name a plan of those."
         )
     encoder = kind.task_encoder(config) if task_encoder is None else task_encoder
-    check_plan(plan, config, encoder, split)
+    check_plan(plan, config, encoder, split, free)
     return PlannedLoader(
         packs_of(encoder, rank),
         rank=rank,
@@ -251,9 +254,10 @@ def loader_of(
     )
 
 
-def check_plan(plan: Plan, config: AnyRun, encoder: Any, split: str | None) -> None:
-    """Compares a run with the plan that it is to read. Raises ConfigError: a setting on which the packs depend differs,
-    and both values are named; or the run does not pack."""
+def check_plan(plan: Plan, config: AnyRun, encoder: Any, split: str | None, free: Collection[str] = ()) -> None:
+    """Compares a run with the plan that it is to read, but for the names of the encoder's fingerprint that are `free`;
+    `split` must be the plan's own if it is given. Raises ConfigError: a setting on which the packs depend differs, and
+    both values are named; or the run does not pack."""
     if type(encoder) is not KINDS.find(plan.facts.kind).encoder_class:
         raise ConfigError(f"{plan.path} is a plan, which holds packs; {type(encoder).__name__} does not read them.")
     splits = {dataset.split for dataset in plan.facts.datasets}
@@ -266,10 +270,11 @@ def check_plan(plan: Plan, config: AnyRun, encoder: Any, split: str | None) -> N
         pair_counts(plan.facts.datasets).check(plan.path, config.packing.pairs)
     own_lengths = measuring_fingerprint(encoder, config)
     for name, before, own in differing_lengths(plan.facts.fingerprint, own_lengths, config):
-        raise ConfigError(
-            f"{plan.path} was made with {name}={before}, but this run has {own}; restore the setting, or measure and "
-            "plan again."
-        )
+        if name not in free:
+            raise ConfigError(
+                f"{plan.path} was made with {name}={before}, but this run has {own}; "
+                f"{'install or remove ftfy' if name == 'ftfy' else 'restore the setting'}, or measure and plan again."
+            )
     length, multiple = plan.facts.decided["seq_length"], int(plan.facts.decided["multiple"])
     if length != config.packing.seq_length:
         raise ConfigError(

@@ -227,12 +227,13 @@ def packed_loader(config: AnyRun, **arguments: Any) -> PlannedLoader:
     """Builds the loader of the packed directory at ``data.path``, whose packs and states are those of the plan that was
     packed; arguments as for `energon_packing.offline.loader.loader_of`."""
     packed = Packed.open(config.data.path)
+    kind = KINDS.find(packed.plan.facts.kind)
 
     def packs_of(encoder: Any, rank: int) -> PositionedPacks:
         check_stored(packed, encoder)
-        return KINDS.find(packed.plan.facts.kind).stored_packs(packed, encoder, rank=rank)
+        return kind.stored_packs(packed, encoder, rank=rank)
 
-    return loader_of(packed.plan, packs_of, config, **arguments)
+    return loader_of(packed.plan, packs_of, config, free=kind.free_when_stored(packed.facts.store), **arguments)
 
 
 def check_stored(packed: Packed, encoder: Any) -> None:

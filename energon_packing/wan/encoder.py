@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from energon_packing.config.setting import newer_and_unset
 from energon_packing.conversation import Media
 from energon_packing.energon.states import settings_of
 from energon_packing.errors import ConfigError, PackingError, SampleRejected
@@ -199,7 +200,11 @@ class TextToVideoEncoder:
     def fingerprint(self) -> dict[str, Any]:
         """Returns what the rows depend on, by name; a loader state saved with another fingerprint is refused."""
         models = {"latent encoder": self.latent_encoder, "caption encoder": self.caption_encoder}
-        return settings_of("encoder", self.config) | {name: model and model.name for name, model in models.items()}
+        settings: dict[str, Any] = dict(settings_of("encoder", self.config))
+        for name in newer_and_unset(self.config):  # states and packs from before them lack them
+            settings.pop(f"encoder.{name}", None)
+        named = {name: model and model.name for name, model in models.items()}
+        return settings | named | getattr(self.caption_encoder, "stated", {})
 
     def measure(self, sample: TextToVideo) -> MeasuredClip:
         """Counts patches and text tokens of a sample, without reading its video or tensors.

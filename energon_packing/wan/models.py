@@ -141,12 +141,14 @@ class T5CaptionEncoder:
             raise ConfigError(f"encoder.text_encoder {path!r} is a {config.model_type}; use umt5 or t5.")
         self._class = "UMT5EncoderModel" if config.model_type == "umt5" else "T5EncoderModel"
         self.width, self.name, self._repaired = int(config.d_model), f"{self._class} {path}", str
+        self.stated: dict[str, str] = {}
+        """Entries of the fingerprint besides the name."""
         try:
             self._repaired = importlib.import_module("ftfy").fix_text
         except ImportError:
             warnings.warn("ftfy is not installed, which diffusers and Bridge repair captions with.", stacklevel=2)
         else:
-            self.name += ", ftfy"
+            self.stated["ftfy"] = "installed"
 
     @functools.cached_property
     def _model(self) -> Any:

@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from energon_packing.config import DataConfig
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data, processor_path
+from energon_packing.wan.config import TextToVideoPackingConfig, TextToVideoRunConfig
+from energon_packing.wan.task_encoder import build_text_to_video_loader
 
 pytest.importorskip("diffusers", reason="Bridge's Wan model needs diffusers")
 pytestmark = pytest.mark.usefixtures("stand_ins")
@@ -54,7 +57,9 @@ def check(monkeypatch, tmp_path):
 
     def run(recipe, data, *words):
         monkeypatch.setattr("sys.path", [*importlib.import_module("sys").path])
-        done = CliRunner().invoke(train.main, [f"bridge_configs.{recipe}", "--check", "--data", data, *words])
+        done = CliRunner().invoke(
+            train.main, [recipe if "." in recipe else f"bridge_configs.{recipe}", "--check", "--data", data, *words]
+        )
         print(done.output)
         return done.exit_code, done.output
 
@@ -89,15 +94,50 @@ def test_so_is_a_row_of_conversations_by_theirs(check, conversations):
     assert (code, f"{wrong} does not take a row" in said) == (2, True)
 
 
-def test_a_model_that_cannot_be_built_here_is_told(check, clips, monkeypatch):
+def test_a_check_leaves_what_the_run_wrote_as_it_was(check, clips, tmp_path):
+    run = tmp_path / "run"
+    config = TextToVideoRunConfig(
+        data=DataConfig(path=clips, workers=0),
+        packing=TextToVideoPackingConfig(seq_length=64, ledger=str(run / "ledger")),
+    )
+    next(iter(build_text_to_video_loader(config)))
+    (run / "metrics").mkdir()
+    (run / "metrics" / "rank0.jsonl").write_text("{}\n")
+
+    def written():
+        return {path: path.is_file() and path.read_bytes() for path in run.rglob("*")}
+
+    before = written()
+    assert len(before) > 3
+    places = [f"dataset.packing.ledger={run}/ledger", f"dataset.metrics.directory={run}/metrics"]
+    places.append(f"checkpoint.save={run}")
+    code, said = check("wan:wan_14b_sft", clips, *places)
+    assert (code, "its step took a row of 128 samples with " in said) == (0, True)
+    assert written() == before
+
+
+def test_a_model_of_uneven_pipeline_stages_is_built_in_one_piece(check, conversations, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    uneven = ["model.pipeline_model_parallel_size=2", "model.num_layers_in_first_pipeline_stage=1"]
+    code, said = check("scripts.launch.tiny:text", conversations, *uneven)
+    assert (code, "its step took a row of" in said) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ImportError("no such kernel"), "without Transformer Engine (ImportError: no such kernel)"),
+        (ValueError("no such size"), "here (ValueError: no such size)"),
+    ],
+)
+def test_a_model_that_cannot_be_built_here_is_told(check, clips, monkeypatch, error, reason):
     from megatron.bridge.diffusion.models.wan.wan_provider import WanModelProvider
 
     def provide(*_, **__):
-        raise ImportError("no such kernel")
+        raise error
 
     monkeypatch.setattr(WanModelProvider, "provide", provide)
     code, said = check("wan:wan_14b_sft", clips)
     assert code == 0
     assert "read a row of 128 samples" in said
-    assert "was not given to its step, because the model cannot be built without" in said
-    assert "ImportError: no such kernel" in said
+    assert f"was not given to its step, because the model cannot be built {reason}" in said

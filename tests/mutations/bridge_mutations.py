@@ -22,6 +22,7 @@ BRIDGE_TRAPS = {
     170: "clips have positions of another clip where ranks share their row",
     171: "a run passes its check whose step cannot read its rows",
     173: "clips that Bridge's own script prepared cannot be trained",
+    175: "a check changes what its run wrote",
 }
 
 NATIVE = "tests/validate/test_rules.py::"
@@ -454,6 +455,20 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
                 "wan/bridge.py",
                 "dataset.encoder.latent_channels, dataset.encoder.text_width = model.in_channels, model.text_dim",
                 "dataset.encoder.text_width = model.text_dim",
+            ),
+        ),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=175,
+        name="a loader that only looks writes the ledger",
+        test="tests/conformance/test_one_batch.py::test_a_check_leaves_what_the_run_wrote_as_it_was",
+        oracle="the bytes of the files before",
+        edits=(
+            (
+                "ledger.py",
+                "    return dataclasses.replace(run, packing=dataclasses.replace(run.packing, ledger=None))",
+                "    return run",
             ),
         ),
         needs_bridge=True,

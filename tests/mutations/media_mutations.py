@@ -20,6 +20,7 @@ MEDIA_TRAPS = {
     76: "transparent images on black",
     77: "settings or control tokens inside a record are ignored",
     172: "captions and frames of clips are others than Bridge prepares, in silence",
+    174: "states and stored packs of clips are refused for what they do not depend on",
 }
 
 LABELS = "tests/encoders/test_encoder_labels.py::"
@@ -395,6 +396,24 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
                 "new_height, new_width = min(height, config.frame_size[0]), min(width, config.frame_size[1])\n",
             ),
         ),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=174,
+        name="a newer setting is in every fingerprint of clips",
+        test="tests/wan/test_offline_clips.py::"
+        "test_states_and_stored_packs_from_before_a_setting_are_read_where_it_has_its_default",
+        oracle="the same files without the setting's name",
+        edits=(("wan/encoder.py", 'settings.pop(f"encoder.{name}", None)', "pass"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=174,
+        name="stored embeddings are refused where ftfy was installed since",
+        test="tests/wan/test_offline_clips.py::"
+        "test_ftfy_may_come_and_go_where_captions_are_stored_as_embeddings[False]",
+        oracle="the packs without it",
+        edits=(("wan/kinds/clips.py", 'free - {"encoder.dtype"} | {"ftfy"}', 'free - {"encoder.dtype"}'),),
         needs_bridge=True,
     ),
 )

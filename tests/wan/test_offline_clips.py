@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import shlex
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -177,6 +179,83 @@ def test_every_way_gives_the_packs_of_the_plan_digest_by_digest(planned, whole, 
     assert first_difference(whole[0], found[0]) is None
     report = verify(VerifyConfig(directory=Path(run.data.path), share=1.0, workers=0))
     assert (report.findings, report.remade) == ((), len(whole))
+
+
+@pytest.fixture
+def repairing(monkeypatch):
+    """Installs an ftfy, or takes it away."""
+
+    def make(installed):
+        monkeypatch.setitem(sys.modules, "ftfy", SimpleNamespace(fix_text=str) if installed else None)
+
+    return make
+
+
+def test_states_and_stored_packs_from_before_a_setting_are_read_where_it_has_its_default(planned, whole, tmp_path):
+    run = packed(planned, tmp_path, "pixels")
+    file = Path(run.data.path) / "packed.json"
+    facts = json.loads(file.read_text())
+    facts["encoder"].pop("encoder.frame_size", None)
+    file.write_text(json.dumps(facts))
+    loader = open_loader(run)
+    next(iter(loader))
+    state = loader.save_state()
+    state["fingerprint"].pop("encoder.frame_size", None)
+    again = open_loader(run)
+    again.restore_state(state)
+    assert digests(again) == digests(whole[1:])
+    other = dataclasses.replace(run, encoder=dataclasses.replace(run.encoder, frame_size=(16, 16)))
+    with pytest.raises(ConfigError, match=r"encoder\.frame_size"):
+        open_loader(other)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_ftfy_may_come_and_go_where_captions_are_stored_as_embeddings(run, tmp_path, repairing, installed):
+    repairing(installed)
+    stored = packed(measured_anew(run, tmp_path), tmp_path, "pixels")
+    loader = open_loader(stored)
+    expected = digests(loader)
+    next(iter(loader := open_loader(stored)))
+    state = loader.save_state()
+    repairing(not installed)
+    again = open_loader(stored)
+    again.restore_state(state)
+    assert digests(again) == expected[1:]
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_plans_and_stored_tokens_are_refused_with_another_ftfy_and_say_what_to_do(run, tmp_path, repairing, installed):
+    repairing(installed)
+    plan = measured_anew(run, tmp_path)
+    paths = plan, packed(plan, tmp_path, "tokens")
+    repairing(not installed)
+    for made in paths:
+        accepting = dataclasses.replace(made, data=dataclasses.replace(made.data, accept_changed=("ftfy",)))
+        for each in (made, accepting):  # a plan is made again, whatever states accept
+            with pytest.raises(ConfigError, match=r"ftfy=.*; install or remove ftfy, or measure and plan again"):
+                open_loader(each)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_state_with_another_ftfy_is_refused_until_it_is_accepted(run, repairing, installed):
+    repairing(installed)
+    next(iter(loader := build_text_to_video_loader(run)))
+    state = loader.save_state()
+    repairing(not installed)
+    with pytest.raises(ConfigError, match=r'ftfy.*; install or remove ftfy, set data\.accept_changed=\["ftfy"\]'):
+        build_text_to_video_loader(run).restore_state(state)
+    accepting = dataclasses.replace(run, data=dataclasses.replace(run.data, accept_changed=("ftfy",)))
+    loader = build_text_to_video_loader(accepting)
+    with pytest.warns(UserWarning, match="ftfy"):
+        loader.restore_state(state)
+    assert next(iter(loader)).keys
+
+
+def measured_anew(run, folder):
+    """The run on a plan of its own."""
+    measure(MeasureConfig(paths=(Path(run.data.path),), out=folder / "index", workers=0), run)
+    make_plan([folder / "index"], run, folder / "plan.parquet")
+    return on(run, folder / "plan.parquet")
 
 
 def rows_of(index):

@@ -144,7 +144,9 @@ def test_embeddings_equal_those_of_diffusers_pipeline_without_its_padding(pipeli
     else:
         with pytest.warns(UserWarning, match="ftfy is not installed"):
             encoder = T5CaptionEncoder(str(pipeline))
-    assert encoder.name.endswith(", ftfy") == repairs  # a state is refused where it was made without, and the reverse
+    assert encoder.stated == (
+        {"ftfy": "installed"} if repairs else {}
+    )  # a state is refused where it was made without, and the reverse
     tools = type("Tools", (), {})()
     tools.tokenizer, tools.text_encoder = encoder._tokenizer, encoder._model
     tools._execution_device, tools.dtype = "cpu", torch.float32

@@ -121,8 +121,9 @@ class Clips(SampleKind):
         return limits.overlong(size)
 
     def free_when_stored(self, store: str) -> set[str]:
-        # Where tensors are stored, so is their dtype.
-        return {f"encoder.{n}" for n in length_free_of(TextToVideoConfig) if store == "tokens" or n != "dtype"}
+        # Where tensors are stored, so is their dtype, and no caption is read.
+        free = {f"encoder.{name}" for name in length_free_of(TextToVideoConfig)}
+        return free if store == "tokens" else free - {"encoder.dtype"} | {"ftfy"}
 
 
 KIND = Clips()

@@ -19,7 +19,9 @@ from unittest import mock
 
 import torch
 
+from energon_packing.config.run import MetricsConfig
 from energon_packing.errors import ConfigError, UserError
+from energon_packing.ledger import without_ledger
 from support import wan_on_cpu
 from support.bridge_cpu import stand_ins, training_run
 
@@ -51,8 +53,9 @@ def feed(container: Any, step: Any, name: str) -> str:
         except Exception as error:
             if not stand_ins.needed():
                 raise
+            where = "without Transformer Engine" if isinstance(error, ImportError) else "here"
             return (
-                f"read {row}; it was not given to {name}, because the model cannot be built without Transformer Engine "
+                f"read {row}; it was not given to {name}, because the model cannot be built {where} "
                 f"({type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no reason'})"
             )
         from megatron.bridge.training.state import GlobalState
@@ -86,7 +89,8 @@ def first_row(container: Any) -> tuple[dict[str, Any], str]:
     }
     dataset.follow(container)
     config = dataset.run_config(dataset.parallel_config(SimpleNamespace(**groups)))
-    config = replace(config, data=replace(config.data, workers=0))
+    # A run that trained, or still does, has its ledger and its metrics.
+    config = without_ledger(replace(config, data=replace(config.data, workers=0), metrics=MetricsConfig()))
     with mock.patch.object(dataset, "_run", None):  # its rules were asked already, with the number of ranks
         pack = next(iter(dataset.make_loader(config)), None)
     if pack is None:
@@ -107,9 +111,13 @@ def hollow(provider: Any) -> Any:
         for field in (f"{name}_model_parallel_size", f"{name}_parallel_size"):
             if hasattr(provider, field):
                 setattr(provider, field, 1)
-    for field in ("sequence_parallel", "perform_initialization", *_KERNELS):
+    stages = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+    for field in ("sequence_parallel", "perform_initialization", *stages, *_KERNELS):
         if hasattr(provider, field):
             setattr(provider, field, False)
+    for field in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
+        if hasattr(provider, field):
+            setattr(provider, field, None)
     provider.expert_tensor_parallel_size = 1
     provider.virtual_pipeline_model_parallel_size = provider.pipeline_model_parallel_layout = None
     provider.use_cpu_initialization = provider.init_model_with_meta_device = True

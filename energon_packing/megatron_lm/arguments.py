@@ -102,6 +102,8 @@ def parse_and_validate_args(
     """
     from megatron.training.arguments import parse_and_validate_args as megatrons
 
+    from energon_packing.validate.run_source import enforce_rules  # which reads this module
+
     def with_ours(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         if extra_args_provider is not None:
             parser = extra_args_provider(parser)
@@ -109,7 +111,7 @@ def parse_and_validate_args(
 
     args = megatrons(with_ours, ignore_unknown_args, {"dataloader_type": "external"} | dict(args_defaults or {}))
     setattr(args, ROW_LENGTH, row_length(args))
-    run_config_of(args)
+    enforce_rules(args, run_config_of(args))
     return args
 
 
@@ -217,9 +219,10 @@ def check_arguments(args: Any) -> None:
             "add --calculate-per-token-loss.",
         ),
         (
-            value("num_experts") and value("cuda_graph_impl") == "transformer_engine",
-            "--cuda-graph-impl transformer_engine bypasses the hooks through which the padding mask reaches the "
-            "experts; remove it.",
+            value("num_experts")
+            and value("cuda_graph_impl") in ("local", "transformer_engine")
+            and "full_iteration" not in (value("cuda_graph_modules") or ()),
+            f"--cuda-graph-impl {value('cuda_graph_impl')} keeps the padding mask from the experts; remove it.",
         ),
         (
             uneven,

@@ -272,17 +272,20 @@ class ArgumentsRun(RunSource):
         return BridgeVerdict(version=None, accepted=None, message="these are arguments of Megatron-LM")
 
 
+_ASSERTED = ("bridge/eval-global-batch-size", "bridge/model-seq-length")
+
+
 def enforce_rules(args: Any, config: RunConfig) -> None:
     """Refuses (`ConfigError`) by what Megatron-LM's own parser made of arguments what ``energon-packing validate``
-    refuses; ``core/`` rules are left to Megatron-Core."""
-    words = ["--packing-seq-length", str(row_length(args))]
+    refuses; ``core/`` rules are left to Megatron-Core, and to that parser what it asserts itself."""
+    words, older = ["--packing-seq-length", str(row_length(args))], {"--cuda-graph-modules": "cuda_graph_scope"}
     for _, name in _arguments():
-        value = getattr(args, name[2:].replace("-", "_"), None)
+        value = getattr(args, name[2:].replace("-", "_"), getattr(args, older.get(name, ""), None))
         if value is not None and value is not False and value != []:
             several = value if isinstance(value, list | tuple) else [] if value is True else [value]
             words += [name, *(str(getattr(each, "name", each)) for each in several)]
     for found in violations(view_of_arguments(words, world_size=getattr(args, "world_size", None), config=config)):
-        if found.finding is not None and found.rule.origin != "core":
+        if found.finding is not None and found.rule.origin != "core" and found.rule.id not in _ASSERTED:
             raise ConfigError(f"{found.finding.why}; {found.finding.fix} (rule {found.rule.id}).")
 
 
@@ -298,13 +301,10 @@ def view_of_arguments(
     fields |= {entry.name: given[name] for entry, name in _arguments() if name in given}
     if "model_seq_length" not in fields:
         raise ConfigError("The arguments do not contain --seq-length, the length of a packed row.")
-    fields |= dict.fromkeys(("dataset_seq_length", "model_seq_length"), row_length(namespace_of(words)))
-    fields.setdefault("global_batch_size", fields.get("micro_batch_size", 1))
+    fields["dataset_seq_length"] = row_length(namespace_of(words))
     fields.setdefault("expert_tensor_parallel", fields.get("tensor_parallel", 1))  # Megatron-Core's own default
-    packing, least = (
-        (config or RunConfig()).packing,
-        {"pipeline_parallel": 1, "expert_parallel": 1, "tp_comm_overlap": 0},
-    )
+    packing = (config or RunConfig()).packing
+    least = {"pipeline_parallel": 1, "expert_parallel": 1, "tp_comm_overlap": 0}
     one_width = any(fields.get(name, alone) > alone for name, alone in least.items())  # as `run_config_of` says
     view = RunView(
         **fields,
@@ -320,7 +320,9 @@ def view_of_arguments(
         step=step or "energon_packing.megatron_lm",
         megatron_core_version=installed_version("megatron-core"),
     )
-    return view.changed(world_size=world_size or view.smallest_world_size)
+    view = view.changed(world_size=world_size or view.smallest_world_size)
+    rows = max(1, view.micro_batch_size * view.data_parallel)  # Megatron-LM's own default
+    return view if "global_batch_size" in fields else view.changed(global_batch_size=rows)
 
 
 _READ_BY_THE_RUN: dict[str, tuple[str, Any]] = {

@@ -114,7 +114,8 @@ class RunView:
     micro_batch_size: int = at(1, bridge="train.", ours="training.", argument=True)
     global_batch_size: int = at(1, bridge="train.", ours="training.", argument=True)
     eval_micro_batch_size: int | None = at(None, bridge="validation.", ours="training.")
-    eval_global_batch_size: int | None = at(None, bridge="validation.", ours="training.")
+    eval_global_batch_size: int | None = at(None, bridge="validation.", ours="training.", argument=True)
+    decrease_batch_size_if_needed: bool = at(False, bridge="train.", argument=True)
     dataset_micro_batch_size: int | None = at(None, bridge="dataset.micro_batch_size", ours="training.micro_batch_size")
     """The data set's own micro-batch size if it has one (Energon); None if it follows the trainer."""
     do_validation: bool = at(True, bridge="dataset.")

@@ -120,7 +120,7 @@ def test_megatron_lm_arguments_are_judged_after_two_dashes_and_from_a_file(tmp_p
     answer = json.loads(result.stdout)
     assert (result.exit_code, answer["kind"]) == (0, "Megatron-LM arguments")
     assert (answer["resolved"]["alignment_multiple"], answer["resolved"]["global_batch_size"]) == (4, 8)
-    of_images = ARGUMENTS.replace("4096", "577 --dataloader-seq-length 4096")  # of a vision script
+    of_images = ARGUMENTS.replace("4096", "576 --dataloader-seq-length 4096")  # of a vision script
     answer = json.loads(run("--world-size", "8", "--json", "--no-data", "--", *of_images.split()).stdout)
     assert (answer["valid"], answer["resolved"]["seq_length"]) == (True, 4096)
     file = tmp_path / "arguments.txt"

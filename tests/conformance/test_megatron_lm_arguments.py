@@ -319,7 +319,6 @@ def judged(tmp_path, monkeypatch):
         said = []
         try:
             args = parse_and_validate_args(extra)
-            enforce_rules(args, run_config_of(args))  # as the data provider does
         except ConfigError as error:
             said.append(str(error))
         told = CliRunner().invoke(
@@ -334,7 +333,8 @@ def judged(tmp_path, monkeypatch):
             if each["verdict"] == "error"
         ]
         assert said == (looks or rules)[:1]
-        assert said or row_length(args) == answer["resolved"]["seq_length"]
+        taken = ("seq_length", row_length), ("global_batch_size", lambda args: args.global_batch_size)
+        assert said or all(answer["resolved"][name] == of(args) for name, of in taken)
         return said, answer["resolved"]["seq_length"]
 
     return judge
@@ -358,7 +358,8 @@ def judged(tmp_path, monkeypatch):
         ("{}", f"{EXPERTS} aux_loss --expert-model-parallel-size 2 --moe-expert-capacity-factor 1", False),
         ("{}", f"{ONE_STAGE} --context-parallel-size 2 --cp-comm-type p2p p2p p2p p2p", False),
         ("{}", f"{ONE_STAGE} --context-parallel-size 2 --cp-comm-type p2p p2p", True),
-        ("{}", f"{ONE_STAGE} --cuda-graph-impl local", True),
+        ("{}", f"{ONE_STAGE} --cuda-graph-impl local", False),
+        ("{}", f"{ONE_STAGE} --cuda-graph-impl local {EXPERTS} aux_loss", True),
         ("{}", "--cuda-graph-impl transformer_engine --cuda-graph-modules attn", True),
         ("{}", "--cuda-graph-impl transformer_engine --cuda-graph-modules mlp", False),
         ("{}", "--attention-backend unfused", False),
@@ -366,11 +367,48 @@ def judged(tmp_path, monkeypatch):
         ("{}", f"{ONE_STAGE} --tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap", False),
         ("{}", f"{ONE_STAGE} --tensor-model-parallel-size 2 --sequence-parallel", False),
         ("{}", f"{ONE_STAGE} --tensor-model-parallel-size 2 --sequence-parallel --dataloader-seq-length 1023", False),
+        ("{}", f"{ONE_STAGE} --context-parallel-size 2 --dataloader-seq-length 1021", False),
+        ("{}", "--global-batch-size 5 --decrease-batch-size-if-needed --eval-global-batch-size 2", False),
+        ("{}", "--eval-global-batch-size 2", False),
     ],
 )
 def test_validate_refuses_the_arguments_that_the_run_refuses_with_megatron_lms_own_parser(judged, text, more, refused):
     errors, _ = judged(text, [*COMMON, "--global-batch-size", "4", *PARSED.split(), *more.split()])
     assert bool(errors) is refused
+
+
+@pytest.mark.parametrize("more", ["", "--step-batch-size-schedule 0:2"])
+def test_without_a_global_batch_the_run_and_validate_take_a_micro_batch_of_each_replica(judged, more):
+    at = COMMON.index("--global-batch-size")
+    assert judged("{}", [*COMMON[:at], *COMMON[at + 2 :], *PARSED.split(), *more.split()])[0] == []
+
+
+@pytest.mark.parametrize(
+    ("more", "said", "rule"),
+    [
+        ("--eval-global-batch-size 3", "eval_global_batch_size", "bridge/eval-global-batch-size"),
+        ("--global-batch-size 5 --decrease-batch-size-if-needed", "eval_glob", "bridge/eval-global-batch-size"),
+        (f"{ONE_STAGE} --context-parallel-size 2 --seq-length 510", "seq-length", "bridge/model-seq-length"),
+    ],
+)
+def test_what_megatron_lms_own_parser_asserts_of_batches_and_lengths_is_an_error_of_validate(judged, more, said, rule):
+    words = [*COMMON, "--global-batch-size", "4", *PARSED.split(), *more.split()]
+    with pytest.raises(AssertionError, match=said):
+        judged("{}", words)
+    told = CliRunner().invoke(cli, ["validate", "--no-data", "--no-bridge", "--json", "--world-size=4", "--", *words])
+    errors = [each["rule"] for each in json.loads(told.stdout)["rules"] if each["verdict"] == "error"]
+    assert errors == [rule]
+
+
+def test_the_older_name_of_what_graphs_capture_is_read_too(arguments):
+    def judge(module):
+        graphs = {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": [SimpleNamespace(name=module)]}
+        args = arguments("packing: {pad_to_max_length: true}", **graphs)
+        enforce_rules(args, run_config_of(args))
+
+    judge("mlp")
+    with pytest.raises(ConfigError, match="bridge/graphs-need-fixed-boundaries"):
+        judge("attn")
 
 
 ROWS = {

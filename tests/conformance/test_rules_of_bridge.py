@@ -219,6 +219,7 @@ NEVER_ALONE = {
             "ours/fp8-attention",
             "ours/deterministic-delta-net",
             "ours/overlap-needs-one-width",
+            "ours/packed-once",
         ),
         "drawn runs have none of the settings; see test_rules",
     ),

@@ -325,6 +325,74 @@ MEGATRON_LM_MUTATIONS: tuple[Mutation, ...] = (
         needs_bridge=True,
     ),
     Mutation(
+        trap=182,
+        name="rules are asked only after the model is built",
+        test=ARGUMENTS + "test_validate_refuses_the_arguments_that_the_run_refuses_with_megatron_lms_own_parser",
+        oracle="the verdict of validate on the same arguments",
+        edits=(
+            ("megatron_lm/arguments.py", "    enforce_rules(args, run_config_of(args))", "    run_config_of(args)"),
+        ),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=182,
+        name="the batch of the evaluation is taken to be that of the training",
+        test=ARGUMENTS + "test_what_megatron_lms_own_parser_asserts_of_batches_and_lengths_is_an_error_of_validate",
+        oracle="Megatron-LM's own parser on the same arguments",
+        edits=(
+            (
+                "validate/run_view.py",
+                'eval_global_batch_size: int | None = at(None, bridge="validation.", ours="training.", argument=True)',
+                'eval_global_batch_size: int | None = at(None, bridge="validation.", ours="training.")',
+            ),
+        ),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=182,
+        name="the length of rows is judged as if it were --seq-length",
+        test=ARGUMENTS + "test_validate_refuses_the_arguments_that_the_run_refuses_with_megatron_lms_own_parser",
+        oracle="Megatron-LM's own parser on the same arguments",
+        edits=(
+            (
+                "validate/run_source.py",
+                '    fields["dataset_seq_length"] = row_length(',
+                '    fields["dataset_seq_length"] = fields["model_seq_length"] = row_length(',
+            ),
+        ),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=182,
+        name="one replica's micro-batch is taken for the global batch",
+        test=ARGUMENTS + "test_without_a_global_batch_the_run_and_validate_take_a_micro_batch_of_each_replica",
+        oracle="Megatron-LM's own parser on the same arguments",
+        edits=(("validate/run_source.py", "view.micro_batch_size * view.data_parallel)", "view.micro_batch_size)"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=182,
+        name="Megatron-Core's own graphs of layers are refused as Bridge refuses them",
+        test=ARGUMENTS + "test_validate_refuses_the_arguments_that_the_run_refuses_with_megatron_lms_own_parser",
+        oracle="Megatron-Core, which compares every input of a replay with the captured ones",
+        edits=(
+            (
+                "validate/rules/packing.py",
+                'view.cuda_graph_impl != "none" and view.source != "argument",',
+                'view.cuda_graph_impl != "none",',
+            ),
+        ),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=182,
+        name="the older name of what graphs capture is overlooked",
+        test=ARGUMENTS + "test_the_older_name_of_what_graphs_capture_is_read_too",
+        oracle="the argument's older name",
+        edits=(("validate/run_source.py", '{"--cuda-graph-modules": "cuda_graph_scope"}', "{}"),),
+        needs_bridge=True,
+    ),
+    Mutation(
         trap=183,
         name="a row carries its mask for vision models only",
         test=FAMILIES

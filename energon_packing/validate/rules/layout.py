@@ -22,6 +22,7 @@ from energon_packing.validate.run_view import RunView, smallest_world_size
     order=1010,
     checks="the global batch divides over the replicas",
     place="megatron.core.num_microbatches_calculator",
+    applies=lambda view: not view.decrease_batch_size_if_needed,
     sources=(core("num_microbatches_calculator.py", "is not divisible by micro batch size"),),
 )
 def _global_batch(view: RunView) -> Finding | None:

@@ -116,7 +116,7 @@ _local_graphs = bridges_rule(
     id="bridge/local-graphs-of-iterations",
     order=210,
     checks="local CUDA graphs hold a whole iteration",
-    applies=lambda view: view.cuda_graph_impl != "none",
+    applies=lambda view: view.cuda_graph_impl != "none" and view.source != "argument",  # Core's own compare all inputs
     holds=lambda view: not view.local_layer_graph,
     bridge_says=('cuda_graph_impl="local" only for',),
     why="cuda_graph_impl is 'local' without full_iteration: Bridge captures less than an iteration with "

@@ -183,7 +183,8 @@ _same_seq_length = data_set_rule(
     id="bridge/same-seq-length",
     order=360,
     checks="model and data set have one seq_length",
-    applies=lambda view: view.dataset_kind in _SIZED,
+    # `--seq-length` is the vision encoder's where rows have an argument of their own.
+    applies=lambda view: view.dataset_kind in _SIZED and view.source != "argument",
     holds=lambda view: view.model_seq_length == view.dataset_seq_length,
     bridge_says=("Please ensure sequence length configuration in model config and",),
     why=lambda view: f"the model's seq_length is {view.model_seq_length}, the data set's is {view.dataset_seq_length}",

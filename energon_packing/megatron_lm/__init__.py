@@ -22,11 +22,12 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from energon_packing.megatron_lm.arguments import add_energon_packing_args, parse_and_validate_args, run_config_of
+    from energon_packing.megatron_lm.arguments import add_energon_packing_args, run_config_of
     from energon_packing.megatron_lm.dataloader import (
         PackDataloader,
         StageBatch,
         get_batch,
+        parse_and_validate_args,
         train_valid_test_datasets_provider,
     )
     from energon_packing.megatron_lm.gpt import loss_func

@@ -7,7 +7,7 @@ judge two different layouts.
 
 import argparse
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -86,33 +86,6 @@ def add_energon_packing_args(parser: argparse.ArgumentParser) -> argparse.Argume
             "--dataloader-save", metavar="DIR", help="where checkpoints put the loader's state (default: SAVE/energon)"
         )
     return parser
-
-
-def parse_and_validate_args(
-    extra_args_provider: Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None = None,
-    ignore_unknown_args: bool = False,
-    args_defaults: Mapping[str, Any] | None = None,
-) -> Any:
-    """Megatron-LM's function of this name, with our argument group and our checks.
-
-    ``--dataloader-type`` is ``external`` unless it is given.
-
-    Raises:
-        ConfigError: arguments that cannot work with packed rows; raised before any process group exists.
-    """
-    from megatron.training.arguments import parse_and_validate_args as megatrons
-
-    from energon_packing.validate.run_source import enforce_rules  # which reads this module
-
-    def with_ours(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        if extra_args_provider is not None:
-            parser = extra_args_provider(parser)
-        return add_energon_packing_args(parser)
-
-    args = megatrons(with_ours, ignore_unknown_args, {"dataloader_type": "external"} | dict(args_defaults or {}))
-    setattr(args, ROW_LENGTH, row_length(args))
-    enforce_rules(args, run_config_of(args))
-    return args
 
 
 def _length_argument(args: Any) -> str:

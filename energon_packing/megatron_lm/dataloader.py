@@ -1,5 +1,6 @@
 """An external data loader for Megatron-LM: training, validation and test iterators of packs, with a savable state."""
 
+import argparse
 import os
 import weakref
 from collections.abc import Callable, Mapping
@@ -18,7 +19,7 @@ from energon_packing.energon.replica_reader import OneReader
 from energon_packing.energon.states import read_state
 from energon_packing.errors import ConfigError, PackingError
 from energon_packing.ledger import ledger_apart
-from energon_packing.megatron_lm.arguments import run_config_of
+from energon_packing.megatron_lm.arguments import ROW_LENGTH, add_energon_packing_args, row_length, run_config_of
 from energon_packing.offline.data_paths import has_global_packs
 from energon_packing.offline.open_loader import open_packs, packs_of_steps, refuse_short_plan
 from energon_packing.thd.batch import PackedBatch, packed_seq_params, widened
@@ -263,6 +264,31 @@ def saved_state(args: Any, *, data_parallel_rank: int | None) -> Any:
         missing="the world size or --dataloader-save differs from the run that saved it, or the model was copied "
         "without it. Give --packing-restart-data to start the data over.",
     )
+
+
+def parse_and_validate_args(
+    extra_args_provider: Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None = None,
+    ignore_unknown_args: bool = False,
+    args_defaults: Mapping[str, Any] | None = None,
+) -> Any:
+    """Megatron-LM's function of this name, with our argument group and our checks.
+
+    ``--dataloader-type`` is ``external`` unless it is given.
+
+    Raises:
+        ConfigError: arguments that cannot work with packed rows; raised before any process group exists.
+    """
+    from megatron.training.arguments import parse_and_validate_args as megatrons
+
+    def with_ours(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        if extra_args_provider is not None:
+            parser = extra_args_provider(parser)
+        return add_energon_packing_args(parser)
+
+    args = megatrons(with_ours, ignore_unknown_args, {"dataloader_type": "external"} | dict(args_defaults or {}))
+    setattr(args, ROW_LENGTH, row_length(args))
+    enforce_rules(args, run_config_of(args))
+    return args
 
 
 def train_valid_test_datasets_provider(

@@ -14,10 +14,14 @@ from energon_packing.errors import ConfigError, PackingError
 from energon_packing.megatron_lm.arguments import (
     NO_SCHEDULE_PLAN,
     add_energon_packing_args,
-    parse_and_validate_args,
     run_config_of,
 )
-from energon_packing.megatron_lm.dataloader import StageBatch, get_batch, train_valid_test_datasets_provider
+from energon_packing.megatron_lm.dataloader import (
+    StageBatch,
+    get_batch,
+    parse_and_validate_args,
+    train_valid_test_datasets_provider,
+)
 from energon_packing.thd.rotary import repair_rotary
 from energon_packing.thd.routers import experts_read_masks
 

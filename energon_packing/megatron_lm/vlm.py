@@ -19,8 +19,13 @@ import torch
 
 from energon_packing.encoders.encoder import innermost
 from energon_packing.errors import ConfigError, PackingError
-from energon_packing.megatron_lm.arguments import add_energon_packing_args, parse_and_validate_args, run_config_of
-from energon_packing.megatron_lm.dataloader import StageBatch, get_batch, train_valid_test_datasets_provider
+from energon_packing.megatron_lm.arguments import add_energon_packing_args, run_config_of
+from energon_packing.megatron_lm.dataloader import (
+    StageBatch,
+    get_batch,
+    parse_and_validate_args,
+    train_valid_test_datasets_provider,
+)
 from energon_packing.megatron_lm.gpt import inputs_of, loss_func, read
 
 __all__ = [

@@ -330,7 +330,7 @@ MEGATRON_LM_MUTATIONS: tuple[Mutation, ...] = (
         test=ARGUMENTS + "test_validate_refuses_the_arguments_that_the_run_refuses_with_megatron_lms_own_parser",
         oracle="the verdict of validate on the same arguments",
         edits=(
-            ("megatron_lm/arguments.py", "    enforce_rules(args, run_config_of(args))", "    run_config_of(args)"),
+            ("megatron_lm/dataloader.py", "    enforce_rules(args, run_config_of(args))", "    run_config_of(args)"),
         ),
         needs_bridge=True,
     ),

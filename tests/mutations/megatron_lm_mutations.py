@@ -189,7 +189,7 @@ MEGATRON_LM_MUTATIONS: tuple[Mutation, ...] = (
         trap=163,
         name="without a look at the data, arguments that the run refuses are valid",
         test="tests/conformance/test_megatron_lm_arguments.py::"
-        "test_validate_refuses_the_arguments_that_the_run_refuses_with_megatron_lms_own_parser[{}---full-validation]",
+        "test_validate_refuses_the_arguments_that_the_run_refuses_with_megatron_lms_own_parser[{}---full-validation-True]",
         oracle="`parse_and_validate_args` of Megatron-LM, as the run calls it",
         edits=(("cli/validate.py", "if data or reads.problem else None", "if data else None"),),
         needs_bridge=True,

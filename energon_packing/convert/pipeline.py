@@ -120,6 +120,8 @@ class Auditing:
     ``scratch`` is the working directory, which all workers see, ``journal`` that of checked media.
     """
 
+    queued = 2
+
     def __init__(self, config: ConvertConfig, scratch: Path, journal: Path) -> None:
         self._config, self._scratch, self._journal = config, scratch, journal
         self._spool: BinaryIO | None = None

@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -195,6 +195,7 @@ class Writing:
     """A `energon_packing.executors.work.Work`: writes pieces of shards, each with its directory. ``scratch`` is where
     the files that hold the records are, see `spool_file`."""
 
+    queued: ClassVar = 2
     scratch: Path
 
     def begin(self) -> None:

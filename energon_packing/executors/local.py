@@ -9,24 +9,28 @@ import pickle
 import signal
 import sys
 import traceback
+from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from energon_packing.executors.work import Attempt, Attempts, CallingProcess, Executor, ExecutorEntry, Results, Work
 
 _PR_SET_PDEATHSIG = 1
+_SMALL = 1 << 14
+"""Bytes of a task that fits into a pipe's buffer, so that sending it never waits for a worker that sends a result."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Worker:
-    """A process, our end of its pipe, and the task that it has."""
+    """A process, our end of its pipe, and the tasks that it has: the first is being done."""
 
     process: BaseProcess
     connection: Connection
-    attempt: Attempt[Any] | None = None
+    given: deque[Attempt[Any]] = field(default_factory=deque)
 
     def how_it_ended(self) -> str:
         """Waits for its end."""
@@ -54,20 +58,20 @@ class LocalProcesses:
             while True:
                 self._give_out(attempts, work, workers)
                 yield from done  # while the workers go on
-                busy = {worker.connection: worker for worker in workers if worker.attempt is not None}
+                busy = {worker.connection: worker for worker in workers if worker.given}
                 if not (busy or done):
                     return
                 done = []
                 for connection in wait(list(busy)) if busy else ():
                     worker = busy[connection]  # type: ignore[index]
-                    attempt, worker.attempt = worker.attempt, None
-                    assert attempt is not None, "only busy workers are waited for"
+                    attempt = worker.given.popleft()
                     try:
                         kind, value = worker.connection.recv()
                     except (EOFError, OSError):
                         workers.remove(worker)
                         worker.connection.close()
                         attempts.died(attempt, worker.how_it_ended())
+                        attempts.give_back(*worker.given)
                         continue
                     if kind == "failed":
                         raise value
@@ -81,13 +85,23 @@ class LocalProcesses:
                 worker.process.join()
 
     def _give_out(self, attempts: Attempts[Any], work: Work[Any, Any], workers: list[_Worker]) -> None:
-        """Gives a task to every worker that has none; new workers are started as long as there are tasks for them."""
-        free = [worker for worker in workers if worker.attempt is None]
-        while (free or len(workers) < self._count) and (attempt := attempts.take()) is not None:
-            worker = free.pop() if free else _started(work, workers)
-            worker.attempt = attempt
+        """Gives every worker as many tasks as the work allows; new workers are started as long as there are tasks."""
+        while True:
+            worker = min(workers, key=lambda each: len(each.given), default=None)
+            if len(workers) < self._count and (worker is None or worker.given):
+                worker = None
+            held = 0 if worker is None else len(worker.given)
+            attempt = attempts.take() if held < getattr(work, "queued", 1) else None
+            if attempt is None:
+                return
+            message = ForkingPickler.dumps(attempt.task)
+            if held and len(message) > _SMALL:
+                attempts.give_back(attempt)
+                return
+            worker = worker or _started(work, workers)
+            worker.given.append(attempt)
             with contextlib.suppress(OSError):  # it died while it was idle, as reading from it will show
-                worker.connection.send(attempt.task)
+                worker.connection.send_bytes(message)
 
 
 def _started(work: Work[Any, Any], workers: list[_Worker]) -> _Worker:

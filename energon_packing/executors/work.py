@@ -28,6 +28,9 @@ class Work[Task, Result](Protocol):
     Forked processes inherit it as it is, and other machines get it pickled. Tasks and results are pickled, too, and
     should be small: names and counts, not data. A worker may be killed at any moment and its task done again by
     another, so a task writes whole files or none, and the same ones each time.
+
+    If it has an attribute ``queued``, a process of this machine may have so many tasks at once: the next one is there
+    when the first is done. More than 1 is for short tasks, as the last may wait for a worker while others have none.
     """
 
     def begin(self) -> None:
@@ -101,6 +104,10 @@ class Attempts[Task]:
         for task in self._new:
             return None if task is NOT_YET else Attempt(task)
         return None
+
+    def give_back(self, *attempts: Attempt[Task]) -> None:
+        """Takes back tasks that no worker began; they are given out first, in this order."""
+        self._again.extendleft(reversed(attempts))
 
     def died(self, attempt: Attempt[Task], how: str) -> None:
         """Notes that a worker died at a task (``how``: ``was killed by SIGKILL``), which the second one gives up."""

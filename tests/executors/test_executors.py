@@ -128,6 +128,15 @@ def test_tasks_are_taken_when_workers_are_free_and_a_closed_iterator_ends_them(e
     assert ended(process)
 
 
+def test_a_task_that_waits_behind_another_is_done_once_whatever_happens_to_its_worker(tmp_path):
+    words = {1: "slow", 2: "dies once", 5: "dies once", 6: "large" * 100_000, 7: "large" * 100_000, 9: "dies once"}
+    work = Squares(tmp_path)
+    work.queued = 2
+    found = list(LocalProcesses(2).results([(number, words.get(number, "")) for number in range(12)], work))
+    assert sorted((task[0], value) for task, (value, _) in found) == [(n, n * n) for n in range(12)]
+    assert attempts(tmp_path) == {n: 2 if words.get(n) == "dies once" else 1 for n in range(12)}
+
+
 def test_results_in_order_wait_for_a_slow_first_task_with_a_bounded_number_of_others(tmp_path):
     words = {0: "slow", 4: "dies once", 11: "slow"}
     taken = []

@@ -83,6 +83,13 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
         ),
     ),
     Mutation(
+        trap=104,
+        name="a task that waited behind the one at which a worker died is lost",
+        test=EXECUTORS + "test_a_task_that_waits_behind_another_is_done_once_whatever_happens_to_its_worker",
+        oracle="the numbers squared",
+        edits=(("executors/local.py", "                        attempts.give_back(*worker.given)\n", ""),),
+    ),
+    Mutation(
         trap=145,
         name="padding lies between samples although it is to end them",
         test="tests/energon/test_rows_of_packs.py::test_padding_ends_its_sample_unless_between_is_asked_for",

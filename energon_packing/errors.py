@@ -6,8 +6,12 @@
 """
 
 import errno
+import os
+import sqlite3
+import sys
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
+from multiprocessing.process import parent_process
 from typing import Any, Literal
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -29,7 +33,8 @@ def some_of(names: Sequence[object], most: int) -> str:
 def fault_of(error: OSError) -> Literal["disk", "file", "store"]:
     """Returns what an error is about: this machine's disk, which takes no more; the one file, which another try does
     not give and which is the sample's fault; else the store, which may answer later and says nothing of the sample."""
-    return "disk" if error.errno in _DISK else "file" if error.errno in _FILE else "store"
+    of_file = error.errno in _FILE or isinstance(error, FileNotFoundError)  # that of a client has no number
+    return "disk" if error.errno in _DISK else "file" if of_file else "store"
 
 
 def is_machines(error: BaseException) -> bool:
@@ -80,34 +85,100 @@ class PackingError(RuntimeError):
 
 PAUSES = (0.1, 0.4, 1.6)
 """Seconds before the second, third and fourth try."""
+LATER_PAUSE = 5.0  # seconds before each further try of a patient read
 
-_failing: set[Hashable] = set()
+_patience: float | None = None
 
 
-def read_again[T](place: Hashable, read: Callable[[], T], forget: Callable[[], None] | None = None) -> T:
-    """Returns what ``read`` returns; after a failure of the store or of memory, on another try.
+class StoreAway(UserError):
+    """A store could not be read for as long as ``data.storage_patience`` says. It says nothing of any sample."""
+
+
+def be_patient(seconds: float | None) -> None:
+    """Sets how long each read of this process, and of those that it forks from now on, waits for its store
+    (``data.storage_patience``); None ends it after `PAUSES`, as in commands that go on where they stopped."""
+    global _patience
+    _patience = seconds
+
+
+def patience() -> float:
+    """Seconds that a read may wait longer than `PAUSES`."""
+    return _patience or 0.0
+
+
+def read_again[T](place: object, read: Callable[[], T], forget: Callable[[], None] | None = None) -> T:
+    """Returns what ``read`` returns; after a failure of a store or of memory, on another try.
 
     Args:
-        place: of the file. Where the last read failed after all tries, only one is made until one succeeds, so a shard
-            that is gone for good costs its pauses once and not for every sample.
+        place: what is read, for the sentences.
         forget: called after each failure; closes what may be in any state.
 
     Raises:
-        OSError, MemoryError: of the last try. Other errors, and those that will not go away, are raised at once.
+        StoreAway: the store failed for longer than a patient read waits (`be_patient`).
+        OSError, MemoryError: of the last try, where nobody is patient, or of the first, where another one does not
+            help. Errors of multistorageclient and SQLite are among them (`_of_system`). Others are raised at once.
     """
-    pauses = iter(() if place in _failing else PAUSES)
+    began, told, tries = time.monotonic(), False, 0
     while True:
         try:
-            value = read()
+            value = _of_system(read)
         except (OSError, MemoryError) as error:
             if forget is not None:
                 forget()
-            if isinstance(error, OSError) and fault_of(error) != "store":
-                raise
-            if (pause := next(pauses, None)) is None:
-                _failing.add(place)
-                raise
+            waited, longest = time.monotonic() - began, _patience if _is_away(error) else None
+            pause = PAUSES[tries] if tries < len(PAUSES) else LATER_PAUSE
+            if longest is None:
+                if tries == len(PAUSES) or (isinstance(error, OSError) and fault_of(error) != "store"):
+                    raise
+            else:
+                why = getattr(error, "strerror", None) or error
+                if waited >= longest:
+                    raise StoreAway(
+                        f"{place} could not be read for {waited:.0f} s ({why}), longer than data.storage_patience. No "
+                        "sample was dropped for it: see to the storage, and continue from the last checkpoint."
+                    ) from error
+                if not told and (tries >= len(PAUSES) or waited > sum(PAUSES)):  # no warning: Python gives those once
+                    print(f"{place} cannot be read ({why}); waiting up to {longest:g} s.", file=sys.stderr, flush=True)
+                    told = True
+                pause = min(pause, longest - waited)
             time.sleep(pause)
+            if (parent := parent_process()) is not None and not parent.is_alive():  # nobody waits for this worker
+                os._exit(1)
+            tries += 1
         else:
-            _failing.discard(place)
+            if told:
+                print(f"{place} is read again after {time.monotonic() - began:.0f} s.", file=sys.stderr, flush=True)
             return value
+
+
+def _of_system[T](read: Callable[[], T]) -> T:
+    """Calls ``read``. Its errors become the system's if they are a store's: multistorageclient's ``RetryableError`` is
+    neither an ``OSError`` nor a ``RuntimeError``, as its others are; its files hide them in an ``OSError`` without
+    number. SQLite has its own."""
+    try:
+        return read()
+    except Exception as error:
+        cause: BaseException = error
+        while type(cause) in (OSError, RuntimeError) and getattr(cause, "errno", None) is None and cause.__cause__:
+            cause = cause.__cause__
+        if isinstance(cause, sqlite3.Error):
+            of_store = getattr(cause, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)
+        else:
+            of_store = cause is not error or type(error).__name__ == "RetryableError"
+        if not of_store:
+            raise
+        code = errno.ENOENT if isinstance(cause, FileNotFoundError) else getattr(cause, "errno", None) or errno.EIO
+        raise OSError(code, " ".join(str(error).split())[:300]) from error
+
+
+def _is_away(error: OSError | MemoryError) -> bool:
+    """Whether the store is away, not the one file: also if that is not there and its directory is gone or empty, as
+    where a file system is not mounted."""
+    if isinstance(error, FileNotFoundError | NotADirectoryError) and os.path.isabs(str(error.filename)):
+        try:
+            return not os.listdir(os.path.dirname(error.filename))
+        except OSError:
+            return True
+    if isinstance(error, OSError) and error.errno is not None:
+        return fault_of(error) == "store"
+    return isinstance(error, TimeoutError | ConnectionError | PermissionError)  # of a client; 403, keys that ran out

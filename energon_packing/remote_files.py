@@ -225,13 +225,9 @@ def _ask[Found](address: str, do: Callable[[Any, str], Found]) -> Found:
             client, path = multistorageclient.resolve_storage_client(address)
         except (ValueError, ImportError) as error:  # its configuration, or a package of one kind of store
             raise UserError(f"{address} cannot be used: {' '.join(str(error).split())}") from error
-        try:
-            return do(client, path)
-        except RuntimeError as error:  # an error of the system; its own kind if the store is a file system
-            code = getattr(error.__cause__, "errno", None) or errno.EIO
-            raise OSError(code, " ".join(str(error).split())[:300]) from error
+        return do(client, path)
 
-    return read_again(address.rpartition("/")[0], tried)
+    return read_again(address, tried)
 
 
 def _described(there: Any) -> RemoteFile:
@@ -247,7 +243,8 @@ def metadata_text(root: Path, name: str) -> str:
     """A file in the ``.nv-meta`` of a data set, here or in a store. Raises ``OSError``, ``ValueError``: it cannot be
     read."""
     address = remote_address(root)
-    return ((root / _META / name).read_bytes() if address is None else read(f"{address}/{_META}/{name}")).decode()
+    file = root / _META / name
+    return (read_again(file, file.read_bytes) if address is None else read(f"{address}/{_META}/{name}")).decode()
 
 
 def index_file(root: Path) -> Path:

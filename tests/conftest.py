@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, settings
 
 from energon_packing.config import EncoderConfig
 from energon_packing.demo import processor_path
+from energon_packing.errors import be_patient
 
 # No test is judged by the clock: a busy machine must not turn a property red.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -121,6 +122,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return (1 if any(item.path.is_relative_to(name) for name in forking) else 2), place
 
     items.sort(key=turn)
+
+
+@pytest.fixture(autouse=True)
+def impatient() -> Iterator[None]:
+    """No test waits for a store because an earlier one made a loader in this process."""
+    yield
+    be_patient(None)
 
 
 def leave_no_watchdogs() -> None:

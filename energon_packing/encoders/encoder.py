@@ -355,11 +355,12 @@ class ConversationEncoder(SampleEncoder):
         if not measured.plans:
             return {"visual_inputs": {}}
         _ = self.family.pixel_forms  # compared with the processor once here, and not in every child
-        if not self.config.decode_in_child:
-            return self.joining_fields() | self._make_pixels(measured, read)
         needed = MediaToDecode(media=measured.media, plans=measured.plans, settings=measured.settings)
         files = functools.cache(read)
-        if needed.is_plain(files):
+        for name in needed.file_names():  # now, since to wait for a store is no decoding
+            with contextlib.suppress(KeyError, OSError):
+                files(name)
+        if not self.config.decode_in_child or needed.is_plain(files):
             return self.joining_fields() | self._make_pixels(measured, files)
         return self.joining_fields() | self._decoding(needed, files, needed.file_names())
 

@@ -39,6 +39,7 @@ def guard_shards(dataset: Any, *, go_on: bool) -> None:
             else the run ends with the name of the shard.
     """
     for reader in {id(reader): reader for reader in _readers(dataset)}.values():
+        reader._get_itar_sample_pointer = functools.partial(_find, reader, reader._get_itar_sample_pointer)
         reader._get_item_by_sample_pointer = functools.partial(
             _read, reader, reader._get_item_by_sample_pointer, go_on=go_on
         )
@@ -51,6 +52,16 @@ def refuse_unreadable(record: bytes) -> None:
         raise SampleRejected(REASON, record[len(_MARK) :].decode("utf-8", "replace"))
 
 
+def _find(reader: Any, find: Any, index: Any) -> Any:
+    """Where a sample lies, by the index beside its shard."""
+
+    def forget() -> None:
+        for cache in (getattr(reader, "cached_offset_reader", None), reader):
+            getattr(cache, "tar_index_reader_cache", getattr(cache, "index_reader_cache", {})).clear()
+
+    return read_again(reader.base_path, lambda: find(index), forget)
+
+
 def _read(reader: Any, read: Any, pointer: Any, restore_index: Any, *others: Any, go_on: bool, **named: Any) -> Any:
     place = reader.tar_filepaths[pointer.tar_file_id]
 
@@ -58,7 +69,7 @@ def _read(reader: Any, read: Any, pointer: Any, restore_index: Any, *others: Any
         reader.itar_files_cache.pop(pointer.tar_file_id, None)
 
     try:
-        found = read_again(str(place), lambda: read(pointer, restore_index, *others, **named), forget)
+        found = read_again(place, lambda: read(pointer, restore_index, *others, **named), forget)
         forget_members(reader)
         return found
     except (OSError, ValueError, EOFError, tarfile.TarError) as error:

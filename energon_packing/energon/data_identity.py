@@ -21,6 +21,7 @@ import yaml
 
 from energon_packing.conversation import PairCounts
 from energon_packing.convert.layout import INFO_FILE, META_DIRECTORY, counted_pairs, dataset_entry
+from energon_packing.errors import is_machines
 from energon_packing.plain_yaml import MOST_OF_DATA, load_yaml
 
 HEADER_BYTES = 512
@@ -183,7 +184,9 @@ def _start(shard: str) -> tuple[int, bytes]:
     try:
         with open(shard, "rb", buffering=0) as file:
             return os.fstat(file.fileno()).st_size, os.pread(file.fileno(), HEADER_BYTES, 0)
-    except OSError:
+    except OSError as error:
+        if is_machines(error):
+            raise
         return -1, b""
 
 

@@ -33,7 +33,7 @@ from energon_packing.energon.samples import Pack
 from energon_packing.energon.states import check_fingerprint, copied, save_shallowly, settings_of, tell_of_accepted
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.energon.workers import answered, in_sentences, in_workers
-from energon_packing.errors import ConfigError, PackingError, UserError
+from energon_packing.errors import ConfigError, PackingError, UserError, be_patient, patience, read_again
 from energon_packing.ledger import DropBudgetExceeded, LedgerLock, NothingToPack
 from energon_packing.packing.statistics import PackStatistics
 from energon_packing.trust import trusting
@@ -289,8 +289,9 @@ class PackLoader(LoaderBase):
                 # Each worker keeps its last ones: for the packs in its queue, and for those that were read ahead.
                 n_checkpoints=prefetch * max(own.num_workers, 1) + 2 + ahead,
                 prefetch_factor=prefetch,
-                watchdog_timeout_seconds=300,
-                watchdog_initial_timeout_seconds=900,  # the first fill of the window, or a restore, counts as one
+                watchdog_timeout_seconds=300 + patience(),
+                # The first fill of the window, or a restore, counts as one.
+                watchdog_initial_timeout_seconds=900 + patience(),
             )
         if isinstance(self._loader.dataset, SavableDatasetWrapper):
             self._loader.dataset.__class__ = _WholePacks
@@ -419,15 +420,15 @@ def _state_of_rank(loader: Any) -> Any:
     A worker answers before that without a state, and with one pack more to skip than there is: Energon starts the
     thread that answers before it stores the worker's first state.
     """
-    until = time.monotonic() + _BEGUN_SECONDS
+    until = time.monotonic() + _BEGUN_SECONDS + patience()
     while True:
         state = loader.save_state_rank()
         if not loader.num_workers or all(each.state is not None for each in state.worker_states):
             return state
         if time.monotonic() > until:
             raise UserError(
-                f"A worker of the loader has saved no state within {_BEGUN_SECONDS:.0f} s of its start; the next pack "
-                "raises the error that it met. Go on from the last state that was saved before."
+                f"A worker has saved no state within {_BEGUN_SECONDS + patience():.0f} s of its start; the "
+                "next pack raises the error that it met. Go on from the last state that was saved before."
             )
         time.sleep(_BEGINNING_SECONDS)
 
@@ -467,7 +468,9 @@ def build_dataset(
     chosen = split or config.data.split
     if not config.data.path:
         raise ConfigError(NO_PATH)
-    known_pairs(config.data.path, chosen).check(config.data.path, config.packing.pairs)
+    be_patient(None)  # a data set that cannot be opened may have a wrong name
+    pairs = read_again(config.data.path, lambda: known_pairs(config.data.path, chosen))
+    pairs.check(config.data.path, config.packing.pairs)
     worker_config = WorkerConfig(
         rank=rank,
         world_size=world_size,
@@ -480,7 +483,8 @@ def build_dataset(
     task_encoder.tells_end = tells_end
     try:
         with trusting(config.data.trust):
-            dataset = get_train_dataset(
+            open_again = functools.partial(
+                get_train_dataset,
                 dataset_entry(config.data.path),
                 split_part=chosen,
                 worker_config=worker_config,
@@ -492,6 +496,7 @@ def build_dataset(
                 repeat=config.data.repeat,
                 packing_buffer_size=packing_buffer_size,
             )
+            dataset = read_again(config.data.path, open_again)
     except (OSError, KeyError, AssertionError, ValueError, ImportError) as error:
         raise UserError(
             f"The data set {config.data.path} cannot be opened with split {chosen!r}: "
@@ -499,6 +504,7 @@ def build_dataset(
         ) from error
     finally:
         task_encoder.tells_end = False
+    be_patient(config.data.storage_patience)
     save_shallowly(dataset)
     guard_shards(dataset, go_on=len(task_encoder.cookers) == 1)
     return dataset
@@ -581,7 +587,7 @@ def identity_of(path: str, split: str) -> dict[str, str]:
     if not path:
         raise ConfigError(NO_PATH)
     try:
-        return data_identity(path, split)
+        return read_again(path, lambda: data_identity(path, split))
     except OSError as error:
         raise UserError(
             f"The data set {path} cannot be read: {error.filename} ({error.strerror}). Check data.path."

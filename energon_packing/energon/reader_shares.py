@@ -44,7 +44,7 @@ from energon_packing.energon.internals import (
     ShardInfosITarReader,
     WebdatasetSampleLoaderDataset,
 )
-from energon_packing.errors import UserError, read_again
+from energon_packing.errors import UserError, is_machines, read_again
 
 LEAST = 8
 """Samples per reader, below which each reader reads the whole data set if it repeats."""
@@ -388,7 +388,9 @@ def _read_sizes(file: Any, offsets: np.ndarray, tokens_of: Callable[[tuple[bytes
     its ``offsets`` ``[samples + 1]`` int64."""
     try:
         data = read_again(str(file), file.read_bytes)
-    except OSError:  # whoever reads its samples says what is wrong
+    except OSError as error:  # whoever reads its samples says what is wrong
+        if is_machines(error):  # other ranks know the sizes
+            raise
         return np.diff(offsets)
     sizes = np.empty(len(offsets) - 1, dtype=np.int64)
     for sample, (start, stop) in enumerate(pairwise(offsets.tolist())):

@@ -112,16 +112,18 @@ def group_of(sample: Sample) -> str:
 
 def read_media(store: FileStore | None, name: str) -> bytes:
     """Returns the bytes of an image or video; a read that fails is tried again (`read_again`). Raises `KeyError`: the
-    sample has no store, or the store lacks the name; `OSError`: it cannot be read."""
+    sample has no store, or the store lacks the name; `OSError`: it cannot be read; `StoreAway`."""
     if store is None:
         raise KeyError(f"no store for {name!r}")
-    data, _ = read_again(id(store), lambda: store[name], functools.partial(forget_open_tars, store))
+    data, _ = read_again(f"{store.get_path()}: {name}", lambda: store[name], functools.partial(forget_open_tars, store))
     forget_members(store)
     return bytes(data)
 
 
 def forget_open_tars(store: Any) -> None:
-    """Closes the tars that a store has open; the next read opens them again."""
+    """Closes the tars and the index that a store has open; the next read opens them again."""
+    if (index := getattr(store, "sqlite_reader", None)) is not None:
+        index.db.thread_close()
     opened = getattr(store, "itar_files_cache", None)
     while opened:
         _, tar = opened.popitem()

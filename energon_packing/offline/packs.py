@@ -18,7 +18,7 @@ from energon_packing.encoders.sample_encoder import AnyMeasured
 from energon_packing.energon.samples import MeasuredSample, Pack
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.energon.window import attempt, piece_of
-from energon_packing.errors import UserError
+from energon_packing.errors import UserError, read_again
 from energon_packing.ledger import Ledger
 from energon_packing.offline.index import OF_PART, Index, IndexedDataset, IndexedShard, MediaFile, shard_status
 from energon_packing.offline.order import order_again
@@ -185,7 +185,7 @@ class PlannedSource:
     def _compare(self, path: Path, identity: Mapping[str, Any]) -> None:
         """The time of the last change is left out: a copy of a data set is as good."""
         try:
-            size, _ = shard_status(path)
+            size, _ = read_again(path, lambda: shard_status(path))
         except OSError as error:
             raise UserError(f"{shown(path)}, a shard of the plan, is missing ({error.strerror}); {REMEDY}") from error
         uuid = ShardIndex.uuid_of(self._root) if not self._compared else identity["index_uuid"]

@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from energon_packing.errors import UserError
+from energon_packing.errors import UserError, read_again
 from energon_packing.offline.files import Amount, Count, Name, read_as, read_metadata, replacing
 from energon_packing.offline.index import MEDIA, IndexedDataset, MediaFile, kind_of, schema_of
 from energon_packing.offline.samples import Drop, Sources
@@ -249,11 +249,14 @@ class Plan:
         return table, table.column("pack").to_numpy()
 
     def _read(self, number: int, columns: list[str] | None) -> pa.Table:
-        try:
+        def read() -> pa.Table:
             if self._file is None:
                 self._file = pq.ParquetFile(self.path, page_checksum_verification=True)
             # Without threads: a loader's worker is a fork, and has a core of its own.
             return self._file.read_row_group(number, columns=columns, use_threads=False)
+
+        try:
+            return read_again(self.path, read, lambda: setattr(self, "_file", None))
         except (OSError, pa.ArrowException) as error:
             raise UserError(f"{self.path} cannot be read ({error}); make the plan again.") from error
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from energon_packing.errors import UserError
+from energon_packing.errors import UserError, read_again
 
 MOST_HEADER = 1 << 26
 """Bytes of a header that is read. That of a pack of a thousand samples with media has less than a hundredth."""
@@ -148,35 +148,41 @@ class ShardFile:
     def __init__(self, path: Path) -> None:
         self.path, self._descriptor = path, -1
         try:
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            read_again(path, self._look, self.close)
         except OSError as error:
             raise UserError(f"{path} cannot be opened ({error.strerror}); run 'energon-packing pack' again") from error
-        try:
-            self.bytes = os.fstat(self._descriptor).st_size
-            tail = os.pread(self._descriptor, _TAIL, max(0, self.bytes - _TAIL))
-            said = int.from_bytes(tail[:8], "little")
-            if len(tail) < _TAIL or tail[-8:] != MAGIC or said > min(self.bytes - _TAIL, MOST_HEADER):
-                raise ValueError("it does not end as a shard does")
-            self.checksum = tail[8:40].hex()
-            self.facts: dict[str, Any] = json.loads(os.pread(self._descriptor, said, self.bytes - _TAIL - said))
-            self.packs = int(self.facts["packs"])
-            self._table_at = self.bytes - _TAIL - said - 8 * (self.packs + 1) - 4 * self.packs
-            if self.packs < 0 or self._table_at < 0:
-                raise ValueError(f"a table of {self.packs} packs does not fit into it")
-            table = os.pread(self._descriptor, 8 * (self.packs + 1), self._table_at)
-            self._places = np.frombuffer(table, dtype="<i8")
-            sums = os.pread(self._descriptor, 4 * self.packs, self._table_at + len(table))
-            self._sums = np.frombuffer(sums, dtype="<u4")
-            if (
-                len(self._sums) != self.packs
-                or self._places[0] != 0
-                or self._places[-1] != self._table_at
-                or (self._places[1:] < self._places[:-1]).any()
-            ):
-                raise ValueError("its table of packs is damaged")
-        except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
             self.close()
             raise UserError(f"{path} is damaged ({error}); delete it and run 'energon-packing pack' again") from error
+
+    def _open(self) -> int:
+        if self._descriptor < 0:
+            self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        return self._descriptor
+
+    def _look(self) -> None:
+        self.bytes = os.fstat(self._open()).st_size
+        tail = os.pread(self._descriptor, _TAIL, max(0, self.bytes - _TAIL))
+        said = int.from_bytes(tail[:8], "little")
+        if len(tail) < _TAIL or tail[-8:] != MAGIC or said > min(self.bytes - _TAIL, MOST_HEADER):
+            raise ValueError("it does not end as a shard does")
+        self.checksum = tail[8:40].hex()
+        self.facts: dict[str, Any] = json.loads(os.pread(self._descriptor, said, self.bytes - _TAIL - said))
+        self.packs = int(self.facts["packs"])
+        self._table_at = self.bytes - _TAIL - said - 8 * (self.packs + 1) - 4 * self.packs
+        if self.packs < 0 or self._table_at < 0:
+            raise ValueError(f"a table of {self.packs} packs does not fit into it")
+        table = os.pread(self._descriptor, 8 * (self.packs + 1), self._table_at)
+        self._places = np.frombuffer(table, dtype="<i8")
+        sums = os.pread(self._descriptor, 4 * self.packs, self._table_at + len(table))
+        self._sums = np.frombuffer(sums, dtype="<u4")
+        if (
+            len(self._sums) != self.packs
+            or self._places[0] != 0
+            or self._places[-1] != self._table_at
+            or (self._places[1:] < self._places[:-1]).any()
+        ):
+            raise ValueError("its table of packs is damaged")
 
     def record(self, number: int) -> memoryview:
         """The bytes of a record, in memory that may be written to without effect on the file. Raises UserError: the
@@ -188,22 +194,25 @@ class ShardFile:
 
     def _bytes_of(self, number: int) -> memoryview:
         begin, end = int(self._places[number]), int(self._places[number + 1])
-        try:
+
+        def read() -> memoryview:
             if end - begin >= _MAPPED:
                 first = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-                mapping = mmap.mmap(self._descriptor, end - first, mmap.MAP_PRIVATE, offset=first)
+                mapping = mmap.mmap(self._open(), end - first, mmap.MAP_PRIVATE, offset=first)
                 mapping.madvise(mmap.MADV_WILLNEED)
                 return memoryview(mapping)[begin - first :]
-            buffer = memoryview(bytearray(end - begin))
-            left = buffer
-            while left and (read := os.preadv(self._descriptor, [left], end - len(left))):
-                left = left[read:]
+            left = buffer = memoryview(bytearray(end - begin))
+            while left and (some := os.preadv(self._open(), [left], end - len(left))):
+                left = left[some:]
             if left:
-                raise OSError(0, "it ends early")
+                raise ValueError("it ends early")
+            return buffer
+
+        try:
+            return read_again(self.path, read, self.close)
         except (OSError, ValueError) as error:  # a file that is shorter than a mapping is a ValueError
             said = getattr(error, "strerror", None) or error
             raise UserError(f"{self.path} cannot be read ({said}); put it back as it was") from error
-        return buffer
 
     def digest(self) -> str:
         """The checksum of what the file holds now; that of a whole shard is `checksum`."""

@@ -182,7 +182,7 @@ def test_what_fails_in_passing_is_read_again_and_an_outage_ends_the_conversion(
     def download(self: Any, path: str, *more: Any, **options: Any) -> None:
         left[0] -= 1
         if left[0] >= 0 and path.endswith(".png"):
-            raise RuntimeError("Failed to GET object(s): timeout")
+            raise msc.types.RetryableError("Failed to GET object(s): timeout")  # as for a 503
         original(self, path, *more, **options)
 
     monkeypatch.setattr(client, "download_file", download)

@@ -51,6 +51,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any], bool]] = {
     "data.seed": (1, {}, True),
     "data.packs_ahead": (5, {}, False),
     "data.keep_memory": (False, {}, False),
+    "data.storage_patience": (5.0, {}, False),
     "data.accept_changed": (("encoder",), {}, False),
     "data.trust": (True, {}, False),
     "encoder.processor": ("qwen3_vl", {}, True),

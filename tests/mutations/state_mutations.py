@@ -17,6 +17,7 @@ ENDS = "tests/energon/test_epoch_end.py::"
 COST = "tests/energon/test_states.py::"
 
 CHILD = "tests/media/test_decoding_process.py::"
+STORAGE = "tests/energon/test_storage.py::"
 
 STATE_TRAPS = {
     52: "data that were edited, reordered or swapped under equal counts are read on as if they were the old ones",
@@ -29,6 +30,8 @@ STATE_TRAPS = {
     95: "an epoch that one rank without a pack ends for all trains nothing and says nothing",
     102: "a worker collects garbage of the process that it was forked from, and crashes",
     96: "a state after every pack costs more than the pack, because long lists are copied item by item",
+    192: "a storage that pauses costs samples, or one that stays away is told as bad data",
+    193: "an error of an object store's client is taken for one of the sample, or ends the run at once",
 }
 
 STATE_MUTATIONS: tuple[Mutation, ...] = (
@@ -203,6 +206,34 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         test="tests/energon/test_damaged_data.py::test_each_costs_its_sample_and_the_next_run_skips_it_at_once",
         oracle="the run before",
         edits=(("energon/window.py", "if ledger.drop_quarantined(key, data, modality):", "if False:"),),
+    ),
+    Mutation(
+        trap=192,
+        name="a read gives a storage four tries in 2.1 s, and then its sample counts as bad",
+        test=STORAGE + "test_a_storage_that_pauses_costs_no_sample_and_two_lines[ESTALE]",
+        oracle="the packs of a storage that never failed",
+        edits=(("errors.py", "_patience if _is_away(error) else None", "None"),),
+    ),
+    Mutation(
+        trap=192,
+        name="the files of a file system that is not mounted count as gone",
+        test=STORAGE + "test_a_file_that_is_gone_is_gone_and_a_directory_that_is_gone_is_waited_for",
+        oracle="the file system",
+        edits=(("errors.py", "return not os.listdir(os.path.dirname(error.filename))", "return False"),),
+    ),
+    Mutation(
+        trap=192,
+        name="the time of waiting for a storage counts as decoding",
+        test=STORAGE + "test_waiting_is_no_decoding",
+        oracle="the packs of a storage that never failed",
+        edits=(("encoders/encoder.py", "for name in needed.file_names():", "for name in ():"),),
+    ),
+    Mutation(
+        trap=193,
+        name="the client's error for a 503 is not tried again",
+        test=STORAGE + "test_errors_of_other_libraries_become_the_system_s_and_others_stay",
+        oracle="the client's own class",
+        edits=(("errors.py", ' or type(error).__name__ == "RetryableError"', ""),),
     ),
     Mutation(
         trap=93,

@@ -1,0 +1,231 @@
+"""A storage that goes away for a while costs time and no sample; one that stays away ends the run with a sentence."""
+
+import errno
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import sqlite3
+import subprocess
+import tarfile
+import time
+import types
+
+import pytest
+from forking_python import quick_python
+from made_data import chats, converted
+from megatron.energon.cache.file_store import WebdatasetFileStore
+from megatron.energon.flavors.webdataset.itar import TarIndexReader
+from support.storage import Storage
+from test_drops import config_of
+
+from energon_packing import errors
+from energon_packing.energon.loader import build_loader
+from energon_packing.energon.pack_bytes import field_digests
+from energon_packing.errors import StoreAway, UserError, be_patient, read_again
+
+PLACES = {
+    "records": (tarfile.ExFileObject, "read"),
+    "media": (WebdatasetFileStore, "_get_part_by_raw_sample_pointer"),
+    "index": (TarIndexReader, "__getitem__"),
+}
+
+
+def of_number(number):
+    return lambda: OSError(number, os.strerror(number))
+
+
+def of_sqlite():
+    error = sqlite3.OperationalError("disk I/O error")
+    error.sqlite_errorcode = sqlite3.SQLITE_IOERR_READ
+    return error
+
+
+def content(packs):
+    return [(pack.keys, field_digests(pack.batch)) for pack in packs]
+
+
+@pytest.mark.parametrize(
+    ("place", "error", "seconds"),
+    [
+        ("records", of_number(errno.EIO), 6),
+        ("media", of_number(errno.ESTALE), 60),
+        ("index", of_number(errno.ENOTCONN), 60),
+        ("media", of_sqlite, 6),
+        ("records", TimeoutError, 600),
+        ("media", lambda: PermissionError("Permission denied to GET object(s), status_code: 403"), 6),
+    ],
+    ids=["EIO", "ESTALE", "ENOTCONN", "SQLite", "time-out", "403"],
+)
+def test_a_storage_that_pauses_costs_no_sample_and_two_lines(run_config, monkeypatch, capfd, place, error, seconds):
+    config = run_config(data={"storage_patience": 900.0}, drop_budget=1.0)
+    plain = content(build_loader(config))
+    storage = Storage(monkeypatch, [PLACES[place]], error, seconds=seconds)
+    loader = build_loader(config)
+    assert content(loader) == plain
+    assert storage.failed
+    assert not loader.epoch_report.dropped
+    waited = sum(storage.pauses)
+    assert seconds <= waited <= seconds + errors.LATER_PAUSE
+    assert storage.pauses == sorted(storage.pauses)
+    away, back = [line for line in capfd.readouterr().err.splitlines() if "read" in line]
+    assert re.search(r"cannot be read \(.*\); waiting up to 900 s\.$", away)
+    assert back.endswith(f"is read again after {waited:.0f} s.")
+
+
+def test_a_storage_that_stays_away_stops_the_run_and_the_next_one_loses_nothing(run_config, monkeypatch, tmp_path):
+    data = {"storage_patience": 30.0, "repeat": True, "shuffle_buffer": 4}
+    config = run_config(data=data, in_child=True, seq_length=1536, window=8, ledger=str(tmp_path / "ledger"))
+    plain = content(itertools.islice(build_loader(config), 6))
+    with monkeypatch.context() as patch:
+        loader = build_loader(config)
+        given, states = [], []
+        storage = Storage(patch, [PLACES["records"], PLACES["media"]], of_number(errno.EIO), after=10**9, seconds=1e9)
+
+        def run():
+            for pack in loader:
+                given.extend(content([pack]))
+                states.append(loader.save_state())
+                storage.after = storage.reads + 5 if len(given) == 2 else storage.after
+
+        with pytest.raises(StoreAway, match=r"could not be read for 30 s \(Input/output error\)") as caught:
+            run()
+        assert "\n" not in str(caught.value)
+        assert sum(storage.pauses) == pytest.approx(30)
+        assert 2 <= len(given) < 6
+        # A restart while it is still away waits as long, and drops nothing of the restored window.
+        again = build_loader(config)
+        again.restore_state(states[-1])
+        with pytest.raises(StoreAway):
+            next(iter(again))
+    assert given == plain[: len(given)]
+    ledger = [json.loads(line) for file in (tmp_path / "ledger").glob("*.jsonl") for line in file.open()]
+    assert {line["reason"] for line in ledger if "reason" in line} <= {"oversize"}
+    again = build_loader(config)
+    again.restore_state(states[-1])
+    assert content(itertools.islice(again, 6 - len(given))) == plain[len(given) :]
+
+
+def test_a_restored_window_waits_for_the_storage(run_config, monkeypatch):
+    config = run_config(data={"repeat": True}, window=16, drop_budget=1.0)
+    loader = build_loader(config)
+    next(iter(loader))
+    state = loader.save_state()
+    restored = build_loader(config)
+    restored.restore_state(state)
+    plain = content(itertools.islice(restored, 3))
+    again = build_loader(config)
+    again.restore_state(state)
+    Storage(monkeypatch, [PLACES["records"], PLACES["media"]], of_number(errno.EIO), after=1, seconds=60)
+    assert content(itertools.islice(again, 3)) == plain
+
+
+def test_waiting_is_no_decoding(run_config, monkeypatch):
+    config = run_config(encoder={"decode_seconds": 5.0}, drop_budget=1.0)
+    plain = [pack.keys for pack in build_loader(config)]
+    storage = Storage(monkeypatch, [PLACES["media"]], of_number(errno.EIO), after=3, seconds=60)
+    monkeypatch.setattr("energon_packing.encoders.decoding.time.monotonic", lambda: storage.now)
+    assert [pack.keys for pack in build_loader(config)] == plain
+
+
+def test_a_file_that_is_gone_is_gone_and_a_directory_that_is_gone_is_waited_for(dataset, tmp_path, monkeypatch):
+    shutil.copytree(dataset, tmp_path / "data")
+    be_patient(60.0)
+    shard = sorted((tmp_path / "data").rglob("*.tar"))[0]
+    content, folder = shard.read_bytes(), shard.parent
+    shard.unlink()
+    with pytest.raises(FileNotFoundError):
+        read_again(shard, shard.read_bytes)
+    moved = folder.with_name("elsewhere")
+    pauses = []
+
+    def comes_back(seconds):
+        pauses.append(seconds)
+        if len(pauses) == 6:
+            folder.rmdir()
+            moved.rename(folder)
+            shard.write_bytes(content)
+
+    folder.rename(moved)
+    folder.mkdir()  # as a mount point
+    monkeypatch.setattr(errors, "time", types.SimpleNamespace(monotonic=lambda: sum(pauses), sleep=comes_back))
+    assert read_again(shard, shard.read_bytes) == content
+    with pytest.raises(StoreAway, match=r"nowhere/a\.tar could not be read for 60 s \(No such file"):
+        read_again(tmp_path / "nowhere/a.tar", (tmp_path / "nowhere/a.tar").read_bytes)
+
+
+PROGRAM = """
+import errno, os, sys, tarfile
+from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, RunConfig
+from energon_packing.energon.loader import build_loader
+
+path, processor, away, workers = sys.argv[1:]
+read = tarfile.ExFileObject.read
+
+def failing(*given):
+    if os.path.exists(away):
+        raise OSError(errno.EIO, "Input/output error")
+    return read(*given)
+
+tarfile.ExFileObject.read = failing
+config = RunConfig(
+    data=DataConfig(path=path, workers=int(workers)),
+    encoder=EncoderConfig(processor=processor),
+    packing=PackingConfig(seq_length=128, window=4),
+)
+for pack in build_loader(config):
+    print(os.getpid(), pack.worker, flush=True)
+"""
+
+
+@pytest.mark.parametrize(("number", "workers"), [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGTERM, 0)])
+def test_a_signal_ends_a_run_that_waits(tmp_path, number, workers):
+    config = config_of(converted(tmp_path, chats([10] * 300)))
+    words = [config.data.path, config.encoder.processor, str(tmp_path / "away"), str(workers)]
+    with (tmp_path / "err").open("w") as err, (tmp_path / "out").open("w") as out:
+        run = subprocess.Popen([quick_python(), "-c", PROGRAM, *words], stderr=err, stdout=out)
+        try:
+            wait_for(lambda: (tmp_path / "out").read_text(), 120)
+            (tmp_path / "away").touch()
+            wait_for(lambda: "waiting up to 300 s" in (tmp_path / "err").read_text(), 60)
+            began = time.monotonic()
+            run.send_signal(number)
+            assert run.wait(30) != 0
+            assert time.monotonic() - began < 10
+        finally:
+            run.kill()
+    assert "StoreAway" not in (tmp_path / "err").read_text()
+
+
+def wait_for(has_come, seconds):
+    until = time.monotonic() + seconds
+    while not has_come():
+        assert time.monotonic() < until, "it did not come"
+        time.sleep(0.05)
+
+
+def test_errors_of_other_libraries_become_the_system_s_and_others_stay():
+    msc = pytest.importorskip("multistorageclient.types")
+
+    def caused(error, cause):
+        error.__cause__ = cause
+        return error
+
+    gone = caused(OSError("Failed to download"), FileNotFoundError("Object does not exist"))
+    away = (
+        msc.RetryableError("503"),
+        caused(RuntimeError("Failed to read"), ValueError("500")),
+        caused(OSError("Failed to download"), msc.RetryableError("503")),
+        of_sqlite(),
+    )
+    for error, number in [(gone, errno.ENOENT), *((each, errno.EIO) for each in away)]:
+        with pytest.raises(OSError, match=r"503|Failed|disk") as caught:
+            errors._of_system(lambda error=error: (_ for _ in ()).throw(error))
+        assert caught.value.errno == number
+    no_table = sqlite3.OperationalError("no such table")
+    for error in (KeyError("a"), RuntimeError("no metadata"), no_table, UserError("x")):
+        with pytest.raises(type(error)) as caught:
+            errors._of_system(lambda error=error: (_ for _ in ()).throw(error))
+        assert caught.value is error

@@ -17,6 +17,7 @@ import pytest
 from forking_python import quick_python
 from made_data import chats, converted
 from megatron.energon.cache.file_store import WebdatasetFileStore
+from megatron.energon.epathlib import EPath
 from megatron.energon.flavors.webdataset.itar import TarIndexReader
 from support.storage import Storage
 from test_drops import config_of
@@ -24,6 +25,7 @@ from test_drops import config_of
 from energon_packing import errors
 from energon_packing.energon.loader import build_loader
 from energon_packing.energon.pack_bytes import field_digests
+from energon_packing.energon.samples import read_media
 from energon_packing.errors import StoreAway, UserError, be_patient, read_again
 
 PLACES = {
@@ -154,6 +156,27 @@ def test_a_file_that_is_gone_is_gone_and_a_directory_that_is_gone_is_waited_for(
     assert read_again(shard, shard.read_bytes) == content
     with pytest.raises(StoreAway, match=r"nowhere/a\.tar could not be read for 60 s \(No such file"):
         read_again(tmp_path / "nowhere/a.tar", (tmp_path / "nowhere/a.tar").read_bytes)
+
+
+def test_media_whose_directory_comes_back_are_read_by_their_index_opened_anew(dataset, tmp_path, monkeypatch):
+    shutil.copytree(dataset / "media", tmp_path / "media")
+    index = sqlite3.connect(tmp_path / "media/.nv-meta/index.sqlite")
+    ((key, part),) = index.execute(
+        "SELECT sample_key, part_name FROM samples NATURAL JOIN sample_parts ORDER BY 1 LIMIT 1"
+    ).fetchall()
+    store = WebdatasetFileStore(EPath(tmp_path / "media"))
+    be_patient(60.0)
+    content, pauses = read_media(store, f"{key}.{part}"), []
+
+    def comes_back(seconds):
+        pauses.append(seconds)
+        if len(pauses) == 6:
+            (tmp_path / "elsewhere").rename(tmp_path / "media")
+
+    (tmp_path / "media").rename(tmp_path / "elsewhere")
+    monkeypatch.setattr(errors, "time", types.SimpleNamespace(monotonic=lambda: sum(pauses), sleep=comes_back))
+    assert read_media(store, f"{key}.{part}") == content
+    assert len(pauses) == 6
 
 
 PROGRAM = """

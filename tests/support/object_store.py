@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 BUCKET = "shelf"
-READ_SECONDS = 0.4
+READ_SECONDS = 1.0
 """After which the client gives up waiting for an answer."""
 _numbers = itertools.count()
 

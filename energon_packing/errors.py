@@ -7,11 +7,9 @@
 
 import errno
 import os
-import sqlite3
 import sys
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing.process import parent_process
 from typing import Any, Literal
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -142,7 +140,9 @@ def read_again[T](place: object, read: Callable[[], T], forget: Callable[[], Non
                     told = True
                 pause = min(pause, longest - waited)
             time.sleep(pause)
-            if (parent := parent_process()) is not None and not parent.is_alive():  # nobody waits for this worker
+            # A worker for which nobody waits any more; what was not imported has started none.
+            processes = sys.modules.get("multiprocessing.process")
+            if processes and (parent := processes.parent_process()) and not parent.is_alive():
                 os._exit(1)
             tries += 1
         else:
@@ -161,8 +161,8 @@ def _of_system[T](read: Callable[[], T]) -> T:
         cause: BaseException = error
         while type(cause) in (OSError, RuntimeError) and getattr(cause, "errno", None) is None and cause.__cause__:
             cause = cause.__cause__
-        if isinstance(cause, sqlite3.Error):
-            of_store = getattr(cause, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)
+        if type(cause).__module__ == "sqlite3":
+            of_store = getattr(cause, "sqlite_errorcode", 0) & 0xFF in (10, 14)  # SQLITE_IOERR, SQLITE_CANTOPEN
         else:
             of_store = cause is not error or type(error).__name__ == "RetryableError"
         if not of_store:

@@ -24,7 +24,7 @@ from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo.generate import make_data
 from energon_packing.errors import ConfigError, SampleRejected, UserError
 from energon_packing.executors.local import LocalProcesses
-from energon_packing.executors.work import CallingProcess, ExecutorConfig, in_order
+from energon_packing.executors.work import EXECUTORS, CallingProcess, ExecutorConfig, in_order
 
 NEEDS_RAY = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install '.[ray]'"
@@ -32,7 +32,7 @@ NEEDS_RAY = pytest.mark.skipif(
 HERE = Path(__file__).parent
 THIS = os.pathsep.join((str(HERE), str(HERE.parent), ranks_environment()["PYTHONPATH"]))
 """A ``PYTHONPATH`` with the module `squares` on it."""
-KINDS = ("local", pytest.param("ray", marks=NEEDS_RAY))
+KINDS = [pytest.param(name, marks=NEEDS_RAY) if name == "ray" else name for name in EXECUTORS.names()]
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -1,6 +1,5 @@
-"""`energon-packing stats`: how samples are distributed, how full their packs would be, and what loading them costs."""
+"""`energon-packing stats`: how samples are distributed, and how full their packs would be."""
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,11 +20,10 @@ from energon_packing.cli.options import (
     defaulted,
     json_option,
     split_option,
-    together,
 )
-from energon_packing.cli.terminal import ShownProgress, answer, cells, print_warnings, say, starting, table
+from energon_packing.cli.terminal import ShownProgress, answer, print_warnings, say, starting, table
 from energon_packing.config import RunConfig, load_config
-from energon_packing.errors import UserError, refuse
+from energon_packing.errors import refuse
 
 _EXAMPLES = """
 Examples:
@@ -36,16 +34,13 @@ Examples:
   energon-packing stats plan.parquet --json
   energon-packing stats data/chats --set encoder.processor=path/or/name
   energon-packing stats data/chats --config run.yaml --full --workers 8
-  energon-packing stats --profile data/chats --config run.yaml --step-seconds 1.5 --packs-per-step 4
 """
 _BAR = 24
 _EIGHTHS = " \u258f\u258e\u258d\u258c\u258b\u258a\u2589"
-_OF_PROFILE = {"packs", "step_seconds", "packs_per_step"}
-_OF_BOTH = {"config_path", "overrides"}
 
 
-def _many(name: str, told: str, kind: click.ParamType = AT_LEAST_1) -> Callable[[Any], Any]:
-    return click.option(name, multiple=True, type=kind, help=f"{told} May be repeated.")
+def _many(name: str, told: str) -> Callable[[Any], Any]:
+    return click.option(name, multiple=True, type=AT_LEAST_1, help=f"{told} May be repeated.")
 
 
 @click.command(epilog=_EXAMPLES)
@@ -61,36 +56,17 @@ def _many(name: str, told: str, kind: click.ParamType = AT_LEAST_1) -> Callable[
 @click.option("--data-parallel", type=AT_LEAST_1, help="Ranks of a run: show what their readers get of a data set.")
 @defaulted("--seed", default=0, type=AT_LEAST_0, help="Seed of everything drawn at random.")
 @click.option("--html", type=NEW_FILE, help="Write a page.")
-@together(
-    click.option("--profile", is_flag=True, help="CPU time of the loader by stage, and how many workers a step needs."),
-    defaulted("--packs", default=20, type=AT_LEAST_1, help="--profile: packs to count."),
-    _many("--step-seconds", "--profile: time of a training step.", click.FloatRange(min=0, min_open=True)),
-    defaulted("--packs-per-step", default=1, type=AT_LEAST_1, help="--profile: of one rank."),
-)
 @json_option
 @click.pass_context
 def stats(ctx: click.Context, path: Path, as_json: bool, **options: Any) -> None:
     """Show how samples are distributed, and compare row lengths, alignments and windows.
 
     An index (`energon-packing measure`) is read in seconds. A data set is measured in part, at random, and figures have
-    error bars. A plan knows tokens only. A data set and --profile need the extra vlm too.
-
-    --profile makes packs of a data set or plan in one process, as a loader process makes them; then one loader process
-    hands some over. Costs are CPU time, so other load on the machine hardly changes them.
+    error bars. A plan knows tokens only. A data set needs the extra vlm too.
     """
     asked = {name for name in options if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
-    profile = options["profile"]
-    wrong = sorted(asked - {"profile"} - _OF_BOTH - _OF_PROFILE if profile else asked & _OF_PROFILE)
-    if wrong:
-        named = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
-        raise UserError(f"`stats{' --profile' * profile}` does not take {named}; leave it out.")
-    starting(f"{'Making packs of' if profile else 'Reading'} {path}", quiet=as_json)
+    starting(f"Reading {path}", quiet=as_json)
     given = SimpleNamespace(**options, path=path, asked=asked, as_json=as_json)
-    work = _profile if profile else _statistics
-    work(given)
-
-
-def _statistics(given: SimpleNamespace) -> None:
     from energon_packing.report.page import write_whole
     from energon_packing.report.stats import reader_figures, stats_report
     from energon_packing.report.stats_page import stats_page
@@ -239,39 +215,3 @@ def _readers(found: Mapping[str, Any], number: Callable[[float], str], share: Ca
         for each in [*found["datasets"], *([found["all"]] if len(found["datasets"]) > 1 else [])]
     ]
     return table(rows, left=(f"for each of {count:,} readers",), right=("share", "of tokens", "mean", "least", "most"))
-
-
-def _profile(given: SimpleNamespace) -> None:
-    from energon_packing.report.loader_profile import STEP_SECONDS, loader_profile
-
-    run = load_config(given.config_path, given.overrides)
-    run = dataclasses.replace(run, data=dataclasses.replace(run.data, path=str(given.path)))
-    with ShownProgress({"profile": "packs"}, quiet=given.as_json) as shown:
-        found = loader_profile(
-            run,
-            packs=given.packs,
-            step_seconds=given.step_seconds or STEP_SECONDS,
-            packs_per_step=given.packs_per_step,
-            progress=shown,
-        )
-    answer(found, given.as_json, _show_profile, ensure_ascii=False, indent=1)
-
-
-def _show_profile(found: Mapping[str, Any]) -> None:
-    rate = found["per_second"]
-    say(
-        f"{found['path']}: {found['packs']:,} packs, {found['samples']:,} samples, {found['tokens']:,} tokens, fill "
-        f"{found['fill']:.2%}",
-        f"one loader process: {rate['samples']:,.1f} samples, {rate['tokens']:,.0f} tokens and {rate['packs']:,.2f} "
-        f"packs per CPU second; peak memory {found['peak_mb']:,.0f} MB",
-        f"training process: {found['hand_over_ms']:,.1f} ms CPU per pack that is handed over",
-        wrap=True,
-    )
-    stages = cells(found["stages"], "{stage}", "{ms_per_sample:.2f}", "{share:.1%}", "{does}")
-    Console().print(table(stages, left=("stage",), right=("CPU ms per sample", "share"), wide=("what it does",)))
-    workers = cells(found["workers"], "{step_seconds:g}", "{workers}")
-    Console().print(table(workers, left=("seconds of a step",), right=("workers per rank",)))
-    say(
-        f"for {found['packs_per_step']} packs of one rank in a step, if each worker has a CPU core of its own",
-        wrap=True,
-    )

@@ -19,7 +19,7 @@ from megatron.energon.cache import FileStore
 from rich.console import Console
 
 from energon_packing.cli.options import AT_LEAST_1, PATH, config_options, defaulted, json_option
-from energon_packing.cli.terminal import ShownProgress, answer, cells, say, table
+from energon_packing.cli.terminal import ShownProgress, answer, say, table
 from energon_packing.config import RunConfig, load_config
 from energon_packing.energon.loader import build_task_encoder
 from energon_packing.energon.samples import MeasuredSample, RenderedSample
@@ -265,9 +265,12 @@ def _show(found: Mapping[str, Any]) -> None:
         f"training process: {found['hand_over_ms']:,.1f} ms CPU per pack that is handed over",
         wrap=True,
     )
-    stages = cells(found["stages"], "{stage}", "{ms_per_sample:.2f}", "{share:.1%}", "{does}")
+    stages = [
+        (each["stage"], f"{each['ms_per_sample']:.2f}", f"{each['share']:.1%}", each["does"])
+        for each in found["stages"]
+    ]
     Console().print(table(stages, left=("stage",), right=("CPU ms per sample", "share"), wide=("what it does",)))
-    workers = cells(found["workers"], "{step_seconds:g}", "{workers}")
+    workers = [(f"{each['step_seconds']:g}", each["workers"]) for each in found["workers"]]
     Console().print(table(workers, left=("seconds of a step",), right=("workers per rank",)))
     say(
         f"for {found['packs_per_step']} packs of one rank in a step, if each worker has a CPU core of its own",

@@ -16,7 +16,7 @@ import click
 import pyarrow as pa
 from rich.console import Console
 
-from energon_packing.cli.terminal import cells, table
+from energon_packing.cli.terminal import table
 from energon_packing.config import RunConfig, load_config, to_mapping
 from energon_packing.convert.workspace import dry_workspace
 from energon_packing.errors import UserError
@@ -230,9 +230,9 @@ def main(
         click.echo(json.dumps({"samples": round(samples), "cores": cores, "stages": rows}))
         return
     shown = [row | {name: row[name] / 2**30 for name in ("bytes", "memory")} for row in rows]
-    figures = (f"{{{name}:,.2f}}" for name in ("cpu_hours", "hours", "bytes", "memory"))
+    figures = ("cpu_hours", "hours", "bytes", "memory")
     names = ("CPU hours", f"hours on {cores:,} cores", "storage, GiB", "memory of a process, GiB", "from")
-    texts = cells(shown, "{stage}", *figures, "{probed:,} samples")
+    texts = [(row["stage"], *(f"{row[name]:,.2f}" for name in figures), f"{row['probed']:,} samples") for row in shown]
     Console().print(table(texts, left=("command",), right=names))
 
 

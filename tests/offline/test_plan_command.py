@@ -1,4 +1,4 @@
-"""`energon-packing plan` as a user sees it: summary and mistakes; what `explain` says of a plan, what two differ in."""
+"""`energon-packing plan` as a user sees it: summary and mistakes; what `explain` says of a plan, and what two differ in."""
 
 import json
 from pathlib import Path

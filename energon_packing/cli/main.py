@@ -65,7 +65,6 @@ REMOVED: dict[str, str] = {
     "profile": "use `python scripts/loader_profile.py DATASET --config CFG` in a checkout",
     "watch": "look at the metrics in TensorBoard, in Weights & Biases, or in the files of metrics.directory",
     "parity": "use `python scripts/parity.py` in a checkout of energon-packing",
-    "plan --diff": "use `python scripts/plan_diff.py OLD NEW` in a checkout",
     "plan --explain": "use `energon-packing explain KEY PLAN`",
     "validate --fix": "the column `fix` of `energon-packing validate` says what to write",
 }

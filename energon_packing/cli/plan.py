@@ -9,7 +9,7 @@ from rich.console import Console
 
 from energon_packing.cli.options import FILE, PATH, config_options, json_option
 from energon_packing.cli.terminal import answer, say, starting, table
-from energon_packing.errors import UserError
+from energon_packing.errors import UserError, refuse
 from energon_packing.sample_kind import KINDS, kind_of_config
 
 _EXAMPLES = """
@@ -18,6 +18,7 @@ Examples:
 \b
   energon-packing plan index --config run.yaml --out plan.parquet
   energon-packing plan index other-index --config run.yaml --set plan.epochs=3 --out plan.parquet --force
+  energon-packing plan --diff old.parquet new.parquet
   energon-packing explain KEY plan.parquet
 
 The drops of a plan are beside it, in PLAN.drops.jsonl.
@@ -29,6 +30,7 @@ The drops of a plan are beside it, in PLAN.drops.jsonl.
 @config_options
 @click.option("--out", metavar="PLAN", type=FILE, help="File to write.")
 @click.option("--force", is_flag=True, help="Replace an existing plan.")
+@click.option("--diff", is_flag=True, help="Compare two plans instead: give them as arguments.")
 @json_option
 def plan(
     given: tuple[Path, ...],
@@ -36,12 +38,26 @@ def plan(
     overrides: tuple[str, ...],
     out: Path | None,
     force: bool,
+    diff: bool,
     as_json: bool,
 ) -> None:
     """Make a plan of one or more measured indexes: the samples of every pack, in a balanced global order.
 
-    It needs no media, and takes seconds for a million samples.
+    It needs no media, and takes seconds for a million samples. With --diff the arguments are plans.
     """
+    if diff:
+        from energon_packing.offline.explain import changes
+        from energon_packing.offline.plan import Plan
+
+        refuse(
+            (
+                out is not None or config_path is not None or overrides or force,
+                "--diff reads plans only: use it without --out, --force, --config and --set.",
+            ),
+            (len(given) != 2, f"--diff compares two plans, but {len(given)} are given."),
+        )
+        answer(changes(Plan.open(given[0]), Plan.open(given[1])), as_json, _show_difference, indent=2)
+        return
     if out is None:
         raise UserError("Give --out PLAN.parquet, the file to write.")
     check_plan_name(out)
@@ -115,3 +131,19 @@ def show_summary(result: dict[str, Any]) -> None:
     console.print(table(shares, left=("data-parallel size",), right=("share of a step in which ranks compute",)))
     steps = [(batch, ", ".join(f"{count:,}" for count in counts)) for batch, counts in result["steps"].items()]
     console.print(table(steps, left=("packs of a global batch",), right=("steps of each epoch",)))
+
+
+def _show_difference(result: dict[str, Any]) -> None:
+    if result["same"]:
+        say("Both are the same plan.")
+        return
+    say(
+        f"{result['entered']:,} samples entered, {result['left']:,} left, {result['moved']:,} moved to another pack, "
+        f"{result['kept']:,} kept theirs; {result['resized']:,} have another length",
+        *(f"{name}: {values['before']!r} -> {values['after']!r}" for name, values in result["decided"].items()),
+        *(
+            f"{kind}: {each['sample']}, pack {each['before']} -> {each['after']}"
+            for kind, examples in result["examples"].items()
+            for each in examples
+        ),
+    )

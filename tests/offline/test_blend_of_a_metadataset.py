@@ -10,13 +10,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from megatron.energon import WorkerConfig
 from megatron.energon.metadataset.loader import load_dataset
-from plan_diff import changes
 
 from energon_packing.config import RunConfig, from_mapping
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.convert.layout import dataset_entry
 from energon_packing.demo import processor_path
 from energon_packing.errors import ConfigError, UserError
+from energon_packing.offline.explain import changes
 from energon_packing.offline.measure import MeasureConfig, measure
 from energon_packing.offline.plan import Plan
 from energon_packing.offline.planner import make_plan

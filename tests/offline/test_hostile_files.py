@@ -17,12 +17,11 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from plan_diff import changes
 from support.made_index import made_index, row
 
 from energon_packing.config import RunConfig, from_mapping, to_mapping
 from energon_packing.errors import UserError
-from energon_packing.offline.explain import explanation
+from energon_packing.offline.explain import changes, explanation
 from energon_packing.offline.files import METADATA
 from energon_packing.offline.index import INDEX_FILE, differing_lengths
 from energon_packing.offline.pack import shard_firsts

@@ -1,10 +1,9 @@
-"""`energon-packing plan` as a user sees it: summary and mistakes; what `explain` says of a plan, and what two differ in."""
+"""`energon-packing plan` as a user sees it: summary, --diff, mistakes; and what `explain` says of a plan."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-import plan_diff
 import pytest
 from click.testing import CliRunner, Result
 from support.made_index import drawn_rows, made_index, row
@@ -22,10 +21,6 @@ def plan(*arguments: Any) -> Result:
 
 def explain(*arguments: Any) -> Result:
     return CliRunner().invoke(cli, ["explain", *map(str, arguments)])
-
-
-def diff(*plans: Path) -> Any:
-    return plan_diff.changes(*map(Plan.open, plans))
 
 
 def result(*arguments: Any) -> Any:
@@ -67,8 +62,8 @@ def test_diff_counts_what_entered_left_and_moved(index: Path, tmp_path: Path) ->
     result(
         index, *SETTINGS, "--set", "packing.seq_length=2048", "--set", "plan.datasets={b: {epochs: 0}}", "--out", new
     )
-    assert diff(old, same)["same"]
-    found = diff(old, new)
+    assert result("--diff", old, same)["same"]
+    found = result("--diff", old, new)
     assert (found["entered"], found["left"], found["moved"] + found["kept"]) == (1, 60, 200)
     assert found["decided"]["seq_length"] == {"before": 1024, "after": 2048}
     (entered,) = found["examples"]["entered"]
@@ -83,17 +78,17 @@ def test_diff_counts_what_entered_left_and_moved(index: Path, tmp_path: Path) ->
     assert found["moved"] == len(moved)
     for each in found["examples"]["moved"]:
         assert (each["before"], each["after"]) == (places["old"][each["sample"]], places["new"][each["sample"]])
-    assert "60 left" in CliRunner().invoke(plan_diff.main, [str(old), str(new)]).output
+    assert "60 left" in plan("--diff", old, new).output
 
 
 def test_diff_compares_repeated_samples_occurrence_by_occurrence(index: Path, tmp_path: Path) -> None:
     once, thrice = tmp_path / "once.parquet", tmp_path / "thrice.parquet"
     result(index, *SETTINGS, "--out", once)
     result(index, *SETTINGS, "--set", "plan.epochs=3", "--out", thrice)
-    found = diff(once, thrice)
+    found = result("--diff", once, thrice)
     assert (found["entered"], found["left"], found["moved"], found["kept"]) == (520, 0, found["moved"], found["kept"])
     assert found["moved"] + found["kept"] == 260
-    assert diff(thrice, once)["left"] == 520
+    assert result("--diff", thrice, once)["left"] == 520
 
 
 def test_explain_says_where_a_sample_is_and_beside_what_or_why_it_is_nowhere(index: Path, tmp_path: Path) -> None:
@@ -139,6 +134,11 @@ def test_explain_tells_keys_with_a_number_sign_from_pieces(index: Path, tmp_path
         (["none", "--out", "OUT"], "is not an index"),
         (["INDEX", "--out", "OUT", "--set", "plan.epoch=2"], "did you mean 'epochs'"),
         (["INDEX", "--out", "OUT", "--set", "packing.seq_length=1022", "--set", "parallel.context_parallel=4"], "1022"),
+        (["--diff", "one.parquet"], "compares two plans, but 1"),
+        (["--diff", "one.parquet", "two.parquet", "--out", "OUT"], "without --out"),
+        (["--diff", "one.parquet", "two.parquet", "--force"], "without --out, --force"),
+        (["--diff", "one.parquet", "two.parquet", "--set", "plan.epochs=2"], "--config and --set"),
+        (["--diff", "one.parquet", "two.parquet"], "There is no plan one.parquet"),
         (["INDEX", "--out", "OUT", "--set", "packing.oversize=raise"], "Sample a-0-200 has 2000 tokens"),
         (["INDEX", "--out", "OUT", "--set", "packing.seq_length=64"], "would be dropped"),
     ],
@@ -147,7 +147,7 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(
     index: Path, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
     names = {"INDEX": str(index), "OUT": str(tmp_path / "plan.parquet")}
-    settings = SETTINGS if "--out" in arguments else ()
+    settings = SETTINGS if "--out" in arguments and "--diff" not in arguments else ()
     found = plan(*settings, *(names.get(each, each) for each in arguments))
     assert found.exit_code == 2, found.output
     assert message in found.output

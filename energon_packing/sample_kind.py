@@ -193,7 +193,6 @@ EXTRA_OF = {
         "convert": "zstandard",
         "ray": "ray",
         "remote": "multistorageclient",
-        "figures": "matplotlib",
     }.items()
     for module in modules.split()
 }

@@ -53,18 +53,19 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         ("plan", "Plan the packs of a whole run from measured indexes.", "offline"),
         ("preview", "Build real packs and show each of their samples.", "vlm"),
         ("state", "Make the saved state of an online run portable.", "offline", "vlm"),
-        ("stats", "Show how samples are distributed, how full packs would be, and what a run costs.", "offline"),
+        ("stats", "Show how samples are distributed, and how full packs would be.", "offline"),
         ("validate", "Check a configuration against Bridge's rules and ours."),
         ("verify", "Check that a packed directory holds what its plan says.", "offline", "vlm"),
     )
 }
 
 REMOVED: dict[str, str] = {
-    "fill": "use `energon-packing stats --fill LENGTHS`",
-    "size": "use `energon-packing stats --size DATASET... --config CFG --samples N`",
-    "profile": "use `energon-packing stats --profile DATASET --config CFG`",
+    "fill": "use `python scripts/bench.py packing --lists DIR` and `balance --lists DIR` in a checkout",
+    "size": "use `python scripts/size.py DATASET... --config CFG --samples N` in a checkout",
+    "profile": "use `python scripts/loader_profile.py DATASET --config CFG` in a checkout",
     "watch": "look at the metrics in TensorBoard, in Weights & Biases, or in the files of metrics.directory",
     "parity": "use `python scripts/parity.py` in a checkout of energon-packing",
+    "plan --explain": "use `energon-packing explain KEY PLAN`",
     "validate --fix": "the column `fix` of `energon-packing validate` says what to write",
 }
 """Commands and options of the release before -> what to do instead. They exit with 2."""

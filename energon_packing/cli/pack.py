@@ -41,7 +41,7 @@ Examples:
     "form",
     metavar="FORMAT",
     default="shards",
-    help="Our shards; or, for text, the Parquet files of Bridge's own packed data sets.",
+    help="Our shards; bridge-parquet: for text, the files of Bridge's own packed data sets; docs/api.md names all.",
 )
 @executor_options
 @rank_options

@@ -19,7 +19,7 @@ Examples:
   energon-packing plan index --config run.yaml --out plan.parquet
   energon-packing plan index other-index --config run.yaml --set plan.epochs=3 --out plan.parquet --force
   energon-packing plan --diff old.parquet new.parquet
-  energon-packing plan --explain KEY plan.parquet
+  energon-packing explain KEY plan.parquet
 
 The drops of a plan are beside it, in PLAN.drops.jsonl.
 """
@@ -31,7 +31,6 @@ The drops of a plan are beside it, in PLAN.drops.jsonl.
 @click.option("--out", metavar="PLAN", type=FILE, help="File to write.")
 @click.option("--force", is_flag=True, help="Replace an existing plan.")
 @click.option("--diff", is_flag=True, help="Compare two plans instead: give them as arguments.")
-@click.option("--explain", metavar="KEY", help="Say what became of a sample in a plan: give the plan as argument.")
 @json_option
 def plan(
     given: tuple[Path, ...],
@@ -40,29 +39,24 @@ def plan(
     out: Path | None,
     force: bool,
     diff: bool,
-    explain: str | None,
     as_json: bool,
 ) -> None:
     """Make a plan of one or more measured indexes: the samples of every pack, in a balanced global order.
 
-    It needs no media, and takes seconds for a million samples. With --diff or --explain the arguments are plans.
+    It needs no media, and takes seconds for a million samples. With --diff the arguments are plans.
     """
-    if diff or explain is not None:
-        from energon_packing.offline.explain import changes, explanation
+    if diff:
+        from energon_packing.offline.explain import changes
         from energon_packing.offline.plan import Plan
 
-        what = "--diff compares two plans" if diff else "--explain reads one plan"
         refuse(
             (
-                out is not None or config_path is not None or overrides or force or (diff and explain is not None),
-                "--diff and --explain read plans only: use one of them, without --out, --force, --config and --set.",
+                out is not None or config_path is not None or overrides or force,
+                "--diff reads plans only: use it without --out, --force, --config and --set.",
             ),
-            (len(given) != 1 + diff, f"{what}, but {len(given)} are given."),
+            (len(given) != 2, f"--diff compares two plans, but {len(given)} are given."),
         )
-        if diff:
-            answer(changes(Plan.open(given[0]), Plan.open(given[1])), as_json, _show_difference, indent=2)
-        else:
-            answer(explanation(Plan.open(given[0]), str(explain)), as_json, _show_explanation, indent=2)
+        answer(changes(Plan.open(given[0]), Plan.open(given[1])), as_json, _show_difference, indent=2)
         return
     if out is None:
         raise UserError("Give --out PLAN.parquet, the file to write.")
@@ -153,11 +147,3 @@ def _show_difference(result: dict[str, Any]) -> None:
             for each in examples
         ),
     )
-
-
-def _show_explanation(result: dict[str, Any]) -> None:
-    from energon_packing.report.sample_story import events_of_plan
-
-    for event in events_of_plan(result):
-        decided = f" (setting: {event.setting})" if event.setting else " (whatever the plan)"
-        say(f"{event.outcome}: {event.text}{decided if event.outcome != 'ok' else ''}")

@@ -1,7 +1,5 @@
-"""`energon-packing stats`: how samples are distributed, how full their packs would be, and what a run of them costs."""
+"""`energon-packing stats`: how samples are distributed, and how full their packs would be."""
 
-import dataclasses
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,11 +20,10 @@ from energon_packing.cli.options import (
     defaulted,
     json_option,
     split_option,
-    together,
 )
-from energon_packing.cli.terminal import ShownProgress, answer, cells, print_warnings, say, starting, table
+from energon_packing.cli.terminal import ShownProgress, answer, print_warnings, say, starting, table
 from energon_packing.config import RunConfig, load_config
-from energon_packing.errors import UserError, refuse
+from energon_packing.errors import refuse
 
 _EXAMPLES = """
 Examples:
@@ -36,111 +33,44 @@ Examples:
   energon-packing stats index --html stats.html --seq-length 8192 --seq-length 16384 --multiple 8
   energon-packing stats plan.parquet --json
   energon-packing stats data/chats --set encoder.processor=path/or/name
-  energon-packing stats data/chats --config run.yaml --full --workers 8 --png stats.png
-  energon-packing stats --fill lengths.npz --multiple 8 --image-limit 48 --policy window --window 256
-  energon-packing stats --fill lengths.txt --capacity 32768 --ranks 8 --ranks 64 --balance-window 64
-  energon-packing stats --size data/chats data/charts --config run.yaml --samples 2e9 --cores 512
-  energon-packing stats --profile data/chats --config run.yaml --step-seconds 1.5 --packs-per-step 4
+  energon-packing stats data/chats --config run.yaml --full --workers 8
 """
 _BAR = 24
 _EIGHTHS = " \u258f\u258e\u258d\u258c\u258b\u258a\u2589"
-_OWN = {
-    "": {
-        *("config_path", "overrides", "split", "samples", "full", "workers", "seq_length", "multiple", "window"),
-        *("data_parallel", "seed", "html", "png"),
-    },
-    "fill": {"capacity", "multiple", "image_limit", "policy", "window", "ranks", "balance_window", "shift"},
-    "size": {"config_path", "overrides", "split", "samples", "probe", "cores"},
-    "profile": {"config_path", "overrides", "packs", "step_seconds", "packs_per_step"},
-}
-"""What is asked for -> the options that say more about it."""
 
 
-def _many(name: str, told: str, kind: click.ParamType = AT_LEAST_1) -> Callable[[Any], Any]:
-    return click.option(name, multiple=True, type=kind, help=f"{told} May be repeated.")
+def _many(name: str, told: str) -> Callable[[Any], Any]:
+    return click.option(name, multiple=True, type=AT_LEAST_1, help=f"{told} May be repeated.")
 
 
 @click.command(epilog=_EXAMPLES)
-@click.argument("paths", metavar="DATASET|INDEX|PLAN", nargs=-1, required=True, type=PATH)
+@click.argument("path", metavar="DATASET|INDEX|PLAN", type=PATH)
 @config_options
 @split_option
-@click.option("--samples", type=float, help="Samples to measure, drawn at random [2000]; --size: of the whole run.")
+@defaulted("--samples", type=AT_LEAST_1, default=2000, help="Samples to measure, drawn at random.")
 @click.option("--full", is_flag=True, help="Measure all samples of a data set.")
 @click.option("--workers", type=AT_LEAST_0, help="Processes for --full. Default: one per CPU, up to 8.")
 @_many("--seq-length", "To compare.")
-@_many("--multiple", "To compare; --fill: pads each sample to a multiple of this.")
+@_many("--multiple", "To compare; each sample is padded to a multiple of this.")
 @_many("--window", "To compare; samples that an online policy holds.")
 @click.option("--data-parallel", type=AT_LEAST_1, help="Ranks of a run: show what their readers get of a data set.")
 @defaulted("--seed", default=0, type=AT_LEAST_0, help="Seed of everything drawn at random.")
 @click.option("--html", type=NEW_FILE, help="Write a page.")
-@click.option("--png", type=NEW_FILE, help="Write a picture (matplotlib).")
-@together(
-    click.option("--fill", is_flag=True, help="Fill per policy; the argument is a file with the lengths of samples."),
-    click.option("--capacity", type=AT_LEAST_1, help="--fill: tokens per pack. Default: `capacity` of the .npz file."),
-    click.option("--image-limit", type=AT_LEAST_1, help="--fill: images per pack; needs `images` in the .npz file."),
-    _many("--policy", "--fill: packing policy. Default: all.", click.STRING),
-    _many("--ranks", "--fill: data-parallel size; adds a table of steps."),
-    _many("--balance-window", "--fill: packs to sort by cost.", click.IntRange(min=2)),
-    click.option("--shift", default=0, type=AT_LEAST_0, help="--fill: largest distance between ranks, in packs."),
-)
-@together(
-    click.option("--size", is_flag=True, help="Hours, storage and memory of an offline run of many such samples."),
-    defaulted("--probe", type=AT_LEAST_1, default=200, help="--size: samples to pack."),
-    defaulted("--cores", type=AT_LEAST_1, default=1, help="--size: for hours by the clock."),
-)
-@together(
-    click.option("--profile", is_flag=True, help="CPU time of the loader by stage, and how many workers a step needs."),
-    defaulted("--packs", default=20, type=AT_LEAST_1, help="--profile: packs to count."),
-    _many("--step-seconds", "--profile: time of a training step.", click.FloatRange(min=0, min_open=True)),
-    defaulted("--packs-per-step", default=1, type=AT_LEAST_1, help="--profile: of one rank."),
-)
 @json_option
 @click.pass_context
-def stats(ctx: click.Context, paths: tuple[Path, ...], as_json: bool, **options: Any) -> None:
+def stats(ctx: click.Context, path: Path, as_json: bool, **options: Any) -> None:
     """Show how samples are distributed, and compare row lengths, alignments and windows.
 
     An index (`energon-packing measure`) is read in seconds. A data set is measured in part, at random, and figures have
-    error bars. A plan knows tokens only. A data set, --size and --profile need the extra vlm too, --png needs figures,
-    and --fill needs none.
-
-    --fill shows how full packs of your own lengths would be, per policy: of .npz with the array `length` (and `images`,
-    `capacity`), .npy, or text with one length per line. With --ranks, a second table shows the share of each step in
-    which data-parallel ranks compute, with and without packs sorted by cost.
-
-    --size estimates what measuring, planning and packing take: one shard of each data set is measured here, some of its
-    samples are planned and packed in every form, and CPU time, bytes and memory of that are multiplied.
-
-    --profile makes packs of a data set or plan in one process, as a loader process makes them; then one loader process
-    hands some over. Costs are CPU time, so other load on the machine hardly changes them.
+    error bars. A plan knows tokens only. A data set needs the extra vlm too.
     """
     asked = {name for name in options if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
-    modes = [name for name in ("fill", "size", "profile") if options[name]] or [""]
-    wrong = sorted(asked - _OWN[modes[0]] - {modes[0]})
-    named = ", ".join(f"--{name.removesuffix('_path').replace('_', '-')}" for name in wrong)
-    refuse(
-        (wrong, f"`stats{f' --{modes[0]}' * bool(modes[0])}` does not take {named}; leave it out."),
-        (len(paths) > 1 and modes != ["size"], f"{len(paths)} paths are given; only --size takes several."),
-    )
-    done = {"": "Reading", "fill": "Packing", "size": "Measuring and packing", "profile": "Making packs of"}[modes[0]]
-    starting(f"{done} {', '.join(map(str, paths))}", quiet=as_json)
-    given = SimpleNamespace(**options, paths=paths, path=paths[0], asked=asked, as_json=as_json)
-    {"": _statistics, "fill": _fill, "size": _size, "profile": _profile}[modes[0]](given)
-
-
-def _count(given: SimpleNamespace, default: float | None = None) -> int:
-    samples = default if given.samples is None else given.samples
-    if samples is None or not 1 <= samples < 1e15:
-        raise UserError(f"--samples is {samples}; it must be a number of samples, such as 100e6.")
-    return round(samples)
-
-
-def _statistics(given: SimpleNamespace) -> None:
+    starting(f"Reading {path}", quiet=as_json)
+    given = SimpleNamespace(**options, path=path, asked=asked, as_json=as_json)
     from energon_packing.report.page import write_whole
     from energon_packing.report.stats import reader_figures, stats_report
-    from energon_packing.report.stats_page import save_figure, stats_page
+    from energon_packing.report.stats_page import stats_page
 
-    if given.png is not None:
-        import matplotlib  # noqa: F401  (before long work)
     run = load_config(given.config_path, given.overrides)
     with ShownProgress(
         dict.fromkeys(("sample", "measure"), "measuring"), quiet=given.as_json, units={"sample": "samples"}
@@ -153,12 +83,11 @@ def _statistics(given: SimpleNamespace) -> None:
         report["readers"] = reader_figures(str(given.path), given.split, run, samples, given.data_parallel)
     if given.html is not None:
         write_whole(given.html, stats_page(report))
-    if given.png is not None:
-        save_figure(report, given.png)
 
     def show(_: Any) -> None:
         print_stats(Console(), report)
-        say(*(f"Written: {written}" for written in (given.html, given.png) if written is not None))
+        if given.html is not None:
+            say(f"Written: {given.html}")
 
     answer(report, given.as_json, show, ensure_ascii=False, indent=1)
 
@@ -178,7 +107,7 @@ def _samples(given: SimpleNamespace, run: RunConfig, shown: ShownProgress) -> An
             is_measured and given.asked & {"full", "workers", "split", "samples", "data_parallel"},
             f"--full, --workers, --split, --samples and --data-parallel are for data sets; {path} is measured already.",
         ),
-        (given.full and given.samples is not None, "--full measures all samples; leave out --samples, or --full."),
+        (given.full and "samples" in given.asked, "--full measures all samples; leave out --samples, or --full."),
         (
             given.workers is not None and not given.full,
             "--workers is for --full; a drawn part is measured in one process.",
@@ -194,9 +123,7 @@ def _samples(given: SimpleNamespace, run: RunConfig, shown: ShownProgress) -> An
     if is_index:
         return samples_of_index(Index.open(path), str(path))
     if not given.full:
-        return samples_of_dataset(
-            str(path), given.split, run, most=_count(given, 2000), seed=given.seed, progress=shown
-        )
+        return samples_of_dataset(str(path), given.split, run, most=given.samples, seed=given.seed, progress=shown)
     from energon_packing.convert.workspace import dry_workspace
     from energon_packing.offline.measure import MeasureConfig, measure
 
@@ -288,111 +215,3 @@ def _readers(found: Mapping[str, Any], number: Callable[[float], str], share: Ca
         for each in [*found["datasets"], *([found["all"]] if len(found["datasets"]) > 1 else [])]
     ]
     return table(rows, left=(f"for each of {count:,} readers",), right=("share", "of tokens", "mean", "least", "most"))
-
-
-def _fill(given: SimpleNamespace) -> None:
-    from energon_packing.packing.policies import policy_names
-    from energon_packing.report.fill import fill_report
-
-    idle = min(given.asked & {"balance_window", "shift"}, default="").replace("_", "-")
-    refuse(
-        (len(given.multiple) > 1, "--fill takes one --multiple; run it once for each."),
-        (idle and not given.ranks, f"--{idle} is about steps of ranks; give --ranks too, or leave it out."),
-    )
-    samples, capacity, rows, steps = fill_report(
-        given.path,
-        capacity=given.capacity,
-        multiple=max(given.multiple, default=1),
-        image_limit=given.image_limit,
-        policies=given.policy or policy_names(),
-        windows=given.window or (256, 1024),
-        ranks=given.ranks,
-        balance_windows=given.balance_window or (64,),
-        step_window=max(given.window, default=256),
-        max_shift=given.shift,
-    )
-    if given.as_json:
-        for row in [*rows, *steps]:
-            click.echo(json.dumps(row))
-        return
-    say(f"{samples:,} samples, packs of {capacity:,} tokens, at least {rows[0]['bound']:,} packs")
-    if rows[0]["oversize"]:
-        say(f"{rows[0]['oversize']:,} samples are too large for any pack and are left out")
-    named = [row | {"held": f", {row['window']} held" if row["window"] else ""} for row in rows]
-    forms = (
-        "{packs:,}",
-        "{fill:.2%}",
-        "{alignment_padding:.2%}",
-        "{tail_padding:.2%}",
-        "{delay_p99:,.0f}",
-        "{seconds:.3f}",
-    )
-    names = ("packs", "fill", "alignment", "tail", "delay, 99th percentile", "seconds")
-    Console().print(table(cells(named, "{policy}{held}", *forms), left=("policy",), right=names))
-    if steps:
-        of_steps = ("ranks", "packs sorted by cost", "share of a step in which ranks compute", "drift")
-        ordered = cells(steps, "{ranks}", "{balance_window}", "{efficiency:.1%}", "{drift:.2f}")
-        Console().print(table(ordered, right=of_steps))
-
-
-def _size(given: SimpleNamespace) -> None:
-    from energon_packing.convert.workspace import dry_workspace
-    from energon_packing.report.size import size
-
-    samples = _count(given)
-    if given.config_path is None:
-        raise UserError("--size needs the configuration of the run; give --config.")
-    run = load_config(given.config_path, given.overrides)
-    with dry_workspace() as (folder, _):
-        stages = size(given.paths, run, folder, samples=samples, probe=given.probe, split=given.split)
-    # `plan` works in one process.
-    rows = [each | {"hours": each["cpu_hours"] / (1 if each["stage"] == "plan" else given.cores)} for each in stages]
-    answer({"samples": samples, "cores": given.cores, "stages": rows}, given.as_json, _show_size)
-
-
-def _show_size(told: Mapping[str, Any]) -> None:
-    stages = [row | {name: row[name] / 2**30 for name in ("bytes", "memory")} for row in told["stages"]]
-    names = ("CPU hours", f"hours on {told['cores']:,} cores", "storage, GiB", "memory of a process, GiB", "from")
-    rows = cells(
-        stages,
-        "{stage}",
-        *(f"{{{name}:,.2f}}" for name in ("cpu_hours", "hours", "bytes", "memory")),
-        "{probed:,} samples",
-    )
-    Console().print(table(rows, left=("command",), right=names))
-
-
-def _profile(given: SimpleNamespace) -> None:
-    from energon_packing.report.loader_profile import STEP_SECONDS, loader_profile
-
-    run = load_config(given.config_path, given.overrides)
-    run = dataclasses.replace(run, data=dataclasses.replace(run.data, path=str(given.path)))
-    with ShownProgress({"profile": "packs"}, quiet=given.as_json) as shown:
-        found = loader_profile(
-            run,
-            packs=given.packs,
-            step_seconds=given.step_seconds or STEP_SECONDS,
-            packs_per_step=given.packs_per_step,
-            progress=shown,
-        )
-    answer(found, given.as_json, _show_profile, ensure_ascii=False, indent=1)
-
-
-def _show_profile(found: Mapping[str, Any]) -> None:
-    rate = found["per_second"]
-    say(
-        f"{found['path']}: {found['packs']:,} packs, {found['samples']:,} samples, {found['tokens']:,} tokens, fill "
-        f"{found['fill']:.2%}",
-        f"one loader process: {rate['samples']:,.1f} samples, {rate['tokens']:,.0f} tokens and {rate['packs']:,.2f} "
-        f"packs per CPU second; peak memory {found['peak_mb']:,.0f} MB",
-        f"training process: {found['hand_over_ms']:,.1f} ms CPU per pack that is handed over",
-        wrap=True,
-    )
-    stages = cells(found["stages"], "{stage}", "{ms_per_sample:.2f}", "{share:.1%}", "{does}")
-    Console().print(table(stages, left=("stage",), right=("CPU ms per sample", "share"), wide=("what it does",)))
-    workers = cells(found["workers"], "{step_seconds:g}", "{workers}")
-    Console().print(table(workers, left=("seconds of a step",), right=("workers per rank",)))
-    say(
-        f"for {found['packs_per_step']} packs of one rank in a step, if each worker has a CPU core of its own",
-        wrap=True,
-    )

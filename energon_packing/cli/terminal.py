@@ -43,11 +43,6 @@ def cell(value: Any, style: str = "", *, line_break: str = "\u23ce") -> Text:
     )
 
 
-def cells(rows: Iterable[Mapping[str, Any]], *forms: str) -> list[list[str]]:
-    """Returns the rows of a `table` from plain values: each cell is a form such as ``"{packs:,}"``, filled in."""
-    return [[form.format_map(row) for form in forms] for row in rows]
-
-
 def table(
     rows: Iterable[Sequence[Any]],
     *,

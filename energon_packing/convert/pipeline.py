@@ -163,11 +163,11 @@ class Auditing:
         audit = ChunkAudit(spool=self._number, offset=self._spool.tell())
         directory = self._config.media_root or Path(task.source.address or task.source.path).parent
         root = remote_address(directory) or directory.resolve()
-        with_id = self._config.column_map.with_id
+        names = self._config.column_map
         contents: list[bytes] = []
-        found = read_chunk(task, max_record_bytes=self._config.max_record_bytes)
+        found = read_chunk(task, max_record_bytes=self._config.max_record_bytes, columns=names.columns)
         for index, raw in enumerate(chain.from_iterable(map(unlisted, found))):
-            wanted = with_id(raw.value)
+            wanted = names.with_id(raw.value)
             if isinstance(raw.value, Conversation):  # whose key is "messages" if `from_messages` was given none
                 wanted = {} if raw.value.key == "messages" else {"id": raw.value.key}
             key, named, warnings = wanted_key(wanted, raw.source.name, raw.number)

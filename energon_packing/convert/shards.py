@@ -212,8 +212,9 @@ class Writing:
                 tar.writelines(_member(file))
             for number, (name, size, spool, offset) in enumerate(piece.records):
                 if spool not in spools:
-                    spools[spool] = stack.enter_context(spool_file(self.scratch, spool).open("rb"))
-                content = os.pread(spools[spool].fileno(), size, offset)
+                    spools[spool] = stack.enter_context(spool_file(self.scratch, spool).open("rb", buffering=_BUFFER))
+                spools[spool].seek(offset)  # mostly within the buffer
+                content = spools[spool].read(size)
                 if len(content) < size:
                     raise UserError(f"{spools[spool].name} ends too early; all workers must see the same files")
                 tar.write(b"".join((header(name, size), content, padding(size))))

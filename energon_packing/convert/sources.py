@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import zlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -277,8 +277,8 @@ _READ: dict[Form, Callable[..., Iterator[RawRecord]]]
 _READ = {"samples": read_samples, "rows": read_rows, "yielded": read_yielded}
 
 
-def read_chunk(chunk: Chunk, *, max_record_bytes: int) -> Iterator[RawRecord]:
-    """Yields every record of a chunk in order; a broken one has `RawRecord.error` set.
+def read_chunk(chunk: Chunk, *, max_record_bytes: int, columns: Mapping[str, str] = {}) -> Iterator[RawRecord]:
+    """Yields every record of a chunk in order; a broken one has `RawRecord.error` set. `columns`: see `ColumnMap`.
 
     Raises:
         UserError: the file cannot be read.
@@ -298,7 +298,7 @@ def read_chunk(chunk: Chunk, *, max_record_bytes: int) -> Iterator[RawRecord]:
                 yield from _read_lines(chunk, stream, max_record_bytes)
                 return
             if chunk.form == "cells":
-                yield from read_cells(chunk, stream, max_record_bytes)
+                yield from read_cells(chunk, stream, max_record_bytes, columns)
                 return
             text = stream.read(chunk.end - chunk.start)
     except OSError as error:

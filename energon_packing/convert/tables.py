@@ -9,7 +9,7 @@ reads another one or its work ends.
 import csv
 import io
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from itertools import accumulate, islice
@@ -426,22 +426,25 @@ def find_cells(
         yield Chunk(source=source, form="cells", error=empty)
 
 
-def read_cells(chunk: Chunk, stream: BinaryIO, max_record_bytes: int) -> Iterator[RawRecord]:
-    """Yields the record of every row of a chunk of CSV or TSV: its cells by the names of the header, or null."""
-    csv.field_size_limit(max_record_bytes)
+def read_cells(chunk: Chunk, stream: BinaryIO, most: int, columns: Mapping[str, str]) -> Iterator[RawRecord]:
+    """Yields the record of every row of a chunk of CSV or TSV: its cells by the names of the header, or null; lists and
+    objects where the name for which that of the header stands in `columns` has them."""
+    csv.field_size_limit(most)
     text = stream.read(chunk.end - chunk.start).decode("utf-8", "surrogateescape")
     stream.seek(0)
     head = (line.decode("utf-8-sig", "surrogateescape") for line in stream)
     names = next(_cells(head, chunk.source))
     assert isinstance(names, list), "a file with a damaged header has no chunk of rows"
     header = [name or f"column {at}" for at, name in enumerate(names)]
+    read_as = {theirs: name for name, theirs in columns.items()}
     for number, row in enumerate(_cells(io.StringIO(text, newline="\n"), chunk.source), chunk.first):
         if isinstance(row, csv.Error):
             yield chunk.broken(number, one_line(row), "bad_row")
         elif len(row) != len(header):
             yield chunk.broken(number, f"it has {len(row)} cells, and the header has {len(header)}", "bad_row")
         else:
-            yield chunk.record(number, {name: _cell(name, cell) for name, cell in zip(header, row, strict=True)})
+            cells = zip(header, row, strict=True)
+            yield chunk.record(number, {name: _cell(read_as.get(name, name), cell) for name, cell in cells})
 
 
 def _cell(name: str, text: str) -> Any:

@@ -38,7 +38,7 @@ from energon_packing.encoders.tokenized import (
     check_reserved,
 )
 from energon_packing.errors import ConfigError, PackingError, SampleRejected
-from energon_packing.families.base import PROCESSOR_SETTINGS, MediaPlan, VisionFamily
+from energon_packing.families.base import LATER_SETTINGS, PROCESSOR_SETTINGS, MediaPlan, VisionFamily
 from energon_packing.families.registry import build_family, generation_stops, load_processor
 from energon_packing.media.decoding_process import DecodingProcess
 from energon_packing.thd.fields import IGNORE_INDEX, TokenField
@@ -120,9 +120,9 @@ class ConversationEncoder(SampleEncoder):
         backend = hashlib.sha256(self.tokenizer.backend_tokenizer.to_str().encode()).hexdigest()[:16]
         processor = self.family.processor
         parts = processor, *(getattr(processor, name, None) for name in ("image_processor", "video_processor"))
-        names = (*PROCESSOR_SETTINGS, *self.family.processor_settings)
+        names = (*PROCESSOR_SETTINGS, *LATER_SETTINGS, *self.family.processor_settings)
         limits = [
-            {name: repr(getattr(part, name)) for name in names if getattr(part, name, None) is not None}
+            {n: found for n in names if (found := repr(getattr(part, n, None))) not in ("None", LATER_SETTINGS.get(n))}
             for part in parts
         ]
         stated = {

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, Literal
 
 from energon_packing.executors.work import Attempt, Attempts, CallingProcess, Executor, ExecutorEntry, Results, Work
 
@@ -45,7 +45,9 @@ class _Worker:
 class LocalProcesses:
     """Forks of this process, as a loader's workers are: they share its imports and what the work holds, and start at
     once. They end with the calling process, however that ends. An executor as `Executor` describes it, of one process
-    or more."""
+    or more; one of another ``method`` of starting processes gets its work pickled."""
+
+    method: Literal["fork", "spawn", "forkserver"] = "fork"
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -98,17 +100,17 @@ class LocalProcesses:
             if held and len(message) > _SMALL:
                 attempts.give_back(attempt)
                 return
-            worker = worker or _started(work, workers)
+            worker = worker or _started(work, workers, self.method)
             worker.given.append(attempt)
             with contextlib.suppress(OSError):  # it died while it was idle, as reading from it will show
                 worker.connection.send_bytes(message)
 
 
-def _started(work: Work[Any, Any], workers: list[_Worker]) -> _Worker:
+def _started(work: Work[Any, Any], workers: list[_Worker], method: Any) -> _Worker:
     """A new worker, which is one of the ``workers`` from now on."""
     ours, theirs = multiprocessing.Pipe()
-    inherited = [ours, *(each.connection for each in workers)]
-    process = multiprocessing.get_context("fork").Process(target=_serve, args=(work, theirs, inherited, os.getpid()))
+    inherited = [ours, *(each.connection for each in workers)] if method == "fork" else []
+    process = multiprocessing.get_context(method).Process(target=_serve, args=(work, theirs, inherited, os.getpid()))
     # Ctrl-C is for this process, which ends its workers, so this one is among them before it starts (another thread may
     # take the signal that is blocked here); theirs is blocked from their first instruction on.
     workers.append(_Worker(process=process, connection=ours))

@@ -45,6 +45,8 @@ PROCESSOR_SETTINGS: Mapping[str, Literal["size", "pixels", "frames", "tokens", "
 }
 """Settings of processors, image processors and video processors, and what of a row each decides where it is read. A
 fingerprint has all of them, in this order, and ``processor_settings`` of the family."""
+LATER_SETTINGS = {"initial_shift": "True", "max_duration": "300"}
+"""Further ones, of choosing frames: a fingerprint has those of other values, so that older ones, without them, hold."""
 
 
 class VisionFamily(ABC):

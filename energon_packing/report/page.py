@@ -71,13 +71,13 @@ def page(title: str, body: str, *, style: str = "", script: str = "") -> str:
     )
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
+def write_whole(path: Path, content: str) -> None:
     """Writes a file whole or not at all. Raises `UserError`: it cannot be written, and what was there is as it was."""
     whole = path.is_file() or not path.exists()  # no device or pipe
     target = Path(os.path.realpath(path)) if whole else path  # of a link
     aside = target.with_name(f".{target.name}.{os.getpid()}") if whole else target
     try:
-        aside.write_bytes(content if isinstance(content, bytes) else content.encode())
+        aside.write_bytes(content.encode())
         aside.replace(target)
     except OSError as error:
         if aside != target:

@@ -1,19 +1,15 @@
-"""Statistics as one self-contained HTML page and as a picture; numbers and names as a reader sees them."""
+"""Statistics as one self-contained HTML page; numbers and names as a reader sees them."""
 
-import io
 from collections.abc import Container, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from energon_packing.conversation import PairCounts
-from energon_packing.report.page import escaped, page, write_whole
+from energon_packing.report.page import escaped, page
 from energon_packing.report.stats import QUANTITIES
 
 BAR = 14
 WIDTH = 340
 LEFT, RIGHT = 86, 54
-PANELS = 3
-"""Panels of a picture beside each other."""
 _SUFFIXES = ((1e12, 1e12, "T"), (1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k"))
 
 
@@ -195,45 +191,3 @@ def _bars(rows: Sequence[tuple[str, float, float]], *, label: str) -> str:
         parts.append(f'<text class=soft x="{end + 5:.1f}" y="{y + 11}">{escaped(share(value))}</text>')
     size = f'viewBox="0 0 {WIDTH} {len(rows) * (BAR + 4)}"'
     return f'<svg {size} role="img" aria-label="{escaped(label)}">{"".join(parts)}</svg>'
-
-
-def save_figure(report: Mapping[str, Any], path: Path) -> None:
-    """Draws histograms, shares of tokens and fill. Raises `ModuleNotFoundError`: matplotlib is not installed;
-    `UserError`: the file cannot be written."""
-    from matplotlib.figure import Figure
-
-    found = {name: each for name, each in report["quantities"].items() if each["samples"]}
-    panels = len(found) + 2
-    rows = -(-panels // PANELS)
-    figure = Figure(figsize=(5 * PANELS, 3.2 * rows), layout="constrained")
-    axes = figure.subplots(rows, PANELS, squeeze=False).flatten()
-    for axis, (name, each) in zip(axes, found.items(), strict=False):
-        names = [bin_name(entry, name) for entry in each["histogram"]]
-        heights, errors = ([100 * entry[key] for entry in each["histogram"]] for key in ("share", "error"))
-        axis.bar(range(len(names)), heights, yerr=errors if any(errors) else None, color="#2f6fb2")
-        axis.set_xticks(range(len(names)), names, rotation=45, ha="right", fontsize=7)
-        axis.set(title=QUANTITIES[name][0], ylabel="% of samples", xlabel=QUANTITIES[name][1])
-    groups = report["modalities"] or report["datasets"]
-    shares, fill = axes[panels - 2 : panels]
-    # Names come from data; matplotlib would read dollar signs as formulas.
-    shares.barh(
-        [_plain(each["name"]) for each in groups], [100 * each["token_share"] for each in groups], color="#b3561b"
-    )
-    shares.set(title=f"Tokens by {'modality' if report['modalities'] else 'data set'}", xlabel="% of tokens")
-    online = [row for row in report["packing"] if row["window"] is not None]
-    for window in sorted({row["window"] for row in online}):
-        own = [row for row in online if row["window"] == window and row["multiple"] == online[0]["multiple"]]
-        lengths = [str(row["seq_length"]) for row in own]
-        fill.plot(lengths, [100 * row["fill"] for row in own], marker="o", label=f"window {window}")
-    fill.set(title="Fill", xlabel="seq_length", ylabel="% of the tokens of all rows")
-    fill.legend(fontsize=8)
-    for axis in axes[panels:]:
-        axis.set_axis_off()
-    figure.suptitle(f"{_plain(report['path'])}\n{source_sentence(report)}", fontsize=10)
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=110)
-    write_whole(path, drawn.getvalue())
-
-
-def _plain(text: str) -> str:
-    return text.replace("$", r"\$")

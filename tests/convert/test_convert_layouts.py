@@ -3,6 +3,7 @@ loader makes of it, or is refused by name."""
 
 from __future__ import annotations
 
+import csv
 import json
 import tarfile
 from pathlib import Path
@@ -273,6 +274,23 @@ def test_columns_fields_and_roles_may_have_other_names(tmp_path: Path) -> None:
         assert tar.getnames() == ["u7.json"]
 
 
+@pytest.mark.parametrize(("name", "form"), [("messages", "openai"), ("zeta", "stranger")])
+def test_a_column_of_csv_holds_the_lists_of_the_name_that_it_stands_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, form: str
+) -> None:
+    monkeypatch.setattr(LAYOUTS, "_entries", dict(LAYOUTS._entries))
+    register_layout(stranger())
+    try:
+        cell = json.dumps(openai()["messages"])
+        with (tmp_path / "rows.csv").open("w", newline="") as stream:
+            csv.writer(stream).writerows([["id", "theirs"], ["a", cell], ["[b]", cell]])
+        renamed = ColumnMap(columns={name: "theirs"})
+        report = run(tmp_path / "rows.csv", tmp_path / "out", workers=0, split={"train": 1.0}, column_map=renamed)
+        assert (report.written, report.rejected, report.layouts) == (2, {}, {"rows.csv": {form: 2}})
+    finally:
+        all_layouts.cache_clear()
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -312,21 +330,24 @@ def _listed(value: Any) -> list[Any]:
     return value
 
 
+def stranger() -> Layout:
+    """A layout of another package, whose records hold a list."""
+    turns = openai()["messages"]
+    return Layout(
+        name="stranger",
+        expects="'zeta'",
+        matches=lambda record: "zeta" in record,
+        restate=lambda record, warnings: {"messages": [turn for _ in _listed(record["zeta"]) for turn in turns]},
+        columns=("zeta",),
+        lists=("zeta",),
+    )
+
+
 def test_a_layout_that_another_package_registers_is_found_and_may_be_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(LAYOUTS, "_entries", dict(LAYOUTS._entries))
-    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "r"}]
-    register_layout(
-        Layout(
-            name="stranger",
-            expects="'zeta'",
-            matches=lambda record: "zeta" in record,
-            restate=lambda record, warnings: {"messages": [turn for _ in _listed(record["zeta"]) for turn in turns]},
-            columns=("zeta",),
-            lists=("zeta",),
-        )
-    )
+    register_layout(stranger())
     try:
         assert parse_record({"zeta": ["a"]}).layout == parse_record({"zeta": ["a"]}, "stranger").layout == "stranger"
         assert ColumnMap(columns={"zeta": "theirs"}).apply({"theirs": "ab"}) == ({"zeta": "ab"}, set())

@@ -255,7 +255,6 @@ OPENS = {
     "validate --measure": lambda run, _: ("validate", run, "--no-bridge", "--no-data", "--measure", 4),
     "preview": lambda run, data: ("preview", data, "--config", run, "--packs", 1),
     "stats": lambda run, data: ("stats", data, "--config", run, "--data-parallel", 2),
-    "stats --profile": lambda run, data: ("stats", "--profile", data, "--config", run, "--packs", 1),
 }
 
 

@@ -247,6 +247,13 @@ def test_each_frequent_reason_is_told_once_with_the_counts_of_that_moment(parts:
     assert watch.news(final=True) == []
 
 
+def test_every_reason_is_explained_by_a_page_for_readers() -> None:
+    made = ("api.md", "cli.md", "correctness.md", "settings.md")  # of code
+    pages = (page for page in (Path(__file__).parents[2] / "docs").glob("*.md") if page.name not in made)
+    told = "".join(re.sub(r"(?s)^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M) for page in pages)
+    assert [reason for reason in SETTING_OF if f"`{reason}`" not in told] == []
+
+
 def test_every_reason_that_is_written_in_the_package_has_its_setting_or_none() -> None:
     package = Path(energon_packing.__file__).parent
     reasons: set[str] = set()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.old_states import refused_without
 
 from energon_packing.config import (
     DataConfig,
@@ -128,6 +129,25 @@ FAST = (
 )
 """Fields of the fast tier."""
 SAID_BY_PACKS = ("encoder.family", "encoder.processor", "encoder.chat_template")
+
+
+OLDEST = {
+    *("data set", "rank", "ranks", "split", "workers", "multiple", "encoder.limits", "limits"),
+    *("tokenizer", "chat_template", "stop_tokens", "family", "modality", "pixels", "position_ids", "loss_weighting"),
+    *("vision_limits", "video_fps", "video_frames", "video_frame_limits", "train_on", "train_line_break", "thinking"),
+    *("tool_definitions", "extra_fields", "transparency"),
+    *(f"data.{name}" for name in ("epoch_end", "repeat", "seed", "shuffle_buffer", "shuffle_over_epochs")),
+    *(f"encoder.{name}" for name in ("modality", "thinking", "train_on", "train_line_break", "tool_definitions")),
+    *(f"encoder.{name}" for name in ("loss_weighting", "loss_scale", "position_ids", "tokens_per_second")),
+    *(f"encoder.{name}" for name in ("min_pixels", "max_pixels", "video_min_pixels", "video_max_pixels")),
+    *(f"encoder.{name}" for name in ("video_fps", "video_min_frames", "video_max_frames", "pan_and_scan")),
+    *(f"encoder.{name}" for name in ("transparency", "extra_fields", "decode_seconds")),
+    *(f"encoder.{name}" for name in ("max_source_pixels", "max_decoded_bytes")),
+    *(f"packing.{name}" for name in ("seq_length", "window", "policy", "oversize", "split_at", "split_positions")),
+    *(f"packing.max_{name}_per_pack" for name in ("images", "patches", "segments", "cost")),
+    *(f"packing.{name}" for name in ("balance_window", "pad_to_max_length", "dummy_image")),
+}
+"""Entries of a fingerprint that every state has. It is complete: an entry of a later version may be missing."""
 
 
 def fields(section: str, config: type) -> list[str]:
@@ -263,6 +283,14 @@ def test_a_state_from_before_a_setting_has_its_default() -> None:
     assert check_fingerprint({"data.seed": "1"}, own) == check_fingerprint(own, {"data.seed": "1"}) == []
     with pytest.raises(ConfigError, match=r"made without any packing\.pairs, but this run has \"drop\""):
         check_fingerprint({"data.seed": "1"}, own | {"packing.pairs": '"drop"'})
+
+
+def test_a_state_from_before_any_setting_but_the_oldest_is_accepted(streams: Streams) -> None:
+    """A field without ``newer`` makes every state that is there useless; one of `LimitsConfig` always does."""
+    own = streams.fingerprint({})
+    assert {name for name in refused_without(own) if not name.startswith("data set ")} == OLDEST
+    limits = json.loads(own["encoder.limits"])
+    assert {*limits} == {"max_images", "max_frames", "max_visual_tokens", "max_tokens", "when_over", "min_active_ratio"}
 
 
 def test_accepting_a_section_accepts_no_data_set() -> None:

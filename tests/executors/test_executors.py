@@ -24,7 +24,7 @@ from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo.generate import make_data
 from energon_packing.errors import ConfigError, SampleRejected, UserError
 from energon_packing.executors.local import LocalProcesses
-from energon_packing.executors.work import CallingProcess, ExecutorConfig, in_order
+from energon_packing.executors.work import EXECUTORS, CallingProcess, ExecutorConfig, in_order
 
 NEEDS_RAY = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install '.[ray]'"
@@ -32,7 +32,7 @@ NEEDS_RAY = pytest.mark.skipif(
 HERE = Path(__file__).parent
 THIS = os.pathsep.join((str(HERE), str(HERE.parent), ranks_environment()["PYTHONPATH"]))
 """A ``PYTHONPATH`` with the module `squares` on it."""
-KINDS = ("local", pytest.param("ray", marks=NEEDS_RAY))
+KINDS = [pytest.param(name, marks=NEEDS_RAY) if name == "ray" else name for name in EXECUTORS.names()]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -135,6 +135,19 @@ def test_a_task_that_waits_behind_another_is_done_once_whatever_happens_to_its_w
     found = list(LocalProcesses(2).results([(number, words.get(number, "")) for number in range(12)], work))
     assert sorted((task[0], value) for task, (value, _) in found) == [(n, n * n) for n in range(12)]
     assert attempts(tmp_path) == {n: 2 if words.get(n) == "dies once" else 1 for n in range(12)}
+
+
+class Spawned(LocalProcesses):
+    method = "spawn"
+
+
+def test_processes_may_begin_anew_instead_of_as_forks_and_do_each_task_once(tmp_path):
+    commands = {}
+    for (number, _), (value, process) in Spawned(2).results([(2, ""), (3, "dies once"), (4, "")], Squares(tmp_path)):
+        commands[number, value] = Path(f"/proc/{process}/cmdline").read_text()
+    assert set(commands) == {(2, 4), (3, 9), (4, 16)}
+    assert attempts(tmp_path) == {2: 1, 3: 2, 4: 1}
+    assert all("multiprocessing.spawn" in command for command in commands.values())
 
 
 def test_results_in_order_wait_for_a_slow_first_task_with_a_bounded_number_of_others(tmp_path):
@@ -248,7 +261,7 @@ def test_few_tasks_or_no_workers_need_no_processes():
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"kind": "slurm"}, "--executor is 'slurm', an unknown executor; known: local, ray"),
+        ({"kind": "slurm"}, r"--executor is 'slurm', an unknown executor; known: .*\blocal\b"),
         ({"workers": -1}, "--workers is -1"),
         ({"address": "10.0.0.1:6379"}, "add --executor ray"),
         ({"kind": "ray", "workers": 0}, "with --executor ray, --workers must be at least 1"),

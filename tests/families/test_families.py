@@ -237,6 +237,42 @@ def test_a_setting_that_a_family_reads_changes_what_it_plans(name):
         assert any(changed), field
 
 
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_a_setting_of_the_processor_that_changes_what_is_planned_changes_the_fingerprint(name):
+    processor = PROCESSORS[name]()
+    seen = image(1600, 400), image(200, 60), video(64, 8.0, 640, 480)
+
+    def family(**changed):
+        fresh = copy.copy(processor)
+        for part, values in changed.items():
+            setattr(fresh, part, copy.deepcopy(getattr(processor, part)))
+            vars(getattr(fresh, part)).update(values)
+        return build_family(fresh, EncoderConfig(family=name))
+
+    def planned(family):
+        return [family.plan(each) for each in seen if each.kind in family.placeholders]
+
+    unchanged = {part: {} for part in ("image_processor", "video_processor") if getattr(processor, part, None)}
+    before, stated = planned(family(**unchanged)), None
+    changing, unseen = set(), set()
+    for part in unchanged:
+        read = getattr(processor, part)
+        for setting in sorted({*vars(read), *read.valid_kwargs.__annotations__}):
+            value = getattr(read, setting, None)
+            tried = (not value, 1) if isinstance(value, bool) else (1, value + 1) if isinstance(value, int) else ()
+            for other in (value * 2,) if isinstance(value, float) else tried:
+                changed = unchanged | {part: {setting: other}}
+                with contextlib.suppress(Exception):  # of values that make no sense to the processor
+                    if planned(family(**changed)) == before:
+                        continue
+                    stated = stated or encoder(family(**unchanged).processor, family=name).fingerprint()
+                    changing.add(setting)
+                    if encoder(family(**changed).processor, family=name).fingerprint() == stated:
+                        unseen.add(setting)
+    assert not unseen
+    assert changing or name in ("llava", "llava_next", "llava_onevision", "gemma3", "pixtral")  # sizes are no numbers
+
+
 @pytest.mark.parametrize("name", [name for name in families() if not FAMILIES.find(name).mrope])
 def test_a_family_that_counts_positions_on_one_axis_refuses_mrope(name):
     with pytest.raises(ConfigError, match="one axis"):

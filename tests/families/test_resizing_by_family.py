@@ -56,7 +56,7 @@ def test_the_page_says_what_a_family_can_make_smaller(name):
         found.append("frames")
     if plans and resizer.fewer_tokens(clip, (), tokens_of(plans) // 2) is not None:
         found.append("frame size")
-    assert documented()[name] == (", ".join(found) or "no")
+    assert documented().get(name, f"{name} has no row") == (", ".join(found) or "no")
 
 
 @pytest.mark.parametrize("name", ["llava", "llava_next", "llava_onevision", "gemma3", "huggingface"])

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from support.offline_processors import internvl, llava, llava_next, llava_onevision, qianfan
+from support.offline_processors import PROCESSORS, internvl, llava, llava_next, llava_onevision, qianfan
 from transformers import AutoProcessor
 from whole_sample import encoder, image
 
@@ -33,6 +33,16 @@ def test_a_processor_file_with_more_tiles_than_can_be_listed_is_refused_under_th
     with pytest.raises(ConfigError, match=r"max_patches of the image processor allows 10+ tiles"):
         build_family(processor, EncoderConfig())
     assert build_family(processor, EncoderConfig(max_pixels=448 * 448 * 12)).plan(image(900, 900)).tiles == 5
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_no_family_makes_a_list_of_all_grids_that_a_processor_allows(name):
+    processor = PROCESSORS[name]()
+    for limit in TILE_LIMITS:
+        if hasattr(processor.image_processor, limit):
+            setattr(processor.image_processor, limit, 10**12)
+            with pytest.raises(ConfigError, match=rf"^{limit} of the image processor allows 10+ tiles"):
+                build_family(processor, EncoderConfig(family=name))
 
 
 @pytest.fixture

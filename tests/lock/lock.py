@@ -203,7 +203,6 @@ class Digests:
         for key in ("s-1", "o-2", "s-long", "o-broken"):
             self.run(f"explain/{key}", "explain", key, "data", *at, "--ledger", f"ledger/{run}")
         self.run("explain/plan", "explain", "s-1", plan)
-        self.run("plan/explain", "plan", "--explain", "s-long", plan)
         self.run("plan/diff", "plan", "--diff", plan, "qwen3_vl-data.parquet")
         self.run("verify/all", "verify", f"packed/{run}-tokens", "--workers", "0", "--share", "1")
         loader = self.inside.open_loader(self.inside.load_config(f"{run}.yaml"))

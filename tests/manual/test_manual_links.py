@@ -10,6 +10,12 @@ from manual.links import broken_links
 from manual.report import counted
 from manual.written import WRITE, written
 
+from energon_packing.convert.layouts.layout import LAYOUTS
+from energon_packing.executors.work import EXECUTORS
+from energon_packing.offline.pack import PACK_FORMATS
+from energon_packing.packing.policies import POLICIES
+from energon_packing.registry import Registry
+
 
 def test_every_internal_link_leads_to_a_page_and_a_heading():
     followed, broken = broken_links(pages())
@@ -20,6 +26,17 @@ def test_every_internal_link_leads_to_a_page_and_a_heading():
 @pytest.mark.parametrize("path", list(written()), ids=lambda path: path.name)
 def test_a_page_made_from_code_is_in_step_with_it(path):
     assert path.read_text(encoding="utf-8") == written()[path](), f"run: {WRITE}"
+
+
+@pytest.mark.parametrize(
+    ("registry", "page"),
+    [(LAYOUTS, "convert.md"), (POLICIES, "packing.md"), (EXECUTORS, "offline.md"), (PACK_FORMATS, "offline.md")],
+    ids=lambda value: getattr(value, "what", value),
+)
+def test_everything_of_the_package_that_a_setting_may_name_is_told_of_on_its_page(registry, page):
+    told = (DOCS / page).read_text(encoding="utf-8")
+    of_the_package = Registry(registry.what, folder=registry.folder, declared=registry.declared, setting="")
+    assert [name for name in of_the_package.names() if not re.search(rf"[` ]{name}`|--\w+ {name}\b", told)] == []
 
 
 def test_every_name_of_ours_that_a_page_imports_is_public_and_listed_with_its_signature():

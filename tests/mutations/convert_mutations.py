@@ -70,6 +70,13 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         edits=(("convert/tables.py", "or name in _SPOKEN):", "or False):"),),
     ),
     Mutation(
+        trap=105,
+        name="a list in a cell of a renamed column stays text",
+        test=LAYOUTS + "test_a_column_of_csv_holds_the_lists_of_the_name_that_it_stands_for[messages-openai]",
+        oracle="the records",
+        edits=(("convert/tables.py", "_cell(read_as.get(name, name), cell)", "_cell(name, cell)"),),
+    ),
+    Mutation(
         trap=46,
         name="a weight in a cell of text is counted as an ignored column",
         test=COLUMNS + "test_a_column_that_changes_the_meaning_is_refused_by_name[weight-0-weighs]",

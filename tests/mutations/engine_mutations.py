@@ -90,6 +90,13 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(("executors/local.py", "                        attempts.give_back(*worker.given)\n", ""),),
     ),
     Mutation(
+        trap=104,
+        name="an executor that starts its processes anew gets forks",
+        test=EXECUTORS + "test_processes_may_begin_anew_instead_of_as_forks_and_do_each_task_once",
+        oracle="the command line of the process",
+        edits=(("executors/local.py", "multiprocessing.get_context(method)", 'multiprocessing.get_context("fork")'),),
+    ),
+    Mutation(
         trap=145,
         name="padding lies between samples although it is to end them",
         test="tests/energon/test_rows_of_packs.py::test_padding_ends_its_sample_unless_between_is_asked_for",

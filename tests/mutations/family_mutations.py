@@ -143,6 +143,13 @@ FAMILY_MUTATIONS: tuple[Mutation, ...] = (
         edits=(("families/base.py", '"do_pan_and_scan": "tiles", ', ""),),
     ),
     Mutation(
+        trap=51,
+        name="clips are cut off at another length unseen",
+        test=ALL + "test_a_setting_of_the_processor_that_changes_what_is_planned_changes_the_fingerprint[glm4v]",
+        oracle="the plans of the family, which follow the processor",
+        edits=(("families/base.py", ', "max_duration": "300"', ""),),
+    ),
+    Mutation(
         trap=83,
         name="the rate of a clip is its frames over their rounded times",
         test=FROM_FILES + "[qwen3_vl-setting10]",

@@ -52,6 +52,14 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(("offline/formats/bridge_parquet.py", "if ours & found else ours)", "if True else ours)"),),
     ),
     Mutation(
+        trap=61,
+        name="Parquet files of another plan are taken for those of this one",
+        test="tests/offline/test_pack_command.py::"
+        "test_packs_of_every_format_are_made_once_by_any_ranks_and_go_on_where_they_stopped[bridge-parquet]",
+        oracle="the packs of the other plan",
+        edits=(("offline/formats/bridge_parquet.py", "if read_metadata(path) != self._metadata(number)", "if False"),),
+    ),
+    Mutation(
         trap=118,
         name="a stored row keeps the number of its boundaries where the run fixes it",
         test=PARQUET,

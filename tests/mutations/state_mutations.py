@@ -56,6 +56,13 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         ),
     ),
     Mutation(
+        trap=51,
+        name="states from before a setting are refused, although the run has its default",
+        test=FIELDS + "test_a_state_from_before_any_setting_but_the_oldest_is_accepted",
+        oracle="the same state without the setting's name",
+        edits=(("config/run.py", 'setting(False, changes="packs", newer=True)', 'setting(False, changes="packs")'),),
+    ),
+    Mutation(
         trap=53,
         name="a process ends while its thread lets go of the groups of ranks",
         test="tests/energon/test_packs_ahead.py::"

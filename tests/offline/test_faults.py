@@ -104,7 +104,7 @@ def test_a_damaged_or_foreign_plan_is_refused_before_a_wrong_pack_is_made(made, 
     of_index = next((made / "index").rglob("train-000002.parquet"))
     for damage in (whole[:-7], b"", (made / "index" / "index.json").read_bytes(), of_index.read_bytes()):
         plan.write_bytes(damage)
-        assert "not a plan of format" in refused(["plan", "--explain", "demo-00001", str(plan)])
+        assert "not a plan of format" in refused(["explain", "demo-00001", str(plan)])
     plan.write_bytes(whole)
     chunks = pq.ParquetFile(plan).metadata.row_group(0)
     for number in range(chunks.num_columns):

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import fcntl
+import functools
 import hashlib
 import itertools
 import json
@@ -27,7 +28,7 @@ from energon_packing.convert import ConvertConfig, convert
 from energon_packing.errors import UserError
 from energon_packing.offline.measure import MeasureConfig, measure
 from energon_packing.offline.open_loader import open_loader
-from energon_packing.offline.pack import PackConfig, PackFormat, pack, register_pack_format
+from energon_packing.offline.pack import PACK_FORMATS, PackConfig, PackFormat, pack, register_pack_format
 from energon_packing.offline.packed import Packed, PackedFacts
 from energon_packing.offline.planner import make_plan
 from energon_packing.offline.shards import ShardFile, ShardWriter
@@ -124,9 +125,9 @@ def test_a_pack_that_is_killed_anywhere_continues_and_ends_as_if_it_had_not_been
 
 
 def test_the_directory_answers_what_became_of_a_sample_without_the_plan_it_was_made_from(whole):
-    done = invoke("plan", "--explain", "long", whole / "plan.parquet")
+    done = invoke("explain", "long", whole / "plan.parquet")
     assert done.exit_code == 0, done.output
-    assert "dropped: long: oversize" in done.output
+    assert " dropped   long: oversize: " in done.output
 
 
 def test_validate_does_not_take_a_packed_directory_for_a_broken_data_set(whole):
@@ -371,6 +372,43 @@ def test_a_format_of_ones_own_is_written_by_the_same_command_and_an_unknown_one_
     assert json.loads(done.output)["packs"] == sum(int(path.read_text()) for path in (tmp_path / "out").iterdir())
     done = invoke(*words, "count")
     assert (done.exit_code, "--format is 'count', an unknown pack format" in done.output) == (2, True)
+
+
+@pytest.fixture(scope="module")
+def texts_of(run_of, tmp_path_factory):
+    """The run on a plan of conversations without media, made by a policy."""
+    folder = tmp_path_factory.mktemp("texts")
+    turns = [[{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So. " * at}] for at in range(1, 61)]
+    (folder / "texts.json").write_text(json.dumps([{"conversations": each} for each in turns]))
+    convert(ConvertConfig(sources=(folder / "texts.json",), out=folder / "data", split={"train": 1.0}, workers=0))
+
+    def made(policy):
+        (folder / policy).mkdir()
+        run = run_of(folder / "data", family="text", seq_length=256, policy=policy)
+        return planned(run, folder / "data", folder / policy)
+
+    return functools.cache(made)
+
+
+@pytest.mark.parametrize("name", PACK_FORMATS.names())
+def test_packs_of_every_format_are_made_once_by_any_ranks_and_go_on_where_they_stopped(name, texts_of, tmp_path):
+    def packed(out, policy="window", **more):
+        return pack(options(texts_of(policy), tmp_path / out, format=name, **more))
+
+    whole = packed("whole")
+    before = contents(tmp_path / "whole")
+    assert (whole.packed > 3, whole.reused, whole.missing) == (True, 0, 0)
+    assert (packed("whole").packed, packed("whole").reused) == (0, whole.packed)
+    for rank in (1, 0):
+        shared = packed("shared", rank=rank, world_size=2)
+    assert (shared.missing, contents(tmp_path / "shared")) == (0, before)
+    shards = sorted((tmp_path / "shared").glob("*0001*"))
+    for file in shards:
+        file.unlink()
+    assert (packed("shared").packed, contents(tmp_path / "shared")) == (1, before)
+    with pytest.raises(UserError, match="choose another --out"):
+        packed("shared", "next_fit")  # as many files or more
+    assert contents(tmp_path / "shared") == before
 
 
 @pytest.fixture

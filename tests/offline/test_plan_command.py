@@ -1,4 +1,4 @@
-"""`energon-packing plan` as a user sees it: summary, --diff, --explain, mistakes."""
+"""`energon-packing plan` as a user sees it: summary, --diff, mistakes; and what `explain` says of a plan."""
 
 import json
 from pathlib import Path
@@ -9,6 +9,7 @@ from click.testing import CliRunner, Result
 from support.made_index import drawn_rows, made_index, row
 
 from energon_packing.cli.main import cli
+from energon_packing.offline.explain import explanation
 from energon_packing.offline.plan import Plan, drops_path
 
 SETTINGS = ("--set", "packing.seq_length=1024", "--set", "plan.max_data_parallel=4")
@@ -16,6 +17,10 @@ SETTINGS = ("--set", "packing.seq_length=1024", "--set", "plan.max_data_parallel
 
 def plan(*arguments: Any) -> Result:
     return CliRunner().invoke(cli, ["plan", *map(str, arguments)])
+
+
+def explain(*arguments: Any) -> Result:
+    return CliRunner().invoke(cli, ["explain", *map(str, arguments)])
 
 
 def result(*arguments: Any) -> Any:
@@ -90,7 +95,7 @@ def test_explain_says_where_a_sample_is_and_beside_what_or_why_it_is_nowhere(ind
     out = tmp_path / "plan.parquet"
     result(index, *SETTINGS, "--set", "plan.epochs=2", "--out", out)
     opened = Plan.open(out)
-    found = result("--explain", "b-0-7", out)
+    found = explanation(opened, "b-0-7")
     assert [each["epoch"] for each in found["packed"]] == [0, 1]
     for each in found["packed"]:
         (pack,) = opened.packs(each["pack"], each["pack"] + 1)
@@ -98,10 +103,9 @@ def test_explain_says_where_a_sample_is_and_beside_what_or_why_it_is_nowhere(ind
         assert names[each["place"]] == "b-0-7"
         assert [other["sample"] for other in each["beside"]] == [name for name in names if name != "b-0-7"]
         assert each["pack_tokens"] == sum(sample.length for sample in pack.samples)
-    (drop,) = result("--explain", "a-0-200", out)["dropped"]
+    (drop,) = explanation(opened, "a-0-200")["dropped"]
     assert (drop["reason"], drop["setting"]) == ("oversize", "packing.seq_length")
-    assert "whatever the plan" in plan("--explain", "a-0-201", out).output
-    missing = plan("--explain", "nobody", out)
+    missing = explain("nobody", out)
     assert missing.exit_code == 2
     assert "has no sample 'nobody'" in missing.output
 
@@ -114,11 +118,11 @@ def test_explain_tells_keys_with_a_number_sign_from_pieces(index: Path, tmp_path
     named = ["x#1#0", "x#1", "x#one", "x"]
     entry = {"reason": "oversize", "detail": "", "dataset": "a", "shard": "shard_0.tar", "row": 0}
     drops.write_text("\n".join([first, *(json.dumps({"dropped": name, **entry}) for name in named)]) + "\n")
-    found = {name: [each["dropped"] for each in result("--explain", name, out)["dropped"]] for name in named}
+    found = {name: [each["dropped"] for each in explanation(Plan.open(out), name)["dropped"]] for name in named}
     assert found == {"x": ["x#1", "x"], "x#1": ["x#1#0", "x#1"], "x#1#0": ["x#1#0"], "x#one": ["x#one"]}
     for damage in ("[]", '{"dropped": 5}', "{"):
         drops.write_text(f"{first}\n{damage}\n")
-        refused = plan("--explain", "x", out)
+        refused = explain("x", out)
         assert refused.exit_code == 2
         assert "the drops of the plan, cannot be read" in refused.output
 
@@ -131,11 +135,10 @@ def test_explain_tells_keys_with_a_number_sign_from_pieces(index: Path, tmp_path
         (["INDEX", "--out", "OUT", "--set", "plan.epoch=2"], "did you mean 'epochs'"),
         (["INDEX", "--out", "OUT", "--set", "packing.seq_length=1022", "--set", "parallel.context_parallel=4"], "1022"),
         (["--diff", "one.parquet"], "compares two plans, but 1"),
-        (["--explain", "x", "one.parquet", "two.parquet"], "reads one plan, but 2"),
-        (["--explain", "x", "one.parquet"], "There is no plan one.parquet"),
         (["--diff", "one.parquet", "two.parquet", "--out", "OUT"], "without --out"),
         (["--diff", "one.parquet", "two.parquet", "--force"], "without --out, --force"),
-        (["--explain", "x", "one.parquet", "--set", "plan.epochs=2"], "--config and --set"),
+        (["--diff", "one.parquet", "two.parquet", "--set", "plan.epochs=2"], "--config and --set"),
+        (["--diff", "one.parquet", "two.parquet"], "There is no plan one.parquet"),
         (["INDEX", "--out", "OUT", "--set", "packing.oversize=raise"], "Sample a-0-200 has 2000 tokens"),
         (["INDEX", "--out", "OUT", "--set", "packing.seq_length=64"], "would be dropped"),
     ],

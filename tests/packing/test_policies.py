@@ -32,7 +32,12 @@ IMAGES = {"constraints": {"images": ([0, 4, 5], 4)}}
 @pytest.mark.parametrize(
     ("lengths", "options", "error", "message"),
     [
-        ([1], {"policy": "best_fitt"}, ConfigError, "'best_fitt'.*best_fit, first_fit.*Did you mean 'best_fit'"),
+        (
+            [1],
+            {"policy": "best_fitt"},
+            ConfigError,
+            "'best_fitt'.*best_fit, .*first_fit.*Did you mean 'best_fit'",
+        ),
         ([8, 9, 3], {}, UserError, "sample 1 does not fit into a pack: length 9, capacity 8 "),
         ([8, 2, 3], IMAGES, UserError, "sample 2 does not fit into a pack: 5 images, limit 4 "),
         *(([9], {"oversize": mode}, ConfigError, "pack_sequences") for mode in ("truncate", "split")),

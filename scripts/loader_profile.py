@@ -1,19 +1,26 @@
-"""How fast the loader is on a user's own data: samples and tokens per second, CPU by stage, memory, workers needed."""
+"""How fast is the loader on your own data? Samples and tokens per second, CPU by stage, memory, and how many workers a
+step needs; see ``--help``."""
 
 import contextlib
 import dataclasses
 import functools
 import itertools
+import json
 import math
 import resource
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import click
 import torch
 from megatron.energon.cache import FileStore
+from rich.console import Console
 
-from energon_packing.config import RunConfig
+from energon_packing.cli.options import AT_LEAST_1, PATH, config_options, defaulted, json_option
+from energon_packing.cli.terminal import ShownProgress, answer, say, table
+from energon_packing.config import RunConfig, load_config
 from energon_packing.energon.loader import build_task_encoder
 from energon_packing.energon.samples import MeasuredSample, RenderedSample
 from energon_packing.energon.task_encoder import PackingTaskEncoder
@@ -203,3 +210,73 @@ def _handed_over(run: RunConfig, packs: int) -> float:
     began = time.process_time()
     taken = sum(1 for _ in itertools.islice(loader, packs))
     return (time.process_time() - began) / max(taken, 1)
+
+
+_EXAMPLES = """
+Examples:
+
+\b
+  python scripts/loader_profile.py data/chats --config run.yaml --step-seconds 1.5 --packs-per-step 4
+"""
+
+
+@click.command(epilog=_EXAMPLES)
+@click.argument("path", metavar="DATASET|PLAN", type=PATH)
+@config_options
+@defaulted("--packs", default=20, type=AT_LEAST_1, help="Packs to count.")
+@click.option(
+    "--step-seconds",
+    multiple=True,
+    type=click.FloatRange(min=0, min_open=True),
+    help="Time of a training step. May be repeated.",
+)
+@defaulted("--packs-per-step", default=1, type=AT_LEAST_1, help="Of one rank.")
+@json_option
+def main(path: Any, config_path: str | None, overrides: tuple[str, ...], as_json: bool, **options: Any) -> None:
+    """CPU time of the loader by stage, and how many workers a step needs.
+
+    Makes packs of a data set or plan in one process, as a loader process makes them; then one loader process hands some
+    over. Costs are CPU time, so other load on the machine hardly changes them.
+    """
+    try:
+        run = load_config(config_path, overrides)
+        run = dataclasses.replace(run, data=dataclasses.replace(run.data, path=str(path)))
+        with ShownProgress({"profile": "packs"}, quiet=as_json) as shown:
+            found = loader_profile(
+                run,
+                packs=options["packs"],
+                step_seconds=options["step_seconds"] or STEP_SECONDS,
+                packs_per_step=options["packs_per_step"],
+                progress=shown,
+            )
+    except UserError as error:
+        click.echo(json.dumps({"error": str(error)}) if as_json else f"Error: {error}", err=not as_json)
+        sys.exit(2)
+    answer(found, as_json, _show, ensure_ascii=False, indent=1)
+
+
+def _show(found: Mapping[str, Any]) -> None:
+    rate = found["per_second"]
+    say(
+        f"{found['path']}: {found['packs']:,} packs, {found['samples']:,} samples, {found['tokens']:,} tokens, fill "
+        f"{found['fill']:.2%}",
+        f"one loader process: {rate['samples']:,.1f} samples, {rate['tokens']:,.0f} tokens and {rate['packs']:,.2f} "
+        f"packs per CPU second; peak memory {found['peak_mb']:,.0f} MB",
+        f"training process: {found['hand_over_ms']:,.1f} ms CPU per pack that is handed over",
+        wrap=True,
+    )
+    stages = [
+        (each["stage"], f"{each['ms_per_sample']:.2f}", f"{each['share']:.1%}", each["does"])
+        for each in found["stages"]
+    ]
+    Console().print(table(stages, left=("stage",), right=("CPU ms per sample", "share"), wide=("what it does",)))
+    workers = [(f"{each['step_seconds']:g}", each["workers"]) for each in found["workers"]]
+    Console().print(table(workers, left=("seconds of a step",), right=("workers per rank",)))
+    say(
+        f"for {found['packs_per_step']} packs of one rank in a step, if each worker has a CPU core of its own",
+        wrap=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

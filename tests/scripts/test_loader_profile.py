@@ -1,19 +1,18 @@
-"""`stats --profile` counts every second once, in the stage that spent it, and every sample that it read."""
+"""`scripts/loader_profile.py` counts every second once, in the stage that spent it, and every sample that it read."""
 
 import contextlib
 import itertools
 import json
 import math
 
+import loader_profile as module
 import pytest
 from click.testing import CliRunner
+from loader_profile import STAGES, StageClock, loader_profile
 
-from energon_packing.cli.main import cli
 from energon_packing.config import load_config
 from energon_packing.demo import processor_path
 from energon_packing.energon.loader import build_loader
-from energon_packing.report import loader_profile as module
-from energon_packing.report.loader_profile import STAGES, StageClock, loader_profile
 
 
 class Time:
@@ -93,13 +92,14 @@ def test_a_slow_stage_shows_and_asks_for_workers(run, monkeypatch, no_hand_over)
 
 def test_the_command_writes_no_ledger_and_refuses_data_that_end_before(run, tmp_path):
     words = ["--set", "packing.window=8", "--set", f"encoder.processor={processor_path('qwen2_5_vl')}"]
-    words = ["stats", "--profile", run.data.path, *words, "--set", f"packing.ledger={tmp_path / 'ledger'}"]
-    done = CliRunner().invoke(cli, [*words, "--set", "packing.seq_length=4096", "--packs", "3", "--json"])
+    words = [run.data.path, *words, "--set", f"packing.ledger={tmp_path / 'ledger'}"]
+    done = CliRunner().invoke(module.main, [*words, "--set", "packing.seq_length=4096", "--packs", "3", "--json"])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert found["hand_over_ms"] > 0
     assert not (tmp_path / "ledger").exists(), "the ledger is that of a run, which may be alive"
     done = CliRunner().invoke(
-        cli, [*words, "--set", "packing.seq_length=131072", "--set", "packing.window=99", "--set", "data.repeat=false"]
+        module.main,
+        [*words, "--set", "packing.seq_length=131072", "--set", "packing.window=99", "--set", "data.repeat=false"],
     )
     assert (done.exit_code, "data.repeat=true" in done.output) == (2, True)

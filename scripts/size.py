@@ -1,18 +1,24 @@
-"""``stats --size``: what an offline run of many samples takes, from a probe of the user's own data on this machine."""
+"""What does an offline run of many samples take? From a probe of your own data on this machine; see ``--help``."""
 
 import dataclasses
 import functools
+import json
 import resource
 import shutil
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import click
 import pyarrow as pa
+from rich.console import Console
 
-from energon_packing.config import RunConfig, to_mapping
+from energon_packing.cli.terminal import table
+from energon_packing.config import RunConfig, load_config, to_mapping
+from energon_packing.convert.workspace import dry_workspace
 from energon_packing.errors import UserError
 from energon_packing.executors.local import LocalProcesses
 from energon_packing.offline.files import write_table
@@ -185,3 +191,50 @@ def _written(directory: Path, shard: IndexedShard, rows: pa.Table) -> IndexedSha
     made = dataclasses.replace(shard, samples=rows.num_rows, dropped=rows.num_rows - kept.num_rows, tokens=tokens)
     write_table(directory / made.file, SCHEMA, [rows], {"identity": dict(shard.identity)})
     return made
+
+
+@click.command()
+@click.argument("paths", metavar="DATASET...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--config", "config_path", metavar="CFG", required=True, type=click.Path(), help="YAML configuration.")
+@click.option("--set", "overrides", metavar="SECTION.KEY=VALUE", multiple=True, help="Change a value; may be repeated.")
+@click.option("--split", default="train", show_default=True, help="Part of each data set.")
+@click.option("--samples", required=True, type=click.FloatRange(1, 1e15), help="Of the whole run, such as 100e6.")
+@click.option("--probe", default=200, show_default=True, type=click.IntRange(min=1), help="Samples to pack.")
+@click.option("--cores", default=1, show_default=True, type=click.IntRange(min=1), help="For hours by the clock.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
+def main(
+    paths: tuple[Path, ...],
+    config_path: str,
+    overrides: tuple[str, ...],
+    split: str,
+    samples: float,
+    probe: int,
+    cores: int,
+    as_json: bool,
+) -> None:
+    """Hours, storage and memory of measuring, planning and packing so many samples.
+
+    One shard of each data set is measured here, some of its samples are planned and packed in every form, and CPU time,
+    bytes and memory of that are multiplied.
+    """
+    try:
+        run = load_config(config_path, overrides)
+        with dry_workspace() as (folder, _):
+            stages = size(paths, run, folder, samples=round(samples), probe=probe, split=split)
+    except UserError as error:
+        click.echo(json.dumps({"error": str(error)}) if as_json else f"Error: {error}", err=not as_json)
+        sys.exit(2)
+    # `plan` works in one process.
+    rows = [each | {"hours": each["cpu_hours"] / (1 if each["stage"] == "plan" else cores)} for each in stages]
+    if as_json:
+        click.echo(json.dumps({"samples": round(samples), "cores": cores, "stages": rows}))
+        return
+    shown = [row | {name: row[name] / 2**30 for name in ("bytes", "memory")} for row in rows]
+    figures = ("cpu_hours", "hours", "bytes", "memory")
+    names = ("CPU hours", f"hours on {cores:,} cores", "storage, GiB", "memory of a process, GiB", "from")
+    texts = [(row["stage"], *(f"{row[name]:,.2f}" for name in figures), f"{row['probed']:,} samples") for row in shown]
+    Console().print(table(texts, left=("command",), right=names))
+
+
+if __name__ == "__main__":
+    main()

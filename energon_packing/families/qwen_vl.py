@@ -191,7 +191,8 @@ class Qwen25VL(VisionFamily):
                 "too_few_frames",
                 f"video {media.name!r}: {cause}; the processor of {self.name} needs at least {step} ({error})",
             ) from error
-        grid, (shown, seconds) = (-(-len(indices) // step), *sides), shown_frames(media, self.config, indices)
+        grid = (-(-len(indices) // step), *sides)
+        shown, seconds = shown_frames(media, self.config, indices)
         return MediaPlan(
             kind="video",
             grid=grid,

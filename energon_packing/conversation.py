@@ -25,7 +25,8 @@ Pairs = Literal["refuse", "chosen", "drop", "both"]
 _RECORD = StoredRecord("conversation")
 _OLD_NOISE = Fraction(1, 2**50)
 RECORD_FIELDS = frozenset(("version", "id", "turns", "media", "tools", "chosen", "rejected", "extras"))
-MEDIA_FIELDS = ("kind", "name", "width", "height", "frames", "fps", "duration", "frame_names", "frame_times")
+_LISTS = ("frame_names", "frame_times", "time_points")
+MEDIA_FIELDS = ("kind", "name", "width", "height", "frames", "fps", "duration", *_LISTS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +42,9 @@ class Media:
         frame_names: for a video that is a list of images, the names of its ``frames`` entries in the store, in order;
             ``name`` is the first one. Such a list is already sampled: families use every frame of it.
         frame_times: seconds at which each of those frames is shown, ascending; empty if they are ``1 / fps`` apart.
+        time_points: of a video file whose frames are not ``1 / fps`` apart: number of a frame, its second, number of a
+            later frame, its second, and so on from the first frame (0, 0.0) to the last; those between two of them are
+            evenly spread. Empty for other files, and for those that were converted before this was noted.
     """
 
     kind: MediaKind
@@ -52,6 +56,7 @@ class Media:
     duration: float | None = None
     frame_names: tuple[str, ...] = ()
     frame_times: tuple[float, ...] = ()
+    time_points: tuple[float, ...] = ()
 
     @property
     def rate(self) -> Fraction | None:
@@ -507,9 +512,8 @@ def media_of(entry: Any) -> Media:
         if entry.get(what) is not None:
             whole = what not in ("fps", "duration")
             _RECORD.check_number(entry[what], f"{what} of {reprlib.repr(name)}", whole=whole)
-    names, times = (
-        tuple(_RECORD.read_list(entry, field, "a media entry", optional=True)) for field in MEDIA_FIELDS[-2:]
-    )
+    lists = (tuple(_RECORD.read_list(entry, field, "a media entry", optional=True)) for field in _LISTS)
+    names, times, points = lists
     for frame in names:
         _RECORD.check_name(frame, kind, "a media entry")
     if (names or times) and (kind != "video" or entry.get("frames") != len(names) or names[0] != name):
@@ -518,4 +522,14 @@ def media_of(entry: Any) -> Media:
         _RECORD.check_number(time, f"a frame time of {reprlib.repr(name)}", above_zero=False)
     if times and (len(times) != len(names) or any(later <= time for time, later in pairwise(times))):
         raise _RECORD.bad(f"the frame times of {reprlib.repr(name)} must be ascending, one per frame")
-    return Media(**{**entry, "frame_names": names, "frame_times": times})
+    for at, point in enumerate(points):
+        _RECORD.check_number(point, f"a time point of {reprlib.repr(name)}", whole=at % 2 == 0, above_zero=False)
+    numbers, seconds = points[::2], points[1::2]
+    if points and (
+        (kind, names, points[:2], len(seconds)) != ("video", (), (0, 0), len(numbers))
+        or numbers[-1] + 1 != entry.get("frames")
+        or any(later <= number for number, later in pairwise(numbers))
+        or any(later < second for second, later in pairwise(seconds))
+    ):
+        raise _RECORD.bad(f"the time points of {reprlib.repr(name)} must lead from its first frame to its last one")
+    return Media(**{**entry, "frame_names": names, "frame_times": times, "time_points": points})

@@ -37,10 +37,12 @@ def conversations(draw: st.DrawFn) -> Conversation:
             clip: dict[str, Any] = {}
             if kind == "video":
                 clip = {"frames": draw(sizes), "fps": draw(rates), "duration": draw(rates)}
+                if (frames := clip["frames"] or 0) > 1 and draw(st.booleans()):
+                    clip["time_points"] = (0, 0.0, frames - 1, draw(st.floats(0, 1e6)))
             if kind == "video" and draw(st.booleans()):
                 frames = tuple(draw(st.lists(names, min_size=1, max_size=3)))
                 times = sorted(draw(st.sets(st.floats(0, 1e6), min_size=len(frames), max_size=len(frames))))
-                clip |= {"name": frames[0], "frames": len(frames), "frame_names": frames}
+                clip |= {"name": frames[0], "frames": len(frames), "frame_names": frames, "time_points": ()}
                 clip["frame_times"] = tuple(times) if draw(st.booleans()) else ()
             shape = {"kind": kind, "name": draw(names), "width": draw(sizes), "height": draw(sizes)} | clip
             media.append(Media(**shape))
@@ -279,6 +281,15 @@ def test_a_value_of_the_wrong_kind_anywhere_is_a_bad_record_and_nothing_else(pat
         (("media", 1, "frame_names"), ["1.jpg", "0.jpg"], "bad_record"),
         (("media", 1, "frame_times"), [0.5, 0.5], "bad_record"),
         (("media", 1, "frame_times"), [0.5], "bad_record"),
+        *(
+            (("media", 0, "time_points"), points, "bad_record")
+            for points in (
+                *([0, 0.0, 3], [0, 0.0, 2, 2.0], [0, 0.0, 4, 2.0], [1, 0.0, 3, 2.0], [0, 0.5, 3, 2.0], [0, 0.0]),
+                *([0, 0.0, 3.0, 2.0], [0, 0.0, 0, 1.0, 3, 2.0], [0, 0.0, 2, 3.0, 3, 2.0], [0, 0.0, 3, None], {"0": 0}),
+                *([0, 0.0, 3, float("inf")], [0, 0.0, True, 1.0, 3, 2.0], 7, "0030"),
+            )
+        ),
+        (("media", 1, "time_points"), [0, 0.0, 1, 0.5], "bad_record"),
         (("media", 1, "kind"), "image", "bad_record"),
         (("extra",), 1, "bad_record"),
         (("version",), 2, "bad_record"),

@@ -129,6 +129,9 @@ class EncoderConfig:
     """Fewest frames sampled from a video; None keeps the processor's value."""
     video_max_frames: int | None = setting(None, unit="frames", by_family=True, entries=_FRAMES, least=1)
     """Most frames sampled from a video; None keeps the processor's value."""
+    video_times: Literal["stored", "processor"] = setting("stored", newer=True)
+    """How frames of a file of a variable frame rate are chosen and labelled: by the times that conversion ``stored``,
+    or as the ``processor`` does, as if all were equally far apart. Other videos are the same with both."""
     pan_and_scan: bool | None = setting(None, by_family=True, entries=("vision_limits",))
     """Whether Gemma 3 also sees crops of long images (the processor's ``do_pan_and_scan``); None keeps its default,
     no."""

@@ -64,7 +64,7 @@ class MediaFile:
         name: its entry in the media store, ``<32 hex digits of its SHA-256>.<extension>``; equal files share one entry.
         size: bytes.
         width, height, stored_width, stored_height: pixels as displayed, and as stored, before any rotation.
-        frames, fps, duration, container: of a video, see `energon_packing.media.probe.VideoInfo`.
+        frames, fps, duration, container, time_points: of a video, see `energon_packing.media.probe.VideoInfo`.
         format, mode, transparent, animated: of an image, see `energon_packing.media.probe.ImageInfo`.
     """
 
@@ -84,6 +84,7 @@ class MediaFile:
     mode: str = ""
     transparent: bool = False
     animated: bool = False
+    time_points: tuple[float, ...] = ()
 
     @property
     def metadata(self) -> tuple[str, str]:
@@ -102,7 +103,8 @@ class MediaFile:
     def media(self, name: str) -> Media:
         """The record's entry for the file, which is stored under a name."""
         shown = ("kind", "width", "height", "frames", "fps", "duration")
-        return Media(name=name, **{field: getattr(self, field) for field in shown})
+        sizes = {field: getattr(self, field) for field in shown}
+        return Media(name=name, **sizes, time_points=tuple(self.time_points))  # a journal has lists
 
 
 StoredMedia = Any

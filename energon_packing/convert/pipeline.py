@@ -225,6 +225,7 @@ class Auditing:
             warnings.append("transparent_image")
         if any(getattr(file, "animated", False) for file in files):
             warnings.append("first_frame_only")
+        warnings += ["uneven_frame_times"] * sum(bool(getattr(file, "time_points", ())) for file in files)
         for file, stamp in checked:
             audit.files.setdefault(file.name, (file, stamp))
         return content, summed

@@ -91,6 +91,23 @@ def chosen_frames(
     return tuple(round(at * (count - 1) / (most - 1)) for at in range(most))
 
 
+def shown_frames(
+    media: Media, config: EncoderConfig, chosen: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Returns the frames of an uneven video that are on the screen at the times of the chosen ones, had it a constant
+    rate, and their seconds: its own of a frame, and of one that is still shown the time at which it is chosen again.
+    The frames chosen, and no seconds, for any other video, and where ``video_times`` is ``processor``."""
+    if not media.time_points or config.video_times == "processor":
+        return chosen, ()
+    numbers, seconds = media.time_points[::2], media.time_points[1::2]
+    wanted = np.asarray(chosen) / float(require(media.rate, media, "fps"))
+    # Seconds are rounded to thousandths.
+    shown = np.floor(np.interp(wanted + 0.001, seconds, numbers) + 1e-9).astype(int)
+    again = np.diff(shown, prepend=-1) == 0
+    own = np.where(again, wanted, np.interp(shown, numbers, seconds))
+    return tuple(shown.tolist()), tuple(own.tolist())
+
+
 def sampled_frames(
     processor: Any, total: int, rate: Fraction, /, *, duration: float | None = None, **how: Any
 ) -> list[int]:

@@ -10,7 +10,14 @@ from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media, MediaKind
 from energon_packing.errors import ConfigError
 from energon_packing.families.base import IMAGE_SIZES, MediaPlan, VisionFamily, ask, require
-from energon_packing.families.geometry import MOST_TILES, VIDEO_FRAMES, check_tiles, chosen_frames, uniform_frames
+from energon_packing.families.geometry import (
+    MOST_TILES,
+    VIDEO_FRAMES,
+    check_tiles,
+    chosen_frames,
+    shown_frames,
+    uniform_frames,
+)
 from energon_packing.families.pixel_forms import form_of, resized
 from energon_packing.media.decoding_process import empty_result
 from energon_packing.thd.pixels import PixelForm
@@ -88,7 +95,8 @@ class InternVL(VisionFamily):
         total, fps = require(media.frames, media, "frame count"), require(media.rate, media, "fps")
         wanted: dict[str, Any] = {"rate": self.video_fps, "fewest": self._fewest, "most": self.video_frames}
         indices = chosen_frames(media, self.config, lambda: uniform_frames(self.videos, total, fps, **wanted))
-        return self._tiled("video", len(indices), (self.tile_tokens,) * len(indices), indices)
+        shown, _ = shown_frames(media, self.config, indices)
+        return self._tiled("video", len(shown), (self.tile_tokens,) * len(shown), shown)
 
     def _tiled(self, kind: MediaKind, tiles: int, runs: tuple[int, ...], indices: tuple[int, ...] = ()) -> MediaPlan:
         # Patches are merged two by two (the model's downsample_ratio is 0.5), and a tile is square.

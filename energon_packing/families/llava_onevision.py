@@ -10,7 +10,7 @@ from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media
 from energon_packing.errors import ConfigError
 from energon_packing.families.base import MediaPlan, ask, require
-from energon_packing.families.geometry import chosen_frames, uniform_frames
+from energon_packing.families.geometry import chosen_frames, shown_frames, uniform_frames
 from energon_packing.families.llava_next import LlavaNext
 from energon_packing.families.pixel_forms import form_of
 from energon_packing.thd.pixels import PixelForm
@@ -76,7 +76,7 @@ class LlavaOneVision(LlavaNext):
             kind="video",
             grid=(self.video_frames, rows, columns),
             runs=(self.video_frames * pooled + 1,),
-            frame_indices=indices,
+            frame_indices=shown_frames(media, self.config, indices)[0],
             tiles=self.video_frames,
         )
 

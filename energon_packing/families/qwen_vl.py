@@ -19,6 +19,7 @@ from energon_packing.families.geometry import (
     rope_positions,
     sampled_frames,
     set_pixel_limits,
+    shown_frames,
 )
 from energon_packing.families.pixel_forms import form_of, resized
 from energon_packing.media.decoding_process import empty_result
@@ -191,14 +192,15 @@ class Qwen25VL(VisionFamily):
                 f"video {media.name!r}: {cause}; the processor of {self.name} needs at least {step} ({error})",
             ) from error
         grid = (-(-len(indices) // step), *sides)
+        shown, seconds = shown_frames(media, self.config, indices)
         return MediaPlan(
             kind="video",
             grid=grid,
             runs=self._video_runs(grid),
-            frame_indices=indices,
+            frame_indices=shown,
             # As in the processor, from the number of frames, not from their times (VideoMetadata.sampled_fps).
             seconds_per_grid=step / (len(indices) / total * fps),
-            timestamps=self._timestamps(self._seconds(media, indices, fps)),
+            timestamps=self._timestamps(seconds or self._seconds(media, indices, fps)),
         )
 
     def _seconds(self, media: Media, indices: tuple[int, ...], fps: float) -> tuple[float, ...]:

@@ -6,15 +6,17 @@ starts another program), and the number of pixels is checked from the header bef
 
 import contextlib
 import io
+import math
 import mmap
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+import numpy as np
 from PIL import ExifTags, Image
 
 from energon_packing.conversation import Media, MediaKind
@@ -64,6 +66,7 @@ class VideoInfo(NamedTuple):
         duration: seconds of the frames at that rate; the float nearest to the exact fraction.
         stored_width, stored_height: pixels of a decoded frame, before rotation.
         container: FFmpeg's name of the container, such as ``"mov,mp4,m4a,3gp,3g2,mj2"``.
+        time_points: of a video whose frames are unevenly spread, as in `Media`; else empty.
     """
 
     width: int
@@ -74,6 +77,7 @@ class VideoInfo(NamedTuple):
     stored_width: int
     stored_height: int
     container: str
+    time_points: tuple[float, ...] = ()
 
 
 @cache
@@ -217,6 +221,7 @@ class _Count(NamedTuple):
     first: Fraction | None  # seconds; None if the stream has no time stamps
     last: Fraction | None
     last_length: Fraction  # seconds that the last frame is shown; 0 if unknown
+    times: list[float]  # seconds of the frames, as they are shown
 
 
 _MOST_DECODED, _DECODED_A_BYTE = 1 << 31, 1 << 20
@@ -246,6 +251,7 @@ class _Work:
 def _count(shown: Iterable[Any], what: str, work: _Work, size: tuple[int, int] | None = None) -> _Count:
     """Counts shown packets, or decoded frames (of ``size``), which is the only count that is right for every codec."""
     frames, first, last, last_length = 0, None, None, Fraction()
+    times: list[float] = []
     for each in shown:
         work(frames, *(size or (0, 0)))
         if each.is_corrupt:
@@ -258,11 +264,12 @@ def _count(shown: Iterable[Any], what: str, work: _Work, size: tuple[int, int] |
         if each.pts is None:
             continue
         time = each.pts * each.time_base
+        times.append(float(time))
         first = time if first is None else min(first, time)
         if last is None or time > last:
             last = time
             last_length = each.duration * each.time_base if each.duration else Fraction()
-    return _Count(frames, first, last, last_length)
+    return _Count(frames, first, last, last_length, times if size else sorted(times))
 
 
 def _rate(count: _Count, stated: Fraction | None) -> Fraction | None:
@@ -278,6 +285,38 @@ def _rate(count: _Count, stated: Fraction | None) -> Fraction | None:
     if stated and abs((span + length) * stated - count.frames) <= 1:
         return stated
     return count.frames / (span + length) if span + length > 0 else None
+
+
+_EVEN, _MOST_POINTS = 0.1, 1000
+"""Seconds, and frames, that a frame of an even video may be off its place; numbers and seconds of `time_points`."""
+
+
+def _time_points(times: Sequence[float], frames: int, rate: Fraction) -> tuple[float, ...]:
+    """Times as `Media.time_points`, right to a hundredth of a second, or to what `_MOST_POINTS` allow. Empty where each
+    frame is within `_EVEN`, or within a frame, of its number divided by the rate, and where times are missing or
+    mixed up."""
+    seconds = np.asarray(times, dtype=np.float64) - (times[0] if times else 0.0)
+    if len(times) != frames or (np.diff(seconds) < 0).any():
+        return ()
+    if np.abs(seconds - np.arange(frames) / float(rate)).max() <= max(_EVEN, 1 / float(rate)):
+        return ()
+    tolerance = 0.01
+    while len(corners := _corners(seconds.tolist(), tolerance)) > _MOST_POINTS:
+        tolerance *= 2
+    return tuple(part for at in corners for part in (at, round(float(seconds[at]), 3)))
+
+
+def _corners(seconds: Sequence[float], tolerance: float) -> list[int]:
+    """The frames between which straight lines pass all others within a tolerance, in one pass."""
+    corners, low, high = [0], -math.inf, math.inf  # slopes of lines from the last corner that pass all frames since
+    for at, second in enumerate(seconds[1:], start=1):
+        slope = (second - seconds[corners[-1]]) / (at - corners[-1])
+        if not low <= slope <= high:
+            corners.append(at - 1)
+            slope, low, high = second - seconds[at - 1], -math.inf, math.inf
+        slack = tolerance / (at - corners[-1])
+        low, high = max(low, slope - slack), min(high, slope + slack)
+    return [*corners, len(seconds) - 1]
 
 
 def probe_video(source: Source, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode: bool = False) -> VideoInfo:
@@ -313,7 +352,7 @@ def media_file(path: str | Path, kind: MediaKind = "image") -> Media:
         SampleRejected: as `image_info` and `probe_video`.
     """
     info: Any = image_info(Path(path)) if kind == "image" else probe_video(Path(path))
-    sizes = ("width", "height") if kind == "image" else ("width", "height", "frames", "fps", "duration")
+    sizes = ("width", "height") if kind == "image" else ("width", "height", "frames", "fps", "duration", "time_points")
     return Media(kind=kind, name=Path(path).name, **{name: getattr(info, name) for name in sizes})
 
 
@@ -342,12 +381,13 @@ def open_video(file: BinaryIO) -> Any:
 
 
 def video_stream(container: Any) -> Any:
-    """Returns the video stream of an open container; SampleRejected ``corrupt_media`` if none can be decoded."""
-    if not container.streams.video:
-        raise SampleRejected("corrupt_media", "the file has no video stream")
-    stream = container.streams.video[0]
-    if (stream.disposition & stream.disposition.attached_pic).value:
-        raise SampleRejected("corrupt_media", "the file has no video stream, only audio with a cover image")
+    """Returns the first video stream of an open container that is no cover picture; SampleRejected ``corrupt_media`` if
+    none can be decoded."""
+    pictured = [bool((each.disposition & each.disposition.attached_pic).value) for each in container.streams.video]
+    if all(pictured):
+        cover = ", only audio with a cover image" if pictured else ""
+        raise SampleRejected("corrupt_media", f"the file has no video stream{cover}")
+    stream = container.streams.video[pictured.index(False)]
     if stream.codec_context is None:  # the file names a codec that nobody knows
         raise SampleRejected("corrupt_media", "the video stream has an unknown codec")
     return stream
@@ -425,7 +465,9 @@ def _probe_video(file: BinaryIO, max_pixels: int, decode: bool) -> VideoInfo:
     if not rate:
         raise SampleRejected("corrupt_media", "the video has neither time stamps nor a frame rate")
     width, height = (size[1], size[0]) if turned else size
-    return VideoInfo(width, height, count.frames, float(rate), float(count.frames / rate), *size, container_name)
+    points = _time_points(count.times, count.frames, rate)
+    duration = float(count.frames / rate)
+    return VideoInfo(width, height, count.frames, float(rate), duration, *size, container_name, points)
 
 
 def named_size(file: BinaryIO) -> int | None:

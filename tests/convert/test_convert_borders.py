@@ -19,11 +19,14 @@ from click.testing import CliRunner
 from energon_reading import read_dataset
 from PIL import Image
 from source_files import openai, read_records, rejects, run, write_image, write_lines, write_video
+from support.media_files import noise_clip
 
 from energon_packing.cli.main import cli
-from energon_packing.conversation import PairCounts
+from energon_packing.conversation import PairCounts, media_of
+from energon_packing.convert import ConvertConfig
 from energon_packing.convert.chunks import find_sources
 from energon_packing.convert.layout import counted_pairs
+from energon_packing.convert.media_files import MediaChecker
 from energon_packing.errors import UserError
 from energon_packing.ledger import merged
 
@@ -140,6 +143,37 @@ def test_images_of_several_frames_are_counted(tmp_path: Path, check: str) -> Non
     assert (report.warnings["first_frame_only"], report.written) == (5, 12)
     (tmp_path / "v.jsonl").write_text(json.dumps(openai("v", "<video>?", videos=["more.gif"])) + "\n")
     assert "first_frame_only" not in run(tmp_path / "v.jsonl", tmp_path / "video").warnings
+
+
+@pytest.mark.parametrize("check", ["full", "header"])
+@pytest.mark.parametrize("layout", ["polylithic", "monolithic"])
+def test_clips_of_a_variable_rate_are_counted_and_keep_their_times(tmp_path: Path, check: str, layout: str) -> None:
+    times = [*range(0, 300, 4), 1700, 5900]  # hundredths of a second
+    (tmp_path / "uneven.mkv").write_bytes(noise_clip(times))
+    (tmp_path / "even.mkv").write_bytes(noise_clip(range(0, 300, 4)))
+    named = [["even.mkv"], ["uneven.mkv"], ["uneven.mkv", "even.mkv", "uneven.mkv"]]
+    lines = [openai(f"v{at}", "<video>" * len(names), videos=names) for at, names in enumerate(named)]
+    source = write_lines(tmp_path / "a.jsonl", lines)
+    report = run(source, tmp_path / "out", check_media=check, layout=layout, split={"train": 1.0})
+    assert (report.written, report.warnings) == (3, {"uneven_frame_times": 3})
+    entry = tmp_path / "out" / ("dataset.yaml" if layout == "polylithic" else "")
+    stored = {key: read.record["media"] for key, read in read_dataset(str(entry)).items()}
+    with_times = [["time_points" in media for media in stored[f"v{at}"]] for at in range(3)]
+    assert with_times == [[False], [True], [True, False, True]]
+    points = stored["v1"][0]["time_points"]
+    assert (points[:2], points[-4:], len(points)) == ([0, 0.0], [75, 17.0, 76, 59.0], 8)
+
+
+def test_a_conversion_that_goes_on_reads_the_times_from_its_journal(tmp_path: Path) -> None:
+    (tmp_path / "uneven.mkv").write_bytes(noise_clip([*range(0, 300, 4), 1700, 5900]))
+    config = ConvertConfig(sources=(tmp_path,), out=tmp_path / "out")
+    path, media = str(tmp_path / "uneven.mkv"), []
+    for index in ("first", "second"):
+        checker = MediaChecker(config, tmp_path / "journal", tmp_path / index)
+        media.append(checker.check(path, "video", "uneven.mkv")[0].media("0.mkv"))
+        checker.close()
+    assert media[0] == media[1] == media_of(media[0].to_record())
+    assert len((tmp_path / "journal").read_bytes().splitlines()) == 2  # with the empty one before it: the second read
 
 
 def tar_of(path: Path, members: dict[str, bytes]) -> Path:

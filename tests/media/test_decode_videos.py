@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.media_files import noise_clip, sound, turned_by_container
+from support.media_files import film_after_cover, noise_clip, sound, turned_by_container
 
 from energon_packing.errors import SampleRejected
 from energon_packing.media.probe import probe_video
@@ -101,6 +101,19 @@ def test_sound_is_no_video_with_or_without_a_cover_picture(cover: bool) -> None:
     assert caught.value.reason == "corrupt_media"
     with pytest.raises(SampleRejected, match="no video stream"):
         probe_video(data)
+
+
+def test_a_cover_picture_before_the_film_is_not_the_film() -> None:
+    data = film_after_cover()
+    with av.open(io.BytesIO(data)) as container:
+        cover, film = container.streams.video
+        assert (cover.disposition.name, container.streams.best("video").index) == ("attached_pic", film.index)
+        everything = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(film)])
+    for decode in (False, True):
+        info = probe_video(data, decode=decode)
+        assert (info.width, info.height, info.frames, info.fps) == (48, 32, 20, 25.0)
+    found = decode_frames(data, [0, 7, 19], max_pixels=LIMIT).permute(0, 2, 3, 1).numpy()
+    assert np.array_equal(found, everything[[0, 7, 19]])
 
 
 def test_frames_larger_than_the_limit_are_refused(clips: dict[str, bytes]) -> None:

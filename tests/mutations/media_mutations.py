@@ -21,6 +21,7 @@ MEDIA_TRAPS = {
     77: "settings or control tokens inside a record are ignored",
     172: "captions and frames of clips are others than Bridge prepares, in silence",
     174: "states and stored packs of clips are refused for what they do not depend on",
+    199: "frames of a video of a variable rate are drawn or labelled at other times than they are shown",
 }
 
 LABELS = "tests/encoders/test_encoder_labels.py::"
@@ -33,6 +34,7 @@ TABLES = "tests/convert/test_convert_packed_sources.py::"
 CLOCK = "tests/chat/test_template_traps.py::"
 PIXELS = "tests/media/test_decode_images.py::"
 COLUMNS = "tests/convert/test_convert_columns.py::"
+UNEVEN = "tests/families/test_uneven_videos.py::"
 
 MEDIA_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
@@ -158,6 +160,39 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
                 "media.frame_times else index / 24.0 for index",
             ),
         ),
+    ),
+    Mutation(
+        trap=199,
+        name="frames of a screen recording are drawn by the average rate",
+        test=UNEVEN + "test_each_frame_is_on_the_screen_at_its_time[internvl]",
+        oracle="the times that PyAV reads",
+        edits=(
+            (
+                "families/geometry.py",
+                "np.floor(np.interp(wanted + 0.001, seconds, numbers) + 1e-9).astype(int)",
+                "np.asarray(chosen)",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=199,
+        name="time steps of a screen recording are labelled by the average rate",
+        test=UNEVEN + "test_the_labels_of_a_screen_recording_are_the_times_of_its_frames",
+        oracle="the times that PyAV reads",
+        edits=(
+            (
+                "families/qwen_vl.py",
+                "seconds or self._seconds(media, indices, fps)",
+                "self._seconds(media, shown, fps)",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=199,
+        name="the first video stream is the film, a cover picture too",
+        test="tests/media/test_decode_videos.py::test_a_cover_picture_before_the_film_is_not_the_film",
+        oracle="FFmpeg's choice of the best stream",
+        edits=(("media/probe.py", "video[pictured.index(False)]", "video[0]"),),
     ),
     Mutation(
         trap=28,

@@ -109,6 +109,30 @@ def turned_by_container(data: bytes, degrees: int) -> bytes:
     return bytes(result)
 
 
+def film_after_cover() -> bytes:
+    """An MP4 of 20 frames of 48 x 32 pixels, each lighter, whose first video stream is a cover picture of 64 x 64: as
+    FFmpeg numbers the streams of a file whose tags lie before its tracks."""
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="mp4") as output:
+        film, cover = output.add_stream("libx264", rate=25), output.add_stream("mjpeg", rate=1)
+        film.width, film.height, film.pix_fmt = 48, 32, "yuv420p"
+        cover.width, cover.height, cover.pix_fmt = 64, 64, "yuvj420p"
+        cover.disposition = av.stream.Disposition.attached_pic
+        for number in range(20):
+            output.mux(film.encode(av.VideoFrame.from_ndarray(np.full((32, 48, 3), 10 * number, np.uint8), "rgb24")))
+        image = av.VideoFrame.from_ndarray(np.zeros((64, 64, 3), np.uint8), "rgb24")
+        output.mux([*film.encode(None), *cover.encode(image), *cover.encode(None)])
+    data = buffer.getvalue()
+    start = data.index(b"moov") + 4
+    stop = start - 8 + int.from_bytes(data[start - 8 : start - 4], "big")
+    inside, boxes = data[start:stop], []
+    while inside:
+        boxes.append(inside[: int.from_bytes(inside[:4], "big")])
+        inside = inside[len(boxes[-1]) :]
+    boxes.sort(key=lambda box: [b"mvhd", b"udta", b"trak"].index(box[4:8]))
+    return data[:start] + b"".join(boxes) + data[stop:]
+
+
 def sound(cover: bool = False) -> bytes:
     """An MP4 of silence, with or without a cover picture."""
     buffer = io.BytesIO()

@@ -26,11 +26,13 @@ from energon_packing.config import RunConfig, to_mapping
 
 TIMEOUT, CRASH = "decode_timeout", "decoder_crashed"
 """Why a sample is quarantined; the first also where the decoder itself noticed between two frames."""
+ENDED = "decoder_ended"
+"""Why one is not, though it cost its decoder twice: somebody else may have ended that, such as the memory killer."""
 QUARANTINED = "quarantined"
 """Why later runs drop such a sample."""
 SETTING_OF: Mapping[str, str | None] = {
     **dict.fromkeys((
-        "bad_record", "bad_text", "corrupt_media", "corrupt_tensor", "decoder_crashed", "empty_answer",
+        "bad_record", "bad_text", "corrupt_media", "corrupt_tensor", "decoder_crashed", "decoder_ended", "empty_answer",
         "empty_conversation", "measure_error", "media_changed", "media_geometry", "media_outside_root", "missing_media",
         "no_pair", "no_such_tensor", "not_finite", "placeholder_mismatch", "quarantined", "render_error",
         "reserved_token", "restore_failed", "too_deep", "unknown_role", "unknown_tensor_format", "unmeasured",

@@ -24,10 +24,9 @@ from typing import Any
 
 from energon_packing.config import RunConfig, to_mapping
 
-TIMEOUT, CRASH = "decode_timeout", "decoder_crashed"
-"""Why a sample is quarantined; the first also where the decoder itself noticed between two frames."""
-ENDED = "decoder_ended"
-"""Why one is not, though it cost its decoder twice: somebody else may have ended that, such as the memory killer."""
+TIMEOUT, CRASH, ENDED = "decode_timeout", "decoder_crashed", "decoder_ended"
+"""Why a sample is quarantined, the first also where the decoder itself noticed between two frames; the last proves
+nothing, since the memory killer may have ended the decoder."""
 QUARANTINED = "quarantined"
 """Why later runs drop such a sample."""
 SETTING_OF: Mapping[str, str | None] = {

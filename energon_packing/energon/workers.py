@@ -76,8 +76,7 @@ def _start(own: Callable[[int], None] | None, keep_memory: bool, worker: int) ->
 
 
 def largest_private() -> dict[str, int]:
-    """Bytes of private memory of the largest ``worker`` below this process and of the largest ``decoder``; those that
-    there are. Looking at a process that shares much memory with this one takes a tenth of a second."""
+    """Bytes of private memory of the largest ``worker`` and the largest ``decoder`` below this process, if any."""
     largest: dict[str, int] = {}
     kinds = {"pt_data_worker": "worker", DECODER: "decoder"}  # by their names, the first one torch's
     pids = [os.getpid()]

@@ -227,11 +227,9 @@ MOST_IN_A_ROW = 8
 GRACE = 1.0
 """Seconds after the deadline, in which the decoder may notice it itself and say at which frame it was."""
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
-NAME = "packing-decoder"
-"""Of a child, as in ``/proc/PID/comm`` and ``top``."""
+NAME = "packing-decoder"  # of a child, as in top
 TRIM_EVERY = 100
-"""Samples after which a child returns freed memory, which its worker keeps (``data.keep_memory``) and it inherits that:
-the holes between what lives longer would grow for weeks."""
+"""Samples after which a child returns freed memory. It inherits to keep it; holes in its heap would grow for weeks."""
 MOST_GROWTH = 256 << 20
 """Bytes of anonymous memory beyond those at its start, freed memory returned: a child with more is renewed."""
 MOST_CHILDREN = 4

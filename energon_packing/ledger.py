@@ -275,8 +275,7 @@ def _quarantined(directory: Path) -> Iterator[dict[str, Any]]:
 
 
 def release(directory: Path, keys: Collection[str]) -> None:
-    """Lets samples out of quarantine: runs that begin from now on decode them. Raises `UserError`: one is not there, or
-    a file cannot be written."""
+    """Lets samples out of quarantine, for runs that begin later. Raises `UserError`: one is not there, or it cannot."""
     if unknown := some_of(sorted({*keys} - {str(entry.get("key")) for entry in _quarantined(directory)}), 5):
         raise UserError(f"The quarantine of {directory} has no {unknown}; leave --release out to see what it has.")
     for file in (directory / QUARANTINE).glob("*.jsonl"):
@@ -391,8 +390,7 @@ def merged(directory: Path) -> LedgerReport:
         _count([line for _, line in lines], report, mark)
     try:
         report.cut = sum(file.read_bytes().count(b"\n") for file in directory.glob("*.cut"))
-        entries = {(str(entry.get("data")), str(entry.get("key"))): entry for entry in _quarantined(directory)}
-        report.quarantined = list(entries.values())
+        report.quarantined = [*{(str(e.get("data")), str(e.get("key"))): e for e in _quarantined(directory)}.values()]
     except OSError as error:
         raise _unreadable(directory, error) from error
     report.duplicates.sort()

@@ -188,8 +188,7 @@ def merged(sums: Iterable[PackSums]) -> PackSums:
 
 
 def figures(lines: Sequence[RankLine]) -> dict[str, float]:
-    """Figures of the last lines of all ranks, see `PackSums.figures`; ``worker_mib_max`` and ``decoder_mib_max``, the
-    private memory of the largest process; and two that compare ranks:
+    """Figures of the last lines of all ranks, see `PackSums.figures`; the largest memory; and two that compare ranks:
 
     ``wait_share_max``, of the rank that waited most, and ``cost_max_over_mean``: the cost of the costliest rank divided
     by the mean over ranks, averaged over the steps that all ranks have in their last two lines. A step lasts as long as

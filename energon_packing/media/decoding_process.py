@@ -230,13 +230,11 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 NAME = "packing-decoder"  # of a child, as in top
 TRIM_EVERY = 100
 """Samples after which a child returns freed memory. It inherits to keep it; holes in its heap would grow for weeks."""
-MOST_GROWTH = 256 << 20
-"""Bytes of anonymous memory beyond those at its start, freed memory returned: a child with more is renewed."""
+MOST_GROWTH = 256 << 20  # bytes of anonymous memory beyond those at its start: a child with more is renewed
 MOST_CHILDREN = 4
 """Children of one process; the one that was idle longest ends for a new one. Encoders may be many: those of several
 data sets, or of a training and a validation loader."""
-_FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
-"""Signals by which a sample proves that it crashes its decoder."""
+_FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)  # the sample's doing
 _OURS = (*_FAULTS, signal.SIGALRM, signal.SIGCHLD, signal.SIGHUP)
 
 Read = Callable[[str], bytes]

@@ -24,13 +24,14 @@ from typing import Any
 
 from energon_packing.config import RunConfig, to_mapping
 
-TIMEOUT, CRASH = "decode_timeout", "decoder_crashed"
-"""Why a sample is quarantined; the first also where the decoder itself noticed between two frames."""
+TIMEOUT, CRASH, ENDED = "decode_timeout", "decoder_crashed", "decoder_ended"
+"""Why a sample is quarantined, the first also where the decoder itself noticed between two frames; the last proves
+nothing, since the memory killer may have ended the decoder."""
 QUARANTINED = "quarantined"
 """Why later runs drop such a sample."""
 SETTING_OF: Mapping[str, str | None] = {
     **dict.fromkeys((
-        "bad_record", "bad_text", "corrupt_media", "corrupt_tensor", "decoder_crashed", "empty_answer",
+        "bad_record", "bad_text", "corrupt_media", "corrupt_tensor", "decoder_crashed", "decoder_ended", "empty_answer",
         "empty_conversation", "measure_error", "media_changed", "media_geometry", "media_outside_root", "missing_media",
         "no_pair", "no_such_tensor", "not_finite", "placeholder_mismatch", "quarantined", "render_error",
         "reserved_token", "restore_failed", "too_deep", "unknown_role", "unknown_tensor_format", "unmeasured",

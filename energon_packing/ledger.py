@@ -28,6 +28,7 @@ plan need no such cut: the same position is the same pack, whoever makes it.
 
 import dataclasses
 import itertools
+import json
 import math
 import mmap
 import os
@@ -35,22 +36,22 @@ import warnings
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from energon_packing.config import MAX_DROPS_WITHOUT_PACK
 from energon_packing.drops import CRASH, QUARANTINED, TIMEOUT, DroppedSample, FrequentDrops, over_budget, unwished
-from energon_packing.errors import UserError
+from energon_packing.errors import UserError, some_of
 from energon_packing.line_file import LineFile, lock, read_lines
 
 LONGEST_DETAIL = 2000
 """Characters of an entry's detail; an error may quote a whole sample."""
 QUARANTINE = "quarantine"
 """The folder in a ledger's with samples that hung or crashed their decoder, in a file per worker that found one: later
-runs skip them at once. A sample returns when its line is removed, or all of them with the folder; without a ledger's
-directory, they are remembered in their process only."""
+runs skip them at once. A sample returns when it is released (`release`), or all of them without the folder; without a
+ledger's directory, they are remembered in their process only."""
 _CLAIMED = mmap.mmap(-1, 1 << 16)
 """Warnings that a worker of this process has given, by a hash of run and name."""
 
@@ -273,6 +274,18 @@ def _quarantined(directory: Path) -> Iterator[dict[str, Any]]:
     return itertools.chain.from_iterable(map(read_lines, sorted((directory / QUARANTINE).glob("*.jsonl"))))
 
 
+def release(directory: Path, keys: Collection[str]) -> None:
+    """Lets samples out of quarantine, for runs that begin later. Raises `UserError`: one is not there, or it cannot."""
+    if unknown := some_of(sorted({*keys} - {str(entry.get("key")) for entry in _quarantined(directory)}), 5):
+        raise UserError(f"The quarantine of {directory} has no {unknown}; leave --release out to see what it has.")
+    for file in (directory / QUARANTINE).glob("*.jsonl"):
+        left = [json.dumps(entry) + "\n" for entry in read_lines(file) if str(entry.get("key")) not in keys]
+        try:
+            file.write_text("".join(left), encoding="utf-8")  # in its place: a worker may append to it
+        except OSError as error:
+            raise _unwritable(file, error) from error
+
+
 def without_ledger[Run: Any](run: Run) -> Run:
     """Returns the configuration of a loader that writes no ledger: of a command that looks, or of a rank of a replica
     whose packs another rank reads too."""
@@ -352,7 +365,7 @@ class LedgerReport:
         duplicates: keys that came more often than the data can have been read, or than once in a finite epoch.
         cut: lines that a kill left unfinished.
         foreign: lines whose fields are not those of a ledger; they are not counted.
-        quarantined: samples in the quarantine list.
+        quarantined: lines of the samples in quarantine: ``data``, ``key``, ``reason``, ``detail``.
     """
 
     workers: int = 0
@@ -366,7 +379,7 @@ class LedgerReport:
     duplicates: list[str] = field(default_factory=list)
     cut: int = 0
     foreign: int = 0
-    quarantined: int = 0
+    quarantined: list[dict[str, Any]] = field(default_factory=list)
 
 
 def merged(directory: Path) -> LedgerReport:
@@ -377,7 +390,7 @@ def merged(directory: Path) -> LedgerReport:
         _count([line for _, line in lines], report, mark)
     try:
         report.cut = sum(file.read_bytes().count(b"\n") for file in directory.glob("*.cut"))
-        report.quarantined = len({(str(entry.get("data")), str(entry.get("key"))) for entry in _quarantined(directory)})
+        report.quarantined = [*{(str(e.get("data")), str(e.get("key"))): e for e in _quarantined(directory)}.values()]
     except OSError as error:
         raise _unreadable(directory, error) from error
     report.duplicates.sort()

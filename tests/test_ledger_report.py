@@ -87,6 +87,36 @@ def test_a_sample_that_comes_twice_in_an_epoch_is_named_and_the_exit_code_is_1(t
     assert json.loads(CliRunner().invoke(command, [str(tmp_path), "--json"]).output)["duplicates"] == ["w-3"]
 
 
+def test_what_is_in_quarantine_is_listed_and_released_by_key_while_a_run_goes_on(tmp_path):
+    """A sample whose decoder somebody else may have ended is not in it."""
+    workers = [Ledger(str(tmp_path), budget=1.0, name=name) for name in ("w", "x")]
+    for worker, key, reason in ((0, "a", "decoder_crashed"), (1, "b", "decode_timeout"), (1, "c", "decoder_crashed")):
+        workers[worker].drop(key, reason, f"why {key}", data="data/text")
+    workers[0].drop("d", "decoder_ended", "SIGKILL twice", data="data/text")
+
+    def asked(*options):
+        result = CliRunner().invoke(command, [str(tmp_path), *options])
+        listed = [line.split()[1] for line in result.output.splitlines() if "quarantined: " in line]
+        return result.exit_code, listed, result.output
+
+    assert asked()[:2] == (0, ["a", "b", "c"])
+    assert "why b" in asked()[2]
+    assert "  3 samples in quarantine" in asked()[2]
+    assert asked("--release", "a", "--release", "c")[:2] == (0, ["b"])
+    workers[1].drop("e", "decoder_crashed", "why e", data="data/text")  # its file is open
+    assert asked()[:2] == (0, ["b", "e"])
+    next_run = Ledger(str(tmp_path), budget=1.0, name="w")
+    assert [key for key in "abcde" if next_run.drop_quarantined(key, "data/text")] == ["b", "e"]
+    listed = json.loads(CliRunner().invoke(command, [str(tmp_path), "--json"]).output)["quarantined"]
+    assert [(each["key"], each["reason"], each["detail"]) for each in listed] == [
+        ("b", "decode_timeout", "why b"),
+        ("e", "decoder_crashed", "why e"),
+    ]
+    with pytest.raises(UserError, match=r"The quarantine of .* has no a, z; leave --release out"):
+        CliRunner().invoke(command, [str(tmp_path), "--release", "z", "--release", "a"], catch_exceptions=False)
+    assert asked()[1] == ["b", "e"]
+
+
 def test_finite_epochs_are_counted_each_for_itself(tmp_path):
     own = Ledger(str(tmp_path), budget=1.0, name="w")
     own.begin(run="a", rank=0, worker=0, **{"from": 0, "resumed": False}, samples=3)

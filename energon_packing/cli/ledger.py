@@ -15,6 +15,7 @@ _EXAMPLES = """\b
 Examples:
   energon-packing ledger run/ledger
   energon-packing ledger run/ledger --json
+  energon-packing ledger run/ledger --release chat-17
 
 Exit code 1 if a sample came more often than the data were read.
 """
@@ -22,15 +23,19 @@ Exit code 1 if a sample came more often than the data were read.
 
 @click.command(epilog=_EXAMPLES)
 @click.argument("directory", metavar="DIR", type=PATH)
+@click.option("--release", "keys", metavar="KEY", multiple=True, help="Let a sample out of quarantine; repeatable.")
 @json_option
 @click.pass_context
-def ledger(ctx: click.Context, directory: Path, as_json: bool) -> None:
+def ledger(ctx: click.Context, directory: Path, keys: tuple[str, ...], as_json: bool) -> None:
     """Merge the ledger in DIR (packing.ledger): samples emitted, dropped by reason and data set, and duplicates.
 
     Packs that were made again after a restart count once. A run may be running; its last packs are made ahead of use.
+    Samples in quarantine are listed: `energon-packing explain KEY DATASET` decodes one again, --release lets it go.
     """
-    from energon_packing.ledger import merged
+    from energon_packing.ledger import merged, release
 
+    if keys:
+        release(directory, keys)
     report = merged(directory)
 
     def show(_: Any) -> None:
@@ -46,8 +51,10 @@ def ledger(ctx: click.Context, directory: Path, as_json: bool) -> None:
             click.echo(visible(f"  changed {count:>9,}  {how}"))
         for key in report.duplicates[:_SHOWN]:
             click.echo(visible(f"  twice: {key}"))
+        for entry in report.quarantined[:_SHOWN]:
+            click.echo(visible(f"  quarantined: {entry.get('key')}  {entry.get('data')}  {entry.get('detail')}"))
         for count, what in (
-            (report.quarantined, "samples in quarantine, which later runs skip"),
+            (len(report.quarantined), "samples in quarantine, which later runs skip"),
             (report.abandoned, "runs of a worker that nobody continued are not counted"),
             (report.foreign, "lines that no ledger writes are not counted"),
             (report.cut, "lines that a kill cut off are set aside in *.cut"),

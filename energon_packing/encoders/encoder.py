@@ -93,8 +93,8 @@ class ConversationEncoder(SampleEncoder):
         self._tokens = TextTokenizer(self.tokenizer.backend_tokenizer, self._specials)
         self._resizer = Resizer(self.family)
         # Not a method of this encoder: in a circle of references the child would outlive its encoder.
-        self._make_pixels = functools.partial(visual_inputs, config, self._resizer, self.family)
-        self._decoding = DecodingProcess(self._make_pixels, config.decode_seconds)
+        make_pixels = functools.partial(visual_inputs, config, self._resizer, self.family)
+        self._decoding = DecodingProcess(make_pixels, config.decode_seconds)
         self._run_ids = sorted(set(self.family.placeholder_ids.values()))
         self._prepared: dict[int, tuple[Conversation, tuple[MediaPlan, ...], Expanded, TokenizedText]] = {}
         """Conversations that are rendered and tokenized, by `id`; they are kept, so that no other has it."""
@@ -360,9 +360,8 @@ class ConversationEncoder(SampleEncoder):
         for name in needed.file_names():  # now, since to wait for a store is no decoding
             with contextlib.suppress(KeyError, OSError):
                 files(name)
-        if not self.config.decode_in_child or needed.is_plain(files):
-            return self.joining_fields() | self._make_pixels(measured, files)
-        return self.joining_fields() | self._decoding(needed, files, needed.file_names())
+        in_child = self.config.decode_in_child and not needed.is_plain(files)
+        return self.joining_fields() | self._decoding(needed, files, needed.file_names(), in_child=in_child)
 
     def joining_fields(self) -> dict[str, Any]:
         """Returns what `energon_packing.encoders.joinable_rows` reads of a row with media."""

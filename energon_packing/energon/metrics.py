@@ -5,10 +5,11 @@ the lines of all ranks together. Nothing here can stop a run: a directory that c
 
 Every line of ``rankN.jsonl`` stands for itself: it sums up its own steps (``last``) and all since the process began
 (``total``). ``pack`` counts the packs that the rank has used, over restarts. ``steps`` has that number and the cost of
-the rank's packs at the end of each step, so that ranks are compared step by step::
+the rank's packs at the end of each step, so that ranks are compared step by step; ``memory``, as a thread saw it last,
+the private bytes of the rank's largest worker and decoding process::
 
     {"run": "5e0c9b1f2a3d", "rank": 0, "ranks": 8, "time": 1763850000.125, "pack": 640, "last": {"packs": 40, ...},
-     "total": {"packs": 640, ...}, "steps": [[604, 53120.0], [608, 52877.0], ...]}
+     "total": {"packs": 640, ...}, "steps": [[604, 53120.0], ...], "memory": {"worker": 434110464, "decoder": 83886080}}
 """
 
 import dataclasses
@@ -26,6 +27,7 @@ from typing import Any
 
 from energon_packing.config.run import MetricsConfig
 from energon_packing.energon.samples import Pack
+from energon_packing.energon.workers import largest_private
 from energon_packing.errors import UserError
 from energon_packing.line_file import LineFile, LineFollower
 from energon_packing.packing.statistics import PackStatistics
@@ -116,6 +118,7 @@ class RankLine:
     last: PackSums
     total: PackSums
     steps: Mapping[int, float]
+    memory: Mapping[str, int]
     ended: bool
 
     @classmethod
@@ -127,6 +130,7 @@ class RankLine:
                 last=PackSums.from_json(entry["last"]),
                 total=PackSums.from_json(entry["total"]),
                 steps={int(pack): float(cost) for pack, cost in entry["steps"]},
+                memory=dict(entry.get("memory", {})),
                 ended=bool(entry.get("ended")),
             )
         except (KeyError, TypeError, ValueError):
@@ -184,7 +188,7 @@ def merged(sums: Iterable[PackSums]) -> PackSums:
 
 
 def figures(lines: Sequence[RankLine]) -> dict[str, float]:
-    """Figures of the last lines of all ranks, see `PackSums.figures`; and two that compare ranks:
+    """Figures of the last lines of all ranks, see `PackSums.figures`; the largest memory; and two that compare ranks:
 
     ``wait_share_max``, of the rank that waited most, and ``cost_max_over_mean``: the cost of the costliest rank divided
     by the mean over ranks, averaged over the steps that all ranks have in their last two lines. A step lasts as long as
@@ -199,6 +203,8 @@ def figures(lines: Sequence[RankLine]) -> dict[str, float]:
     ratios = [max(step) * len(step) / sum(step) for step in costs if any(step)]
     if ratios:
         found["cost_max_over_mean"] = sum(ratios) / len(ratios)
+    for kind in {kind for line in lines for kind in line.memory}:
+        found[f"{kind}_mib_max"] = max(line.memory.get(kind, 0) for line in lines) / 2**20
     return found
 
 
@@ -315,6 +321,8 @@ class PackMetrics:
         self._steps: list[tuple[int, float]] = []
         self._left, self._cost = 0, 0.0  # of the step that has begun
         self._since: float | None = None
+        self._memory: dict[str, int] = {}
+        self._looking: threading.Thread | None = None
         self._write()
 
     @classmethod
@@ -387,7 +395,15 @@ class PackMetrics:
         self._write(ended=ended)
         self._now, self._steps = PackSums(), []
 
+    def _look(self) -> None:
+        began = time.perf_counter()
+        self._memory = largest_private()
+        time.sleep(100 * (time.perf_counter() - began))  # it takes a hundredth of a thread
+
     def _write(self, *, ended: bool = False) -> None:
+        if self._taken and not ended and not (self._looking and self._looking.is_alive()):
+            self._looking = threading.Thread(target=self._look, name="memory of workers", daemon=True)
+            self._looking.start()
         entry = {
             **self._marks,
             "time": round(time.time(), 3),
@@ -395,6 +411,7 @@ class PackMetrics:
             "last": self._now.to_json(),
             "total": self._all.to_json(),
             "steps": self._steps,
+            **({"memory": self._memory} if self._memory else {}),
             **({"ended": True} if ended else {}),
         }
         try:

@@ -8,6 +8,7 @@ Torch hands over each tensor of a pack by a file in shared memory and a connecti
 share one, with the rest of the pack.
 """
 
+import contextlib
 import ctypes
 import errno
 import functools
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from energon_packing.encoders.tokenized import use_one_thread
 from energon_packing.energon.pack_bytes import as_bytes, pack_from_bytes, pack_to_bytes
 from energon_packing.energon.samples import Pack
 from energon_packing.errors import PackingError, UserError
+from energon_packing.media.decoding_process import NAME as DECODER
 
 # Parameters of mallopt(3), from glibc's malloc.h.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
@@ -70,6 +73,21 @@ def _start(own: Callable[[int], None] | None, keep_memory: bool, worker: int) ->
     ForkingPickler.register(Pack, _together)
     if own is not None:
         own(worker)
+
+
+def largest_private() -> dict[str, int]:
+    """Bytes of private memory of the largest ``worker`` and the largest ``decoder`` below this process, if any."""
+    largest: dict[str, int] = {}
+    kinds = {"pt_data_worker": "worker", DECODER: "decoder"}  # by their names, the first one torch's
+    pids = [os.getpid()]
+    for pid in pids:  # which grows
+        with contextlib.suppress(OSError):  # it has ended, or is no Linux process
+            if kind := kinds.get(Path(f"/proc/{pid}/comm").read_text().strip()):
+                sizes = re.findall(r"(?m)^Private_\w+: +(\d+)", Path(f"/proc/{pid}/smaps_rollup").read_text())
+                largest[kind] = max(largest.get(kind, 0), sum(map(int, sizes)) << 10)
+            for file in Path(f"/proc/{pid}/task").glob("*/children"):
+                pids += map(int, file.read_text().split())
+    return largest
 
 
 def leave_to_rank() -> None:

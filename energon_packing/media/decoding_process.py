@@ -26,11 +26,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from energon_packing.drops import CRASH, TIMEOUT
+from energon_packing.drops import CRASH, ENDED, TIMEOUT
 from energon_packing.errors import SampleRejected, UserError
 
 ROOM = 768 << 20
@@ -49,7 +50,9 @@ the next mapping."""
 _NONE, _READ, _WRITE = 0, 1, 2
 """Protections of mprotect(2)."""
 
-_mprotect: Any = getattr(ctypes.CDLL(None), "mprotect", None)
+_libc: Any = ctypes.CDLL(None)
+_mprotect: Any = getattr(_libc, "mprotect", None)
+_trim: Any = getattr(_libc, "malloc_trim", bool)  # another library than glibc keeps little
 
 Place = tuple[int, int]
 """Where a file lies in the memory, and its bytes."""
@@ -223,14 +226,16 @@ MOST_IN_A_ROW = 8
 """Samples that may end the child one after another before the run stops."""
 GRACE = 1.0
 """Seconds after the deadline, in which the decoder may notice it itself and say at which frame it was."""
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+NAME = "packing-decoder"  # of a child, as in top
+TRIM_EVERY = 100
+"""Samples after which a child returns freed memory. It inherits to keep it; holes in its heap would grow for weeks."""
+MOST_GROWTH = 256 << 20  # bytes of anonymous memory beyond those at its start: a child with more is renewed
 MOST_CHILDREN = 4
 """Children of one process; the one that was idle longest ends for a new one. Encoders may be many: those of several
 data sets, or of a training and a validation loader."""
-_OURS = (
-    *(signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT),
-    *(signal.SIGALRM, signal.SIGCHLD, signal.SIGHUP),
-)
+_FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)  # the sample's doing
+_OURS = (*_FAULTS, signal.SIGALRM, signal.SIGCHLD, signal.SIGHUP)
 
 Read = Callable[[str], bytes]
 Work = Callable[[Any, Read], Mapping[str, Any]]
@@ -261,30 +266,38 @@ class DecodingProcess:
     def __reduce__(self) -> tuple[Any, ...]:
         return DecodingProcess, (self._work, self._seconds)
 
-    def __call__(self, request: Any, read: Read, names: Sequence[str] = ()) -> dict[str, Any]:
-        """Returns what ``work(request, read)`` returns there.
+    def __call__(self, request: Any, read: Read, names: Sequence[str] = (), *, in_child: bool = True) -> dict[str, Any]:
+        """Returns what ``work(request, read)`` returns there. What takes too long, or ends without a fault of its own,
+        as by the kernel's memory killer, is tried once more in a new child.
 
         Args:
             read: called in this process; its errors reach the function, where that reads the file.
             names: of the files that the function reads: they travel with the request.
+            in_child: False calls the function in this process.
 
         Raises:
-            SampleRejected: `TIMEOUT` or `CRASH`; the next call has a new child. Also whatever the function raises.
+            SampleRejected: `CRASH`; at the second try `TIMEOUT` or `ENDED`. Also whatever the function raises.
             UserError: `MOST_IN_A_ROW` calls in a row ended the child.
         """
         if self._asked:  # an interrupt ended the last call, whose answer would be taken for that to this one
             self.close()
-        if self._child is None and torch.cuda.is_initialized():
-            # Pinned memory, which devices write to, must not be shared with a fork.
-            return dict(self._work(request, read))
         with _lock:
             self._busy = True
         try:
-            return self._answer(request, read, names)
+            return self._answer(request, read, names, in_child)
+        except SampleRejected as error:
+            if error.reason not in (TIMEOUT, ENDED):
+                raise
+            self.close()
+            self._in_a_row = max(0, self._in_a_row - 1)  # counts samples
+            return self._answer(request, read, names, in_child)
         finally:
             self._busy = False
 
-    def _answer(self, request: Any, read: Read, names: Sequence[str]) -> dict[str, Any]:
+    def _answer(self, request: Any, read: Read, names: Sequence[str], in_child: bool) -> dict[str, Any]:
+        if not in_child or (self._child is None and torch.cuda.is_initialized()):
+            # Pinned memory, which devices write to, must not be shared with a fork.
+            return dict(self._work(request, read))
         files: dict[str, bytes | Exception] = {}
         for name in names:
             try:
@@ -302,10 +315,14 @@ class DecodingProcess:
             self.close()
             raise self._ended(TIMEOUT, f"decoding hung and was ended after encoder.decode_seconds={self._seconds} s")
         try:
-            has_failed, answer, end = pickle.loads(child.connection.recv_bytes())
+            has_failed, answer, end, has_grown = pickle.loads(child.connection.recv_bytes())
         except (EOFError, OSError):
-            raise self._ended(CRASH, f"the decoder crashed: {_cause(self.close())}") from None
+            status = self.close()
+            reason = CRASH if os.WTERMSIG(status) in _FAULTS else ENDED
+            raise self._ended(reason, f"the decoder crashed: {_cause(status)}") from None
         self._asked, self._in_a_row = False, 0
+        if has_grown:
+            self.close()
         if has_failed:
             raise answer
         return child.room.taken(answer, start, end)
@@ -402,7 +419,7 @@ def _cause(status: int) -> str:
         return f"its process ended with exit code {os.waitstatus_to_exitcode(status)}"
     number = os.WTERMSIG(status)
     names = {each.value: each.name for each in signal.Signals}
-    names[signal.SIGKILL] = "SIGKILL, as where memory runs out"
+    names[signal.SIGKILL] = "SIGKILL, as where memory runs out; lower data.workers if it does"
     return f"its process ended by {names.get(number, f'signal {number}')}"
 
 
@@ -426,11 +443,13 @@ def _serve(connection: Connection, room: SharedRoom, work: Work, seconds: float 
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to all processes of a job; the child ends with its parent
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _libc.prctl(_PR_SET_NAME, NAME.encode())
     if os.getppid() != parent:
         os._exit(0)
     gc.freeze()
     torch.set_num_threads(1)  # OpenMP's other threads are not in a fork
+    at_start, has_grown, served = _anonymous(), False, 0
     while True:
         try:
             request, files, start = pickle.loads(connection.recv_bytes())
@@ -447,9 +466,19 @@ def _serve(connection: Connection, room: SharedRoom, work: Work, seconds: float 
             answer = (True, _portable(error), start)
         signal.setitimer(signal.ITIMER_REAL, 0)
         try:
-            _send(connection, answer)
+            _send(connection, (*answer, has_grown))
         except OSError:
             os._exit(0)
+        served += 1
+        if served % TRIM_EVERY == 0:  # while the parent works
+            _trim(0)
+            has_grown = _anonymous() - at_start > MOST_GROWTH
+
+
+def _anonymous() -> int:
+    """Bytes of this process that are of no file, those that its parent shares too."""
+    _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_bytes().split())
+    return (resident - shared) * mmap.PAGESIZE
 
 
 def _file(room: SharedRoom, files: Mapping[str, bytes | Place | Exception], name: str) -> bytes:

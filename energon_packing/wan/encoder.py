@@ -333,9 +333,7 @@ class TextToVideoEncoder:
         assert self.latent_encoder is not None
         assert video is not None
         wanted = video, self._plan(video)
-        frames = (
-            self._decoding(wanted, read, (video.name,)) if self.config.decode_in_child else self._frames(wanted, read)
-        )
+        frames = self._decoding(wanted, read, (video.name,), in_child=self.config.decode_in_child)
         return _of_shape(measured.latent_shape, self.latent_encoder.encode(frames["frames"]), self.latent_encoder)
 
     def _frames(self, wanted: tuple[Media, ClipPlan], read: Callable[[str], bytes]) -> dict[str, torch.Tensor]:

@@ -57,4 +57,4 @@ def test_bridges_own_packing_is_a_peer_in_a_process_of_its_own(lists, monkeypatc
 def test_an_unknown_benchmark_names_the_known_ones():
     done = door("lodaer")
     assert done.returncode == 2
-    assert "loader|convert|measure|plan|pack|packing" in done.stderr
+    assert "loader|memory|convert|measure|plan|pack|packing" in done.stderr

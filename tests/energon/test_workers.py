@@ -15,12 +15,15 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from support.ranks import processes_below, terminate
 
+from energon_packing.config import MetricsConfig
 from energon_packing.energon import pack_bytes
 from energon_packing.energon import workers as worker_start
 from energon_packing.energon.loader import build_loader
+from energon_packing.energon.metrics import RankLine, figures, watched
 from energon_packing.energon.workers import in_sentences
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline.open_loader import evaluation_loader
@@ -240,6 +243,27 @@ def test_a_signal_to_all_processes_of_a_job_is_left_to_the_rank_and_costs_no_pac
     expected = packs(signalled=False)
     assert len(expected) > 6
     assert packs(signalled=True) == expected
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_metrics_tell_the_memory_of_the_largest_worker_and_decoding_process(run_config, tmp_path, workers):
+    config = run_config(data={"workers": workers, "repeat": True}, in_child=True, drop_budget=1.0, seq_length=2048)
+    metrics = MetricsConfig(directory=str(tmp_path), interval=1)
+    before = set(processes_below(os.getpid()))
+    kinds = {"worker", "decoder"} if workers else {"decoder"}
+    for _ in watched(build_loader(config), metrics, capacity=2048):
+        line = json.loads((tmp_path / "rank0.jsonl").read_text().splitlines()[-1])
+        if line.get("memory", {}).keys() == kinds:
+            break
+        time.sleep(0.05)
+    started = [psutil.Process(pid) for pid in set(processes_below(os.getpid())) - before]
+    sizes = {each.name(): each.memory_full_info().uss for each in started}
+    assert sizes.keys() == {"packing-decoder", *["pt_data_worker"] * workers}
+    found = {"decoder": sizes["packing-decoder"]} | ({"worker": sizes["pt_data_worker"]} if workers else {})
+    assert line["memory"] == {kind: pytest.approx(size, rel=0.3) for kind, size in found.items()}
+    figures_of = figures([RankLine.of(line)])
+    assert {name for name in figures_of if name.endswith("_mib_max")} == {f"{kind}_mib_max" for kind in kinds}
+    assert figures_of["decoder_mib_max"] == line["memory"]["decoder"] / 2**20
 
 
 @pytest.mark.timeout(60)

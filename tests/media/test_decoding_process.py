@@ -1,17 +1,21 @@
 """The child process that decodes: hangs, crashes, errors, large results, dead parents. The decoders are planted."""
 
 import ctypes
+import itertools
+import json
 import os
 import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from energon_packing.drops import CRASH
+from energon_packing.drops import CRASH, ENDED, TIMEOUT
+from energon_packing.energon.workers import keep_freed_memory
 from energon_packing.errors import PackingError, SampleRejected, UserError
 from energon_packing.media import decoding_process
 from energon_packing.media.decoding_process import MOST_IN_A_ROW, DecodingProcess
@@ -33,6 +37,13 @@ def act(request, read):
         os._exit(3)
     if request == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
+    if isinstance(request, signal.Signals):
+        os.kill(os.getpid(), request)
+    if isinstance(request, tuple):  # the first time, another one
+        how, mark = request
+        if not mark.exists():
+            mark.touch()
+            act(how, read)
     if request == "slow":
         time.sleep(5.0)
     if isinstance(request, Exception):
@@ -76,15 +87,100 @@ def test_a_decoder_that_hangs_is_ended_at_the_deadline_and_costs_its_sample(proc
 
 
 @pytest.mark.parametrize(
-    ("how", "cause"),
-    [("segfault", "SIGSEGV"), ("abort", "SIGABRT"), ("exit", "exit code 3"), ("killed", "SIGKILL, as where memory")],
+    ("how", "cause", "reason"),
+    [
+        *(("segfault", "SIGSEGV", CRASH), ("abort", "SIGABRT", CRASH)),
+        *((signal.SIGBUS, "SIGBUS", CRASH), (signal.SIGILL, "SIGILL", CRASH), (signal.SIGFPE, "SIGFPE", CRASH)),
+        *(("exit", "exit code 3", ENDED), ("killed", "SIGKILL, as where memory runs out; lower data.workers", ENDED)),
+    ],
 )
-def test_a_decoder_that_crashes_costs_its_sample_and_the_cause_is_named(process, how, cause):
+def test_a_decoder_that_crashes_costs_its_sample_and_the_cause_is_named(process, how, cause, reason):
     process("fine", read, ("file",))
     with pytest.raises(SampleRejected, match=cause) as caught:
         process(how, read)
-    assert caught.value.reason == CRASH
+    assert caught.value.reason == reason
     assert process("fine", read, ("file",))["data"] == b"file"
+
+
+LATE = SampleRejected(TIMEOUT, "frame 3")
+
+
+@pytest.mark.parametrize(("how", "in_child"), [("killed", True), ("hang", True), (LATE, True), (LATE, False)])
+def test_what_proves_nothing_about_a_sample_is_tried_once_more_in_a_new_child(
+    process, how, in_child, monkeypatch, tmp_path
+):
+    first = process("fine", read, ("file",))["pid"]
+    if how == "hang":
+        monkeypatch.setattr(process, "_seconds", 5.0)
+    found = process((how, tmp_path / "once"), read, ("file",), in_child=in_child)
+    assert found["data"] == b"file"
+    assert (found["pid"] == os.getpid()) is not in_child
+    assert found["pid"] != first
+    monkeypatch.setattr(process, "_seconds", 0.3)
+    with pytest.raises(SampleRejected) as caught:  # each time
+        process(how, read, in_child=in_child)
+    assert caught.value.reason == (ENDED if how == "killed" else TIMEOUT)
+
+
+def test_a_fault_is_not_tried_again(process, tmp_path):
+    with pytest.raises(SampleRejected, match="SIGSEGV"):
+        process(("segfault", tmp_path / "once"), read, ("file",))
+    assert process(("segfault", tmp_path / "once"), read, ("file",))["data"] == b"file"
+
+
+def private_mib(pid):
+    """By the kernel's account."""
+    return psutil.Process(pid).memory_full_info().uss / 2**20
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the C library is not glibc")
+def test_a_child_of_a_process_that_keeps_freed_memory_returns_it_after_some_samples(monkeypatch):
+    monkeypatch.setattr(decoding_process, "TRIM_EVERY", 4)
+
+    def works(request, read):
+        blocks = [torch.ones(1 << 20, dtype=torch.uint8) for _ in range(64)]
+        return {"pid": os.getpid(), "sum": sum(int(block[-1]) for block in blocks)}
+
+    def sizes():
+        process = DecodingProcess(works, None)
+        for number in range(1, 10):
+            pid = process(number, read)["pid"]
+            until = time.monotonic() + 10.0
+            while number % 4 == 0 and private_mib(pid) > 40 and time.monotonic() < until:
+                time.sleep(0.01)
+            yield private_mib(pid)
+
+    told, tell = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        try:
+            keep_freed_memory()
+            os.write(tell, json.dumps(list(sizes())).encode())
+        finally:
+            os._exit(1)
+    os.close(tell)
+    with os.fdopen(told) as pipe:
+        found = json.load(pipe)
+    os.waitpid(parent, 0)
+    assert [size > 50 for size in found] == [True, True, True, False] * 2 + [True], found
+
+
+def test_a_child_that_grows_is_renewed_and_no_answer_is_lost(monkeypatch):
+    monkeypatch.setattr(decoding_process, "TRIM_EVERY", 5)
+    monkeypatch.setattr(decoding_process, "MOST_GROWTH", 16 << 20)
+    leak = []
+
+    def leaks(request, read):
+        leak.append(torch.ones(1 << 20, dtype=torch.uint8))
+        return {"pid": os.getpid(), "request": torch.full((3,), request)}
+
+    process = DecodingProcess(leaks, None)
+    found = [process(number, read) for number in range(60)]
+    process.close()
+    assert [each["request"].tolist() for each in found] == [[number] * 3 for number in range(60)]
+    lives = [len(list(own)) for _, own in itertools.groupby(each["pid"] for each in found)]
+    assert lives == [21, 21, 18]  # 20 MiB are too many, which the next answer says
+    assert not leak
 
 
 def test_crashes_without_end_stop_the_run_with_a_sentence(process):
@@ -95,7 +191,7 @@ def test_crashes_without_end_stop_the_run_with_a_sentence(process):
         reasons.append(caught.value.reason)
     with pytest.raises(UserError, match=r"8 samples in a row ended the decoding process.*exit code 3.*decode_in_child"):
         process("exit", read)
-    assert set(reasons) == {CRASH}
+    assert set(reasons) == {ENDED}
 
 
 def test_one_good_sample_between_crashes_starts_the_count_anew(process):

@@ -23,6 +23,8 @@ STATE_TRAPS = {
     52: "data that were edited, reordered or swapped under equal counts are read on as if they were the old ones",
     55: "what a finite epoch drops after its last pack is reported nowhere, or an epoch without a pack ends well",
     56: "one record or one shard stops a run and each restart of it, without its name",
+    190: "a worker or its decoding process grows over weeks until the machine has no memory left",
+    191: "good samples are quarantined for what the machine did to their decoder",
     65: "a decoder that hangs, crashes or is interrupted holds or ends the run, or spoils the next sample",
     53: "a state is changed by restoring it or by a later error, or is missing or damaged and the data begin anew",
     93: "the reading rank draws from a global random generator, which its tensor- and context-parallel peers share",
@@ -241,6 +243,49 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         test=STORAGE + "test_errors_of_other_libraries_become_the_system_s_and_others_stay",
         oracle="the client's own class",
         edits=(("errors.py", ' or type(error).__name__ == "RetryableError"', ""),),
+    ),
+    Mutation(
+        trap=190,
+        name="a child keeps freed memory for good, as its parent does",
+        test=CHILD + "test_a_child_of_a_process_that_keeps_freed_memory_returns_it_after_some_samples",
+        oracle="the kernel's account of private memory",
+        edits=(("media/decoding_process.py", "            _trim(0)\n", ""),),
+    ),
+    Mutation(
+        trap=190,
+        name="a child that grows is never renewed",
+        test=CHILD + "test_a_child_that_grows_is_renewed_and_no_answer_is_lost",
+        oracle="the definition",
+        edits=(("media/decoding_process.py", "        if has_grown:\n            self.close()\n", ""),),
+    ),
+    Mutation(
+        trap=191,
+        name="a child that the memory killer ended condemns its sample",
+        test=CHILD + "test_what_proves_nothing_about_a_sample_is_tried_once_more_in_a_new_child[killed-True]",
+        oracle="the kernel, which ends the child once",
+        edits=(("media/decoding_process.py", "if error.reason not in (TIMEOUT, ENDED):", "if True:"),),
+    ),
+    Mutation(
+        trap=191,
+        name="a sample whose decoder was killed is in quarantine",
+        test=CHILD + "test_a_decoder_that_crashes_costs_its_sample_and_the_cause_is_named[killed-"
+        "SIGKILL, as where memory runs out; lower data.workers-decoder_ended]",
+        oracle="the signal that ended the child",
+        edits=(
+            (
+                "media/decoding_process.py",
+                "reason = CRASH if os.WTERMSIG(status) in _FAULTS else ENDED",
+                "reason = CRASH",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=191,
+        name="what was released stays in quarantine",
+        test="tests/test_ledger_report.py::"
+        "test_what_is_in_quarantine_is_listed_and_released_by_key_while_a_run_goes_on",
+        oracle="the keys that were released",
+        edits=(("ledger.py", 'if str(entry.get("key")) not in keys]', "]"),),
     ),
     Mutation(
         trap=93,

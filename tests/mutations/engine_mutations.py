@@ -6,10 +6,15 @@ ENGINE_TRAPS = {
     145: "the padding of a sample lies between samples where kernels take none, or ends one that sees both ways",
     103: "packs are over a limit, make ranks wait, or differ by processor, and nobody says so",
     104: "a task whose worker died is lost, or is not tried again",
+    201: "choosing packs under limits takes longer the longer the rows are, until it holds a training step back",
 }
 
 BALANCE = "tests/packing/test_balance.py::"
 POLICIES = "tests/packing/test_policies.py::"
+LONG_ROWS = (
+    "tests/packing/test_window.py::"
+    "test_packs_under_limits_of_a_row_of_a_million_tokens_cost_what_those_of_8192_do[images scarce]"
+)
 EXECUTORS = "tests/executors/test_executors.py::"
 
 ENGINE_MUTATIONS: tuple[Mutation, ...] = (
@@ -109,5 +114,19 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
         test="tests/energon/test_rows_of_packs.py::test_images_that_see_both_ways_have_padding_between_samples",
         oracle="the mask of Gemma 3 in transformers",
         edits=(("families/gemma3.py", "    causal = False", "    causal = True"),),
+    ),
+    Mutation(
+        trap=201,
+        name="under limits every token of a long row is a place of its own",
+        test=LONG_ROWS,
+        oracle="the same list at 8,192 tokens",
+        edits=(("packing/policies/window.py", "    if room <= LONG_ROOM:", "    if True:"),),
+    ),
+    Mutation(
+        trap=201,
+        name="lengths are rounded down to parts of a long row",
+        test=LONG_ROWS,
+        oracle="the capacity",
+        edits=(("packing/policies/window.py", "[-(-length // part) for", "[length // part for"),),
     ),
 )

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import time
 
 import numpy as np
 import pytest
@@ -150,3 +151,24 @@ def test_a_stream_keeps_limits_of_its_samples() -> None:
         pack_stream([(4, 3), (4, 3), (4, 1)], 8, length=lambda s: s[0], constraints={"i": (lambda s: s[1], 4)})
     )
     assert packs == [[(4, 3), (4, 1)], [(4, 3)]]
+
+
+@pytest.mark.parametrize("extra", ["tokens scarce", "images scarce"])
+def test_packs_under_limits_of_a_row_of_a_million_tokens_cost_what_those_of_8192_do(extra: str) -> None:
+    random = np.random.default_rng(7)
+    short = np.clip(random.lognormal(6.5, 0.8, 400).astype(np.int64), 8, 8192)
+    long = short * 128 - random.integers(0, 128, 400)
+    images = np.where(random.random(400) < 0.4, random.integers(1, 6, 400), 0)
+    constraints = {"images": (images, 100 if extra == "tokens scarce" else 10)}
+    seconds, packs = [], []
+    for lengths, capacity in ((short, 8192), (long, 1 << 20)):
+        began = time.process_time()
+        groups = pack_lengths(lengths, capacity, "window", constraints=constraints, window=256)
+        seconds.append(time.process_time() - began)
+        packs.append(len(groups))
+        assert sorted(np.concatenate(groups).tolist()) == list(range(400))
+        assert all(
+            lengths[group].sum() <= capacity and images[group].sum() <= constraints["images"][1] for group in groups
+        )
+    assert packs[1] <= packs[0]
+    assert seconds[1] < 3 * seconds[0]

@@ -34,6 +34,8 @@ HAND_OVER = 0.25
 SIZE_WEIGHT = 0.5
 # Finest resolution of the second cost in the exact fit; the work grows with it.
 LEVELS = 64
+# The longest room, in tokens, that a fit under limits looks at token by token, and the parts into which it cuts others.
+LONG_ROOM, ROOM_PARTS = 32_768, 8_192
 
 
 def fill_exactly(lengths: Sequence[int], room: int, positions: Iterable[int]) -> list[int]:
@@ -100,6 +102,7 @@ def fill_two(
     Returns:
         Positions whose lengths sum to at most ``room`` and whose units sum to at most ``unit_room``.
     """
+    lengths, room = _coarse(lengths, room)
     levels = [0] * (unit_room + 1)
     levels[0] = 1 << room
     history: list[list[int]] = []
@@ -133,6 +136,14 @@ def fill_two(
     return chosen
 
 
+def _coarse(lengths: Sequence[int], room: int) -> tuple[Sequence[int], int]:
+    """Returns a long room and the lengths in parts of it, rounded so that what fits in parts fits in tokens."""
+    if room <= LONG_ROOM:
+        return lengths, room
+    part = -(-room // ROOM_PARTS)
+    return [-(-length // part) for length in lengths], room // part
+
+
 def fill_limited(
     lengths: Sequence[int], capacity: int, costs: Mapping[str, Sequence[int | float]], limits: Mapping[str, int | float]
 ) -> list[int]:
@@ -160,11 +171,18 @@ def fill_limited(
     demand = np.where(fits, shares, 0.0).sum(axis=1)
     candidates = [position for position in np.flatnonzero(fits).tolist() if position]
     if (demand[1:] < SCARCE * demand[0]).all():
-        chosen = [0, *fill_exactly(lengths, capacity - lengths[0], candidates)]
-        if _within(chosen, costs, limits):
+        chosen = [0, *fill_exactly(*_coarse(lengths, capacity - lengths[0]), candidates)]
+        if _within(chosen, costs, limits) and capacity - lengths[0] <= LONG_ROOM:
             return chosen
-    chosen = _greedy(shares, fits, demand)
-    return chosen + _finish(lengths, capacity, costs, limits, chosen, fits, demand)
+        chosen = chosen if _within(chosen, costs, limits) else _greedy(shares, fits, demand)
+    else:
+        chosen = _greedy(shares, fits, demand)
+    while True:  # what the parts of a long room leave of it is filled again, in finer ones
+        long = capacity - sum(lengths[position] for position in chosen) > LONG_ROOM
+        added = _finish(lengths, capacity, costs, limits, chosen, fits, demand)
+        chosen += added
+        if not (added and long):
+            return chosen
 
 
 def _greedy(shares: np.ndarray, fits: np.ndarray, demand: np.ndarray) -> list[int]:

@@ -195,19 +195,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         return self.dataset.len_worker(worker_idx)
 
     def __iter__(self) -> Iterator[Pack]:
-        resumed = self._restored is not None
         before = self._wake()
-        own = self.worker_config.rank_worker_id()
-        samples, times = comes_again(self.dataset, own)
-        self.ledger.begin(
-            run=self._run,
-            rank=self.worker_config.rank,
-            worker=own,
-            **{"from": self._pack_index.current_idx, "resumed": resumed},
-            samples=samples,
-            times=times,
-            ahead=shuffled_ahead(self.dataset),
-        )
         # A reader that has no sample of a small data set has no packs; Energon's wrappers would end the run.
         source = None if self._draining else iter(self.dataset if self.dataset.worker_has_samples() else ())
         while True:
@@ -245,12 +233,26 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         )
 
     def _wake(self) -> int:
-        """Reads the samples of a restored state again, and accounts for those that can no longer be read."""
+        """Reads the samples of a restored state again, begins the ledger, and enters those that can no longer be
+        read."""
         for buffer in (self._window, self._planned):
             buffer.worker_start()
+        resumed = self._restored is not None
         if self._restored is not None:
             self.ledger.resume(self._restored.get("counts"), held=len(self._window.buffer) + len(self._planned.buffer))
             self._restored = None
+        own = self.worker_config.rank_worker_id()
+        samples, times = comes_again(self.dataset, own)
+        self.ledger.begin(
+            run=self._run,
+            rank=self.worker_config.rank,
+            ranks=self.worker_config.world_size,
+            worker=own,
+            **{"from": self._pack_index.current_idx, "resumed": resumed},
+            samples=samples,
+            times=times,
+            ahead=shuffled_ahead(self.dataset),
+        )
         before = self.ledger.read - len(self._window.buffer) - len(self._planned.buffer)
         lost = [at for at, sample in enumerate(self._window.buffer) if self._problem(sample)]
         self._drop_all(self._window.take(lost)[0])

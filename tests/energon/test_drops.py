@@ -27,7 +27,7 @@ from transformers import AutoProcessor
 
 import energon_packing
 from energon_packing.cli.main import cli
-from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, RunConfig
+from energon_packing.config import DataConfig, EncoderConfig, LimitsConfig, PackingConfig, RunConfig
 from energon_packing.convert.layout import dataset_entry
 from energon_packing.demo import processor_path
 from energon_packing.drops import FEWEST_DROPPED, FEWEST_READ, SETTING_OF, SHARE, DroppedSample, FrequentDrops
@@ -468,6 +468,34 @@ def test_a_run_that_was_stopped_and_went_on_enters_each_pack_of_the_run_that_was
     assert (report.duplicates, report.restarts, report.abandoned) == ([], max(workers, 1), 0)
     if not workers:
         assert (report.packs, report.emitted) == (12, sum(len(pack.keys) for pack in expected))
+
+
+def test_samples_that_a_restored_run_can_no_longer_use_are_in_the_report(texts, tmp_path):
+    run = run_of(texts, data={"repeat": False}, seq_length=128, ledger=str(tmp_path), drop_budget=1.0)
+    loader = build_loader(run)
+    for _ in zip(range(3), loader, strict=False):
+        state = loader.save_state()
+    del loader
+    strict = dataclasses.replace(run.encoder, limits=LimitsConfig(max_tokens=2))
+    again = build_loader(
+        dataclasses.replace(run, encoder=strict, data=dataclasses.replace(run.data, accept_changed=("encoder",)))
+    )
+    with pytest.warns(UserWarning, match=r"data\.accept_changed"):
+        again.restore_state(state)
+    list(again)
+    report = merged(tmp_path)
+    assert report.dropped["too_many_tokens"] > 200
+    assert report.emitted + report.dropped.total() == 300
+
+
+def test_a_new_run_with_fewer_readers_in_the_same_place_counts_alone(texts, tmp_path):
+    for ranks, workers, read in ((1, 2, 300), (2, 1, 300), (1, 0, 300)):
+        for rank in range(ranks):
+            run = run_of(texts, data={"repeat": False, "workers": workers}, ledger=str(tmp_path), drop_budget=1.0)
+            list(build_loader(run, rank=rank, world_size=ranks))
+        report = merged(tmp_path)
+        assert report.emitted + report.dropped.total() == read
+        assert report.duplicates == []
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/dev/full is Linux's")

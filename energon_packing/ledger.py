@@ -43,7 +43,17 @@ from pathlib import Path
 from typing import Any
 
 from energon_packing.config import MAX_DROPS_WITHOUT_PACK
-from energon_packing.drops import CRASH, QUARANTINED, TIMEOUT, DroppedSample, FrequentDrops, over_budget, unwished
+from energon_packing.drops import (
+    CRASH,
+    QUARANTINED,
+    RECENT,
+    TIMEOUT,
+    WISHED,
+    DroppedSample,
+    FrequentDrops,
+    Shares,
+    unwished,
+)
 from energon_packing.errors import UserError
 from energon_packing.line_file import LineFile, lock, read_lines
 
@@ -121,6 +131,9 @@ class Ledger:
         self._causes: dict[tuple[str, str], str] = {}  # path of the data set and key of a quarantined sample -> why
         self._marked = False
         self._of: str | None = None  # the run that saved the state
+        # Samples read and dropped where this reader's last stretch began, and the one before, from which "late" counts.
+        self._stretches = ((0, 0), (0, 0))
+        self.join(Shares())
         try:
             if self._path is not None:
                 self._file = LineFile(self._path)
@@ -133,6 +146,18 @@ class Ledger:
     def dropped(self) -> int:
         """Number of samples dropped so far."""
         return sum(self.reasons.values())
+
+    def join(self, shares: Shares, worker: int = 0, workers: int = 1) -> None:
+        """Makes this reader one of a rank's ``workers``, whose drops the budget counts together, see `Shares`."""
+        self._shares, self._workers, self._row = shares, workers, shares.row(worker % 126)
+        self._count()
+
+    def _count(self) -> Counter[str]:
+        """Tells all readers what this one has read and dropped; returns the drops that count, by reason."""
+        counted, read = unwished(self.reasons, self.read)
+        dropped, (start, _) = counted.total(), self._stretches
+        self._row[0], self._row[1], self._row[2], self._row[3] = read, dropped, read - start[0], dropped - start[1]
+        return counted
 
     def begin(self, **marks: Any) -> None:
         """Marks where a run begins, or goes on from a saved state.
@@ -148,14 +173,21 @@ class Ledger:
         self._write(marks | ({"of": self._of} if self._of and marks.get("resumed") else {}) | {"time": time.time()})
 
     def end_epoch(self, read: int) -> None:
-        """Marks the end of a finite epoch in which ``read`` samples were read."""
+        """Marks the end of a finite epoch in which ``read`` samples were read. Raises `DropBudgetExceeded`: as
+        `check_budget`."""
         if self._marked:
             self._write({"epoch_read": read})
+        self.check_budget()
 
     def count_read(self, data: str = "", modality: str = "") -> None:
         """Counts a sample that was read; arguments as of `DroppedSample`."""
         self.read += 1
+        self._row[0] += 1
+        self._row[2] += 1
         self._new[data, modality] += 1
+        if self._row[0] - self._stretches[1][0] >= RECENT // (self._workers * self._shares.ranks[0]):
+            self._stretches = self._stretches[1], (self._row[0], self._row[1])
+            self._count()
 
     def drop_quarantined(self, key: str, data: str, modality: str = "") -> bool:
         """Enters a sample that an earlier decode ended on; returns whether it is one. Raises `DropBudgetExceeded`: as
@@ -189,14 +221,15 @@ class Ledger:
 
     def check_budget(self) -> None:
         """Asked by each `drop`, and by whoever knows that the data end. Raises `DropBudgetExceeded`: more than
-        ``budget`` of the data is dropped beyond doubt, see `over_budget`."""
-        counted, samples = unwished(self.reasons, self.read)
-        dropped = counted.total()
-        if over_budget(dropped, samples, self.budget):
+        ``budget`` of the data of all readers is dropped beyond doubt, since the beginning or of late, see `Shares`."""
+        counted, readers = self._count(), self._workers * self._shares.ranks[0]
+        if over := self._shares.over(self._row, readers, self.budget):
+            dropped, read, late = over
             common = ", ".join(f"{count} {name}" for name, count in counted.most_common(3))
+            common = common if readers == 1 else f"of this one of {readers} readers {common or 'none'}"
             last = "" if self._last is None else f"; the last one is {self._last.key}: {self._last.detail}"
             raise DropBudgetExceeded(
-                f"{dropped} of the {max(samples, dropped)} samples read were dropped ({common}), more than "
+                f"{dropped} of the {'last ' * late}{read} samples read were dropped ({common}), more than "
                 f"drop_budget={self.budget} allows{last}. Fix the data, or raise the budget."
             )
 
@@ -210,7 +243,8 @@ class Ledger:
     def counts(self) -> dict[str, Any]:
         """The counts that the budget uses, for a saved state: ``read``, and ``reasons`` of the drops; and the ``run``,
         where there is a file."""
-        return {"read": self.read, "reasons": dict(self.reasons)} | ({"run": self._run} if self._file else {})
+        late = {"late": self._stretches} if any(self._stretches[1]) else {}
+        return {"read": self.read, "reasons": dict(self.reasons), **late, **({"run": self._run} if self._file else {})}
 
     def resume(self, counts: Mapping[str, Any] | None, *, held: int = 0) -> None:
         """Resumes counting from a saved state; samples read after it was saved are read and counted again.
@@ -222,6 +256,8 @@ class Ledger:
         self.read = held if counts is None else int(counts["read"])
         self.reasons = Counter() if counts is None else Counter(counts["reasons"])
         self._of = None if counts is None else counts.get("run")
+        self._stretches = ((0, 0), (0, 0)) if counts is None else counts.get("late", ((0, 0), (0, 0)))
+        self._count()
 
     def take_dropped(self) -> tuple[DroppedSample, ...]:
         """Returns and clears the samples dropped since the last call; they travel with the next pack. Warns
@@ -358,6 +394,8 @@ class LedgerReport:
         changed: samples emitted in another form, by how.
         duplicates: keys that came more often than the data can have been read, or than once in a finite epoch.
         cut: lines that a kill left unfinished.
+        shares: samples that count for the budget, and those of them that were dropped: since the beginning, and the
+            same of the last `RECENT`, an equal part of them from each worker.
         foreign: lines whose fields are not those of a ledger; they are not counted.
         quarantined: samples in the quarantine list.
     """
@@ -371,6 +409,7 @@ class LedgerReport:
     dropped_by_data: dict[str, Counter[str]] = field(default_factory=dict)
     changed: Counter[str] = field(default_factory=Counter)
     duplicates: list[str] = field(default_factory=list)
+    shares: list[int] = field(default_factory=lambda: [0, 0, 0, 0])
     cut: int = 0
     foreign: int = 0
     quarantined: int = 0
@@ -380,8 +419,15 @@ def merged(directory: Path) -> LedgerReport:
     """Reads the ledger of a run, while it runs or afterwards. Raises `UserError`: the directory holds no ledger, or
     cannot be read."""
     report = LedgerReport()
-    for mark, lines in _standing(directory, report):
-        _count([line for _, line in lines], report, mark)
+    late = RECENT // max(1, len(list(directory.glob("*.jsonl"))))
+    for mark, placed in _standing(directory, report):
+        lines = [line for _, line in placed]
+        _count(lines, report, mark)
+        numbers = ((len(line.get("keys", ())), line.get("reason", WISHED[0]) not in WISHED) for line in lines)
+        lost = [each for kept, dropped in numbers for each in (*[0] * kept, *[1] * dropped)]
+        for at, part in ((0, lost), (2, lost[-late:])):
+            report.shares[at] += len(part)
+            report.shares[at + 1] += sum(part)
     try:
         report.cut = sum(file.read_bytes().count(b"\n") for file in directory.glob("*.cut"))
         report.quarantined = len({(str(entry.get("data")), str(entry.get("key"))) for entry in _quarantined(directory)})

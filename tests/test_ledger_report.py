@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from energon_packing import ledger as ledger_module
 from energon_packing.cli.ledger import ledger as command
 from energon_packing.errors import UserError
 from energon_packing.ledger import ChangedSample, Ledger, merged, standing_lines
@@ -156,6 +157,19 @@ def test_a_sample_that_comes_twice_in_an_epoch_is_named_and_the_exit_code_is_1(t
     assert result.exit_code == 1
     assert "twice: w-3" in result.output
     assert json.loads(CliRunner().invoke(command, [str(tmp_path), "--json"]).output)["duplicates"] == ["w-3"]
+
+
+def test_the_shares_of_the_budget_are_shown_since_the_beginning_and_of_late(tmp_path, monkeypatch):
+    monkeypatch.setattr(ledger_module, "RECENT", 200)
+    for name in ("a", "b"):
+        own = Ledger(str(tmp_path), budget=1.0, name=name)
+        own.emit(0, [f"{name}{number}" for number in range(300)])
+        for number in range(50):
+            own.drop(f"{name}-bad{number}", "corrupt_media", "")
+        own.drop(f"{name}-pair", "pair", "")  # asked for: no sample to the budget
+    assert merged(tmp_path).shares == [700, 100, 200, 100]
+    shown = CliRunner().invoke(command, [str(tmp_path)]).output
+    assert "14.29% dropped in all, 50.00% of the last 200 read" in shown
 
 
 def test_finite_epochs_are_counted_each_for_itself(tmp_path):

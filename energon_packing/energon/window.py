@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron.energon import WorkerConfig
 
+from energon_packing.drops import Shares
 from energon_packing.energon.internals import (
     BaseWrapperDataset,
     FatalSampleError,
@@ -165,7 +166,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         self.fingerprint = fingerprint
         self.accept_changed = tuple(accept_changed)
         self.tells_end = tells_end
-        self._run = uuid.uuid4().hex[:12]  # the same in all workers, which are forks
+        self._run, self.shares = uuid.uuid4().hex[:12], Shares()  # the same in all workers, which are forks
         self.reset_state_own()
 
     _waits_for_plans = False  # whether planned samples count as held, and all plans are emitted before the next ones
@@ -187,6 +188,8 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         if self._ledger is None:
             self._ledger = self.packer.make_ledger(self.worker_config)
             self._ledger.tells = not self.tells_end
+            own = self.worker_config
+            self._ledger.join(self.shares, own.rank_worker_id(), max(own.num_workers, 1))
         return self._ledger
 
     def len_worker(self, worker_idx: int | None = None) -> int:

@@ -9,6 +9,7 @@ BUDGET_TRAPS: dict[int, str] = {
     54: "the drop budget forgets what is still held, or asks before the share is certain",
     57: "a half-written line of the ledger is joined to the next, or a key without UTF-8 ends the run",
     68: "a default limit made for one policy drops ordinary visual question answering, and nobody is told",
+    194: "the drop budget counts each reader by itself, or forgives what is bad now for what was good long ago",
     195: "a sample that is dropped while a state is restored is in no report",
     196: "a ledger counts readers of an earlier run in the same place, or packs of a state that nobody went on from",
 }
@@ -91,8 +92,8 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "ledger.py",
-                "if over_budget(dropped, samples, self.budget):",
-                "if over_budget(self.dropped, self.dropped + self.emitted, self.budget):",
+                "counted, read = unwished(self.reasons, self.read)",
+                "counted, read = unwished(self.reasons, self.dropped + self.emitted)",
             ),
         ),
     ),
@@ -104,7 +105,7 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "drops.py",
-                "return evidence >= -math.log(FALSE_STOP)\n",
+                "return evidence >= math.log(looks / FALSE_STOP)\n",
                 "return True\n",
             ),
         ),
@@ -117,8 +118,8 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "drops.py",
-                "return evidence >= -math.log(FALSE_STOP)\n",
-                "return evidence >= -3 * math.log(FALSE_STOP)\n",
+                "return evidence >= math.log(looks / FALSE_STOP)\n",
+                "return evidence >= 3 * math.log(looks / FALSE_STOP)\n",
             ),
         ),
     ),
@@ -294,6 +295,28 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
                 "except ZeroDivisionError:\n            raise\n        else:\n",
             ),
         ),
+    ),
+    Mutation(
+        trap=194,
+        name="each reader has a budget of its own",
+        test="tests/test_drop_budget.py::test_a_fiftieth_in_one_stretch_is_within_the_budget[64]",
+        oracle="the share over all readers",
+        edits=(
+            (
+                "ledger.py",
+                "self._shares, self._workers, self._row = shares, workers, shares.row(worker % 126)",
+                "self._shares, self._workers, self._row = shares, 1, Shares().row(worker)\n"
+                "        self._shares = Shares()\n"
+                "        self._row = self._shares.row(0)",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=194,
+        name="only the share since the beginning counts",
+        test="tests/test_drop_budget.py::test_a_store_that_goes_bad_late_is_found_as_soon_by_any_number_of_readers",
+        oracle="samples read until the stop",
+        edits=(("drops.py", "((0, 1), (2, readers * stretch * (stretch + 1)))", "((0, 1),)"),),
     ),
     Mutation(
         trap=195,

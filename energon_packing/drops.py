@@ -12,13 +12,17 @@ sample is bad independently with a probability of at most ``budget``, the chance
 
 is ever true is at most `FALSE_STOP`. Drops found late (a sample in the window whose media cannot be decoded) only make
 the count too small, so the statement stays true.
+
+The budget is that of the run, not of a reader, and is asked twice (`Shares`): of all samples since the beginning, and
+of the last `RECENT` or more, so that a run that was good for long does not excuse what is bad now.
 """
 
 import functools
 import math
+import mmap
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +72,9 @@ SETTING_OF: Mapping[str, str | None] = {
 """Every reason of a ledger, and the setting that decides if its sentence names none; None: the data are the cause."""
 
 FALSE_STOP = 1e-6
-"""Chance that a worker whose true share is within the budget is ever stopped, however long it runs."""
+"""Chance that each of two shares ever stops a run whose true share is within the budget, however long it runs."""
+RECENT = 100_000
+"""Samples of all readers that the share of late has at least; twice as many at most."""
 
 BUDGET_STARTS_AT = 200
 """Samples read before a budget above 0 is checked: the first samples of an unshuffled split may all come from one bad
@@ -201,13 +207,50 @@ def unwished(reasons: Mapping[str, int], read: int) -> tuple[Counter[str], int]:
     return counted, read - sum(reasons.values()) + counted.total()
 
 
-def over_budget(dropped: int, read: int, budget: float) -> bool:
+class Shares:
+    """Samples read and dropped by all readers of a run, without the `WISHED`, in memory that a rank's workers share.
+
+    Each worker has four numbers: read and dropped since the beginning, and of late. A loader keeps those of all other
+    ``ranks`` together (``others``); without it, the readers are those of this rank."""
+
+    def __init__(self) -> None:
+        self._numbers = memoryview(mmap.mmap(-1, 4096)).cast("q")
+        self.others, self.ranks = self.row(126), self.row(127)
+        self.ranks[0] = 1
+
+    def __reduce__(self) -> tuple[type["Shares"], tuple[()]]:
+        return Shares, ()
+
+    def row(self, worker: int) -> memoryview:
+        return self._numbers[4 * worker : 4 * worker + 4]
+
+    def own(self) -> list[int]:
+        """The numbers of this rank."""
+        return [sum(self._numbers[at:504:4]) for at in range(4)]
+
+    def over(self, row: Sequence[int], readers: int, budget: float) -> tuple[int, int, bool] | None:
+        """What is over the budget, asked by the reader with this row: samples dropped and read, and whether of late.
+
+        Readers have equal shares. So the others count as at least as far as this one, whose drops take no time.
+        """
+        pooled = [mine + others for mine, others in zip(self.own(), self.others, strict=True)]
+        # The share of late begins anew with each reader's stretch; the chances of all of them add up to `FALSE_STOP`.
+        stretch = 1 + row[0] * readers // RECENT
+        for at, looks in ((0, 1), (2, readers * stretch * (stretch + 1))):
+            dropped, read = pooled[at + 1], max(pooled[at], readers * row[at])
+            if over_budget(dropped, read, budget, looks=looks):
+                return dropped, max(read, dropped), at > 0
+        return None
+
+
+def over_budget(dropped: int, read: int, budget: float, *, looks: int = 1) -> bool:
     """Whether more than ``budget`` of the data is dropped, beyond doubt.
 
     Args:
         dropped: samples dropped so far.
         read: all samples read so far: dropped, emitted, or still held in the window.
         budget: share that may be dropped; 0 allows no drop at all, 1 allows everything.
+        looks: questions of this kind that share the chance `FALSE_STOP`.
     """
     if dropped == 0 or not 0.0 < budget < 1.0:
         return dropped > 0 and budget <= 0.0
@@ -217,4 +260,4 @@ def over_budget(dropped: int, read: int, budget: float) -> bool:
     # -log((read + 1) * P[Binomial(read, budget) = dropped])
     log_beta = math.lgamma(dropped + 1) + math.lgamma(read - dropped + 1) - math.lgamma(read + 2)
     evidence = log_beta - dropped * math.log(budget) - (read - dropped) * math.log1p(-budget)
-    return evidence >= -math.log(FALSE_STOP)
+    return evidence >= math.log(looks / FALSE_STOP)

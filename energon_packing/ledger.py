@@ -5,7 +5,7 @@ A sample that was emitted in a form other than its source (media resized, last t
 Each loader worker keeps one ledger. Dropped samples travel to the training process with the next pack. If a directory
 is set, each worker also appends to its own file there, one JSON object per line::
 
-    {"run": "5e0c", "rank": 0, "worker": 1, "from": 17, "resumed": true, "samples": 25000, "times": 1}
+    {"run": "5e0c", "of": "91ab", "time": 1763850000.1, "rank": 0, "ranks": 2, "worker": 1, "from": 17, "resumed": true}
     {"pack": 17, "keys": ["a", "b"], "read": 412}
     {"changed": "b", "how": "truncated", "detail": "too_many_tokens: 9000 tokens of at most 8192; kept 4 of 6 turns"}
     {"dropped": "c", "reason": "oversize", "detail": "5120 tokens, seq_length is 4096", "data": "text", "read": 412}
@@ -21,9 +21,10 @@ second guard stops a run that never makes a pack even if the budget allows all d
 an endless loader would drop its data again and again in silence.
 
 A worker begins its lines with a mark: its run, rank and place, and the number of the next pack. A mark that says
-``resumed`` goes on from a saved state: what the file holds after the pack before was made again, or never used. A mark
-of another run that did not resume begins anew; what came before belongs to a run that nobody continued. Positions of a
-plan need no such cut: the same position is the same pack, whoever makes it.
+``resumed`` goes on from a state that the run ``of`` saved: what that run entered after the pack before was made again,
+or never used. A mark that did not resume begins the data anew. Which beginning counts is decided over all files, by the
+newest mark: files of ranks and workers that only another run had do not count.
+Positions of a plan need no such cut: the same position is the same pack, whoever makes it.
 """
 
 import dataclasses
@@ -32,6 +33,7 @@ import json
 import math
 import mmap
 import os
+import time
 import warnings
 import weakref
 import zlib
@@ -42,7 +44,17 @@ from pathlib import Path
 from typing import Any
 
 from energon_packing.config import MAX_DROPS_WITHOUT_PACK
-from energon_packing.drops import CRASH, QUARANTINED, TIMEOUT, DroppedSample, FrequentDrops, over_budget, unwished
+from energon_packing.drops import (
+    CRASH,
+    QUARANTINED,
+    RECENT,
+    TIMEOUT,
+    WISHED,
+    DroppedSample,
+    FrequentDrops,
+    Shares,
+    unwished,
+)
 from energon_packing.errors import UserError, some_of
 from energon_packing.line_file import LineFile, lock, read_lines
 
@@ -119,6 +131,10 @@ class Ledger:
         self._quarantine: LineFile | None = None
         self._causes: dict[tuple[str, str], str] = {}  # path of the data set and key of a quarantined sample -> why
         self._marked = False
+        self._of: str | None = None  # the run that saved the state
+        # Samples read and dropped where this reader's last stretch began, and the one before, from which "late" counts.
+        self._stretches = ((0, 0), (0, 0))
+        self.join(Shares())
         try:
             if self._path is not None:
                 self._file = LineFile(self._path)
@@ -132,27 +148,47 @@ class Ledger:
         """Number of samples dropped so far."""
         return sum(self.reasons.values())
 
+    def join(self, shares: Shares, worker: int = 0, workers: int = 1) -> None:
+        """Makes this reader one of a rank's ``workers``, whose drops the budget counts together, see `Shares`."""
+        self._shares, self._workers, self._row = shares, workers, shares.row(worker % 126)
+        self._count()
+
+    def _count(self) -> Counter[str]:
+        """Tells all readers what this one has read and dropped; returns the drops that count, by reason."""
+        counted, read = unwished(self.reasons, self.read)
+        dropped, (start, _) = counted.total(), self._stretches
+        self._row[0], self._row[1], self._row[2], self._row[3] = read, dropped, read - start[0], dropped - start[1]
+        return counted
+
     def begin(self, **marks: Any) -> None:
         """Marks where a run begins, or goes on from a saved state.
 
         Args:
-            marks: ``run`` (of all workers the same), ``rank``, ``worker``, and either ``from`` (number of the next
-                pack), ``resumed``, ``samples`` (after which one may come again where data repeat), ``times`` (that one
-                may come in a finite epoch) and ``ahead`` (most samples in its shuffle buffer), or ``packs_of_plan``.
+            marks: ``run`` (of all workers the same), ``rank``, ``worker``, and either ``ranks``, ``from`` (number of
+                the next pack), ``resumed``, ``samples`` (after which one may come again where data repeat), ``times``
+                (that one may come in a finite epoch) and ``ahead`` (most samples in its shuffle buffer), or
+                ``packs_of_plan``.
         """
         self._marked = True
         self._run = str(marks.get("run", self._run))
-        self._write(marks)
+        self._write(marks | ({"of": self._of} if self._of and marks.get("resumed") else {}) | {"time": time.time()})
 
     def end_epoch(self, read: int) -> None:
-        """Marks the end of a finite epoch in which ``read`` samples were read."""
+        """Marks the end of a finite epoch in which ``read`` samples were read. Raises `DropBudgetExceeded`: as
+        `check_budget`."""
         if self._marked:
             self._write({"epoch_read": read})
+        self.check_budget()
 
     def count_read(self, data: str = "", modality: str = "") -> None:
         """Counts a sample that was read; arguments as of `DroppedSample`."""
         self.read += 1
+        self._row[0] += 1
+        self._row[2] += 1
         self._new[data, modality] += 1
+        if self._row[0] - self._stretches[1][0] >= RECENT // (self._workers * self._shares.ranks[0]):
+            self._stretches = self._stretches[1], (self._row[0], self._row[1])
+            self._count()
 
     def drop_quarantined(self, key: str, data: str, modality: str = "") -> bool:
         """Enters a sample that an earlier decode ended on; returns whether it is one. Raises `DropBudgetExceeded`: as
@@ -186,14 +222,15 @@ class Ledger:
 
     def check_budget(self) -> None:
         """Asked by each `drop`, and by whoever knows that the data end. Raises `DropBudgetExceeded`: more than
-        ``budget`` of the data is dropped beyond doubt, see `over_budget`."""
-        counted, samples = unwished(self.reasons, self.read)
-        dropped = counted.total()
-        if over_budget(dropped, samples, self.budget):
+        ``budget`` of the data of all readers is dropped beyond doubt, since the beginning or of late, see `Shares`."""
+        counted, readers = self._count(), self._workers * self._shares.ranks[0]
+        if over := self._shares.over(self._row, readers, self.budget):
+            dropped, read, late = over
             common = ", ".join(f"{count} {name}" for name, count in counted.most_common(3))
+            common = common if readers == 1 else f"of this one of {readers} readers {common or 'none'}"
             last = "" if self._last is None else f"; the last one is {self._last.key}: {self._last.detail}"
             raise DropBudgetExceeded(
-                f"{dropped} of the {max(samples, dropped)} samples read were dropped ({common}), more than "
+                f"{dropped} of the {'last ' * late}{read} samples read were dropped ({common}), more than "
                 f"drop_budget={self.budget} allows{last}. Fix the data, or raise the budget."
             )
 
@@ -205,8 +242,10 @@ class Ledger:
             self._write({"changed": entry.key, "how": entry.how, "detail": entry.detail})
 
     def counts(self) -> dict[str, Any]:
-        """The counts that the budget uses, for a saved state: ``read``, and ``reasons`` of the drops."""
-        return {"read": self.read, "reasons": dict(self.reasons)}
+        """The counts that the budget uses, for a saved state: ``read``, and ``reasons`` of the drops; and the ``run``,
+        where there is a file."""
+        late = {"late": self._stretches} if any(self._stretches[1]) else {}
+        return {"read": self.read, "reasons": dict(self.reasons), **late, **({"run": self._run} if self._file else {})}
 
     def resume(self, counts: Mapping[str, Any] | None, *, held: int = 0) -> None:
         """Resumes counting from a saved state; samples read after it was saved are read and counted again.
@@ -217,6 +256,9 @@ class Ledger:
         """
         self.read = held if counts is None else int(counts["read"])
         self.reasons = Counter() if counts is None else Counter(counts["reasons"])
+        self._of = None if counts is None else counts.get("run")
+        self._stretches = ((0, 0), (0, 0)) if counts is None else counts.get("late", ((0, 0), (0, 0)))
+        self._count()
 
     def take_dropped(self) -> tuple[DroppedSample, ...]:
         """Returns and clears the samples dropped since the last call; they travel with the next pack. Warns
@@ -343,8 +385,9 @@ _HELD: weakref.WeakValueDictionary[tuple[int, str], _Held] = weakref.WeakValueDi
 
 _FIELDS: Mapping[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("from", "packs_of_plan", "epoch_read", "pack", "read"), int),
-    **dict.fromkeys(("samples", "ahead", "times"), (int, type(None))),
-    **dict.fromkeys(("run", "dropped", "changed", "reason", "how", "detail", "data"), str),
+    **dict.fromkeys(("samples", "ahead", "times", "rank", "ranks"), (int, type(None))),
+    "time": (int, float),
+    **dict.fromkeys(("run", "of", "dropped", "changed", "reason", "how", "detail", "data"), str),
     "keys": list,
 }
 _OF_LEDGER = ("from", "packs_of_plan", "epoch_read", "dropped", "keys", "changed")
@@ -357,13 +400,15 @@ class LedgerReport:
     Attributes:
         workers: files that were read.
         restarts: how often a worker went on from a saved state.
-        abandoned: runs that nobody continued.
+        abandoned: runs of a worker that do not count, as a newer one began the data anew.
         packs: packs, each number once.
         emitted: samples in them.
         dropped, dropped_by_data: samples by reason; data set ("" where the ledger does not say) -> the same.
         changed: samples emitted in another form, by how.
         duplicates: keys that came more often than the data can have been read, or than once in a finite epoch.
         cut: lines that a kill left unfinished.
+        shares: samples that count for the budget, and those of them that were dropped: since the beginning, and the
+            same of the last `RECENT`, an equal part of them from each worker.
         foreign: lines whose fields are not those of a ledger; they are not counted.
         quarantined: lines of the samples in quarantine: ``data``, ``key``, ``reason``, ``detail``.
     """
@@ -377,6 +422,7 @@ class LedgerReport:
     dropped_by_data: dict[str, Counter[str]] = field(default_factory=dict)
     changed: Counter[str] = field(default_factory=Counter)
     duplicates: list[str] = field(default_factory=list)
+    shares: list[int] = field(default_factory=lambda: [0, 0, 0, 0])
     cut: int = 0
     foreign: int = 0
     quarantined: list[dict[str, Any]] = field(default_factory=list)
@@ -386,8 +432,15 @@ def merged(directory: Path) -> LedgerReport:
     """Reads the ledger of a run, while it runs or afterwards. Raises `UserError`: the directory holds no ledger, or
     cannot be read."""
     report = LedgerReport()
-    for mark, lines in _standing(directory, report):
-        _count([line for _, line in lines], report, mark)
+    late = RECENT // max(1, len(list(directory.glob("*.jsonl"))))
+    for mark, placed in _standing(directory, report):
+        lines = [line for _, line in placed]
+        _count(lines, report, mark)
+        numbers = ((len(line.get("keys", ())), line.get("reason", WISHED[0]) not in WISHED) for line in lines)
+        lost = [each for kept, dropped in numbers for each in (*[0] * kept, *[1] * dropped)]
+        for at, part in ((0, lost), (2, lost[-late:])):
+            report.shares[at] += len(part)
+            report.shares[at + 1] += sum(part)
     try:
         report.cut = sum(file.read_bytes().count(b"\n") for file in directory.glob("*.cut"))
         report.quarantined = [*{(str(e.get("data")), str(e.get("key"))): e for e in _quarantined(directory)}.values()]
@@ -427,26 +480,56 @@ def _unreadable(place: Path, error: OSError) -> UserError:
 
 
 class _Worker:
-    """Lines of one file that still hold."""
+    """Lines of one file that still hold: of the plan or of the run that is chosen, and of those that it goes on from.
 
-    def __init__(self, report: LedgerReport) -> None:
+    Attributes:
+        name: of the beginning that the last mark follows from: the run that began the data, or a plan.
+        age: time of the last mark and number of marks, of which the largest is the newest.
+    """
+
+    def __init__(self) -> None:
         self.lines: list[dict[str, Any]] = []
         self.mark: dict[str, Any] = {}
-        self._report = report
+        self.restarts, self.age, self.name = 0, (0.0, 0), ""
+        self.names: dict[str, str] = {}  # run -> beginning, in the order of the marks
+        self._runs: dict[str, list[dict[str, Any]]] = {}  # a mark, then the lines of its run
+
+    @property
+    def rank(self) -> int:
+        return self.mark.get("rank") or 0
 
     def take(self, entry: dict[str, Any]) -> None:
         if "run" not in entry:
             self.lines.append(entry)
             return
-        before, self.mark = self.mark, entry
-        if entry.get("packs_of_plan"):
-            self._report.restarts += bool(before)
-        elif entry.get("resumed"):
-            self._report.restarts += 1
-            self._leave_before(int(entry["from"]))
-        elif before and entry["run"] != before["run"]:
-            self._report.abandoned += 1
-            self.lines.clear()
+        plan, resumed, last = entry.get("packs_of_plan"), bool(entry.get("resumed")), next(reversed(self.names), "")
+        run = f"plan {plan}" if plan else entry["run"]
+        # States of older releases do not name their run: it is the last one here.
+        entry["of"] = before = str(entry.get("of", last)) if resumed else ""
+        self.restarts += resumed or (bool(plan) and run in self._runs)
+        if run not in self._runs:
+            self._runs[run] = [entry, *([] if self._runs else self.lines)]
+        self.name = self.names.get(before, before) or self.names.get(run, run)
+        self.names[run] = self.name
+        self.mark, self.lines = entry, self._runs[run]
+        self.age = (float(entry.get("time", 0.0)), self.age[1] + 1)
+        while plan and "dropped" in self.lines[-1]:
+            self.lines.pop()  # of a position that a kill left unfinished
+
+    def choose(self, name: str | None) -> int:
+        """Leaves the lines of one beginning, or without any mark all; returns how many other beginnings there are."""
+        if not self.names:
+            return 0
+        runs = [run for run, beginning in self.names.items() if beginning == name][-1:]
+        while runs and (before := self._runs[runs[-1]][0]["of"]) in self._runs and before not in runs:
+            runs.append(before)
+        self.lines = []
+        for run in reversed(runs):
+            self.mark, *own = self._runs[run]
+            if self.mark.get("resumed"):
+                self._leave_before(int(self.mark["from"]))
+            self.lines += own
+        return len({*self.names.values()} - {name})
 
     def _leave_before(self, number: int) -> None:
         """Leaves the lines up to pack ``number - 1``, with what was changed in it."""
@@ -477,21 +560,45 @@ def _workers(directory: Path, report: LedgerReport) -> Iterator[tuple[Path, _Wor
     if not files:
         raise UserError(f"{directory} holds no ledger; name the directory of packing.ledger.")
     ours = False  # else of something else, such as metrics or the rejects of a conversion
+    chosen = _chosen({file: _read(file, b'"run"')[0] for file in files})
     for file in files:
-        worker = _Worker(report)
+        worker, foreign, of_ledger = _read(file)
         report.workers += 1
-        try:
-            for entry in read_lines(file):
-                if not _is_line(entry):
-                    report.foreign += 1
-                    continue
-                ours = ours or not entry.keys().isdisjoint(_OF_LEDGER)
-                worker.take(entry)
-        except OSError as error:
-            raise _unreadable(file, error) from error
+        report.foreign += foreign
+        ours = ours or of_ledger
+        report.abandoned += worker.choose(chosen.get(file))
+        report.restarts += worker.restarts
         yield file, worker
     if not ours:
         raise UserError(f"{directory} holds no line of a ledger; name the directory of packing.ledger.")
+
+
+def _read(file: Path, having: bytes = b"") -> tuple[_Worker, int, bool]:
+    """The lines of a file that contain some bytes; how many others write, and whether one is a ledger's."""
+    worker, foreign, ours = _Worker(), 0, False
+    try:
+        for entry in read_lines(file, having):
+            if not _is_line(entry):
+                foreign += 1
+                continue
+            ours = ours or not entry.keys().isdisjoint(_OF_LEDGER)
+            worker.take(entry)
+    except OSError as error:
+        raise _unreadable(file, error) from error
+    return worker, foreign, ours
+
+
+def _chosen(marks: Mapping[Path, _Worker]) -> dict[Path, str]:
+    """The beginning that counts in each file, by the marks of all: the newest plan, or for each rank of the newest run,
+    which begins under a name of its own, its newest."""
+    newest = max(marks.values(), key=lambda worker: worker.age)
+    if newest.mark.get("packs_of_plan"):
+        return dict.fromkeys(marks, newest.name)
+    ranks = newest.mark.get("ranks") or math.inf
+    of_rank: dict[int, _Worker] = {}
+    for worker in marks.values():
+        of_rank[worker.rank] = max(of_rank.get(worker.rank, worker), worker, key=lambda worker: worker.age)
+    return {file: of_rank[worker.rank].name for file, worker in marks.items() if worker.rank < ranks}
 
 
 def _is_line(entry: Mapping[str, Any]) -> bool:

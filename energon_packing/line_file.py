@@ -99,11 +99,12 @@ class LineFile:
         os.ftruncate(self._file, end)
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The entries of a file, which may still be written; lines that are no JSON object are left out. Raises
-    ``OSError``: it cannot be read."""
+def read_lines(path: Path, having: bytes = b"") -> Iterator[dict[str, Any]]:
+    """The entries of a file, which may still be written, of lines that contain some bytes; lines that are no JSON
+    object are left out. Raises ``OSError``: it cannot be read."""
     with path.open("rb") as stream:
-        yield from _entries(itertools.takewhile(lambda line: line.endswith(b"\n"), stream))
+        whole = itertools.takewhile(lambda line: line.endswith(b"\n"), stream)
+        yield from _entries(line for line in whole if having in line)
 
 
 class LineFollower:

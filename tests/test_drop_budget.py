@@ -4,12 +4,20 @@ The oracles are the binomial distribution of SciPy, and the exact probability th
 all runs.
 """
 
+import contextlib
+import itertools
+import random
+from collections.abc import Callable, Iterable, Iterator
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import distributed
 
-from energon_packing.drops import BUDGET_STARTS_AT, FALSE_STOP, over_budget
+from energon_packing.drops import BUDGET_STARTS_AT, FALSE_STOP, RECENT, Shares, over_budget
+from energon_packing.energon.loader import pool_shares
+from energon_packing.ledger import DropBudgetExceeded, Ledger
 
 BUDGETS = (0.01, 0.1, 0.5, 0.9)
 
@@ -69,3 +77,121 @@ def test_the_rule_is_the_binomial_probability_that_its_page_gives(
         return  # too near for the last digits of either
     expected = read >= BUDGET_STARTS_AT and dropped > budget * read and evidence <= np.log(FALSE_STOP)
     assert over_budget(dropped, read, budget) == expected
+
+
+READERS = (1, 8, 64)
+
+
+def ledgers(count: int, read: int = 0) -> list[Ledger]:
+    """Readers of one run, which have read so many good samples together."""
+    shares, made = Shares(), []
+    for number in range(count):
+        made.append(Ledger(None, budget=0.1, name=str(number), most_pending=10**9))
+        made[-1].join(shares, number, count)
+        own, step = read // count, RECENT // count
+        late = ((own - own % step - step, 0), (own - own % step, 0)) if read else ((0, 0), (0, 0))
+        made[-1].resume({"read": own, "reasons": {}, "late": late})
+    return made
+
+
+def stopped_after(readers: list[Ledger], streams: list[Iterable[bool]]) -> int | None:
+    """Samples that all read, in turns, until one is stopped; None if all reach their end."""
+    for number, (ledger, bad) in enumerate(
+        (ledger, bad) for turn in zip(*streams, strict=True) for ledger, bad in zip(readers, turn, strict=True)
+    ):
+        ledger.count_read()
+        try:
+            if bad:
+                ledger.drop("key", "corrupt_media", "")
+        except DropBudgetExceeded:
+            return number + 1
+    return None
+
+
+def drawn(share: float, seed: int) -> Iterator[bool]:
+    draw = random.Random(seed)
+    return (draw.random() < share for _ in itertools.count())
+
+
+@pytest.mark.parametrize("share", [0.15, 0.2, 0.9])
+def test_a_run_of_any_number_of_readers_is_stopped_after_as_many_samples(share: float) -> None:
+    stops = {}
+    for count in READERS:
+        stops[count] = stopped_after(ledgers(count), [drawn(share, number) for number in range(count)])
+    assert max(stops.values()) <= 2 * min(stops.values()), stops
+
+
+def test_a_store_that_goes_bad_late_is_found_as_soon_by_any_number_of_readers() -> None:
+    stops = {}
+    for count in READERS:
+        streams = [drawn(0.9, number) for number in range(count)]
+        stops[count] = stopped_after(ledgers(count, read=10_000_000), streams)
+    assert max(stops.values()) <= 2 * min(stops.values()), stops
+    assert max(stops.values()) < 0.3 * RECENT
+
+
+@pytest.mark.parametrize("count", READERS)
+def test_a_fiftieth_in_one_stretch_is_within_the_budget(count: int) -> None:
+    """One reader reads the source in order; several are dealt chunks of 48, which they take in another order."""
+    stopped = 0
+    for seed in range(20):
+        chunks = [0.49 <= number / 2080 < 0.51 for number in range(2080 - 2080 % count)]
+        if count > 1:
+            random.Random(seed).shuffle(chunks)
+        streams = [[bad for bad in chunks[number::count] for _ in range(48)] for number in range(count)]
+        stopped += stopped_after(ledgers(count), streams) is not None
+    assert stopped <= 1, "by chance, a quarter of eight readers may begin with it"
+
+
+def test_a_reader_that_runs_ahead_with_its_bad_samples_counts_the_others_as_far() -> None:
+    first, *_ = readers = ledgers(64)
+    alone = Ledger(None, budget=0.1, name="x", most_pending=10**9)
+    for ledger in (first, alone):
+        with contextlib.suppress(DropBudgetExceeded):
+            for _ in range(1000):
+                ledger.count_read()
+                ledger.drop("key", "corrupt_media", "")
+    assert (alone.read, first.read, len(readers)) == (BUDGET_STARTS_AT, 1000, 64)
+
+
+def test_a_reader_that_lags_counts_what_the_others_have_read() -> None:
+    first, *others = ledgers(8)
+    for ledger, number in itertools.product(others, range(10_000)):
+        ledger.count_read()
+        if number % 20 == 0:
+            ledger.drop("key", "corrupt_media", "")
+    for _ in range(100):
+        first.count_read()
+        first.drop("key", "corrupt_media", "")
+    assert first.read == 100
+
+
+def test_what_is_of_late_goes_on_after_a_restart() -> None:
+    (before,) = ledgers(1)
+    for _ in range(3 * RECENT):
+        before.count_read()
+    again = Ledger(None, budget=0.1, name="x", most_pending=10**9)
+    again.resume(before.counts())
+    assert again.counts() == before.counts()
+    assert 0.09 * RECENT < stopped_after([again], [itertools.repeat(True)]) < 0.25 * RECENT
+
+
+def test_ranks_learn_the_drops_of_each_other_and_those_that_read_the_same_count_once() -> None:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        ranks = [Shares() for _ in range(3)]
+        for shares, read in zip(ranks, (100, 1000, 1000), strict=True):
+            shares.row(3)[0], shares.row(3)[1] = read, read // 10
+
+        def exchange(rank: int, *steps: Callable[[], object], counts: bool = True) -> None:
+            left = iter([*steps, lambda: True])
+            pool_shares(ranks[rank], "here", counts, lambda: bool(next(left)()))
+
+        def others() -> None:
+            exchange(1, lambda: False)
+            exchange(2, lambda: False, counts=False)  # reads what the rank before does
+
+        exchange(0, lambda: False, others)
+        assert [list(shares.others)[:2] for shares in ranks] == [[1000, 100], [100, 10], [100, 10]]
+    finally:
+        distributed.destroy_process_group()

@@ -1,5 +1,6 @@
 """Merged ledgers against a model: runs of several workers that are killed anywhere and go on from any earlier state."""
 
+import itertools
 import json
 from collections import Counter
 from pathlib import Path
@@ -9,9 +10,10 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from energon_packing import ledger as ledger_module
 from energon_packing.cli.ledger import ledger as command
 from energon_packing.errors import UserError
-from energon_packing.ledger import ChangedSample, Ledger, merged
+from energon_packing.ledger import ChangedSample, Ledger, merged, standing_lines
 
 SAMPLES = 40
 
@@ -76,6 +78,76 @@ def test_after_any_kills_every_sample_counts_once(tmp_path_factory, kills, cut):
     assert report.cut == (len(kills) if cut else 0)
 
 
+@st.composite
+def chains(draw):
+    """Runs one after the other in one place: whether each goes on from a state, of which run before it and which pack;
+    its ranks and workers if not; and for each of its readers the packs that it makes before it is killed, None where it
+    had not begun, with the samples of its state that it can no longer read."""
+    runs = []
+    for number in range(draw(st.integers(1, 6))):
+        parent = draw(st.sampled_from([None, *range(number)]))
+        shape = draw(st.tuples(st.integers(1, 2), st.integers(1, 3))) if parent is None else runs[parent][1]
+        per_reader = st.one_of(st.none(), st.tuples(st.integers(0, 6), st.integers(0, 6), st.integers(0, 2)))
+        runs.append((parent, shape, [draw(per_reader) for _ in range(shape[0] * shape[1])]))
+    return runs
+
+
+@settings(max_examples=300)
+@given(runs=chains())
+def test_for_any_chain_of_runs_kills_and_restores_what_is_read_is_emitted_or_dropped_key_by_key(tmp_path_factory, runs):
+    """The oracle keeps what a training that used the packs has seen: for each run and reader, key and outcome by pack.
+    Each rank of a run has a name of its own."""
+    folder = tmp_path_factory.mktemp("ledger")
+    told: dict[tuple[int, int], list[list[tuple[str, str]]]] = {}
+    after: dict[tuple[int, int], list[tuple[str, str]]] = {}  # what was dropped for the pack that the kill prevented
+    beginnings: list[int] = []  # of each run, the one that began the data
+    last: dict[int, dict[int, int]] = {}  # beginning -> reader -> its last run
+    newest: dict[int, int] = {}  # rank -> its newest beginning
+    ranks = 0
+    for number, (parent, (shape, workers), readers) in enumerate(runs):
+        if parent is not None and any((parent, reader) not in told for reader in range(len(readers))):
+            parent = None  # a state holds all readers
+        beginnings.append(number if parent is None else beginnings[parent])
+        for reader, made in enumerate(readers):
+            if made is None:
+                continue
+            packs, saved, lost = made
+            rank, name = reader // workers, f"rank{reader // workers}-worker{reader % workers}"
+            own, before = Ledger(str(folder), budget=1.0, name=name), [] if parent is None else told[parent, reader]
+            history, waiting = [*before[:saved]], []
+            if parent is not None:
+                own.resume({"read": 0, "reasons": {}, "run": f"{parent} of {rank}"})
+            place = {"from": len(history), "resumed": parent is not None}
+            own.begin(run=f"{number} of {rank}", rank=rank, ranks=shape, worker=reader, **place)
+            for sample in range(0 if parent is None else lost):
+                waiting.append((f"{name}/lost{number}-{sample}", "dropped"))
+                own.drop(waiting[-1][0], "restore_failed", "")
+            for pack in range(len(history), len(history) + packs):
+                bad, *good = (f"{name}/{number}-{pack}-{at}" for at in range(3))
+                own.drop(bad, "corrupt_media", "")
+                own.emit(pack, good, changed=[ChangedSample(key=good[0], how="resized", detail="")])
+                history.append([*waiting, (bad, "dropped"), *((key, "emitted") for key in good)])
+                waiting = []
+            own.drop(f"{name}/{number}-after", "corrupt_media", "")
+            told[number, reader], after[number, reader] = history, [*waiting, (f"{name}/{number}-after", "dropped")]
+            last.setdefault(beginnings[-1], {})[reader] = number
+            newest[rank], ranks = beginnings[-1], shape
+    expected = Counter()
+    for rank, beginning in newest.items():
+        for reader, run in last[beginning].items() if rank < ranks else ():
+            if reader // runs[beginning][1][1] == rank:
+                expected.update([*itertools.chain(*told[run, reader]), *after[run, reader]])
+    if not newest:
+        return
+    found = Counter()
+    for _, line in standing_lines(folder):
+        found.update((key, "emitted") for key in line.get("keys", ()))
+        found.update([(line["dropped"], "dropped")] if "dropped" in line else [])
+    assert found == expected
+    report = merged(folder)
+    assert (report.emitted + report.dropped.total(), report.duplicates) == (expected.total(), [])
+
+
 def test_a_sample_that_comes_twice_in_an_epoch_is_named_and_the_exit_code_is_1(tmp_path):
     run(tmp_path, name="w", start=0, stop=10, read=0, resumed=False, marks="a")
     own = Ledger(str(tmp_path), budget=1.0, name="w")
@@ -115,6 +187,19 @@ def test_what_is_in_quarantine_is_listed_and_released_by_key_while_a_run_goes_on
     with pytest.raises(UserError, match=r"The quarantine of .* has no a, z; leave --release out"):
         CliRunner().invoke(command, [str(tmp_path), "--release", "z", "--release", "a"], catch_exceptions=False)
     assert asked()[1] == ["b", "e"]
+
+
+def test_the_shares_of_the_budget_are_shown_since_the_beginning_and_of_late(tmp_path, monkeypatch):
+    monkeypatch.setattr(ledger_module, "RECENT", 200)
+    for name in ("a", "b"):
+        own = Ledger(str(tmp_path), budget=1.0, name=name)
+        own.emit(0, [f"{name}{number}" for number in range(300)])
+        for number in range(50):
+            own.drop(f"{name}-bad{number}", "corrupt_media", "")
+        own.drop(f"{name}-pair", "pair", "")  # asked for: no sample to the budget
+    assert merged(tmp_path).shares == [700, 100, 200, 100]
+    shown = CliRunner().invoke(command, [str(tmp_path)]).output
+    assert "14.29% dropped in all, 50.00% of the last 200 read" in shown
 
 
 def test_finite_epochs_are_counted_each_for_itself(tmp_path):

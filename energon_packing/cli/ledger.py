@@ -44,6 +44,9 @@ def ledger(ctx: click.Context, directory: Path, keys: tuple[str, ...], as_json: 
             f"{report.dropped.total():,} dropped, by {counted(report.workers, 'worker')} with "
             f"{counted(report.restarts, 'restart')}; {counted(len(report.duplicates), 'duplicate')}"
         )
+        read, dropped, of_late, late = report.shares
+        if dropped:
+            click.echo(f"  {dropped / read:.2%} dropped in all, {late / of_late:.2%} of the last {of_late:,} read")
         for data, reasons in sorted(report.dropped_by_data.items()):
             for reason, count in reasons.most_common():
                 click.echo(visible(f"  dropped {count:>9,}  {reason}{f'  {data}' if data else ''}"))

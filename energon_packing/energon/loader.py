@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,18 +24,18 @@ from torch import distributed
 
 from energon_packing.config import EpochEnd, RunConfig
 from energon_packing.convert.layout import dataset_entry
-from energon_packing.drops import FrequentDrops, over_budget, unwished
+from energon_packing.drops import FrequentDrops, Shares
 from energon_packing.encoders.sample_encoder import SampleEncoder
 from energon_packing.energon.cookers import guard_shards
 from energon_packing.energon.data_identity import data_identity, known_pairs
 from energon_packing.energon.epoch_end import Agree, EpochReport, agreement, even_packs
 from energon_packing.energon.metrics import PackingMonitor
-from energon_packing.energon.samples import Pack
+from energon_packing.energon.samples import Pack, shares_of
 from energon_packing.energon.states import check_fingerprint, copied, save_shallowly, settings_of, tell_of_accepted
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.energon.workers import answered, in_sentences, in_workers
 from energon_packing.errors import ConfigError, PackingError, UserError, be_patient, patience, read_again
-from energon_packing.ledger import DropBudgetExceeded, LedgerLock, NothingToPack
+from energon_packing.ledger import LedgerLock, NothingToPack
 from energon_packing.packing.statistics import PackStatistics
 from energon_packing.trust import trusting
 
@@ -51,7 +52,7 @@ class LoaderBase(ABC):
         agree: reaches the other ranks for ``epoch_end``; None uses ``torch.distributed``.
         group: process group of the data-parallel ranks for ``epoch_end``; None is the default group.
         capacity: tokens of a full pack for `statistics`, such as `PackingTaskEncoder.capacity`.
-        budget: share of samples that may be dropped, which a finite epoch is asked for at its end; None asks nothing.
+        shares: of the readers of this rank, which learn about once a second what the other ranks have read and dropped.
 
     Attributes:
         epoch_report: of the current or last epoch; None before the first.
@@ -72,7 +73,7 @@ class LoaderBase(ABC):
         agree: Agree | None = None,
         group: Any = None,
         capacity: int | None = None,
-        budget: float | None = None,
+        shares: Shares | None = None,
         lock: LedgerLock | None = None,
     ) -> None:
         self._lock = lock
@@ -85,7 +86,8 @@ class LoaderBase(ABC):
         self.capacity = capacity
         self._monitor = None if capacity is None else PackingMonitor(capacity)
         self.epoch_report: EpochReport | None = None
-        self._budget, self._rank, self._world_size = budget, rank, world_size
+        self._shares, self._rank, self._world_size = shares, rank, world_size
+        self._pooling: Callable[[], Any] | None = None
         self._resumed = False  # whether the next epoch began before a saved state
 
     def __iter__(self) -> Iterator[Pack]:
@@ -95,8 +97,8 @@ class LoaderBase(ABC):
             UserError: a mistake that only a worker could detect, with the worker's message; or a worker was killed, or
                 lacks shared memory or files.
             ConfigError: ``epoch_end`` needs the other ranks, and ``torch.distributed`` is not initialised.
-            DropBudgetExceeded: at the end of a finite epoch, if more was dropped beyond doubt than ``budget`` allows,
-                or if no sample reached a pack; with ``epoch_end``, on all ranks where one would end the epoch before
+            DropBudgetExceeded: more was dropped beyond doubt than ``packing.drop_budget`` allows; or in a finite epoch
+                no sample reached a pack; with ``epoch_end``, on all ranks where one would end the epoch before
                 its first step.
 
         Warns:
@@ -105,6 +107,7 @@ class LoaderBase(ABC):
         """
         if self._lock is not None:
             self._lock.hold()
+        self._pool()
         report = self.epoch_report = EpochReport(frequent=self._frequent)
         packs: Iterator[Pack] = map(report.count, in_sentences(self._own_packs(report)))
         if self._together and self._padding is not None:
@@ -141,13 +144,20 @@ class LoaderBase(ABC):
                 f"Data-parallel rank {self._rank} of {self._world_size} had no sample in this epoch{filled}; give "
                 "data.split more samples, or use fewer ranks."
             )
-        counted, samples = unwished(report.dropped, report.read)
-        if self._budget is not None and over_budget(counted.total(), samples, self._budget):
-            common = ", ".join(f"{count} {name}" for name, count in counted.most_common(3))
-            raise DropBudgetExceeded(
-                f"{counted.total()} of the {samples} samples of the epoch were dropped ({common}{example}), more than "
-                f"packing.drop_budget={self._budget} allows. Fix the data, or raise the budget."
-            )
+
+    def _pool(self) -> None:
+        """Tells the other ranks from now on what this one has read and dropped, and its workers what they have."""
+        if self._pooling or self._shares is None or self._world_size == 1 or not distributed.is_initialized():
+            return
+        self._shares.ranks[0] = self._world_size
+        stop = threading.Event()
+        # Of ranks that read the same, one counts.
+        place, counts = f"energon_packing/{self._number}/shares", self._claim(f"shares of {self._rank}")
+        seconds = max(1.0, self._world_size / 500)  # one rank's store serves all
+        arguments = (self._shares, place, counts, functools.partial(stop.wait, seconds))
+        thread = threading.Thread(target=pool_shares, args=arguments, name="drops of all ranks", daemon=True)
+        thread.start()
+        self._pooling = weakref.finalize(self, _end, stop, thread)  # before an interpreter that ends can stop it
 
     def tell_of_drops(self, *, final: bool = False) -> None:
         """Tells of reasons that drop many samples, each once, by the rank that notices it first."""
@@ -232,6 +242,30 @@ class LoaderBase(ABC):
         them in page-locked memory; call before iterating."""
 
 
+def pool_shares(shares: Shares, place: str, counts: bool, over: Callable[[], bool]) -> None:
+    """Exchanges the numbers of a rank with the others by the ranks' store, in which nobody waits, until it is ``over``;
+    if the rank ``counts``, with its own."""
+    told = [0] * 4
+    while not over() and distributed.is_initialized():
+        own = shares.own()
+        try:
+            store = distributed.distributed_c10d._get_default_store()
+            new = [counts * (now - before) for now, before in zip(own, told, strict=True)]
+            # Drops first: what is read at the same time only makes their share smaller.
+            pooled = {at: int(store.add(f"{place}/{at}", new[at])) for at in (1, 0, 3, 2)}
+        except (RuntimeError, ValueError):  # the rank that holds the store has ended
+            return
+        told = own
+        for at, number in pooled.items():
+            shares.others[at] = max(0, number - own[at])
+
+
+def _end(stop: threading.Event, thread: threading.Thread) -> None:
+    stop.set()
+    if thread is not threading.current_thread():
+        thread.join(5.0)
+
+
 STATE_FORMAT = "energon_packing loader 3"
 _BEGINNING_SECONDS, _BEGUN_SECONDS = 0.05, 60.0
 """Between two questions to workers that have not begun, and until they must have."""
@@ -278,7 +312,7 @@ class PackLoader(LoaderBase):
         **common: Any,
     ) -> None:
         own = dataset.worker_config
-        super().__init__(rank=own.rank, world_size=own.world_size, **common)
+        super().__init__(rank=own.rank, world_size=own.world_size, shares=shares_of(dataset), **common)
         # With shallow saves a checkpoint after every pack costs a quarter of a millisecond, and a restored loader
         # renders no pack twice. Energon's default of 60 s replays up to a minute of decoding.
         with _no_pin_memory_warning():
@@ -552,7 +586,6 @@ def build_loader(
         agree=agree,
         group=data_parallel_group,
         capacity=task_encoder.capacity,
-        budget=config.packing.drop_budget,
         lock=LedgerLock(config.packing.ledger, dataset.worker_config.rank),
         keep_memory=config.data.keep_memory,
         ahead=config.data.depth,

@@ -503,9 +503,11 @@ class MetricsLog:
         lines = [line for line in self._lines.present() if line.last.packs]
         if not fresh or not lines:
             return
-        dropped = merged(line.total for line in lines).dropped
+        whole = merged(line.total for line in lines)
+        dropped = whole.dropped
         self._found = {
             **figures(lines),
+            "dropped_share_total": whole.figures().get("dropped_share", 0.0),
             "ranks": len(lines),
             "dropped": dropped.total(),
             **{f"dropped/{reason}": count for reason, count in dropped.items()},

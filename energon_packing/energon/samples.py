@@ -13,7 +13,7 @@ from typing_extensions import TypeVar
 
 from energon_packing.config.run import group_name
 from energon_packing.conversation import Conversation
-from energon_packing.drops import DroppedSample
+from energon_packing.drops import DroppedSample, Shares
 from energon_packing.encoders.sample_encoder import AnyMeasured
 from energon_packing.encoders.splitting import MeasuredSplit
 from energon_packing.errors import PackingError, SampleRejected, UserError, read_again
@@ -135,6 +135,11 @@ def shuffled_ahead(dataset: Any) -> int:
     """Most samples that shuffle buffers beneath a data set hold; these may be of an epoch after the current one."""
     own = int(dataset.size) if type(dataset).__name__ == "ShuffleBufferDataset" else 0
     return own + sum(shuffled_ahead(each) for each in beneath(dataset))
+
+
+def shares_of(dataset: Any) -> Shares | None:
+    """The drops and reads that the readers of a data set of packs share; None without any."""
+    return getattr(dataset, "shares", None) or next(filter(None, map(shares_of, beneath(dataset))), None)
 
 
 def comes_again(dataset: Any, worker: int) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron.energon import WorkerConfig
 
+from energon_packing.drops import Shares
 from energon_packing.energon.internals import (
     BaseWrapperDataset,
     FatalSampleError,
@@ -165,7 +166,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         self.fingerprint = fingerprint
         self.accept_changed = tuple(accept_changed)
         self.tells_end = tells_end
-        self._run = uuid.uuid4().hex[:12]  # the same in all workers, which are forks
+        self._run, self.shares = uuid.uuid4().hex[:12], Shares()  # the same in all workers, which are forks
         self.reset_state_own()
 
     _waits_for_plans = False  # whether planned samples count as held, and all plans are emitted before the next ones
@@ -187,6 +188,8 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         if self._ledger is None:
             self._ledger = self.packer.make_ledger(self.worker_config)
             self._ledger.tells = not self.tells_end
+            own = self.worker_config
+            self._ledger.join(self.shares, own.rank_worker_id(), max(own.num_workers, 1))
         return self._ledger
 
     def len_worker(self, worker_idx: int | None = None) -> int:
@@ -195,19 +198,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         return self.dataset.len_worker(worker_idx)
 
     def __iter__(self) -> Iterator[Pack]:
-        resumed = self._restored is not None
         before = self._wake()
-        own = self.worker_config.rank_worker_id()
-        samples, times = comes_again(self.dataset, own)
-        self.ledger.begin(
-            run=self._run,
-            rank=self.worker_config.rank,
-            worker=own,
-            **{"from": self._pack_index.current_idx, "resumed": resumed},
-            samples=samples,
-            times=times,
-            ahead=shuffled_ahead(self.dataset),
-        )
         # A reader that has no sample of a small data set has no packs; Energon's wrappers would end the run.
         source = None if self._draining else iter(self.dataset if self.dataset.worker_has_samples() else ())
         while True:
@@ -245,12 +236,26 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         )
 
     def _wake(self) -> int:
-        """Reads the samples of a restored state again, and accounts for those that can no longer be read."""
+        """Reads the samples of a restored state again, begins the ledger, and enters those that can no longer be
+        read."""
         for buffer in (self._window, self._planned):
             buffer.worker_start()
+        resumed = self._restored is not None
         if self._restored is not None:
             self.ledger.resume(self._restored.get("counts"), held=len(self._window.buffer) + len(self._planned.buffer))
             self._restored = None
+        own = self.worker_config.rank_worker_id()
+        samples, times = comes_again(self.dataset, own)
+        self.ledger.begin(
+            run=self._run,
+            rank=self.worker_config.rank,
+            ranks=self.worker_config.world_size,
+            worker=own,
+            **{"from": self._pack_index.current_idx, "resumed": resumed},
+            samples=samples,
+            times=times,
+            ahead=shuffled_ahead(self.dataset),
+        )
         before = self.ledger.read - len(self._window.buffer) - len(self._planned.buffer)
         lost = [at for at, sample in enumerate(self._window.buffer) if self._problem(sample)]
         self._drop_all(self._window.take(lost)[0])

@@ -45,7 +45,7 @@ class PlannedLoader(LoaderBase):
             again and again; those after the last pack have no samples. None is a training's.
         fingerprint: what a saved state must match.
         accept_changed: names of it that may differ, see ``data.accept_changed``.
-        base: ``epoch_end``, ``padding``, ``agree``, ``group``, ``capacity`` and ``budget`` of `LoaderBase`.
+        base: ``epoch_end``, ``padding``, ``agree``, ``group`` and ``capacity`` of `LoaderBase`.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class PlannedLoader(LoaderBase):
         accept_changed: Sequence[str] = (),
         **base: Any,
     ) -> None:
-        super().__init__(rank=rank, world_size=world_size, **base)
+        super().__init__(rank=rank, world_size=world_size, shares=packs.shares, **base)
         if evaluation is not None and (evaluation < 1 or evaluation % world_size):
             raise PackingError(f"{world_size} ranks cannot share an evaluation of {evaluation} packs equally")
         self._packs = packs
@@ -248,7 +248,6 @@ def loader_of(
         epoch_end=config.data.epoch_end,
         padding=encoder.padding_pack,
         capacity=encoder.capacity,
-        budget=config.packing.drop_budget,
         lock=LedgerLock(config.packing.ledger, rank),
         agree=agree,
         group=data_parallel_group,

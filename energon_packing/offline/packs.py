@@ -14,6 +14,7 @@ from typing import Any, cast
 import numpy as np
 import torch.utils.data
 
+from energon_packing.drops import Shares
 from energon_packing.encoders.sample_encoder import AnyMeasured
 from energon_packing.energon.samples import MeasuredSample, Pack
 from energon_packing.energon.task_encoder import PackingTaskEncoder
@@ -85,7 +86,7 @@ class PositionedPacks(torch.utils.data.Dataset[Pack], ABC):
         self._encoder, self._rank, self.passes = encoder, rank, passes
         self._ledger: Ledger | None = None
         self._worker: int | None = None
-        self._run = uuid.uuid4().hex[:12]
+        self._run, self.shares = uuid.uuid4().hex[:12], Shares()
 
     @abstractmethod
     def __len__(self) -> int:
@@ -138,6 +139,8 @@ class PositionedPacks(torch.utils.data.Dataset[Pack], ABC):
                 most_pending=packing.max_drops_without_pack,
             )
             self._ledger.tells = False  # the loader does
+            workers = getattr(torch.utils.data.get_worker_info(), "num_workers", 1)
+            self._ledger.join(self.shares, worker, workers)
             self._ledger.begin(run=self._run, rank=self._rank, worker=worker, packs_of_plan=len(self))
             self._worker = worker
         return self._ledger

@@ -27,7 +27,7 @@ from transformers import AutoProcessor
 
 import energon_packing
 from energon_packing.cli.main import cli
-from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, RunConfig
+from energon_packing.config import DataConfig, EncoderConfig, LimitsConfig, PackingConfig, RunConfig
 from energon_packing.convert.layout import dataset_entry
 from energon_packing.demo import processor_path
 from energon_packing.drops import FEWEST_DROPPED, FEWEST_READ, SETTING_OF, SHARE, DroppedSample, FrequentDrops
@@ -406,11 +406,14 @@ def test_a_finite_run_that_makes_no_pack_ends_with_the_reason(texts_epoch, worke
     check(loader.epoch_report, 0, Counter(oversize=70), 70)
 
 
-def test_the_budget_is_asked_over_all_workers_at_the_end(texts_epoch):
+def test_the_budget_is_asked_over_all_workers(texts_epoch):
     """Each of four workers reads too few samples for the budget to judge; all of them together read enough."""
     lengths = (10, 300) * 300
     loader = build_loader(config_of(texts_epoch(lengths), workers=4, drop_budget=0.1))
-    with pytest.raises(DropBudgetExceeded, match="300 of the 600 samples of the epoch were dropped"):
+    with pytest.raises(
+        DropBudgetExceeded,
+        match=r"^\d+ of the \d\d\d samples read were dropped \(of this one of 4 readers \d+ oversize\)",
+    ):
         list(loader)
 
 
@@ -475,6 +478,34 @@ def test_a_run_that_was_stopped_and_went_on_enters_each_pack_of_the_run_that_was
     assert (report.duplicates, report.restarts, report.abandoned) == ([], max(workers, 1), 0)
     if not workers:
         assert (report.packs, report.emitted) == (12, sum(len(pack.keys) for pack in expected))
+
+
+def test_samples_that_a_restored_run_can_no_longer_use_are_in_the_report(texts, tmp_path):
+    run = run_of(texts, data={"repeat": False}, seq_length=128, ledger=str(tmp_path), drop_budget=1.0)
+    loader = build_loader(run)
+    for _ in zip(range(3), loader, strict=False):
+        state = loader.save_state()
+    del loader
+    strict = dataclasses.replace(run.encoder, limits=LimitsConfig(max_tokens=2))
+    again = build_loader(
+        dataclasses.replace(run, encoder=strict, data=dataclasses.replace(run.data, accept_changed=("encoder",)))
+    )
+    with pytest.warns(UserWarning, match=r"data\.accept_changed"):
+        again.restore_state(state)
+    list(again)
+    report = merged(tmp_path)
+    assert report.dropped["too_many_tokens"] > 200
+    assert report.emitted + report.dropped.total() == 300
+
+
+def test_a_new_run_with_fewer_readers_in_the_same_place_counts_alone(texts, tmp_path):
+    for ranks, workers, read in ((1, 2, 300), (2, 1, 300), (1, 0, 300)):
+        for rank in range(ranks):
+            run = run_of(texts, data={"repeat": False, "workers": workers}, ledger=str(tmp_path), drop_budget=1.0)
+            list(build_loader(run, rank=rank, world_size=ranks))
+        report = merged(tmp_path)
+        assert report.emitted + report.dropped.total() == read
+        assert report.duplicates == []
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/dev/full is Linux's")

@@ -9,6 +9,9 @@ BUDGET_TRAPS: dict[int, str] = {
     54: "the drop budget forgets what is still held, or asks before the share is certain",
     57: "a half-written line of the ledger is joined to the next, or a key without UTF-8 ends the run",
     68: "a default limit made for one policy drops ordinary visual question answering, and nobody is told",
+    194: "the drop budget counts each reader by itself, or forgives what is bad now for what was good long ago",
+    195: "a sample that is dropped while a state is restored is in no report",
+    196: "a ledger counts readers of an earlier run in the same place, or packs of a state that nobody went on from",
 }
 
 DEPTH = "tests/media/test_image_depth.py::"
@@ -89,8 +92,8 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "ledger.py",
-                "if over_budget(dropped, samples, self.budget):",
-                "if over_budget(self.dropped, self.dropped + self.emitted, self.budget):",
+                "counted, read = unwished(self.reasons, self.read)",
+                "counted, read = unwished(self.reasons, self.dropped + self.emitted)",
             ),
         ),
     ),
@@ -102,7 +105,7 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "drops.py",
-                "return evidence >= -math.log(FALSE_STOP)\n",
+                "return evidence >= math.log(looks / FALSE_STOP)\n",
                 "return True\n",
             ),
         ),
@@ -115,8 +118,8 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "drops.py",
-                "return evidence >= -math.log(FALSE_STOP)\n",
-                "return evidence >= -3 * math.log(FALSE_STOP)\n",
+                "return evidence >= math.log(looks / FALSE_STOP)\n",
+                "return evidence >= 3 * math.log(looks / FALSE_STOP)\n",
             ),
         ),
     ),
@@ -292,5 +295,62 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
                 "except ZeroDivisionError:\n            raise\n        else:\n",
             ),
         ),
+    ),
+    Mutation(
+        trap=194,
+        name="each reader has a budget of its own",
+        test="tests/test_drop_budget.py::test_a_fiftieth_in_one_stretch_is_within_the_budget[64]",
+        oracle="the share over all readers",
+        edits=(
+            (
+                "ledger.py",
+                "self._shares, self._workers, self._row = shares, workers, shares.row(worker % 126)",
+                "self._shares, self._workers, self._row = shares, 1, Shares().row(worker)\n"
+                "        self._shares = Shares()\n"
+                "        self._row = self._shares.row(0)",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=194,
+        name="only the share since the beginning counts",
+        test="tests/test_drop_budget.py::test_a_store_that_goes_bad_late_is_found_as_soon_by_any_number_of_readers",
+        oracle="samples read until the stop",
+        edits=(("drops.py", "((0, 1), (2, readers * stretch * (stretch + 1)))", "((0, 1),)"),),
+    ),
+    Mutation(
+        trap=195,
+        name="the ledger begins after the restored samples are read",
+        test=LOADER + "test_samples_that_a_restored_run_can_no_longer_use_are_in_the_report",
+        oracle="the number of samples",
+        edits=(
+            (
+                "energon/window.py",
+                "        lost = [at for at, sample in enumerate(self._window.buffer) if self._problem(sample)]\n",
+                "        own = self.ledger._file\n"
+                "        self.ledger._file = None\n"
+                "        lost = [at for at, sample in enumerate(self._window.buffer) if self._problem(sample)]\n",
+            ),
+            (
+                "energon/window.py",
+                "        return before\n",
+                "        self.ledger._file = own\n        return before\n",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=196,
+        name="each file decides by itself which run counts",
+        test=LOADER + "test_a_new_run_with_fewer_readers_in_the_same_place_counts_alone",
+        oracle="the number of samples",
+        edits=(("ledger.py", "worker.choose(chosen.get(file))", "worker.choose(worker.name)"),),
+    ),
+    Mutation(
+        trap=196,
+        name="a run that goes on from an older state keeps the packs of the run between",
+        test="tests/test_ledger_report.py::"
+        "test_for_any_chain_of_runs_kills_and_restores_what_is_read_is_emitted_or_dropped_key_by_key",
+        oracle="a model of runs, states and kills",
+        edits=(("ledger.py", 'before = str(entry.get("of", last))', "before = last"),),
     ),
 )

@@ -393,7 +393,13 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         test="tests/energon/test_task_encoders.py::"
         "test_a_pair_is_left_out_by_choice_or_stops_the_run_where_a_sample_is_one_row",
         oracle="the record",
-        edits=(("ledger.py", "over_budget(dropped, samples, ", "over_budget(self.dropped, self.read, "),),
+        edits=(
+            (
+                "ledger.py",
+                "counted, read = unwished(self.reasons, self.read)",
+                "counted, read = self.reasons, self.read",
+            ),
+        ),
     ),
     Mutation(
         trap=67,

@@ -97,7 +97,7 @@ def test_packs_that_a_restart_takes_back_are_not_told(tmp_path):
         {"pack": 0, "keys": ["kept"]},
         {"pack": 1, "keys": ["ahead"]},
         {"dropped": "bad", "reason": "oversize", "detail": "9 tokens"},
-        _marked("b", resumed=True, first=1),
+        _marked("c", resumed=True, first=1),
         {"dropped": "bad", "reason": "oversize", "detail": "9 tokens"},
     ]
     (tmp_path / "rank0-worker0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

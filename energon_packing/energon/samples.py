@@ -122,7 +122,8 @@ def read_media(store: FileStore | None, name: str) -> bytes:
 
 def forget_open_tars(store: Any) -> None:
     """Closes the tars and the index that a store has open; the next read opens them again."""
-    if hasattr(index := getattr(getattr(store, "sqlite_reader", None), "db", None), "is_uri"):
+    index: Any = getattr(getattr(store, "sqlite_reader", None), "db", None)
+    if hasattr(index, "is_uri"):
         store.sqlite_reader.db = type(index)(index.database, index.is_uri)  # its own closing fails if opening did
     opened = getattr(store, "itar_files_cache", None)
     while opened:

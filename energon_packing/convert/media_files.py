@@ -15,9 +15,8 @@ import re
 import socket
 import stat
 import time
-import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -186,8 +185,7 @@ def check_media(stream: BinaryIO, path: str, size: int, kind: MediaKind, config:
     if kind == "image":
         found = None if decode else jpeg_info(head)
         if found is None or found.width * found.height > config.max_pixels:
-            with _pillow_pixel_limit(config.max_pixels):
-                found = image_info(path, max_pixels=config.max_pixels, decode=decode)
+            found = image_info(path, max_pixels=config.max_pixels, decode=decode)
         extension = _EXTENSION_OF_IMAGE.get(found.format, found.format.lower())
     else:
         found = probe_video(path, max_pixels=config.max_pixels, decode=decode)
@@ -223,22 +221,6 @@ def open_regular(path: str) -> Any:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "is not a regular file", path)
     return os.fdopen(descriptor, "rb")
-
-
-@contextmanager
-def _pillow_pixel_limit(max_pixels: int) -> Iterator[None]:
-    """Lets Pillow open what the conversion allows: raises its limit to ours and silences its warning."""
-    from PIL import Image
-
-    before = Image.MAX_IMAGE_PIXELS
-    if before is not None and before < max_pixels:
-        Image.MAX_IMAGE_PIXELS = max_pixels
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        Image.MAX_IMAGE_PIXELS = before
 
 
 _SUFFIX = re.compile(r"\.[A-Za-z0-9]{1,11}")

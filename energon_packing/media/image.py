@@ -14,7 +14,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from energon_packing.errors import SampleRejected, is_machines
 from energon_packing.media import check_decoded_bytes
 from energon_packing.media.depth import grey_range, to_rgb
-from energon_packing.media.probe import JPEG_SCAN, jpeg_segments, known_formats
+from energon_packing.media.probe import JPEG_SCAN, jpeg_segments, known_formats, pillow_pixel_limit
 
 ORIENTATION = 0x0112
 """The EXIF tag of an image's orientation; 1 is upright."""
@@ -49,9 +49,7 @@ def decode_scaled_image(
     if not data:
         raise SampleRejected("corrupt_media", "the image file is empty")
     try:
-        with warnings.catch_warnings():
-            # Pillow warns at a limit of its own; ours is checked below, before decoding.
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        with pillow_pixel_limit(max_pixels), warnings.catch_warnings():
             # torch warns that Pillow's bytes are not writable; nothing writes to them.
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             with Image.open(io.BytesIO(data), formats=known_formats()) as image:

@@ -10,6 +10,7 @@ import math
 import mmap
 import struct
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from functools import cache
@@ -105,6 +106,20 @@ def _check_pixels(width: int, height: int, max_pixels: int) -> None:
         )
 
 
+@contextlib.contextmanager
+def pillow_pixel_limit(max_pixels: int) -> Iterator[None]:
+    """Lets Pillow open what our limit allows: raises its own limit to ours and silences its warning."""
+    before = Image.MAX_IMAGE_PIXELS
+    if before is not None and before < max_pixels:
+        Image.MAX_IMAGE_PIXELS = max_pixels
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            yield
+    finally:
+        Image.MAX_IMAGE_PIXELS = before
+
+
 def image_info(source: Source, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode: bool = False) -> ImageInfo:
     """Reads an image's header and, if ``decode`` is set, decodes all pixels of its (first) frame, which finds damaged
     files.
@@ -116,7 +131,7 @@ def image_info(source: Source, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode: 
     """
     with _opened(source) as stream:
         try:
-            with Image.open(stream, formats=known_formats()) as image:
+            with pillow_pixel_limit(max_pixels), Image.open(stream, formats=known_formats()) as image:
                 _check_pixels(image.width, image.height, max_pixels)
                 # The same call as in ImageOps.exif_transpose, so that both agree.
                 orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
@@ -136,7 +151,7 @@ def image_info(source: Source, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode: 
                     animated = image.format != "MPO" and getattr(image, "is_animated", False)
         except SampleRejected:
             raise
-        except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        except Image.DecompressionBombError as error:
             raise SampleRejected("media_too_large", f"Pillow refuses the image: {error}") from error
         except Exception as error:
             if is_machines(error):

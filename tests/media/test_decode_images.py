@@ -170,3 +170,17 @@ def test_postscript_starts_no_interpreter(tmp_path: Path) -> None:
     with pytest.raises(SampleRejected, match="no known image format"):
         decode_image(program.encode(), max_pixels=LIMIT)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("read", [decode_image, image_info])
+def test_of_two_limits_of_pixels_ours_holds(read, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow refuses twice its own, which is 178,956,970 unless it is changed."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    data = saved(smooth(60, 50, "RGB"), "PNG")
+    with pytest.raises(Image.DecompressionBombError):
+        Image.open(io.BytesIO(data))
+    assert read(data, max_pixels=3000)[0] is not None
+    with pytest.raises(SampleRejected, match="60x50") as caught:
+        read(data, max_pixels=2999)
+    assert caught.value.reason == "media_too_large"
+    assert Image.MAX_IMAGE_PIXELS == 1000

@@ -21,6 +21,7 @@ MEDIA_TRAPS = {
     77: "settings or control tokens inside a record are ignored",
     172: "captions and frames of clips are others than Bridge prepares, in silence",
     174: "states and stored packs of clips are refused for what they do not depend on",
+    198: "an image within our limit of pixels is refused for another one",
     199: "frames of a video of a variable rate are drawn or labelled at other times than they are shown",
 }
 
@@ -450,5 +451,12 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the packs without it",
         edits=(("wan/kinds/clips.py", 'free - {"encoder.dtype"} | {"ftfy"}', 'free - {"encoder.dtype"}'),),
         needs_bridge=True,
+    ),
+    Mutation(
+        trap=198,
+        name="Pillow's own limit holds where ours is higher",
+        test="tests/media/test_decode_images.py::test_of_two_limits_of_pixels_ours_holds[decode_image]",
+        oracle="the definition",
+        edits=(("media/probe.py", "        Image.MAX_IMAGE_PIXELS = max_pixels", "        pass"),),
     ),
 )

@@ -216,7 +216,7 @@ class Shares:
     def __init__(self) -> None:
         self._numbers = memoryview(mmap.mmap(-1, 4096)).cast("q")
         self.others, self.ranks = self.row(126), self.row(127)
-        self.ranks[0] = 1
+        self.ranks[0] = 1  # and the budget in billionths, which readers tell
 
     def __reduce__(self) -> tuple[type["Shares"], tuple[()]]:
         return Shares, ()
@@ -241,6 +241,13 @@ class Shares:
             if over_budget(dropped, read, budget, looks=looks):
                 return dropped, max(read, dropped), at > 0
         return None
+
+    def over_at_end(self) -> tuple[int, int, float] | None:
+        """What is over the budget where the data of this rank end: samples dropped and read since the beginning, by its
+        readers and others as far as they are known, and the budget."""
+        read, dropped = (mine + others for mine, others in zip(self.own()[:2], self.others[:2], strict=True))
+        budget = self.ranks[1] / 1e9
+        return (dropped, read, budget) if over_budget(dropped, read, budget) else None
 
 
 def over_budget(dropped: int, read: int, budget: float, *, looks: int = 1) -> bool:

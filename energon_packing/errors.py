@@ -130,7 +130,7 @@ def read_again[T](place: object, read: Callable[[], T], forget: Callable[[], Non
                     raise
             else:
                 why = getattr(error, "strerror", None) or error
-                if waited >= longest:
+                if waited >= longest and tries >= len(PAUSES):
                     raise StoreAway(
                         f"{place} could not be read for {waited:.0f} s ({why}), longer than data.storage_patience. No "
                         "sample was dropped for it: see to the storage, and continue from the last checkpoint."
@@ -138,7 +138,8 @@ def read_again[T](place: object, read: Callable[[], T], forget: Callable[[], Non
                 if not told and (tries >= len(PAUSES) or waited > sum(PAUSES)):  # no warning: Python gives those once
                     print(f"{place} cannot be read ({why}); waiting up to {longest:g} s.", file=sys.stderr, flush=True)
                     told = True
-                pause = min(pause, longest - waited)
+                if tries >= len(PAUSES):
+                    pause = min(pause, longest - waited)
             time.sleep(pause)
             # A worker for which nobody waits any more; what was not imported has started none.
             processes = sys.modules.get("multiprocessing.process")
@@ -174,11 +175,12 @@ def _of_system[T](read: Callable[[], T]) -> T:
 def _is_away(error: OSError | MemoryError) -> bool:
     """Whether the store is away, not the one file: also if that is not there and its directory is gone or empty, as
     where a file system is not mounted."""
-    if isinstance(error, FileNotFoundError | NotADirectoryError) and os.path.isabs(str(error.filename)):
+    if isinstance(error, FileNotFoundError | NotADirectoryError) and error.filename:
         try:
-            return not os.listdir(os.path.dirname(error.filename))
+            with os.scandir(os.path.dirname(os.path.abspath(error.filename))) as found:
+                return next(found, None) is None
         except OSError:
             return True
     if isinstance(error, OSError) and error.errno is not None:
-        return fault_of(error) == "store"
+        return fault_of(error) == "store" and error.errno not in (errno.EMFILE, errno.ENFILE)
     return isinstance(error, TimeoutError | ConnectionError | PermissionError)  # of a client; 403, keys that ran out

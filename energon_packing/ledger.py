@@ -151,6 +151,7 @@ class Ledger:
     def join(self, shares: Shares, worker: int = 0, workers: int = 1) -> None:
         """Makes this reader one of a rank's ``workers``, whose drops the budget counts together, see `Shares`."""
         self._shares, self._workers, self._row = shares, workers, shares.row(worker % 126)
+        shares.ranks[1] = round(self.budget * 1e9)
         self._count()
 
     def _count(self) -> Counter[str]:
@@ -186,7 +187,7 @@ class Ledger:
         self._row[0] += 1
         self._row[2] += 1
         self._new[data, modality] += 1
-        if self._row[0] - self._stretches[1][0] >= RECENT // (self._workers * self._shares.ranks[0]):
+        if self._row[0] - self._stretches[1][0] >= max(RECENT // (self._workers * self._shares.ranks[0]), RECENT // 20):
             self._stretches = self._stretches[1], (self._row[0], self._row[1])
             self._count()
 

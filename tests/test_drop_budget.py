@@ -183,8 +183,10 @@ def test_ranks_learn_the_drops_of_each_other_and_those_that_read_the_same_count_
         for shares, read in zip(ranks, (100, 1000, 1000), strict=True):
             shares.row(3)[0], shares.row(3)[1] = read, read // 10
 
+        known: dict[int, list[int]] = {}
+
         def exchange(rank: int, *steps: Callable[[], object], counts: bool = True) -> None:
-            left = iter([*steps, lambda: True])
+            left = iter([*steps, lambda: known.__setitem__(rank, list(ranks[rank].others)[:2]) or True])
             pool_shares(ranks[rank], "here", counts, lambda: bool(next(left)()))
 
         def others() -> None:
@@ -192,6 +194,8 @@ def test_ranks_learn_the_drops_of_each_other_and_those_that_read_the_same_count_
             exchange(2, lambda: False, counts=False)  # reads what the rank before does
 
         exchange(0, lambda: False, others)
-        assert [list(shares.others)[:2] for shares in ranks] == [[1000, 100], [100, 10], [100, 10]]
+        assert known == {0: [1000, 100], 1: [100, 10], 2: [100, 10]}
+        # Nobody is told any more: each has a budget of its own.
+        assert [(list(shares.others), shares.ranks[0]) for shares in ranks] == [([0] * 4, 1)] * 3
     finally:
         distributed.destroy_process_group()

@@ -356,10 +356,18 @@ class ConversationEncoder(SampleEncoder):
             return {"visual_inputs": {}}
         _ = self.family.pixel_forms  # compared with the processor once here, and not in every child
         needed = MediaToDecode(media=measured.media, plans=measured.plans, settings=measured.settings)
-        files = functools.cache(read)
+        found: dict[str, bytes | Exception] = {}
         for name in needed.file_names():  # now, since to wait for a store is no decoding
-            with contextlib.suppress(KeyError, OSError):
-                files(name)
+            try:
+                found[name] = read(name)
+            except (KeyError, OSError) as error:
+                found[name] = error
+
+        def files(name: str) -> bytes:
+            if isinstance(content := found[name], Exception):
+                raise content
+            return content
+
         in_child = self.config.decode_in_child and not needed.is_plain(files)
         return self.joining_fields() | self._decoding(needed, files, needed.file_names(), in_child=in_child)
 

@@ -10,6 +10,7 @@ of each one that cannot be read, so that it is in the ledger and the drop budget
 import dataclasses
 import functools
 import json
+import sqlite3
 import tarfile
 from collections.abc import Iterator
 from pathlib import PurePosixPath
@@ -22,7 +23,7 @@ from megatron.energon.source_info import SourceInfo
 
 from energon_packing.conversation import Conversation, Media
 from energon_packing.energon.internals import FilteredSample, ITarReader
-from energon_packing.energon.samples import ConversationSample, Problem, forget_members
+from energon_packing.energon.samples import ConversationSample, Problem, forget_members, forget_open_tars
 from energon_packing.errors import SampleRejected, UserError, read_again
 from energon_packing.stored_record import check_depth
 
@@ -119,6 +120,8 @@ def cook_record(sample: CrudeSample, primary: FileStore, media: FileStore | None
         return ConversationSample(**keys, conversation=conversation, store=store if conversation.media else None)
     except SampleRejected as error:
         problem = Problem(reason=error.reason, detail=error.detail)
+    except UserError as error:  # the store is away
+        conversation, problem = None, Problem.of(error)
     except RecursionError:
         detail = "the record's JSON is nested too deeply for Python to read"
         conversation, problem = None, Problem(reason="too_deep", detail=detail)
@@ -140,12 +143,28 @@ def complete(conversation: Conversation, store: FileStore) -> Conversation:
     return dataclasses.replace(conversation, media=tuple(measured(media, store) for media in conversation.media))
 
 
+def _metadata(store: FileStore, name: str) -> Any:
+    try:
+        return store.get_media_metadata(name)
+    except RuntimeError as error:
+        if isinstance(error.__cause__, sqlite3.Error):
+            raise error.__cause__ from None  # `read_again` knows which of them are the store's
+        raise
+
+
+def _forget_metadata(store: Any) -> None:
+    forget_open_tars(store)
+    if hasattr(store, "_media_metadata_available"):
+        store._media_metadata_available = None  # else what could not be looked at once is never looked at again
+
+
 def measured(media: Media, store: FileStore) -> Media:
     """Returns an image or video with the sizes that ``energon prepare --media-metadata-by-extension`` stored."""
     if media.width is not None:
         return media
     try:
-        found = store.get_media_metadata(media.name)
+        place = f"{store.get_path()}: {media.name}"
+        found = read_again(place, lambda: _metadata(store, media.name), lambda: _forget_metadata(store))
     except KeyError as error:
         raise SampleRejected("missing_media", f"{media.kind} {media.name!r} is not in the data set") from error
     except (RuntimeError, NotImplementedError) as error:

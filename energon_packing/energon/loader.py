@@ -35,7 +35,7 @@ from energon_packing.energon.states import check_fingerprint, copied, save_shall
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.energon.workers import answered, in_sentences, in_workers
 from energon_packing.errors import ConfigError, PackingError, UserError, be_patient, patience, read_again
-from energon_packing.ledger import LedgerLock, NothingToPack
+from energon_packing.ledger import DropBudgetExceeded, LedgerLock, NothingToPack
 from energon_packing.packing.statistics import PackStatistics
 from energon_packing.trust import trusting
 
@@ -144,6 +144,12 @@ class LoaderBase(ABC):
                 f"Data-parallel rank {self._rank} of {self._world_size} had no sample in this epoch{filled}; give "
                 "data.split more samples, or use fewer ranks."
             )
+        if self._shares is not None and (over := self._shares.over_at_end()):
+            count, read, budget = over
+            raise DropBudgetExceeded(
+                f"{count} of the {read} samples read were dropped ({common}{example}), more than "
+                f"drop_budget={budget:g} allows. Fix the data, or raise the budget."
+            )
 
     def _pool(self) -> None:
         """Tells the other ranks from now on what this one has read and dropped, and its workers what they have."""
@@ -245,19 +251,24 @@ class LoaderBase(ABC):
 def pool_shares(shares: Shares, place: str, counts: bool, over: Callable[[], bool]) -> None:
     """Exchanges the numbers of a rank with the others by the ranks' store, in which nobody waits, until it is ``over``;
     if the rank ``counts``, with its own."""
-    told = [0] * 4
-    while not over() and distributed.is_initialized():
-        own = shares.own()
-        try:
-            store = distributed.distributed_c10d._get_default_store()
-            new = [counts * (now - before) for now, before in zip(own, told, strict=True)]
-            # Drops first: what is read at the same time only makes their share smaller.
-            pooled = {at: int(store.add(f"{place}/{at}", new[at])) for at in (1, 0, 3, 2)}
-        except (RuntimeError, ValueError):  # the rank that holds the store has ended
-            return
-        told = own
-        for at, number in pooled.items():
-            shares.others[at] = max(0, number - own[at])
+    told, world = [0] * 4, weakref.ref(distributed.group.WORLD)
+    with contextlib.suppress(RuntimeError, ValueError):  # the rank that holds the store has ended
+        while not over() and distributed.is_initialized() and world() is distributed.group.WORLD:
+            own = shares.own()
+            pooled = _added(place, [counts * (now - before) for now, before in zip(own, told, strict=True)])
+            told = own
+            for at, number in pooled.items():
+                shares.others[at] = max(0, number - own[at])
+    shares.ranks[0] = 1  # a budget of its own from now on
+    for at in range(4):
+        shares.others[at] = 0
+
+
+def _added(place: str, new: Sequence[int]) -> dict[int, int]:
+    """All ranks' numbers, with what is new of this one. Nobody keeps the store, hence its port, between two calls."""
+    store = distributed.distributed_c10d._get_default_store()
+    # Drops first: what is read at the same time only makes their share smaller.
+    return {at: int(store.add(f"{place}/{at}", new[at])) for at in (1, 0, 3, 2)}
 
 
 def _end(stop: threading.Event, thread: threading.Thread) -> None:

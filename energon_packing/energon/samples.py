@@ -1,7 +1,9 @@
 """What passes between the stages of the loader. All are Energon samples, so they carry keys and restore keys."""
 
+import errno
 import functools
 import math
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -115,7 +117,16 @@ def read_media(store: FileStore | None, name: str) -> bytes:
     sample has no store, or the store lacks the name; `OSError`: it cannot be read; `StoreAway`."""
     if store is None:
         raise KeyError(f"no store for {name!r}")
-    data, _ = read_again(f"{store.get_path()}: {name}", lambda: store[name], functools.partial(forget_open_tars, store))
+
+    def read() -> Any:
+        try:
+            return store[name]
+        except (FileNotFoundError, NotADirectoryError) as error:
+            if os.path.isdir(root := store.get_path()) and any(os.scandir(root)):  # the store is there, the file is not
+                raise OSError(errno.ENOENT, str(error)) from error
+            raise
+
+    data, _ = read_again(f"{store.get_path()}: {name}", read, functools.partial(forget_open_tars, store))
     forget_members(store)
     return bytes(data)
 

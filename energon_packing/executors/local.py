@@ -47,7 +47,7 @@ class LocalProcesses:
     once. They end with the calling process, however that ends. An executor as `Executor` describes it, of one process
     or more; one of another ``method`` of starting processes gets its work pickled."""
 
-    method: Literal["fork", "spawn", "forkserver"] = "fork"
+    method: Literal["fork", "spawn"] = "fork"
 
     def __init__(self, count: int) -> None:
         self._count = count

@@ -286,7 +286,8 @@ class DecodingProcess:
         try:
             return self._answer(request, read, names, in_child)
         except SampleRejected as error:
-            if error.reason not in (TIMEOUT, ENDED):
+            # Beside CUDA no new child can follow, and this process is not to hang.
+            if error.reason not in (TIMEOUT, ENDED) or torch.cuda.is_initialized():
                 raise
             self.close()
             self._in_a_row = max(0, self._in_a_row - 1)  # counts samples
@@ -321,7 +322,7 @@ class DecodingProcess:
             reason = CRASH if os.WTERMSIG(status) in _FAULTS else ENDED
             raise self._ended(reason, f"the decoder crashed: {_cause(status)}") from None
         self._asked, self._in_a_row = False, 0
-        if has_grown:
+        if has_grown and not torch.cuda.is_initialized():
             self.close()
         if has_failed:
             raise answer
@@ -477,7 +478,10 @@ def _serve(connection: Connection, room: SharedRoom, work: Work, seconds: float 
 
 def _anonymous() -> int:
     """Bytes of this process that are of no file, those that its parent shares too."""
-    _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_bytes().split())
+    try:
+        _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_bytes().split())
+    except OSError:  # no Linux
+        return 0
     return (resident - shared) * mmap.PAGESIZE
 
 

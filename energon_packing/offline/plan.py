@@ -14,6 +14,7 @@ per line, as in the ledger of an online run, with the place of the sample::
 
 import functools
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -251,6 +252,7 @@ class Plan:
     def _read(self, number: int, columns: list[str] | None) -> pa.Table:
         def read() -> pa.Table:
             if self._file is None:
+                os.stat(self.path)  # whose error names the file, as pyarrow's does not
                 self._file = pq.ParquetFile(self.path, page_checksum_verification=True)
             # Without threads: a loader's worker is a fork, and has a core of its own.
             return self._file.read_row_group(number, columns=columns, use_threads=False)

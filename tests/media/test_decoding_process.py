@@ -3,6 +3,7 @@
 import ctypes
 import itertools
 import json
+import mmap
 import os
 import signal
 import time
@@ -171,7 +172,8 @@ def test_a_child_that_grows_is_renewed_and_no_answer_is_lost(monkeypatch):
     leak = []
 
     def leaks(request, read):
-        leak.append(torch.ones(1 << 20, dtype=torch.uint8))
+        leak.append(mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))  # new pages, not freed ones
+        leak[-1].write(bytes(1 << 20))
         return {"pid": os.getpid(), "request": torch.full((3,), request)}
 
     process = DecodingProcess(leaks, None)

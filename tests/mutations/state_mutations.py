@@ -228,14 +228,17 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         name="the files of a file system that is not mounted count as gone",
         test=STORAGE + "test_a_file_that_is_gone_is_gone_and_a_directory_that_is_gone_is_waited_for",
         oracle="the file system",
-        edits=(("errors.py", "return not os.listdir(os.path.dirname(error.filename))", "return False"),),
+        edits=(("errors.py", "return next(found, None) is None", "return False"),),
     ),
     Mutation(
         trap=192,
         name="the time of waiting for a storage counts as decoding",
         test=STORAGE + "test_waiting_is_no_decoding",
         oracle="the packs of a storage that never failed",
-        edits=(("encoders/encoder.py", "for name in needed.file_names():", "for name in ():"),),
+        edits=(
+            ("encoders/encoder.py", "                found[name] = read(name)\n", "                pass\n"),
+            ("encoders/encoder.py", "content := found[name]", "content := read(name)"),
+        ),
     ),
     Mutation(
         trap=193,
@@ -256,14 +259,20 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         name="a child that grows is never renewed",
         test=CHILD + "test_a_child_that_grows_is_renewed_and_no_answer_is_lost",
         oracle="the definition",
-        edits=(("media/decoding_process.py", "        if has_grown:\n            self.close()\n", ""),),
+        edits=(
+            (
+                "media/decoding_process.py",
+                "        if has_grown and not torch.cuda.is_initialized():\n            self.close()\n",
+                "",
+            ),
+        ),
     ),
     Mutation(
         trap=191,
         name="a child that the memory killer ended condemns its sample",
         test=CHILD + "test_what_proves_nothing_about_a_sample_is_tried_once_more_in_a_new_child[killed-True]",
         oracle="the kernel, which ends the child once",
-        edits=(("media/decoding_process.py", "if error.reason not in (TIMEOUT, ENDED):", "if True:"),),
+        edits=(("media/decoding_process.py", "if error.reason not in (TIMEOUT, ENDED) or ", "if True or "),),
     ),
     Mutation(
         trap=191,

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -61,7 +62,7 @@ def object_store(files: Path, folder: Path) -> Iterator[tuple[ObjectStore, str, 
     for file in files.rglob("*"):
         if file.is_file():
             client.put_object(Bucket=BUCKET, Key=str(file.relative_to(files.parent)), Body=file.read_bytes())
-    profile = f"store-{next(_numbers)}"  # a client remembers what it knows of a profile
+    profile = f"store-{os.getpid()}-{next(_numbers)}"  # clients and copies on disk are remembered by a profile
     options = {
         "base_path": BUCKET,
         "endpoint_url": endpoint,

@@ -351,7 +351,7 @@ def test_the_commands_of_the_page_take_clips_as_they_take_conversations(run, tmp
     here = {"measure", "pack", "verify"}
     commands = [[*words, *(("--workers", "0") if words[0] in here else ())] for words in commands]
     preview = [word.replace("packed", "plan.parquet") for word in commands[-1]]
-    more = [["plan", "--explain", "s30", "plan.parquet"], *(["stats", path] for path in ("index", "plan.parquet"))]
+    more = [["explain", "s30", "plan.parquet"], *(["stats", path] for path in ("index", "plan.parquet"))]
     said = []
     for words in (*commands, preview, *more):
         done = CliRunner().invoke(cli, words)

@@ -141,7 +141,8 @@ def _coarse(lengths: Sequence[int], room: int) -> tuple[Sequence[int], int]:
     if room <= LONG_ROOM:
         return lengths, room
     part = -(-room // ROOM_PARTS)
-    return [-(-length // part) for length in lengths], room // part
+    parts = room // part  # what fits alone in tokens fits alone in parts
+    return [min(-(-length // part), parts) if length <= room else parts + 1 for length in lengths], parts
 
 
 def fill_limited(

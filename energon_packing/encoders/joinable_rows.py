@@ -46,7 +46,7 @@ def joinable(rows: Sequence[Mapping[str, Any]], fields: Sequence[TokenField] = (
         holding = [row for row in result if name in (row.get("visual_inputs") or {})]
         for row in holding:
             form, visual = (row.get(PIXEL_FORMS) or {}).get(name), row["visual_inputs"]
-            if form is not None and form.sizes is not None:
+            if form is not None and form.sizes is not None and visual[name].dim() > 1:
                 images = without_padding(visual[name], visual[form.sizes])
                 row["visual_inputs"] = {**visual, name: torch.cat([image.flatten() for image in images])}
         holding = [row for row in holding if row["visual_inputs"][name].dim() > 1]

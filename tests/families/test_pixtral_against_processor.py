@@ -143,6 +143,8 @@ def test_a_large_image_of_a_pack_makes_the_bytes_of_the_small_ones_no_more():
     ours = encoder(pixtral(512, 16, 1))
     made = rows(ours, [*[[(32, 48)]] * 20, [], [(512, 480), (32, 32)]])
     batch = thd.assemble(joinable([row for _, row in made]))
+    *_, (_, largest) = made  # a sample of two images is not padded within itself either
+    assert largest["visual_inputs"]["pixel_values"].nbytes == 3 * (512 * 480 + 32 * 32)
     pixels, sizes = batch.visual_inputs["pixel_values"], batch.visual_inputs["image_sizes"]
     assert pixels.untyped_storage().nbytes() == pixels.nbytes == 3 * int(sizes.prod(1).sum()) < 850_000
     # The model gets what one call of the processor makes, and a finished row counts images.

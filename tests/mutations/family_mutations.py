@@ -84,13 +84,26 @@ FAMILY_MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         trap=200,
-        name="bytes of Pixtral images are padded to the largest of the pack in the worker",
+        name="bytes of Pixtral images that were stored with padding are padded to the largest of the pack",
         test=PIXTRAL + "test_a_large_image_of_a_pack_makes_the_bytes_of_the_small_ones_no_more",
         oracle="the definition",
         edits=(
             (
                 "encoders/joinable_rows.py",
-                "if form is not None and form.sizes is not None:",
+                "if form is not None and form.sizes is not None and visual[name].dim() > 1:",
+                "if False:",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=200,
+        name="bytes of a sample's images are padded to the largest of the sample",
+        test=PIXTRAL + "test_a_large_image_of_a_pack_makes_the_bytes_of_the_small_ones_no_more",
+        oracle="the definition",
+        edits=(
+            (
+                "families/pixtral.py",
+                "if raw:  # each for itself: one call pads all to the largest",
                 "if False:",
             ),
         ),

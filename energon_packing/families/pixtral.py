@@ -85,14 +85,20 @@ class Pixtral(VisionFamily):
     def pixels(
         self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False
     ) -> dict[str, torch.Tensor]:
-        """Returns ``pixel_values`` ``[images, 3, H, W]`` and ``image_sizes`` ``[images, 2]`` (height, width without
-        padding).
+        """Returns ``pixel_values`` ``[images, 3, H, W]``, or ``[bytes]`` if ``raw``, and ``image_sizes`` ``[images,
+        2]`` (height, width without padding).
 
-        Images are padded below and to the right to the largest of the sample; the models cut the padding off.
+        Numbers are padded below and to the right to the largest of the sample; the models cut the padding off.
         """
         if not media:
             return {}
-        made = ask(self.images, raw, images=list(media), patch_size=self.side, input_data_format="channels_first")
+        form: dict[str, Any] = {"patch_size": self.side, "input_data_format": "channels_first"}
+        if raw:  # each for itself: one call pads all to the largest
+            each = [ask(self.images, raw, images=[image], **form) for image in media]
+            made = {"image_sizes": torch.cat([one["image_sizes"] for one in each])}
+            made["pixel_values"] = torch.cat([one["pixel_values"].flatten() for one in each])
+        else:
+            made = ask(self.images, raw, images=list(media), **form)
         patch = self.side // self.merge
         planned = [[plan.grid[1] * patch, plan.grid[2] * patch] for plan in plans]
         if made["image_sizes"].tolist() != planned:

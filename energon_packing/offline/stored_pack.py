@@ -433,8 +433,11 @@ class PackedPacks(StoredPacks[StoredPack]):
         """The row with pixels as ``encoder.pixels`` says, in memory of their own."""
         if not batch.visual_inputs:
             return batch
+        config = self._conversations.config
         own = {name: joined([tensor]) for name, tensor in batch.visual_inputs.items()}
-        fields = as_configured(own, batch.pixel_forms, self._conversations.config)
+        batch = dataclasses.replace(batch, visual_inputs=own)
+        batch = batch if config.pixels == "bytes" else batch.finished()
+        fields = as_configured(batch.visual_inputs or {}, batch.pixel_forms, config)
         return dataclasses.replace(
             batch, visual_inputs=fields["visual_inputs"], pixel_forms=fields.get(PIXEL_FORMS, {})
         )

@@ -213,6 +213,10 @@ def _media(batch: PackedBatch, segment: int, tokens: np.ndarray, family: VisionF
         pixels = _share(batch, name, segment)
         if pixels is None:
             continue
+        if pixels.dim() == 1:  # bytes without padding; the shape is the one that the model gets
+            sizes = _share(batch, "image_sizes", segment)
+            largest = (batch.visual_inputs or {})["image_sizes"].amax(0).tolist()
+            pixels = torch.empty((0 if sizes is None else len(sizes), 3, *largest), device="meta")
         runs = [stop - start for own, start, stop in stretches(kinds) if own == number]
         grid_rows = _share(batch, grids, segment)
         if grid_rows is not None:

@@ -139,12 +139,11 @@ class PackedBatch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def with_pixels_on(self, device: torch.device | str) -> "PackedBatch":
-        """The same batch with its bytes of pixels, and what finishing them reads, moved to ``device``; nothing else."""
-        read = {*self.pixel_forms, *(form.sizes for form in self.pixel_forms.values())}
-        if not read or self.visual_inputs is None:
+        """The same batch with its bytes of pixels moved to ``device``, and nothing else: the host reads their sizes."""
+        if not self.pixel_forms or self.visual_inputs is None:
             return self
         moved = {
-            name: tensor.to(device, non_blocking=True) if name in read else tensor
+            name: tensor.to(device, non_blocking=True) if name in self.pixel_forms else tensor
             for name, tensor in self.visual_inputs.items()
         }
         return replace(self, visual_inputs=moved)
@@ -176,7 +175,10 @@ class PackedBatch:
         """The same batch with pixels as the processor's float32 numbers, made on the device where the bytes are."""
         if not self.pixel_forms:
             return self
-        return replace(self, visual_inputs=finish(self.visual_inputs or {}, self.pixel_forms), pixel_forms={})
+        visual = finish(self.visual_inputs or {}, self.pixel_forms)
+        counts = dict(self.visual_counts)  # of images that were bytes without padding: of each, its size
+        counts |= {name: counts[form.sizes] for name, form in self.pixel_forms.items() if form.sizes in counts}
+        return replace(self, visual_inputs=visual, visual_counts=counts, pixel_forms={})
 
     def media_of_model(self) -> Mapping[str, torch.Tensor]:
         """The visual inputs as the model takes them: `finished`, except for Ernie 4.5 VL.

@@ -8,7 +8,8 @@ bit for bit. Images that Qwen's processors repeat along the temporal axis are ca
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -39,7 +40,8 @@ class PixelForm:
         repeat: how often the values of a channel follow each other in the finished row of a patch: 2 for an image that
             is its own next frame. 1 for ``images``.
         sizes: name of the visual input ``[images, 2]`` that holds the height and width of each image without its
-            padding, which is 0 in the finished numbers; None if nothing is padded after normalisation.
+            padding, which is 0 in the finished numbers; None if nothing is padded after normalisation. Such images may
+            be ``[bytes]``, one after another without padding, and are as soon as samples share a pack.
     """
 
     layout: Layout
@@ -65,11 +67,12 @@ def finish(visual: Mapping[str, torch.Tensor], forms: Mapping[str, PixelForm]) -
             continue
         if visual[name].dtype != torch.uint8:
             raise PackingError(f"visual input {name} is {visual[name].dtype}, but its form turns bytes into numbers")
-        result[name] = _finished(visual[name], form)
-        if form.sizes is not None:
-            if form.sizes not in visual:
-                raise PackingError(f"visual input {name} needs {form.sizes}, by which its padding is found")
-            _clear_padding(result[name], visual[form.sizes])
+        if form.sizes is None:
+            result[name] = _finished(visual[name], form)
+        elif form.sizes in visual:
+            result[name] = _finished_and_padded(without_padding(visual[name], visual[form.sizes]), form)
+        else:
+            raise PackingError(f"visual input {name} needs {form.sizes}, by which its padding is found")
     return result
 
 
@@ -116,16 +119,29 @@ def _finished(pixels: torch.Tensor, form: PixelForm) -> torch.Tensor:
     return made.view(shape)
 
 
-def _clear_padding(images: torch.Tensor, sizes: torch.Tensor) -> None:
-    """Sets what lies below and to the right of each image to 0, in place.
+def without_padding(pixels: torch.Tensor, sizes: torch.Tensor) -> list[torch.Tensor]:
+    """Returns views ``[3, height, width]`` of the images.
 
     Args:
-        images: ``[images, 3, H, W]``.
-        sizes: ``[images, 2]``, height and width.
+        pixels: ``[images, 3, H, W]``, padded below and to the right; or ``[values]``, one image after another.
+        sizes: ``[images, 2]``, height and width; on the host, or the host waits for the device.
     """
-    down = torch.arange(images.shape[-2], device=images.device)[None, :, None] < sizes[:, 0, None, None]
-    right = torch.arange(images.shape[-1], device=images.device)[None, None, :] < sizes[:, 1, None, None]
-    images.mul_((down & right)[:, None])
+    shapes = [(3, height, width) for height, width in sizes.tolist()]
+    if pixels.dim() == 1:
+        parts = pixels.split([math.prod(shape) for shape in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+    return [image[:, :height, :width] for image, (_, height, width) in zip(pixels, shapes, strict=True)]
+
+
+def _finished_and_padded(images: Sequence[torch.Tensor], form: PixelForm) -> torch.Tensor:
+    """Returns ``[images, 3, H, W]`` of the largest height and width."""
+    height, width = (max(image.shape[axis] for image in images) for axis in (1, 2))
+    shape = (len(images), 3, height, width)
+    made = torch.full(shape, -0.0, dtype=torch.float32, device=images[0].device)  # as padding always was
+    mean, deviation = (_by_channel(values, made.device) for values in (form.mean, form.deviation))
+    for place, image in zip(made, images, strict=True):
+        torch.sub(image, mean, out=place[:, : image.shape[1], : image.shape[2]]).div_(deviation)
+    return made
 
 
 def forms_of(values: Mapping[str, Mapping[str, Any]]) -> dict[str, PixelForm]:

@@ -27,6 +27,7 @@ from energon_packing.energon.loader import build_loader
 from energon_packing.energon.pack_bytes import field_digests
 from energon_packing.energon.samples import read_media
 from energon_packing.errors import StoreAway, UserError, be_patient, read_again
+from energon_packing.media.decoding_process import DecodingProcess
 
 PLACES = {
     "records": (tarfile.ExFileObject, "read"),
@@ -129,7 +130,10 @@ def test_waiting_is_no_decoding(run_config, monkeypatch):
     plain = [pack.keys for pack in build_loader(config)]
     storage = Storage(monkeypatch, [PLACES["media"]], of_number(errno.EIO), after=3, seconds=60)
     monkeypatch.setattr("energon_packing.encoders.decoding.time.monotonic", lambda: storage.now)
+    again = []  # what took too long would be tried once more
+    monkeypatch.setattr(DecodingProcess, "close", lambda process: again.append(process))
     assert [pack.keys for pack in build_loader(config)] == plain
+    assert not again
 
 
 def test_a_file_that_is_gone_is_gone_and_a_directory_that_is_gone_is_waited_for(dataset, tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Pixtral and Ministral 3, whose images stand in one run of tokens per row, against processor and model."""
 
+import dataclasses
 from functools import cache
 
 import numpy as np
@@ -16,7 +17,7 @@ from whole_sample import encoder, image, random_pixels
 
 from energon_packing import thd
 from energon_packing.config import EncoderConfig, PackingConfig, RunConfig
-from energon_packing.encoders.joinable_rows import joinable
+from energon_packing.encoders.joinable_rows import PADDED_MEDIA, joinable
 from energon_packing.energon.sample_task_encoder import MicroBatchTaskEncoder
 from energon_packing.energon.states import check_fingerprint
 from energon_packing.energon.task_encoder import PackingTaskEncoder
@@ -25,6 +26,7 @@ from energon_packing.families.geometry import MASK_BYTES, MOST_PATCHES
 from energon_packing.families.registry import FAMILIES
 from energon_packing.kinds.conversations import Conversations
 from energon_packing.sample_kind import NO_ROW
+from energon_packing.thd.pixels import without_padding
 
 PUBLISHED = {"pixtral": (1024, 16, 1), "ministral3": (1540, 14, 2)}
 SMALL = {"pixtral": (160, 16, 1), "ministral3": (252, 14, 2)}
@@ -62,8 +64,8 @@ def tiny_model() -> Mistral3Model:
 
 def test_the_model_gives_samples_joined_in_a_pack_the_features_that_each_has_alone():
     ours, model = small("ministral3"), tiny_model()
-    made = rows(ours, SAMPLES)
-    batch = thd.assemble(joinable([row for _, row in made]))
+    made = [(measured, thd.finished_row(row)) for measured, row in rows(ours, SAMPLES)]
+    batch = thd.assemble(joinable([row for _, row in rows(ours, SAMPLES)])).finished()
     with torch.no_grad():
         joined = model.get_image_features(**batch.visual_inputs, return_dict=True).pooler_output
         alone = [
@@ -115,10 +117,14 @@ def test_a_limit_of_patches_that_is_set_and_a_measurement_and_a_trainers_packing
 def test_samples_of_a_pack_are_padded_as_one_call_of_the_processor_pads_them():
     ours = small("pixtral")
     made = rows(ours, SAMPLES)
-    batch = thd.assemble(joinable([row for _, row in made]))
+    batch = thd.assemble(joinable([row for _, row in made])).finished()
     media = [medium for measured, _ in made for medium in measured.media]
     plans = [plan for measured, _ in made for plan in measured.plans]
-    apart = [row["visual_inputs"]["pixel_values"] for _, row in made if row["visual_inputs"]]
+    finished = [thd.finished_row(row) for _, row in made]
+    apart = [row["visual_inputs"]["pixel_values"] for row in finished if row["visual_inputs"]]
+    numbers = thd.assemble(joinable(finished))
+    assert torch.equal(numbers.visual_inputs["pixel_values"], batch.visual_inputs["pixel_values"])
+    assert numbers.visual_counts == batch.visual_counts
     assert len({tensor.shape[1:] for tensor in apart}) > 1
     together = ours.family.pixels(plans, random_pixels(plans, media))
     assert batch.visual_inputs["pixel_values"].shape == together["pixel_values"].shape
@@ -131,6 +137,46 @@ def test_samples_of_a_pack_are_padded_as_one_call_of_the_processor_pads_them():
             assert torch.equal(padded[:, : alone.shape[1], : alone.shape[2]], alone)
             assert not padded[:, alone.shape[1] :].any()
             assert not padded[:, :, alone.shape[2] :].any()
+
+
+def test_a_large_image_of_a_pack_makes_the_bytes_of_the_small_ones_no_more():
+    ours = encoder(pixtral(512, 16, 1))
+    made = rows(ours, [*[[(32, 48)]] * 20, [], [(512, 480), (32, 32)]])
+    batch = thd.assemble(joinable([row for _, row in made]))
+    *_, (_, largest) = made  # a sample of two images is not padded within itself either
+    assert largest["visual_inputs"]["pixel_values"].nbytes == 3 * (512 * 480 + 32 * 32)
+    pixels, sizes = batch.visual_inputs["pixel_values"], batch.visual_inputs["image_sizes"]
+    assert pixels.untyped_storage().nbytes() == pixels.nbytes == 3 * int(sizes.prod(1).sum()) < 850_000
+    # The model gets what one call of the processor makes, and a finished row counts images.
+    plans = [plan for measured, _ in made for plan in measured.plans]
+    together = ours.family.pixels(
+        plans, random_pixels(plans, [each for measured, _ in made for each in measured.media])
+    )
+    finished = batch.finished()
+    assert finished.visual_inputs["pixel_values"].shape == together["pixel_values"].shape == (22, 3, 480, 512)
+    assert finished.visual_counts["pixel_values"] == (*[1] * 20, 0, 2)
+    assert not thd.check_thd(finished)
+    assert not thd.check_thd(batch)
+    alone = [thd.finished_row(row)["visual_inputs"]["pixel_values"] for _, row in made if row["visual_inputs"]]
+    for image_, own, (height, width) in zip(
+        finished.visual_inputs["pixel_values"], (each for many in alone for each in many), sizes.tolist(), strict=True
+    ):
+        assert torch.equal(image_[:, :height, :width], own[:, :height, :width])
+        assert not image_[:, height:].any()
+        assert not image_[:, :, width:].any()
+    # A row that was stored with padding is read, and its samples can be joined to others.
+    padded = torch.zeros(finished.visual_inputs["pixel_values"].shape, dtype=torch.uint8)
+    for place, own in zip(padded, without_padding(pixels, sizes), strict=True):
+        place[:, : own.shape[1], : own.shape[2]] = own
+    visual = {**batch.visual_inputs, "pixel_values": padded}
+    stored = dataclasses.replace(batch, visual_inputs=visual, visual_counts=finished.visual_counts)
+    assert torch.equal(stored.finished().visual_inputs["pixel_values"], finished.visual_inputs["pixel_values"])
+    assert stored.finished().visual_counts == finished.visual_counts
+    for older in (stored, batch):
+        parts = [{**row, PADDED_MEDIA: ours.family.padded} for row in thd.unpack(older)]
+        again = thd.assemble(joinable(parts))
+        assert torch.equal(again.visual_inputs["pixel_values"], pixels)
+        assert again.visual_counts == batch.visual_counts
 
 
 @settings(max_examples=60, deadline=None)

@@ -127,6 +127,6 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
         name="lengths are rounded down to parts of a long row",
         test=LONG_ROWS,
         oracle="the capacity",
-        edits=(("packing/policies/window.py", "[-(-length // part) for", "[length // part for"),),
+        edits=(("packing/policies/window.py", "min(-(-length // part), parts)", "min(length // part, parts)"),),
     ),
 )

@@ -18,6 +18,7 @@ FAMILY_TRAPS = {
     83: "a frame rate computed in floats is not the container's",
     84: "float64 on one side, float32 on the other, then int()",
     148: "a pack has more patches than its vision encoder's mask over all of them has room for",
+    200: "images of a pack travel as if each was as large as the largest",
 }
 
 FAMILY_MUTATIONS: tuple[Mutation, ...] = (
@@ -75,9 +76,48 @@ FAMILY_MUTATIONS: tuple[Mutation, ...] = (
         oracle="Hugging Face's model",
         edits=(
             (
+                "thd/pixels.py",
+                "out=place[:, : image.shape[1], : image.shape[2]]",
+                "out=place[:, -image.shape[1] :, -image.shape[2] :]",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=200,
+        name="bytes of Pixtral images that were stored with padding are padded to the largest of the pack",
+        test=PIXTRAL + "test_a_large_image_of_a_pack_makes_the_bytes_of_the_small_ones_no_more",
+        oracle="the definition",
+        edits=(
+            (
                 "encoders/joinable_rows.py",
-                "(0, width - images.shape[-1], 0, height - images.shape[-2])",
-                "(width - images.shape[-1], 0, height - images.shape[-2], 0)",
+                "if form is not None and form.sizes is not None and visual[name].dim() > 1:",
+                "if False:",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=200,
+        name="bytes of a sample's images are padded to the largest of the sample",
+        test=PIXTRAL + "test_a_large_image_of_a_pack_makes_the_bytes_of_the_small_ones_no_more",
+        oracle="the definition",
+        edits=(
+            (
+                "families/pixtral.py",
+                "if raw:  # each for itself: one call pads all to the largest",
+                "if False:",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=200,
+        name="a finished row counts the bytes of its images, not its images",
+        test=PIXTRAL + "test_a_large_image_of_a_pack_makes_the_bytes_of_the_small_ones_no_more",
+        oracle="the definition",
+        edits=(
+            (
+                "thd/batch.py",
+                "for name, form in self.pixel_forms.items() if form.sizes in counts}",
+                "for name, form in {}.items()}",
             ),
         ),
     ),

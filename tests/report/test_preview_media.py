@@ -6,13 +6,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from PIL import Image
-from support.offline_processors import internvl, llava_next
+from support.offline_processors import internvl, llava_next, pixtral
 
 from energon_packing import thd
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Conversation, Media, MediaPart, Turn
 from energon_packing.demo import processor_path
 from energon_packing.encoders.encoder import ConversationEncoder
+from energon_packing.encoders.joinable_rows import joinable
 from energon_packing.energon.dummy_image import DummyImage, mask_fillers
 from energon_packing.report.preview import describe
 
@@ -27,6 +28,7 @@ def encoder_of(family: str) -> ConversationEncoder:
     processors = {
         "internvl": lambda: internvl(SIDE, 4),
         "llava_next": lambda: llava_next(SIDE, PINPOINTS),
+        "pixtral": lambda: pixtral(160, 16, 1),
     }
     return ConversationEncoder(EncoderConfig(), processor=processors[family]())
 
@@ -69,6 +71,16 @@ def test_every_sample_shows_the_media_and_the_tokens_that_were_measured_for_it(f
         assert entry["pixels"] == [measured.images, 3, SIDE, SIDE]
         assert entry["sizes"] == ([] if family == "internvl" else [[height, width] for width, height in sizes])
         assert f"{measured.images} tile(s) {SIDE}x{SIDE}" in entry["label"]
+
+
+def test_images_that_travel_without_padding_are_shown_in_the_shape_that_the_model_gets():
+    encoder = encoder_of("pixtral")
+    made = [row(encoder, f"k{number}", sizes)[1] for number, sizes in enumerate(SAMPLES)]
+    batch = thd.assemble(joinable(made))
+    largest = list(batch.finished().visual_inputs["pixel_values"].shape[-2:])
+    media = [segment["media"] for segment in view(batch, encoder)["segments"]]
+    assert media == [segment["media"] for segment in view(batch.finished(), encoder)["segments"]]
+    assert [entry["pixels"] for (entry,) in filter(None, media)] == [[count, 3, *largest] for count in (1, 2, 1)]
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])

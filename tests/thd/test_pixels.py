@@ -137,7 +137,7 @@ def test_forms_travel_with_the_bytes_and_only_with_them(pixels):
         assert field_digests(again) == field_digests(batch)
 
 
-def test_what_finishing_reads_moves_to_the_device_and_nothing_else():
+def test_bytes_of_pixels_move_to_the_device_and_their_sizes_stay_where_the_host_reads_them():
     form = dataclasses.replace(IMAGES, sizes="image_sizes")
     row = sample("a", 1, 0) | {
         "visual_inputs": {"pixel_values": random_bytes(1, 3, 4, 4), "image_sizes": torch.tensor([[4, 4]])},
@@ -147,7 +147,7 @@ def test_what_finishing_reads_moves_to_the_device_and_nothing_else():
     moved = thd.assemble([row]).with_pixels_on("meta")
     assert {name: tensor.device.type for name, tensor in moved.visual_inputs.items()} == {
         "pixel_values": "meta",
-        "image_sizes": "meta",
+        "image_sizes": "cpu",
         "other": "cpu",
     }
 

@@ -26,6 +26,8 @@ _RECORD = StoredRecord("conversation")
 _OLD_NOISE = Fraction(1, 2**50)
 RECORD_FIELDS = frozenset(("version", "id", "turns", "media", "tools", "chosen", "rejected", "extras"))
 _LISTS = ("frame_names", "frame_times", "time_points")
+MOST_POINTS = 1000
+"""Corners of `Media.time_points`, a number and a second each."""
 MEDIA_FIELDS = ("kind", "name", "width", "height", "frames", "fps", "duration", *_LISTS)
 
 
@@ -527,6 +529,7 @@ def media_of(entry: Any) -> Media:
     numbers, seconds = points[::2], points[1::2]
     if points and (
         (kind, names, points[:2], len(seconds)) != ("video", (), (0, 0), len(numbers))
+        or len(numbers) > MOST_POINTS
         or numbers[-1] + 1 != entry.get("frames")
         or any(later <= number for number, later in pairwise(numbers))
         or any(later < second for second, later in pairwise(seconds))

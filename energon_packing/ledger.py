@@ -29,7 +29,6 @@ Positions of a plan need no such cut: the same position is the same pack, whoeve
 
 import dataclasses
 import itertools
-import json
 import math
 import mmap
 import os
@@ -41,7 +40,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from energon_packing.config import MAX_DROPS_WITHOUT_PACK
 from energon_packing.drops import (
@@ -314,19 +313,33 @@ def _unwritable(path: Path, error: OSError) -> UserError:
 
 
 def _quarantined(directory: Path) -> Iterator[dict[str, Any]]:
-    return itertools.chain.from_iterable(map(read_lines, sorted((directory / QUARANTINE).glob("*.jsonl"))))
+    files = sorted((directory / QUARANTINE).glob("*.jsonl"))
+    return itertools.chain.from_iterable(_held(file).values() for file in files)
+
+
+def _held(file: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """Data set and key -> entry of each sample in a file of the quarantine that was not released after it."""
+    held: dict[tuple[str, str], dict[str, Any]] = {}
+    for entry in read_lines(file):
+        if "released" in entry:
+            held.pop((str(entry.get("data")), str(entry["released"])), None)
+        else:
+            held[str(entry.get("data")), str(entry.get("key"))] = entry
+    return held
 
 
 def release(directory: Path, keys: Collection[str]) -> None:
     """Lets samples out of quarantine, for runs that begin later. Raises `UserError`: one is not there, or it cannot."""
-    if unknown := some_of(sorted({*keys} - {str(entry.get("key")) for entry in _quarantined(directory)}), 5):
-        raise UserError(f"The quarantine of {directory} has no {unknown}; leave --release out to see what it has.")
-    for file in (directory / QUARANTINE).glob("*.jsonl"):
-        left = [json.dumps(entry) + "\n" for entry in read_lines(file) if str(entry.get("key")) not in keys]
-        try:
-            file.write_text("".join(left), encoding="utf-8")  # in its place: a worker may append to it
-        except OSError as error:
-            raise _unwritable(file, error) from error
+    try:
+        if unknown := some_of(sorted({*keys} - {str(entry.get("key")) for entry in _quarantined(directory)}), 5):
+            raise UserError(f"The quarantine of {directory} has no {unknown}; leave --release out to see what it has.")
+        for file in (directory / QUARANTINE).glob("*.jsonl"):
+            found = [place for place in _held(file) if place[1] in keys]
+            lines = LineFile(file) if found else None  # only appended to, as by workers that go on meanwhile
+            for data, key in found:
+                cast(LineFile, lines).append({"released": key, "data": data})
+    except OSError as error:
+        raise _unwritable(directory / QUARANTINE, error) from error
 
 
 def without_ledger[Run: Any](run: Run) -> Run:

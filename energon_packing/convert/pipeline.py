@@ -306,7 +306,8 @@ class ReadRecords:
             self.media_bytes += added if apart else 0
         for number, names in audit.named.items():
             distinct = dict.fromkeys(names)
-            self._media_names.update("".join(distinct).encode())
+            times = (getattr(audit.files[name][0], "time_points", ()) for name in distinct)  # records have them
+            self._media_names.update("".join([*distinct, *(str([*each]) for each in times if each)]).encode())
             if not apart:
                 planned.files[number] = [StoredFile.of(*audit.files[name]) for name in distinct]
                 self.media_bytes += sum(file.stamp.size for file in planned.files[number])

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from PIL import ExifTags, Image
 
-from energon_packing.conversation import Media, MediaKind
+from energon_packing.conversation import MOST_POINTS, Media, MediaKind
 from energon_packing.errors import SampleRejected, UserError, is_machines
 from energon_packing.media import DEFAULT_MAX_PIXELS
 from energon_packing.media.depth import grey_range, is_transparent, to_rgb
@@ -302,12 +302,12 @@ def _rate(count: _Count, stated: Fraction | None) -> Fraction | None:
     return count.frames / (span + length) if span + length > 0 else None
 
 
-_EVEN, _MOST_POINTS = 0.1, 1000
+_EVEN = 0.1
 """Seconds, and frames, that a frame of an even video may be off its place; numbers and seconds of `time_points`."""
 
 
 def _time_points(times: Sequence[float], frames: int, rate: Fraction) -> tuple[float, ...]:
-    """Times as `Media.time_points`, right to a hundredth of a second, or to what `_MOST_POINTS` allow. Empty where each
+    """Times as `Media.time_points`, right to a hundredth of a second, or to what `MOST_POINTS` allow. Empty where each
     frame is within `_EVEN`, or within a frame, of its number divided by the rate, and where times are missing or
     mixed up."""
     seconds = np.asarray(times, dtype=np.float64) - (times[0] if times else 0.0)
@@ -316,7 +316,7 @@ def _time_points(times: Sequence[float], frames: int, rate: Fraction) -> tuple[f
     if np.abs(seconds - np.arange(frames) / float(rate)).max() <= max(_EVEN, 1 / float(rate)):
         return ()
     tolerance = 0.01
-    while len(corners := _corners(seconds.tolist(), tolerance)) > _MOST_POINTS:
+    while len(corners := _corners(seconds.tolist(), tolerance)) > MOST_POINTS:
         tolerance *= 2
     return tuple(part for at in corners for part in (at, round(float(seconds[at]), 3)))
 

@@ -22,12 +22,12 @@ from source_files import openai, read_records, rejects, run, write_image, write_
 from support.media_files import noise_clip
 
 from energon_packing.cli.main import cli
-from energon_packing.conversation import PairCounts, media_of
+from energon_packing.conversation import MOST_POINTS, PairCounts, media_of
 from energon_packing.convert import ConvertConfig
 from energon_packing.convert.chunks import find_sources
 from energon_packing.convert.layout import counted_pairs
 from energon_packing.convert.media_files import MediaChecker
-from energon_packing.errors import UserError
+from energon_packing.errors import SampleRejected, UserError
 from energon_packing.ledger import merged
 
 
@@ -174,6 +174,36 @@ def test_a_conversion_that_goes_on_reads_the_times_from_its_journal(tmp_path: Pa
         checker.close()
     assert media[0] == media[1] == media_of(media[0].to_record())
     assert len((tmp_path / "journal").read_bytes().splitlines()) == 2  # with the empty one before it: the second read
+    # An earlier release has not looked for times: its entry is no check of a video.
+    entries = [json.loads(line) for line in (tmp_path / "journal").read_text().splitlines() if line.strip()]
+    for entry in entries:
+        entry.get("file", {}).pop("time_points", None)
+    write_lines(tmp_path / "earlier", entries)
+    checker = MediaChecker(config, tmp_path / "earlier", tmp_path / "third")
+    assert checker.check(path, "video", "uneven.mkv")[0].media("0.mkv") == media[0]
+    checker.close()
+
+
+def test_data_with_times_have_another_identifier_than_the_same_files_without(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "uneven.mkv").write_bytes(noise_clip([*range(0, 300, 4), 1700, 5900]))
+    source = write_lines(tmp_path / "a.jsonl", [openai("v", "<video>?", videos=["uneven.mkv"])])
+
+    def identifiers(name: str) -> list[str]:
+        run(source, tmp_path / name)
+        return [file.read_text() for file in sorted((tmp_path / name).rglob("index.uuid"))]
+
+    now = identifiers("now")
+    assert identifiers("again") == now
+    monkeypatch.setattr("energon_packing.media.probe._time_points", lambda *of: ())
+    assert not set(identifiers("earlier")) & set(now)
+
+
+def test_a_record_may_not_have_more_points_than_are_ever_written() -> None:
+    points = [part for at in range(MOST_POINTS) for part in (at, at / 2)]
+    entry = {"kind": "video", "name": "v.mp4", "frames": MOST_POINTS, "time_points": points}
+    assert len(media_of(entry).time_points) == 2 * MOST_POINTS
+    with pytest.raises(SampleRejected, match="must lead from its first frame"):
+        media_of(entry | {"frames": MOST_POINTS + 1, "time_points": [*points, MOST_POINTS, 1e6]})
 
 
 def tar_of(path: Path, members: dict[str, bytes]) -> Path:

@@ -450,6 +450,7 @@ def _serve(connection: Connection, room: SharedRoom, work: Work, seconds: float 
         os._exit(0)
     gc.freeze()
     torch.set_num_threads(1)  # OpenMP's other threads are not in a fork
+    _trim(0)  # what the parent has freed would hide what this process grows by
     at_start, has_grown, served = _anonymous(), False, 0
     while True:
         try:

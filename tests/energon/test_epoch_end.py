@@ -140,7 +140,7 @@ def test_a_run_that_goes_on_after_the_last_pack_of_an_epoch_begins_the_next_one(
 
 def test_what_a_resumed_epoch_has_left_may_all_be_dropped():
     report = EpochReport(dropped=Counter(corrupt_media=1))
-    loader = SimpleNamespace(_resumed=True, _world_size=1, _rank=0, _budget=None)
+    loader = SimpleNamespace(_resumed=True, _world_size=1, _rank=0, _shares=None)
     LoaderBase._check_epoch(loader, report)
     loader._resumed = False
     with pytest.raises(NothingToPack, match="1 dropped \\(1 corrupt_media\\)"):

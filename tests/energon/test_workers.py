@@ -1,5 +1,6 @@
 """Workers of a loader: what they start with, and what their end says."""
 
+import contextlib
 import ctypes
 import functools
 import gc
@@ -245,24 +246,33 @@ def test_a_signal_to_all_processes_of_a_job_is_left_to_the_rank_and_costs_no_pac
     assert packs(signalled=True) == expected
 
 
+def private_sizes() -> dict[str, int]:
+    """By psutil: of the largest worker and decoder below this process, those of other tests too."""
+    sizes: dict[str, int] = {}
+    for pid in processes_below(os.getpid()):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            name, size = psutil.Process(pid).name(), psutil.Process(pid).memory_full_info().uss
+            if kind := {"packing-decoder": "decoder", "pt_data_worker": "worker"}.get(name):
+                sizes[kind] = max(sizes.get(kind, 0), size)
+    return sizes
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_metrics_tell_the_memory_of_the_largest_worker_and_decoding_process(run_config, tmp_path, workers):
     config = run_config(data={"workers": workers, "repeat": True}, in_child=True, drop_budget=1.0, seq_length=2048)
     metrics = MetricsConfig(directory=str(tmp_path), interval=1)
-    before = set(processes_below(os.getpid()))
     kinds = {"worker", "decoder"} if workers else {"decoder"}
-    for _ in watched(build_loader(config), metrics, capacity=2048):
+    for _ in itertools.islice(watched(build_loader(config), metrics, capacity=2048), 600):
         line = json.loads((tmp_path / "rank0.jsonl").read_text().splitlines()[-1])
-        if line.get("memory", {}).keys() == kinds:
+        sizes = private_sizes()
+        # A pack that waits for its reader is its worker's own memory, so the two looks differ now and then.
+        if sizes.keys() >= kinds and line.get("memory") == {k: pytest.approx(v, rel=0.3) for k, v in sizes.items()}:
             break
         time.sleep(0.05)
-    started = [psutil.Process(pid) for pid in set(processes_below(os.getpid())) - before]
-    sizes = {each.name(): each.memory_full_info().uss for each in started}
-    assert sizes.keys() == {"packing-decoder", *["pt_data_worker"] * workers}
-    found = {"decoder": sizes["packing-decoder"]} | ({"worker": sizes["pt_data_worker"]} if workers else {})
-    assert line["memory"] == {kind: pytest.approx(size, rel=0.3) for kind, size in found.items()}
+    else:
+        pytest.fail(f"{line.get('memory')} were never near {sizes}")
     figures_of = figures([RankLine.of(line)])
-    assert {name for name in figures_of if name.endswith("_mib_max")} == {f"{kind}_mib_max" for kind in kinds}
+    assert {name for name in figures_of if name.endswith("_mib_max")} == {f"{kind}_mib_max" for kind in sizes}
     assert figures_of["decoder_mib_max"] == line["memory"]["decoder"] / 2**20
 
 

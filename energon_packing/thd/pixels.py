@@ -205,7 +205,7 @@ class PaddedImages(torch.Tensor):
 
 
 _UNCHANGED = "{} would change images whose padding takes no memory, and nothing would keep it; change their padded()"
-_OF_EACH = tuple(getattr(torch.ops.aten, name).default for name in ("_to_copy", "detach", "record_stream"))
+_OF_EACH = tuple(getattr(torch.ops.aten, name).default for name in ("_to_copy", "clone", "detach", "record_stream"))
 
 
 def _common_shape(images: Sequence[torch.Tensor]) -> tuple[int, ...]:

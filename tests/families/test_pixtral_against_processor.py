@@ -217,6 +217,21 @@ def test_the_padding_of_small_images_beside_a_large_one_takes_no_memory_in_the_m
         assert most <= 8 * values < 2_600_000
 
 
+def test_adapters_behind_a_frozen_vision_encoder_learn_from_images_without_padding():
+    ours, model = small("ministral3"), tiny_model().train().requires_grad_(False)
+    model.enable_input_require_grads()  # so that layers which are computed again have a gradient
+    batch = thd.assemble(joinable([row for _, row in rows(ours, [[(28, 28)], [(252, 224)]])]))
+    gradients = []
+    for media in (batch.finished().visual_inputs, batch.media_of_model()):
+        adapted = model.vision_tower.transformer.layers[0].feed_forward.up_proj.weight.requires_grad_()
+        adapted.grad = None
+        tower = model.vision_tower(media["pixel_values"], image_sizes=media["image_sizes"], output_hidden_states=True)
+        assert tower.hidden_states[0].requires_grad
+        tower.last_hidden_state.square().sum().backward()
+        gradients.append(adapted.grad)
+    torch.testing.assert_close(*gradients)
+
+
 @settings(max_examples=60, deadline=None)
 @given(limit=st.integers(28 * 28, 400_000), width=st.integers(1, 3000), height=st.integers(1, 3000))
 def test_no_image_is_over_max_pixels_after_its_sides_were_rounded_up(limit, width, height):

@@ -1,5 +1,6 @@
 """Bytes become the processor's floats: the forms, their way through a pack, and what is refused."""
 
+import copy
 import dataclasses
 import pickle
 
@@ -193,6 +194,7 @@ OPERATIONS = {
     "is of another type": lambda it: it.to(torch.bfloat16).half(),
     "is in another memory format": lambda it: it.to(torch.float64, memory_format=torch.channels_last),
     "travels": lambda it: pickle.loads(pickle.dumps(it)),
+    "is copied": lambda it: copy.deepcopy(it),
     "is detached": lambda it: it.detach(),
     "has patches": lambda it: patch_embedding()(it),
     "has patches and a bias": lambda it: patch_embedding(bias=True)(it),
@@ -229,6 +231,9 @@ def test_iterated_they_are_as_large_as_they_are_and_embeddings_can_be_made_to_re
     images = [random_bytes(3, 8, 4).float(), random_bytes(3, 4, 12).float()]
     pixels = PaddedImages(images)
     assert [image.shape for image in pixels] == [(3, 8, 4), (3, 4, 12)]
+    moved = pixels.to("meta", non_blocking=True)
+    assert isinstance(moved, PaddedImages)
+    assert {each.device.type for each in (moved, *moved)} == {"meta"}
     tower = patch_embedding().requires_grad_(False)
     made = tower(pixels)
     made.requires_grad_(True)  # as a hook of `enable_input_require_grads` does

@@ -34,7 +34,7 @@ from energon_packing.energon.samples import Pack, shares_of
 from energon_packing.energon.states import check_fingerprint, copied, save_shallowly, settings_of, tell_of_accepted
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.energon.workers import answered, in_sentences, in_workers
-from energon_packing.errors import ConfigError, PackingError, UserError, be_patient, patience, read_again
+from energon_packing.errors import ConfigError, PackingError, UserError, be_patient, read_again
 from energon_packing.ledger import DropBudgetExceeded, LedgerLock, NothingToPack
 from energon_packing.packing.statistics import PackStatistics
 from energon_packing.trust import trusting
@@ -52,6 +52,7 @@ class LoaderBase(ABC):
         agree: reaches the other ranks for ``epoch_end``; None uses ``torch.distributed``.
         group: process group of the data-parallel ranks for ``epoch_end``; None is the default group.
         capacity: tokens of a full pack for `statistics`, such as `PackingTaskEncoder.capacity`.
+        patience: ``data.storage_patience``.
         shares: of the readers of this rank, which learn about once a second what the other ranks have read and dropped.
 
     Attributes:
@@ -73,10 +74,11 @@ class LoaderBase(ABC):
         agree: Agree | None = None,
         group: Any = None,
         capacity: int | None = None,
+        patience: float = 0.0,
         shares: Shares | None = None,
         lock: LedgerLock | None = None,
     ) -> None:
-        self._lock = lock
+        self._lock, self._patience = lock, patience
         self._frequent = FrequentDrops()
         self._number = next(_BUILT)  # equal on all ranks, which build the same loaders
         self._together = epoch_end != "uneven" and world_size > 1
@@ -115,7 +117,10 @@ class LoaderBase(ABC):
             packs = even_packs(
                 packs, self._epoch_end, agree, self._padding, report, rank=self._rank, resumed=self._resumed
             )
-        for pack in packs:
+        while True:
+            with be_patient(self._patience):
+                if (pack := next(packs, None)) is None:
+                    break
             report.emitted += len(pack.keys)
             report.packs += not self._together and not pack.padding
             if self._monitor is not None:
@@ -334,9 +339,9 @@ class PackLoader(LoaderBase):
                 # Each worker keeps its last ones: for the packs in its queue, and for those that were read ahead.
                 n_checkpoints=prefetch * max(own.num_workers, 1) + 2 + ahead,
                 prefetch_factor=prefetch,
-                watchdog_timeout_seconds=300 + patience(),
+                watchdog_timeout_seconds=300 + self._patience,
                 # The first fill of the window, or a restore, counts as one.
-                watchdog_initial_timeout_seconds=900 + patience(),
+                watchdog_initial_timeout_seconds=900 + self._patience,
             )
         if isinstance(self._loader.dataset, SavableDatasetWrapper):
             self._loader.dataset.__class__ = _WholePacks
@@ -383,7 +388,9 @@ class PackLoader(LoaderBase):
     def _state_of(self, loader: Any) -> dict[str, Any]:
         own = None
         if loader is not None:
-            own = answered(functools.partial(_state_of_rank, loader), getattr(loader._iterator, "_workers", ()))
+            own = answered(
+                functools.partial(_state_of_rank, loader, self._patience), getattr(loader._iterator, "_workers", ())
+            )
             if not loader.num_workers:  # Energon hands out lists that it goes on using
                 own = copied(own)
         return {"format": STATE_FORMAT, "fingerprint": dict(self._fingerprint), "loader": own}
@@ -459,20 +466,20 @@ class _WholePacks(SavableDatasetWrapper[Any]):
             super()._store_checkpoint(force)
 
 
-def _state_of_rank(loader: Any) -> Any:
+def _state_of_rank(loader: Any, patience: float) -> Any:
     """What Energon's ``save_state_rank`` returns once all workers have begun.
 
     A worker answers before that without a state, and with one pack more to skip than there is: Energon starts the
     thread that answers before it stores the worker's first state.
     """
-    until = time.monotonic() + _BEGUN_SECONDS + patience()
+    until = time.monotonic() + _BEGUN_SECONDS + patience
     while True:
         state = loader.save_state_rank()
         if not loader.num_workers or all(each.state is not None for each in state.worker_states):
             return state
         if time.monotonic() > until:
             raise UserError(
-                f"A worker has saved no state within {_BEGUN_SECONDS + patience():.0f} s of its start; the "
+                f"A worker has saved no state within {_BEGUN_SECONDS + patience:.0f} s of its start; the "
                 "next pack raises the error that it met. Go on from the last state that was saved before."
             )
         time.sleep(_BEGINNING_SECONDS)
@@ -513,7 +520,6 @@ def build_dataset(
     chosen = split or config.data.split
     if not config.data.path:
         raise ConfigError(NO_PATH)
-    be_patient(None)  # a data set that cannot be opened may have a wrong name
     pairs = read_again(config.data.path, lambda: known_pairs(config.data.path, chosen))
     pairs.check(config.data.path, config.packing.pairs)
     worker_config = WorkerConfig(
@@ -549,7 +555,6 @@ def build_dataset(
         ) from error
     finally:
         task_encoder.tells_end = False
-    be_patient(config.data.storage_patience)
     save_shallowly(dataset)
     guard_shards(dataset, go_on=len(task_encoder.cookers) == 1)
     return dataset
@@ -577,32 +582,36 @@ def build_loader(
     path = config.data.path
     if not path:  # before a processor is loaded
         raise ConfigError(NO_PATH)
-    if path.endswith(".parquet") or (Path(path) / "packed.json").is_file():
-        if refused := sorted({"batch_size", "packing_buffer_size", "sequence"} & arguments.keys()):
-            raise ConfigError(f"data.path {path} holds packs that are made already; leave out {', '.join(refused)}.")
-        given = {"task_encoder": task_encoder, "data_parallel_group": data_parallel_group, "agree": agree}
-        opened = pkgutil.resolve_name("energon_packing.offline.open_loader:open_loader")  # of a floor above
-        return cast(LoaderBase, opened(config, prefetch=prefetch, **given, **arguments))
-    if task_encoder is None:
-        data = dataclasses.replace(config.data, split=arguments.get("split") or config.data.split)
-        task_encoder = build_task_encoder(dataclasses.replace(config, data=data))
-    dataset = build_dataset(
-        config, task_encoder=task_encoder, data_parallel_group=data_parallel_group, tells_end=True, **arguments
-    )
-    return PackLoader(
-        dataset,
-        prefetch=prefetch,
-        epoch_end=config.data.epoch_end,
-        padding=task_encoder.padding_pack,
-        agree=agree,
-        group=data_parallel_group,
-        capacity=task_encoder.capacity,
-        lock=LedgerLock(config.packing.ledger, dataset.worker_config.rank),
-        keep_memory=config.data.keep_memory,
-        ahead=config.data.depth,
-        fingerprint=task_encoder.loader_fingerprint(dataset),
-        accept_changed=config.data.accept_changed,
-    )
+    with be_patient(config.data.storage_patience):
+        if path.endswith(".parquet") or read_again(path, (Path(path) / "packed.json").is_file):
+            if refused := sorted({"batch_size", "packing_buffer_size", "sequence"} & arguments.keys()):
+                raise ConfigError(
+                    f"data.path {path} holds packs that are made already; leave out {', '.join(refused)}."
+                )
+            given = {"task_encoder": task_encoder, "data_parallel_group": data_parallel_group, "agree": agree}
+            opened = pkgutil.resolve_name("energon_packing.offline.open_loader:open_loader")  # of a floor above
+            return cast(LoaderBase, opened(config, prefetch=prefetch, **given, **arguments))
+        if task_encoder is None:
+            data = dataclasses.replace(config.data, split=arguments.get("split") or config.data.split)
+            task_encoder = build_task_encoder(dataclasses.replace(config, data=data))
+        dataset = build_dataset(
+            config, task_encoder=task_encoder, data_parallel_group=data_parallel_group, tells_end=True, **arguments
+        )
+        return PackLoader(
+            dataset,
+            prefetch=prefetch,
+            epoch_end=config.data.epoch_end,
+            padding=task_encoder.padding_pack,
+            agree=agree,
+            group=data_parallel_group,
+            capacity=task_encoder.capacity,
+            lock=LedgerLock(config.packing.ledger, dataset.worker_config.rank),
+            keep_memory=config.data.keep_memory,
+            patience=config.data.storage_patience,
+            ahead=config.data.depth,
+            fingerprint=task_encoder.loader_fingerprint(dataset),
+            accept_changed=config.data.accept_changed,
+        )
 
 
 def build_task_encoder(

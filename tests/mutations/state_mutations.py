@@ -34,6 +34,7 @@ STATE_TRAPS = {
     96: "a state after every pack costs more than the pack, because long lists are copied item by item",
     192: "a storage that pauses costs samples, or one that stays away is told as bad data",
     193: "an error of an object store's client is taken for one of the sample, or ends the run at once",
+    203: "how long a loader waits for its storage is decided by another loader, or not asked while it is opened",
 }
 
 STATE_MUTATIONS: tuple[Mutation, ...] = (
@@ -221,7 +222,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         name="a read gives a storage four tries in 2.1 s, and then its sample counts as bad",
         test=STORAGE + "test_a_storage_that_pauses_costs_no_sample_and_two_lines[ESTALE]",
         oracle="the packs of a storage that never failed",
-        edits=(("errors.py", "_patience if _is_away(error) else None", "None"),),
+        edits=(("errors.py", "_PATIENCE.get() if _is_away(error) else None", "None"),),
     ),
     Mutation(
         trap=192,
@@ -239,6 +240,27 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
             ("encoders/encoder.py", "                found[name] = read(name)\n", "                pass\n"),
             ("encoders/encoder.py", "content := found[name]", "content := read(name)"),
         ),
+    ),
+    Mutation(
+        trap=203,
+        name="the loader that was built last decides how long all of the process wait",
+        test=STORAGE + "test_each_of_two_loaders_waits_by_its_own_patience",
+        oracle="the packs of a storage that never failed",
+        edits=(
+            ("energon/loader.py", "            with be_patient(self._patience):\n", "            if True:\n"),
+            (
+                "energon/loader.py",
+                "    with be_patient(config.data.storage_patience):\n",
+                "    be_patient(config.data.storage_patience)\n    if True:\n",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=203,
+        name="a run that begins while its storage is away ends after 2.1 s",
+        test=STORAGE + "test_a_run_that_begins_while_its_storage_is_away_waits_and_one_with_a_wrong_name_does_not",
+        oracle="the packs of a storage that never failed",
+        edits=(("energon/loader.py", "with be_patient(config.data.storage_patience):", "with be_patient(None):"),),
     ),
     Mutation(
         trap=193,

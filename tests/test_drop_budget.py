@@ -7,10 +7,13 @@ all runs.
 import contextlib
 import itertools
 import random
+import socket
+import subprocess
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import pytest
+from forking_python import quick_python
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import distributed
@@ -177,7 +180,9 @@ def test_what_is_of_late_goes_on_after_a_restart() -> None:
 
 
 def test_ranks_learn_the_drops_of_each_other_and_those_that_read_the_same_count_once() -> None:
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    store = distributed.HashStore()
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    before = store.num_keys()
     try:
         ranks = [Shares() for _ in range(3)]
         for shares, read in zip(ranks, (100, 1000, 1000), strict=True):
@@ -197,5 +202,43 @@ def test_ranks_learn_the_drops_of_each_other_and_those_that_read_the_same_count_
         assert known == {0: [1000, 100], 1: [100, 10], 2: [100, 10]}
         # Nobody is told any more: each has a budget of its own.
         assert [(list(shares.others), shares.ranks[0]) for shares in ranks] == [([0] * 4, 1)] * 3
+        assert store.num_keys() == before, "the numbers of a loader that ended stay in the store"
     finally:
         distributed.destroy_process_group()
+
+
+RANK = """
+import sys, time
+from torch import distributed
+from energon_packing.drops import Shares
+from energon_packing.energon.loader import LoaderBase
+
+class Loader(LoaderBase):
+    _fingerprint = {}
+
+Loader.__abstractmethods__ = frozenset()
+rank, port, seconds = sys.argv[1:]
+distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=int(rank), world_size=2)
+loader = Loader(rank=int(rank), world_size=2, shares=Shares())
+loader._pool()
+time.sleep(float(seconds))
+print(loader._shares.ranks[0], flush=True)
+"""
+
+
+def test_a_rank_that_outlives_the_first_one_goes_on_without_a_trace_of_the_store() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ranks = [
+        subprocess.Popen(
+            [quick_python(), "-c", RANK, rank, port, seconds],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, seconds in (("0", "2"), ("1", "8"))
+    ]
+    (first, _), (other, said) = (rank.communicate(timeout=120) for rank in ranks)
+    assert (first, other, ranks[1].returncode) == ("2\n", "1\n", 0)
+    assert "TCPStore" not in said

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import itertools
+import hashlib
 import os
 import pkgutil
 import sys
@@ -13,6 +13,7 @@ import time
 import warnings
 import weakref
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -39,8 +40,8 @@ from energon_packing.ledger import DropBudgetExceeded, LedgerLock, NothingToPack
 from energon_packing.packing.statistics import PackStatistics
 from energon_packing.trust import trusting
 
-_BUILT = itertools.count()
-"""Loaders built in this process so far."""
+_PLACES: Counter[str] = Counter()
+"""Loaders of this process in the ranks' store, by what all ranks know of them."""
 
 
 class LoaderBase(ABC):
@@ -80,7 +81,6 @@ class LoaderBase(ABC):
     ) -> None:
         self._lock, self._patience = lock, patience
         self._frequent = FrequentDrops()
-        self._number = next(_BUILT)  # equal on all ranks, which build the same loaders
         self._together = epoch_end != "uneven" and world_size > 1
         if self._together and padding is None:
             raise ConfigError(f"epoch_end={epoch_end!r} needs padding, a function that makes an empty pack.")
@@ -162,10 +162,11 @@ class LoaderBase(ABC):
             return
         self._shares.ranks[0] = self._world_size
         stop = threading.Event()
-        # Of ranks that read the same, one counts.
-        place, counts = f"energon_packing/{self._number}/shares", self._claim(f"shares of {self._rank}")
-        seconds = max(1.0, self._world_size / 500)  # one rank's store serves all
-        arguments = (self._shares, place, counts, functools.partial(stop.wait, seconds))
+        counts = self._claim(f"shares of {self._rank}")  # of ranks that read the same, one
+        # One rank's store serves all; one in a file grows with each question.
+        in_file = isinstance(getattr(_store(), "underlying_store", None), distributed.FileStore)
+        pause = functools.partial(stop.wait, 60.0 if in_file else max(1.0, self._world_size / 500))
+        arguments = (self._shares, f"{self._place}/shares", counts, pause, distributed.get_rank() == 0)
         thread = threading.Thread(target=pool_shares, args=arguments, name="drops of all ranks", daemon=True)
         thread.start()
         self._pooling = weakref.finalize(self, _end, stop, thread)  # before an interpreter that ends can stop it
@@ -179,11 +180,17 @@ class LoaderBase(ABC):
         """Whether no other rank has claimed the name; nobody waits, since the ranks' store does the counting."""
         if self._world_size == 1 or not (distributed.is_available() and distributed.is_initialized()):
             return True
-        store = distributed.distributed_c10d._get_default_store()
         try:
-            return int(store.add(f"energon_packing/{self._number}/{name}", 1)) == 1
+            return _added(self._place, {name: 1})[name] == 1
         except RuntimeError:  # the rank that holds the store has ended; told twice rather than not at all
             return True
+
+    @functools.cached_property
+    def _place(self) -> str:
+        """In the ranks' store: by what is the same on all ranks, whatever else they load, and the number of those."""
+        name = hashlib.sha256(repr(sorted(self.alike().items())).encode()).hexdigest()[:16]
+        _PLACES[name] += 1
+        return f"energon_packing/{name}-{_PLACES[name]}"
 
     def alike(self) -> dict[str, Any]:
         """What the loaders of all ranks must have the same: kind, settings, data, readers; no rank."""
@@ -253,27 +260,39 @@ class LoaderBase(ABC):
         them in page-locked memory; call before iterating."""
 
 
-def pool_shares(shares: Shares, place: str, counts: bool, over: Callable[[], bool]) -> None:
-    """Exchanges the numbers of a rank with the others by the ranks' store, in which nobody waits, until it is ``over``;
-    if the rank ``counts``, with its own."""
+def pool_shares(shares: Shares, place: str, counts: bool, over: Callable[[], bool], hosts: bool = False) -> None:
+    """Exchanges the numbers of a rank with the others by the ranks' store, in which nobody waits, until it is ``over``
+    here, or on the rank that ``hosts`` the store and soon ends; if the rank ``counts``, with its own."""
     told, world = [0] * 4, weakref.ref(distributed.group.WORLD)
     with contextlib.suppress(RuntimeError, ValueError):  # the rank that holds the store has ended
-        while not over() and distributed.is_initialized() and world() is distributed.group.WORLD:
+        left = _added(place, {"in": 1, "over": 0})["over"]
+        while not (over() or left) and distributed.is_initialized() and world() is distributed.group.WORLD:
             own = shares.own()
-            pooled = _added(place, [counts * (now - before) for now, before in zip(own, told, strict=True)])
-            told = own
-            for at, number in pooled.items():
-                shares.others[at] = max(0, number - own[at])
+            # Drops first: what is read at the same time only makes their share smaller.
+            pooled = _added(place, {str(at): counts * (own[at] - told[at]) for at in (1, 0, 3, 2)} | {"over": 0})
+            told, left = own, pooled["over"]
+            for at in range(4):
+                shares.others[at] = max(0, pooled[str(at)] - own[at])
+        if distributed.is_initialized() and world() is distributed.group.WORLD:
+            within, tries = _added(place, {"over": int(hosts), "in": -1})["in"], 40 * hosts
+            while within and tries:  # torch prints a trace on each rank that asks a store which is gone
+                time.sleep(0.1)
+                within, tries = _added(place, {"in": 0})["in"], tries - 1
+            for name in () if within else ("in", "over", *"0123"):
+                _store().delete_key(f"{place}/{name}")
     shares.ranks[0] = 1  # a budget of its own from now on
     for at in range(4):
         shares.others[at] = 0
 
 
-def _added(place: str, new: Sequence[int]) -> dict[int, int]:
-    """All ranks' numbers, with what is new of this one. Nobody keeps the store, hence its port, between two calls."""
-    store = distributed.distributed_c10d._get_default_store()
-    # Drops first: what is read at the same time only makes their share smaller.
-    return {at: int(store.add(f"{place}/{at}", new[at])) for at in (1, 0, 3, 2)}
+def _added(place: str, new: Mapping[str, int]) -> dict[str, int]:
+    """All ranks' numbers by name, with what is new of this one."""
+    return {name: int(_store().add(f"{place}/{name}", more)) for name, more in new.items()}
+
+
+def _store() -> Any:
+    """The ranks' store. Nobody keeps it, hence its port, between two calls."""
+    return distributed.distributed_c10d._get_default_store()
 
 
 def _end(stop: threading.Event, thread: threading.Thread) -> None:

@@ -10,6 +10,7 @@ BUDGET_TRAPS: dict[int, str] = {
     57: "a half-written line of the ledger is joined to the next, or a key without UTF-8 ends the run",
     68: "a default limit made for one policy drops ordinary visual question answering, and nobody is told",
     194: "the drop budget counts each reader by itself, or forgives what is bad now for what was good long ago",
+    204: "drops of ranks are mixed where one loads more than another, stay in their store, or end it with a trace",
     195: "a sample that is dropped while a state is restored is in no report",
     196: "a ledger counts readers of an earlier run in the same place, or packs of a state that nobody went on from",
 }
@@ -181,7 +182,7 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         name="every rank tells the same",
         test=FREQUENT + "test_of_all_ranks_the_first_one_tells",
         oracle="the warnings of two ranks, counted",
-        edits=(("energon/loader.py", '{self._number}/{name}", 1)) == 1', '{self._number}/{name}", 1)) >= 1'),),
+        edits=(("energon/loader.py", "{name: 1})[name] == 1", "{name: 1})[name] >= 1"),),
     ),
     Mutation(
         trap=57,
@@ -317,6 +318,31 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         test="tests/test_drop_budget.py::test_a_store_that_goes_bad_late_is_found_as_soon_by_any_number_of_readers",
         oracle="samples read until the stop",
         edits=(("drops.py", "((0, 1), (2, readers * stretch * (stretch + 1)))", "((0, 1),)"),),
+    ),
+    Mutation(
+        trap=204,
+        name="the numbers of a loader are in the ranks' store by how many loaders the process has built",
+        test=FREQUENT + "test_of_all_ranks_the_first_one_tells",
+        oracle="two ranks of which one loads more",
+        edits=(
+            ("energon/loader.py", "repr(sorted(self.alike().items())).encode()", 'b""'),
+            ("energon/loader.py", '{name}-{_PLACES[name]}"', '{_PLACES[name]}"'),
+        ),
+    ),
+    Mutation(
+        trap=204,
+        name="the rank with the store ends without a word",
+        test="tests/test_drop_budget.py::test_a_rank_that_outlives_the_first_one_goes_on_without_a_trace_of_the_store",
+        oracle="what torch prints",
+        edits=(("energon/loader.py", '{"over": int(hosts), "in": -1})["in"], 40 * hosts', '{"in": -1})["in"], 0'),),
+    ),
+    Mutation(
+        trap=204,
+        name="numbers stay in the ranks' store",
+        test="tests/test_drop_budget.py::"
+        "test_ranks_learn_the_drops_of_each_other_and_those_that_read_the_same_count_once",
+        oracle="the store's own count of its keys",
+        edits=(("energon/loader.py", '() if within else ("in",', '() if True else ("in",'),),
     ),
     Mutation(
         trap=195,

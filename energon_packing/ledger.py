@@ -226,8 +226,8 @@ class Ledger:
         counted, readers = self._count(), self._workers * self._shares.ranks[0]
         if over := self._shares.over(self._row, readers, self.budget):
             dropped, read, late = over
-            common = ", ".join(f"{count} {name}" for name, count in counted.most_common(3))
-            common = common if readers == 1 else f"of this one of {readers} readers {common or 'none'}"
+            common = ", ".join(f"{count} {name}" for name, count in counted.most_common(3)) or "none"
+            common = f"{'since the beginning ' * late}{f'of this one of {readers} readers ' * (readers > 1)}{common}"
             last = "" if self._last is None else f"; the last one is {self._last.key}: {self._last.detail}"
             raise DropBudgetExceeded(
                 f"{dropped} of the {'last ' * late}{read} samples read were dropped ({common}), more than "
@@ -446,13 +446,16 @@ def merged(directory: Path) -> LedgerReport:
     """Reads the ledger of a run, while it runs or afterwards. Raises `UserError`: the directory holds no ledger, or
     cannot be read."""
     report = LedgerReport()
-    late = RECENT // max(1, len(list(directory.glob("*.jsonl"))))
+    late, recent = RECENT // max(1, len(list(directory.glob("*.jsonl")))), list[int]()
     for mark, placed in _standing(directory, report):
         lines = [line for _, line in placed]
         _count(lines, report, mark)
         numbers = ((len(line.get("keys", ())), line.get("reason", WISHED[0]) not in WISHED) for line in lines)
         lost = [each for kept, dropped in numbers for each in (*[0] * kept, *[1] * dropped)]
-        for at, part in ((0, lost), (2, lost[-late:])):
+        recent = [*recent, *lost][-RECENT:] if "packs_of_plan" in mark else lost[-late:]
+        if "packs_of_plan" in mark:  # whose epochs, which any worker may have read, follow each other
+            report.shares[2:] = 0, 0
+        for at, part in ((0, lost), (2, recent)):
             report.shares[at] += len(part)
             report.shares[at + 1] += sum(part)
     try:
@@ -486,7 +489,7 @@ def _standing(
         else:
             yield worker.mark, [(file, line) for line in worker.lines]
     for _, epoch in itertools.groupby(sorted(positions), key=lambda at: at // packs_of_plan):
-        yield {}, [line for at in epoch for line in positions[at]]
+        yield {"packs_of_plan": packs_of_plan}, [line for at in epoch for line in positions[at]]
 
 
 def _unreadable(place: Path, error: OSError) -> UserError:

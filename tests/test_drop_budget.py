@@ -7,6 +7,7 @@ all runs.
 import contextlib
 import itertools
 import random
+import re
 import socket
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
@@ -155,6 +156,25 @@ def test_a_reader_that_runs_ahead_with_its_bad_samples_counts_the_others_as_far(
                 ledger.count_read()
                 ledger.drop("key", "corrupt_media", "")
     assert (alone.read, first.read, len(readers)) == (BUDGET_STARTS_AT, 1000, 64)
+
+
+def test_what_is_of_late_is_not_mixed_with_the_counts_since_the_beginning() -> None:
+    (reader,) = ledgers(1)
+    for number in range(2 * RECENT):
+        reader.count_read()
+        if number % 50 == 0:
+            reader.drop("key", "oversize", "")
+    with pytest.raises(DropBudgetExceeded) as stopped:
+        for _ in range(RECENT):
+            reader.count_read()
+            reader.drop("key", "corrupt_media", "")
+    text = str(stopped.value)
+    found = re.match(r"(\d+) of the last (\d+) samples read were dropped \(since the beginning (.*)\), more than", text)
+    dropped, read, counts = found.groups()
+    assert dict(reversed(each.split()) for each in counts.split(", ")) == {
+        name: str(count) for name, count in reader.reasons.items()
+    }
+    assert int(dropped) < int(read) < 2 * RECENT < reader.read
 
 
 def test_a_reader_that_lags_counts_what_the_others_have_read() -> None:

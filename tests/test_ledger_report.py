@@ -205,6 +205,20 @@ def test_the_shares_of_the_budget_are_shown_since_the_beginning_and_of_late(tmp_
     assert "14.29% dropped in all, 50.00% of the last 200 read" in shown
 
 
+def test_the_last_samples_of_a_plan_are_those_of_its_last_epochs(tmp_path, monkeypatch):
+    monkeypatch.setattr(ledger_module, "RECENT", 200)
+    workers = [Ledger(str(tmp_path), budget=1.0, name=name) for name in ("a", "b")]
+    for worker, own in enumerate(workers):
+        own.begin(run="r", rank=0, worker=worker, packs_of_plan=2)
+    for position in range(6):  # three epochs of two packs, of which the last sample of each pack is dropped
+        own = workers[position % 2]
+        own.drop(f"{position}-lost", "corrupt_media", "", data="d")
+        own.emit(position, [f"{position}-{number}" for number in range(99)])
+    report = merged(tmp_path)
+    assert (report.emitted, report.dropped.total()) == (594, 6)
+    assert report.shares == [600, 6, 200, 2]
+
+
 def test_finite_epochs_are_counted_each_for_itself(tmp_path):
     own = Ledger(str(tmp_path), budget=1.0, name="w")
     own.begin(run="a", rank=0, worker=0, **{"from": 0, "resumed": False}, samples=3)

@@ -11,6 +11,7 @@ BUDGET_TRAPS: dict[int, str] = {
     68: "a default limit made for one policy drops ordinary visual question answering, and nobody is told",
     194: "the drop budget counts each reader by itself, or forgives what is bad now for what was good long ago",
     204: "drops of ranks are mixed where one loads more than another, stay in their store, or end it with a trace",
+    205: "counts of two spans, two data sets or two tries are taken for each other",
     195: "a sample that is dropped while a state is restored is in no report",
     196: "a ledger counts readers of an earlier run in the same place, or packs of a state that nobody went on from",
 }
@@ -343,6 +344,20 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         "test_ranks_learn_the_drops_of_each_other_and_those_that_read_the_same_count_once",
         oracle="the store's own count of its keys",
         edits=(("energon/loader.py", '() if within else ("in",', '() if True else ("in",'),),
+    ),
+    Mutation(
+        trap=205,
+        name="the last samples of a plan are added up over its epochs",
+        test="tests/test_ledger_report.py::test_the_last_samples_of_a_plan_are_those_of_its_last_epochs",
+        oracle="the samples, counted by hand",
+        edits=(("ledger.py", "            report.shares[2:] = 0, 0\n", "            pass\n"),),
+    ),
+    Mutation(
+        trap=205,
+        name="what was dropped of late is told with the reasons since the beginning as its own",
+        test="tests/test_drop_budget.py::test_what_is_of_late_is_not_mixed_with_the_counts_since_the_beginning",
+        oracle="the reasons since the beginning",
+        edits=(("ledger.py", "{'since the beginning ' * late}", ""),),
     ),
     Mutation(
         trap=195,

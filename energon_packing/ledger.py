@@ -329,12 +329,14 @@ def _held(file: Path) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def release(directory: Path, keys: Collection[str]) -> None:
-    """Lets samples out of quarantine, for runs that begin later. Raises `UserError`: one is not there, or it cannot."""
+    """Lets samples, ``KEY`` of all data sets or ``KEY@DATASET``, out of quarantine, for runs that begin later. Raises
+    `UserError`: one is not there, or it cannot."""
     try:
-        if unknown := some_of(sorted({*keys} - {str(entry.get("key")) for entry in _quarantined(directory)}), 5):
+        held = {(str(entry.get("key")), f"{entry.get('key')}@{entry.get('data')}") for entry in _quarantined(directory)}
+        if unknown := some_of(sorted({*keys}.difference(*held)), 5):
             raise UserError(f"The quarantine of {directory} has no {unknown}; leave --release out to see what it has.")
         for file in (directory / QUARANTINE).glob("*.jsonl"):
-            found = [place for place in _held(file) if place[1] in keys]
+            found = [place for place in _held(file) if not {place[1], f"{place[1]}@{place[0]}"}.isdisjoint(keys)]
             lines = LineFile(file) if found else None  # only appended to, as by workers that go on meanwhile
             for data, key in found:
                 cast(LineFile, lines).append({"released": key, "data": data})

@@ -164,10 +164,14 @@ def test_what_is_of_late_is_not_mixed_with_the_counts_since_the_beginning() -> N
         reader.count_read()
         if number % 50 == 0:
             reader.drop("key", "oversize", "")
-    with pytest.raises(DropBudgetExceeded) as stopped:
+
+    def go_bad() -> None:
         for _ in range(RECENT):
             reader.count_read()
             reader.drop("key", "corrupt_media", "")
+
+    with pytest.raises(DropBudgetExceeded) as stopped:
+        go_bad()
     text = str(stopped.value)
     found = re.match(r"(\d+) of the last (\d+) samples read were dropped \(since the beginning (.*)\), more than", text)
     dropped, read, counts = found.groups()

@@ -11,7 +11,7 @@ BUDGET_TRAPS: dict[int, str] = {
     68: "a default limit made for one policy drops ordinary visual question answering, and nobody is told",
     194: "the drop budget counts each reader by itself, or forgives what is bad now for what was good long ago",
     204: "drops of ranks are mixed where one loads more than another, stay in their store, or end it with a trace",
-    205: "counts of two spans, two data sets or two tries are taken for each other",
+    205: "counts of two spans or samples of two data sets are mixed, or the counting ends a run",
     195: "a sample that is dropped while a state is restored is in no report",
     196: "a ledger counts readers of an earlier run in the same place, or packs of a state that nobody went on from",
 }
@@ -358,6 +358,26 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         test="tests/test_drop_budget.py::test_what_is_of_late_is_not_mixed_with_the_counts_since_the_beginning",
         oracle="the reasons since the beginning",
         edits=(("ledger.py", "{'since the beginning ' * late}", ""),),
+    ),
+    Mutation(
+        trap=205,
+        name="a sample is let out of quarantine in every data set that has one of its name",
+        test="tests/test_ledger_report.py::test_a_sample_of_one_data_set_is_released_and_its_namesake_stays",
+        oracle="the lines of the samples in quarantine",
+        edits=(
+            (
+                "ledger.py",
+                'if not {place[1], f"{place[1]}@{place[0]}"}.isdisjoint(keys)]',
+                'if place[1] in {key.rsplit("@", 1)[0] for key in keys} | {*keys}]',
+            ),
+        ),
+    ),
+    Mutation(
+        trap=205,
+        name="a thread that cannot be started ends the training that it counts for",
+        test="tests/energon/test_pack_metrics.py::test_a_process_that_can_start_no_thread_writes_its_lines",
+        oracle="the lines of a run",
+        edits=(("energon/metrics.py", "with contextlib.suppress(RuntimeError):", "if True:"),),
     ),
     Mutation(
         trap=195,

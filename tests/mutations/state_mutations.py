@@ -270,6 +270,13 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(("errors.py", ' or type(error).__name__ == "RetryableError"', ""),),
     ),
     Mutation(
+        trap=191,
+        name="the eighth sample in a row has one try",
+        test=CHILD + "test_the_last_sample_before_a_stop_is_tried_once_more_too",
+        oracle="the bytes of the file",
+        edits=(("media/decoding_process.py", " or not (self._again or reason == CRASH)", ""),),
+    ),
+    Mutation(
         trap=190,
         name="a child keeps freed memory for good, as its parent does",
         test=CHILD + "test_a_child_of_a_process_that_keeps_freed_memory_returns_it_after_some_samples",

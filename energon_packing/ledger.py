@@ -329,8 +329,7 @@ def _held(file: Path) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def release(directory: Path, keys: Collection[str]) -> None:
-    """Lets samples, ``KEY`` of all data sets or ``KEY@DATASET``, out of quarantine, for runs that begin later. Raises
-    `UserError`: one is not there, or it cannot."""
+    """Lets samples (KEY, KEY@DATASET) out of quarantine, for later runs. Raises `UserError`: it cannot, or has none."""
     try:
         held = {(str(entry.get("key")), f"{entry.get('key')}@{entry.get('data')}") for entry in _quarantined(directory)}
         if unknown := some_of(sorted({*keys}.difference(*held)), 5):

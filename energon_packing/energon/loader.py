@@ -40,8 +40,7 @@ from energon_packing.ledger import DropBudgetExceeded, LedgerLock, NothingToPack
 from energon_packing.packing.statistics import PackStatistics
 from energon_packing.trust import trusting
 
-_PLACES: Counter[str] = Counter()
-"""Loaders of this process in the ranks' store, by what all ranks know of them."""
+_PLACES: Counter[str] = Counter()  # loaders of this process in the ranks' store, by what all ranks know of them
 
 
 class LoaderBase(ABC):
@@ -163,9 +162,10 @@ class LoaderBase(ABC):
         self._shares.ranks[0] = self._world_size
         stop = threading.Event()
         counts = self._claim(f"shares of {self._rank}")  # of ranks that read the same, one
+        store = getattr(distributed.distributed_c10d._get_default_store(), "underlying_store", None)
         # One rank's store serves all; one in a file grows with each question.
-        in_file = isinstance(getattr(_store(), "underlying_store", None), distributed.FileStore)
-        pause = functools.partial(stop.wait, 60.0 if in_file else max(1.0, self._world_size / 500))
+        least = 60.0 if isinstance(store, distributed.FileStore) else 1.0
+        pause = functools.partial(stop.wait, max(least, self._world_size / 500))
         arguments = (self._shares, f"{self._place}/shares", counts, pause, distributed.get_rank() == 0)
         thread = threading.Thread(target=pool_shares, args=arguments, name="drops of all ranks", daemon=True)
         thread.start()
@@ -266,33 +266,27 @@ def pool_shares(shares: Shares, place: str, counts: bool, over: Callable[[], boo
     told, world = [0] * 4, weakref.ref(distributed.group.WORLD)
     with contextlib.suppress(RuntimeError, ValueError):  # the rank that holds the store has ended
         left = _added(place, {"in": 1, "over": 0})["over"]
-        while not (over() or left) and distributed.is_initialized() and world() is distributed.group.WORLD:
+        while (there := distributed.is_initialized() and world() is distributed.group.WORLD) and not (left or over()):
             own = shares.own()
             # Drops first: what is read at the same time only makes their share smaller.
             pooled = _added(place, {str(at): counts * (own[at] - told[at]) for at in (1, 0, 3, 2)} | {"over": 0})
             told, left = own, pooled["over"]
             for at in range(4):
                 shares.others[at] = max(0, pooled[str(at)] - own[at])
-        if distributed.is_initialized() and world() is distributed.group.WORLD:
+        if there:
             within, tries = _added(place, {"over": int(hosts), "in": -1})["in"], 40 * hosts
             while within and tries:  # torch prints a trace on each rank that asks a store which is gone
                 time.sleep(0.1)
                 within, tries = _added(place, {"in": 0})["in"], tries - 1
             for name in () if within else ("in", "over", *"0123"):
-                _store().delete_key(f"{place}/{name}")
-    shares.ranks[0] = 1  # a budget of its own from now on
-    for at in range(4):
-        shares.others[at] = 0
+                distributed.distributed_c10d._get_default_store().delete_key(f"{place}/{name}")
+    shares.others[:], shares.ranks[0] = memoryview(bytes(32)).cast("q"), 1  # a budget of its own from now on
 
 
 def _added(place: str, new: Mapping[str, int]) -> dict[str, int]:
-    """All ranks' numbers by name, with what is new of this one."""
-    return {name: int(_store().add(f"{place}/{name}", more)) for name, more in new.items()}
-
-
-def _store() -> Any:
-    """The ranks' store. Nobody keeps it, hence its port, between two calls."""
-    return distributed.distributed_c10d._get_default_store()
+    """All ranks' numbers by name, with what is new of this one. Nobody keeps the store, hence its port."""
+    store = distributed.distributed_c10d._get_default_store()
+    return {name: int(store.add(f"{place}/{name}", more)) for name, more in new.items()}
 
 
 def _end(stop: threading.Event, thread: threading.Thread) -> None:
@@ -407,9 +401,8 @@ class PackLoader(LoaderBase):
     def _state_of(self, loader: Any) -> dict[str, Any]:
         own = None
         if loader is not None:
-            own = answered(
-                functools.partial(_state_of_rank, loader, self._patience), getattr(loader._iterator, "_workers", ())
-            )
+            workers = getattr(loader._iterator, "_workers", ())
+            own = answered(functools.partial(_state_of_rank, loader, self._patience), workers)
             if not loader.num_workers:  # Energon hands out lists that it goes on using
                 own = copied(own)
         return {"format": STATE_FORMAT, "fingerprint": dict(self._fingerprint), "loader": own}
@@ -604,9 +597,7 @@ def build_loader(
     with be_patient(config.data.storage_patience):
         if path.endswith(".parquet") or read_again(path, (Path(path) / "packed.json").is_file):
             if refused := sorted({"batch_size", "packing_buffer_size", "sequence"} & arguments.keys()):
-                raise ConfigError(
-                    f"data.path {path} holds packs that are made already; leave out {', '.join(refused)}."
-                )
+                raise ConfigError(f"data.path {path} has packs made already; leave out {', '.join(refused)}.")
             given = {"task_encoder": task_encoder, "data_parallel_group": data_parallel_group, "agree": agree}
             opened = pkgutil.resolve_name("energon_packing.offline.open_loader:open_loader")  # of a floor above
             return cast(LoaderBase, opened(config, prefetch=prefetch, **given, **arguments))

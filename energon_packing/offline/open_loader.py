@@ -97,28 +97,28 @@ def open_together(
     with be_patient(config.data.storage_patience):
         identity = replica.told(lambda: {} if has_global_packs(path) else identity_of(path, part))
 
-        @functools.cache
-        def own_loader() -> LoaderBase:
-            with told_identity(identity):
-                return opened(config, rank=replica.rank, world_size=replica.world_size, **arguments)
+    @functools.cache
+    def own_loader() -> LoaderBase:
+        with told_identity(identity):
+            return opened(config, rank=replica.rank, world_size=replica.world_size, **arguments)
 
-        if arguments.get("evaluation") is not None and not has_global_packs(path):
-            arguments["places"] = []
-            arguments["places"] = replica.told(lambda: (own_loader(), arguments["places"])[1])
+    if arguments.get("evaluation") is not None and not has_global_packs(path):
+        arguments["places"] = []
+        arguments["places"] = replica.told(lambda: (own_loader(), arguments["places"])[1])
 
-        def act() -> tuple[LoaderBase | None, Facts]:
-            facts = {
-                "data-parallel ranks": replica.world_size,
-                "data.packs_ahead": config.data.depth,
-                "energon-packing": __version__,
-                **{name: installed_version(name) for name in ("megatron-energon", "transformers")},
-            }
-            if not reads:
-                return None, (facts, {})
-            loader = own_loader()
-            return loader, (facts, loader.alike())
+    def act() -> tuple[LoaderBase | None, Facts]:
+        facts = {
+            "data-parallel ranks": replica.world_size,
+            "data.packs_ahead": config.data.depth,
+            "energon-packing": __version__,
+            **{name: installed_version(name) for name in ("megatron-energon", "transformers")},
+        }
+        if not reads:
+            return None, (facts, {})
+        loader = own_loader()
+        return loader, (facts, loader.alike())
 
-        return replica.agree(act)
+    return replica.agree(act)
 
 
 def refuse_short_plan(path: str, state: Any, packs: int) -> None:

@@ -256,6 +256,21 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         ),
     ),
     Mutation(
+        trap=192,
+        name="a page of a large pack that cannot be read ends the worker",
+        test="tests/offline/test_planned_storage.py::"
+        "test_a_storage_that_goes_away_after_a_large_pack_was_read_does_not_end_the_process",
+        oracle="the kernel",
+        edits=(
+            (
+                "offline/shards.py",
+                "            left = buffer = memoryview(np.empty(end - begin, np.uint8))\n",
+                "            import mmap\n"
+                "            return memoryview(mmap.mmap(self._open(), end, mmap.MAP_PRIVATE))[begin:]\n",
+            ),
+        ),
+    ),
+    Mutation(
         trap=203,
         name="a run that begins while its storage is away ends after 2.1 s",
         test=STORAGE + "test_a_run_that_begins_while_its_storage_is_away_waits_and_one_with_a_wrong_name_does_not",

@@ -210,12 +210,17 @@ def test_ranks_learn_the_drops_of_each_other_and_those_that_read_the_same_count_
     try:
         ranks = [Shares() for _ in range(3)]
         for shares, read in zip(ranks, (100, 1000, 1000), strict=True):
-            shares.row(3)[0], shares.row(3)[1] = read, read // 10
+            shares.row(3)[0], shares.row(3)[1], shares.ranks[0] = read, read // 10, 8
 
         known: dict[int, list[int]] = {}
+        counted: dict[int, int] = {}
 
         def exchange(rank: int, *steps: Callable[[], object], counts: bool = True) -> None:
-            left = iter([*steps, lambda: known.__setitem__(rank, list(ranks[rank].others)[:2]) or True])
+            def note() -> bool:
+                known[rank], counted[rank] = list(ranks[rank].others)[:2], ranks[rank].ranks[0]
+                return True
+
+            left = iter([*steps, note])
             pool_shares(ranks[rank], "here", counts, lambda: bool(next(left)()))
 
         def others() -> None:
@@ -224,6 +229,7 @@ def test_ranks_learn_the_drops_of_each_other_and_those_that_read_the_same_count_
 
         exchange(0, lambda: False, others)
         assert known == {0: [1000, 100], 1: [100, 10], 2: [100, 10]}
+        assert counted == {0: 1, 1: 2, 2: 2}, "a rank counts as far as others that tell it nothing"
         # Nobody is told any more: each has a budget of its own.
         assert [(list(shares.others), shares.ranks[0]) for shares in ranks] == [([0] * 4, 1)] * 3
         assert store.num_keys() == before, "the numbers of a loader that ended stay in the store"

@@ -163,9 +163,8 @@ class LoaderBase(ABC):
         stop = threading.Event()
         counts = self._claim(f"shares of {self._rank}")  # of ranks that read the same, one
         store = getattr(distributed.distributed_c10d._get_default_store(), "underlying_store", None)
-        # One rank's store serves all; one in a file grows with each question.
-        least = 60.0 if isinstance(store, distributed.FileStore) else 1.0
-        pause = functools.partial(stop.wait, max(least, self._world_size / 500))
+        least = 60.0 if isinstance(store, distributed.FileStore) else 1.0  # which grows with each question
+        pause = functools.partial(stop.wait, max(least, self._world_size / 500))  # one rank's store serves all
         arguments = (self._shares, f"{self._place}/shares", counts, pause, distributed.get_rank() == 0)
         thread = threading.Thread(target=pool_shares, args=arguments, name="drops of all ranks", daemon=True)
         thread.start()
@@ -263,14 +262,15 @@ class LoaderBase(ABC):
 def pool_shares(shares: Shares, place: str, counts: bool, over: Callable[[], bool], hosts: bool = False) -> None:
     """Exchanges the numbers of a rank with the others by the ranks' store, in which nobody waits, until it is ``over``
     here, or on the rank that ``hosts`` the store and soon ends; if the rank ``counts``, with its own."""
-    told, world = [0] * 4, weakref.ref(distributed.group.WORLD)
+    told, world, ranks = [0] * 4, weakref.ref(distributed.group.WORLD), shares.ranks[0]
     with contextlib.suppress(RuntimeError, ValueError):  # the rank that holds the store has ended
         left = _added(place, {"in": 1, "over": 0})["over"]
         while (there := distributed.is_initialized() and world() is distributed.group.WORLD) and not (left or over()):
             own = shares.own()
-            # Drops first: what is read at the same time only makes their share smaller.
-            pooled = _added(place, {str(at): counts * (own[at] - told[at]) for at in (1, 0, 3, 2)} | {"over": 0})
-            told, left = own, pooled["over"]
+            # Drops first: what is read meanwhile only makes their share smaller.
+            new = {str(at): counts * (own[at] - told[at]) for at in (1, 0, 3, 2)} | {"over": 0, "in": 0}
+            told, pooled = own, _added(place, new)
+            left, shares.ranks[0] = pooled["over"], min(ranks, pooled["in"])
             for at in range(4):
                 shares.others[at] = max(0, pooled[str(at)] - own[at])
         if there:

@@ -339,6 +339,14 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         trap=204,
+        name="ranks that load something else count as far as those that load the same",
+        test="tests/test_drop_budget.py::"
+        "test_ranks_learn_the_drops_of_each_other_and_those_that_read_the_same_count_once",
+        oracle="the ranks that exchange numbers",
+        edits=(("energon/loader.py", 'min(ranks, pooled["in"])', "ranks"),),
+    ),
+    Mutation(
+        trap=204,
         name="numbers stay in the ranks' store",
         test="tests/test_drop_budget.py::"
         "test_ranks_learn_the_drops_of_each_other_and_those_that_read_the_same_count_once",

@@ -193,8 +193,7 @@ class ShardFile:
         begin, end = int(self._places[number]), int(self._places[number + 1])
 
         def read() -> memoryview:
-            # Not mapped: a page that cannot be read ends the process (SIGBUS).
-            left = buffer = memoryview(np.empty(end - begin, np.uint8))
+            left = buffer = memoryview(np.empty(end - begin, np.uint8))  # a mapping's page may end the process (SIGBUS)
             while left and (some := os.preadv(self._open(), [left], end - len(left))):
                 left = left[some:]
             if left:

@@ -264,9 +264,9 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "offline/shards.py",
-                "            left = buffer = memoryview(np.empty(end - begin, np.uint8))\n",
+                "            left = buffer = memoryview(np.empty(end - begin, np.uint8))",
                 "            import mmap\n"
-                "            return memoryview(mmap.mmap(self._open(), end, mmap.MAP_PRIVATE))[begin:]\n",
+                "            return memoryview(mmap.mmap(self._open(), end, mmap.MAP_PRIVATE))[begin:]",
             ),
         ),
     ),

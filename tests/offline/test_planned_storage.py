@@ -6,7 +6,6 @@ import os
 import subprocess
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 from forking_python import quick_python
 from support.storage import Storage
@@ -49,7 +48,7 @@ def test_a_storage_that_pauses_changes_no_pack_and_one_that_stays_away_is_a_sent
     ("kind", "place"),
     [
         ("plan", (Path, "stat")),
-        ("plan", (pq, "read_schema")),
+        ("plan", (Path, "open")),
         ("packs", (Path, "stat")),
         ("packs", (Path, "read_bytes")),
     ],

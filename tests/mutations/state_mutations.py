@@ -369,7 +369,13 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         name="a worker that has not begun is believed to have a pack to skip",
         test="tests/energon/test_loader.py::test_a_state_that_is_asked_for_while_a_worker_begins_continues_exactly",
         oracle="the run that was not interrupted",
-        edits=(("energon/loader.py", "functools.partial(_state_of_rank, loader)", "loader.save_state_rank"),),
+        edits=(
+            (
+                "energon/loader.py",
+                "functools.partial(_state_of_rank, loader, self._patience)",
+                "loader.save_state_rank",
+            ),
+        ),
     ),
     Mutation(
         trap=94,

@@ -11,10 +11,11 @@ sample is bad independently with a probability of at most ``budget``, the chance
     ``(read + 1) * P[Binomial(read, budget) = dropped] <= FALSE_STOP``   with   ``dropped > budget * read``
 
 is ever true is at most `FALSE_STOP`. Drops found late (a sample in the window whose media cannot be decoded) only make
-the count too small, so the statement stays true.
+the count since the beginning too small, so the statement stays true.
 
 The budget is that of the run, not of a reader, and is asked twice (`Shares`): of all samples since the beginning, and
-of the last `RECENT` or more, so that a run that was good for long does not excuse what is bad now.
+of the last `RECENT` or more, so that a run that was good for long does not excuse what is bad now. Its chance of a
+false stop is above that by what readers hold where they begin to count anew: read before, and perhaps dropped after.
 """
 
 import functools
@@ -72,7 +73,7 @@ SETTING_OF: Mapping[str, str | None] = {
 """Every reason of a ledger, and the setting that decides if its sentence names none; None: the data are the cause."""
 
 FALSE_STOP = 1e-6
-"""Chance that each of two shares ever stops a run whose true share is within the budget, however long it runs."""
+"""Chance that each share ever stops a run whose true share is within the budget, but for what it holds (above)."""
 RECENT = 100_000
 """Samples of all readers that the share of late has at least; twice as many at most."""
 

@@ -5,11 +5,13 @@
 * `PackingError`: an internal invariant does not hold. Never caught inside the package.
 """
 
+import contextlib
 import errno
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any, Literal
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -85,23 +87,20 @@ PAUSES = (0.1, 0.4, 1.6)
 """Seconds before the second, third and fourth try."""
 LATER_PAUSE = 5.0  # seconds before each further try of a patient read
 
-_patience: float | None = None
+_PATIENCE: ContextVar[float | None] = ContextVar("patience", default=None)
 
 
 class StoreAway(UserError):
     """A store could not be read for as long as ``data.storage_patience`` says. It says nothing of any sample."""
 
 
-def be_patient(seconds: float | None) -> None:
-    """Sets how long each read of this process, and of those that it forks from now on, waits for its store
-    (``data.storage_patience``); None ends it after `PAUSES`, as in commands that go on where they stopped."""
-    global _patience
-    _patience = seconds
-
-
-def patience() -> float:
-    """Seconds that a read may wait longer than `PAUSES`."""
-    return _patience or 0.0
+def be_patient(seconds: float | None) -> contextlib.AbstractContextManager[Any]:
+    """Sets how long each read of this thread, and of processes that it forks from now on, waits for its store
+    (``data.storage_patience``); None ends it after `PAUSES`, as in commands that go on where they stopped. Holds for
+    good, or inside the ``with`` that the call stands in."""
+    back = contextlib.ExitStack()
+    back.callback(_PATIENCE.reset, _PATIENCE.set(seconds))
+    return back
 
 
 def read_again[T](place: object, read: Callable[[], T], forget: Callable[[], None] | None = None) -> T:
@@ -123,7 +122,7 @@ def read_again[T](place: object, read: Callable[[], T], forget: Callable[[], Non
         except (OSError, MemoryError) as error:
             if forget is not None:
                 forget()
-            waited, longest = time.monotonic() - began, _patience if _is_away(error) else None
+            waited, longest = time.monotonic() - began, _PATIENCE.get() if _is_away(error) else None
             pause = PAUSES[tries] if tries < len(PAUSES) else LATER_PAUSE
             if longest is None:
                 if tries == len(PAUSES) or (isinstance(error, OSError) and fault_of(error) != "store"):

@@ -226,8 +226,8 @@ class Ledger:
         counted, readers = self._count(), self._workers * self._shares.ranks[0]
         if over := self._shares.over(self._row, readers, self.budget):
             dropped, read, late = over
-            common = ", ".join(f"{count} {name}" for name, count in counted.most_common(3))
-            common = common if readers == 1 else f"of this one of {readers} readers {common or 'none'}"
+            common = ", ".join(f"{count} {name}" for name, count in counted.most_common(3)) or "none"
+            common = f"{'since the beginning ' * late}{f'of this one of {readers} readers ' * (readers > 1)}{common}"
             last = "" if self._last is None else f"; the last one is {self._last.key}: {self._last.detail}"
             raise DropBudgetExceeded(
                 f"{dropped} of the {'last ' * late}{read} samples read were dropped ({common}), more than "
@@ -329,12 +329,13 @@ def _held(file: Path) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def release(directory: Path, keys: Collection[str]) -> None:
-    """Lets samples out of quarantine, for runs that begin later. Raises `UserError`: one is not there, or it cannot."""
+    """Lets samples (KEY, KEY@DATASET) out of quarantine, for later runs. Raises `UserError`: it cannot, or has none."""
     try:
-        if unknown := some_of(sorted({*keys} - {str(entry.get("key")) for entry in _quarantined(directory)}), 5):
+        held = {(str(entry.get("key")), f"{entry.get('key')}@{entry.get('data')}") for entry in _quarantined(directory)}
+        if unknown := some_of(sorted({*keys}.difference(*held)), 5):
             raise UserError(f"The quarantine of {directory} has no {unknown}; leave --release out to see what it has.")
         for file in (directory / QUARANTINE).glob("*.jsonl"):
-            found = [place for place in _held(file) if place[1] in keys]
+            found = [place for place in _held(file) if not {place[1], f"{place[1]}@{place[0]}"}.isdisjoint(keys)]
             lines = LineFile(file) if found else None  # only appended to, as by workers that go on meanwhile
             for data, key in found:
                 cast(LineFile, lines).append({"released": key, "data": data})
@@ -446,13 +447,16 @@ def merged(directory: Path) -> LedgerReport:
     """Reads the ledger of a run, while it runs or afterwards. Raises `UserError`: the directory holds no ledger, or
     cannot be read."""
     report = LedgerReport()
-    late = RECENT // max(1, len(list(directory.glob("*.jsonl"))))
+    late, recent = RECENT // max(1, len(list(directory.glob("*.jsonl")))), list[int]()
     for mark, placed in _standing(directory, report):
         lines = [line for _, line in placed]
         _count(lines, report, mark)
         numbers = ((len(line.get("keys", ())), line.get("reason", WISHED[0]) not in WISHED) for line in lines)
         lost = [each for kept, dropped in numbers for each in (*[0] * kept, *[1] * dropped)]
-        for at, part in ((0, lost), (2, lost[-late:])):
+        recent = [*recent, *lost][-RECENT:] if "packs_of_plan" in mark else lost[-late:]
+        if "packs_of_plan" in mark:  # whose epochs, which any worker may have read, follow each other
+            report.shares[2:] = 0, 0
+        for at, part in ((0, lost), (2, recent)):
             report.shares[at] += len(part)
             report.shares[at + 1] += sum(part)
     try:
@@ -486,7 +490,7 @@ def _standing(
         else:
             yield worker.mark, [(file, line) for line in worker.lines]
     for _, epoch in itertools.groupby(sorted(positions), key=lambda at: at // packs_of_plan):
-        yield {}, [line for at in epoch for line in positions[at]]
+        yield {"packs_of_plan": packs_of_plan}, [line for at in epoch for line in positions[at]]
 
 
 def _unreadable(place: Path, error: OSError) -> UserError:

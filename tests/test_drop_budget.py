@@ -7,10 +7,14 @@ all runs.
 import contextlib
 import itertools
 import random
+import re
+import socket
+import subprocess
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import pytest
+from forking_python import quick_python
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import distributed
@@ -154,6 +158,29 @@ def test_a_reader_that_runs_ahead_with_its_bad_samples_counts_the_others_as_far(
     assert (alone.read, first.read, len(readers)) == (BUDGET_STARTS_AT, 1000, 64)
 
 
+def test_what_is_of_late_is_not_mixed_with_the_counts_since_the_beginning() -> None:
+    (reader,) = ledgers(1)
+    for number in range(2 * RECENT):
+        reader.count_read()
+        if number % 50 == 0:
+            reader.drop("key", "oversize", "")
+
+    def go_bad() -> None:
+        for _ in range(RECENT):
+            reader.count_read()
+            reader.drop("key", "corrupt_media", "")
+
+    with pytest.raises(DropBudgetExceeded) as stopped:
+        go_bad()
+    text = str(stopped.value)
+    found = re.match(r"(\d+) of the last (\d+) samples read were dropped \(since the beginning (.*)\), more than", text)
+    dropped, read, counts = found.groups()
+    assert dict(reversed(each.split()) for each in counts.split(", ")) == {
+        name: str(count) for name, count in reader.reasons.items()
+    }
+    assert int(dropped) < int(read) < 2 * RECENT < reader.read
+
+
 def test_a_reader_that_lags_counts_what_the_others_have_read() -> None:
     first, *others = ledgers(8)
     for ledger, number in itertools.product(others, range(10_000)):
@@ -177,16 +204,23 @@ def test_what_is_of_late_goes_on_after_a_restart() -> None:
 
 
 def test_ranks_learn_the_drops_of_each_other_and_those_that_read_the_same_count_once() -> None:
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    store = distributed.HashStore()
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    before = store.num_keys()
     try:
         ranks = [Shares() for _ in range(3)]
         for shares, read in zip(ranks, (100, 1000, 1000), strict=True):
-            shares.row(3)[0], shares.row(3)[1] = read, read // 10
+            shares.row(3)[0], shares.row(3)[1], shares.ranks[0] = read, read // 10, 8
 
         known: dict[int, list[int]] = {}
+        counted: dict[int, int] = {}
 
         def exchange(rank: int, *steps: Callable[[], object], counts: bool = True) -> None:
-            left = iter([*steps, lambda: known.__setitem__(rank, list(ranks[rank].others)[:2]) or True])
+            def note() -> bool:
+                known[rank], counted[rank] = list(ranks[rank].others)[:2], ranks[rank].ranks[0]
+                return True
+
+            left = iter([*steps, note])
             pool_shares(ranks[rank], "here", counts, lambda: bool(next(left)()))
 
         def others() -> None:
@@ -195,7 +229,46 @@ def test_ranks_learn_the_drops_of_each_other_and_those_that_read_the_same_count_
 
         exchange(0, lambda: False, others)
         assert known == {0: [1000, 100], 1: [100, 10], 2: [100, 10]}
+        assert counted == {0: 1, 1: 2, 2: 2}, "a rank counts as far as others that tell it nothing"
         # Nobody is told any more: each has a budget of its own.
         assert [(list(shares.others), shares.ranks[0]) for shares in ranks] == [([0] * 4, 1)] * 3
+        assert store.num_keys() == before, "the numbers of a loader that ended stay in the store"
     finally:
         distributed.destroy_process_group()
+
+
+RANK = """
+import sys, time
+from torch import distributed
+from energon_packing.drops import Shares
+from energon_packing.energon.loader import LoaderBase
+
+class Loader(LoaderBase):
+    _fingerprint = {}
+
+Loader.__abstractmethods__ = frozenset()
+rank, port, seconds = sys.argv[1:]
+distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=int(rank), world_size=2)
+loader = Loader(rank=int(rank), world_size=2, shares=Shares())
+loader._pool()
+time.sleep(float(seconds))
+print(loader._shares.ranks[0], flush=True)
+"""
+
+
+def test_a_rank_that_outlives_the_first_one_goes_on_without_a_trace_of_the_store() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ranks = [
+        subprocess.Popen(
+            [quick_python(), "-c", RANK, rank, port, seconds],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, seconds in (("0", "2"), ("1", "8"))
+    ]
+    (first, _), (other, said) = (rank.communicate(timeout=120) for rank in ranks)
+    assert (first, other, ranks[1].returncode) == ("2\n", "1\n", 0)
+    assert "TCPStore" not in said

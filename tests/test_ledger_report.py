@@ -192,6 +192,23 @@ def test_what_is_in_quarantine_is_listed_and_released_by_key_while_a_run_goes_on
     assert asked()[1] == ["b", "e"]
 
 
+def test_a_sample_of_one_data_set_is_released_and_its_namesake_stays(tmp_path):
+    own = Ledger(str(tmp_path), budget=1.0, name="w")
+    for data in ("data/a", "data/b"):
+        for key in ("x", "y@1"):
+            own.drop(key, "decoder_crashed", "why", data=data)
+
+    def asked(*options):
+        result = CliRunner().invoke(command, [str(tmp_path), *options], catch_exceptions=False)
+        return sorted(tuple(line.split()[1:3]) for line in result.output.splitlines() if "quarantined: " in line)
+
+    assert asked("--release", "x@data/b") == [("x", "data/a"), ("y@1", "data/a"), ("y@1", "data/b")]
+    with pytest.raises(UserError, match="has no x@data/b; leave"):
+        asked("--release", "x@data/b", "--release", "y@1@data/a")
+    assert asked("--release", "y@1@data/a") == [("x", "data/a"), ("y@1", "data/b")]
+    assert asked("--release", "x", "--release", "y@1") == []
+
+
 def test_the_shares_of_the_budget_are_shown_since_the_beginning_and_of_late(tmp_path, monkeypatch):
     monkeypatch.setattr(ledger_module, "RECENT", 200)
     for name in ("a", "b"):
@@ -203,6 +220,20 @@ def test_the_shares_of_the_budget_are_shown_since_the_beginning_and_of_late(tmp_
     assert merged(tmp_path).shares == [700, 100, 200, 100]
     shown = CliRunner().invoke(command, [str(tmp_path)]).output
     assert "14.29% dropped in all, 50.00% of the last 200 read" in shown
+
+
+def test_the_last_samples_of_a_plan_are_those_of_its_last_epochs(tmp_path, monkeypatch):
+    monkeypatch.setattr(ledger_module, "RECENT", 200)
+    workers = [Ledger(str(tmp_path), budget=1.0, name=name) for name in ("a", "b")]
+    for worker, own in enumerate(workers):
+        own.begin(run="r", rank=0, worker=worker, packs_of_plan=2)
+    for position in range(6):  # three epochs of two packs, of which the last sample of each pack is dropped
+        own = workers[position % 2]
+        own.drop(f"{position}-lost", "corrupt_media", "", data="d")
+        own.emit(position, [f"{position}-{number}" for number in range(99)])
+    report = merged(tmp_path)
+    assert (report.emitted, report.dropped.total()) == (594, 6)
+    assert report.shares == [600, 6, 200, 2]
 
 
 def test_finite_epochs_are_counted_each_for_itself(tmp_path):

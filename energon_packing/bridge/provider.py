@@ -477,11 +477,11 @@ class PackProvider(DatasetProvider):
         train = validation = None
         replica = Replica.of(context.pg_collection)
         if context.train_samples > 0:
-            # The state of a plan is the same on every rank, however many saved it.
-            rank = 0 if has_global_packs(config.data.path) else replica.rank
             resumed = step_and_manager()
             left = self._packs_left(resumed, replica.world_size)
             train = self._iterator(config, context.pg_collection, replica)
+            # The state of a plan is the same on every rank, however many saved it.
+            rank = 0 if has_global_packs(config.data.path) else replica.rank
             if resumed is not None and resumed[1] is not None:
                 train.save_apart(resumed[1])
 

@@ -15,7 +15,7 @@ _EXAMPLES = """\b
 Examples:
   energon-packing ledger run/ledger
   energon-packing ledger run/ledger --json
-  energon-packing ledger run/ledger --release chat-17
+  energon-packing ledger run/ledger --release chat-17@data/packed
 
 Exit code 1 if a sample came more often than the data were read.
 """
@@ -30,7 +30,8 @@ def ledger(ctx: click.Context, directory: Path, keys: tuple[str, ...], as_json: 
     """Merge the ledger in DIR (packing.ledger): samples emitted, dropped by reason and data set, and duplicates.
 
     Packs that were made again after a restart count once. A run may be running; its last packs are made ahead of use.
-    Samples in quarantine are listed: `energon-packing explain KEY DATASET` decodes one again, --release lets it go.
+    Samples in quarantine are listed: `energon-packing explain KEY DATASET` decodes one again,
+    --release KEY@DATASET lets it go, and --release KEY those of all data sets.
     """
     from energon_packing.ledger import merged, release
 

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import itertools
+import hashlib
 import os
 import pkgutil
 import sys
@@ -13,6 +13,7 @@ import time
 import warnings
 import weakref
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -34,13 +35,12 @@ from energon_packing.energon.samples import Pack, shares_of
 from energon_packing.energon.states import check_fingerprint, copied, save_shallowly, settings_of, tell_of_accepted
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.energon.workers import answered, in_sentences, in_workers
-from energon_packing.errors import ConfigError, PackingError, UserError, be_patient, patience, read_again
+from energon_packing.errors import ConfigError, PackingError, UserError, be_patient, read_again
 from energon_packing.ledger import DropBudgetExceeded, LedgerLock, NothingToPack
 from energon_packing.packing.statistics import PackStatistics
 from energon_packing.trust import trusting
 
-_BUILT = itertools.count()
-"""Loaders built in this process so far."""
+_PLACES: Counter[str] = Counter()  # loaders of this process in the ranks' store, by what all ranks know of them
 
 
 class LoaderBase(ABC):
@@ -52,6 +52,7 @@ class LoaderBase(ABC):
         agree: reaches the other ranks for ``epoch_end``; None uses ``torch.distributed``.
         group: process group of the data-parallel ranks for ``epoch_end``; None is the default group.
         capacity: tokens of a full pack for `statistics`, such as `PackingTaskEncoder.capacity`.
+        patience: ``data.storage_patience``.
         shares: of the readers of this rank, which learn about once a second what the other ranks have read and dropped.
 
     Attributes:
@@ -73,12 +74,12 @@ class LoaderBase(ABC):
         agree: Agree | None = None,
         group: Any = None,
         capacity: int | None = None,
+        patience: float = 0.0,
         shares: Shares | None = None,
         lock: LedgerLock | None = None,
     ) -> None:
-        self._lock = lock
+        self._lock, self._patience = lock, patience
         self._frequent = FrequentDrops()
-        self._number = next(_BUILT)  # equal on all ranks, which build the same loaders
         self._together = epoch_end != "uneven" and world_size > 1
         if self._together and padding is None:
             raise ConfigError(f"epoch_end={epoch_end!r} needs padding, a function that makes an empty pack.")
@@ -115,7 +116,10 @@ class LoaderBase(ABC):
             packs = even_packs(
                 packs, self._epoch_end, agree, self._padding, report, rank=self._rank, resumed=self._resumed
             )
-        for pack in packs:
+        while True:
+            with be_patient(self._patience):
+                if (pack := next(packs, None)) is None:
+                    break
             report.emitted += len(pack.keys)
             report.packs += not self._together and not pack.padding
             if self._monitor is not None:
@@ -157,10 +161,11 @@ class LoaderBase(ABC):
             return
         self._shares.ranks[0] = self._world_size
         stop = threading.Event()
-        # Of ranks that read the same, one counts.
-        place, counts = f"energon_packing/{self._number}/shares", self._claim(f"shares of {self._rank}")
-        seconds = max(1.0, self._world_size / 500)  # one rank's store serves all
-        arguments = (self._shares, place, counts, functools.partial(stop.wait, seconds))
+        counts = self._claim(f"shares of {self._rank}")  # of ranks that read the same, one
+        store = getattr(distributed.distributed_c10d._get_default_store(), "underlying_store", None)
+        least = 60.0 if isinstance(store, distributed.FileStore) else 1.0  # which grows with each question
+        pause = functools.partial(stop.wait, max(least, self._world_size / 500))  # one rank's store serves all
+        arguments = (self._shares, f"{self._place}/shares", counts, pause, distributed.get_rank() == 0)
         thread = threading.Thread(target=pool_shares, args=arguments, name="drops of all ranks", daemon=True)
         thread.start()
         self._pooling = weakref.finalize(self, _end, stop, thread)  # before an interpreter that ends can stop it
@@ -174,11 +179,17 @@ class LoaderBase(ABC):
         """Whether no other rank has claimed the name; nobody waits, since the ranks' store does the counting."""
         if self._world_size == 1 or not (distributed.is_available() and distributed.is_initialized()):
             return True
-        store = distributed.distributed_c10d._get_default_store()
         try:
-            return int(store.add(f"energon_packing/{self._number}/{name}", 1)) == 1
+            return _added(self._place, {name: 1})[name] == 1
         except RuntimeError:  # the rank that holds the store has ended; told twice rather than not at all
             return True
+
+    @functools.cached_property
+    def _place(self) -> str:
+        """In the ranks' store: by what is the same on all ranks, whatever else they load, and the number of those."""
+        name = hashlib.sha256(repr(sorted(self.alike().items())).encode()).hexdigest()[:16]
+        _PLACES[name] += 1
+        return f"energon_packing/{name}-{_PLACES[name]}"
 
     def alike(self) -> dict[str, Any]:
         """What the loaders of all ranks must have the same: kind, settings, data, readers; no rank."""
@@ -248,27 +259,34 @@ class LoaderBase(ABC):
         them in page-locked memory; call before iterating."""
 
 
-def pool_shares(shares: Shares, place: str, counts: bool, over: Callable[[], bool]) -> None:
-    """Exchanges the numbers of a rank with the others by the ranks' store, in which nobody waits, until it is ``over``;
-    if the rank ``counts``, with its own."""
-    told, world = [0] * 4, weakref.ref(distributed.group.WORLD)
+def pool_shares(shares: Shares, place: str, counts: bool, over: Callable[[], bool], hosts: bool = False) -> None:
+    """Exchanges the numbers of a rank with the others by the ranks' store, in which nobody waits, until it is ``over``
+    here, or on the rank that ``hosts`` the store and soon ends; if the rank ``counts``, with its own."""
+    told, world, ranks = [0] * 4, weakref.ref(distributed.group.WORLD), shares.ranks[0]
     with contextlib.suppress(RuntimeError, ValueError):  # the rank that holds the store has ended
-        while not over() and distributed.is_initialized() and world() is distributed.group.WORLD:
+        left = _added(place, {"in": 1, "over": 0})["over"]
+        while (there := distributed.is_initialized() and world() is distributed.group.WORLD) and not (left or over()):
             own = shares.own()
-            pooled = _added(place, [counts * (now - before) for now, before in zip(own, told, strict=True)])
-            told = own
-            for at, number in pooled.items():
-                shares.others[at] = max(0, number - own[at])
-    shares.ranks[0] = 1  # a budget of its own from now on
-    for at in range(4):
-        shares.others[at] = 0
+            # Drops first: what is read meanwhile only makes their share smaller.
+            new = {str(at): counts * (own[at] - told[at]) for at in (1, 0, 3, 2)} | {"over": 0, "in": 0}
+            told, pooled = own, _added(place, new)
+            left, shares.ranks[0] = pooled["over"], min(ranks, pooled["in"])
+            for at in range(4):
+                shares.others[at] = max(0, pooled[str(at)] - own[at])
+        if there:
+            within, tries = _added(place, {"over": int(hosts), "in": -1})["in"], 40 * hosts
+            while within and tries:  # torch prints a trace on each rank that asks a store which is gone
+                time.sleep(0.1)
+                within, tries = _added(place, {"in": 0})["in"], tries - 1
+            for name in () if within else ("in", "over", *"0123"):
+                distributed.distributed_c10d._get_default_store().delete_key(f"{place}/{name}")
+    shares.others[:], shares.ranks[0] = memoryview(bytes(32)).cast("q"), 1  # a budget of its own from now on
 
 
-def _added(place: str, new: Sequence[int]) -> dict[int, int]:
-    """All ranks' numbers, with what is new of this one. Nobody keeps the store, hence its port, between two calls."""
+def _added(place: str, new: Mapping[str, int]) -> dict[str, int]:
+    """All ranks' numbers by name, with what is new of this one. Nobody keeps the store, hence its port."""
     store = distributed.distributed_c10d._get_default_store()
-    # Drops first: what is read at the same time only makes their share smaller.
-    return {at: int(store.add(f"{place}/{at}", new[at])) for at in (1, 0, 3, 2)}
+    return {name: int(store.add(f"{place}/{name}", more)) for name, more in new.items()}
 
 
 def _end(stop: threading.Event, thread: threading.Thread) -> None:
@@ -334,9 +352,9 @@ class PackLoader(LoaderBase):
                 # Each worker keeps its last ones: for the packs in its queue, and for those that were read ahead.
                 n_checkpoints=prefetch * max(own.num_workers, 1) + 2 + ahead,
                 prefetch_factor=prefetch,
-                watchdog_timeout_seconds=300 + patience(),
+                watchdog_timeout_seconds=300 + self._patience,
                 # The first fill of the window, or a restore, counts as one.
-                watchdog_initial_timeout_seconds=900 + patience(),
+                watchdog_initial_timeout_seconds=900 + self._patience,
             )
         if isinstance(self._loader.dataset, SavableDatasetWrapper):
             self._loader.dataset.__class__ = _WholePacks
@@ -383,7 +401,8 @@ class PackLoader(LoaderBase):
     def _state_of(self, loader: Any) -> dict[str, Any]:
         own = None
         if loader is not None:
-            own = answered(functools.partial(_state_of_rank, loader), getattr(loader._iterator, "_workers", ()))
+            workers = getattr(loader._iterator, "_workers", ())
+            own = answered(functools.partial(_state_of_rank, loader, self._patience), workers)
             if not loader.num_workers:  # Energon hands out lists that it goes on using
                 own = copied(own)
         return {"format": STATE_FORMAT, "fingerprint": dict(self._fingerprint), "loader": own}
@@ -459,20 +478,20 @@ class _WholePacks(SavableDatasetWrapper[Any]):
             super()._store_checkpoint(force)
 
 
-def _state_of_rank(loader: Any) -> Any:
+def _state_of_rank(loader: Any, patience: float) -> Any:
     """What Energon's ``save_state_rank`` returns once all workers have begun.
 
     A worker answers before that without a state, and with one pack more to skip than there is: Energon starts the
     thread that answers before it stores the worker's first state.
     """
-    until = time.monotonic() + _BEGUN_SECONDS + patience()
+    until = time.monotonic() + _BEGUN_SECONDS + patience
     while True:
         state = loader.save_state_rank()
         if not loader.num_workers or all(each.state is not None for each in state.worker_states):
             return state
         if time.monotonic() > until:
             raise UserError(
-                f"A worker has saved no state within {_BEGUN_SECONDS + patience():.0f} s of its start; the "
+                f"A worker has saved no state within {_BEGUN_SECONDS + patience:.0f} s of its start; the "
                 "next pack raises the error that it met. Go on from the last state that was saved before."
             )
         time.sleep(_BEGINNING_SECONDS)
@@ -513,7 +532,6 @@ def build_dataset(
     chosen = split or config.data.split
     if not config.data.path:
         raise ConfigError(NO_PATH)
-    be_patient(None)  # a data set that cannot be opened may have a wrong name
     pairs = read_again(config.data.path, lambda: known_pairs(config.data.path, chosen))
     pairs.check(config.data.path, config.packing.pairs)
     worker_config = WorkerConfig(
@@ -549,7 +567,6 @@ def build_dataset(
         ) from error
     finally:
         task_encoder.tells_end = False
-    be_patient(config.data.storage_patience)
     save_shallowly(dataset)
     guard_shards(dataset, go_on=len(task_encoder.cookers) == 1)
     return dataset
@@ -577,32 +594,34 @@ def build_loader(
     path = config.data.path
     if not path:  # before a processor is loaded
         raise ConfigError(NO_PATH)
-    if path.endswith(".parquet") or (Path(path) / "packed.json").is_file():
-        if refused := sorted({"batch_size", "packing_buffer_size", "sequence"} & arguments.keys()):
-            raise ConfigError(f"data.path {path} holds packs that are made already; leave out {', '.join(refused)}.")
-        given = {"task_encoder": task_encoder, "data_parallel_group": data_parallel_group, "agree": agree}
-        opened = pkgutil.resolve_name("energon_packing.offline.open_loader:open_loader")  # of a floor above
-        return cast(LoaderBase, opened(config, prefetch=prefetch, **given, **arguments))
-    if task_encoder is None:
-        data = dataclasses.replace(config.data, split=arguments.get("split") or config.data.split)
-        task_encoder = build_task_encoder(dataclasses.replace(config, data=data))
-    dataset = build_dataset(
-        config, task_encoder=task_encoder, data_parallel_group=data_parallel_group, tells_end=True, **arguments
-    )
-    return PackLoader(
-        dataset,
-        prefetch=prefetch,
-        epoch_end=config.data.epoch_end,
-        padding=task_encoder.padding_pack,
-        agree=agree,
-        group=data_parallel_group,
-        capacity=task_encoder.capacity,
-        lock=LedgerLock(config.packing.ledger, dataset.worker_config.rank),
-        keep_memory=config.data.keep_memory,
-        ahead=config.data.depth,
-        fingerprint=task_encoder.loader_fingerprint(dataset),
-        accept_changed=config.data.accept_changed,
-    )
+    with be_patient(config.data.storage_patience):
+        if path.endswith(".parquet") or read_again(path, (Path(path) / "packed.json").is_file):
+            if refused := sorted({"batch_size", "packing_buffer_size", "sequence"} & arguments.keys()):
+                raise ConfigError(f"data.path {path} has packs made already; leave out {', '.join(refused)}.")
+            given = {"task_encoder": task_encoder, "data_parallel_group": data_parallel_group, "agree": agree}
+            opened = pkgutil.resolve_name("energon_packing.offline.open_loader:open_loader")  # of a floor above
+            return cast(LoaderBase, opened(config, prefetch=prefetch, **given, **arguments))
+        if task_encoder is None:
+            data = dataclasses.replace(config.data, split=arguments.get("split") or config.data.split)
+            task_encoder = build_task_encoder(dataclasses.replace(config, data=data))
+        dataset = build_dataset(
+            config, task_encoder=task_encoder, data_parallel_group=data_parallel_group, tells_end=True, **arguments
+        )
+        return PackLoader(
+            dataset,
+            prefetch=prefetch,
+            epoch_end=config.data.epoch_end,
+            padding=task_encoder.padding_pack,
+            agree=agree,
+            group=data_parallel_group,
+            capacity=task_encoder.capacity,
+            lock=LedgerLock(config.packing.ledger, dataset.worker_config.rank),
+            keep_memory=config.data.keep_memory,
+            patience=config.data.storage_patience,
+            ahead=config.data.depth,
+            fingerprint=task_encoder.loader_fingerprint(dataset),
+            accept_changed=config.data.accept_changed,
+        )
 
 
 def build_task_encoder(

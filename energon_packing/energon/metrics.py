@@ -12,6 +12,7 @@ the private bytes of the rank's largest worker and decoding process::
      "total": {"packs": 640, ...}, "steps": [[604, 53120.0], ...], "memory": {"worker": 434110464, "decoder": 83886080}}
 """
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -403,7 +404,8 @@ class PackMetrics:
     def _write(self, *, ended: bool = False) -> None:
         if self._taken and not ended and not (self._looking and self._looking.is_alive()):
             self._looking = threading.Thread(target=self._look, name="memory of workers", daemon=True)
-            self._looking.start()
+            with contextlib.suppress(RuntimeError):  # no thread can be started, now or at the end of an interpreter
+                self._looking.start()
         entry = {
             **self._marks,
             "time": round(time.time(), 3),

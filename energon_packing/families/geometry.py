@@ -99,13 +99,17 @@ def shown_frames(
     The frames chosen, and no seconds, for any other video, and where ``video_times`` is ``processor``."""
     if not media.time_points or config.video_times == "processor":
         return chosen, ()
-    numbers, seconds = media.time_points[::2], media.time_points[1::2]
     wanted = np.asarray(chosen) / float(require(media.rate, media, "fps"))
-    # Seconds are rounded to thousandths.
-    shown = np.floor(np.interp(wanted + 0.001, seconds, numbers) + 1e-9).astype(int)
+    shown = frames_at(media.time_points, wanted)
     again = np.diff(shown, prepend=-1) == 0
-    own = np.where(again, wanted, np.interp(shown, numbers, seconds))
+    own = np.where(again, wanted, np.interp(shown, media.time_points[::2], media.time_points[1::2]))
     return tuple(shown.tolist()), tuple(own.tolist())
+
+
+def frames_at(points: tuple[float, ...], wanted: np.ndarray) -> np.ndarray:
+    """The frames, int64, that are on the screen at some seconds, by the `Media.time_points` of a video."""
+    # Seconds are rounded to thousandths.
+    return np.floor(np.interp(wanted + 0.001, points[1::2], points[::2]) + 1e-9).astype(np.int64)
 
 
 def sampled_frames(

@@ -261,7 +261,7 @@ class DecodingProcess:
         self._work, self._seconds = work, seconds
         self._child: _Child | None = None
         self._in_a_row = 0
-        self._busy = self._asked = False
+        self._busy = self._asked = self._again = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return DecodingProcess, (self._work, self._seconds)
@@ -290,10 +290,10 @@ class DecodingProcess:
             if error.reason not in (TIMEOUT, ENDED) or torch.cuda.is_initialized():
                 raise
             self.close()
-            self._in_a_row = max(0, self._in_a_row - 1)  # counts samples
+            self._in_a_row, self._again = max(0, self._in_a_row - 1), True  # counts samples
             return self._answer(request, read, names, in_child)
         finally:
-            self._busy = False
+            self._busy = self._again = False
 
     def _answer(self, request: Any, read: Read, names: Sequence[str], in_child: bool) -> dict[str, Any]:
         if not in_child or (self._child is None and torch.cuda.is_initialized()):
@@ -360,7 +360,7 @@ class DecodingProcess:
 
     def _ended(self, reason: str, detail: str) -> Exception:
         self._in_a_row += 1
-        if self._in_a_row < MOST_IN_A_ROW:
+        if self._in_a_row < MOST_IN_A_ROW or not (self._again or reason == CRASH):
             return SampleRejected(reason, detail)
         return UserError(
             f"{self._in_a_row} samples in a row ended the decoding process, the last one because {detail}. So many in "

@@ -11,7 +11,8 @@ import mmap
 import struct
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
@@ -236,7 +237,7 @@ class _Count(NamedTuple):
     first: Fraction | None  # seconds; None if the stream has no time stamps
     last: Fraction | None
     last_length: Fraction  # seconds that the last frame is shown; 0 if unknown
-    times: list[float]  # seconds of the frames, as they are shown
+    times: Any  # array of float64, seconds of the frames, as they are shown
 
 
 _MOST_DECODED, _DECODED_A_BYTE = 1 << 31, 1 << 20
@@ -265,7 +266,8 @@ class _Work:
 
 def _count(shown: Iterable[Any], what: str, work: _Work, size: tuple[int, int] | None = None) -> _Count:
     """Counts shown packets, or decoded frames (of ``size``), which is the only count that is right for every codec."""
-    frames, last, length, stamps, base = 0, -math.inf, 0, [], Fraction()
+    frames, last, length, base = 0, -math.inf, 0, Fraction()
+    stamps = array("q")
     for each in shown:
         work(frames, *(size or (0, 0)))
         if each.is_corrupt:
@@ -281,9 +283,10 @@ def _count(shown: Iterable[Any], what: str, work: _Work, size: tuple[int, int] |
         if stamp > last:  # most are: fractions, which are slow, are made of the last one only
             last, length, base = stamp, each.duration or 0, each.time_base
     if not stamps:
-        return _Count(frames, None, None, Fraction(), [])
-    times = [stamp * base.numerator / base.denominator for stamp in (stamps if size else sorted(stamps))]
-    return _Count(frames, min(stamps) * base, max(stamps) * base, length * base, times)
+        return _Count(frames, None, None, Fraction(), array("d"))
+    times = array("d", (stamp * base.numerator / base.denominator for stamp in stamps))
+    first, latest = min(stamps) * base, max(stamps) * base
+    return _Count(frames, first, latest, length * base, times if size else np.sort(times))
 
 
 def _rate(count: _Count, stated: Fraction | None) -> Fraction | None:
@@ -305,22 +308,23 @@ _EVEN = 0.1
 """Seconds, and frames, that a frame of an even video may be off its place; numbers and seconds of `time_points`."""
 
 
-def _time_points(times: Sequence[float], frames: int, rate: Fraction) -> tuple[float, ...]:
-    """Times as `Media.time_points`, right to a hundredth of a second, or to what `MOST_POINTS` allow. Empty where each
-    frame is within `_EVEN`, or within a frame, of its number divided by the rate, and where times are missing or
-    mixed up."""
-    seconds = np.asarray(times, dtype=np.float64) - (times[0] if times else 0.0)
+def _time_points(times: Any, frames: int, rate: Fraction, work: Callable[..., None]) -> tuple[float, ...]:
+    """Times as `Media.time_points`, right to a hundredth of a second, or as `MOST_POINTS` allow (a 240th of the film).
+    Empty where each frame is within `_EVEN`, or within a frame, of its number divided by the rate, and where times are
+    missing or mixed up."""
+    seconds = np.asarray(times, dtype=np.float64) - (times[0] if len(times) else 0.0)
     if len(times) != frames or (np.diff(seconds) < 0).any():
         return ()
     if np.abs(seconds - np.arange(frames) / float(rate)).max() <= max(_EVEN, 1 / float(rate)):
         return ()
     tolerance = 0.01
-    while len(corners := _corners(seconds.tolist(), tolerance)) > MOST_POINTS:
+    while len(corners := _corners(memoryview(seconds), tolerance)) > MOST_POINTS:
         tolerance *= 2
+        work(frames, 0, 0)  # its deadline
     return tuple(part for at in corners for part in (at, round(float(seconds[at]), 3)))
 
 
-def _corners(seconds: Sequence[float], tolerance: float) -> list[int]:
+def _corners(seconds: memoryview, tolerance: float) -> list[int]:
     """The frames between which straight lines pass all others within a tolerance, in one pass."""
     corners, low, high = [0], -math.inf, math.inf  # slopes of lines from the last corner that pass all frames since
     for at, second in enumerate(seconds[1:], start=1):
@@ -479,7 +483,7 @@ def _probe_video(file: BinaryIO, max_pixels: int, decode: bool) -> VideoInfo:
     if not rate:
         raise SampleRejected("corrupt_media", "the video has neither time stamps nor a frame rate")
     width, height = (size[1], size[0]) if turned else size
-    points = _time_points(count.times, count.frames, rate)
+    points = _time_points(count.times, count.frames, rate, work)
     duration = float(count.frames / rate)
     return VideoInfo(width, height, count.frames, float(rate), duration, *size, container_name, points)
 

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from energon_packing.errors import read_again
+
 PLAN_SUFFIX = ".parquet"
 PACKED_FILE = "packed.json"
 
@@ -13,7 +15,7 @@ def is_plan(path: str | Path) -> bool:
 
 def is_packed(path: str | Path) -> bool:
     """Whether the path names a packed directory, complete or not."""
-    return (Path(path) / PACKED_FILE).is_file()
+    return read_again(path, (Path(path) / PACKED_FILE).is_file)
 
 
 def has_global_packs(path: str | Path) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from energon_packing.errors import UserError
+from energon_packing.errors import UserError, read_again
 from energon_packing.line_file import lock
 
 MOST_BYTES = 1 << 30
@@ -121,9 +121,9 @@ def read_json(file: Path, kind: Any, *, version: int, what: str, remedy: str) ->
     Raises UserError: it is missing, damaged, or of another version.
     """
     try:
-        if file.stat().st_size > MOST_BYTES:
+        if read_again(file, file.stat).st_size > MOST_BYTES:
             raise ValueError("it is too large")
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(read_again(file, file.read_bytes))
     except FileNotFoundError as error:
         raise UserError(
             f"{file.parent} is not {what} (it has no {file.name}); make one with 'energon-packing {remedy}'"
@@ -141,7 +141,8 @@ def read_json(file: Path, kind: Any, *, version: int, what: str, remedy: str) ->
 def read_metadata(path: Path) -> dict[str, Any] | None:
     """Our metadata of a file; None if the file is missing, damaged or not ours."""
     try:
-        value = json.loads((pq.read_schema(path).metadata or {})[METADATA])
+        with read_again(path, lambda: path.open("rb")) as file:
+            value = json.loads((pq.read_schema(file).metadata or {})[METADATA])
     except (OSError, KeyError, ValueError, pa.ArrowException):
         return None
     return value if isinstance(value, dict) else None

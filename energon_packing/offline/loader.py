@@ -15,7 +15,7 @@ from energon_packing.energon.loader import LoaderBase
 from energon_packing.energon.samples import Pack
 from energon_packing.energon.states import check_fingerprint, tell_of_accepted
 from energon_packing.energon.workers import in_workers
-from energon_packing.errors import ConfigError, PackingError, UserError, be_patient
+from energon_packing.errors import ConfigError, PackingError, UserError
 from energon_packing.ledger import LedgerLock
 from energon_packing.offline.files import differing
 from energon_packing.offline.index import differing_lengths, pair_counts
@@ -232,7 +232,6 @@ def loader_of(
         )
     encoder = kind.task_encoder(config) if task_encoder is None else task_encoder
     check_plan(plan, config, encoder, split, free)
-    be_patient(config.data.storage_patience)
     return PlannedLoader(
         packs_of(encoder, rank),
         rank=rank,
@@ -243,6 +242,7 @@ def loader_of(
         unfinished=too_short(plan),
         evaluation=evaluation,
         keep_memory=config.data.keep_memory,
+        patience=config.data.storage_patience,
         fingerprint=plan_fingerprint(plan, encoder),
         accept_changed=config.data.accept_changed,
         epoch_end=config.data.epoch_end,

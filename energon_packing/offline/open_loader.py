@@ -27,7 +27,7 @@ from energon_packing.energon.metrics import PackMetrics
 from energon_packing.energon.replica import Facts, Replica
 from energon_packing.energon.samples import MeasuredSample, Pack, account_for, data_of
 from energon_packing.energon.window import render_or_drop
-from energon_packing.errors import ConfigError, UserError
+from energon_packing.errors import ConfigError, UserError, be_patient
 from energon_packing.ledger import Ledger, LedgerLock
 from energon_packing.offline.data_paths import has_global_packs, is_packed, is_plan
 from energon_packing.offline.loader import PlannedLoader, planned_loader, too_short
@@ -53,17 +53,18 @@ def open_loader(config: AnyRun, *, evaluation: int | None = None, **arguments: A
         UserError: nothing is there, or it cannot be read.
         ConfigError: a setting that cannot work, or does not suit the plan.
     """
-    if evaluation is not None:
-        data = replace(config.data, repeat=True, epoch_end="uneven")  # its own number of packs ends an evaluation
-        config = replace(config, data=data)
-        if not has_global_packs(data.path):
-            return evaluation_loader(config, evaluation, **arguments)
-        arguments["evaluation"] = evaluation
-    if is_plan(config.data.path):
-        return planned_loader(config, **arguments)
-    if is_packed(config.data.path):
-        return packed_loader(config, **arguments)
-    return cast(LoaderBase, kind_of_config(config).build_loader(config, **arguments))
+    with be_patient(config.data.storage_patience):
+        if evaluation is not None:
+            data = replace(config.data, repeat=True, epoch_end="uneven")  # its own number of packs ends an evaluation
+            config = replace(config, data=data)
+            if not has_global_packs(data.path):
+                return evaluation_loader(config, evaluation, **arguments)
+            arguments["evaluation"] = evaluation
+        if is_plan(config.data.path):
+            return planned_loader(config, **arguments)
+        if is_packed(config.data.path):
+            return packed_loader(config, **arguments)
+        return cast(LoaderBase, kind_of_config(config).build_loader(config, **arguments))
 
 
 def open_together(
@@ -93,7 +94,8 @@ def open_together(
     path, part = config.data.path, split or config.data.split
     if split is not None:
         arguments["split"] = split
-    identity = replica.told(lambda: {} if has_global_packs(path) else identity_of(path, part))
+    with be_patient(config.data.storage_patience):
+        identity = replica.told(lambda: {} if has_global_packs(path) else identity_of(path, part))
 
     @functools.cache
     def own_loader() -> LoaderBase:
@@ -362,6 +364,7 @@ def evaluation_loader(
         prefetch=prefetch,
         evaluation=packs,
         keep_memory=data.keep_memory,
+        patience=data.storage_patience,
         fingerprint={**encoder.fingerprint(), "packs of the evaluation": made.identity},
         capacity=encoder.capacity,
         lock=LedgerLock(config.packing.ledger, rank),

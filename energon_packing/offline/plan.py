@@ -200,7 +200,7 @@ class Plan:
         """Reads the metadata only. Raises UserError: the file is missing, damaged, no plan, or of another version."""
         check_local("the plan", path)
         file = Path(path)
-        if not file.is_file():
+        if not read_again(file, file.is_file):
             raise UserError(f"There is no plan {file}; make one with 'energon-packing plan'.")
         metadata = read_metadata(file)
         if metadata is None or metadata.get("format") != FORMAT or "epoch_ends" not in metadata:

@@ -16,7 +16,6 @@ The files may come from elsewhere, so nothing is believed before it is checked.
 import hashlib
 import json
 import math
-import mmap
 import os
 import zlib
 from collections.abc import Mapping
@@ -97,8 +96,6 @@ def _aligned(offset: int) -> int:
 
 MAGIC = b"epacks02"
 _TAIL = 8 + 32 + 8
-_MAPPED = 4 << 20
-"""Records of this many bytes are mapped instead of read: their pixels are then copied once, not twice."""
 _CHUNK = 8 << 20
 CHECKED = 1 << 20
 """Bytes of a record that are compared with its checksum whenever it is read: all but pixels, which `verify` reads. One
@@ -196,12 +193,7 @@ class ShardFile:
         begin, end = int(self._places[number]), int(self._places[number + 1])
 
         def read() -> memoryview:
-            if end - begin >= _MAPPED:
-                first = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-                mapping = mmap.mmap(self._open(), end - first, mmap.MAP_PRIVATE, offset=first)
-                mapping.madvise(mmap.MADV_WILLNEED)
-                return memoryview(mapping)[begin - first :]
-            left = buffer = memoryview(bytearray(end - begin))
+            left = buffer = memoryview(np.empty(end - begin, np.uint8))  # a mapping's page may end the process (SIGBUS)
             while left and (some := os.preadv(self._open(), [left], end - len(left))):
                 left = left[some:]
             if left:
@@ -210,7 +202,7 @@ class ShardFile:
 
         try:
             return read_again(self.path, read, self.close)
-        except (OSError, ValueError) as error:  # a file that is shorter than a mapping is a ValueError
+        except (OSError, ValueError) as error:
             said = getattr(error, "strerror", None) or error
             raise UserError(f"{self.path} cannot be read ({said}); put it back as it was") from error
 

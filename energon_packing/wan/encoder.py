@@ -19,6 +19,7 @@ from energon_packing.config.setting import newer_and_unset
 from energon_packing.conversation import Media
 from energon_packing.energon.states import settings_of
 from energon_packing.errors import ConfigError, PackingError, SampleRejected
+from energon_packing.families.geometry import frames_at
 from energon_packing.media.decoding_process import DecodingProcess
 from energon_packing.media.image import decode_image
 from energon_packing.media.video import decode_frames
@@ -54,8 +55,9 @@ def plan_clip(
     config: TextToVideoConfig,
     temporal_stride: int,
     spatial_stride: int,
+    points: tuple[float, ...] = (),
 ) -> ClipPlan:
-    """Returns the plan of a clip of ``frames`` frames of ``width`` x ``height`` pixels as displayed.
+    """Returns the plan of a clip of ``frames`` frames (at ``points``) of ``width`` x ``height`` pixels as displayed.
 
     Raises:
         SampleRejected: ``too_short`` or ``too_small`` if the clip does not fill a single patch.
@@ -76,7 +78,7 @@ def plan_clip(
         steps = np.floor(steps * (available - 1) / (count - 1))
     else:
         steps += (available - count) // 2
-    indices = np.floor(steps * (fps / wanted) + 1e-9).astype(np.int64)
+    indices = frames_at(points, steps / wanted) if points else np.floor(steps * (fps / wanted) + 1e-9).astype(np.int64)
     multiples = (spatial_stride * patch_height, spatial_stride * patch_width)
     if config.frame_size is None:
         new_height, new_width = resized(width, height, max_pixels=config.max_pixels, multiples=multiples)
@@ -283,6 +285,7 @@ class TextToVideoEncoder:
             config=self.config,
             temporal_stride=self.latent_encoder.temporal_stride,
             spatial_stride=self.latent_encoder.spatial_stride,
+            points=() if self.config.fps is None else video.time_points,  # else all frames are taken
         )
 
     def _other_frames(self, video: Media, plan: ClipPlan) -> tuple[tuple[str, str], ...]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from energon_packing.conversation import Media
+from energon_packing.conversation import Media, media_of
 from energon_packing.errors import SampleRejected
 from energon_packing.stored_record import StoredRecord
 
@@ -24,7 +24,7 @@ AXES: Mapping[TensorRole, int] = {"latents": 4, "context": 2}
 _RECORD = StoredRecord("text-to-video sample")
 _RECORD_FIELDS = {"version", "kind", "caption", "video", "latents", "context", "metadata"}
 _CLIP_FIELDS = {
-    "video": ("name", "width", "height", "frames", "fps", "duration"),
+    "video": ("name", "width", "height", "frames", "fps", "duration", "time_points"),
     "image": ("name", "width", "height", "kind"),
 }
 
@@ -89,9 +89,10 @@ class TextToVideo:
 
     def to_record(self) -> dict[str, Any]:
         """Returns the JSON form that is stored in the data set; `from_record` reads it back unchanged."""
+        clip = {} if self.video is None else self.video.to_record()
         parts = {
             "caption": self.caption,
-            "video": self.video and {name: getattr(self.video, name) for name in _CLIP_FIELDS[self.video.kind]},
+            "video": self.video and {name: clip[name] for name in _CLIP_FIELDS[self.video.kind] if name in clip},
             "latents": self.latents and self.latents.to_record(),
             "context": self.context and self.context.to_record(),
             "metadata": dict(self.metadata) or None,
@@ -129,11 +130,7 @@ class TextToVideo:
 def _read_clip(value: Any) -> Media:
     kind: Any = "image" if isinstance(value, dict) and value.get("kind") == "image" else "video"
     _RECORD.check_keys(value, set(_CLIP_FIELDS[kind]), "the video")
-    _RECORD.check_name(value.get("name"), "video", "the video")
-    for what in _CLIP_FIELDS[kind][1:]:
-        if what != "kind":
-            _RECORD.check_number(value.get(what), f"{what} of the video", whole=what not in ("fps", "duration"))
-    return Media(**{**value, "kind": kind})
+    return media_of({**value, "kind": kind})
 
 
 def _read_tensor(value: Any, role: TensorRole) -> StoredTensor:

@@ -191,14 +191,17 @@ def test_an_index_knows_the_modality_of_what_was_dropped(rare: Path, tmp_path: P
 
 
 def test_of_all_ranks_the_first_one_tells(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        loader_module, "_BUILT", itertools.repeat(0)
-    )  # each rank is a process, and these its first loaders
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
-        loaders = [build_loader(run_of(texts), rank=rank, world_size=2) for rank in range(2)]
+        loaders = []
+        for rank in range(2):  # each is a process, and this its first loader of these data, whatever else it loads
+            monkeypatch.setattr(loader_module, "_PLACES", Counter())
+            if rank:
+                others = run_of(texts, data={"seed": 7})
+                assert build_loader(others, rank=rank, world_size=2)._place != loaders[0]._place
+            loaders.append(build_loader(run_of(texts), rank=rank, world_size=2))
+            assert loaders[rank]._place == loaders[0]._place
         assert len(told_by(lambda: [take(loader, 240) for loader in loaders])) == 1
-        monkeypatch.setattr(loader_module, "_BUILT", itertools.repeat(1))
         second = build_loader(run_of(texts), rank=0, world_size=2)
         assert len(told_by(lambda: take(second, 240))) == 1, "another loader of the same data tells too"
     finally:

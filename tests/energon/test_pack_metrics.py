@@ -175,6 +175,16 @@ def test_a_full_disk_is_one_warning_however_many_lines_are_lost(tmp_path):
     ]
 
 
+def test_a_process_that_can_start_no_thread_writes_its_lines(tmp_path, monkeypatch):
+    def fail(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(metrics_module.threading.Thread, "start", fail)
+    packs = [made_pack(random.Random(seed)) for seed in range(4)]
+    assert list(watched(packs, MetricsConfig(directory=str(tmp_path), interval=1), capacity=CAPACITY)) == packs
+    assert [line["total"]["packs"] for line in lines_of(tmp_path)] == [0, 1, 2, 3, 4, 4]
+
+
 def test_a_forked_process_that_ends_does_not_end_the_run(tmp_path):
     metrics = PackMetrics(MetricsConfig(directory=str(tmp_path)), capacity=CAPACITY)
     child = os.fork()

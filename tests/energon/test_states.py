@@ -33,7 +33,7 @@ from energon_packing.energon import window
 from energon_packing.energon.data_identity import data_identity
 from energon_packing.energon.loader import build_loader
 from energon_packing.energon.states import read_state
-from energon_packing.errors import ConfigError, UserError, be_patient
+from energon_packing.errors import ConfigError, UserError
 
 
 def config_of(run_config: Any, path: Path | None = None, **data: Any) -> Any:
@@ -153,7 +153,7 @@ def test_a_loader_that_an_error_ended_in_this_process_gives_no_state(run_config,
 def test_a_worker_that_never_stores_a_state_is_an_error_and_no_wait(run_config, monkeypatch):
     monkeypatch.setattr(loader_module, "_BEGUN_SECONDS", 0.2)
     loader = build_loader(config_of(run_config, workers=1))
-    be_patient(None)
+    loader._patience = 0.0
     next(iter(loader))
     asked = loader._loader.save_state_rank
     nothing = dataclasses.replace(asked().worker_states[0], state=None)

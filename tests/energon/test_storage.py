@@ -1,6 +1,8 @@
 """A storage that goes away for a while costs time and no sample; one that stays away ends the run with a sentence."""
 
+import builtins
 import errno
+import io
 import itertools
 import json
 import os
@@ -134,6 +136,41 @@ def test_waiting_is_no_decoding(run_config, monkeypatch):
     monkeypatch.setattr(DecodingProcess, "close", lambda process: again.append(process))
     assert [pack.keys for pack in build_loader(config)] == plain
     assert not again
+
+
+def test_each_of_two_loaders_waits_by_its_own_patience(run_config, monkeypatch):
+    long, short = (run_config(data={"storage_patience": seconds}, drop_budget=1.0) for seconds in (900.0, 30.0))
+    plain = content(build_loader(long))
+    loaders = build_loader(long), build_loader(short)
+    storage = Storage(monkeypatch, [PLACES["media"]], of_number(errno.EIO), after=1, seconds=60)
+    with pytest.raises(StoreAway, match="could not be read for 30 s"):
+        list(loaders[1])
+    storage.reads = 0
+    assert content(loaders[0]) == plain
+    assert sum(storage.pauses) >= 30 + 60
+
+
+def test_a_run_that_begins_while_its_storage_is_away_waits_and_one_with_a_wrong_name_does_not(
+    run_config, dataset, monkeypatch, capfd, tmp_path
+):
+    plain = content(build_loader(run_config()))
+    storage = Storage(monkeypatch, [], of_number(errno.ESTALE), after=1, seconds=60)
+    opened = open
+    failing = storage.failing(opened)
+
+    def fails(file, *given, **named):
+        return (failing if str(file).startswith(str(dataset)) else opened)(file, *given, **named)
+
+    monkeypatch.setattr(builtins, "open", fails)
+    monkeypatch.setattr(io, "open", fails)
+    assert content(build_loader(run_config())) == plain
+    assert 60 <= sum(storage.pauses) <= 60 + errors.LATER_PAUSE
+    assert "waiting up to 300 s" in capfd.readouterr().err
+    storage.pauses.clear()
+    for wrong in ("nowhere/nothing", "nothing.parquet"):
+        with pytest.raises(UserError, match="nothing"):
+            build_loader(run_config(data={"path": str(tmp_path / wrong)}))
+    assert not storage.pauses
 
 
 def test_a_file_that_is_gone_is_gone_and_a_directory_that_is_gone_is_waited_for(dataset, tmp_path, monkeypatch):

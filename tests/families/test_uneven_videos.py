@@ -6,9 +6,13 @@ The times are those that PyAV reads of every frame; transformers compute as if a
 import io
 import json
 import re
+import tracemalloc
+from collections.abc import Iterator
 from fractions import Fraction
 from functools import cache
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import av
 import numpy as np
@@ -24,6 +28,7 @@ from whole_sample import encoder
 
 from energon_packing.conversation import Conversation, Media
 from energon_packing.encoders.decoding import decode_media
+from energon_packing.errors import SampleRejected
 from energon_packing.families.geometry import shown_frames
 from energon_packing.media import probe
 from energon_packing.media.probe import media_file, probe_video
@@ -186,24 +191,58 @@ def test_a_clip_of_a_constant_rate_has_no_times(tmp_path, container: str, rate: 
 def test_any_times_are_noted_to_a_hundredth_of_a_second_or_are_even(steps: list[float]) -> None:
     times = np.cumsum([3.0, *steps])
     frames, rate = len(times), len(times) / Fraction(times[-1] - 3 + 1 / 30)
-    points = probe._time_points(times.tolist(), frames, rate)
+    points = probe._time_points(times, frames, rate, probe._Work(0))
     off = np.abs(times - 3 - np.arange(frames) / float(rate)).max() / max(0.1, 1 / float(rate))
     assert bool(points) == (off > 1) or abs(off - 1) < 1e-6
     if points:
         assert np.interp(range(frames), points[::2], points[1::2]) == pytest.approx(times - 3, abs=0.011)
 
 
-def test_times_of_a_long_film_take_a_bounded_place() -> None:
-    times = np.cumsum(np.random.default_rng(0).exponential(0.2, 20_000))
-    points = probe._time_points(times.tolist(), len(times), len(times) / Fraction(times[-1]))
-    assert 500 < len(points) <= 2000
+RANDOM = np.cumsum(np.random.default_rng(0).exponential(0.2, 20_000))
+UNEVEN = {
+    "random": (RANDOM, 1.3),
+    "steps": (np.repeat(np.cumsum(np.random.default_rng(1).exponential(2.0, 3000)), 7), None),
+    "bursts": (np.cumsum(np.where(np.random.default_rng(2).random(20_000) < 0.1, 2.0, 0.0)), None),
+}
+
+
+@pytest.mark.parametrize("kind", UNEVEN)
+def test_times_of_a_long_film_take_a_bounded_place_and_are_off_by_a_bounded_time(kind: str) -> None:
+    times, most = UNEVEN[kind]
+    points = probe._time_points(times, len(times), len(times) / Fraction(times[-1]), probe._Work(0))
+    assert 300 < len(points) <= 2000
     off = np.abs(np.interp(range(len(times)), points[::2], points[1::2]) - (times - times[0])).max()
-    assert 0.1 < off < 1.5  # of more than an hour
+    assert 0.1 < off < (most or times[-1] / 240)  # of more than an hour
+
+
+def test_times_of_a_long_film_are_noted_within_the_time_that_its_file_may_take() -> None:
+    late = probe._Work(0)
+    late._deadline = 0.0
+    with pytest.raises(SampleRejected, match="decode_timeout: frame 20000 was not decoded within 60 seconds"):
+        probe._time_points(RANDOM, len(RANDOM), len(RANDOM) / Fraction(RANDOM[-1]), late)
+
+
+def test_a_frame_of_a_long_film_takes_the_memory_of_a_number() -> None:
+    packet = SimpleNamespace(is_corrupt=False, time_base=Fraction(1, 100), duration=1, pts=0)
+
+    def film(frames: int) -> Iterator[Any]:
+        for packet.pts in range(frames):
+            yield packet
+
+    tracemalloc.start()
+    try:
+        count = probe._count(film(50_000), "packet", probe._Work(0))
+        (_, most) = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (count.frames, count.times[-1]) == (50_000, 499.99)
+    assert most < 25 * count.frames
 
 
 def test_times_that_are_missing_or_mixed_up_are_not_noted() -> None:
     times = [0.0, 0.1, 0.2, 30.0, 60.0]
-    assert probe._time_points(times, 5, Fraction(1, 12))
-    assert probe._time_points(times, 6, Fraction(1, 12)) == ()
-    assert probe._time_points([0.0, 0.2, 0.1, 30.0, 60.0], 5, Fraction(1, 12)) == ()
-    assert probe._time_points([], 5, Fraction(1, 12)) == ()
+    work = probe._Work(0)
+    assert probe._time_points(times, 5, Fraction(1, 12), work)
+    assert probe._time_points(times, 6, Fraction(1, 12), work) == ()
+    assert probe._time_points([0.0, 0.2, 0.1, 30.0, 60.0], 5, Fraction(1, 12), work) == ()
+    assert probe._time_points([], 5, Fraction(1, 12), work) == ()

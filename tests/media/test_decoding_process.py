@@ -196,6 +196,13 @@ def test_crashes_without_end_stop_the_run_with_a_sentence(process):
     assert set(reasons) == {ENDED}
 
 
+def test_the_last_sample_before_a_stop_is_tried_once_more_too(process, tmp_path):
+    for _ in range(MOST_IN_A_ROW - 1):
+        with pytest.raises(SampleRejected):
+            process("exit", read)
+    assert process(("killed", tmp_path / "once"), read, ("file",))["data"] == b"file"
+
+
 def test_one_good_sample_between_crashes_starts_the_count_anew(process):
     for _ in range(MOST_IN_A_ROW + 1):
         with pytest.raises(SampleRejected):

@@ -275,7 +275,7 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "energon/loader.py",
-                'answered(functools.partial(_state_of_rank, loader), getattr(loader._iterator, "_workers", ()))',
+                "answered(functools.partial(_state_of_rank, loader, self._patience), workers)",
                 "loader.save_state_rank()",
             ),
         ),

@@ -10,6 +10,8 @@ BUDGET_TRAPS: dict[int, str] = {
     57: "a half-written line of the ledger is joined to the next, or a key without UTF-8 ends the run",
     68: "a default limit made for one policy drops ordinary visual question answering, and nobody is told",
     194: "the drop budget counts each reader by itself, or forgives what is bad now for what was good long ago",
+    204: "drops of ranks are mixed where one loads more than another, stay in their store, or end it with a trace",
+    205: "counts of two spans or samples of two data sets are mixed, or the counting ends a run",
     195: "a sample that is dropped while a state is restored is in no report",
     196: "a ledger counts readers of an earlier run in the same place, or packs of a state that nobody went on from",
 }
@@ -181,7 +183,7 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         name="every rank tells the same",
         test=FREQUENT + "test_of_all_ranks_the_first_one_tells",
         oracle="the warnings of two ranks, counted",
-        edits=(("energon/loader.py", '{self._number}/{name}", 1)) == 1', '{self._number}/{name}", 1)) >= 1'),),
+        edits=(("energon/loader.py", "{name: 1})[name] == 1", "{name: 1})[name] >= 1"),),
     ),
     Mutation(
         trap=57,
@@ -317,6 +319,73 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         test="tests/test_drop_budget.py::test_a_store_that_goes_bad_late_is_found_as_soon_by_any_number_of_readers",
         oracle="samples read until the stop",
         edits=(("drops.py", "((0, 1), (2, readers * stretch * (stretch + 1)))", "((0, 1),)"),),
+    ),
+    Mutation(
+        trap=204,
+        name="the numbers of a loader are in the ranks' store by how many loaders the process has built",
+        test=FREQUENT + "test_of_all_ranks_the_first_one_tells",
+        oracle="two ranks of which one loads more",
+        edits=(
+            ("energon/loader.py", "repr(sorted(self.alike().items())).encode()", 'b""'),
+            ("energon/loader.py", '{name}-{_PLACES[name]}"', '{_PLACES[name]}"'),
+        ),
+    ),
+    Mutation(
+        trap=204,
+        name="the rank with the store ends without a word",
+        test="tests/test_drop_budget.py::test_a_rank_that_outlives_the_first_one_goes_on_without_a_trace_of_the_store",
+        oracle="what torch prints",
+        edits=(("energon/loader.py", '{"over": int(hosts), "in": -1})["in"], 40 * hosts', '{"in": -1})["in"], 0'),),
+    ),
+    Mutation(
+        trap=204,
+        name="ranks that load something else count as far as those that load the same",
+        test="tests/test_drop_budget.py::"
+        "test_ranks_learn_the_drops_of_each_other_and_those_that_read_the_same_count_once",
+        oracle="the ranks that exchange numbers",
+        edits=(("energon/loader.py", 'min(ranks, pooled["in"])', "ranks"),),
+    ),
+    Mutation(
+        trap=204,
+        name="numbers stay in the ranks' store",
+        test="tests/test_drop_budget.py::"
+        "test_ranks_learn_the_drops_of_each_other_and_those_that_read_the_same_count_once",
+        oracle="the store's own count of its keys",
+        edits=(("energon/loader.py", '() if within else ("in",', '() if True else ("in",'),),
+    ),
+    Mutation(
+        trap=205,
+        name="the last samples of a plan are added up over its epochs",
+        test="tests/test_ledger_report.py::test_the_last_samples_of_a_plan_are_those_of_its_last_epochs",
+        oracle="the samples, counted by hand",
+        edits=(("ledger.py", "            report.shares[2:] = 0, 0\n", "            pass\n"),),
+    ),
+    Mutation(
+        trap=205,
+        name="what was dropped of late is told with the reasons since the beginning as its own",
+        test="tests/test_drop_budget.py::test_what_is_of_late_is_not_mixed_with_the_counts_since_the_beginning",
+        oracle="the reasons since the beginning",
+        edits=(("ledger.py", "{'since the beginning ' * late}", ""),),
+    ),
+    Mutation(
+        trap=205,
+        name="a sample is let out of quarantine in every data set that has one of its name",
+        test="tests/test_ledger_report.py::test_a_sample_of_one_data_set_is_released_and_its_namesake_stays",
+        oracle="the lines of the samples in quarantine",
+        edits=(
+            (
+                "ledger.py",
+                'if not {place[1], f"{place[1]}@{place[0]}"}.isdisjoint(keys)]',
+                'if place[1] in {key.rsplit("@", 1)[0] for key in keys} | {*keys}]',
+            ),
+        ),
+    ),
+    Mutation(
+        trap=205,
+        name="a thread that cannot be started ends the training that it counts for",
+        test="tests/energon/test_pack_metrics.py::test_a_process_that_can_start_no_thread_writes_its_lines",
+        oracle="the lines of a run",
+        edits=(("energon/metrics.py", "with contextlib.suppress(RuntimeError):", "if True:"),),
     ),
     Mutation(
         trap=195,

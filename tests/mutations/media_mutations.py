@@ -23,6 +23,7 @@ MEDIA_TRAPS = {
     174: "states and stored packs of clips are refused for what they do not depend on",
     198: "an image within our limit of pixels is refused for another one",
     199: "frames of a video of a variable rate are drawn or labelled at other times than they are shown",
+    206: "the times of a long film cost a conversion its memory, or time without end",
 }
 
 LABELS = "tests/encoders/test_encoder_labels.py::"
@@ -170,10 +171,32 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "families/geometry.py",
-                "np.floor(np.interp(wanted + 0.001, seconds, numbers) + 1e-9).astype(int)",
-                "np.asarray(chosen)",
+                "shown = frames_at(media.time_points, wanted)",
+                "shown = np.asarray(chosen)",
             ),
         ),
+    ),
+    Mutation(
+        trap=199,
+        name="frames of a clip for Wan are drawn by the average rate",
+        test="tests/wan/test_text_to_video_clip.py::"
+        "test_a_clip_of_a_variable_rate_shows_at_each_time_what_is_on_the_screen",
+        oracle="the times that PyAV reads",
+        edits=(("wan/encoder.py", "frames_at(points, steps / wanted) if points else", ""),),
+    ),
+    Mutation(
+        trap=206,
+        name="the times of a long film are noted however long that takes",
+        test=UNEVEN + "test_times_of_a_long_film_are_noted_within_the_time_that_its_file_may_take",
+        oracle="the clock",
+        edits=(("media/probe.py", "        work(frames, 0, 0)  # its deadline\n", ""),),
+    ),
+    Mutation(
+        trap=206,
+        name="the times of a long film are a list of Python's numbers",
+        test=UNEVEN + "test_a_frame_of_a_long_film_takes_the_memory_of_a_number",
+        oracle="Python's own account of its memory",
+        edits=(("media/probe.py", 'times = array("d")', "times = []"),),
     ),
     Mutation(
         trap=199,

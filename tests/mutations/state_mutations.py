@@ -34,6 +34,7 @@ STATE_TRAPS = {
     96: "a state after every pack costs more than the pack, because long lists are copied item by item",
     192: "a storage that pauses costs samples, or one that stays away is told as bad data",
     193: "an error of an object store's client is taken for one of the sample, or ends the run at once",
+    203: "how long a loader waits for its storage is decided by another loader, or not asked while it is opened",
 }
 
 STATE_MUTATIONS: tuple[Mutation, ...] = (
@@ -221,7 +222,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         name="a read gives a storage four tries in 2.1 s, and then its sample counts as bad",
         test=STORAGE + "test_a_storage_that_pauses_costs_no_sample_and_two_lines[ESTALE]",
         oracle="the packs of a storage that never failed",
-        edits=(("errors.py", "_patience if _is_away(error) else None", "None"),),
+        edits=(("errors.py", "_PATIENCE.get() if _is_away(error) else None", "None"),),
     ),
     Mutation(
         trap=192,
@@ -241,11 +242,54 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         ),
     ),
     Mutation(
+        trap=203,
+        name="the loader that was built last decides how long all of the process wait",
+        test=STORAGE + "test_each_of_two_loaders_waits_by_its_own_patience",
+        oracle="the packs of a storage that never failed",
+        edits=(
+            ("energon/loader.py", "            with be_patient(self._patience):\n", "            if True:\n"),
+            (
+                "energon/loader.py",
+                "    with be_patient(config.data.storage_patience):\n",
+                "    be_patient(config.data.storage_patience)\n    if True:\n",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=192,
+        name="a page of a large pack that cannot be read ends the worker",
+        test="tests/offline/test_planned_storage.py::"
+        "test_a_storage_that_goes_away_after_a_large_pack_was_read_does_not_end_the_process",
+        oracle="the kernel",
+        edits=(
+            (
+                "offline/shards.py",
+                "            left = buffer = memoryview(np.empty(end - begin, np.uint8))",
+                "            import mmap\n"
+                "            return memoryview(mmap.mmap(self._open(), end, mmap.MAP_PRIVATE))[begin:]",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=203,
+        name="a run that begins while its storage is away ends after 2.1 s",
+        test=STORAGE + "test_a_run_that_begins_while_its_storage_is_away_waits_and_one_with_a_wrong_name_does_not",
+        oracle="the packs of a storage that never failed",
+        edits=(("energon/loader.py", "with be_patient(config.data.storage_patience):", "with be_patient(None):"),),
+    ),
+    Mutation(
         trap=193,
         name="the client's error for a 503 is not tried again",
         test=STORAGE + "test_errors_of_other_libraries_become_the_system_s_and_others_stay",
         oracle="the client's own class",
         edits=(("errors.py", ' or type(error).__name__ == "RetryableError"', ""),),
+    ),
+    Mutation(
+        trap=191,
+        name="the eighth sample in a row has one try",
+        test=CHILD + "test_the_last_sample_before_a_stop_is_tried_once_more_too",
+        oracle="the bytes of the file",
+        edits=(("media/decoding_process.py", " or not (self._again or reason == CRASH)", ""),),
     ),
     Mutation(
         trap=190,
@@ -325,7 +369,13 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         name="a worker that has not begun is believed to have a pack to skip",
         test="tests/energon/test_loader.py::test_a_state_that_is_asked_for_while_a_worker_begins_continues_exactly",
         oracle="the run that was not interrupted",
-        edits=(("energon/loader.py", "functools.partial(_state_of_rank, loader)", "loader.save_state_rank"),),
+        edits=(
+            (
+                "energon/loader.py",
+                "functools.partial(_state_of_rank, loader, self._patience)",
+                "loader.save_state_rank",
+            ),
+        ),
     ),
     Mutation(
         trap=94,

@@ -3,9 +3,11 @@
 import dataclasses
 import errno
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
+from forking_python import quick_python
 from support.storage import Storage
 from test_planned_loader import digests, planned
 
@@ -40,3 +42,46 @@ def test_a_storage_that_pauses_changes_no_pack_and_one_that_stays_away_is_a_sent
         Storage(patch, places, away, seconds=1e9)
         with pytest.raises(StoreAway, match=r"could not be read for 300 s \(Stale file handle\)"):
             list(loader)
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        ("plan", (Path, "stat")),
+        ("plan", (Path, "open")),
+        ("packs", (Path, "stat")),
+        ("packs", (Path, "read_bytes")),
+    ],
+)
+def test_what_is_away_when_it_is_opened_is_waited_for(dataset, run_of, tmp_path, monkeypatch, capfd, kind, place):
+    config = planned(run_of(dataset, seq_length=1024), dataset, tmp_path)
+    if kind == "packs":
+        pack(PackConfig(plan=Path(config.data.path), out=tmp_path / "packed", workers=0))
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=str(tmp_path / "packed")))
+    storage = Storage(monkeypatch, [place], away, after=1, seconds=60)
+    open_loader(config)
+    assert storage.failed
+    assert sum(storage.pauses) >= 60
+    assert capfd.readouterr().err.count("waiting up to 300 s") == 1
+
+
+LARGE = """
+import os, sys
+from pathlib import Path
+import numpy as np
+from energon_packing.offline.shards import ShardFile, ShardWriter, from_bytes, to_bytes
+
+path, pixels = Path(sys.argv[1]), np.arange(2 << 20)
+with ShardWriter(path) as writer:
+    writer.add(to_bytes({}, {"pixels": pixels}))
+    writer.finish({"packs": 1})
+record = ShardFile(path).record(0)
+os.truncate(path, 4096)  # as pages that a store does not give
+print((from_bytes(record)[1]["pixels"] == pixels).all())
+"""
+
+
+def test_a_storage_that_goes_away_after_a_large_pack_was_read_does_not_end_the_process(tmp_path):
+    words = [quick_python(), "-c", LARGE, str(tmp_path / "shard")]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout) == (0, "True\n"), ended.stderr

@@ -1,17 +1,23 @@
 """Measured patches against the VAE, diffusers' pipeline and Bridge's own functions."""
 
+import io
+import json
 import sys
 from types import SimpleNamespace
 
+import av
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.bridge_wan import bridge_wan
+from support.media_files import clip_of
 
 from energon_packing.conversation import Media
 from energon_packing.energon.pack_bytes import field_digests, pack_from_bytes, pack_to_bytes
 from energon_packing.errors import ConfigError, SampleRejected
+from energon_packing.media.probe import media_file
 from energon_packing.wan.config import TextToVideoConfig
 from energon_packing.wan.encoder import TextToVideoEncoder, plan_clip, resize_frames
 from energon_packing.wan.models import T5CaptionEncoder, WanLatentEncoder
@@ -81,6 +87,38 @@ def test_sampling_keeps_the_speed_or_spreads_over_the_whole_clip():
     assert plan(9, 8.0, 64, 64).frame_indices.tolist() == list(range(9))
     with pytest.raises(SampleRejected, match="too_short"):
         plan(1, 16.0, 64, 64, patch=(2, 2, 2))
+
+
+def test_a_clip_of_a_variable_rate_shows_at_each_time_what_is_on_the_screen(pipeline, tmp_path):
+    """A screen of 40 seconds: 60 frames in the first two, then one or two in each second. The oracle: PyAV's times."""
+    late = np.sort(np.random.default_rng(3).choice(np.arange(220, 4000), 60, replace=False)).tolist()
+    times = [*(round(number * 10 / 3) for number in range(60)), *late]
+    data = clip_of((np.full((48, 64, 3), 40 + number, np.uint8) for number in range(len(times))), times)
+    (tmp_path / "screen.mp4").write_bytes(data)
+    with av.open(io.BytesIO(data)) as container:
+        frames = list(container.decode(video=0))
+    seconds = np.array([float((frame.pts - frames[0].pts) * frame.time_base) for frame in frames])
+    clip = media_file(tmp_path / "screen.mp4", "video")
+    record = TextToVideo(key="k", caption="a ball", video=clip).to_record()
+    read = TextToVideo.from_record("k", json.loads(json.dumps(record))).video
+    assert read == clip
+    before = json.loads(json.dumps(record))
+    del before["video"]["time_points"]  # as conversion wrote it until then
+    old = TextToVideo.from_record("k", before).video
+
+    def drawn(media, fps):
+        models = {"vae": str(pipeline), "text_encoder": str(pipeline), "latent_channels": 4, "text_width": 32}
+        return TextToVideoEncoder(TextToVideoConfig(**models, fps=fps))._plan(media).frame_indices
+
+    shown, even = drawn(read, 1.0), drawn(old, 1.0)
+    first = (int(clip.duration) - len(shown)) // 2
+    for wanted, frame in enumerate(shown.tolist(), start=first):
+        assert seconds[frame] <= wanted + 0.02
+        assert frame == len(seconds) - 1 or wanted - 0.02 < seconds[frame + 1]
+    assert shown.dtype == even.dtype == np.int64
+    assert len(shown) == len(even)
+    assert sum(seconds[shown] < 2) <= 2 < 10 < sum(seconds[even] < 2)
+    assert drawn(read, None).tolist() == drawn(old, None).tolist()  # all frames
 
 
 @pytest.mark.parametrize(

@@ -401,12 +401,9 @@ class Conversation:
 
     @classmethod
     def from_record(cls, key: str, record: Any) -> Self:
-        """Reads what `to_record` wrote.
-
-        Raises:
-            SampleRejected: ``bad_record`` if the JSON does not have that form, ``media_outside_root`` if a media name
-                is absolute or contains ``..``, and the reasons of `Conversation` itself.
-        """
+        """Reads what `to_record` wrote. Raises SampleRejected: ``bad_record`` if the JSON does not have that form,
+        ``media_outside_root`` if a media name is absolute or contains ``..``, and the reasons of `Conversation`
+        itself."""
         _RECORD.check_keys(record, RECORD_FIELDS, "the record")
         _RECORD.check_version(record, RECORD_VERSION)
         if not isinstance(source_id := record.get("id"), str | None):

@@ -99,11 +99,8 @@ THINKING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 def thinking_of(message: Mapping[str, Any], text: str, number: int) -> str | None:
     """The thinking of an assistant's message as the field holds it; None if there is none, or the text holds it too.
-
-    Raises:
-        SampleRejected: ``non_string_value`` if a field is not text, ``conflicting_thinking`` if two fields differ, if
-            the text holds other thinking, or if a field itself holds tags.
-    """
+    Raises SampleRejected: ``non_string_value`` if a field is not text, ``conflicting_thinking`` if two fields differ,
+    if the text holds other thinking, or if a field itself holds tags."""
     held = {name: message[name] for name in THINKING_FIELDS if message.get(name) is not None}
     for name, value in held.items():
         expect(value, str, "non_string_value", f"turn {number} has {name} that is", "text")

@@ -213,11 +213,8 @@ class ParsedRecord:
         return tuple(file for reference in self.references for file in reference.files)
 
     def record(self, key: str, names: Sequence[str], files: Sequence[MediaFile]) -> dict[str, Any]:
-        """The JSON form of the sample, of whose ``media`` each has a name in the store and has been checked.
-
-        Raises:
-            SampleRejected: ``unequal_frames``, and the reasons of `Conversation`.
-        """
+        """The JSON form of the sample, of whose ``media`` each has a name in the store and has been checked. Raises
+        SampleRejected: ``unequal_frames``, and the reasons of `Conversation`."""
         checked = zip(names, files, strict=True)
         media: list[Media] = []
         for reference in self.references:

@@ -279,10 +279,7 @@ _READ = {"samples": read_samples, "rows": read_rows, "yielded": read_yielded}
 
 def read_chunk(chunk: Chunk, *, max_record_bytes: int, columns: Mapping[str, str] = {}) -> Iterator[RawRecord]:
     """Yields every record of a chunk in order; a broken one has `RawRecord.error` set. `columns`: see `ColumnMap`.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    Raises UserError: the file cannot be read."""
     source = chunk.source
     if chunk.error is not None:
         where = source.name if chunk.form in LINES else chunk.where(chunk.first)

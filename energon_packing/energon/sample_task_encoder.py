@@ -211,12 +211,9 @@ class MixedTaskEncoder(PackingTaskEncoder):
 
     @stateless
     def postencode_sample(self, sample: MeasuredSample) -> RenderedSample:
-        """Decodes the media of one sample and makes its row; a sample that cannot be used goes to the ledger.
-
-        Raises:
-            SkipSample: the sample is in the ledger; Energon continues with the next one.
-            FatalSampleError: the configuration cannot work, or the drop budget is used up.
-        """
+        """Decodes the media of one sample and makes its row; a sample that cannot be used goes to the ledger. Raises
+        SkipSample: the sample is in the ledger; Energon continues with the next one; FatalSampleError: the
+        configuration cannot work, or the drop budget is used up."""
         ledger = self._worker_ledger()
         data, modality, render = data_of(sample), sample.modality, super().postencode_sample
         ledger.count_read(data, modality)
@@ -262,11 +259,8 @@ class MixedTaskEncoder(PackingTaskEncoder):
         )
 
     def build_batch(self, dataset: SavableDataset[Any], **arguments: Any) -> SavableDataset[Any]:
-        """Energon's hook, after a check of the failure limits of a subclass.
-
-        Raises:
-            ConfigError: a function may fail without limit, or ``packing_buffer_size`` asks for packs.
-        """
+        """Energon's hook, after a check of the failure limits of a subclass. Raises ConfigError: a function may fail
+        without limit, or ``packing_buffer_size`` asks for packs."""
         refuse_unlimited_failures(self)
         if arguments.get("packing_buffer_size") is not None:
             raise ConfigError(f"{type(self).__name__} makes no packs; leave packing_buffer_size out.")

@@ -395,10 +395,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
     def media_tokens(self, media: Sequence[Media]) -> int:
         """Tokens of the images and videos of one sample by the first encoder that takes them, and a pack's at most.
 
-        Nothing of your own encoders.
-
-        Raises:
-            SampleRejected: as `VisionFamily.plan`.
+        Nothing of your own encoders. Raises SampleRejected: as `VisionFamily.plan`.
         """
         for encoder in self.encoders:
             if isinstance(encoder, ConversationEncoder) and {each.kind for each in media} <= encoder.kinds:
@@ -503,11 +500,8 @@ class PackingTaskEncoder(WindowTaskEncoder):
 
     @stateless
     def postencode_sample(self, sample: MeasuredSample) -> RenderedSample:
-        """Decodes the media of one sample and makes its row.
-
-        Raises:
-            SampleRejected: see `ConversationEncoder.render`.
-        """
+        """Decodes the media of one sample and makes its row. Raises SampleRejected: see
+        `ConversationEncoder.render`."""
         if sample.measured is None:
             raise PackingError(f"sample {sample.__key__} was selected although it was never measured")
         read = functools.partial(read_media, sample.store)

@@ -190,10 +190,7 @@ class PackDataloader:
 
     def restore_state(self, state: Any) -> None:
         """Continues after the pack at which the state was saved; on every rank of the replica, before the first pack.
-
-        Raises:
-            ConfigError: the state is not one of this loader.
-        """
+        Raises ConfigError: the state is not one of this loader."""
         self._reader.restore_state(state)
 
     def restore_together(self, read: Callable[[], Any]) -> None:

@@ -93,11 +93,8 @@ def check_partition(groups: Sequence[np.ndarray | Sequence[int]], expected: np.n
 def check_groups(
     groups: Sequence[np.ndarray | Sequence[int]], lengths: np.ndarray, capacity: int, constraints: Constraints
 ) -> None:
-    """Checks a policy's result: a partition of all N samples, every pack within its capacity and every limit.
-
-    Raises:
-        PackingError: as `check_partition`; or a pack over a limit: names the first one, its indices and its sum.
-    """
+    """Checks a policy's result: a partition of all N samples, every pack within its capacity and every limit. Raises
+    PackingError: as `check_partition`; or a pack over a limit: names the first one, its indices and its sum."""
     flat, starts = flatten(groups)
     _check_indices(flat, lengths.size)
     if not starts.size:

@@ -83,10 +83,7 @@ def slice_for_context_parallel(batch: PackedBatch, cp_size: int, cp_rank: int) -
 
 def reassemble(slices: Sequence[PackedBatch]) -> PackedBatch:
     """Rebuilds the whole batch from the slices of all context-parallel ranks, in any order; for debugging and tests.
-
-    Raises:
-        PackingError: there is not exactly one slice per rank, or their boundaries differ.
-    """
+    Raises PackingError: there is not exactly one slice per rank, or their boundaries differ."""
     if not slices:
         raise PackingError("no slices to reassemble")
     first = slices[0]

@@ -142,10 +142,7 @@ def experts_read_masks(model: torch.nn.Module) -> bool:
     """Makes layers with experts read the mask that `put_mask` sent; returns whether there is such a layer.
 
     Hooks each model once; the hooks do nothing for a row without a mask. Routers then count real tokens right
-    (`count_real_tokens`).
-
-    Raises:
-        ConfigError: see `count_real_tokens`.
+    (`count_real_tokens`). Raises ConfigError: see `count_real_tokens`.
     """
     from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 

@@ -158,11 +158,8 @@ class T5CaptionEncoder:
         return model.to(self._device).eval().requires_grad_(False)
 
     def tokenize(self, caption: str, limit: int) -> tuple[list[int], int]:
-        """Returns token ids, the end token included, and how many there are without the limit.
-
-        Raises:
-            SampleRejected: ``bad_text`` for a lone surrogate.
-        """
+        """Returns token ids, the end token included, and how many there are without the limit. Raises SampleRejected:
+        ``bad_text`` for a lone surrogate."""
         text = " ".join(html.unescape(html.unescape(self._repaired(caption))).split())
         try:
             token_ids = self._tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"]

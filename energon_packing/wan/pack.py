@@ -137,11 +137,8 @@ def _hidden(patches: Sequence[int], text_tokens: Sequence[int], multiple: int) -
 
 
 def patch_grid(shape: Sequence[int], patch: tuple[int, ...]) -> tuple[int, int, int]:
-    """Returns patches along frames, height and width of a latent of ``shape`` ``(frames, height, width)``.
-
-    Raises:
-        PackingError: the latent does not divide into patches.
-    """
+    """Returns patches along frames, height and width of a latent of ``shape`` ``(frames, height, width)``. Raises
+    PackingError: the latent does not divide into patches."""
     if len(shape) != 3 or 0 in shape or any(side % size for side, size in zip(shape, patch, strict=True)):
         raise PackingError(f"a latent of {list(shape)} does not divide into patches of {list(patch)}")
     frames, height, width = (side // size for side, size in zip(shape, patch, strict=True))

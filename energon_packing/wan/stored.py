@@ -109,11 +109,8 @@ class StoredClips:
 
     @classmethod
     def from_bytes(cls, buffer: memoryview) -> StoredClips:
-        """Returns a pack from its record; tensors are views of the buffer.
-
-        Raises:
-            DamagedBytes: the bytes are no pack of clips.
-        """
+        """Returns a pack from its record; tensors are views of the buffer. Raises DamagedBytes: the bytes are no pack
+        of clips."""
         values, arrays = from_bytes(buffer)
         try:
             return cls(samples=tuple(_clip(at, each, arrays) for at, each in enumerate(values["clips"])))

@@ -44,13 +44,7 @@ from energon_packing.convert.columns import (
 from energon_packing.convert.config import DEFAULT_FRAME_FPS, ColumnMap, MissingPlaceholder, RecordFormat
 from energon_packing.convert.fields import ROLE_OF, THINKING_FIELDS, expect
 from energon_packing.convert.layouts.conversations import OPENAI, SHAREGPT
-from energon_packing.convert.layouts.layout import (
-    TURN_COLUMNS,
-    Layout,
-    find_layout,
-    has_turns,
-    unknown_layout,
-)
+from energon_packing.convert.layouts.layout import TURN_COLUMNS, Layout, find_layout, has_turns, unknown_layout
 from energon_packing.convert.media_files import MediaFile
 from energon_packing.convert.turns import (
     holds,

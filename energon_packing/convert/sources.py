@@ -52,12 +52,7 @@ _LARGEST_WINDOW = 1 << 27
 
 
 def find_chunks(
-    source: SourceFile,
-    *,
-    max_record_bytes: int,
-    chunk_bytes: Callable[[], int],
-    digests: dict[str, str],
-    scratch: Path,
+    source: SourceFile, *, max_record_bytes: int, chunk_bytes: Callable[[], int], digests: dict[str, str], scratch: Path
 ) -> Iterator[Chunk]:
     """Divides a file into chunks; where they begin and end has no influence on their records.
 

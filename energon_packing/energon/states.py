@@ -213,7 +213,7 @@ _ADMITTED = {
     "megatron.energon.state": {"FlexState"},
     "megatron.energon.rng": {"SystemRngState"},
     "megatron.energon.savable_loader": {
-        *("SavableCheckpoint", "SavableDataLoaderState", "SavableDatasetCheckpoint", "SavableDatasetState"),
+        *("SavableCheckpoint", "SavableDataLoaderState", "SavableDatasetCheckpoint", "SavableDatasetState")
     },
     "megatron.energon.flavors.webdataset.sample_loader": {"SliceState"},
 }

@@ -58,9 +58,4 @@ def _parts(text: Any) -> Any:
     ]
 
 
-LAYOUT = Layout(
-    name="qwen-vl",
-    expects="turns with <img>path</img> in their text",
-    matches=matches,
-    restate=_restate,
-)
+LAYOUT = Layout(name="qwen-vl", expects="turns with <img>path</img> in their text", matches=matches, restate=_restate)

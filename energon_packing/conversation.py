@@ -237,10 +237,8 @@ class Conversation:
     def answers(self) -> tuple[Self, Self]:
         """The two conversations of a pair, chosen first; of the assistant turns, only those of the answer are trained.
 
-        Their ``extras`` are the record's plus `PREFERENCE`: 1 for the chosen one, -1 for the rejected one.
-
-        Raises:
-            SampleRejected: ``no_pair`` if the conversation is not a pair.
+        Their ``extras`` are the record's plus `PREFERENCE`: 1 for the chosen one, -1 for the rejected one. Raises
+        SampleRejected: ``no_pair`` if the conversation is not a pair.
         """
         if not self.is_pair:
             raise SampleRejected("no_pair", "the record has no chosen and rejected answer")

@@ -333,10 +333,8 @@ def _check_taught(turns: list[Turn], answers: list[list[Turn]]) -> list[str]:
 def parse_conversation(made: Conversation, frame_fps: float = DEFAULT_FRAME_FPS) -> ParsedRecord:
     """Reads a conversation that a reader made; its media are named as records name them, and their sizes are not used.
 
-    ``frame_fps`` is the rate of lists of frames that have none.
-
-    Raises:
-        SampleRejected: ``empty_turn``, ``nothing_to_learn``, and the reasons of `Conversation.from_record`.
+    ``frame_fps`` is the rate of lists of frames that have none. Raises SampleRejected: ``empty_turn``,
+    ``nothing_to_learn``, and the reasons of `Conversation.from_record`.
     """
     try:
         record, media = made.to_record(), [{"kind": each.kind, "name": "file"} for each in made.media]
@@ -485,12 +483,9 @@ _tools_seen: dict[bytes, bytes] = {}
 
 
 def plain_record(value: Any, layout: str) -> tuple[bytes, str, bytes] | None:
-    """The stored form of a record that holds text alone, calls of tools included.
-
-    Returns:
-        `ParsedRecord.record` as JSON, the name of the layout, and `said_in` of the record; None for a record that names
-        media, has any other column, or leads to a warning or a rejection.
-    """
+    """The stored form of a record that holds text alone, calls of tools included: `ParsedRecord.record` as JSON, the
+    name of the layout, and `said_in` of the record. None for a record that names media, has any other column, or leads
+    to a warning or a rejection."""
     if type(value) is not dict or not value.keys() <= _COLUMNS or ("messages" in value) == ("conversations" in value):
         return None
     if _kept_id(value.get("id")) is not None:

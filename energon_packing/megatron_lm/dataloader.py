@@ -141,10 +141,8 @@ class PackDataloader:
     """One replica's packs without end, which Megatron-LM wraps as its train, valid and test iterators.
 
     Every rank of a replica has one. On the reader it reads, decodes and passes packs on; on the other ranks it receives
-    them, on later pipeline stages without pixels.
-
-    Args:
-        what: ``evaluation``, the packs of one, over all ranks; see `open_together`. None of a training.
+    them, on later pipeline stages without pixels. Of ``what``, ``evaluation`` are the packs of one, over all ranks (see
+    `open_together`), and None of a training.
     """
 
     def __init__(
@@ -270,10 +268,8 @@ def parse_and_validate_args(
 ) -> Any:
     """Megatron-LM's function of this name, with our argument group and our checks.
 
-    ``--dataloader-type`` is ``external`` unless it is given.
-
-    Raises:
-        ConfigError: arguments that cannot work with packed rows; raised before any process group exists.
+    ``--dataloader-type`` is ``external`` unless it is given. Raises ConfigError: arguments that cannot work with packed
+    rows; raised before any process group exists.
     """
     from megatron.training.arguments import parse_and_validate_args as megatrons
 

@@ -44,14 +44,9 @@ class LatentEncoder(Protocol):
 
 class WanLatentEncoder:
     """diffusers' `AutoencoderKLWan`: the mode of its distribution, normalised by its own means and deviations, as
-    diffusers' Wan pipelines and Wan's own training code use it.
-
-    Args:
-        path: a diffusers pipeline (its folder ``vae`` is taken) or the VAE itself; directory or hub name.
-
-    Raises:
-        ConfigError: diffusers is missing, there is no such VAE at ``path``, or it is of another kind.
-    """
+    diffusers' Wan pipelines and Wan's own training code use it. ``path`` is a diffusers pipeline (its folder ``vae`` is
+    taken) or the VAE itself; directory or hub name. Raises ConfigError: diffusers is missing, there is no such VAE at
+    ``path``, or it is of another kind."""
 
     def __init__(self, path: str, *, device: str = "cpu") -> None:
         self._path, self._device = path, device

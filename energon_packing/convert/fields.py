@@ -43,20 +43,11 @@ def unread(value: Mapping[str, Any], read: Collection[str], place: str = "") -> 
 
 
 ROLE_OF: Mapping[str, Role] = {
-    "system": "system",
-    "developer": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "function_call": "assistant",
-    "observation": "tool",
-    "tool": "tool",
-    "function": "tool",
-}
+    "system": "system", "developer": "system", "human": "user", "user": "user", "gpt": "assistant",
+    "assistant": "assistant", "function_call": "assistant", "observation": "tool", "tool": "tool", "function": "tool",
+}  # fmt: skip
 ROLE_OF_TEXT: Mapping[str, Role] = {name: role for name, role in ROLE_OF.items() if name != "function_call"}
 """Those whose messages hold text; a ``function_call`` holds calls as JSON."""
-
 
 LOSS_FIELDS = ("weight", "loss", "loss_weight", "train")
 """OpenAI's fine-tuning and ShareGPT exports (0 or 1), ms-swift (true or false), LLaMA-Factory v1 (a number), axolotl

@@ -267,7 +267,6 @@ _FIND: dict[Form, Callable[[SourceFile, DigestingReader, int, Callable[[], int]]
     "cells": find_cells,
 }
 
-
 _READ: dict[Form, Callable[..., Iterator[RawRecord]]]
 _READ = {"samples": read_samples, "rows": read_rows, "yielded": read_yielded}
 

@@ -171,7 +171,6 @@ Choose = Callable[[Conversation], Collection[int]]
 """Returns the turns of a record that are trained, from the whole record; for `beginning`."""
 _NO_CUT = "no cut after an answer fits and keeps a target, with every answer that its extras describe"
 
-
 COUNTS: dict[str, Callable[[Measured], int]] = {
     "images": lambda measured: sum(plan.kind == "image" for plan in measured.plans),
     "frames": lambda measured: frames_of(measured.plans),

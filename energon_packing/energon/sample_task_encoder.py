@@ -116,7 +116,7 @@ class MicroBatchTaskEncoder(PackingTaskEncoder):
         batch = thd.assemble(
             joinable([row for sample in samples for row in sample.rows], self.fields), extra_fields=self.fields
         )
-        pack = self._pack_of(samples, batch)
+        pack = self.pack_of(samples, batch)
         pack.occupied = batch.real_tokens  # nothing is aligned here; that happens when the run forms its rows
         return pack
 

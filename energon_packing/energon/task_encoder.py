@@ -59,13 +59,8 @@ from energon_packing.thd.alignment import check_multiple
 from energon_packing.thd.assembly import visible_order
 
 FUNCTIONS = (
-    "cook_crude_sample",
-    "preencode_sample",
-    "postencode_sample",
-    "select_samples_to_pack",
-    "pack_selected_samples",
-    "batch",
-    "encode_batch",
+    *("cook_crude_sample", "preencode_sample", "postencode_sample", "select_samples_to_pack"),
+    *("pack_selected_samples", "batch", "encode_batch"),
 )
 """The functions of a task encoder whose failures Energon counts."""
 
@@ -542,9 +537,10 @@ class PackingTaskEncoder(WindowTaskEncoder):
         batch = self._assemble([row for sample in samples for row in sample.rows])
         if batch.total_tokens > self.packing.seq_length:
             raise PackingError(f"a pack of {batch.total_tokens} tokens is over seq_length {self.packing.seq_length}")
-        return self._pack_of(samples, batch)
+        return self.pack_of(samples, batch)
 
-    def _pack_of(self, samples: Sequence[RenderedSample], batch: thd.PackedBatch) -> Pack:
+    def pack_of(self, samples: Sequence[RenderedSample], batch: thd.PackedBatch) -> Pack:
+        """Returns the pack of a row and its samples."""
         return Pack(
             **self.pack_fields(samples),
             batch=batch,

@@ -31,7 +31,6 @@ _OWNED_BY_MEGATRON = {
     "training.average_in_collective": "ddp_average_in_collective",
 }
 
-
 UNREAD: Mapping[str, tuple[str, ...]] = {
     "is read by Megatron-LM's own data sets or its scripts', which packs replace; remove it": (
         *("data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path"),

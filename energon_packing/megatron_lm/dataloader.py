@@ -273,12 +273,9 @@ def parse_and_validate_args(
     """
     from megatron.training.arguments import parse_and_validate_args as megatrons
 
-    def with_ours(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        if extra_args_provider is not None:
-            parser = extra_args_provider(parser)
-        return add_energon_packing_args(parser)
-
-    args = megatrons(with_ours, ignore_unknown_args, {"dataloader_type": "external"} | dict(args_defaults or {}))
+    theirs = extra_args_provider or (lambda parser: parser)
+    defaults = {"dataloader_type": "external"} | dict(args_defaults or {})
+    args = megatrons(lambda parser: add_energon_packing_args(theirs(parser)), ignore_unknown_args, defaults)
     setattr(args, ROW_LENGTH, row_length(args))
     enforce_rules(args, run_config_of(args))
     return args

@@ -208,7 +208,7 @@ class MixedTaskEncoder(PackingTaskEncoder):
     @stateless
     def postencode_sample(self, sample: MeasuredSample) -> RenderedSample:
         """Decodes the media of one sample and makes its row; a sample that cannot be used goes to the ledger. Raises
-        SkipSample: the sample is in the ledger; Energon continues with the next one; FatalSampleError: the
+        SkipSample: the sample is in the ledger, and Energon continues with the next one; FatalSampleError: the
         configuration cannot work, or the drop budget is used up."""
         ledger = self._worker_ledger()
         data, modality, render = data_of(sample), sample.modality, super().postencode_sample

@@ -237,10 +237,8 @@ class Conversation:
     def answers(self) -> tuple[Self, Self]:
         """The two conversations of a pair, chosen first; of the assistant turns, only those of the answer are trained.
 
-        Their ``extras`` are the record's plus `PREFERENCE`: 1 for the chosen one, -1 for the rejected one.
-
-        Raises:
-            SampleRejected: ``no_pair`` if the conversation is not a pair.
+        Their ``extras`` are the record's plus `PREFERENCE`: 1 for the chosen one, -1 for the rejected one. Raises
+        SampleRejected: ``no_pair`` if the conversation is not a pair.
         """
         if not self.is_pair:
             raise SampleRejected("no_pair", "the record has no chosen and rejected answer")
@@ -401,12 +399,9 @@ class Conversation:
 
     @classmethod
     def from_record(cls, key: str, record: Any) -> Self:
-        """Reads what `to_record` wrote.
-
-        Raises:
-            SampleRejected: ``bad_record`` if the JSON does not have that form, ``media_outside_root`` if a media name
-                is absolute or contains ``..``, and the reasons of `Conversation` itself.
-        """
+        """Reads what `to_record` wrote. Raises SampleRejected: ``bad_record`` if the JSON does not have that form,
+        ``media_outside_root`` if a media name is absolute or contains ``..``, and the reasons of `Conversation`
+        itself."""
         _RECORD.check_keys(record, RECORD_FIELDS, "the record")
         _RECORD.check_version(record, RECORD_VERSION)
         if not isinstance(source_id := record.get("id"), str | None):

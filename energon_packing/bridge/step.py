@@ -64,7 +64,11 @@ def forward_step(
     """
     inner = innermost(model)
     repair_rotary(inner)
-    step = _bridge_step(inner)
+    # Here and not above: gpt_step imports the distillation package, which vision runs need not have.
+    if hasattr(inner, "language_model") or "pixel_values" in inspect.signature(inner.forward).parameters:
+        from megatron.bridge.training.vlm_step import forward_step as step
+    else:
+        from megatron.bridge.training.gpt_step import forward_step as step
     if data_iterator is None:
         return step(state, data_iterator, model, return_schedule_plan)
     batch = next(data_iterator)
@@ -143,15 +147,6 @@ def _refuse_another_model(inner: Any, batch: Mapping[str, Any], dataset: Any) ->
     if batch.get("visual_inputs") is not None and hasattr(dataset, "run_config"):  # a data set of ours
         fields = [name for name in batch["visual_inputs"].as_model_kwargs() if name in batch]
         refuse_untaken(inner, fields, lambda: dataset.run_config(ParallelConfig()).encoder)
-
-
-def _bridge_step(inner: Any) -> Any:
-    # Here and not above: gpt_step imports the distillation package, which vision runs need not have.
-    if hasattr(inner, "language_model") or "pixel_values" in inspect.signature(inner.forward).parameters:
-        from megatron.bridge.training.vlm_step import forward_step as step
-    else:
-        from megatron.bridge.training.gpt_step import forward_step as step
-    return step
 
 
 def _forwards_batches_whole(step: Any) -> bool:

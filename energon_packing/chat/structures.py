@@ -279,14 +279,10 @@ class TemplateReader:
         self._structures: OrderedDict[str, Structure | SampleRejected] = OrderedDict()
 
     def read(self, conversation: Conversation) -> Reading:
-        """Renders a conversation and finds everything that it says in the text.
-
-        Raises:
-            SampleRejected: ``template_omits`` if something is missing, ``unstable_prefix`` if a turn appears before
-                turns that it followed, ``template_error`` if the template refuses the conversation, ``bad_record`` if
-                it cannot be passed to it.
-            ConfigError: the template is not valid Jinja.
-        """
+        """Renders a conversation and finds everything that it says in the text. Raises SampleRejected:
+        ``template_omits`` if something is missing, ``unstable_prefix`` if a turn appears before turns that it followed,
+        ``template_error`` if the template refuses the conversation, ``bad_record`` if it cannot be passed to it;
+        ConfigError: the template is not valid Jinja."""
         if (
             conversation.turns[0].role == "system"
             and not _says(conversation.turns[0])

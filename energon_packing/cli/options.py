@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +48,7 @@ Decorator = Callable[[Any], Any]
 
 def together(*options: Decorator) -> Decorator:
     """The options as one decorator, in their order."""
-
-    def decorate(function: Any) -> Any:
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return decorate
+    return lambda function: reduce(lambda decorated, option: option(decorated), reversed(options), function)
 
 
 defaulted = partial(click.option, show_default=True)

@@ -472,11 +472,8 @@ def _extra_column(record: Mapping[str, Any], name: str, pair: bool) -> Any:
 
 
 def read_kto_label(record: Mapping[str, Any], column: str, warnings: list[str], *, pair: bool) -> dict[str, float]:
-    """The extra ``preference``, as pairs have it: 1 for a wanted answer, -1 for an unwanted one.
-
-    Raises:
-        SampleRejected: ``bad_label`` if it is missing or is neither true nor false, ``bad_pair`` for a pair.
-    """
+    """The extra ``preference``, as pairs have it: 1 for a wanted answer, -1 for an unwanted one. Raises SampleRejected:
+    ``bad_label`` if it is missing or is neither true nor false, ``bad_pair`` for a pair."""
     if pair:
         raise SampleRejected("bad_pair", f"the record is a pair and has the label {column!r}; convert pairs without it")
     if (wanted := _wanted(value := record.get(column))) is None:

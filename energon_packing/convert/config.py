@@ -312,14 +312,9 @@ def parse_split(text: str) -> dict[str, float]:
 
 _DEFAULT_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
 _DEFAULT_TAGS = {
-    "role_tag": "from",
-    "content_tag": "value",
-    "user_tag": "human",
-    "assistant_tag": "gpt",
-    "observation_tag": "observation",
-    "function_tag": "function_call",
-    "system_tag": "system",
-}
+    "role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt",
+    "observation_tag": "observation", "function_tag": "function_call", "system_tag": "system",
+}  # fmt: skip
 _ROLES = {tag: name for tag, name in _DEFAULT_TAGS.items() if tag not in ("role_tag", "content_tag")}
 _ELSEWHERE = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
 _KNOWN = {"file_name", "formatting", "ranking", "columns", "tags", "subset", "split", "folder", *_ELSEWHERE}

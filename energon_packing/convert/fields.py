@@ -43,20 +43,11 @@ def unread(value: Mapping[str, Any], read: Collection[str], place: str = "") -> 
 
 
 ROLE_OF: Mapping[str, Role] = {
-    "system": "system",
-    "developer": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "function_call": "assistant",
-    "observation": "tool",
-    "tool": "tool",
-    "function": "tool",
-}
+    "system": "system", "developer": "system", "human": "user", "user": "user", "gpt": "assistant",
+    "assistant": "assistant", "function_call": "assistant", "observation": "tool", "tool": "tool", "function": "tool",
+}  # fmt: skip
 ROLE_OF_TEXT: Mapping[str, Role] = {name: role for name, role in ROLE_OF.items() if name != "function_call"}
 """Those whose messages hold text; a ``function_call`` holds calls as JSON."""
-
 
 LOSS_FIELDS = ("weight", "loss", "loss_weight", "train")
 """OpenAI's fine-tuning and ShareGPT exports (0 or 1), ms-swift (true or false), LLaMA-Factory v1 (a number), axolotl
@@ -99,11 +90,8 @@ THINKING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 def thinking_of(message: Mapping[str, Any], text: str, number: int) -> str | None:
     """The thinking of an assistant's message as the field holds it; None if there is none, or the text holds it too.
-
-    Raises:
-        SampleRejected: ``non_string_value`` if a field is not text, ``conflicting_thinking`` if two fields differ, if
-            the text holds other thinking, or if a field itself holds tags.
-    """
+    Raises SampleRejected: ``non_string_value`` if a field is not text, ``conflicting_thinking`` if two fields differ,
+    if the text holds other thinking, or if a field itself holds tags."""
     held = {name: message[name] for name in THINKING_FIELDS if message.get(name) is not None}
     for name, value in held.items():
         expect(value, str, "non_string_value", f"turn {number} has {name} that is", "text")

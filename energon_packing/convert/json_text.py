@@ -34,12 +34,8 @@ STRICT = json.JSONDecoder(parse_constant=refuse_constant)
 
 
 def parse_json(text: bytes) -> Any:
-    """The value of a JSON text in UTF-8: what `STRICT` returns for it.
-
-    Raises:
-        ValueError: it is not JSON, not UTF-8, or holds NaN, an infinity, or an integer of more than 4300 digits.
-        RecursionError: it is nested too deeply.
-    """
+    """The value of a JSON text in UTF-8: what `STRICT` returns for it. Raises ValueError: it is not JSON, not UTF-8, or
+    holds NaN, an infinity, or an integer of more than 4300 digits; RecursionError: it is nested too deeply."""
     if (value := parse_quickly(text)) is not None:
         return value
     try:

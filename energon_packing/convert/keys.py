@@ -22,12 +22,9 @@ MAX_KEY_LENGTH = 72
 
 
 def wanted_key(record: Any, source_name: str, number: int) -> tuple[str, bool, list[str]]:
-    """The key that one record asks for: its ``id`` if that is text or a number, else its place in the source file.
-
-    Returns:
-        The key, whether the record itself names it, and the warnings: ``sanitised_id`` (the id had characters that a
-        key cannot have), ``unusable_id`` (neither text nor number; ignored).
-    """
+    """The key that one record asks for: its ``id`` if that is text or a number, else its place in the source file. Also
+    returns whether the record itself names it, and the warnings: ``sanitised_id`` (the id had characters that a key
+    cannot have), ``unusable_id`` (neither text nor number; ignored)."""
     name = record.get("id") if isinstance(record, dict) else None
     if type(name) is str and name and len(name) <= MAX_KEY_LENGTH and _SAFE.fullmatch(name) and name.strip("_"):
         return name, True, []  # nearly all ids
@@ -151,13 +148,9 @@ Positions = NDArray[np.float64]
 
 
 def content_sum(said: bytes, files: Iterable[str] = ()) -> int:
-    """32 bits that stand for the content of a sample where its split is decided; two contents with the same bits share
-    a split, which does no harm. A digest takes three times as long.
-
-    Args:
-        said: JSON of the turns.
-        files: name of each image or video, which begins with the digest of its bytes.
-    """
+    """32 bits that stand for the content of a sample, by the JSON of its turns and the ``files`` of its images and
+    videos (a name begins with the digest of the bytes), where its split is decided; two contents with the same bits
+    share a split, which does no harm. A digest takes three times as long."""
     summed = zlib.crc32(said)
     for name in files:
         summed = zlib.crc32(name.partition(".")[0].encode(), summed)

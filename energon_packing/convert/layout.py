@@ -137,41 +137,19 @@ _FORMAT_OF_VERSION = "7.4.1"
 _ROWS = 4096
 _NO_TIME = "1970-01-01 00:00:00"
 # As Energon 7 writes them. SQLite keeps these texts, spaces included.
-_TABLES = (
-    """
-                CREATE TABLE IF NOT EXISTS samples (
-                    tar_file_id INTEGER NOT NULL,
-                    sample_key TEXT NOT NULL UNIQUE,
-                    sample_index INTEGER NOT NULL,
-                    byte_offset INTEGER,
-                    byte_size INTEGER
-                )
-                """,
-    """
-                CREATE TABLE IF NOT EXISTS sample_parts (
-                    tar_file_id INTEGER,
-                    sample_index INTEGER,
-                    part_name TEXT,
-                    content_byte_offset INTEGER,
-                    content_byte_size INTEGER
-                )
-                """,
-    """
-                CREATE TABLE IF NOT EXISTS media_metadata (
-                    entry_key TEXT PRIMARY KEY,
-                    metadata_type TEXT NOT NULL,
-                    metadata_json TEXT NOT NULL
-                )
-                """,
-    """
-                CREATE TABLE IF NOT EXISTS media_filters (
-                    filter_id INTEGER PRIMARY KEY AUTOINCREMENT,
-                    strategy TEXT NOT NULL,
-                    patterns TEXT,
-                    created_at_utc TEXT DEFAULT CURRENT_TIMESTAMP,
-                    UNIQUE(strategy, patterns)
-                )
-                """,
+_LINE = "\n" + 16 * " "
+_COLUMNS = {
+    "samples": "tar_file_id INTEGER NOT NULL; sample_key TEXT NOT NULL UNIQUE; sample_index INTEGER NOT NULL; "
+    "byte_offset INTEGER; byte_size INTEGER",
+    "sample_parts": "tar_file_id INTEGER; sample_index INTEGER; part_name TEXT; content_byte_offset INTEGER; "
+    "content_byte_size INTEGER",
+    "media_metadata": "entry_key TEXT PRIMARY KEY; metadata_type TEXT NOT NULL; metadata_json TEXT NOT NULL",
+    "media_filters": "filter_id INTEGER PRIMARY KEY AUTOINCREMENT; strategy TEXT NOT NULL; patterns TEXT; "
+    "created_at_utc TEXT DEFAULT CURRENT_TIMESTAMP; UNIQUE(strategy, patterns)",
+}
+_TABLES = tuple(
+    f"{_LINE}CREATE TABLE IF NOT EXISTS {name} ({_LINE}    {columns.replace('; ', f',{_LINE}    ')}{_LINE}){_LINE}"
+    for name, columns in _COLUMNS.items()
 )
 _INDEXES = (
     "CREATE INDEX IF NOT EXISTS idx_samples_by_tar_and_idx ON samples(tar_file_id, sample_index)",

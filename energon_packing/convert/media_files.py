@@ -40,17 +40,9 @@ _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://|data:)")
 _FILE_ADDRESS = re.compile("file://(localhost(?=/))?", re.IGNORECASE)
 _EXTENSION_OF_IMAGE = {"JPEG": "jpg", "MPO": "jpg", "JPEG2000": "jp2"}  # of all others, the name of their format
 _EXTENSION_OF_CONTAINER = {
-    "mov": "mp4",
-    "matroska": "mkv",
-    "avi": "avi",
-    "mpeg": "mpg",
-    "mpegts": "ts",
-    "mpegvideo": "mpg",
-    "flv": "flv",
-    "asf": "wmv",
-    "ogg": "ogv",
-    "gif": "gif",
-}
+    "mov": "mp4", "matroska": "mkv", "avi": "avi", "mpeg": "mpg", "mpegts": "ts", "mpegvideo": "mpg", "flv": "flv",
+    "asf": "wmv", "ogg": "ogv", "gif": "gif",
+}  # fmt: skip
 _CONTAINER_SUFFIXES = frozenset({"mp4", "mov", "m4v", "mkv", "webm", "avi", "mpg", "mpeg", "ts", "flv", "wmv", "ogv"})
 
 

@@ -340,11 +340,8 @@ def convert(config: ConvertConfig, progress: Progress | None = None) -> Conversi
     """Converts conversation files to an Energon data set.
 
     Bad records are written to ``rejects.jsonl`` with their reason and never stop the rest. The data set appears in
-    ``config.out`` in one step when it is complete. It does not depend on the number of workers.
-
-    Raises:
-        UserError: nothing to read, nothing usable in a source, an output that may not be written, a full disk, or a
-            worker that died.
+    ``config.out`` in one step when it is complete. It does not depend on the number of workers. Raises UserError:
+    nothing to read, nothing usable in a source, an output that may not be written, a full disk, or a worker that died.
     """
     started = time.monotonic()
     tell = progress or (lambda stage, done, total: None)

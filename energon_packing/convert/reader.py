@@ -40,11 +40,8 @@ def reader_options(name: str) -> dict[str, str]:
 def find_yielded(
     source: SourceFile, name: str, chunk_bytes: Callable[[], int], digests: dict[str, str]
 ) -> Iterator[Chunk]:
-    """Divides what a reader makes of a file into chunks; see `sources.find_chunks`.
-
-    Raises:
-        UserError: the reader fails, or yields what cannot be sent to a worker.
-    """
+    """Divides what a reader makes of a file into chunks; see `sources.find_chunks`. Raises UserError: the reader fails,
+    or yields what cannot be sent to a worker."""
     held: list[bytes] = []
     first = size = 0
     try:

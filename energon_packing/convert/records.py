@@ -44,13 +44,7 @@ from energon_packing.convert.columns import (
 from energon_packing.convert.config import DEFAULT_FRAME_FPS, ColumnMap, MissingPlaceholder, RecordFormat
 from energon_packing.convert.fields import ROLE_OF, THINKING_FIELDS, expect
 from energon_packing.convert.layouts.conversations import OPENAI, SHAREGPT
-from energon_packing.convert.layouts.layout import (
-    TURN_COLUMNS,
-    Layout,
-    find_layout,
-    has_turns,
-    unknown_layout,
-)
+from energon_packing.convert.layouts.layout import TURN_COLUMNS, Layout, find_layout, has_turns, unknown_layout
 from energon_packing.convert.media_files import MediaFile
 from energon_packing.convert.turns import (
     holds,
@@ -213,11 +207,8 @@ class ParsedRecord:
         return tuple(file for reference in self.references for file in reference.files)
 
     def record(self, key: str, names: Sequence[str], files: Sequence[MediaFile]) -> dict[str, Any]:
-        """The JSON form of the sample, of whose ``media`` each has a name in the store and has been checked.
-
-        Raises:
-            SampleRejected: ``unequal_frames``, and the reasons of `Conversation`.
-        """
+        """The JSON form of the sample, of whose ``media`` each has a name in the store and has been checked. Raises
+        SampleRejected: ``unequal_frames``, and the reasons of `Conversation`."""
         checked = zip(names, files, strict=True)
         media: list[Media] = []
         for reference in self.references:
@@ -342,10 +333,8 @@ def _check_taught(turns: list[Turn], answers: list[list[Turn]]) -> list[str]:
 def parse_conversation(made: Conversation, frame_fps: float = DEFAULT_FRAME_FPS) -> ParsedRecord:
     """Reads a conversation that a reader made; its media are named as records name them, and their sizes are not used.
 
-    ``frame_fps`` is the rate of lists of frames that have none.
-
-    Raises:
-        SampleRejected: ``empty_turn``, ``nothing_to_learn``, and the reasons of `Conversation.from_record`.
+    ``frame_fps`` is the rate of lists of frames that have none. Raises SampleRejected: ``empty_turn``,
+    ``nothing_to_learn``, and the reasons of `Conversation.from_record`.
     """
     try:
         record, media = made.to_record(), [{"kind": each.kind, "name": "file"} for each in made.media]
@@ -494,12 +483,9 @@ _tools_seen: dict[bytes, bytes] = {}
 
 
 def plain_record(value: Any, layout: str) -> tuple[bytes, str, bytes] | None:
-    """The stored form of a record that holds text alone, calls of tools included.
-
-    Returns:
-        `ParsedRecord.record` as JSON, the name of the layout, and `said_in` of the record; None for a record that names
-        media, has any other column, or leads to a warning or a rejection.
-    """
+    """The stored form of a record that holds text alone, calls of tools included: `ParsedRecord.record` as JSON, the
+    name of the layout, and `said_in` of the record. None for a record that names media, has any other column, or leads
+    to a warning or a rejection."""
     if type(value) is not dict or not value.keys() <= _COLUMNS or ("messages" in value) == ("conversations" in value):
         return None
     if _kept_id(value.get("id")) is not None:

@@ -141,10 +141,6 @@ class ShardPiece:
         self.content += size
         return begin
 
-    def next_piece(self) -> Self:
-        """An empty piece of the same tar that follows this one."""
-        return type(self)(name=self.name, start=self.end, first=self.first + len(self.offsets), end=self.end)
-
 
 def spool_file(scratch: Path, number: int) -> Path:
     """The file of the worker of a number for the JSON of good records, in the working directory of a conversion."""
@@ -365,7 +361,8 @@ class _Tars:
         """Yields the open piece if it is large."""
         piece = self._piece
         if piece is not None and (piece.end - piece.start >= _PIECE_BYTES or len(piece.offsets) >= _PIECE_SAMPLES):
-            self._piece = piece.next_piece()
+            first = piece.first + len(piece.offsets)
+            self._piece = ShardPiece(name=piece.name, start=piece.end, first=first, end=piece.end)
             yield self._directory, piece
 
     def close(self) -> Pieces:

@@ -52,12 +52,7 @@ _LARGEST_WINDOW = 1 << 27
 
 
 def find_chunks(
-    source: SourceFile,
-    *,
-    max_record_bytes: int,
-    chunk_bytes: Callable[[], int],
-    digests: dict[str, str],
-    scratch: Path,
+    source: SourceFile, *, max_record_bytes: int, chunk_bytes: Callable[[], int], digests: dict[str, str], scratch: Path
 ) -> Iterator[Chunk]:
     """Divides a file into chunks; where they begin and end has no influence on their records.
 
@@ -272,17 +267,13 @@ _FIND: dict[Form, Callable[[SourceFile, DigestingReader, int, Callable[[], int]]
     "cells": find_cells,
 }
 
-
 _READ: dict[Form, Callable[..., Iterator[RawRecord]]]
 _READ = {"samples": read_samples, "rows": read_rows, "yielded": read_yielded}
 
 
 def read_chunk(chunk: Chunk, *, max_record_bytes: int, columns: Mapping[str, str] = {}) -> Iterator[RawRecord]:
     """Yields every record of a chunk in order; a broken one has `RawRecord.error` set. `columns`: see `ColumnMap`.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    Raises UserError: the file cannot be read."""
     source = chunk.source
     if chunk.error is not None:
         where = source.name if chunk.form in LINES else chunk.where(chunk.first)

@@ -265,10 +265,8 @@ def _values(batch: Any) -> tuple[list[Any], list[tuple[str, ...]]]:
     """The rows of a batch, as JSON would hold them, and the warnings of each.
 
     A struct has the fields of all rows, so a null in it stands for a field that this row lacks (`_present`). A column
-    that Python cannot express, such as a date after the year 9999, is its text.
-
-    Raises:
-        ValueError, OverflowError: a column has neither, or the file is damaged.
+    that Python cannot express, such as a date after the year 9999, is its text. Raises ValueError, OverflowError: a
+    column has neither, or the file is damaged.
     """
     rows: list[Any]
     try:

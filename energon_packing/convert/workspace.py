@@ -111,10 +111,7 @@ def workspace(config: ConvertConfig, fingerprint: Mapping[str, Any]) -> Iterator
 
     The leftovers of an interrupted conversion are deleted. The journal of checked media is kept if `resume` is set and
     the options are the same, because checking media takes the most time. Yields the directory to build in, empty, and
-    the journal's path.
-
-    Raises:
-        UserError: another conversion is running there, or the directory cannot be written.
+    the journal's path. Raises UserError: another conversion is running there, or the directory cannot be written.
     """
     partial = partial_directory(config.out)
     with ExitStack() as stack:

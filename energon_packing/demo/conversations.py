@@ -19,16 +19,9 @@ Record = dict[str, Any]
 
 # Share of each kind; a data set with at least as many conversations as kinds has every kind.
 KINDS: dict[str, float] = {
-    "chat": 0.22,
-    "document": 0.10,
-    "system": 0.04,
-    "image": 0.24,
-    "images": 0.14,
-    "same_image": 0.04,
-    "video": 0.10,
-    "image_video": 0.05,
-    "tools": 0.07,
-}
+    "chat": 0.22, "document": 0.10, "system": 0.04, "image": 0.24, "images": 0.14, "same_image": 0.04, "video": 0.10,
+    "image_video": 0.05, "tools": 0.07,
+}  # fmt: skip
 MEDIAN_TOKENS, SPREAD = 400.0, 0.95  # of the log-normal; its mean is about 630
 SHORTEST, LONGEST = 30, 3300  # tokens
 CHARACTERS_PER_TOKEN = 3.8  # of the demo's tokenizer on the demo's text; only steers lengths

@@ -10,12 +10,9 @@ COLOURS: dict[str, tuple[int, int, int]] = {
     "black": (20, 20, 20), "white": (248, 248, 248), "grey": (128, 128, 128), "turquoise": (48, 190, 180),
 }  # fmt: skip
 SHAPES: dict[str, tuple[int, int, float]] = {
-    "circle": (40, 0, 1.0),
-    "square": (4, 45, 1.0),
-    "triangle": (3, 0, 1.0),
-    "diamond": (4, 0, 1.0),
+    "circle": (40, 0, 1.0), "square": (4, 45, 1.0), "triangle": (3, 0, 1.0), "diamond": (4, 0, 1.0),
     "star": (10, 0, 0.42),
-}
+}  # fmt: skip
 """A shape's corners, the turn of the first one in degrees, and how far in every other corner is."""
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six")
 PLACES: dict[tuple[int, int], str] = {
@@ -24,13 +21,9 @@ PLACES: dict[tuple[int, int], str] = {
     (0, 2): "bottom left", (1, 2): "bottom centre", (2, 2): "bottom right",
 }  # fmt: skip
 DIRECTIONS: dict[str, tuple[int, int]] = {
-    "from left to right": (1, 0),
-    "from right to left": (-1, 0),
-    "from top to bottom": (0, 1),
-    "from bottom to top": (0, -1),
-    "diagonally down to the right": (1, 1),
-    "diagonally up to the right": (1, -1),
-}
+    "from left to right": (1, 0), "from right to left": (-1, 0), "from top to bottom": (0, 1),
+    "from bottom to top": (0, -1), "diagonally down to the right": (1, 1), "diagonally up to the right": (1, -1),
+}  # fmt: skip
 # name: (group, habitat, food, habit)
 ANIMALS: dict[str, tuple[str, str, str, str]] = {
     "otter": ("mammal", "rivers and quiet coasts", "fish and crabs", "floats on its back while it eats"),

@@ -46,11 +46,8 @@ from energon_packing.thd.fields import IGNORE_INDEX, TokenField
 
 class ConversationEncoder(SampleEncoder):
     """Turns conversations into token rows, for one processor (by default the one that ``config`` names) and modality.
-
-    Raises:
-        ConfigError: the processor cannot be loaded, has no fast tokenizer, no chat template, or no family; or the
-            family does not support the media of the modality.
-    """
+    Raises ConfigError: the processor cannot be loaded, has no fast tokenizer, no chat template, or no family; or the
+    family does not support the media of the modality."""
 
     def __init__(self, config: EncoderConfig, *, processor: Any = None, modality: Modality | None = None) -> None:
         super().__init__(config)

@@ -171,7 +171,6 @@ Choose = Callable[[Conversation], Collection[int]]
 """Returns the turns of a record that are trained, from the whole record; for `beginning`."""
 _NO_CUT = "no cut after an answer fits and keeps a target, with every answer that its extras describe"
 
-
 COUNTS: dict[str, Callable[[Measured], int]] = {
     "images": lambda measured: sum(plan.kind == "image" for plan in measured.plans),
     "frames": lambda measured: frames_of(measured.plans),
@@ -212,12 +211,9 @@ def fit(
     """Measures a conversation, or both answers of a pair, and if needed changes it to fit all limits together.
 
     Both answers of a pair get the same media settings. All media are in the common beginning, so each counts twice.
-    ``choose`` is None for a pair, which is never truncated.
-
-    Raises:
-        SampleRejected: ``too_many_images``, ``too_many_frames``, ``too_many_visual_tokens``, ``too_many_tokens`` or
-            ``oversize`` if no allowed action helps; whatever ``measure`` raises.
-        ConfigError: the sample is over a limit and ``when_over`` contains ``raise``.
+    ``choose`` is None for a pair, which is never truncated. Raises SampleRejected: ``too_many_images``,
+    ``too_many_frames``, ``too_many_visual_tokens``, ``too_many_tokens`` or ``oversize`` if no allowed action helps;
+    whatever ``measure`` raises; ConfigError: the sample is over a limit and ``when_over`` contains ``raise``.
     """
     measured = [measure(answer, ()) for answer in answers]
     if bounds.excess(*measured) is None:

@@ -76,11 +76,8 @@ class SampleEncoder(ABC):
     def measure(self, conversation: Conversation, *, truncate_to: int | None = None) -> Any:
         """Returns a `PlainMeasured` or `Measured` with the exact length, without reading an image or video.
 
-        Args:
-            truncate_to: tokens of a row if longer samples are to be cut (``packing.oversize: truncate``).
-
-        Raises:
-            SampleRejected: the sample cannot be used; it goes to the ledger with this reason.
+        ``truncate_to`` are the tokens of a row if longer samples are to be cut (``packing.oversize: truncate``). Raises
+        SampleRejected: the sample cannot be used; it goes to the ledger with this reason.
         """
 
     @abstractmethod
@@ -88,10 +85,8 @@ class SampleEncoder(ABC):
         """Returns the row: ``input_ids``, ``labels`` (shifted, -100 where nothing is learned) and ``position_ids``
         int64 ``[L]``, ``loss_mask`` float32 ``[L]``, and if there are media ``visual_inputs`` (name -> tensor).
 
-        ``read`` returns the bytes of an image or video by its name.
-
-        Raises:
-            SampleRejected: this sample alone is left out of its pack.
+        ``read`` returns the bytes of an image or video by its name. Raises SampleRejected: this sample alone is left
+        out of its pack.
         """
 
     def measure_pair(self, conversation: Conversation) -> MeasuredPair:

@@ -24,7 +24,6 @@ _THREADS = "TOKENIZERS_PARALLELISM"
 _KEPT_WORDS = 50_000
 """Words whose tokens the library keeps; its own 10,000 are full after a few thousand texts, and never change again."""
 
-
 _FIRST_STAND_IN, _STAND_INS = 0x17000, 6136
 """Tangut characters: printable, changed by no normalizer, and in hardly any text."""
 
@@ -116,10 +115,8 @@ class SpecialTexts:
     For ``text``, a record is rendered with stand-ins in their place, of the same length. In the rendered text, the real
     ones are then the template's own. Tokenizing exchanges the two: a copy of the tokenizer has the stand-ins as its
     special tokens, so that the record's are text to it, and every character stays where it is. Thinking tags do not
-    count, which records have as marks.
-
-    Raises:
-        ConfigError: for ``text``, if the tokenizer cannot write a special token as ordinary text.
+    count, which records have as marks. Raises ConfigError: for ``text``, if the tokenizer cannot write a special token
+    as ordinary text.
     """
 
     def __init__(self, tokenizer: Any, choice: SpecialTokensInText) -> None:

@@ -33,12 +33,9 @@ _MARK = b"\0unreadable shard: "
 
 
 def guard_shards(dataset: Any, *, go_on: bool) -> None:
-    """Watches the reading of all shards of a data set, before it is read; a read that fails is tried again.
-
-    Args:
-        go_on: whether a sample of `REASON` takes the place of one that cannot be read, which our cookers understand;
-            else the run ends with the name of the shard.
-    """
+    """Watches the reading of all shards of a data set, before it is read; a read that fails is tried again. With
+    ``go_on``, a sample of `REASON`, which our cookers understand, takes the place of one that cannot be read; else the
+    run ends with the name of the shard."""
     for reader in {id(reader): reader for reader in _readers(dataset)}.values():
         reader._get_itar_sample_pointer = functools.partial(_find, reader, reader._get_itar_sample_pointer)
         reader._get_item_by_sample_pointer = functools.partial(
@@ -101,12 +98,8 @@ def _readers(dataset: Any) -> Iterator[Any]:
 @stateless
 @cooker(need_primary=True)
 def cook_record(sample: CrudeSample, primary: FileStore, media: FileStore | None = None) -> ConversationSample:
-    """Reads ``<key>.json`` as `Conversation.to_record` wrote it.
-
-    Args:
-        sample: raw members; only ``json`` is read.
-        primary: store of the data set itself, which holds the media of a monolithic data set.
-    """
+    """Reads ``<key>.json``, alone of the raw members of ``sample``, as `Conversation.to_record` wrote it. ``primary``
+    is the store of the data set itself, which holds the media of a monolithic data set."""
     store = primary if media is None else media
     keys = basic_sample_keys(sample)
     conversation = None

@@ -76,11 +76,7 @@ def _where(sample: Any) -> str:
     return f"subflavors.{SUBFLAVOR} of the data set {', '.join(places) or '?'}"
 
 
-PAIRS = (
-    ("max_tokens", "seq_length"),
-    ("max_visual_tokens", "seq_length"),
-    ("max_images", "max_images_per_pack"),
-)
+PAIRS = (("max_tokens", "seq_length"), ("max_visual_tokens", "seq_length"), ("max_images", "max_images_per_pack"))
 """Each limit of a sample, with the limit of a pack that it may not exceed."""
 
 

@@ -239,14 +239,9 @@ class _Source:
         return self.usable * (1 if self.finite is None else self.finite.repeats)
 
     def check_fraction(self, held: np.ndarray) -> None:
-        """Compares what Energon reads of a data set that is repeated ``n.f`` times with what was asked.
-
-        Args:
-            held: samples that each reader has of it; of its fraction, each reads whole samples only.
-
-        Raises:
-            UserError: that is more than a hundredth and a sample less, or nothing.
-        """
+        """Compares what Energon reads of a data set that is repeated ``n.f`` times with what was asked. ``held`` are
+        the samples that each reader has of it; of its fraction, each reads whole samples only. Raises UserError: that
+        is more than a hundredth and a sample less, or nothing."""
         if self.finite is None or self.finite.repeats == int(self.finite.repeats):
             return
         asked = float(held.sum() * self.finite.repeats)

@@ -157,11 +157,8 @@ class Replica:
     def told(self, find_out: Callable[[], Any]) -> Any:
         """What the run's first rank finds out, on all ranks; a collective call of all ranks.
 
-        The others wait for it as long as `PATIENCE`, whatever the timeout of the run's collectives.
-
-        Raises:
-            UserError: the first rank raised it.
-            PackingError: it raised something else, or took longer.
+        The others wait for it as long as `PATIENCE`, whatever the timeout of the run's collectives. Raises UserError:
+        the first rank raised it; PackingError: it raised something else, or took longer.
         """
         if self.world_size * self.size == 1:
             return find_out()

@@ -235,15 +235,8 @@ class HostMember(_Link):
         return Message(kind=kind, number=number, text=text, blocks=blocks)
 
 
-def _close_in_child() -> None:
-    """Workers of a loader are forked from a rank; a copy of its sockets would hide from the others that it has
-    ended."""
-    for link in list(_open_links):
-        link.close()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
-
+# Workers of a loader are forked from a rank; a copy of its sockets would hide from the others that it has ended.
+os.register_at_fork(after_in_child=lambda: [*map(_Link.close, list(_open_links))])
 
 SENDING: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
 """Threads of closed channels, which end once the other ranks have taken what was posted."""

@@ -74,13 +74,9 @@ class MicroBatchTaskEncoder(PackingTaskEncoder):
     """Puts ``micro_batch_size`` consecutive samples of at most ``packing.seq_length`` tokens into each micro-batch.
 
     If a sample cannot be rendered, its micro-batch has fewer samples. Under ``packing.pairs: both`` a preference pair
-    is two rows, and stops the run.
-
-    Args:
-        packing: length and ``oversize`` of a sample, drop budget, ledger; see `UNREAD` for what must stay unset.
-
-    Raises:
-        ConfigError: ``micro_batch_size`` is below 1, a setting is never read, or as for `PackingTaskEncoder`.
+    is two rows, and stops the run. ``packing`` has length and ``oversize`` of a sample, drop budget, ledger; see
+    `UNREAD` for what must stay unset. Raises ConfigError: ``micro_batch_size`` is below 1, a setting is never read, or
+    as for `PackingTaskEncoder`.
     """
 
     aligns_rows = False
@@ -120,7 +116,7 @@ class MicroBatchTaskEncoder(PackingTaskEncoder):
         batch = thd.assemble(
             joinable([row for sample in samples for row in sample.rows], self.fields), extra_fields=self.fields
         )
-        pack = self._pack_of(samples, batch)
+        pack = self.pack_of(samples, batch)
         pack.occupied = batch.real_tokens  # nothing is aligned here; that happens when the run forms its rows
         return pack
 
@@ -211,12 +207,9 @@ class MixedTaskEncoder(PackingTaskEncoder):
 
     @stateless
     def postencode_sample(self, sample: MeasuredSample) -> RenderedSample:
-        """Decodes the media of one sample and makes its row; a sample that cannot be used goes to the ledger.
-
-        Raises:
-            SkipSample: the sample is in the ledger; Energon continues with the next one.
-            FatalSampleError: the configuration cannot work, or the drop budget is used up.
-        """
+        """Decodes the media of one sample and makes its row; a sample that cannot be used goes to the ledger. Raises
+        SkipSample: the sample is in the ledger, and Energon continues with the next one; FatalSampleError: the
+        configuration cannot work, or the drop budget is used up."""
         ledger = self._worker_ledger()
         data, modality, render = data_of(sample), sample.modality, super().postencode_sample
         ledger.count_read(data, modality)
@@ -262,11 +255,8 @@ class MixedTaskEncoder(PackingTaskEncoder):
         )
 
     def build_batch(self, dataset: SavableDataset[Any], **arguments: Any) -> SavableDataset[Any]:
-        """Energon's hook, after a check of the failure limits of a subclass.
-
-        Raises:
-            ConfigError: a function may fail without limit, or ``packing_buffer_size`` asks for packs.
-        """
+        """Energon's hook, after a check of the failure limits of a subclass. Raises ConfigError: a function may fail
+        without limit, or ``packing_buffer_size`` asks for packs."""
         refuse_unlimited_failures(self)
         if arguments.get("packing_buffer_size") is not None:
             raise ConfigError(f"{type(self).__name__} makes no packs; leave packing_buffer_size out.")

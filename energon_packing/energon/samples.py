@@ -155,12 +155,9 @@ def shares_of(dataset: Any) -> Shares | None:
 
 
 def comes_again(dataset: Any, worker: int) -> tuple[int, int]:
-    """How often a sample may come without being a duplicate.
-
-    Returns:
-        Samples of the worker's share of the smallest data set with any, after which one may come again where data
-        repeat, because no more is said of a blend's order; and how often a sample comes in one finite epoch.
-    """
+    """How often a sample may come without being a duplicate: samples of the worker's share of the smallest data set
+    with any, after which one may come again where data repeat, because no more is said of a blend's order; and how
+    often a sample comes in one finite epoch."""
     inner = beneath(dataset)
     if not inner:
         copies = getattr(dataset, "copies", 1)  # of the data set, dealt together

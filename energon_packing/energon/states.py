@@ -68,7 +68,6 @@ FOLLOWS: dict[str, tuple[str, ...]] = {
 READERS = ("ranks", "workers")
 """Entries that nobody can accept as changed: Energon's states hold one part per reader."""
 
-
 _NEWER = {name: json.dumps(entry.default) for name, entry in _FIELDS.items() if entry.metadata.get("newer")}
 """Settings that states from before them do not have, with what that means."""
 
@@ -213,7 +212,7 @@ _ADMITTED = {
     "megatron.energon.state": {"FlexState"},
     "megatron.energon.rng": {"SystemRngState"},
     "megatron.energon.savable_loader": {
-        *("SavableCheckpoint", "SavableDataLoaderState", "SavableDatasetCheckpoint", "SavableDatasetState"),
+        *("SavableCheckpoint", "SavableDataLoaderState", "SavableDatasetCheckpoint", "SavableDatasetState")
     },
     "megatron.energon.flavors.webdataset.sample_loader": {"SliceState"},
 }

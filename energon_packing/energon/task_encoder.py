@@ -59,13 +59,8 @@ from energon_packing.thd.alignment import check_multiple
 from energon_packing.thd.assembly import visible_order
 
 FUNCTIONS = (
-    "cook_crude_sample",
-    "preencode_sample",
-    "postencode_sample",
-    "select_samples_to_pack",
-    "pack_selected_samples",
-    "batch",
-    "encode_batch",
+    *("cook_crude_sample", "preencode_sample", "postencode_sample", "select_samples_to_pack"),
+    *("pack_selected_samples", "batch", "encode_batch"),
 )
 """The functions of a task encoder whose failures Energon counts."""
 
@@ -395,10 +390,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
     def media_tokens(self, media: Sequence[Media]) -> int:
         """Tokens of the images and videos of one sample by the first encoder that takes them, and a pack's at most.
 
-        Nothing of your own encoders.
-
-        Raises:
-            SampleRejected: as `VisionFamily.plan`.
+        Nothing of your own encoders. Raises SampleRejected: as `VisionFamily.plan`.
         """
         for encoder in self.encoders:
             if isinstance(encoder, ConversationEncoder) and {each.kind for each in media} <= encoder.kinds:
@@ -503,11 +495,8 @@ class PackingTaskEncoder(WindowTaskEncoder):
 
     @stateless
     def postencode_sample(self, sample: MeasuredSample) -> RenderedSample:
-        """Decodes the media of one sample and makes its row.
-
-        Raises:
-            SampleRejected: see `ConversationEncoder.render`.
-        """
+        """Decodes the media of one sample and makes its row. Raises SampleRejected: see
+        `ConversationEncoder.render`."""
         if sample.measured is None:
             raise PackingError(f"sample {sample.__key__} was selected although it was never measured")
         read = functools.partial(read_media, sample.store)
@@ -548,9 +537,10 @@ class PackingTaskEncoder(WindowTaskEncoder):
         batch = self._assemble([row for sample in samples for row in sample.rows])
         if batch.total_tokens > self.packing.seq_length:
             raise PackingError(f"a pack of {batch.total_tokens} tokens is over seq_length {self.packing.seq_length}")
-        return self._pack_of(samples, batch)
+        return self.pack_of(samples, batch)
 
-    def _pack_of(self, samples: Sequence[RenderedSample], batch: thd.PackedBatch) -> Pack:
+    def pack_of(self, samples: Sequence[RenderedSample], batch: thd.PackedBatch) -> Pack:
+        """Returns the pack of a row and its samples."""
         return Pack(
             **self.pack_fields(samples),
             batch=batch,

@@ -135,15 +135,8 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
     """
 
     _savable_fields = (
-        "_window",
-        "_planned",
-        "_plan_lengths",
-        "_ready",
-        "_block",
-        "_draining",
-        "_arrived",
-        "_render_index",
-        "_pack_index",
+        *("_window", "_planned", "_plan_lengths", "_ready", "_block", "_draining"),
+        *("_arrived", "_render_index", "_pack_index"),
     )
 
     def __init__(

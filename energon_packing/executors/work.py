@@ -50,11 +50,8 @@ class Executor(Protocol):
         """Yields each task with its result, in the order in which they are done.
 
         Tasks are taken from the iterable only when a worker is free for them. A worker that dies costs its own task
-        once: another worker does it again. Close the iterator to end all workers at once.
-
-        Raises:
-            UserError: two workers died at the same task, or there are no workers.
-            Exception: what a task raised.
+        once: another worker does it again. Close the iterator to end all workers at once. Raises UserError: two workers
+        died at the same task, or there are no workers; Exception: what a task raised.
         """
 
 

@@ -31,7 +31,6 @@ _OWNED_BY_MEGATRON = {
     "training.average_in_collective": "ddp_average_in_collective",
 }
 
-
 UNREAD: Mapping[str, tuple[str, ...]] = {
     "is read by Megatron-LM's own data sets or its scripts', which packs replace; remove it": (
         *("data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path"),
@@ -100,12 +99,8 @@ def row_length(args: Any) -> int:
 
 
 def run_config_of(args: Any) -> RunConfig:
-    """Our configuration for a Megatron-LM run.
-
-    Raises:
-        ConfigError: ``--packing-config`` is missing or wrong, contradicts an argument of Megatron-LM, or an argument
-            cannot work with packed rows.
-    """
+    """Our configuration for a Megatron-LM run. Raises ConfigError: ``--packing-config`` is missing or wrong,
+    contradicts an argument of Megatron-LM, or an argument cannot work with packed rows."""
     if not getattr(args, "packing_config", None) and not getattr(args, "packing_set", None):
         raise ConfigError("--packing-config is missing; give the YAML file that you ran `energon-packing validate` on.")
     check_arguments(args)

@@ -141,10 +141,8 @@ class PackDataloader:
     """One replica's packs without end, which Megatron-LM wraps as its train, valid and test iterators.
 
     Every rank of a replica has one. On the reader it reads, decodes and passes packs on; on the other ranks it receives
-    them, on later pipeline stages without pixels.
-
-    Args:
-        what: ``evaluation``, the packs of one, over all ranks; see `open_together`. None of a training.
+    them, on later pipeline stages without pixels. Of ``what``, ``evaluation`` are the packs of one, over all ranks (see
+    `open_together`), and None of a training.
     """
 
     def __init__(
@@ -190,10 +188,7 @@ class PackDataloader:
 
     def restore_state(self, state: Any) -> None:
         """Continues after the pack at which the state was saved; on every rank of the replica, before the first pack.
-
-        Raises:
-            ConfigError: the state is not one of this loader.
-        """
+        Raises ConfigError: the state is not one of this loader."""
         self._reader.restore_state(state)
 
     def restore_together(self, read: Callable[[], Any]) -> None:
@@ -273,19 +268,14 @@ def parse_and_validate_args(
 ) -> Any:
     """Megatron-LM's function of this name, with our argument group and our checks.
 
-    ``--dataloader-type`` is ``external`` unless it is given.
-
-    Raises:
-        ConfigError: arguments that cannot work with packed rows; raised before any process group exists.
+    ``--dataloader-type`` is ``external`` unless it is given. Raises ConfigError: arguments that cannot work with packed
+    rows; raised before any process group exists.
     """
     from megatron.training.arguments import parse_and_validate_args as megatrons
 
-    def with_ours(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        if extra_args_provider is not None:
-            parser = extra_args_provider(parser)
-        return add_energon_packing_args(parser)
-
-    args = megatrons(with_ours, ignore_unknown_args, {"dataloader_type": "external"} | dict(args_defaults or {}))
+    theirs = extra_args_provider or (lambda parser: parser)
+    defaults = {"dataloader_type": "external"} | dict(args_defaults or {})
+    args = megatrons(lambda parser: add_energon_packing_args(theirs(parser)), ignore_unknown_args, defaults)
     setattr(args, ROW_LENGTH, row_length(args))
     enforce_rules(args, run_config_of(args))
     return args

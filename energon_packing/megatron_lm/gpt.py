@@ -11,11 +11,7 @@ import torch
 
 from energon_packing.encoders.encoder import innermost, refuse_untaken, takes
 from energon_packing.errors import ConfigError, PackingError
-from energon_packing.megatron_lm.arguments import (
-    NO_SCHEDULE_PLAN,
-    add_energon_packing_args,
-    run_config_of,
-)
+from energon_packing.megatron_lm.arguments import NO_SCHEDULE_PLAN, add_energon_packing_args, run_config_of
 from energon_packing.megatron_lm.dataloader import (
     StageBatch,
     get_batch,
@@ -26,13 +22,9 @@ from energon_packing.thd.rotary import repair_rotary
 from energon_packing.thd.routers import experts_read_masks
 
 __all__ = [
-    "add_energon_packing_args",
-    "forward_step",
-    "get_batch",
-    "loss_func",
-    "parse_and_validate_args",
+    "add_energon_packing_args", "forward_step", "get_batch", "loss_func", "parse_and_validate_args",
     "train_valid_test_datasets_provider",
-]
+]  # fmt: skip
 
 
 def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = False) -> tuple[torch.Tensor, Any]:
@@ -80,10 +72,8 @@ def read(data_iterator: Any, schedule_plan: bool, **how: Any) -> StageBatch:
 def inputs_of(model: Any, batch: StageBatch) -> dict[str, torch.Tensor]:
     """What the model reads besides tokens, by the names of its forward: media, the family's fields per token, padding.
 
-    The mask reaches experts even if the forward does not take it, see `energon_packing.thd.routers`.
-
-    Raises:
-        ConfigError: the model's forward does not take what the processor makes for it; or a router would count wrongly.
+    The mask reaches experts even if the forward does not take it, see `energon_packing.thd.routers`. Raises
+    ConfigError: the model's forward does not take what the processor makes for it; or a router would count wrongly.
     """
     from megatron.training import get_args
 

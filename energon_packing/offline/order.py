@@ -69,12 +69,8 @@ def incomplete_group(costs: np.ndarray, start: int, group: int) -> float | None:
 def order_again(start: int, stop: int, *, position: int, group: int, seed: list[int]) -> np.ndarray:
     """Another order of the packs ``[start, stop)`` of an epoch, ``[stop - start]`` int64, each once: its whole groups
     change places, and so do the packs inside each. A step is as even as it was, but for those that hold the first or
-    the last packs of an epoch.
-
-    Args:
-        position: of the first of them. Where steps would straddle two groups, a part of a group comes first.
-        group, seed: as for `balanced_order`.
-    """
+    the last packs of an epoch. ``position`` is that of the first of them; where steps would straddle two groups, a part
+    of a group comes first. ``group`` and ``seed``: as for `balanced_order`."""
     random = np.random.default_rng(seed)
     first = min(-(-start // group) * group, stop)
     last = max(stop // group * group, first)

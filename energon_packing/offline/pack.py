@@ -176,12 +176,8 @@ class PackFormat(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Makes the directory, or compares it with what is to be packed.
-
-        Raises:
-            UserError: it is something else, or other packs are in it.
-            OSError: it cannot be written.
-        """
+        """Makes the directory, or compares it with what is to be packed. Raises UserError: it is something else, or
+        other packs are in it; OSError: it cannot be written."""
 
     @abstractmethod
     def found(self, number: int) -> Any:
@@ -191,10 +187,8 @@ class PackFormat(ABC):
     @abstractmethod
     def do(self, task: PackTask) -> Any:
         """Packs a shard, unless it is there; returns what `found` would, or None if another command is packing it.
-
-        Raises:
-            UserError: a source shard is missing or changed, or the output cannot be written; nothing is left behind.
-        """
+        Raises UserError: a source shard is missing or changed, or the output cannot be written; nothing is left
+        behind."""
 
     def complete(self, entries: Sequence[Any]) -> None:  # noqa: B027  # nothing to do for most forms
         """Ends the directory, whose shards are all there. Raises UserError: it may not be ended, or cannot be

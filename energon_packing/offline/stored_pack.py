@@ -11,8 +11,7 @@ the field bit for bit; otherwise the field is stored as it is.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -31,7 +30,7 @@ from energon_packing.energon.window import attempt
 from energon_packing.errors import ConfigError
 from energon_packing.ledger import Ledger
 from energon_packing.offline.files import read_as
-from energon_packing.offline.formats.shards import MediaCopy, ShardPacker
+from energon_packing.offline.formats.shards import MediaCopy, ShardPacker, damaged
 from energon_packing.offline.index import MediaFile
 from energon_packing.offline.packed import Packed, StoredPacks
 from energon_packing.offline.plan import PlannedPack, PlannedSample
@@ -90,18 +89,7 @@ def encode_row(batch: PackedBatch) -> tuple[dict[str, Any], dict[str, np.ndarray
     return values, arrays
 
 
-@contextmanager
-def _damaged(what: str) -> Iterator[None]:
-    """Makes errors of what is read from a file a `DamagedBytes`."""
-    try:
-        yield
-    except DamagedBytes:
-        raise
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
-        raise DamagedBytes(f"{what} ({type(error).__name__}: {error})") from error
-
-
-@_damaged("it is no packed row")
+@damaged("it is no packed row")
 def decode_row(values: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> PackedBatch:
     """Returns the row; visual inputs are views of the arrays, all else is new memory. Raises DamagedBytes: values or
     arrays do not belong together."""
@@ -266,7 +254,7 @@ class StoredPack:
     def from_bytes(cls, buffer: memoryview) -> "StoredPack":
         """A pack from its record; raises `DamagedBytes` if the bytes are none."""
         values, arrays = from_bytes(buffer)
-        with _damaged("it is no stored pack"):
+        with damaged("it is no stored pack"):
             samples = read_as(tuple[StoredSample, ...], values["samples"])
             order = read_as(tuple[int, ...], values["order"])
             if sorted(order) != [at for at, sample in enumerate(samples) if sample.dropped is None]:
@@ -377,7 +365,8 @@ class PackedPacks(StoredPacks[StoredPack]):
                 return None
             batch = self._with_pixels(stored.batch)
             if self._as_stored:
-                return self._finished(stored, self._encoder.with_boundaries_of_run(batch))
+                samples = [self._sample(stored.samples[at], ()) for at in stored.order]
+                return self._encoder.pack_of(samples, self._encoder.with_boundaries_of_run(batch))
             return self._assembled([made for _, made in self._rows(stored, batch)])
         assert stored.batch is not None, "a pack in parts has samples"
         rendered = [
@@ -391,12 +380,6 @@ class PackedPacks(StoredPacks[StoredPack]):
     def _place(self, sample: StoredSample) -> dict[str, str]:
         """Data set and modality, for the ledger."""
         return {"data": self._packed.plan.facts.datasets[sample.dataset].root, "modality": sample.modality}
-
-    def _finished(self, stored: StoredPack, batch: PackedBatch) -> Pack:
-        """The pack of a row that stays as it is."""
-        samples, multiple = [self._sample(stored.samples[at], ()) for at in stored.order], self._encoder.multiple
-        occupied = sum(-(-length // multiple) * multiple for length in batch.sample_lengths)
-        return Pack(**self._encoder.pack_fields(samples), batch=batch, occupied=occupied)
 
     def _sample(self, stored: StoredSample, rows: tuple[dict[str, Any], ...]) -> RenderedSample:
         return RenderedSample(

@@ -28,11 +28,8 @@ class Constraints:
 
     @classmethod
     def from_pairs(cls, pairs: Mapping[str, tuple[Any, int | float]] | None, count: int) -> "Constraints":
-        """Constraints from name -> (cost of each sample, limit per pack), the form that `pack_lengths` takes.
-
-        Raises:
-            ConfigError: no such pair, a wrong number of costs, a negative or non-finite number.
-        """
+        """Constraints from name -> (cost of each sample, limit per pack), the form that `pack_lengths` takes. Raises
+        ConfigError: no such pair, a wrong number of costs, a negative or non-finite number."""
         arrays: dict[str, np.ndarray] = {}
         for name, pair in (pairs or {}).items():
             if not (isinstance(pair, tuple | list) and len(pair) == 2):

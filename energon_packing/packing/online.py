@@ -42,12 +42,8 @@ def next_pack(
     """The next pack of a sliding window: ascending positions that include position 0, the oldest sample.
 
     Arguments as for `energon_packing.packing.policies.window.select_from_window`; `ended` if nothing follows those
-    held.
-
-    Raises:
-        ConfigError: as `check_online_policy`.
-        PackingError: an empty window, an oldest sample that fits no pack alone, or a policy whose packs are not a
-            partition or break a limit.
+    held. Raises ConfigError: as `check_online_policy`; PackingError: an empty window, an oldest sample that fits no
+    pack alone, or a policy whose packs are not a partition or break a limit.
     """
     check_online_policy(policy)
     if (stream := POLICIES.find(policy).next_pack) is not None:

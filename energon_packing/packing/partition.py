@@ -79,25 +79,17 @@ def stable_order(values: np.ndarray) -> np.ndarray:
 
 
 def check_partition(groups: Sequence[np.ndarray | Sequence[int]], expected: np.ndarray | Sequence[int] | int) -> None:
-    """Checks that each expected index is in exactly one group and no group is empty.
-
-    Args:
-        expected: the indices that must appear, distinct and non-negative, or a number N for 0 to N - 1.
-
-    Raises:
-        PackingError: names missing, duplicate and unexpected indices, and empty groups.
-    """
+    """Checks that each ``expected`` index (distinct and non-negative ones, or a number N for 0 to N - 1) is in exactly
+    one group and no group is empty. Raises PackingError: names missing, duplicate and unexpected indices, and empty
+    groups."""
     _check_indices(flatten(groups)[0], expected)
 
 
 def check_groups(
     groups: Sequence[np.ndarray | Sequence[int]], lengths: np.ndarray, capacity: int, constraints: Constraints
 ) -> None:
-    """Checks a policy's result: a partition of all N samples, every pack within its capacity and every limit.
-
-    Raises:
-        PackingError: as `check_partition`; or a pack over a limit: names the first one, its indices and its sum.
-    """
+    """Checks a policy's result: a partition of all N samples, every pack within its capacity and every limit. Raises
+    PackingError: as `check_partition`; or a pack over a limit: names the first one, its indices and its sum."""
     flat, starts = flatten(groups)
     _check_indices(flat, lengths.size)
     if not starts.size:

@@ -28,24 +28,10 @@ _PUBLIC = {
 }
 
 __all__ = [
-    "IGNORE_INDEX",
-    "INVARIANTS",
-    "PackedBatch",
-    "TokenField",
-    "alignment_multiple",
-    "assemble",
-    "check_media",
-    "check_thd",
-    "context_parallel_indices",
-    "context_parallel_indices_numpy",
-    "finished_row",
-    "packed_seq_params",
-    "pad_cu_seqlens",
-    "real_padding",
-    "reassemble",
-    "slice_for_context_parallel",
-    "unpack",
-]
+    "IGNORE_INDEX", "INVARIANTS", "PackedBatch", "TokenField", "alignment_multiple", "assemble", "check_media",
+    "check_thd", "context_parallel_indices", "context_parallel_indices_numpy", "finished_row", "packed_seq_params",
+    "pad_cu_seqlens", "real_padding", "reassemble", "slice_for_context_parallel", "unpack",
+]  # fmt: skip
 
 if TYPE_CHECKING:
     from energon_packing.thd.alignment import alignment_multiple

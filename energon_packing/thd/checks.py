@@ -59,8 +59,7 @@ def check_thd(batch: PackedBatch, *, multiple: int = 1) -> list[str]:
     physical = real if batch.cu_seqlens_padded is None else batch.cu_seqlens_padded.cpu().numpy().astype(np.int64)
     count = batch.num_segments
     found = list(_boundaries(batch, real, physical, count))
-    found += _alignment(batch, np.diff(physical[: count + 1]), multiple)
-    found += _visibility(real[: count + 1], physical[: count + 1])
+    found += _places(batch, real[: count + 1], physical[: count + 1], multiple)
     if found:
         return found
     found += _samples(batch, np.diff(real[: count + 1]), multiple)
@@ -212,20 +211,18 @@ def _boundaries(batch: PackedBatch, real: np.ndarray, physical: np.ndarray, coun
         )
 
 
-def _alignment(batch: PackedBatch, physical: np.ndarray, multiple: int) -> Iterator[str]:
-    has_padded, rest = batch.cu_seqlens_padded is not None, physical % multiple
+def _places(batch: PackedBatch, real: np.ndarray, physical: np.ndarray, multiple: int) -> Iterator[str]:
+    places = np.diff(physical)
+    has_padded, rest = batch.cu_seqlens_padded is not None, places % multiple
     if has_padded if multiple == 1 else not has_padded and rest.any():
         yield f"padded_presence: cu_seqlens_padded is {'set' if has_padded else 'missing'} for multiple {multiple}"
     if rest.any():
         segment = int(rest.argmax())
-        yield f"aligned: segment {segment} occupies {physical[segment]} tokens, not a multiple of {multiple}"
-    longest = int(physical.max())
+        yield f"aligned: segment {segment} occupies {places[segment]} tokens, not a multiple of {multiple}"
+    longest = int(places.max())
     if batch.max_seqlen < longest or (batch.boundary_padding is None and batch.max_seqlen != longest):
         yield f"max_seqlen: it is {batch.max_seqlen}, the longest physical segment has {longest} tokens"
-
-
-def _visibility(real: np.ndarray, physical: np.ndarray) -> Iterator[str]:
-    """Compares the two as Transformer Engine 2.2 to 2.17.1 does; a row that looks unpadded to it must be unpadded."""
+    # As Transformer Engine 2.2 to 2.17.1 compares the two; a row that looks unpadded to it must be unpadded.
     if real[-1] != physical[-1] and (real[:-1] == physical[:-1]).all():
         yield (
             f"padding_is_visible: only the last segment is padded, {real[-1] - real[-2]} tokens in a place of "

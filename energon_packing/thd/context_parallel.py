@@ -69,10 +69,8 @@ def slice_for_context_parallel(batch: PackedBatch, cp_size: int, cp_rank: int) -
 
     Every token-aligned field is sliced along its last axis, including mRoPE positions ``[3, 1, T]`` and extra fields.
     Boundaries, ``max_seqlen`` and ``total_tokens`` stay those of the whole row, as attention needs them. Visual inputs
-    stay whole, even those of images whose tokens are all on other ranks.
-
-    Raises:
-        ConfigError, PackingError: as `context_parallel_indices`; also for a batch that is already a slice.
+    stay whole, even those of images whose tokens are all on other ranks. Raises ConfigError, PackingError: as
+    `context_parallel_indices`; also for a batch that is already a slice.
     """
     if batch.cp_size != 1:
         raise PackingError(f"this batch is a slice of context-parallel rank {batch.cp_rank} already")
@@ -83,10 +81,7 @@ def slice_for_context_parallel(batch: PackedBatch, cp_size: int, cp_rank: int) -
 
 def reassemble(slices: Sequence[PackedBatch]) -> PackedBatch:
     """Rebuilds the whole batch from the slices of all context-parallel ranks, in any order; for debugging and tests.
-
-    Raises:
-        PackingError: there is not exactly one slice per rank, or their boundaries differ.
-    """
+    Raises PackingError: there is not exactly one slice per rank, or their boundaries differ."""
     if not slices:
         raise PackingError("no slices to reassemble")
     first = slices[0]

@@ -33,15 +33,11 @@ _REPAIRED = "_energon_packing_running_mask"
 
 
 def count_real_tokens(model: torch.nn.Module) -> bool:
-    """Makes the routers of a model count real tokens for as long as the model lives, where they get a padding mask.
+    """Makes the routers of a model count real tokens for as long as the model lives, where they get a padding mask;
+    returns whether the model has such layers.
 
-    Without a mask a router computes what it computed before. Call it again as often as you like.
-
-    Returns:
-        Whether the model has such layers.
-
-    Raises:
-        ConfigError: a router balances each sequence (``seq_aux_loss``): it would take a packed row for one sequence.
+    Without a mask a router computes what it computed before. Call it again as often as you like. Raises ConfigError: a
+    router balances each sequence (``seq_aux_loss``): it would take a packed row for one sequence.
     """
     from megatron.core.transformer.moe.router import TopKRouter
 
@@ -130,11 +126,8 @@ _HOOKED = "_energon_packing_hooked"
 
 
 def put_mask(params: Any, mask: torch.Tensor) -> None:
-    """Sends a mask along with a row.
-
-    Args:
-        mask: ``[1, t]`` bool, True where the token is padding, of the t tokens that this rank's layers hold.
-    """
+    """Sends a mask along with a row: ``[1, t]`` bool, True where the token is padding, of the t tokens that this rank's
+    layers hold."""
     setattr(params, _ON_PARAMS, mask)
 
 
@@ -142,10 +135,7 @@ def experts_read_masks(model: torch.nn.Module) -> bool:
     """Makes layers with experts read the mask that `put_mask` sent; returns whether there is such a layer.
 
     Hooks each model once; the hooks do nothing for a row without a mask. Routers then count real tokens right
-    (`count_real_tokens`).
-
-    Raises:
-        ConfigError: see `count_real_tokens`.
+    (`count_real_tokens`). Raises ConfigError: see `count_real_tokens`.
     """
     from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 

@@ -22,16 +22,12 @@ _MOST_BYTES = 1 << 30
 
 
 def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Joins parts along their first axis in new memory, even one part, because a view would keep its storage alive.
+    """Joins parts along their first axis in new memory, even one part, because a view would keep its storage alive. At
+    least one is given, and they are equal in dtype and in all axes but the first.
 
     In a data loader's worker this memory is shared from the start, as in PyTorch's own collation. The parts are written
-    to its file: the kernel clears every page that is first touched through a mapping.
-
-    Args:
-        parts: at least one; equal in dtype and in all axes but the first.
-
-    Raises:
-        PackingError: shared memory is full.
+    to its file: the kernel clears every page that is first touched through a mapping. Raises PackingError: shared
+    memory is full.
     """
     first = parts[0]
     shape = (sum(len(part) for part in parts), *first.shape[1:])
@@ -177,14 +173,9 @@ def join_extra(
 def join_visual_inputs(
     keys: Sequence[str], rows: Sequence[Mapping[str, Any]]
 ) -> tuple[dict[str, torch.Tensor] | None, dict[str, tuple[int, ...]]]:
-    """The samples' visual inputs, joined along their first axis in the order of the samples.
-
-    Returns:
-        Name -> tensor, or None if no sample has any; and name -> how many entries of the first axis each sample has.
-
-    Raises:
-        PackingError: an input has no axes, or its axes or dtype differ from the same input of an earlier sample.
-    """
+    """The samples' visual inputs, joined along their first axis in the order of the samples, by name, or None if no
+    sample has any; and name -> how many entries of the first axis each sample has. Raises PackingError: an input has no
+    axes, or its axes or dtype differ from the same input of an earlier sample."""
     parts: dict[str, list[torch.Tensor]] = {}
     counts: dict[str, list[int]] = {}
     for index, (key, row) in enumerate(zip(keys, rows, strict=True)):
@@ -209,11 +200,8 @@ def join_visual_inputs(
 
 
 def joined_forms(keys: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> dict[str, PixelForm]:
-    """The forms of the visual inputs that are bytes, by name.
-
-    Raises:
-        PackingError: two samples have the same input in different forms.
-    """
+    """The forms of the visual inputs that are bytes, by name. Raises PackingError: two samples have the same input in
+    different forms."""
     forms: dict[str, PixelForm] = {}
     for key, row in zip(keys, rows, strict=True):
         for name, form in (row.get(PIXEL_FORMS) or {}).items():

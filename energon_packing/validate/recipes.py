@@ -234,13 +234,10 @@ def _read(file: Path, name: str) -> Any:
 
 # By class name, most derived first: a view must not import Bridge.
 _KIND_OF_CLASS: dict[str, DatasetKind] = {
-    "PackedEnergonDatasetConfig": "packed_energon",
-    "EnergonDatasetConfig": "energon",
-    "DirectHFSFTDatasetConfig": "hf_sft",
-    "MockVLMSFTDatasetConfig": "mock_vlm",
-    "GPTSFTDatasetConfig": "gpt_sft",
+    "PackedEnergonDatasetConfig": "packed_energon", "EnergonDatasetConfig": "energon",
+    "DirectHFSFTDatasetConfig": "hf_sft", "MockVLMSFTDatasetConfig": "mock_vlm", "GPTSFTDatasetConfig": "gpt_sft",
     "GPTDatasetConfig": "gpt_pretraining",
-}
+}  # fmt: skip
 
 
 TEXT_MODELS = {"Gemma4ModelProvider": "gemma4_text", "Gemma4DenseProvider": "gemma4_text"}

@@ -326,22 +326,14 @@ def view_of_arguments(
 
 
 _READ_BY_THE_RUN: dict[str, tuple[str, Any]] = {
-    "--packing-config": ("str", None),
-    "--packing-set": ("words", []),
-    "--packing-valid-split": ("str", "val"),
-    "--packing-test-split": ("str", None),
-    "--dataloader-type": ("str", "external"),
-    "--dataloader-seq-length": ("int", None),
-    "--decoder-seq-length": ("int", None),
-    "--packing-seq-length": ("int", 0),
-    "--num-workers": ("int", 2),
-    "--eval-iters": ("int", 100),
-    "--eval-micro-batch-size": ("int", None),
-    "--moe-z-loss-coeff": ("float", None),
-    "--num-layers-per-virtual-pipeline-stage": ("int", None),
+    "--packing-config": ("str", None), "--packing-set": ("words", []), "--packing-valid-split": ("str", "val"),
+    "--packing-test-split": ("str", None), "--dataloader-type": ("str", "external"),
+    "--dataloader-seq-length": ("int", None), "--decoder-seq-length": ("int", None), "--packing-seq-length": ("int", 0),
+    "--num-workers": ("int", 2), "--eval-iters": ("int", 100), "--eval-micro-batch-size": ("int", None),
+    "--moe-z-loss-coeff": ("float", None), "--num-layers-per-virtual-pipeline-stage": ("int", None),
     "--num-virtual-stages-per-pipeline-rank": ("int", None),
     **{f"--{name.replace('_', '-')}": ("given", None) for names in UNREAD.values() for name in names},
-}
+}  # fmt: skip
 """Arguments that no rule needs and `run_config_of` does: type, and Megatron-LM's or our default."""
 
 

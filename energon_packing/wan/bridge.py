@@ -42,11 +42,8 @@ class PackedWanDatasetConfig(PackProvider):
     """The fields of `TextToVideoPackingConfig`."""
 
     def run_config(self, parallel: ParallelConfig) -> TextToVideoRunConfig:
-        """Returns the same settings as our own configuration.
-
-        Raises:
-            ConfigError: a value that cannot work, for example a ``seq_length`` that the alignment does not divide.
-        """
+        """Returns the same settings as our own configuration. Raises ConfigError: a value that cannot work, for example
+        a ``seq_length`` that the alignment does not divide."""
         return TextToVideoRunConfig(
             data=frozen(DataConfig, self.data, where="dataset.data", path=self.path, workers=self.num_workers),
             encoder=frozen(TextToVideoConfig, self.encoder, where="dataset.encoder"),
@@ -79,11 +76,8 @@ class PackedWanDatasetConfig(PackProvider):
             )
 
     def check_run(self, container: ConfigContainer) -> None:
-        """Checks the run, of which Bridge checks nothing for a Wan data set.
-
-        Raises:
-            ConfigError: the model cannot take the rows, or its step would train on them wrongly.
-        """
+        """Checks the run, of which Bridge checks nothing for a Wan data set. Raises ConfigError: the model cannot take
+        the rows, or its step would train on them wrongly."""
         model = container.model
         if not hasattr(model, "patch_spatial"):
             raise ConfigError(
@@ -166,11 +160,8 @@ def packed_step(step: Any) -> Any:
 
 
 def dataset_of(container: Any, processor: str | None, **fields: Any) -> PackedWanDatasetConfig:
-    """Returns the data set of a container with a Wan model: its patches, channels and texts are the model's.
-
-    Raises:
-        ConfigError: a processor is given.
-    """
+    """Returns the data set of a container with a Wan model: its patches, channels and texts are the model's. Raises
+    ConfigError: a processor is given."""
     if processor is not None:
         raise ConfigError(f"use_packed_data(..., processor={processor!r}): a Wan model has no processor; leave it out.")
     model, dataset = container.model, PackedWanDatasetConfig(**fields)

@@ -44,14 +44,9 @@ class LatentEncoder(Protocol):
 
 class WanLatentEncoder:
     """diffusers' `AutoencoderKLWan`: the mode of its distribution, normalised by its own means and deviations, as
-    diffusers' Wan pipelines and Wan's own training code use it.
-
-    Args:
-        path: a diffusers pipeline (its folder ``vae`` is taken) or the VAE itself; directory or hub name.
-
-    Raises:
-        ConfigError: diffusers is missing, there is no such VAE at ``path``, or it is of another kind.
-    """
+    diffusers' Wan pipelines and Wan's own training code use it. ``path`` is a diffusers pipeline (its folder ``vae`` is
+    taken) or the VAE itself; directory or hub name. Raises ConfigError: diffusers is missing, there is no such VAE at
+    ``path``, or it is of another kind."""
 
     def __init__(self, path: str, *, device: str = "cpu") -> None:
         self._path, self._device = path, device
@@ -158,11 +153,8 @@ class T5CaptionEncoder:
         return model.to(self._device).eval().requires_grad_(False)
 
     def tokenize(self, caption: str, limit: int) -> tuple[list[int], int]:
-        """Returns token ids, the end token included, and how many there are without the limit.
-
-        Raises:
-            SampleRejected: ``bad_text`` for a lone surrogate.
-        """
+        """Returns token ids, the end token included, and how many there are without the limit. Raises SampleRejected:
+        ``bad_text`` for a lone surrogate."""
         text = " ".join(html.unescape(html.unescape(self._repaired(caption))).split())
         try:
             token_ids = self._tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"]

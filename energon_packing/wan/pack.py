@@ -116,10 +116,8 @@ _LENGTH_FIELDS = ("seq_len_q", "seq_len_q_padded", "seq_len_kv", "seq_len_kv_pad
 
 def clip_order(patches: Sequence[int], text_tokens: Sequence[int], multiple: int) -> list[int]:
     """Returns positions of clips in an order in which neither attention hides its padding; if possible the given one.
-
-    Args:
-        patches, text_tokens: of each clip; both are padded to a multiple of ``multiple``, clip by clip.
-    """
+    ``patches`` and ``text_tokens`` are those of each clip; both are padded to a multiple of ``multiple``, clip by
+    clip."""
     order = list(range(len(patches)))
     if len(order) > 1 and _hidden(patches, text_tokens, multiple):
         order[-2:] = reversed(order[-2:])
@@ -137,11 +135,8 @@ def _hidden(patches: Sequence[int], text_tokens: Sequence[int], multiple: int) -
 
 
 def patch_grid(shape: Sequence[int], patch: tuple[int, ...]) -> tuple[int, int, int]:
-    """Returns patches along frames, height and width of a latent of ``shape`` ``(frames, height, width)``.
-
-    Raises:
-        PackingError: the latent does not divide into patches.
-    """
+    """Returns patches along frames, height and width of a latent of ``shape`` ``(frames, height, width)``. Raises
+    PackingError: the latent does not divide into patches."""
     if len(shape) != 3 or 0 in shape or any(side % size for side, size in zip(shape, patch, strict=True)):
         raise PackingError(f"a latent of {list(shape)} does not divide into patches of {list(patch)}")
     frames, height, width = (side // size for side, size in zip(shape, patch, strict=True))

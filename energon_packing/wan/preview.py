@@ -59,11 +59,8 @@ def describe_clips(pack: ClipPack, *, seq_length: int) -> dict[str, Any]:
 
 
 def preview_clips(dataset: str, config_path: str | None, overrides: Iterable[str], packs: int, as_json: bool) -> None:
-    """Builds real packs of a text-to-video data set, plan or packed directory, and shows each clip.
-
-    Raises:
-        UserError: the configuration or the data set cannot be used.
-    """
+    """Builds real packs of a text-to-video data set, plan or packed directory, and shows each clip. Raises UserError:
+    the configuration or the data set cannot be used."""
     from energon_packing.offline.open_loader import open_loader
 
     config = load_text_to_video_config(config_path, overrides)

@@ -18,10 +18,9 @@ import torch
 from energon_packing.drops import DroppedSample
 from energon_packing.energon.samples import Pack
 from energon_packing.energon.window import attempt
-from energon_packing.errors import SampleRejected
 from energon_packing.ledger import Ledger
 from energon_packing.offline.files import Count, read_as
-from energon_packing.offline.formats.shards import MediaCopy, ShardPacker
+from energon_packing.offline.formats.shards import MediaCopy, ShardPacker, damaged
 from energon_packing.offline.index import MediaFile
 from energon_packing.offline.packed import StoredPacks
 from energon_packing.offline.plan import PlannedPack
@@ -109,18 +108,11 @@ class StoredClips:
 
     @classmethod
     def from_bytes(cls, buffer: memoryview) -> StoredClips:
-        """Returns a pack from its record; tensors are views of the buffer.
-
-        Raises:
-            DamagedBytes: the bytes are no pack of clips.
-        """
+        """Returns a pack from its record; tensors are views of the buffer. Raises DamagedBytes: the bytes are no pack
+        of clips."""
         values, arrays = from_bytes(buffer)
-        try:
+        with damaged("it is no stored pack of clips"):
             return cls(samples=tuple(_clip(at, each, arrays) for at, each in enumerate(values["clips"])))
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, SampleRejected) as error:
-            if isinstance(error, DamagedBytes):
-                raise
-            raise DamagedBytes(f"it is no stored pack of clips ({type(error).__name__}: {error})") from error
 
 
 def _clip(at: int, values: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> StoredClip:

@@ -154,11 +154,7 @@ class TextToVideoTaskEncoder(WindowTaskEncoder):
 
     @stateless
     def postencode_sample(self, sample: MeasuredClipSample) -> RenderedClipSample:
-        """Makes the latents and embeddings of one clip.
-
-        Raises:
-            SampleRejected: see `TextToVideoEncoder.render`.
-        """
+        """Makes the latents and embeddings of one clip. Raises SampleRejected: see `TextToVideoEncoder.render`."""
         measured = sample.measured
         assert measured is not None, "the window selects what was measured"
         return self.as_rendered(sample, self.encoder.render(measured, functools.partial(read_media, sample.store)))
@@ -176,11 +172,7 @@ class TextToVideoTaskEncoder(WindowTaskEncoder):
 
     @stateless
     def pack_selected_samples(self, samples: list[RenderedClipSample]) -> ClipPack:
-        """Lays the clips of one pack side by side.
-
-        Raises:
-            PackingError: a clip does not have its measured size.
-        """
+        """Lays the clips of one pack side by side. Raises PackingError: a clip does not have its measured size."""
         batch = self._assemble([sample.clip for sample in samples if sample.clip is not None])
         clips = batch.num_samples
         measured = [sample.measured for sample in samples if sample.measured is not None]

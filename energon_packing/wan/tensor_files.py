@@ -84,11 +84,8 @@ def tensor_info(stream: BinaryIO, suffix: str, names: Sequence[str] = ()) -> Ten
 
 
 def read_tensor(data: bytes, suffix: str, names: Sequence[str] = ()) -> torch.Tensor:
-    """Returns the tensor of a file, in its own shape and dtype, on the CPU; it shares no memory with ``data``.
-
-    Raises:
-        SampleRejected: as `tensor_info`.
-    """
+    """Returns the tensor of a file, in its own shape and dtype, on the CPU; it shares no memory with ``data``. Raises
+    SampleRejected: as `tensor_info`."""
     import numpy as np
     import torch
 
@@ -180,10 +177,7 @@ def _choose(held: list[str], names: Sequence[str]) -> str:
 
 def _check_parts(archive: zipfile.ZipFile, size: int) -> None:
     """Refuses what torch's reader does not notice: it reads no checksum, and reads beyond the end of a stream for ever.
-
-    Raises:
-        SampleRejected: ``corrupt_tensor``.
-    """
+    Raises SampleRejected: ``corrupt_tensor``."""
     entries = archive.infolist()
     packed = any(e.compress_type != zipfile.ZIP_STORED or e.compress_size != e.file_size for e in entries)
     if packed or sum(entry.file_size for entry in entries) > size:
@@ -323,12 +317,9 @@ class TensorFile:
 def check_tensor(stream: Any, path: str, size: int, role: TensorRole, config: ConvertConfig) -> TensorFile:
     """Reads and checks one open file; ``check_media: full`` checks every value.
 
-    Text embeddings are always read, because their length matters.
-
-    Raises:
-        SampleRejected: ``corrupt_tensor``, ``unknown_tensor_format``, ``unsafe_pickle``, ``no_such_tensor``,
-            ``wrong_dtype``, ``wrong_shape``, ``not_finite`` (values that are NaN or infinite), ``empty_context``
-            (nothing but zeros).
+    Text embeddings are always read, because their length matters. Raises SampleRejected: ``corrupt_tensor``,
+    ``unknown_tensor_format``, ``unsafe_pickle``, ``no_such_tensor``, ``wrong_dtype``, ``wrong_shape``, ``not_finite``
+    (values that are NaN or infinite), ``empty_context`` (nothing but zeros).
     """
     suffix = Path(path).suffix.lower().lstrip(".")
     info = tensor_info(stream, suffix, NAMES[role])

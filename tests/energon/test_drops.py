@@ -331,7 +331,7 @@ def ledgers(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("buffer", [None, 16])
+@pytest.mark.parametrize("buffer", [16])
 def test_every_sample_of_an_epoch_is_counted_as_read_once(run_config, train_keys, ledgers, buffer):
     packs = list(build_loader(run_config(seq_length=512, drop_budget=1.0), packing_buffer_size=buffer))
     (ledger,) = ledgers

@@ -11,7 +11,9 @@ from energon_packing.convert.layouts.layout import ANSWER_COLUMNS, TURN_COLUMNS,
 
 
 def _is_conversation(record: Mapping[str, Any]) -> bool:
-    if llamafactory_v1.matches(record) or (qwen_vl.matches(record) and not qwen_vl.names_images(record)):
+    if llamafactory_v1.matches(record):
+        return False
+    if qwen_vl.matches(record) and not (filled(record, "image") or filled(record, "images")):  # else tags may be text
         return False
     is_pair = any(record.get(name) is not None for name in ANSWER_COLUMNS)
     # ms-swift's pair of a query has the chosen answer in `response`.

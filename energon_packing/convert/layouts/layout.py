@@ -87,11 +87,8 @@ def all_layouts() -> tuple[Layout, ...]:
 
 
 def register_layout(layout: Layout) -> None:
-    """Adds a layout for this process; a package can name its own in the entry points of this folder instead.
-
-    Raises:
-        ConfigError: the name is taken.
-    """
+    """Adds a layout for this process; a package can name its own in the entry points of this folder instead. Raises
+    ConfigError: the name is taken."""
     LAYOUTS.add(layout.name, layout)
     all_layouts.cache_clear()
 

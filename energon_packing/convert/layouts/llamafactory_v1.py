@@ -22,14 +22,9 @@ def matches(record: Mapping[str, Any]) -> bool:
     if all(isinstance(record.get(name), list) for name in _PAIR):
         return True
     messages = record.get("messages")
-    return isinstance(messages, list) and any(_has_values(message) for message in messages)
-
-
-def _has_values(message: Any) -> bool:
-    content = message.get("content") if isinstance(message, dict) else None
-    return isinstance(content, list) and any(
-        isinstance(part, dict) and "type" in part and "value" in part for part in content
-    )
+    held = [each.get("content") for each in messages if isinstance(each, dict)] if isinstance(messages, list) else []
+    parts = (part for content in held if isinstance(content, list) for part in content)
+    return any(isinstance(part, dict) and "type" in part and "value" in part for part in parts)
 
 
 def _restate(record: Mapping[str, Any], warnings: list[str]) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from energon_packing.convert.layouts.layout import TURN_COLUMNS, Layout, filled
+from energon_packing.convert.layouts.layout import TURN_COLUMNS, Layout
 
 _IMAGE = re.compile(r"<img>(.+?)</img>", re.DOTALL)
 _FIELDS = ("value", "content")
@@ -17,11 +17,6 @@ _FIELDS = ("value", "content")
 def matches(record: Mapping[str, Any]) -> bool:
     """Whether the text of a turn names an image in tags."""
     return any("<img>" in text and _IMAGE.search(text) for text in _texts(record))
-
-
-def names_images(record: Mapping[str, Any]) -> bool:
-    """Whether a record also has a column of images, so that the tags may be text."""
-    return any(filled(record, name) for name in ("image", "images"))
 
 
 def _texts(record: Mapping[str, Any]) -> Iterator[str]:
@@ -58,9 +53,4 @@ def _parts(text: Any) -> Any:
     ]
 
 
-LAYOUT = Layout(
-    name="qwen-vl",
-    expects="turns with <img>path</img> in their text",
-    matches=matches,
-    restate=_restate,
-)
+LAYOUT = Layout(name="qwen-vl", expects="turns with <img>path</img> in their text", matches=matches, restate=_restate)

@@ -8,8 +8,8 @@ import json
 import shutil
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +17,7 @@ from typing import Any, cast
 from energon_packing.drops import DroppedSample, over_budget
 from energon_packing.energon.samples import MeasuredSample, RenderedSample
 from energon_packing.energon.window import render_or_drop
-from energon_packing.errors import UserError
+from energon_packing.errors import SampleRejected, UserError
 from energon_packing.ledger import Ledger
 from energon_packing.offline.data_paths import PACKED_FILE
 from energon_packing.offline.files import differing, locked, replacing, unwritable
@@ -25,9 +25,20 @@ from energon_packing.offline.index import MediaFile
 from energon_packing.offline.pack import PackConfig, PackFormat, PackTask
 from energon_packing.offline.packed import DROPS_FILE, PLAN_FILE, PackedFacts, ShardEntry, media_path, shard_path
 from energon_packing.offline.plan import Plan, PlannedPack, PlannedSample, drops_path
-from energon_packing.offline.shards import ShardFile, ShardWriter
+from energon_packing.offline.shards import DamagedBytes, ShardFile, ShardWriter
 from energon_packing.offline.source import ShardIndex, TarFiles, inside
 from energon_packing.sample_kind import KINDS
+
+
+@contextmanager
+def damaged(what: str) -> Iterator[None]:
+    """Makes errors of what is read from a file a `DamagedBytes`."""
+    try:
+        yield
+    except DamagedBytes:
+        raise
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, SampleRejected) as error:
+        raise DamagedBytes(f"{what} ({type(error).__name__}: {error})") from error
 
 
 class ShardPacker(PackFormat):

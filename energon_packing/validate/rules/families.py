@@ -116,7 +116,6 @@ _packs_without_media = rule(
     fix="set ddp.overlap_grad_reduce to false (and use no FSDP), or packing.dummy_image of our data set to true",
 )
 
-
 _deepstack_gradient = rule(
     id="ours/deepstack-gradient",
     order=1220,

@@ -213,7 +213,6 @@ _deterministic_delta_net = rule(
     fix="set model.deterministic_mode to false",
 )
 
-
 _overlap_needs_one_width = rule(
     id="ours/overlap-needs-one-width",
     order=1295,

@@ -107,7 +107,6 @@ _hybrid_context_parallel = rule(
     fix="set model.hybrid_context_parallel to false",
 )
 
-
 _comm_type_of_each_layer = bridges_rule(
     id="bridge/comm-type-of-each-layer",
     order=220,

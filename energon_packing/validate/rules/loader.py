@@ -17,7 +17,6 @@ _epochs_need_finite_data = bridges_rule(
     fix="set train.train_iters instead; `energon-packing validate --measure N` tells the steps of an epoch",
 )
 
-
 _epochs_need_whole_batches = bridges_rule(
     id="bridge/epochs-need-whole-batches",
     order=20,
@@ -103,7 +102,6 @@ _loader_memory = warning_rule(
     ),
     fix="set packing.window to 1024 or less (more fills no better), or use fewer workers",
 )
-
 
 _failures_are_limited = rule(
     id="ours/failures-are-limited",

@@ -77,7 +77,6 @@ _weights_need_token_loss = rule(
     fix="set training.calculate_per_token_loss to true",
 )
 
-
 _initial_weights = warning_rule(
     id="ours/initial-weights",
     order=1410,

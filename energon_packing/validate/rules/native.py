@@ -16,10 +16,8 @@ _OURS = "take energon_packing.bridge.dataset.use_packed_data"
 TASK_ENCODER = "QwenVLEnergonTaskEncoderConfig"
 """The only task encoder of Bridge 0.7 with the hooks for online packing."""
 
-
 _native_rule = functools.partial(data_set_rule, since=(0, 7), applies=lambda view: view.packs_natively)
 _of_data_set = functools.partial(_native_rule, place=_dataset)
-
 
 _buffer_size = data_set_rule(
     id="bridge/native-buffer-size",
@@ -33,7 +31,6 @@ _buffer_size = data_set_rule(
     fix="leave packing_buffer_size out, or set it to the samples that packs are chosen from",
 )
 
-
 _one_owner = _of_data_set(
     id="bridge/native-one-packing-mode",
     order=90,
@@ -46,7 +43,6 @@ _one_owner = _of_data_set(
     ),
     fix="turn enable_in_batch_packing off, or leave packing_buffer_size out",
 )
-
 
 _not_left_to_the_step = _of_data_set(
     id="bridge/native-not-left-to-the-step",
@@ -140,7 +136,6 @@ _no_dist_train = _native_rule(
     fix="set model.dist_train.use_dist_train to false",
 )
 
-
 _no_pipeline = _native_rule(
     id="bridge/native-no-pipeline",
     order=190,
@@ -150,7 +145,6 @@ _no_pipeline = _native_rule(
     why=lambda view: f"pipeline parallelism is {view.pipeline_parallel}, which Bridge's own packing does not support",
     fix=f"set pipeline parallelism to 1, or {_OURS}, which packs with pipelines too",
 )
-
 
 _no_overlap = _native_rule(
     id="bridge/native-no-overlap",

@@ -96,7 +96,6 @@ _graphs_need_fixed_width = bridges_rule(
     fix="set pad_to_max_length to true, or cuda_graph_impl to 'none'",
 )
 
-
 _graphs_need_fixed_boundaries = bridges_rule(
     id="bridge/graphs-need-fixed-boundaries",
     order=70,
@@ -110,7 +109,6 @@ _graphs_need_fixed_boundaries = bridges_rule(
         "true, or leave attention out of the capture"
     ),
 )
-
 
 _local_graphs = bridges_rule(
     id="bridge/local-graphs-of-iterations",
@@ -135,7 +133,6 @@ _no_nan_check = bridges_rule(
     fix="set rerun_state_machine.check_for_nan_in_loss to false",
 )
 
-
 _packed_once = rule(
     id="ours/packed-once",
     order=1365,
@@ -147,7 +144,6 @@ _packed_once = rule(
     why="Megatron-Core would pack the samples of a global batch, and take a packed row for one sample of text",
     fix="turn off dataset.enable_global_batch_packing and model.sequence_packing_scheduler",
 )
-
 
 _step_packs_in_batch = rule(
     id="ours/step-packs-in-batch",
@@ -207,7 +203,6 @@ _captured_rows_are_alike = rule(
     fix="leave attention out of the capture, or set packing.padding to real",
 )
 
-
 FIRST_TO_TELL_BY_OBJECT = (2, 18)
 """Release of Transformer Engine from which two boundary tensors always count as padding between sequences."""
 
@@ -264,7 +259,6 @@ _own_packing_of_bridge = rule(
     ),
     fix="leave packing_buffer_size out, or use energon_packing.bridge.dataset.use_packed_data",
 )
-
 
 _metadata_beside_packed_file = rule(
     id="ours/metadata-beside-packed-file",

@@ -36,7 +36,6 @@ _micro_batch_of_data_set = data_set_rule(
     fix=lambda view: f"set the data set's micro_batch_size to {view.micro_batch_size}",
 )
 
-
 _eval_micro_batch_of_data_set = data_set_rule(
     id="bridge/eval-micro-batch-size",
     order=240,
@@ -81,7 +80,6 @@ _per_token_loss = data_set_rule(
     ),
     fix="set training.calculate_per_token_loss to true",
 )
-
 
 _no_average_in_collective = data_set_rule(
     id="bridge/no-average-in-collective",
@@ -178,7 +176,6 @@ _pack_size_is_positive = bridges_rule(
     fix=lambda view: f"set it to the row width, {view.dataset_seq_length}",
 )
 
-
 _same_seq_length = data_set_rule(
     id="bridge/same-seq-length",
     order=360,
@@ -190,7 +187,6 @@ _same_seq_length = data_set_rule(
     why=lambda view: f"the model's seq_length is {view.model_seq_length}, the data set's is {view.dataset_seq_length}",
     fix=lambda view: f"set both to {view.dataset_seq_length} (training.model_seq_length may be left out)",
 )
-
 
 _widths_are_fixed = data_set_rule(
     id="bridge/fixed-width",
@@ -206,7 +202,6 @@ _widths_are_fixed = data_set_rule(
     ),
     fix="set packing.pad_to_max_length to true to say so",
 )
-
 
 _lengths_vary = bridges_rule(
     id="bridge/variable-lengths",

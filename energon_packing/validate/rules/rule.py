@@ -172,10 +172,7 @@ def all_rules() -> tuple[Rule, ...]:
 
 def register_rule(rule: Rule) -> None:
     """Adds a rule of another package, for this process; an entry point in ``energon_packing.validate.rules`` lasts.
-
-    Raises:
-        ConfigError: its id is taken.
-    """
+    Raises ConfigError: its id is taken."""
     _REGISTRY.add(rule.id, rule)
     all_rules.cache_clear()
 

@@ -9,12 +9,7 @@ from typing import TYPE_CHECKING, Any
 from energon_packing.config import PACK_LIMITS
 from energon_packing.config.setting import length_free_of
 from energon_packing.sample_kind import NO_ROW, SampleKind
-from energon_packing.wan.config import (
-    ClipLimits,
-    TextToVideoConfig,
-    TextToVideoPackingConfig,
-    TextToVideoRunConfig,
-)
+from energon_packing.wan.config import ClipLimits, TextToVideoConfig, TextToVideoPackingConfig, TextToVideoRunConfig
 from energon_packing.wan.record import SUBFLAVORS
 
 if TYPE_CHECKING:  # planning needs neither torch nor Energon
@@ -58,8 +53,7 @@ class Clips(SampleKind):
 
     def measuring_encoder(self, run: TextToVideoRunConfig) -> TextToVideoTaskEncoder:
         own = TextToVideoRunConfig(
-            encoder=dataclasses.replace(run.encoder, device="cpu"),
-            packing=TextToVideoPackingConfig(seq_length=NO_ROW),
+            encoder=dataclasses.replace(run.encoder, device="cpu"), packing=TextToVideoPackingConfig(seq_length=NO_ROW)
         )
         return self.encoder_class(own)
 

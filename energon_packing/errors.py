@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _DISK = (*FULL, errno.EROFS, errno.EFBIG)
+_NO_FILES = (errno.EMFILE, errno.ENFILE)
 UNWRITABLE = (*_DISK, errno.EIO)
 """Error numbers of a disk that takes no more."""
 _FILE = {
@@ -126,6 +127,8 @@ def read_again[T](place: object, read: Callable[[], T], forget: Callable[[], Non
             pause = PAUSES[tries] if tries < len(PAUSES) else LATER_PAUSE
             if longest is None:
                 if tries == len(PAUSES) or (isinstance(error, OSError) and fault_of(error) != "store"):
+                    if _PATIENCE.get() is not None and getattr(error, "errno", None) in _NO_FILES:
+                        raise UserError(f"{place} cannot be opened ({error}); raise the limit (ulimit -n).") from error
                     raise
             else:
                 why = getattr(error, "strerror", None) or error
@@ -181,5 +184,5 @@ def _is_away(error: OSError | MemoryError) -> bool:
         except OSError:
             return True
     if isinstance(error, OSError) and error.errno is not None:
-        return fault_of(error) == "store" and error.errno not in (errno.EMFILE, errno.ENFILE)
+        return fault_of(error) == "store" and error.errno not in _NO_FILES
     return isinstance(error, TimeoutError | ConnectionError | PermissionError)  # of a client; 403, keys that ran out

@@ -26,10 +26,14 @@ if TYPE_CHECKING:
 @cache
 def _entry_points() -> "list[tuple[str, Distribution]]":
     """The texts of all installed packages' entry points, with the packages; read once, since that opens the metadata of
-    each. Of two installations of a package the one that Python imports comes last."""
+    each."""
     from importlib.metadata import distributions  # reads mail headers, whose parsers take as long
 
-    return [(each.read_text("entry_points.txt") or "", each) for each in distributions()][::-1]
+    return [(_text_of(each), each) for each in distributions()]
+
+
+def _text_of(installed: "Distribution") -> str:
+    return installed.read_text("entry_points.txt") or ""
 
 
 def named_object(name: str, setting: str) -> Any:
@@ -72,6 +76,7 @@ class Registry[Entry]:
     def _outside(self) -> "dict[str, EntryPoint]":
         # To parse the others, too, takes as long as to read all.
         named = [each for text, each in _entry_points() if self.folder in text]
+        named = [each for each in named if _text_of(each) == _text_of(type(each).from_name(each.name))]  # not shadowed
         return {point.name: point for each in named for point in each.entry_points.select(group=self.folder)}
 
     @cached_property

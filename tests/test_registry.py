@@ -36,6 +36,11 @@ def test_a_package_outside_declares_an_entry_point_or_calls(registry, tmp_path, 
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: others\nVersion: 1\n")
     (info / "entry_points.txt").write_text("[things_of_test]\nstar = others:STAR\nlost = others:LOST\n")
     (tmp_path / "others.py").write_text("STAR = 10\n")
+    older = tmp_path / "below/others-0.dist-info"
+    older.mkdir(parents=True)
+    (older / "METADATA").write_text("Metadata-Version: 2.1\nName: others\nVersion: 0\n")
+    (older / "entry_points.txt").write_text("[things_of_test]\nstar = others:OLD\ngone = others:GONE\n")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "below")])  # Python imports the other one
     importlib.invalidate_caches()
     monkeypatch.setattr("energon_packing.registry._entry_points", _entry_points.__wrapped__)  # read afresh
     registry.add("circle", 0)

@@ -8,8 +8,10 @@ of each one that cannot be read, so that it is in the ledger and the drop budget
 """
 
 import dataclasses
+import errno
 import functools
 import json
+import os
 import sqlite3
 import tarfile
 from collections.abc import Iterator
@@ -22,8 +24,9 @@ from megatron.energon.media import AVMetadata, ImageMetadata
 from megatron.energon.source_info import SourceInfo
 
 from energon_packing.conversation import Conversation, Media
+from energon_packing.convert.layout import META_DIRECTORY
 from energon_packing.energon.internals import FilteredSample, ITarReader
-from energon_packing.energon.samples import ConversationSample, Problem, forget_members, forget_open_tars
+from energon_packing.energon.samples import ConversationSample, Problem, forget_members, forget_open_tars, is_there
 from energon_packing.errors import SampleRejected, UserError, read_again
 from energon_packing.stored_record import check_depth
 
@@ -142,6 +145,8 @@ def _metadata(store: FileStore, name: str) -> Any:
     except RuntimeError as error:
         if isinstance(error.__cause__, sqlite3.Error):
             raise error.__cause__ from None  # `read_again` knows which of them are the store's
+        if os.path.isabs(root := str(store.get_path())) and not is_there(root):  # Energon only sees that it has none
+            raise FileNotFoundError(errno.ENOENT, "it is not there", os.path.join(root, META_DIRECTORY)) from error
         raise
 
 
@@ -149,6 +154,8 @@ def _forget_metadata(store: Any) -> None:
     forget_open_tars(store)
     if hasattr(store, "_media_metadata_available"):
         store._media_metadata_available = None  # else what could not be looked at once is never looked at again
+    if hasattr(store, "_media_metadata_reader"):
+        store._media_metadata_reader, store._media_metadata_checked = None, False
 
 
 def measured(media: Media, store: FileStore) -> Media:
@@ -160,7 +167,7 @@ def measured(media: Media, store: FileStore) -> Media:
         found = read_again(place, lambda: _metadata(store, media.name), lambda: _forget_metadata(store))
     except KeyError as error:
         raise SampleRejected("missing_media", f"{media.kind} {media.name!r} is not in the data set") from error
-    except (RuntimeError, NotImplementedError) as error:
+    except (RuntimeError, NotImplementedError, sqlite3.Error) as error:
         raise SampleRejected(
             "unmeasured_media",
             f"the size of {media.name!r} is unknown; run: energon prepare-media --media-metadata-by-extension DIR",

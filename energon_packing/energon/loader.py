@@ -262,8 +262,11 @@ class LoaderBase(ABC):
 def pool_shares(shares: Shares, place: str, counts: bool, over: Callable[[], bool], hosts: bool = False) -> None:
     """Exchanges the numbers of a rank with the others by the ranks' store, in which nobody waits, until it is ``over``
     here, or on the rank that ``hosts`` the store and soon ends; if the rank ``counts``, with its own."""
-    told, world, ranks = [0] * 4, weakref.ref(distributed.group.WORLD), shares.ranks[0]
-    with contextlib.suppress(RuntimeError, ValueError):  # the rank that holds the store has ended
+    told, ranks = [0] * 4, shares.ranks[0]
+    with contextlib.suppress(
+        RuntimeError, ValueError, TypeError
+    ):  # the rank that holds the store, or the group, has ended
+        world = weakref.ref(distributed.group.WORLD)
         left = _added(place, {"in": 1, "over": 0})["over"]
         while (there := distributed.is_initialized() and world() is distributed.group.WORLD) and not (left or over()):
             own = shares.own()

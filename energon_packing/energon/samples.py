@@ -122,13 +122,26 @@ def read_media(store: FileStore | None, name: str) -> bytes:
         try:
             return store[name]
         except (FileNotFoundError, NotADirectoryError) as error:
-            if os.path.isdir(root := store.get_path()) and any(os.scandir(root)):  # the store is there, the file is not
+            if is_there(str(store.get_path()), str(error.filename or "")):  # the store is, the file is not
                 raise OSError(errno.ENOENT, str(error)) from error
             raise
 
     data, _ = read_again(f"{store.get_path()}: {name}", read, functools.partial(forget_open_tars, store))
     forget_members(store)
     return bytes(data)
+
+
+def is_there(root: str, file: str = "") -> bool:
+    """Whether what is left of a file's path, down to the root of its store here, is no empty mount point or dangling
+    link; False without a root."""
+    place = os.path.dirname(os.path.join(root, file)) if root else os.devnull
+    while len(place) > len(root) and not os.path.lexists(place):
+        place = os.path.dirname(place)
+    try:
+        with os.scandir(place) as entries:
+            return next(entries, None) is not None
+    except OSError:
+        return False
 
 
 def forget_open_tars(store: Any) -> None:

@@ -287,8 +287,10 @@ class DecodingProcess:
             return self._answer(request, read, names, in_child)
         except SampleRejected as error:
             # Beside CUDA no new child can follow, and this process is not to hang.
-            if error.reason not in (TIMEOUT, ENDED) or torch.cuda.is_initialized():
+            if error.reason not in (TIMEOUT, ENDED):
                 raise
+            if torch.cuda.is_initialized():
+                raise SampleRejected(ENDED, error.detail) from error  # one time-out proves nothing
             self.close()
             self._in_a_row, self._again = max(0, self._in_a_row - 1), True  # counts samples
             return self._answer(request, read, names, in_child)

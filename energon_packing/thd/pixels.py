@@ -135,7 +135,10 @@ def without_padding(pixels: torch.Tensor, sizes: torch.Tensor) -> list[torch.Ten
     """
     shapes = [(3, height, width) for height, width in sizes.tolist()]
     if pixels.dim() == 1:
-        parts = pixels.split([math.prod(shape) for shape in shapes])
+        sides = [math.prod(shape) for shape in shapes]
+        if sum(sides) != len(pixels):
+            raise PackingError(f"images of {sum(sides)} values are said to be in {len(pixels)} bytes")
+        parts = pixels.split(sides)
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
     return [image[:, :height, :width] for image, (_, height, width) in zip(pixels, shapes, strict=True)]
 

@@ -1,6 +1,7 @@
 """A storage that goes away for a while costs time and no sample; one that stays away ends the run with a sentence."""
 
 import builtins
+import contextlib
 import errno
 import io
 import itertools
@@ -18,18 +19,21 @@ import types
 import pytest
 from forking_python import quick_python
 from made_data import chats, converted
-from megatron.energon.cache.file_store import WebdatasetFileStore
+from megatron.energon.cache.file_store import SystemFileStore, WebdatasetFileStore
 from megatron.energon.epathlib import EPath
 from megatron.energon.flavors.webdataset.itar import TarIndexReader
 from support.storage import Storage
 from test_drops import config_of
 
 from energon_packing import errors
+from energon_packing.conversation import Media
+from energon_packing.energon.cookers import measured
 from energon_packing.energon.loader import build_loader
 from energon_packing.energon.pack_bytes import field_digests
 from energon_packing.energon.samples import read_media
-from energon_packing.errors import StoreAway, UserError, be_patient, read_again
+from energon_packing.errors import SampleRejected, StoreAway, UserError, be_patient, read_again
 from energon_packing.media.decoding_process import DecodingProcess
+from energon_packing.offline.source import IndexedMedia, ShardIndex
 
 PLACES = {
     "records": (tarfile.ExFileObject, "read"),
@@ -197,6 +201,64 @@ def test_a_file_that_is_gone_is_gone_and_a_directory_that_is_gone_is_waited_for(
     assert read_again(shard, shard.read_bytes) == content
     with pytest.raises(StoreAway, match=r"nowhere/a\.tar could not be read for 60 s \(No such file"):
         read_again(tmp_path / "nowhere/a.tar", (tmp_path / "nowhere/a.tar").read_bytes)
+
+
+def waits_for(store, read):
+    pauses = []
+    with pytest.MonkeyPatch.context() as patch, be_patient(60.0):
+        patch.setattr(errors, "time", types.SimpleNamespace(monotonic=lambda: sum(pauses), sleep=pauses.append))
+        try:
+            read(store)
+        except StoreAway:
+            return True
+        except (OSError, SampleRejected):
+            return False
+
+
+@pytest.mark.parametrize(
+    ("name", "away"),
+    [
+        ("videos/a/b.mp4", True),
+        ("videos/b.mp4", True),
+        ("linked/a.jpg", True),
+        ("photos/a.jpg", False),
+        ("a.jpg", False),
+    ],
+)
+def test_media_below_an_empty_mount_point_or_a_link_to_nowhere_are_waited_for(tmp_path, name, away):
+    (tmp_path / "videos").mkdir()
+    (tmp_path / "linked").symlink_to("/nowhere/linked")
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos/b.jpg").touch()
+    store = SystemFileStore(EPath(tmp_path))
+    assert waits_for(store, lambda store: read_media(store, name)) is away
+
+
+def test_sizes_of_media_that_are_not_mounted_are_waited_for_and_those_that_nobody_stored_are_not(tmp_path):
+    image = Media(kind="image", name="a.jpg")
+    store = SystemFileStore(EPath(tmp_path))
+    assert waits_for(store, lambda store: measured(image, store))
+    (tmp_path / "b.jpg").touch()
+    assert waits_for(store, lambda store: measured(image, store)) is False
+    (tmp_path / ".nv-meta").mkdir()
+    (tmp_path / ".nv-meta/.info.json").write_text('{"shard_counts": {}}')
+    (tmp_path / ".nv-meta/index.uuid").write_text("1")
+    with contextlib.closing(sqlite3.connect(tmp_path / ".nv-meta/index.sqlite")) as index:
+        index.execute("CREATE TABLE sample_parts (a)")
+    with pytest.raises(SampleRejected, match="unmeasured_media: .*energon prepare-media"):
+        measured(image, IndexedMedia(ShardIndex(tmp_path), "a"))
+
+
+def test_a_process_without_descriptors_ends_and_drops_nothing():
+    def read():
+        raise OSError(errno.EMFILE, "Too many open files", "a.jpg")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(errors, "PAUSES", (0.0,))
+        with be_patient(60.0), pytest.raises(UserError, match=r"a\.jpg cannot be opened .*ulimit -n"):
+            read_again("a.jpg", read)
+        with be_patient(None), pytest.raises(OSError, match="Too many"):
+            read_again("a.jpg", read)
 
 
 def test_media_whose_directory_comes_back_are_read_by_their_index_opened_anew(dataset, tmp_path, monkeypatch):

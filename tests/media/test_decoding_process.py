@@ -123,6 +123,15 @@ def test_what_proves_nothing_about_a_sample_is_tried_once_more_in_a_new_child(
     assert caught.value.reason == (ENDED if how == "killed" else TIMEOUT)
 
 
+def test_a_first_time_out_that_is_not_tried_again_proves_nothing(process, monkeypatch):
+    process("fine", read, ("file",))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)  # no new child may follow
+    monkeypatch.setattr(process, "_seconds", 0.3)
+    with pytest.raises(SampleRejected, match="hung") as caught:
+        process("hang", read)
+    assert caught.value.reason == ENDED
+
+
 def test_a_fault_is_not_tried_again(process, tmp_path):
     with pytest.raises(SampleRejected, match="SIGSEGV"):
         process(("segfault", tmp_path / "once"), read, ("file",))

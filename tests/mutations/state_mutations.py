@@ -233,6 +233,27 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         trap=192,
+        name="media below a mount point in their store count as gone",
+        test=STORAGE + "test_media_below_an_empty_mount_point_or_a_link_to_nowhere_are_waited_for[videos/a/b.mp4-True]",
+        oracle="the file system",
+        edits=(("energon/samples.py", "os.path.dirname(os.path.join(root, file)) if root else", "root if root else"),),
+    ),
+    Mutation(
+        trap=192,
+        name="samples of a process without descriptors count as bad",
+        test=STORAGE + "test_a_process_without_descriptors_ends_and_drops_nothing",
+        oracle="the definition",
+        edits=(("errors.py", "if _PATIENCE.get() is not None and getattr(", "if False and getattr("),),
+    ),
+    Mutation(
+        trap=192,
+        name="sizes of media that are not mounted count as never stored",
+        test=STORAGE + "test_sizes_of_media_that_are_not_mounted_are_waited_for_and_those_that_nobody_stored_are_not",
+        oracle="the file system",
+        edits=(("energon/cookers.py", "if os.path.isabs(root := ", "if False and (root := "),),
+    ),
+    Mutation(
+        trap=192,
         name="the time of waiting for a storage counts as decoding",
         test=STORAGE + "test_waiting_is_no_decoding",
         oracle="the packs of a storage that never failed",
@@ -313,10 +334,17 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         trap=191,
+        name="a first time-out is proof where it cannot be tried again",
+        test=CHILD + "test_a_first_time_out_that_is_not_tried_again_proves_nothing",
+        oracle="the definition",
+        edits=(("media/decoding_process.py", "raise SampleRejected(ENDED, error.detail) from error", "raise"),),
+    ),
+    Mutation(
+        trap=191,
         name="a child that the memory killer ended condemns its sample",
         test=CHILD + "test_what_proves_nothing_about_a_sample_is_tried_once_more_in_a_new_child[killed-True]",
         oracle="the kernel, which ends the child once",
-        edits=(("media/decoding_process.py", "if error.reason not in (TIMEOUT, ENDED) or ", "if True or "),),
+        edits=(("media/decoding_process.py", "if error.reason not in (TIMEOUT, ENDED):", "if True:"),),
     ),
     Mutation(
         trap=191,

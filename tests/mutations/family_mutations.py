@@ -8,6 +8,7 @@ GLM = "tests/families/test_glm4v_against_processor.py::"
 GLM_MIXED = "tests/families/test_glm4v_mixed_packs.py::"
 ERNIE = "tests/families/test_ernie4_5_vl_against_processor.py::"
 TIMES = "tests/families/test_times_from_files.py::"
+SETTINGS = "tests/families/test_processor_settings.py::"
 FROM_FILES = TIMES + "test_a_file_has_the_frames_times_and_positions_that_processor_and_model_give_it"
 ALL = "tests/families/test_families.py::"
 WHOLE = ALL + "test_tokens_types_pixels_and_positions_equal_the_processor_and_model_on_the_whole_sample"
@@ -18,10 +19,18 @@ FAMILY_TRAPS = {
     83: "a frame rate computed in floats is not the container's",
     84: "float64 on one side, float32 on the other, then int()",
     148: "a pack has more patches than its vision encoder's mask over all of them has room for",
+    197: "a setting or an answer is accepted and then not followed: other frames, sizes that nobody planned, no words",
     200: "images of a pack travel as if each was as large as the largest",
 }
 
 FAMILY_MUTATIONS: tuple[Mutation, ...] = (
+    Mutation(
+        trap=197,
+        name="a processor that does not resize is accepted",
+        test=SETTINGS + "test_a_processor_that_does_not_resize_is_refused_at_start",
+        oracle="Hugging Face's processor",
+        edits=(("families/base.py", "if self.processor_classes else ():", "if False else ():"),),
+    ),
     Mutation(
         trap=2,
         name="time steps of a GLM video are counted as images",

@@ -11,7 +11,7 @@ marks. The same comparison finds the answers:
 """
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -119,7 +119,7 @@ class ChatTemplate:
                 the answers cannot be told apart, ``assistant_first`` if it does not show where a leading assistant turn
                 begins, ``loss_weight_mismatch`` if it does not show a weighted turn as generated, ``unclosed_thinking``
                 if thinking is to be stripped or masked and a tag has no partner, ``empty_answer`` if a trained answer
-                has no word, so that it cannot be found, ``nothing_to_learn`` if no character is trained.
+                has no word, ``nothing_to_learn`` if no character is trained.
             ConfigError: the template is not valid Jinja.
         """
         conversation = self._shown(conversation)
@@ -136,7 +136,7 @@ class ChatTemplate:
         spans = {turn: found for turn, found, _ in answers}
         if self.thinking == "trim_empty":
             text, spans = _cut(text, spans, self._empty(reading, spans, breaks=True))
-        trained = self._trained(conversation, text, spans, weights)
+        trained = self._trained(conversation, text, spans, weights, frozenset(reading.structure.turns))
         if self.thinking == "mask":
             hidden = [*self._empty(reading, spans, breaks=False), *self._thoughts(reading)]
             trained = without_spans(trained, sorted(hidden))
@@ -287,8 +287,9 @@ class ChatTemplate:
         text: str,
         spans: Mapping[int, list[TrainedSpan]],
         weights: Mapping[int, float | None],
+        worded: Collection[int],
     ) -> list[TrainedSpan]:
-        """Spans of the trained turns, with the weights of their turns."""
+        """Spans of the trained turns, with the weights of their turns; ``worded`` are those with a word in the text."""
         answers = [number for number, turn in enumerate(conversation.turns) if turn.role == "assistant"]
         weighted = any(weights[number] is not None for number in answers)
         if self.train_on == "all" and not weighted:
@@ -305,13 +306,12 @@ class ChatTemplate:
         chosen = []
         for turn in answers:
             weight = weights[turn]
-            if weight != 0 and not spans.get(turn) and not self.renderer.marks_generation:
+            if weight != 0 and (turn not in worded or not (spans.get(turn) or self.renderer.marks_generation)):
                 parts = conversation.turns[turn].parts
                 if all(isinstance(part, str) for part in parts):
                     raise SampleRejected(
                         "empty_answer",
-                        f"turn {turn + 1} (assistant) is empty, so its place in the text cannot be found; remove it, "
-                        "or set its weight to 0",
+                        f"turn {turn + 1} (assistant) has no word to train; remove it, or set its weight to 0",
                     )
             chosen += [span._replace(weight=1.0 if weight is None else weight) for span in spans.get(turn, [])]
         return _with_gaps(chosen, len(text)) if self.train_on == "all" else chosen

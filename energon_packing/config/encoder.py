@@ -123,8 +123,9 @@ class EncoderConfig:
     """Largest size of a resized video, in the processor's own unit: of one frame for Qwen2.5-VL, of the whole clip for
     Qwen3-VL."""
     video_fps: float | None = setting(None, unit="frames per second", by_family=True, entries=_FRAMES)
-    """Frames per second sampled from a video; None keeps the processor's rate; without one, families of Qwen and GLM
-    take 2.0, InternVL a fixed number of frames, and Ernie every frame up to its maximum."""
+    """Frames per second sampled from a video, whatever number the processor has; None keeps its number or rate; without
+    one, families of Qwen and GLM take 2.0, InternVL a fixed number of frames, and Ernie every frame up to its
+    maximum."""
     video_min_frames: int | None = setting(None, unit="frames", by_family=True, entries=_FRAMES, least=1)
     """Fewest frames sampled from a video; None keeps the processor's value."""
     video_max_frames: int | None = setting(None, unit="frames", by_family=True, entries=_FRAMES, least=1)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 
-from energon_packing.config import EncoderConfig
+from energon_packing.config import MODALITIES, EncoderConfig
 from energon_packing.config.setting import marked, marked_and_set
 from energon_packing.conversation import Media, MediaKind
 from energon_packing.errors import ConfigError, SampleRejected
@@ -101,6 +101,12 @@ class VisionFamily(ABC):
         for name in marked_and_set(config, "by_family"):
             if name not in self.reads:
                 raise ConfigError(f"The family {self.name} does not use encoder.{name}; remove it.")
+        for kind in MODALITIES[config.modality] if self.processor_classes else ():
+            if not getattr(getattr(processor, f"{kind}_processor", None), "do_resize", True):
+                raise ConfigError(
+                    f"do_resize of the {kind} processor (encoder.processor) is false, but the family {self.name} "
+                    f"counts the tokens of resized {kind}s; set it to true in the processor's file."
+                )
         if config.position_ids == "mrope" and not self.mrope:
             raise ConfigError(
                 f"encoder.position_ids is 'mrope', but the family {self.name} counts positions on one axis."

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media
 from energon_packing.errors import ConfigError
 from energon_packing.families.base import IMAGE, VIDEO, MediaPlan, ask
-from energon_packing.families.geometry import sampled_frames
 from energon_packing.families.qwen_vl import Qwen25VL
 from energon_packing.thd.fields import TokenField
 
@@ -68,8 +66,6 @@ class Ernie45VL(Qwen25VL):
         }
         self._edge_ids = {kind: [self.check_token(token) for token in pair] for kind, pair in edges.items()}
         self.reserved = (self.image_token, self.video_token, *edges[IMAGE], *edges[VIDEO])
-        if config.video_fps is not None:
-            self.videos.num_frames = None  # which the processor would prefer to a rate
         self.video_fps = config.video_fps or getattr(self.videos, "fps", None)
         try:
             if self.videos.draw_on_frames:
@@ -79,10 +75,6 @@ class Ernie45VL(Qwen25VL):
                 f"The video processor draws the time on each frame, but its font {self.videos.font!r} cannot be opened "
                 f"(encoder.processor); {HINT}."
             ) from error
-
-    def sample_frames(self, total: int, fps: Fraction) -> tuple[int, ...]:
-        rate = {"fps": self.video_fps, "num_frames": self.videos.num_frames}
-        return tuple(sampled_frames(self.videos, total, fps, **rate))
 
     def _plan_video(self, media: Media, height: int, width: int) -> MediaPlan:
         if self.videos.draw_on_frames and min(height, width) < SMALLEST_FRAME:

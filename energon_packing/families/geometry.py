@@ -125,10 +125,10 @@ def sampled_frames(
 
 
 def uniform_frames(
-    processor: Any, total: int, fps: Fraction, *, rate: float | None, fewest: int, most: int
+    processor: Any, total: int, fps: Fraction, *, rate: float | None, fewest: int, most: int | None
 ) -> tuple[int, ...]:
     """Returns the indices of the sampled frames, ascending and distinct, as the video processor itself spreads them: at
-    least one and at most ``min(most, total)``.
+    least one and at most ``min(most, total)``, of all frames if ``most`` is None.
 
     Args:
         processor: a Hugging Face video processor whose ``sample_frames`` takes ``num_frames``.
@@ -137,8 +137,8 @@ def uniform_frames(
         rate: frames per second to sample; None samples ``most`` frames of every clip.
         fewest: minimum frames of a clip under ``rate``, if it has that many.
     """
-    wanted = most if rate is None else int(total / float(fps) * rate)
-    wanted = max(1, min(max(wanted, fewest), most, total))
+    wanted = most or total if rate is None else int(total / float(fps) * rate)
+    wanted = max(1, min(max(wanted, fewest), most or total, total))
     return tuple(sorted(set(sampled_frames(processor, total, fps, num_frames=wanted))))[:wanted]
 
 

@@ -77,10 +77,12 @@ class InternVL(VisionFamily):
                 f"No grid has between {self.images.min_patches} and {self.images.max_patches} tiles of {area} pixels; "
                 "encoder.min_pixels and encoder.max_pixels limit the area of the whole grid."
             )
-        self.video_fps = config.video_fps or getattr(self.videos, "fps", None)
-        self.video_frames = config.video_max_frames or getattr(self.videos, "num_frames", None) or DEFAULT_VIDEO_FRAMES
+        # As in the processor: its number comes before its rate.
+        number = None if config.video_fps else getattr(self.videos, "num_frames", None)
+        self.video_fps = config.video_fps or (None if number else getattr(self.videos, "fps", None))
+        self.video_frames = config.video_max_frames or number or (None if self.video_fps else DEFAULT_VIDEO_FRAMES)
         self._fewest = config.video_min_frames or 1
-        if self._fewest > self.video_frames:
+        if self._fewest > (self.video_frames or self._fewest):
             raise ConfigError(
                 f"encoder.video_min_frames is {self._fewest}, but at most {self.video_frames} frames are sampled; set "
                 "encoder.video_max_frames too."

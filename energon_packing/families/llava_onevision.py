@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from energon_packing.config import EncoderConfig
+from energon_packing.config import MODALITIES, EncoderConfig
 from energon_packing.conversation import Media
 from energon_packing.errors import ConfigError
 from energon_packing.families.base import MediaPlan, ask, require
@@ -42,6 +42,11 @@ class LlavaOneVision(LlavaNext):
                     "one size: set both in preprocessor_config.json and video_preprocessor_config.json."
                 )
         # Not configurable: videos of all samples share one tensor, so none may have fewer frames.
+        if getattr(self.videos, "fps", None) is not None and "video" in MODALITIES[config.modality]:
+            raise ConfigError(
+                "fps of the video processor (encoder.processor) gives each video its own number of frames, but the "
+                "videos of a pack need the same; set num_frames in the processor's file in its place."
+            )
         self.video_frames: int = getattr(self.videos, "num_frames", None) or DEFAULT_VIDEO_FRAMES
 
     def _tile_grid(self) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """Qwen2-VL, Qwen2.5-VL and what has their processor: native resolution, 28-pixel tokens, a run per image or video."""
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from types import MethodType, SimpleNamespace
@@ -9,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from energon_packing.config import EncoderConfig
+from energon_packing.config import MODALITIES, EncoderConfig
 from energon_packing.conversation import Media
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.families.base import IMAGE_SIZES, VIDEO_SIZES, MediaPlan, VisionFamily, ask, require
@@ -130,7 +131,11 @@ class Qwen25VL(VisionFamily):
         self.merge: int = self.images.merge_size
         set_pixel_limits(self.images, config.min_pixels, config.max_pixels)
         set_pixel_limits(self.videos, config.video_min_pixels, config.video_max_pixels)
-        for name, number in (("min_frames", config.video_min_frames), ("max_frames", config.video_max_frames)):
+        if config.video_fps is not None and type(self.videos).fps is None:
+            self.videos.num_frames = None  # which these classes would prefer to a rate
+        self.video_frames = self._fixed_frames() if "video" in MODALITIES[config.modality] else None
+        limits = {"min_frames": config.video_min_frames, "max_frames": config.video_max_frames}
+        for name, number in limits.items() if self.video_frames is None else ():
             if number is not None:
                 setattr(self.videos, name, number)
         self.video_fps = config.video_fps or getattr(self.videos, "fps", None) or DEFAULT_VIDEO_FPS
@@ -158,10 +163,48 @@ class Qwen25VL(VisionFamily):
         rows, columns = smart_resize(height, width, factor, size["shortest_edge"], size["longest_edge"])
         return rows // patch, columns // patch
 
+    def _fixed_frames(self) -> int | None:
+        """Returns how many frames ``num_frames`` of the processor takes of a long clip; None if a rate decides.
+
+        Raises:
+            ConfigError: the settings of its clips cannot be followed.
+        """
+        videos, sides = self.videos, ("merge_size", "patch_size")
+        for name, image, video in ((name, getattr(self.images, name), getattr(videos, name)) for name in sides):
+            if image != video:
+                raise ConfigError(
+                    f"{name} of the processor (encoder.processor) is {image} for images and {video} for videos, but "
+                    "the model has one; set the model's for both."
+                )
+        if self.config.video_fps is not None:
+            return None
+        if type(videos).do_sample_frames and not videos.do_sample_frames:
+            raise ConfigError(
+                "do_sample_frames of the video processor (encoder.processor) is false, which takes every frame of a "
+                "clip; set encoder.video_fps, or do_sample_frames to true in the processor's file."
+            )
+        number = videos.num_frames
+        if number is None or "num_frames" not in inspect.signature(videos.sample_frames).parameters:
+            return None  # GLM-4.1V's has a number and never reads it
+        try:
+            return len(sampled_frames(videos, 4 * number, Fraction(number), num_frames=number, fps=videos.fps))
+        except (ValueError, ZeroDivisionError, RuntimeError) as error:
+            raise ConfigError(
+                f"The video processor (encoder.processor) has num_frames={number} and fps={videos.fps} and fails on "
+                f"every clip ({error}); remove one from its file, or set encoder.video_fps, which is used alone."
+            ) from error
+
     def sample_frames(self, total: int, fps: Fraction) -> tuple[int, ...]:
         """Returns the indices of the frames that the processor samples evenly from a clip; a ValueError if none is
-        left."""
-        result = tuple(sampled_frames(self.videos, total, fps, fps=self.video_fps))
+        left. Of a clip with fewer than its ``num_frames``, those are all whole time steps."""
+        how: dict[str, Any] = {"fps": self.video_fps}
+        if self.video_frames is not None:
+            number = max(self.video_frames, self.config.video_min_frames or 1)
+            number = min(number, self.config.video_max_frames or number, total)
+            if number != self.video_frames:
+                number -= number % self.videos.temporal_patch_size
+            how = {"num_frames": number, "min_frames": 0, "max_frames": number}
+        result = tuple(sampled_frames(self.videos, total, fps, **how))
         if not result:
             raise ValueError(f"no frame can be sampled from {total} frames at {fps:g} fps")
         return result
@@ -185,7 +228,7 @@ class Qwen25VL(VisionFamily):
                 cause = (
                     f"fewer of the clip's {total} frames at {exact:g} fps are sampled (video_fps={self.video_fps:g}, "
                     f"video_min_frames={getattr(self.videos, 'min_frames', None)}, "
-                    f"video_max_frames={getattr(self.videos, 'max_frames', None)})"
+                    f"video_max_frames={self.config.video_max_frames or getattr(self.videos, 'max_frames', None)})"
                 )
             raise SampleRejected(
                 "too_few_frames",

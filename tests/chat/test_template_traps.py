@@ -420,6 +420,20 @@ def test_an_answer_without_words_is_refused_by_name_unless_it_is_not_trained() -
     assert trained(published("qwen3_instruct_2507"), weightless) == ["No, it stays dry.<|im_end|>"]
 
 
+@pytest.mark.parametrize("words", [(), ("",), (" \n",)])
+def test_an_answer_without_words_has_one_reason_whether_the_template_marks_answers_or_not(
+    words: tuple[str, ...],
+) -> None:
+    empty = talk(ASKED, turn("assistant", *words), ASKED, ANSWERED)
+    assert {reason(own(form(CHATML)), empty) for form in (plain, marked)} == {
+        ("empty_answer", "turn 2 (assistant) has no word to train; remove it, or set its weight to 0")
+    }
+    for form in (plain, marked):
+        silent = talk(ASKED, turn("assistant", *words, loss_weight=0.0), ASKED, ANSWERED)
+        assert trained(own(form(CHATML)), silent) == ["No, it stays dry.<|im_end|>"]
+        assert trained(own(form(CHATML), train_on="last_assistant"), empty) == ["No, it stays dry.<|im_end|>"]
+
+
 @pytest.mark.parametrize("setting", ["mask", "trim_empty"])
 def test_thinking_that_the_template_does_not_tell_from_the_answer_is_refused_before_the_first_sample(
     setting: Any,

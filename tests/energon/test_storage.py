@@ -245,7 +245,7 @@ def test_sizes_of_media_that_are_not_mounted_are_waited_for_and_those_that_nobod
     (tmp_path / ".nv-meta/index.uuid").write_text("1")
     with contextlib.closing(sqlite3.connect(tmp_path / ".nv-meta/index.sqlite")) as index:
         index.execute("CREATE TABLE sample_parts (a)")
-    with pytest.raises(SampleRejected, match="unmeasured_media: .*energon prepare-media"):
+    with pytest.raises(SampleRejected, match=r"unmeasured_media: .*energon prepare-media"):
         measured(image, IndexedMedia(ShardIndex(tmp_path), "a"))
 
 

@@ -8,6 +8,8 @@ GLM = "tests/families/test_glm4v_against_processor.py::"
 GLM_MIXED = "tests/families/test_glm4v_mixed_packs.py::"
 ERNIE = "tests/families/test_ernie4_5_vl_against_processor.py::"
 TIMES = "tests/families/test_times_from_files.py::"
+SETTINGS = "tests/families/test_processor_settings.py::"
+CELL = SETTINGS + "test_frames_and_tokens_of_clips_are_the_processors_or_the_settings_are_refused_at_start"
 FROM_FILES = TIMES + "test_a_file_has_the_frames_times_and_positions_that_processor_and_model_give_it"
 NO_MEMORY = "test_the_padding_of_small_images_beside_a_large_one_takes_no_memory_in_the_models_of_transformers"
 UNPADDED = "tests/thd/test_pixels.py::"
@@ -20,11 +22,61 @@ FAMILY_TRAPS = {
     83: "a frame rate computed in floats is not the container's",
     84: "float64 on one side, float32 on the other, then int()",
     148: "a pack has more patches than its vision encoder's mask over all of them has room for",
+    197: "a setting or an answer is accepted and then not followed: other frames, sizes that nobody planned, no words",
     200: "images of a pack travel as if each was as large as the largest",
     207: "small images beside a large one take its memory on the device, or what saves that changes a result",
 }
 
 FAMILY_MUTATIONS: tuple[Mutation, ...] = (
+    Mutation(
+        trap=197,
+        name="a processor that does not resize is accepted",
+        test=SETTINGS + "test_a_processor_that_does_not_resize_is_refused_at_start",
+        oracle="Hugging Face's processor",
+        edits=(("families/base.py", "if self.processor_classes else ():", "if False else ():"),),
+    ),
+    Mutation(
+        trap=197,
+        name="a rate of the configuration does nothing where the processor has a number of frames",
+        test=CELL + "[qwen2_vl-num_frames 16-video_fps 4.0]",
+        oracle="Hugging Face's processor",
+        edits=(("families/qwen_vl.py", "if config.video_fps is not None and type", "if not type"),),
+    ),
+    Mutation(
+        trap=197,
+        name="a clip with fewer frames than the processor's number is dropped",
+        test=CELL + "[qwen2_vl-num_frames 16-none]",
+        oracle="Hugging Face's processor",
+        edits=(("families/qwen_vl.py", "self.config.video_max_frames or number, total)", "number)"),),
+    ),
+    Mutation(
+        trap=197,
+        name="a rate of InternVL has a hidden cap",
+        test=CELL + "[internvl-none-video_fps 4.0]",
+        oracle="Hugging Face's processor",
+        edits=(("families/internvl.py", "(None if self.video_fps else DEFAULT_VIDEO_FRAMES)", "DEFAULT_VIDEO_FRAMES"),),
+    ),
+    Mutation(
+        trap=197,
+        name="a rate of LLaVA-OneVision's processor is ignored",
+        test=CELL + "[llava_onevision-fps 3.0-none]",
+        oracle="Hugging Face's processor",
+        edits=(("families/llava_onevision.py", '"fps", None) is not None and', '"fps", None) is False and'),),
+    ),
+    Mutation(
+        trap=197,
+        name="tokens of a video are merged as those of images",
+        test=CELL + "[qwen2_vl-merge_size 1-none]",
+        oracle="Hugging Face's processor",
+        edits=(("families/qwen_vl.py", "if image != video:", "if False:"),),
+    ),
+    Mutation(
+        trap=197,
+        name="a clip is sampled although the processor takes all of its frames",
+        test=CELL + "[qwen3_vl-do_sample_frames False-none]",
+        oracle="Hugging Face's processor",
+        edits=(("families/qwen_vl.py", "if type(videos).do_sample_frames and not", "if False and not"),),
+    ),
     Mutation(
         trap=2,
         name="time steps of a GLM video are counted as images",

@@ -145,8 +145,8 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "families/qwen_vl.py",
-                "result = tuple(sampled_frames(self.videos, total, fps, fps=self.video_fps))",
-                "result = tuple(range(len(sampled_frames(self.videos, total, fps, fps=self.video_fps))))",
+                "result = tuple(sampled_frames(self.videos, total, fps, **how))",
+                "result = tuple(range(len(sampled_frames(self.videos, total, fps, **how))))",
             ),
         ),
     ),

@@ -216,4 +216,11 @@ TEMPLATE_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the record",
         edits=(("chat/template.py", "[: 1 if breaks else None]", "[:1]"),),
     ),
+    Mutation(
+        trap=197,
+        name="a template that marks answers trains one without words",
+        test=TRAPS + "test_an_answer_without_words_has_one_reason_whether_the_template_marks_answers_or_not",
+        oracle="the definition",
+        edits=(("chat/template.py", "turn not in worded or not (", "not ("),),
+    ),
 )

@@ -20,15 +20,16 @@ from typing import TYPE_CHECKING, Any
 from energon_packing.errors import ConfigError
 
 if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint, EntryPoints
+    from importlib.metadata import Distribution, EntryPoint
 
 
 @cache
-def _entry_points() -> "EntryPoints":
-    """Those of all installed packages; read once, since that opens the metadata of each."""
-    from importlib.metadata import entry_points  # reads mail headers, whose parsers take as long
+def _entry_points() -> "list[tuple[str, Distribution]]":
+    """The texts of all installed packages' entry points, with the packages; read once, since that opens the metadata of
+    each. Of two installations of a package the one that Python imports comes last."""
+    from importlib.metadata import distributions  # reads mail headers, whose parsers take as long
 
-    return entry_points()
+    return [(each.read_text("entry_points.txt") or "", each) for each in distributions()][::-1]
 
 
 def named_object(name: str, setting: str) -> Any:
@@ -69,7 +70,9 @@ class Registry[Entry]:
 
     @cached_property
     def _outside(self) -> "dict[str, EntryPoint]":
-        return {point.name: point for point in _entry_points().select(group=self.folder)}
+        # To parse the others, too, takes as long as to read all.
+        named = [each for text, each in _entry_points() if self.folder in text]
+        return {point.name: point for each in named for point in each.entry_points.select(group=self.folder)}
 
     @cached_property
     def _entries(self) -> dict[str, Entry]:

@@ -60,7 +60,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
 }
 
 REMOVED: dict[str, str] = {
-    "fill": "use `python scripts/bench.py packing --lists DIR` and `balance --lists DIR` in a checkout",
+    "fill": "use `energon-packing stats --fill LENGTHS`",
     "size": "use `python scripts/size.py DATASET... --config CFG --samples N` in a checkout",
     "profile": "use `python scripts/loader_profile.py DATASET --config CFG` in a checkout",
     "watch": "look at the metrics in TensorBoard, in Weights & Biases, or in the files of metrics.directory",

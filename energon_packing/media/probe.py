@@ -266,8 +266,7 @@ class _Work:
 
 def _count(shown: Iterable[Any], what: str, work: _Work, size: tuple[int, int] | None = None) -> _Count:
     """Counts shown packets, or decoded frames (of ``size``), which is the only count that is right for every codec."""
-    frames, first, last, last_length = 0, None, None, Fraction()
-    times = array("d")
+    frames, last, length, stamps, base = 0, -math.inf, 0, array("q"), Fraction()
     for each in shown:
         work(frames, *(size or (0, 0)))
         if each.is_corrupt:
@@ -277,15 +276,15 @@ def _count(shown: Iterable[Any], what: str, work: _Work, size: tuple[int, int] |
                 "corrupt_media", f"the video changes from {size[0]}x{size[1]} to {each.width}x{each.height} pixels"
             )
         frames += 1
-        if each.pts is None:
+        if (stamp := each.pts) is None:
             continue
-        time = each.pts * each.time_base
-        times.append(float(time))
-        first = time if first is None else min(first, time)
-        if last is None or time > last:
-            last = time
-            last_length = each.duration * each.time_base if each.duration else Fraction()
-    return _Count(frames, first, last, last_length, times if size else np.sort(times))
+        stamps.append(stamp)
+        if stamp > last:  # most are: fractions, which are slow, are made of the last one only
+            last, length, base = stamp, each.duration or 0, each.time_base
+    if not stamps:
+        return _Count(frames, None, None, Fraction(), [])
+    times = array("d", (stamp * base.numerator / base.denominator for stamp in stamps))
+    return _Count(frames, min(stamps) * base, max(stamps) * base, length * base, times if size else np.sort(times))
 
 
 def _rate(count: _Count, stated: Fraction | None) -> Fraction | None:

@@ -227,17 +227,17 @@ def test_a_signal_to_all_processes_of_a_job_is_left_to_the_rank_and_costs_no_pac
     config = run_config(data={"workers": workers}, in_child=True, drop_budget=1.0, seq_length=2048, window=8)
 
     def packs(signalled):
-        before = set(processes_below(os.getpid()))
+        before = set(processes_below(os.getpid(), served=False))
         loader = build_loader(config)
         taken = []
         for number, pack in enumerate(loader):
             taken.append((pack.keys, pack.dropped))
             if signalled and number == 2:
-                started = set(processes_below(os.getpid())) - before
+                started = set(processes_below(os.getpid(), served=False)) - before
                 assert len(started) >= max(2 * workers, 1)  # each worker has a child that decodes
                 terminate(started)
                 time.sleep(0.5)
-                assert started <= set(processes_below(os.getpid()))
+                assert started <= set(processes_below(os.getpid(), served=False))
                 assert loader.save_state()
         return taken
 

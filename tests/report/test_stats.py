@@ -273,6 +273,8 @@ def test_readers_have_the_tokens_that_loaders_of_their_ranks_give(dataset, demo_
         (("DATASET", "--set", "encoder.processor=p", "--workers", "2"), "--workers is for --full"),
         (("INDEX", "--seq-length", "1000", "--multiple", "16"), "use 992 or 1008"),
         (("DATASET",), "--set encoder.processor"),
+        (("INDEX", "--capacity", "3"), "`stats` does not take --capacity; leave it out."),
+        (("INDEX", "--fill", "--samples", "3"), "`stats --fill` does not take --samples; leave it out."),
         (("INDEX", "--html", "no/where.html"), "no/where.html cannot be written: there is no directory no."),
     ],
 )

@@ -54,8 +54,9 @@ def launch(program: str, *arguments: object, folder: Path, timeout: float = 400,
         raise RuntimeError(f"the program of the ranks ended with {running.returncode}: {output.read_text()[-20_000:]}")
 
 
-def processes_below(parent: int) -> list[int]:
-    """The processes that this one started, and theirs, by the kernel's own account."""
+def processes_below(parent: int, *, served: bool = True) -> list[int]:
+    """The processes that this one started, and theirs, by the kernel's own account; ``served`` are those that one of
+    them started for any test (`forking_python`)."""
     parents = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -63,6 +64,8 @@ def processes_below(parent: int) -> list[int]:
             if state != "Z":
                 parents[int(file.parent.name)] = int(above)
     below = [process for process, above in parents.items() if above == parent]
+    if not served:
+        below = [each for each in below if b"forking_python.py" not in Path(f"/proc/{each}/cmdline").read_bytes()]
     for process in below:  # which grows
         below += [each for each, above in parents.items() if above == process]
     return below

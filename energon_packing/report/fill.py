@@ -1,0 +1,131 @@
+"""Packing of a list of sample lengths: fill per policy, and how evenly data-parallel ranks would work. A list is a
+file: ``.npz`` with ``length`` ``[N]`` and, if known, ``images`` ``[N]`` and ``capacity``; ``.npy`` with the lengths; or
+text with one length per line."""
+
+import time
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from energon_packing.errors import UserError
+from energon_packing.packing.balance import Order, pack_cost, simulate_steps
+from energon_packing.packing.constraints import Constraints
+from energon_packing.packing.statistics import PackStatistics, lower_bound
+from energon_packing.packing.whole_list import pack_lengths
+
+
+def read_lengths(path: Path) -> tuple[np.ndarray, np.ndarray | None, int | None]:
+    """Reads a list; runs no pickled code.
+
+    Returns:
+        Tokens and images of the samples, each ``[N]`` int64, in stream order; and the tokens of a pack. None is what
+        the file does not say.
+
+    Raises:
+        UserError: no such file, not a list of whole positive numbers, or arrays of different lengths.
+    """
+    if not path.exists():
+        raise UserError(f"There is no file {path}; give a list of lengths.")
+    try:
+        if path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as file:
+                arrays = {name: file[name] for name in ("length", "images", "capacity") if name in file}
+        elif path.suffix == ".npy":
+            arrays = {"length": np.load(path, allow_pickle=False)}
+        else:
+            words = path.read_text(encoding="utf-8").split()
+            arrays = {"length": np.array([int(word) for word in words], dtype=np.int64)}
+        lengths, images, capacity = arrays["length"], arrays.get("images"), arrays.get("capacity")
+        capacity = None if capacity is None else int(capacity)
+    except (OSError, KeyError, ValueError, TypeError, OverflowError, EOFError, zipfile.BadZipFile) as error:
+        raise UserError(
+            f"{path} is not a list of lengths ({error}); give .npz with an array `length`, .npy, or text with one "
+            "length per line."
+        ) from error
+    if lengths.ndim != 1 or not lengths.size or lengths.dtype.kind not in "iu" or lengths.min() < 1:
+        raise UserError(f"{path} must contain at least one length, and only positive whole numbers of tokens.")
+    if images is not None and (images.shape != lengths.shape or images.min() < 0):
+        raise UserError(f"{path} has {lengths.size} lengths, but images has shape {images.shape} or negative values.")
+    return lengths.astype(np.int64), None if images is None else images.astype(np.int64), capacity
+
+
+def fill_report(
+    path: Path,
+    *,
+    capacity: int | None,
+    multiple: int,
+    image_limit: int | None,
+    policies: Sequence[str],
+    windows: Sequence[int],
+    ranks: Sequence[int],
+    balance_windows: Sequence[int],
+    step_window: int,
+    max_shift: int,
+) -> tuple[int, int, list[dict[str, Any]], list[dict[str, Any]]]:
+    """Packs a list by each policy, and simulates data-parallel steps on the packs of the policy ``window``.
+    Samples that fit no pack alone are left out and counted.
+
+    Args:
+        capacity: tokens of a pack, a multiple of `multiple`; None takes what the list says.
+        multiple: each segment is padded to a multiple of it, for context and sequence parallelism.
+        image_limit: images of a pack.
+        windows: samples held, for the policy ``window``; ``step_window``: by that of the steps.
+        ranks: data-parallel sizes.
+        balance_windows: packs that a rank sorts by cost at a time (``packing.balance_window``); unsorted comes first.
+        max_shift: largest distance between ranks in packs, as if some ranks had dropped samples.
+
+    Returns:
+        How many samples there are, and the tokens of a pack. A row per policy: ``policy, window, bound`` (no packer
+        needs fewer packs), ``oversize`` (samples left out), ``seconds``, and the figures of `PackStatistics`. And a row
+        per simulation: ``ranks, balance_window, order``, ``efficiency`` (share of the time in which ranks compute) and
+        ``drift`` (distance between the 5th and 95th percentile of a step's cost, in means).
+
+    Raises:
+        UserError: as `read_lengths`; the capacity is not known or not a multiple of `multiple`, images are limited but
+            not known, or nothing fits.
+    """
+    lengths, images, own_capacity = read_lengths(path)
+    if (capacity := capacity or own_capacity) is None:
+        raise UserError(f"{path} does not say how many tokens a pack holds; give --capacity, such as 8192.")
+    if capacity % multiple:
+        raise UserError(f"the capacity of {capacity} tokens is not a multiple of {multiple}")
+    aligned = -(-lengths // multiple) * multiple
+    fits, pairs = aligned <= capacity, {}
+    if image_limit is not None:
+        if images is None:
+            raise UserError("images are limited, but the list does not say how many images each sample has")
+        fits &= images <= image_limit
+        pairs = {"images": (images[fits], image_limit)}
+    if not fits.any():
+        raise UserError(f"none of the {fits.size} samples fits a pack of {capacity} tokens; raise the capacity")
+    tokens, real = aligned[fits], lengths[fits]
+    bound = lower_bound(tokens, capacity, Constraints.from_pairs(pairs, tokens.size))
+    rows, steps = [], []
+    for policy in policies:
+        for window in windows if policy == "window" else (max(windows),):
+            start = time.perf_counter()
+            packs = pack_lengths(tokens, capacity, policy, constraints=pairs, window=window)
+            rows.append(
+                {
+                    "policy": policy,
+                    "window": window if policy == "window" else None,
+                    "bound": bound,
+                    "oversize": int((~fits).sum()),
+                    "seconds": round(time.perf_counter() - start, 4),
+                    **PackStatistics.of(packs, tokens, capacity, real_lengths=real).to_json(),
+                }
+            )
+    packs = pack_lengths(tokens, capacity, "window", constraints=pairs, window=step_window) if ranks else []
+    costs = [pack_cost(real[pack]) for pack in packs]
+    for size in ranks:
+        for sorted_at_once in (1, *balance_windows):
+            order: Order = "none" if sorted_at_once == 1 else "serpentine"
+            found = simulate_steps(
+                costs, ranks=size, window=sorted_at_once, order=order, max_shift=max_shift, seed=0
+            ).to_json()
+            figures = {name: round(found[name], 4) for name in ("efficiency", "drift")}
+            steps.append({"ranks": size, "balance_window": sorted_at_once, "order": order, **figures})
+    return lengths.size, capacity, rows, steps

@@ -264,10 +264,10 @@ class DataConfig:
     they stay as large as their largest pack made them. The busier the machine's memory, the more CPU time this saves
     (docs/correctness.md). Takes effect with glibc only."""
     storage_patience: float = setting(300.0, unit="seconds", changes="nothing", least=0, most=1e6)
-    """How long each read, and the opening of the data, wait for a storage that is away (EIO, ESTALE, ENOTCONN, a
-    time-out, 503 of an object store, a directory that is gone), with a line that says so. Then the run stops; no sample
-    counts as bad. A pack has many reads: keep it well below the timeout of the run's collectives. A ``path`` that is
-    not there when a run begins is refused at once."""
+    """How long a read waits for a storage that is away (EIO, ESTALE, ENOTCONN, a time-out, 503 of an object store, a
+    directory that is gone), with a line that says so. Then the run stops; no sample counts as bad. Opening the data
+    waits too, but a ``path`` that is not there is refused at once. Each read waits so long, and a pack has many: keep
+    it well below the timeout of the run's collectives."""
     trust: bool = setting(False, changes="nothing")
     """Whether Python that the data set's YAML names may run, such as a ``sample_loader.py`` beside it; see
     docs/security.md. Data sets of ``convert`` name none."""

@@ -266,8 +266,7 @@ class _Work:
 
 def _count(shown: Iterable[Any], what: str, work: _Work, size: tuple[int, int] | None = None) -> _Count:
     """Counts shown packets, or decoded frames (of ``size``), which is the only count that is right for every codec."""
-    frames, last, length, base = 0, -math.inf, 0, Fraction()
-    stamps = array("q")
+    frames, last, length, stamps, base = 0, -math.inf, 0, array("q"), Fraction()
     for each in shown:
         work(frames, *(size or (0, 0)))
         if each.is_corrupt:
@@ -283,10 +282,9 @@ def _count(shown: Iterable[Any], what: str, work: _Work, size: tuple[int, int] |
         if stamp > last:  # most are: fractions, which are slow, are made of the last one only
             last, length, base = stamp, each.duration or 0, each.time_base
     if not stamps:
-        return _Count(frames, None, None, Fraction(), array("d"))
+        return _Count(frames, None, None, Fraction(), [])
     times = array("d", (stamp * base.numerator / base.denominator for stamp in stamps))
-    first, latest = min(stamps) * base, max(stamps) * base
-    return _Count(frames, first, latest, length * base, times if size else np.sort(times))
+    return _Count(frames, min(stamps) * base, max(stamps) * base, length * base, times if size else np.sort(times))
 
 
 def _rate(count: _Count, stated: Fraction | None) -> Fraction | None:

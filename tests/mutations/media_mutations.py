@@ -196,7 +196,7 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         name="the times of a long film are a list of Python's numbers",
         test=UNEVEN + "test_a_frame_of_a_long_film_takes_the_memory_of_a_number",
         oracle="Python's own account of its memory",
-        edits=(("media/probe.py", 'times = array("d")', "times = []"),),
+        edits=(("media/probe.py", 'array("q"), Fraction()', "[], Fraction()"),),
     ),
     Mutation(
         trap=199,

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -82,6 +83,28 @@ def test_loader_processes_keep_memory_where_so_configured_and_the_training_proce
     config = run_config(data={"workers": workers, "keep_memory": keep}, seq_length=1024, drop_budget=1.0)
     assert next(iter(loader_of(kind, config)))
     assert (called.read_text().split() if called.exists() else []) == ["once"] * (workers if keep else 0)
+
+
+def entries():
+    """Objects that hold others, and what is in them, in this process."""
+    gc.collect()
+    found = gc.get_objects()
+    return len(found) + sum(len(each) for each in found if isinstance(each, list | dict | set | deque))
+
+
+def test_nothing_that_a_loader_holds_grows_with_the_samples_that_it_has_read(child_config, tmp_path):
+    config = child_config(drop_budget=1.0, seq_length=2048, ledger=str(tmp_path / "ledger"))
+    loader, held = build_loader(config), []
+
+    def epochs():
+        for _ in range(4):
+            yield from loader
+            held.append(entries())
+
+    metrics = MetricsConfig(directory=str(tmp_path), interval=2)
+    with pytest.warns(UserWarning, match="oversize"):
+        read = sum(len(pack.keys) for pack in watched(epochs(), metrics, capacity=2048))
+    assert held[3] - held[1] < read / 4  # half as many as the samples that two epochs read
 
 
 def test_a_worker_tokenizes_without_threads_unless_the_user_says_otherwise(monkeypatch):

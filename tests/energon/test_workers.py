@@ -19,6 +19,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 from support.ranks import processes_below, terminate
 
 from energon_packing.config import MetricsConfig
@@ -105,6 +106,36 @@ def test_nothing_that_a_loader_holds_grows_with_the_samples_that_it_has_read(chi
     with pytest.warns(UserWarning, match="oversize"):
         read = sum(len(pack.keys) for pack in watched(epochs(), metrics, capacity=2048))
     assert held[3] - held[1] < read / 4  # half as many as the samples that two epochs read
+
+
+class Holes(torch.utils.data.IterableDataset):
+    """Private memory of its process in MiB, by the kernel's account: at the start, with 64 MiB of blocks, and once
+    these are freed and returned, or have not been for so many seconds."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def __iter__(self):
+        own = psutil.Process()
+        yield (start := own.memory_full_info().uss / 2**20)
+        blocks = [b"\1" * size for _ in range(64) for size in (1 << 20, 1000)]
+        yield own.memory_full_info().uss / 2**20
+        del blocks[::2]  # what lives on is between them
+        until = time.monotonic() + self.seconds
+        while (now := own.memory_full_info().uss / 2**20) > start + 32 and time.monotonic() < until:
+            time.sleep(0.02)
+        yield now
+
+
+@needs_glibc
+@pytest.mark.parametrize(("every", "seconds", "returned"), [(0.1, 20.0, True), (3600.0, 0.5, False)])
+def test_a_worker_that_keeps_freed_memory_returns_it_at_times(monkeypatch, every, seconds, returned):
+    monkeypatch.setattr(worker_start, "TRIM_SECONDS", every)
+    loader = torch.utils.data.DataLoader(Holes(seconds), batch_size=None, num_workers=1)
+    worker_start.in_workers(loader)
+    start, full, freed = loader
+    assert full - start > 60
+    assert (freed - start < 32) is returned
 
 
 def test_a_worker_tokenizes_without_threads_unless_the_user_says_otherwise(monkeypatch):

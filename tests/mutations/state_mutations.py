@@ -253,7 +253,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         name="a child keeps freed memory for good, as its parent does",
         test=CHILD + "test_a_child_of_a_process_that_keeps_freed_memory_returns_it_after_some_samples",
         oracle="the kernel's account of private memory",
-        edits=(("media/decoding_process.py", "            _trim(0)\n", ""),),
+        edits=(("media/decoding_process.py", "            trim(0)\n", ""),),
     ),
     Mutation(
         trap=190,
@@ -274,6 +274,13 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         test="tests/energon/test_workers.py::test_nothing_that_a_loader_holds_grows_with_the_samples_that_it_has_read",
         oracle="Python's garbage collector",
         edits=(("energon/samples.py", "        tar.members.clear()\n", "        pass\n"),),
+    ),
+    Mutation(
+        trap=208,
+        name="a worker never returns freed memory",
+        test="tests/energon/test_workers.py::test_a_worker_that_keeps_freed_memory_returns_it_at_times[0.1-20.0-True]",
+        oracle="the kernel's account of private memory",
+        edits=(("energon/workers.py", "        trim(0)\n", "        pass\n"),),
     ),
     Mutation(
         trap=191,

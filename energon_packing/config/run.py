@@ -260,8 +260,8 @@ class DataConfig:
     there is a GPU (docs/limits.md). 0 reads and transfers each pack when it is asked for; so do ``workers: 0``, any
     ``epoch_end`` but ``uneven``, and a model with CUDA graphs."""
     keep_memory: bool = setting(True, changes="nothing")
-    """Loader processes reuse the memory of finished pixels instead of returning it to the kernel after each image, so
-    they stay as large as their largest pack made them. The busier the machine's memory, the more CPU time this saves
+    """Loader processes reuse the memory of finished pixels instead of returning it to the kernel after each image; once
+    a minute they return what is free. The busier the machine's memory, the more CPU time this saves
     (docs/correctness.md). Takes effect with glibc only."""
     storage_patience: float = setting(300.0, unit="seconds", changes="nothing", least=0, most=1e6)
     """How long a read waits for a storage that is away (EIO, ESTALE, ENOTCONN, a time-out, 503 of an object store, a

@@ -17,6 +17,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from multiprocessing.process import BaseProcess
@@ -31,9 +32,12 @@ from energon_packing.energon.pack_bytes import as_bytes, pack_from_bytes, pack_t
 from energon_packing.energon.samples import Pack
 from energon_packing.errors import PackingError, UserError
 from energon_packing.media.decoding_process import NAME as DECODER
+from energon_packing.media.decoding_process import trim
 
 # Parameters of mallopt(3), from glibc's malloc.h.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
+TRIM_SECONDS = 60.0
+"""Between two times that a worker returns what it has freed and kept: holes in its heap would grow for weeks."""
 
 
 def keep_freed_memory() -> bool:
@@ -68,11 +72,17 @@ def _start(own: Callable[[int], None] | None, keep_memory: bool, worker: int) ->
     if torch.utils.data.get_worker_info() is not None:
         leave_to_rank()
     use_one_thread()
-    if keep_memory:
-        keep_freed_memory()
+    if keep_memory and keep_freed_memory():
+        threading.Thread(target=_trim_at_times, name="trim", daemon=True).start()
     ForkingPickler.register(Pack, _together)
     if own is not None:
         own(worker)
+
+
+def _trim_at_times() -> None:
+    while True:  # by the clock: for 100 texts it would take longer than they do
+        time.sleep(TRIM_SECONDS)
+        trim(0)
 
 
 def largest_private() -> dict[str, int]:

@@ -52,7 +52,7 @@ _NONE, _READ, _WRITE = 0, 1, 2
 
 _libc: Any = ctypes.CDLL(None)
 _mprotect: Any = getattr(_libc, "mprotect", None)
-_trim: Any = getattr(_libc, "malloc_trim", bool)  # another library than glibc keeps little
+trim: Any = getattr(_libc, "malloc_trim", bool)  # another library than glibc keeps little
 
 Place = tuple[int, int]
 """Where a file lies in the memory, and its bytes."""
@@ -452,7 +452,7 @@ def _serve(connection: Connection, room: SharedRoom, work: Work, seconds: float 
         os._exit(0)
     gc.freeze()
     torch.set_num_threads(1)  # OpenMP's other threads are not in a fork
-    _trim(0)  # what the parent has freed would hide what this process grows by
+    trim(0)  # what the parent has freed would hide what this process grows by
     at_start, has_grown, served = _anonymous(), False, 0
     while True:
         try:
@@ -475,7 +475,7 @@ def _serve(connection: Connection, room: SharedRoom, work: Work, seconds: float 
             os._exit(0)
         served += 1
         if served % TRIM_EVERY == 0:  # while the parent works
-            _trim(0)
+            trim(0)
             has_grown = _anonymous() - at_start > MOST_GROWTH
 
 

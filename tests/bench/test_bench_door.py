@@ -4,6 +4,7 @@ import json
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -52,6 +53,18 @@ def test_bridges_own_packing_is_a_peer_in_a_process_of_its_own(lists, monkeypatc
     found = run_peer("bridge:first_fit", read_list(lists / "mine.npz"))
     assert "error" not in found
     assert found["samples"] == 300
+
+
+@pytest.mark.parametrize(("grown", "code"), [(0.0, 0), (2.0, 1)])
+def test_memory_that_a_slow_start_takes_is_no_growth(monkeypatch, grown, code):
+    monkeypatch.syspath_prepend(str(DOOR.parent))
+    from bench import memory
+
+    places = [*range(10, 610, 15), *range(900, 7300, 320)]  # the first 40 of 60 are in the start
+    sizes = [min(25 + place / 10, 69) + grown * max(place - 440, 0) / 10_000 for place in places]
+    monkeypatch.setattr(memory, "prepare_data", lambda *_, **__: SimpleNamespace(root="data"))
+    monkeypatch.setattr(memory, "measure", lambda *_: (places, {"worker": sizes, "decoder": [50.0] * len(places)}))
+    assert memory.main([]) == code
 
 
 def test_an_unknown_benchmark_names_the_known_ones():

@@ -13,11 +13,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 from support.ranks import processes_below, terminate
 
 from energon_packing.config import MetricsConfig
@@ -82,6 +84,58 @@ def test_loader_processes_keep_memory_where_so_configured_and_the_training_proce
     config = run_config(data={"workers": workers, "keep_memory": keep}, seq_length=1024, drop_budget=1.0)
     assert next(iter(loader_of(kind, config)))
     assert (called.read_text().split() if called.exists() else []) == ["once"] * (workers if keep else 0)
+
+
+def entries():
+    """Objects that hold others, and what is in them, in this process."""
+    gc.collect()
+    found = gc.get_objects()
+    return len(found) + sum(len(each) for each in found if isinstance(each, list | dict | set | deque))
+
+
+def test_nothing_that_a_loader_holds_grows_with_the_samples_that_it_has_read(child_config, tmp_path):
+    config = child_config(drop_budget=1.0, seq_length=2048, ledger=str(tmp_path / "ledger"))
+    loader, held = build_loader(config), []
+
+    def epochs():
+        for _ in range(4):
+            yield from loader
+            held.append(entries())
+
+    metrics = MetricsConfig(directory=str(tmp_path), interval=2)
+    with pytest.warns(UserWarning, match="oversize"):
+        read = sum(len(pack.keys) for pack in watched(epochs(), metrics, capacity=2048))
+    assert held[3] - held[1] < read / 4  # half as many as the samples that two epochs read
+
+
+class Holes(torch.utils.data.IterableDataset):
+    """Private memory of its process in MiB, by the kernel's account: at the start, with 64 MiB of blocks, and once
+    these are freed and returned, or have not been for so many seconds."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def __iter__(self):
+        own = psutil.Process()
+        yield (start := own.memory_full_info().uss / 2**20)
+        blocks = [b"\1" * size for _ in range(64) for size in (1 << 20, 1000)]
+        yield own.memory_full_info().uss / 2**20
+        del blocks[::2]  # what lives on is between them
+        until = time.monotonic() + self.seconds
+        while (now := own.memory_full_info().uss / 2**20) > start + 32 and time.monotonic() < until:
+            time.sleep(0.02)
+        yield now
+
+
+@needs_glibc
+@pytest.mark.parametrize(("every", "seconds", "returned"), [(0.1, 20.0, True), (3600.0, 0.5, False)])
+def test_a_worker_that_keeps_freed_memory_returns_it_at_times(monkeypatch, every, seconds, returned):
+    monkeypatch.setattr(worker_start, "TRIM_SECONDS", every)
+    loader = torch.utils.data.DataLoader(Holes(seconds), batch_size=None, num_workers=1)
+    worker_start.in_workers(loader)
+    start, full, freed = loader
+    assert full - start > 60
+    assert (freed - start < 32) is returned
 
 
 def test_a_worker_tokenizes_without_threads_unless_the_user_says_otherwise(monkeypatch):

@@ -24,6 +24,7 @@ STATE_TRAPS = {
     55: "what a finite epoch drops after its last pack is reported nowhere, or an epoch without a pack ends well",
     56: "one record or one shard stops a run and each restart of it, without its name",
     190: "a worker or its decoding process grows over weeks until the machine has no memory left",
+    208: "a loader grows with each sample that it has read, in the worker or in the rank",
     191: "good samples are quarantined for what the machine did to their decoder",
     65: "a decoder that hangs, crashes or is interrupted holds or ends the run, or spoils the next sample",
     53: "a state is changed by restoring it or by a later error, or is missing or damaged and the data begin anew",
@@ -317,7 +318,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         name="a child keeps freed memory for good, as its parent does",
         test=CHILD + "test_a_child_of_a_process_that_keeps_freed_memory_returns_it_after_some_samples",
         oracle="the kernel's account of private memory",
-        edits=(("media/decoding_process.py", "            _trim(0)\n", ""),),
+        edits=(("media/decoding_process.py", "            trim(0)\n", ""),),
     ),
     Mutation(
         trap=190,
@@ -331,6 +332,20 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
                 "",
             ),
         ),
+    ),
+    Mutation(
+        trap=208,
+        name="open tars keep every member that was read",
+        test="tests/energon/test_workers.py::test_nothing_that_a_loader_holds_grows_with_the_samples_that_it_has_read",
+        oracle="Python's garbage collector",
+        edits=(("energon/samples.py", "        tar.members.clear()\n", "        pass\n"),),
+    ),
+    Mutation(
+        trap=208,
+        name="a worker never returns freed memory",
+        test="tests/energon/test_workers.py::test_a_worker_that_keeps_freed_memory_returns_it_at_times[0.1-20.0-True]",
+        oracle="the kernel's account of private memory",
+        edits=(("energon/workers.py", "        trim(0)\n", "        pass\n"),),
     ),
     Mutation(
         trap=191,

@@ -134,6 +134,13 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         trap=202,
+        name="a plan far above the bound is left as it is",
+        test="tests/offline/test_order.py::test_a_plan_of_tiled_images_needs_hardly_more_packs_than_the_bound",
+        oracle="the lower bound",
+        edits=(("packing/policies/best_fit.py", "if times < TIMES or len(found) <=", "if True or len(found) <="),),
+    ),
+    Mutation(
+        trap=202,
         name="the exact fit looks at tokens alone",
         test="tests/packing/test_window.py::"
         "test_tiled_images_need_hardly_more_packs_than_the_bound_of_two_limits[18-6016]",

@@ -57,7 +57,7 @@ WASTED = 0.01
 """A pack with more room than this share of the scarcest limit wastes it, and is packed anew too."""
 TIMES = 3
 """How often what did not fit is packed anew."""
-NEAR = 1.005
+NEAR = 1.001
 """Packs are near the bound if they are not more than this share of it."""
 WINDOW = 1024
 """Samples that the policy ``window`` holds; more would be slower and fill hardly better."""

@@ -294,7 +294,10 @@ class ChatTemplate:
         weighted = any(weights[number] is not None for number in answers)
         if self.train_on == "all" and not weighted:
             return [TrainedSpan(start=0, end=len(text))]
-        hidden = [number for number in answers if weights[number] and not spans.get(number)]
+        silent = {
+            n for n in answers if n not in worded and all(isinstance(p, str) for p in conversation.turns[n].parts)
+        }
+        hidden = [number for number in answers if weights[number] and not spans.get(number) and number not in silent]
         if hidden:
             raise SampleRejected(
                 "loss_weight_mismatch",

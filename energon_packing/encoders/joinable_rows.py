@@ -3,9 +3,8 @@
 `energon_packing.thd.assemble` joins visual inputs along their first axis, so their other axes must agree. Pixtral's
 processor pads the images of one call to the largest of them, and the models crop the padding by ``image_sizes``. Here
 those of all samples of a pack are padded to the largest of the pack, as by one call: numbers at once; bytes, which
-travel without padding, when `energon_packing.thd.pixels.finish` makes numbers of them, or not at all
-(`energon_packing.thd.pixels.PaddedImages`). 150 images of 32 x 32 pixels and one of 1024 x 1024 are 3.6 MB of bytes,
-and 475 MB if they are padded.
+travel without padding, when `energon_packing.thd.pixels.finish` makes numbers of them. 150 images of 32 x 32 pixels and
+one of 1024 x 1024 are 3.6 MB of bytes, and 475 MB if they are padded.
 """
 
 from collections.abc import Mapping, Sequence

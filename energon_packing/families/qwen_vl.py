@@ -183,6 +183,10 @@ class Qwen25VL(VisionFamily):
                 "do_sample_frames of the video processor (encoder.processor) is false, which takes every frame of a "
                 "clip; set encoder.video_fps, or do_sample_frames to true in the processor's file."
             )
+        if type(videos).fps is not None and videos.fps is None:
+            raise ConfigError(
+                "fps of the video processor (encoder.processor) is null; set encoder.video_fps, or a rate in the file."
+            )
         number = videos.num_frames
         if number is None or "num_frames" not in inspect.signature(videos.sample_frames).parameters:
             return None  # GLM-4.1V's has a number and never reads it

@@ -171,12 +171,11 @@ class PackedBatch:
                 changed[spec.name] = {name: change(tensor) for name, tensor in value.items()}
         return replace(self, **changed)
 
-    def finished(self, *, padded: bool = True) -> "PackedBatch":
-        """The same batch with pixels as the processor's float32 numbers, made on the device where the bytes are;
-        ``padded`` as for `energon_packing.thd.pixels.finish`."""
+    def finished(self) -> "PackedBatch":
+        """The same batch with pixels as the processor's float32 numbers, made on the device where the bytes are."""
         if not self.pixel_forms:
             return self
-        visual = finish(self.visual_inputs or {}, self.pixel_forms, padded=padded)
+        visual = finish(self.visual_inputs or {}, self.pixel_forms)
         counts = dict(self.visual_counts)  # of images that were bytes without padding: of each, its size
         counts |= {name: counts[form.sizes] for name, form in self.pixel_forms.items() if form.sizes in counts}
         return replace(self, visual_inputs=visual, visual_counts=counts, pixel_forms={})
@@ -184,14 +183,13 @@ class PackedBatch:
     def media_of_model(self) -> Mapping[str, torch.Tensor]:
         """The visual inputs as the model takes them: `finished`, except for Ernie 4.5 VL.
 
-        Images of several sizes are `energon_packing.thd.pixels.PaddedImages`: their padding takes no memory.
         Bridge's Ernie model normalises the bytes of the pixels itself; nothing would show that it is done twice.
 
         Raises:
             PackingError: the row is one of Ernie 4.5 VL, and its pixels are not bytes.
         """
         if EXPERT_TYPES not in self.extra:
-            return self.finished(padded=False).visual_inputs or {}
+            return self.finished().visual_inputs or {}
         visual = self.visual_inputs or {}
         for name in PIXELS:
             if name in visual and visual[name].is_floating_point():
@@ -217,7 +215,7 @@ class PackedBatch:
             PackingError: a slice of context parallelism, positions of one axis for media whose model takes three, or a
                 weight other than 0 and 1, for which the models' own loss has no place.
         """
-        row, counted = self.finished(padded=False), torch.arange(self.total_tokens, device=self.tokens.device)
+        row, counted = self.finished(), torch.arange(self.total_tokens, device=self.tokens.device)
         if self.cp_size != 1:
             raise PackingError(
                 "models of transformers take whole rows; pass the batch before slice_for_context_parallel"

@@ -9,12 +9,11 @@ bit for bit. Images that Qwen's processors repeat along the temporal axis are ca
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from energon_packing.errors import PackingError
 
@@ -52,15 +51,12 @@ class PixelForm:
     sizes: str | None = None
 
 
-def finish(
-    visual: Mapping[str, torch.Tensor], forms: Mapping[str, PixelForm], *, padded: bool = True
-) -> dict[str, torch.Tensor]:
+def finish(visual: Mapping[str, torch.Tensor], forms: Mapping[str, PixelForm]) -> dict[str, torch.Tensor]:
     """Returns the visual inputs with the named ones as float32 numbers, on the device where their bytes are.
 
     Args:
         visual: name -> tensor; those that ``forms`` names are uint8 in the layout of their form.
         forms: name -> how its bytes become numbers; names that ``visual`` lacks are ignored.
-        padded: False makes `PaddedImages` of images whose form has sizes.
 
     Raises:
         PackingError: a named input is not uint8, or the input that holds its sizes is missing.
@@ -74,10 +70,7 @@ def finish(
         if form.sizes is None:
             result[name] = _finished(visual[name], form)
         elif form.sizes in visual:
-            images = PaddedImages(
-                [_finished(image, form) for image in without_padding(visual[name], visual[form.sizes])]
-            )
-            result[name] = images.padded() if padded else images
+            result[name] = _finished_and_padded(without_padding(visual[name], visual[form.sizes]), form)
         else:
             raise PackingError(f"visual input {name} needs {form.sizes}, by which its padding is found")
     return result
@@ -143,85 +136,15 @@ def without_padding(pixels: torch.Tensor, sizes: torch.Tensor) -> list[torch.Ten
     return [image[:, :height, :width] for image, (_, height, width) in zip(pixels, shapes, strict=True)]
 
 
-class PaddedImages(torch.Tensor):
-    """``[images, channels, H, W]`` of the largest height and width, whose padding (zeros) takes no memory.
-
-    A move to another device or type, and the patch embedding of a vision tower (a convolution without bias whose stride
-    is its kernel) work on each image as it is; iterated, it gives the images without padding. So the unchanged
-    ``PixtralVisionModel`` of transformers, which crops what the convolution gives, never sees the padding. All other
-    operations, and their gradients, are those of `padded`, which is made anew for each.
-
-    Raises:
-        PackingError: an operation would change it in place.
-    """
-
-    images: list[torch.Tensor]
-    """``[channels, height, width]`` each."""
-
-    @staticmethod
-    def __new__(cls, images: Sequence[torch.Tensor]) -> "PaddedImages":
-        shape, (first, *_) = _common_shape(images), images
-        made: PaddedImages = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=first.dtype, device=first.device)
-        made.images = list(images)
-        return made
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self.images)
-
-    def padded(self) -> torch.Tensor:
-        """Returns the ordinary tensor, padded below and to the right."""
-        first = self.images[0]
-        made = torch.full(_common_shape(self.images), -0.0, dtype=first.dtype, device=first.device)  # as it always was
-        for at, image in enumerate(self.images):
-            made[at, :, : image.shape[1], : image.shape[2]] = image
-        return made
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.conv2d and args and isinstance(args[0], cls):
-            (pixels, weight, *form), side = args, tuple(args[1].shape[2:])
-            cut = any(image.shape[1] % side[0] or image.shape[2] % side[1] for image in pixels.images)
-            if form == [None, side, (0, 0), (1, 1), 1] and not cut:
-                return cls(_embedded(pixels.images, weight))
-        if function is torch.Tensor.requires_grad_:  # a hook of models that train adapters sets it on embeddings
-            for image in args[0].images:
-                image.requires_grad_(*args[1:], **(kwargs or {}))
-            return args[0]
-        if function is torch.Tensor.__setitem__ and isinstance(args[0], cls):
-            raise PackingError(_UNCHANGED.format("__setitem__"))
-        given = (args, kwargs or {})
-        if any(isinstance(each, cls) and each.images[0].requires_grad for each in tree_leaves(given)):
-            given = tree_map_only(cls, cls.padded, given)  # here, above autograd
-        with torch._C.DisableTorchFunctionSubclass():
-            return function(*given[0], **given[1])
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if function in _OF_EACH and "memory_format" not in (kwargs or {}):
-            made = [function(image, *args[1:], **(kwargs or {})) for image in args[0].images]
-            return None if made[0] is None else cls(made)
-        written = function._schema.arguments[0].alias_info
-        if written is not None and written.is_write and isinstance(args[0], cls):
-            raise PackingError(_UNCHANGED.format(function))
-        given = tree_map_only(cls, cls.padded, (args, kwargs or {}))
-        return function(*given[0], **given[1])
-
-
-_UNCHANGED = "{} would change images whose padding takes no memory, and nothing would keep it; change their padded()"
-_OF_EACH = tuple(getattr(torch.ops.aten, name).default for name in ("_to_copy", "clone", "detach", "record_stream"))
-
-
-def _common_shape(images: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    return (len(images), *(max(image.shape[axis] for image in images) for axis in range(3)))
-
-
-def _embedded(images: Sequence[torch.Tensor], weight: torch.Tensor) -> list[torch.Tensor]:
-    """Returns ``[width, rows, columns]`` of each image's patches; ``weight`` is ``[width, channels, side, side]``."""
-    high, wide = weight.shape[2:]
-    grids = [image.unfold(1, high, high).unfold(2, wide, wide).permute(1, 2, 0, 3, 4).flatten(2) for image in images]
-    made = torch.nn.functional.linear(torch.cat([grid.flatten(0, 1) for grid in grids]), weight.flatten(1))
-    parts = made.split([grid.shape[0] * grid.shape[1] for grid in grids])
-    return [part.T.unflatten(1, grid.shape[:2]) for part, grid in zip(parts, grids, strict=True)]
+def _finished_and_padded(images: Sequence[torch.Tensor], form: PixelForm) -> torch.Tensor:
+    """Returns ``[images, 3, H, W]`` of the largest height and width."""
+    height, width = (max(image.shape[axis] for image in images) for axis in (1, 2))
+    shape = (len(images), 3, height, width)
+    made = torch.full(shape, -0.0, dtype=torch.float32, device=images[0].device)  # as padding always was
+    mean, deviation = (_by_channel(values, made.device) for values in (form.mean, form.deviation))
+    for place, image in zip(made, images, strict=True):
+        torch.sub(image, mean, out=place[:, : image.shape[1], : image.shape[2]]).div_(deviation)
+    return made
 
 
 def forms_of(values: Mapping[str, Mapping[str, Any]]) -> dict[str, PixelForm]:

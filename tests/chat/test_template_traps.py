@@ -425,7 +425,8 @@ def test_an_answer_without_words_has_one_reason_whether_the_template_marks_answe
     words: tuple[str, ...],
 ) -> None:
     empty = talk(ASKED, turn("assistant", *words), ASKED, ANSWERED)
-    assert {reason(own(form(CHATML)), empty) for form in (plain, marked)} == {
+    weighted = talk(ASKED, turn("assistant", *words, loss_weight=1.0), ASKED, ANSWERED)
+    assert {reason(own(form(CHATML)), each) for form in (plain, marked) for each in (empty, weighted)} == {
         ("empty_answer", "turn 2 (assistant) has no word to train; remove it, or set its weight to 0")
     }
     for form in (plain, marked):

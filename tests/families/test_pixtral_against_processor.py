@@ -179,59 +179,6 @@ def test_a_large_image_of_a_pack_makes_the_bytes_of_the_small_ones_no_more():
         assert again.visual_counts == batch.visual_counts
 
 
-def largest_allocation(work) -> int:
-    """Bytes of the largest piece of memory that torch's allocator gives while ``work`` runs, by its profiler."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        work()
-    events = profile.profiler.kineto_results.events()
-    return max(event.nbytes() for event in events if event.name() == "[memory]")
-
-
-def test_the_padding_of_small_images_beside_a_large_one_takes_no_memory_in_the_models_of_transformers():
-    ours, model = small("ministral3"), tiny_model()
-    made = rows(ours, [*[[(28, 28), (56, 28)]] * 20, [], [(252, 224), (28, 84)]])
-    batch = thd.assemble(joinable([row for _, row in made]))
-    given = batch.media_of_model()["pixel_values"]
-    assert given.shape == (42, 3, 224, 252)
-    assert torch.equal(given, batch.finished().visual_inputs["pixel_values"])
-    results = []
-    for media_of in (lambda: batch.finished().visual_inputs, batch.media_of_model, batch.to_hugging_face):
-        model.zero_grad()
-        kept = []
-
-        def train(media_of=media_of, kept=kept):
-            media = media_of()
-            pixels = media["pixel_values"].to(torch.float64).to(torch.float32)  # as Bridge's model changes the type
-            features = model.get_image_features(pixels, image_sizes=media["image_sizes"], return_dict=True)
-            kept.append(torch.cat(features.pooler_output))
-            kept[0].square().sum().backward()
-
-        most = largest_allocation(train)
-        results.append((kept[0].detach(), model.vision_tower.patch_conv.weight.grad.clone(), most))
-    (expected, expected_gradient, most), *others = results
-    values = 3 * int(batch.visual_inputs["image_sizes"].prod(1).sum())
-    assert most == 8 * 42 * 3 * 224 * 252
-    for features, gradient, most in others:
-        torch.testing.assert_close(features, expected)
-        torch.testing.assert_close(gradient, expected_gradient)
-        assert most <= 8 * values < 2_600_000
-
-
-def test_adapters_behind_a_frozen_vision_encoder_learn_from_images_without_padding():
-    ours, model = small("ministral3"), tiny_model().train().requires_grad_(False)
-    model.enable_input_require_grads()  # so that layers which are computed again have a gradient
-    batch = thd.assemble(joinable([row for _, row in rows(ours, [[(28, 28)], [(252, 224)]])]))
-    gradients = []
-    for media in (batch.finished().visual_inputs, batch.media_of_model()):
-        adapted = model.vision_tower.transformer.layers[0].feed_forward.up_proj.weight.requires_grad_()
-        adapted.grad = None
-        tower = model.vision_tower(media["pixel_values"], image_sizes=media["image_sizes"], output_hidden_states=True)
-        assert tower.hidden_states[0].requires_grad
-        tower.last_hidden_state.square().sum().backward()
-        gradients.append(adapted.grad)
-    torch.testing.assert_close(*gradients)
-
-
 @settings(max_examples=60, deadline=None)
 @given(limit=st.integers(28 * 28, 400_000), width=st.integers(1, 3000), height=st.integers(1, 3000))
 def test_no_image_is_over_max_pixels_after_its_sides_were_rounded_up(limit, width, height):

@@ -8,6 +8,8 @@ import contextlib
 from functools import cache
 from pathlib import Path
 
+from fractions import Fraction
+
 import pytest
 import torch
 from support.offline_processors import (
@@ -298,3 +300,12 @@ def whole_table():
 
 if __name__ == "__main__":
     print("\n".join([*short_table(), "", f"Frames of clips of {CLIPS} (frames, frames per second):", *whole_table()]))
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "glm4v"])
+def test_a_rate_of_null_is_refused_at_start_unless_ours_replaces_it(name: str) -> None:
+    processor = processor_of(name)
+    processor.video_processor.fps = None
+    with pytest.raises(ConfigError, match="fps of the video processor .* is null; set encoder.video_fps"):
+        encoder(processor, family=name)
+    assert encoder(processor, family=name, video_fps=1.0).family.sample_frames(100, Fraction(25))

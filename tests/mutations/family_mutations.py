@@ -11,8 +11,6 @@ TIMES = "tests/families/test_times_from_files.py::"
 SETTINGS = "tests/families/test_processor_settings.py::"
 CELL = SETTINGS + "test_frames_and_tokens_of_clips_are_the_processors_or_the_settings_are_refused_at_start"
 FROM_FILES = TIMES + "test_a_file_has_the_frames_times_and_positions_that_processor_and_model_give_it"
-NO_MEMORY = "test_the_padding_of_small_images_beside_a_large_one_takes_no_memory_in_the_models_of_transformers"
-UNPADDED = "tests/thd/test_pixels.py::"
 ALL = "tests/families/test_families.py::"
 WHOLE = ALL + "test_tokens_types_pixels_and_positions_equal_the_processor_and_model_on_the_whole_sample"
 WHOLE_GLM = WHOLE + "[glm4v]"
@@ -24,7 +22,6 @@ FAMILY_TRAPS = {
     148: "a pack has more patches than its vision encoder's mask over all of them has room for",
     197: "a setting or an answer is accepted and then not followed: other frames, sizes that nobody planned, no words",
     200: "images of a pack travel as if each was as large as the largest",
-    207: "small images beside a large one take its memory on the device, or what saves that changes a result",
 }
 
 FAMILY_MUTATIONS: tuple[Mutation, ...] = (
@@ -132,8 +129,8 @@ FAMILY_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "thd/pixels.py",
-                "made[at, :, : image.shape[1], : image.shape[2]] = image",
-                "made[at, :, -image.shape[1] :, -image.shape[2] :] = image",
+                "out=place[:, : image.shape[1], : image.shape[2]]",
+                "out=place[:, -image.shape[1] :, -image.shape[2] :]",
             ),
         ),
     ),
@@ -175,40 +172,6 @@ FAMILY_MUTATIONS: tuple[Mutation, ...] = (
                 "for name, form in {}.items()}",
             ),
         ),
-    ),
-    Mutation(
-        trap=207,
-        name="a model gets the images of a pack as a tensor of the largest",
-        test=PIXTRAL + NO_MEMORY,
-        oracle="Hugging Face's model",
-        edits=(
-            (
-                "thd/batch.py",
-                "return self.finished(padded=False).visual_inputs",
-                "return self.finished().visual_inputs",
-            ),
-        ),
-    ),
-    Mutation(
-        trap=207,
-        name="images are padded before their patches are embedded",
-        test=PIXTRAL + NO_MEMORY,
-        oracle="Hugging Face's model",
-        edits=(("thd/pixels.py", "if form == [None, side, (0, 0), (1, 1), 1] and not cut:", "if False:"),),
-    ),
-    Mutation(
-        trap=207,
-        name="overlapping patches, or padding around them, are embedded as if there was none",
-        test=UNPADDED + "test_images_whose_padding_takes_no_memory_give_what_padded_ones_give[has overlapping patches]",
-        oracle="PyTorch's own operations",
-        edits=(("thd/pixels.py", "if form == [None, side, (0, 0), (1, 1), 1] and not cut:", "if not cut:"),),
-    ),
-    Mutation(
-        trap=207,
-        name="embeddings of images that are padded later have no gradient",
-        test=UNPADDED + "test_a_tower_that_reads_its_patches_as_one_tensor_learns_from_padded_ones",
-        oracle="PyTorch's own gradients",
-        edits=(("thd/pixels.py", "isinstance(each, cls) and each.images[0].requires_grad", "False"),),
     ),
     Mutation(
         trap=26,

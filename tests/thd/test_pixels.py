@@ -1,8 +1,6 @@
 """Bytes become the processor's floats: the forms, their way through a pack, and what is refused."""
 
-import copy
 import dataclasses
-import pickle
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from hypothesis import strategies as st
 from energon_packing import thd
 from energon_packing.energon.pack_bytes import field_digests, pack_from_bytes, pack_to_bytes
 from energon_packing.errors import PackingError
-from energon_packing.thd.pixels import PaddedImages, PixelForm, finish, repeated
+from energon_packing.thd.pixels import PixelForm, finish, repeated
 
 MEAN, DEVIATION = (122.77, 116.75, 104.09), (68.5, 66.63, 70.32)
 PATCHES = PixelForm(layout="patches", mean=MEAN, deviation=DEVIATION, repeat=2)
@@ -158,94 +156,3 @@ def test_samples_of_two_image_processors_share_no_pack_of_bytes():
     other = dataclasses.replace(PATCHES, mean=(0.0, 0.0, 0.0))
     with pytest.raises(PackingError, match=r"sample c: .* encoder.pixels to float32"):
         thd.assemble([ROWS[0], sample("c", 5, 2, other)])
-
-
-SIDE = 4
-"""Pixels of a patch of these tests."""
-
-
-def patch_embedding(**options):
-    """A convolution, 3 -> 2 channels, whose stride is its kernel unless ``options`` say otherwise."""
-    torch.manual_seed(0)
-    form = {"kernel_size": SIDE, "stride": SIDE, "bias": False} | options
-    return torch.nn.Conv2d(3, 2, **form)
-
-
-@st.composite
-def images_of_several_sizes(draw, whole=True):
-    """Images ``[3, height, width]`` of float32; their sides are whole patches if ``whole``."""
-    unit = SIDE if whole else 1
-    sides = st.integers(1 if whole else SIDE, 5 if whole else 13)
-    sizes = draw(st.lists(st.tuples(sides, sides), min_size=1, max_size=5))
-    return [
-        random_bytes(3, unit * height, unit * width, seed=seed).float() - 100
-        for seed, (height, width) in enumerate(sizes)
-    ]
-
-
-OPERATIONS = {
-    "is asked for its form": lambda it: torch.tensor([*it.shape, it.dim(), it.numel(), it.element_size(), len(it)]),
-    "is added to": lambda it: it + 1,
-    "is cut": lambda it: it[-1:, :, 1:],
-    "is summed": lambda it: it.sum((0, 2)),
-    "is flattened": lambda it: it.flatten(1).T,
-    "is joined": lambda it: torch.cat([it, it.double()]),
-    "is copied into another": lambda it: torch.ones(it.shape).copy_(it),
-    "is of another type": lambda it: it.to(torch.bfloat16).half(),
-    "is in another memory format": lambda it: it.to(torch.float64, memory_format=torch.channels_last),
-    "travels": lambda it: pickle.loads(pickle.dumps(it)),
-    "is copied": lambda it: copy.deepcopy(it),
-    "is detached": lambda it: it.detach(),
-    "has patches": lambda it: patch_embedding()(it),
-    "has patches and a bias": lambda it: patch_embedding(bias=True)(it),
-    "has overlapping patches": lambda it: patch_embedding(stride=2)(it),
-    "has patches with padding around": lambda it: patch_embedding(padding=2)(it),
-    "is convolved by a function": lambda it: torch.conv2d(input=it, weight=torch.ones(1, 3, 1, 1), stride=2),
-}
-
-
-@pytest.mark.parametrize("name", OPERATIONS)
-@given(data=st.data())
-def test_images_whose_padding_takes_no_memory_give_what_padded_ones_give(name, data):
-    images = data.draw(images_of_several_sizes(whole=data.draw(st.booleans())))
-    ours = PaddedImages(images)
-    assert ours.padded().shape == ours.shape
-    with torch.no_grad():
-        made, expected = OPERATIONS[name](ours), OPERATIONS[name](ours.padded())
-    assert made.dtype == expected.dtype
-    torch.testing.assert_close(made.padded() if isinstance(made, PaddedImages) else made, expected, rtol=0, atol=1e-2)
-
-
-@given(images=images_of_several_sizes())
-def test_a_tower_that_reads_its_patches_as_one_tensor_learns_from_padded_ones(images):
-    gradients = []
-    for given_images in (PaddedImages(images), PaddedImages(images).padded()):
-        tower = patch_embedding()
-        made = tower(given_images)
-        (made.flatten(2).transpose(1, 2).square().mean() + made.mT.amax() + made.sum()).backward()
-        gradients.append(tower.weight.grad)
-    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-2)
-
-
-def test_iterated_they_are_as_large_as_they_are_and_embeddings_can_be_made_to_require_gradients():
-    images = [random_bytes(3, 8, 4).float(), random_bytes(3, 4, 12).float()]
-    pixels = PaddedImages(images)
-    assert [image.shape for image in pixels] == [(3, 8, 4), (3, 4, 12)]
-    moved = pixels.to("meta", non_blocking=True)
-    assert isinstance(moved, PaddedImages)
-    assert {each.device.type for each in (moved, *moved)} == {"meta"}
-    tower = patch_embedding().requires_grad_(False)
-    made = tower(pixels)
-    made.requires_grad_(True)  # as a hook of `enable_input_require_grads` does
-    assert [(each.shape, each.requires_grad) for each in made] == [((2, 2, 1), True), ((2, 1, 3), True)]
-    for each, image in zip(made, images, strict=True):
-        torch.testing.assert_close(each, tower(image[None])[0])
-
-
-def test_they_are_not_changed_in_place_where_nothing_would_keep_the_change():
-    pixels = PaddedImages([torch.zeros(3, 4, 4), torch.zeros(3, 8, 4)])
-    with pytest.raises(PackingError, match=r"aten.mul_.*change their padded\(\)"):
-        pixels *= 2
-    with pytest.raises(PackingError, match=r"__setitem__.*change their padded\(\)"):
-        pixels[0] = 1
-    assert not pixels.padded().any()

@@ -387,7 +387,7 @@ def _packed_logits(subject: Subject, batch: PackedBatch, *, cp_size: int, isolat
     physical = batch.boundaries.to(device).long()
     segment = torch.repeat_interleave(torch.arange(physical.numel() - 1, device=device), physical.diff())
     kinds = _packed_kinds(subject, batch)
-    arguments = _arguments(subject, batch.tokens, kinds, batch.finished(padded=False).visual_inputs, batch.extra)
+    arguments = _arguments(subject, batch.tokens, kinds, batch.finished().visual_inputs, batch.extra)
     if linear_layers(subject.model) and isolate:
         arguments |= kernel_arguments(physical)
     if subject.attention == "positions":

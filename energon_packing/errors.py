@@ -181,6 +181,8 @@ def _is_away(error: OSError | MemoryError) -> bool:
         try:
             with os.scandir(os.path.dirname(os.path.abspath(error.filename))) as found:
                 return next(found, None) is None
+        except NotADirectoryError:
+            return False
         except OSError:
             return True
     if isinstance(error, OSError) and error.errno is not None:

@@ -76,7 +76,9 @@ class Registry[Entry]:
     def _outside(self) -> "dict[str, EntryPoint]":
         # To parse the others, too, takes as long as to read all.
         named = [each for text, each in _entry_points() if self.folder in text]
-        named = [each for each in named if _text_of(each) == _text_of(type(each).from_name(each.name))]  # not shadowed
+        named = [
+            each for each in named if each.name and _text_of(each) == _text_of(type(each).from_name(each.name))
+        ]  # not shadowed
         return {point.name: point for each in named for point in each.entry_points.select(group=self.folder)}
 
     @cached_property

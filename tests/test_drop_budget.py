@@ -203,7 +203,14 @@ def test_what_is_of_late_goes_on_after_a_restart() -> None:
     assert 0.09 * RECENT < stopped_after([again], [itertools.repeat(True)]) < 0.25 * RECENT
 
 
-def test_ranks_learn_the_drops_of_each_other_and_those_that_read_the_same_count_once() -> None:
+@pytest.mark.parametrize(
+    ("late", "as_many"),
+    [pytest.param(0.0, {0: 1, 1: 2, 2: 2}, id="over"), pytest.param(300.0, {0: 8, 1: 8, 2: 8}, id="not over")],
+)
+def test_ranks_learn_the_drops_of_each_other_and_those_that_read_the_same_count_once(
+    late: float, as_many: dict[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("energon_packing.energon.loader.LATE_SECONDS", late)  # in which others may begin
     store = distributed.HashStore()
     distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     before = store.num_keys()
@@ -229,7 +236,7 @@ def test_ranks_learn_the_drops_of_each_other_and_those_that_read_the_same_count_
 
         exchange(0, lambda: False, others)
         assert known == {0: [1000, 100], 1: [100, 10], 2: [100, 10]}
-        assert counted == {0: 1, 1: 2, 2: 2}, "a rank counts as far as others that tell it nothing"
+        assert counted == as_many, "a rank that tells nothing for long counts, or one that is late does not"
         # Nobody is told any more: each has a budget of its own.
         assert [(list(shares.others), shares.ranks[0]) for shares in ranks] == [([0] * 4, 1)] * 3
         assert store.num_keys() == before, "the numbers of a loader that ended stay in the store"

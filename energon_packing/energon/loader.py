@@ -162,7 +162,9 @@ class LoaderBase(ABC):
         self._shares.ranks[0] = self._world_size
         stop = threading.Event()
         counts = self._claim(f"shares of {self._rank}")  # of ranks that read the same, one
-        store = getattr(distributed.distributed_c10d._get_default_store(), "underlying_store", None)
+        store = distributed.distributed_c10d._get_default_store()
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
         least = 60.0 if isinstance(store, distributed.FileStore) else 1.0  # which grows with each question
         pause = functools.partial(stop.wait, max(least, self._world_size / 500))  # one rank's store serves all
         arguments = (self._shares, f"{self._place}/shares", counts, pause, distributed.get_rank() == 0)
@@ -262,7 +264,7 @@ class LoaderBase(ABC):
 def pool_shares(shares: Shares, place: str, counts: bool, over: Callable[[], bool], hosts: bool = False) -> None:
     """Exchanges the numbers of a rank with the others by the ranks' store, in which nobody waits, until it is ``over``
     here, or on the rank that ``hosts`` the store and soon ends; if the rank ``counts``, with its own."""
-    told, ranks = [0] * 4, shares.ranks[0]
+    told, ranks, most, until = [0] * 4, shares.ranks[0], 0, time.monotonic() + LATE_SECONDS
     with contextlib.suppress(
         RuntimeError, ValueError, TypeError
     ):  # the rank that holds the store, or the group, has ended
@@ -273,7 +275,9 @@ def pool_shares(shares: Shares, place: str, counts: bool, over: Callable[[], boo
             # Drops first: what is read meanwhile only makes their share smaller.
             new = {str(at): counts * (own[at] - told[at]) for at in (1, 0, 3, 2)} | {"over": 0, "in": 0}
             told, pooled = own, _added(place, new)
-            left, shares.ranks[0] = pooled["over"], min(ranks, pooled["in"])
+            left, most = pooled["over"], max(most, pooled["in"])
+            late = most < ranks and time.monotonic() < until  # they may only be slower to begin
+            shares.ranks[0] = ranks if late else min(ranks, pooled["in"])
             for at in range(4):
                 shares.others[at] = max(0, pooled[str(at)] - own[at])
         if there:
@@ -299,6 +303,8 @@ def _end(stop: threading.Event, thread: threading.Thread) -> None:
 
 
 STATE_FORMAT = "energon_packing loader 3"
+LATE_SECONDS = 300.0
+"""How long a rank that has not begun to tell what it drops counts as one that reads as much."""
 _BEGINNING_SECONDS, _BEGUN_SECONDS = 0.05, 60.0
 """Between two questions to workers that have not begun, and until they must have."""
 NO_PATH = "data.path is empty; name the data set that `energon-packing convert` wrote."

@@ -134,12 +134,15 @@ def read_media(store: FileStore | None, name: str) -> bytes:
 def is_there(root: str, file: str = "") -> bool:
     """Whether what is left of a file's path, down to the root of its store here, is no empty mount point or dangling
     link; False without a root."""
-    place = os.path.dirname(os.path.join(root, file)) if root else os.devnull
-    while len(place) > len(root) and not os.path.lexists(place):
+    path = os.path.join(root, file) if root else os.devnull
+    place = os.path.dirname(os.path.realpath(path) if os.path.islink(path) else path)
+    while root and place.startswith(root) and place != root and not os.path.lexists(place):
         place = os.path.dirname(place)
     try:
         with os.scandir(place) as entries:
             return next(entries, None) is not None
+    except NotADirectoryError:
+        return bool(root)
     except OSError:
         return False
 

@@ -141,8 +141,7 @@ def read_json(file: Path, kind: Any, *, version: int, what: str, remedy: str) ->
 def read_metadata(path: Path) -> dict[str, Any] | None:
     """Our metadata of a file; None if the file is missing, damaged or not ours."""
     try:
-        with read_again(path, lambda: path.open("rb")) as file:
-            value = json.loads((pq.read_schema(file).metadata or {})[METADATA])
+        value = json.loads((read_again(path, lambda: pq.read_schema(path)).metadata or {})[METADATA])
     except (OSError, KeyError, ValueError, pa.ArrowException):
         return None
     return value if isinstance(value, dict) else None

@@ -31,14 +31,16 @@ class Constraints:
         """Constraints from name -> (cost of each sample, limit per pack), the form that `pack_lengths` takes. Raises
         ConfigError: no such pair, a wrong number of costs, a negative or non-finite number."""
         arrays: dict[str, np.ndarray] = {}
+        limits: dict[str, int | float] = {}
         for name, pair in (pairs or {}).items():
             if not (isinstance(pair, tuple | list) and len(pair) == 2):
                 raise ConfigError(f"constraint {name!r} must be a pair (cost of each sample, limit), not {pair!r}")
             cost, limit = pair
             arrays[name] = _column(name, cost, count)
+            limits[name] = limit.item() if isinstance(limit, np.generic) else limit  # NumPy's integers have bounds
             if not (isinstance(limit, int | float | np.integer | np.floating) and math.isfinite(limit) and limit >= 0):
                 raise ConfigError(f"constraint {name!r} needs a finite non-negative limit, not {limit!r}")
-        return cls(costs=arrays, limits={name: limit for name, (_, limit) in (pairs or {}).items()})
+        return cls(costs=arrays, limits=limits)
 
     def __bool__(self) -> bool:
         return bool(self.limits)

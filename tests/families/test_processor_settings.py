@@ -5,10 +5,9 @@ Markdown; the short table in docs/families.md is compared with it.
 """
 
 import contextlib
+from fractions import Fraction
 from functools import cache
 from pathlib import Path
-
-from fractions import Fraction
 
 import pytest
 import torch
@@ -306,6 +305,6 @@ if __name__ == "__main__":
 def test_a_rate_of_null_is_refused_at_start_unless_ours_replaces_it(name: str) -> None:
     processor = processor_of(name)
     processor.video_processor.fps = None
-    with pytest.raises(ConfigError, match="fps of the video processor .* is null; set encoder.video_fps"):
+    with pytest.raises(ConfigError, match=r"fps of the video processor .* is null; set encoder.video_fps"):
         encoder(processor, family=name)
     assert encoder(processor, family=name, video_fps=1.0).family.sample_frames(100, Fraction(25))

@@ -341,7 +341,7 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         trap=204,
         name="ranks that load something else count as far as those that load the same",
         test="tests/test_drop_budget.py::"
-        "test_ranks_learn_the_drops_of_each_other_and_those_that_read_the_same_count_once",
+        "test_ranks_learn_the_drops_of_each_other_and_those_that_read_the_same_count_once[over]",
         oracle="the ranks that exchange numbers",
         edits=(("energon/loader.py", 'min(ranks, pooled["in"])', "ranks"),),
     ),
@@ -349,7 +349,7 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         trap=204,
         name="numbers stay in the ranks' store",
         test="tests/test_drop_budget.py::"
-        "test_ranks_learn_the_drops_of_each_other_and_those_that_read_the_same_count_once",
+        "test_ranks_learn_the_drops_of_each_other_and_those_that_read_the_same_count_once[over]",
         oracle="the store's own count of its keys",
         edits=(("energon/loader.py", '() if within else ("in",', '() if True else ("in",'),),
     ),

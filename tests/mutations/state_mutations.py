@@ -237,7 +237,9 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         name="media below a mount point in their store count as gone",
         test=STORAGE + "test_media_below_an_empty_mount_point_or_a_link_to_nowhere_are_waited_for[videos/a/b.mp4-True]",
         oracle="the file system",
-        edits=(("energon/samples.py", "os.path.dirname(os.path.join(root, file)) if root else", "root if root else"),),
+        edits=(
+            ("energon/samples.py", "os.path.join(root, file) if root else", "os.path.join(root, 'a') if root else"),
+        ),
     ),
     Mutation(
         trap=192,

@@ -17,6 +17,7 @@ or 1).
 """
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -111,7 +112,11 @@ def fill_two(
     least = max(unit_room - spare[1], 0)
     history: list[tuple[list[int], int, int, int]] = []
     top, full = 0, False
+    alike: Counter[tuple[int, int]] = Counter()
     for position, length, units in offers:
+        alike[length, units] += 1
+        if alike[length, units] * length > room or alike[length, units] * units > unit_room:
+            continue  # so many of one size fit into no pack
         history.append((levels.copy(), position, length, units))
         for level in range(min(top, unit_room - units), -1, -1):
             if moved := levels[level] >> length:
@@ -146,9 +151,9 @@ def fill_limited(
     need of each limit, in packs, says which is scarce, and how much of the others a pack may leave free: if images need
     100 packs and tokens 80, a pack full of images is good with 80 % of its tokens, which is what the rest can go on
     with. The pack is an exact subset sum, oldest first, over tokens and the scarcest other limit, until nothing more is
-    free than may be. If the pack breaks a third limit, the sum is repeated with each sample's largest share of what any
-    limit has left; sums of maxima are never below maxima of sums. Costs that are no small integers, and tokens of long
-    rows, are rounded up to levels; what that has left free is filled again, in finer ones.
+    free than may be. Of it, what breaks a third limit is left out, and its place is filled again. Costs that are no
+    small integers, and tokens of long rows, are rounded up to levels; what that has left free is filled again, in finer
+    ones.
     """
     columns: list[Sequence[Number]] = [lengths, *(costs[name] for name in limits)]
     bounds: list[Number] = [capacity, *limits.values()]
@@ -158,7 +163,7 @@ def fill_limited(
     shares = [needed / max(demand) for needed in demand]
     spare = [bound * (1 - share + TOLERANCE) for bound, share in zip(bounds, shares, strict=True)]
     left = [bound - column[0] for bound, column in zip(bounds, columns, strict=True)]
-    chosen, keep, at, together = [0], FREE / per_pack, 1, False
+    chosen, keep, at = [0], FREE / per_pack, 1
     while at < len(lengths) and all(free >= keep * bound for free, bound in zip(left, bounds, strict=True)):
         chosen += _take((at,), columns, left)
         at += 1
@@ -170,11 +175,7 @@ def fill_limited(
         second = second if steered else 0
         column, free = columns[second], left[second]
         candidates = range(1, min(at + reach, len(lengths)) if steered else len(lengths))
-        others = [(columns[index], left[index]) for index in range(1, len(columns)) if index != second or together]
-        if together:
-            shared = [(cost, most) for cost, most in others if most]
-            column = [max(cost[position] / most for cost, most in shared) for position in range(candidates.stop)]
-            free = 1.0
+        others = [(columns[index], left[index]) for index in range(1, len(columns)) if index != second]
         whole = not steered or (
             free <= LEVELS and (isinstance(free, int) or not any(column[position] % 1 for position in candidates))
         )
@@ -200,12 +201,7 @@ def fill_limited(
                 shares[second] * left[second] / bounds[second] / max(unit_room, 1),
             ),
         )
-        after = list(left)
-        kept = _take(reversed(added), columns, after)
-        if steered and not together and len(kept) < len(added):
-            together = True
-            continue
-        left, together = after, False
+        kept = _take(reversed(added), columns, left)
         chosen += kept
         if not kept or (part == 1 and whole and len(kept) == len(added)):
             break

@@ -140,8 +140,13 @@ def read_json(file: Path, kind: Any, *, version: int, what: str, remedy: str) ->
 
 def read_metadata(path: Path) -> dict[str, Any] | None:
     """Our metadata of a file; None if the file is missing, damaged or not ours."""
+
+    def footer() -> Any:
+        with path.open("rb") as file:
+            return pq.read_schema(file)
+
     try:
-        value = json.loads((read_again(path, lambda: pq.read_schema(path)).metadata or {})[METADATA])
+        value = json.loads((read_again(path, footer).metadata or {})[METADATA])
     except (OSError, KeyError, ValueError, pa.ArrowException):
         return None
     return value if isinstance(value, dict) else None

@@ -4,18 +4,14 @@ A file ``NAME.npz`` holds ``length`` ``[N]``, ``images`` ``[N]`` (1 for text) an
 
 * ``a``, ``b``, ``c``: log-normal text (sigma 0.8) of mean 256, 512, 1024 at capacity 2048, longer lengths cut to it;
 * ``d8``, ``d32``: a mix of text, 1-4 images and video frames at 8192 and 32768 tokens;
-* ``e``: real text sections, images at real sizes under Qwen resizing, and video frames, at 16384 tokens;
-* ``tiles``, which is not among the lists that are taken by default: images cut into 1, 3, 4 or 5 tiles of 256 tokens,
-  and 33 to 1,258 tokens of text, at 6016. It has the joint histogram of the four lists that OmniBal's repository holds
-  (ModelTC/OmniBal, ``data/vision/*_wh_token_lengths.json``; they have no licence, so they are not here: `read_tiles`).
+* ``e``: real text sections, images at real sizes under Qwen resizing, and video frames, at 16384 tokens.
 
-The last four are drawn from quantiles of measured lists: a class of image counts by its share, a count uniformly
+The last three are drawn from quantiles of measured lists: a class of image counts by its share, a count uniformly
 within the class, a length by linear interpolation between the logarithms of the class's quantiles.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +22,7 @@ from energon_packing.errors import UserError
 
 SYNTHETIC = ("a", "b", "c", "d8", "d32", "e")
 TEXT_MEANS = {"a": 256, "b": 512, "c": 1024}
-CAPACITIES = {"a": 2048, "b": 2048, "c": 2048, "d8": 8192, "d32": 32768, "e": 16384, "tiles": 6016}
+CAPACITIES = {"a": 2048, "b": 2048, "c": 2048, "d8": 8192, "d32": 32768, "e": 16384}
 QUANTILES = (0, 2, 10, 25, 50, 75, 90, 98, 100)
 """Percentiles to which the lengths in `MIXES` belong."""
 MIXES: dict[str, tuple[tuple[int, int, float, tuple[int, ...]], ...]] = {
@@ -59,12 +55,6 @@ MIXES: dict[str, tuple[tuple[int, int, float, tuple[int, ...]], ...]] = {
         (9, 16, 0.0112, (294, 417, 589, 844, 1227, 1815, 2424, 3481, 6585)),
         (17, 32, 0.0228, (553, 720, 1022, 1430, 1980, 2757, 3735, 4948, 7437)),
         (33, 60, 0.0394, (1089, 1354, 1755, 2393, 3418, 4655, 6163, 7714, 11744)),
-    ),
-    "tiles": (
-        (1, 1, 0.0903, (293, 296, 299, 303, 309, 318, 357, 428, 603)),
-        (3, 3, 0.3391, (802, 811, 820, 841, 877, 921, 975, 1114, 1874)),
-        (4, 4, 0.0092, (1063, 1064, 1067, 1071, 1077, 1084, 1097, 1304, 1830)),
-        (5, 5, 0.5613, (1313, 1319, 1323, 1332, 1368, 1431, 1556, 1870, 2538)),
     ),
 }
 """Classes of each mix: fewest and most images, share of the samples, and quantiles of the lengths in tokens."""
@@ -104,8 +94,8 @@ def synthetic_list(name: str, samples: int = 100_000, seed: int = 0) -> LengthLi
     Raises:
         UserError: no such list.
     """
-    if name not in CAPACITIES:
-        raise UserError(f"there is no synthetic list named {name!r}; known: {', '.join(CAPACITIES)}")
+    if name not in SYNTHETIC:
+        raise UserError(f"there is no synthetic list named {name!r}; known: {', '.join(SYNTHETIC)}")
     random = np.random.default_rng([seed, *name.encode()])
     images = np.ones(samples, dtype=np.int64)
     if name in TEXT_MEANS:
@@ -138,25 +128,6 @@ def read_list(path: Path) -> LengthList:
             return LengthList(name=path.stem, lengths=lengths, images=images, capacity=int(arrays["capacity"]))
     except (OSError, KeyError, ValueError) as error:
         raise UserError(f"{path} is not a length list (arrays length, images, capacity): {error}") from error
-
-
-def read_tiles(source: Path, seed: int = 0) -> LengthList:
-    """Reads the lists ``*_wh_token_lengths.json`` of OmniBal in a directory as one, in an order drawn from `seed`;
-    `images` are tiles.
-
-    Raises:
-        UserError: there is no list, or one has other contents.
-    """
-    try:
-        paths = sorted(source.glob("*_wh_token_lengths.json"))
-        entries = [entry for path in paths for entry in json.loads(path.read_text(encoding="utf-8"))]
-        samples = np.array([(entry["token_num"], entry["vit_num"]) for entry in entries], dtype=np.int64)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{source} holds a list without token_num and vit_num: {error}") from error
-    if not entries:
-        raise UserError(f"{source} contains no lists *_wh_token_lengths.json")
-    lengths, tiles = np.random.default_rng(seed).permutation(samples).T
-    return LengthList(name="omnibal", lengths=lengths, images=tiles, capacity=CAPACITIES["tiles"])
 
 
 def load_lists(source: Path | None, names: Sequence[str] | None, samples: int, seed: int) -> list[LengthList]:

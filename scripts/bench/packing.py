@@ -11,7 +11,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,14 +18,12 @@ from typing import Any
 import numpy as np
 
 from bench import peers as bench_peers
-from bench.length_lists import LengthList, load_lists, read_tiles, synthetic_list
+from bench.length_lists import LengthList, load_lists
 from energon_packing.errors import UserError
 from energon_packing.packing.constraints import Constraints
-from energon_packing.packing.partition import check_groups
 from energon_packing.packing.policies import policy_names
-from energon_packing.packing.policies.best_fit import pack_limited
 from energon_packing.packing.statistics import PackStatistics, lower_bound
-from energon_packing.packing.whole_list import pack_lengths, pack_lengths_flat
+from energon_packing.packing.whole_list import pack_lengths
 
 # Samples held by the policy `window`; `internvl` has its own default of 20 open packs.
 DEFAULT_WINDOWS = (256, 1024)
@@ -34,9 +31,6 @@ INTERNVL_BUFFERS = 20
 TWO_LIMITS = {"d32": 64, "e": 48}
 """Images per pack in the rows with a second limit, by list."""
 TWO_LIMITS_SAMPLES = 20_000
-TILE_LIMITS = ((18, 6016), (24, 8192), (48, 16384), (18, 5600), (18, 5000), (60, 16384))
-"""Tiles and tokens per pack for tiled images: tiles are scarce, three times; both nearly are; tokens are, twice."""
-TILE_WINDOWS = (64, 256, 1024)
 
 
 def run(
@@ -152,75 +146,6 @@ def run_two_limits(
                 yield row | {"image_limit": limit}
 
 
-def run_tiles(source: Path | None = None, *, samples: int = 70_000, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Packs a list of tiled images under each of `TILE_LIMITS`: OmniBal's lists in `source`, or one made from `seed`.
-
-    Yields:
-        The rows of `run` for ``window`` (with each of `TILE_WINDOWS` held), for ``best_fit``, and for ``plan`` (the
-        packer of plans), plus ``image_limit`` (tiles), ``capacity`` (tokens), and ``steady``: percent above the bound
-        of the packs that were made before the list ended, by tiles or tokens, whichever they are fuller of.
-    """
-    whole = synthetic_list("tiles", samples, seed) if source is None else read_tiles(source, seed)
-    for tiles, capacity in TILE_LIMITS:
-        given = replace(whole, capacity=capacity).fitting(samples, tiles)
-        constraints = Constraints.from_pairs({"images": (given.images, tiles)}, given.lengths.size)
-        bound = lower_bound(given.lengths, capacity, constraints)
-        policies: list[tuple[str, int | None]] = [("window", window) for window in TILE_WINDOWS]
-        for policy, window in [*policies, ("best_fit", None), ("plan", None)]:
-            start = time.process_time()
-            if policy == "plan":
-                packs: Sequence[np.ndarray] = pack_limited(given.lengths, capacity, constraints)
-            else:
-                pairs = {"images": (given.images, tiles)}
-                packs = pack_lengths_flat(given.lengths, capacity, policy, constraints=pairs, window=window or 1)
-            seconds = time.process_time() - start
-            check_groups(packs, given.lengths, capacity, constraints)
-            row = _row(given, policy, len(packs), bound, seconds)
-            yield row | {
-                "window": window,
-                "image_limit": tiles,
-                "capacity": capacity,
-                "steady": _steady(packs, given, tiles, window),
-            }
-
-
-def _steady(packs: Sequence[np.ndarray], given: LengthList, tiles: int, window: int | None) -> float | None:
-    """Percent above the bound, without the packs that were made when no samples followed those held."""
-    if window is None:
-        return None
-    came = window
-    steady = []
-    for pack in packs:
-        if came > given.lengths.size:
-            break
-        steady.append(pack)
-        came += len(pack)
-    if not steady:
-        return None
-    members = np.concatenate(steady)
-    least = max(given.lengths[members].sum() / given.capacity, given.images[members].sum() / tiles)
-    return round(100 * (len(steady) / float(least) - 1), 3)
-
-
-def tile_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns a Markdown table: a line per pair of limits, and per packer its packs above the bound, in percent, in
-    all and before the list ended, and microseconds of CPU per sample."""
-    lines: dict[tuple[str, int, int, int], dict[str, str]] = {}
-    for row in rows:
-        name = f"`{row['policy']}`" + (f", {row['window']} held" if row["window"] else "")
-        cells = lines.setdefault((row["list"], row["image_limit"], row["capacity"], row["bound"]), {})
-        above = f"{100 * (row['packs'] / row['bound'] - 1):.3f}"
-        cells[name] = (
-            above + (f" / {row['steady']:.3f}" if row["steady"] is not None else "") + f" / {row['us_per_sample']:.0f}"
-        )
-    columns = list(next(iter(lines.values()), {}))
-    head = ["list", "tiles / tokens", "bound", *columns]
-    text = [f"| {' | '.join(head)} |", f"| {' | '.join(['---'] * len(head))} |"]
-    for (name, tiles, tokens, bound), cells in lines.items():
-        text.append(f"| {' | '.join([name, f'{tiles} / {tokens:,}', f'{bound:,}', *cells.values()])} |")
-    return "\n".join(text)
-
-
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Returns a Markdown table: a line per packer, a column per list with the fill in percent of the bound's.
 
@@ -291,21 +216,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--peer-seconds", type=float, default=bench_peers.LIMIT_SECONDS, help="time limit per peer")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--tiles",
-        metavar="DIR",
-        nargs="?",
-        const="",
-        help="tiled images under six pairs of limits instead: OmniBal's *_wh_token_lengths.json in DIR, or a list like "
-        "them from a seed; a cell is the percent above the bound, in all / before the list ended / CPU us per sample",
-    )
     parser.add_argument("--json", action="store_true", help="one JSON line per result instead of a table")
     given = parser.parse_args(argv)
     rows: list[dict[str, Any]] = []
     try:
         python: Path | None = None
         missing: dict[str, str] = {}
-        if given.peers_env is not None and not given.no_peers and given.tiles is None:
+        if given.peers_env is not None and not given.no_peers:
             python, missing = bench_peers.make_environment(given.peers_env)
         results = [
             run(
@@ -324,9 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 seed=given.seed,
             )
         ]
-        if given.tiles is not None:
-            results = [run_tiles(Path(given.tiles) if given.tiles else None, samples=given.samples, seed=given.seed)]
-        elif given.image_limit is None and given.chosen is None and given.multiple == 1:
+        if given.image_limit is None and given.chosen is None and given.multiple == 1:
             results.append(run_two_limits(given.lists, names=given.names, samples=given.samples, seed=given.seed))
         for result in results:
             for row in result:
@@ -339,7 +254,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if not given.json:
-        print(table(rows) if given.tiles is None else tile_table(rows))
+        print(table(rows))
     return 0
 
 

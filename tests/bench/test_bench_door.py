@@ -44,20 +44,6 @@ def test_packing_compares_every_policy_on_a_list_of_ones_own(lists):
     assert all(row["bound"] > found[0]["bound"] for row in limited)
 
 
-def test_packing_tiled_images_takes_lists_from_a_seed_or_those_of_omnibal(tmp_path):
-    made = rows("packing", "--tiles", "--samples", "300", "--json")
-    assert {row["list"] for row in made} == {"tiles"}
-    assert all(row["packs"] >= row["bound"] for row in made)
-    entries = [{"vit_num": 5, "token_num": 1341, "image_flags": 5}, {"vit_num": 3, "token_num": 811, "image_flags": 3}]
-    (tmp_path / "some_wh_token_lengths.json").write_text(json.dumps(entries * 20))
-    read = rows("packing", "--tiles", tmp_path, "--json")
-    assert {(row["list"], row["samples"]) for row in read} == {("omnibal", 40)}
-    assert len(read) == len(made)
-    table = door("packing", "--tiles", tmp_path).stdout.splitlines()
-    assert len(table) == 8
-    assert table[2].startswith("| omnibal | 18 / 6,016 | 9 |")
-
-
 @pytest.mark.skipif(find_spec("megatron.bridge") is None, reason="Megatron-Bridge is not installed")
 def test_bridges_own_packing_is_a_peer_in_a_process_of_its_own(lists, monkeypatch):
     monkeypatch.syspath_prepend(str(DOOR.parent))

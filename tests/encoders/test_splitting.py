@@ -44,7 +44,8 @@ def conversations(draw: st.DrawFn, media: bool = True) -> Conversation:
     named: list[Media] = []
 
     def text(most: int) -> str:
-        words = draw(st.lists(st.sampled_from(WORDS), min_size=1, max_size=6))
+        drawn = st.lists(st.sampled_from(WORDS), min_size=1, max_size=6)
+        words = draw(drawn.filter(lambda words: "".join(words).strip()))  # others are empty_answer
         return " ".join(words * draw(st.integers(1, most)))
 
     for _ in range(draw(st.integers(1, 5))):

@@ -158,15 +158,6 @@ def test_mixes_of_text_images_and_videos_need_no_more_packs_than_the_bound(name:
     assert lower_bound(units, capacity, constraints) / len(packs) >= 0.999
 
 
-def test_a_plan_of_tiled_images_needs_hardly_more_packs_than_the_bound() -> None:
-    """All samples cost tiles, so none are left to fill gaps: 3 to 10 % more were made."""
-    made = synthetic_list("tiles", 4_000)
-    constraints = Constraints(costs={"images": made.images}, limits={"images": 48})
-    packs = pack_limited(made.lengths, 16_384, constraints)
-    check_groups(packs, made.lengths, 16_384, constraints)
-    assert len(packs) <= 1.0005 * lower_bound(made.lengths, 16_384, constraints) + 2
-
-
 rows = st.lists(st.tuples(st.integers(1, 30), st.integers(0, 10), st.integers(0, 40)), min_size=1, max_size=200)
 
 

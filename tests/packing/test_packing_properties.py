@@ -175,32 +175,26 @@ def test_subset_sum_finds_the_brute_force_optimum(lengths: list[int], room: int)
     st.lists(st.tuples(st.integers(1, 30), st.integers(0, 4)), max_size=9),
     st.integers(0, 60),
     st.integers(0, 8),
-    st.tuples(st.integers(0, 20), st.integers(0, 3)),
     st.tuples(st.floats(0.1, 9), st.floats(0.1, 9)),
 )
 @MANY
 def test_two_dimensional_subset_sum_finds_the_brute_force_optimum(
-    samples: list[tuple[int, int]], room: int, unit_room: int, spare: tuple[int, int], weights: tuple[float, float]
+    samples: list[tuple[int, int]], room: int, unit_room: int, weights: tuple[float, float]
 ) -> None:
-    offers = [(at, *sample) for at, sample in enumerate(samples) if sample[0] <= room and sample[1] <= unit_room]
+    lengths, units = [sample[0] for sample in samples], [sample[1] for sample in samples]
 
     def waste(subset: tuple[int, ...] | list[int]) -> float:
-        """What is free beyond the spare room, or infinity."""
-        left = room - sum(samples[position][0] for position in subset)
-        unit_left = unit_room - sum(samples[position][1] for position in subset)
+        left = room - sum(lengths[position] for position in subset)
+        unit_left = unit_room - sum(units[position] for position in subset)
         if left < 0 or unit_left < 0:
             return float("inf")
-        return max(left - spare[0], 0) * weights[0] + max(unit_left - spare[1], 0) * weights[1]
+        return left * weights[0] / max(room, 1) + unit_left * weights[1] / max(unit_room, 1)
 
-    def least(positions: list[int]) -> float:
-        return min(waste(some) for size in range(len(positions) + 1) for some in combinations(positions, size))
-
-    positions = [at for at, _, _ in offers]
-    chosen = fill_two(offers, room, unit_room, spare=spare, weights=weights)
+    positions = range(len(samples))
+    best = min(waste(subset) for size in range(len(samples) + 1) for subset in combinations(positions, size))
+    chosen = fill_two(lengths, room, units, unit_room, positions, weights=weights, stop_at_full_room=False)
     assert len(set(chosen)) == len(chosen)
-    assert waste(chosen) == pytest.approx(least(positions), abs=1e-9)
-    if waste(chosen) == 0 and chosen:  # of the oldest samples with which no more than the spare room is free
-        assert positions.index(max(chosen)) == 0 or least(positions[: positions.index(max(chosen))]) > 0
+    assert waste(chosen) == pytest.approx(best, abs=1e-9)
 
 
 @given(problem=limited_problems(), cut=st.integers(0, 60))

@@ -206,8 +206,7 @@ from energon_packing.packing import Constraints
 from energon_packing.packing.policies.best_fit import pack_limited
 draw = np.random.default_rng(5)
 units, images = draw.integers(1, 900, 4000), draw.integers(0, 9, 4000)
-limits = Constraints.from_pairs({"images": (images, 12), "segments": ([1] * 4000, 24)}, 4000)
-packs = pack_limited(units, 4096, limits, times=2)  # with 3, all are packed by `window`
+packs = pack_limited(units, 4096, Constraints.from_pairs({"images": (images, 12), "segments": ([1] * 4000, 24)}, 4000))
 print(len(packs), packs.order.tolist())
 """
 

@@ -5,7 +5,7 @@ Measured: the packs of textbook best-fit decreasing, 99.9-100 % of the bound's f
 
 With limits other than tokens, this becomes vector bin packing. Best-fit decreasing by the largest share then wastes
 20-30 % of the packs (measured on multimodal mixes with limited images), because it fills packs with one resource and
-leaves them empty in the other. `pack_lengths` therefore packs as ``window`` does, 0-3 % above the bound, and a plan,
+leaves them empty in the other. `pack_lengths` therefore packs as ``window`` does, 1-4 % above the bound, and a plan,
 which has millions of samples, by `pack_limited`:
 
 1. There are as many packs as the lower bound says. Samples that cost something scarce, and large ones, go to the packs
@@ -17,12 +17,11 @@ for a part that is kept for the gaps.
 3. All others, mostly plain text, fill the gaps: best-fit decreasing by tokens, into packs that are partly full.
 4. Samples that found no place and those of packs over a limit are packed anew, in the company of good packs: some of
 all, and those that waste room of the scarcest limit. What is left after a few times is packed by ``window``.
-5. If that is not near the bound, and a limit is as scarce as tokens, ``window`` packs the whole list, and the fewer
-packs are taken. This takes its 10 to 60 microseconds per sample.
 
 Measured (`scripts/bench.py offline plan`): the packs of the bound where media are limited, 0.08 % more where patches,
 images and samples are limited together, in about a microsecond per sample and limit. Where nearly all samples cost
-something of a limit that is as scarce as tokens, as tiled images do, the packs and the time are those of ``window``.
+something of a limit that is as scarce as tokens, step 4 gets most samples: the packs and the time are those of
+``window``.
 """
 
 import math
@@ -58,10 +57,6 @@ WASTED = 0.01
 """A pack with more room than this share of the scarcest limit wastes it, and is packed anew too."""
 TIMES = 3
 """How often what did not fit is packed anew."""
-SCARCE = 0.9
-"""Share of the packs for tokens that samples need for another limit, from which the window may pack a whole list."""
-NEAR = 1.001
-"""Packs are near the bound if they are not more than this share of it."""
 WINDOW = 1024
 """Samples that the policy ``window`` holds; more would be slower and fill hardly better."""
 
@@ -98,12 +93,7 @@ def pack_limited(units: np.ndarray, capacity: int, constraints: Constraints, *, 
         first = int(packs.pack.max()) + 1
         packs.pack[again[flat]] = first + np.repeat(np.arange(len(left)), np.diff(starts, append=flat.size))
     used = np.bincount(packs.pack) > 0  # what was packed anew has left empty packs
-    found = PackGroups.of((np.cumsum(used) - 1)[packs.pack])
-    needed = columns.sum(axis=0) / np.maximum(bounds, 1)
-    if times < TIMES or len(found) <= NEAR * packs.free.shape[0] or needed[1:].max() < SCARCE * needed[0]:
-        return found  # by tokens alone, the bound may be out of reach
-    flat, starts = flatten(pack_window(units, capacity, constraints, window=WINDOW, seed=0))
-    return min(found, PackGroups(flat, np.append(starts, flat.size)), key=len)
+    return PackGroups.of((np.cumsum(used) - 1)[packs.pack])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -2,8 +2,7 @@
 
 Good for: endless streams. At most ``window`` samples are held. The oldest is always in the next pack, so no sample
 waits for more packs than the window holds samples. The rest of the pack is filled exactly by subset sum, oldest first.
-Cost: 2-4 microseconds per sample for texts of an eighth of the capacity, about 20 if two samples fill a pack; 10 to 60
-under limits, at any length of a row.
+Cost: 2-4 microseconds per sample for texts of an eighth of the capacity, about 20 if two samples fill a pack.
 Measured with 256 held: 99.99-100 % of the bound's fill on multimodal mixes, 99.6 % if samples are half a pack.
 
 `select_from_window` and `drain_window` are pure functions of the samples held, for code that stores these elsewhere (a
@@ -17,7 +16,6 @@ or 1).
 """
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -28,21 +26,16 @@ from energon_packing.packing.constraints import Constraints
 from energon_packing.packing.decreasing import best_fit_decreasing
 from energon_packing.packing.policies import Number, PackingPolicy
 
-# Under limits, so many of the oldest samples tell how many share a pack, and a pack is made of at least so many.
-FIRST = 64
-# It is made of at most `MOST`, and of this many times the square of the number that share a pack: of more, the easy
-# ones would be taken first.
-REACH, MOST = 3, 768
-# If more samples than these share a pack, the first ones are the oldest, without a choice.
-FREE = 32
-# A limit takes part in the exact fit if the samples need at least this share of the packs for it that tokens need.
-SCARCE = 0.1
-# The share of a pack that may stay free of what is scarcest.
-TOLERANCE = 1 / 1024
-# Finest resolution of a limit in the exact fit, and of a long row, in parts; the work grows with both.
-LEVELS, PARTS = 64, 8192
-# The share of the room that may stay free where a limit is rounded up to levels: what that leaves is filled again.
-ROUGH = 0.25
+# A limit counts as scarce if the window needs at least this share of the packs for it that its tokens need.
+SCARCE = 0.9
+# The greedy fit hands over to the exact fit at this free share: smaller is faster, larger fills better.
+HAND_OVER = 0.25
+# Weight of a sample's size relative to the imbalance that it leaves.
+SIZE_WEIGHT = 0.5
+# Finest resolution of the second cost in the exact fit; the work grows with it.
+LEVELS = 64
+# The longest room, in tokens, that a fit under limits looks at token by token, and the parts into which it cuts others.
+LONG_ROOM, ROOM_PARTS = 32_768, 8_192
 
 
 def fill_exactly(lengths: Sequence[int], room: int, positions: Iterable[int]) -> list[int]:
@@ -87,140 +80,189 @@ def _least_left(reach: int) -> int:
 
 
 def fill_two(
-    offers: Iterable[tuple[int, int, int]],
+    lengths: Sequence[int],
     room: int,
+    units: Sequence[int],
     unit_room: int,
+    positions: Iterable[int],
     *,
-    spare: tuple[int, int] = (0, 0),
-    weights: tuple[float, float] = (1.0, 1.0),
+    weights: tuple[float, float],
+    stop_at_full_room: bool,
 ) -> list[int]:
     """Subset sum under a second limit: one set of reachable token sums for each amount of the second cost.
 
     Args:
-        offers: position, tokens and units of each sample that may be taken, in order of preference; units are small
-            non-negative integers, and each sample fits alone.
+        lengths, room, positions: as for `fill_exactly`.
+        units: second cost of each sample, small non-negative integers, indexed by position.
         unit_room: how many units may be used; the work grows with it.
-        spare: tokens and units that may stay free. The first subset that leaves no more ends the search; without one,
-            the subset wins that leaves the least more.
-        weights: what an empty token and an empty unit count for.
+        weights: penalties for an empty share of the room and of the unit room; the subset with the lowest total wins.
+        stop_at_full_room: True ends the search at the first exact fit in tokens, whatever units it leaves; False
+            continues until both are full.
 
     Returns:
-        Positions, the newest first, whose lengths sum to at most ``room`` and whose units sum to at most ``unit_room``.
+        Positions whose lengths sum to at most ``room`` and whose units sum to at most ``unit_room``.
     """
-    levels = [1 << room] + [0] * unit_room
-    enough = (2 << min(spare[0], room)) - 1
-    least = max(unit_room - spare[1], 0)
-    history: list[tuple[list[int], int, int, int]] = []
-    top, full = 0, False
-    alike: Counter[tuple[int, int]] = Counter()
-    for position, length, units in offers:
-        alike[length, units] += 1
-        if alike[length, units] * length > room or alike[length, units] * units > unit_room:
-            continue  # so many of one size fit into no pack
-        history.append((levels.copy(), position, length, units))
-        for level in range(min(top, unit_room - units), -1, -1):
-            if moved := levels[level] >> length:
-                levels[level + units] |= moved
-                full = full or (level + units >= least and moved & enough > 0)
-        top = min(top + units, unit_room)
-        if full:
+    lengths, room = _coarse(lengths, room)
+    levels = [0] * (unit_room + 1)
+    levels[0] = 1 << room
+    history: list[list[int]] = []
+    offered: list[int] = []
+    top = 0
+    for position in positions:
+        length, cost = lengths[position], units[position]
+        if length > room or cost > unit_room:
+            continue
+        grown = levels.copy()
+        full = False
+        for level in range(min(top, unit_room - cost) + 1):
+            if levels[level] and (moved := levels[level] >> length):
+                grown[level + cost] |= moved
+                full = full or bool(moved & 1)
+        top = min(unit_room, top + cost)
+        history.append(levels)
+        offered.append(position)
+        levels = grown
+        if full and (stop_at_full_room or levels[unit_room] & 1):
             break
-
-    def waste(end: tuple[int, int]) -> tuple[float, float]:
-        left, unused = end[0], unit_room - end[1]
-        above = max(left - spare[0], 0) * weights[0] + max(unused - spare[1], 0) * weights[1]
-        return above, left * weights[0] + unused * weights[1]
-
-    ends = range(least if full else 0, unit_room + 1)
-    left, level = min(((_least_left(levels[level]), level) for level in ends if levels[level]), key=waste)
+    room_weight, unit_weight = weights[0] / max(room, 1), weights[1] / max(unit_room, 1)
+    ends = [(level, _least_left(reach)) for level, reach in enumerate(levels) if reach]
+    level, left = min(ends, key=lambda end: end[1] * room_weight + (unit_room - end[0]) * unit_weight)
     chosen: list[int] = []
-    for earlier, position, length, units in reversed(history):
+    for earlier, position in zip(reversed(history), reversed(offered), strict=True):
         if not earlier[level] >> left & 1:
             chosen.append(position)
-            level -= units
-            left += length
+            level -= units[position]
+            left += lengths[position]
     return chosen
+
+
+def _coarse(lengths: Sequence[int], room: int) -> tuple[Sequence[int], int]:
+    """Returns a long room and the lengths in parts of it, rounded so that what fits in parts fits in tokens."""
+    if room <= LONG_ROOM:
+        return lengths, room
+    part = -(-room // ROOM_PARTS)
+    parts = room // part  # what fits alone in tokens fits alone in parts
+    return [min(-(-length // part), parts) if length <= room else parts + 1 for length in lengths], parts
 
 
 def fill_limited(
-    lengths: Sequence[int], capacity: int, costs: Mapping[str, Sequence[Number]], limits: Mapping[str, Number]
+    lengths: Sequence[int], capacity: int, costs: Mapping[str, Sequence[int | float]], limits: Mapping[str, int | float]
 ) -> list[int]:
     """Returns positions of one pack under several limits, in no particular order.
 
-    Position 0 is among them and must fit alone. The oldest samples are looked at, as many as `REACH` says. What they
-    need of each limit, in packs, says which is scarce, and how much of the others a pack may leave free: if images need
-    100 packs and tokens 80, a pack full of images is good with 80 % of its tokens, which is what the rest can go on
-    with. The pack is an exact subset sum, oldest first, over tokens and the scarcest other limit, until nothing more is
-    free than may be. Of it, what breaks a third limit is left out, and its place is filled again. Costs that are no
-    small integers, and tokens of long rows, are rounded up to levels; what that has left free is filled again, in finer
-    ones.
+    Position 0 is among them and must fit alone. Each step is used only if the previous one is not enough:
+
+    1. Fit tokens alone, oldest first. This suffices if tokens run out first and the fit happens to obey the limits.
+    2. Greedily fit large samples until a set share of the pack is left. The next sample is large in its dominant share
+    and leaves the pack's free shares in proportion to the window's demand, so that tokens and images run out together.
+    3. Fill the rest with an exact two-dimensional subset sum over tokens and the scarcest limit. If the pack breaks a
+    third limit, repeat it with each sample's largest share of any limit as the second cost. Sums of maxima are never
+    below maxima of sums, so this pack obeys all limits.
     """
-    columns: list[Sequence[Number]] = [lengths, *(costs[name] for name in limits)]
-    bounds: list[Number] = [capacity, *limits.values()]
-    per_pack = min(len(lengths), FIRST) / max(_demand(columns, bounds, FIRST))
-    reach = max(FIRST, int(min(REACH * per_pack**2, MOST)))
-    demand = _demand(columns, bounds, reach)
-    shares = [needed / max(demand) for needed in demand]
-    spare = [bound * (1 - share + TOLERANCE) for bound, share in zip(bounds, shares, strict=True)]
-    left = [bound - column[0] for bound, column in zip(bounds, columns, strict=True)]
-    chosen, keep, at = [0], FREE / per_pack, 1
-    while at < len(lengths) and all(free >= keep * bound for free, bound in zip(left, bounds, strict=True)):
-        chosen += _take((at,), columns, left)
-        at += 1
-    while (room := int(left[0])) and any(free > most for free, most in zip(left, spare, strict=True)):
-        # The limit of which least is left for what the samples need steers; where nothing is left, there is no choice.
-        packs = [share * bound / free if free else 0.0 for share, bound, free in zip(shares, bounds, left, strict=True)]
-        second = max(range(1, len(columns)), key=packs.__getitem__)
-        steered = packs[second] >= SCARCE * packs[0]
-        second = second if steered else 0
-        column, free = columns[second], left[second]
-        candidates = range(1, min(at + reach, len(lengths)) if steered else len(lengths))
-        others = [(columns[index], left[index]) for index in range(1, len(columns)) if index != second]
-        whole = not steered or (
-            free <= LEVELS and (isinstance(free, int) or not any(column[position] % 1 for position in candidates))
-        )
-        unit_room = (int(free) if whole else LEVELS) if steered else 0
-        part = max(room // PARTS, 1)
-        taken = set(chosen)
-        offers = (
-            (position, min(-(-lengths[position] // part), room // part), -int(-column[position] * unit_room // free))
-            for position in candidates
-            if lengths[position] <= room
-            and column[position] <= free
-            and position not in taken
-            and not (others and any(cost[position] > most for cost, most in others))
-        )
-        empty = (spare[0] + (0 if whole else ROUGH * room)) / part if steered else 0
-        added = fill_two(
-            offers,
-            room // part,
-            unit_room,
-            spare=(int(empty), int(min(spare[second] / left[second], 1) * unit_room)),
-            weights=(
-                shares[0] * part / capacity,
-                shares[second] * left[second] / bounds[second] / max(unit_room, 1),
-            ),
-        )
-        kept = _take(reversed(added), columns, left)
-        chosen += kept
-        if not kept or (part == 1 and whole and len(kept) == len(added)):
+    names = list(limits)
+    columns = [np.asarray(lengths, dtype=np.float64), *(np.asarray(costs[name], dtype=np.float64) for name in names)]
+    bounds = [float(capacity), *(float(limits[name]) for name in names)]
+    shares = np.stack(
+        [
+            column / bound if bound > 0 else np.where(column > 0, np.inf, 0.0)
+            for column, bound in zip(columns, bounds, strict=True)
+        ]
+    )
+    fits = (shares <= 1.0).all(axis=0)
+    demand = np.where(fits, shares, 0.0).sum(axis=1)
+    candidates = [position for position in np.flatnonzero(fits).tolist() if position]
+    if (demand[1:] < SCARCE * demand[0]).all():
+        chosen = [0, *fill_exactly(*_coarse(lengths, capacity - lengths[0]), candidates)]
+        if _within(chosen, costs, limits) and capacity - lengths[0] <= LONG_ROOM:
+            return chosen
+        chosen = chosen if _within(chosen, costs, limits) else _greedy(shares, fits, demand)
+    else:
+        chosen = _greedy(shares, fits, demand)
+    while True:  # what the parts of a long room leave of it is filled again, in finer ones
+        long = capacity - sum(lengths[position] for position in chosen) > LONG_ROOM
+        added = _finish(lengths, capacity, costs, limits, chosen, fits, demand)
+        chosen += added
+        if not (added and long):
+            return chosen
+
+
+def _greedy(shares: np.ndarray, fits: np.ndarray, demand: np.ndarray) -> list[int]:
+    """Step 2. `shares` is ``[1 + limits, N]``, tokens in row 0; `demand` sums it over the samples that fit alone."""
+    chosen = [0]
+    open_ = fits.copy()
+    open_[0] = False
+    left = 1.0 - shares[:, 0]
+    # Only scarce costs must run out together with the tokens; balancing the others would only restrict the choice.
+    scarce = demand >= 0.5 * demand.max()
+    weight = np.where(scarce, demand[scarce].min() / np.where(demand > 0, demand, 1.0), 0.0)[:, None]
+    dominant = shares.max(axis=0)
+    while (left[scarce] > HAND_OVER).all():
+        after = left[:, None] - shares
+        possible = open_ & (after >= 0.0).all(axis=0)
+        if not possible.any():
             break
+        weighed = (after * weight)[scarce]
+        score = SIZE_WEIGHT * dominant - (weighed.max(axis=0) - weighed.min(axis=0))
+        score[~possible] = -np.inf
+        position = int(score.argmax())
+        chosen.append(position)
+        open_[position] = False
+        left = after[:, position]
     return chosen
 
 
-def _demand(columns: Sequence[Sequence[Number]], bounds: Sequence[Number], count: int) -> list[float]:
-    """Packs that the first `count` samples need for each limit."""
-    return [sum(column[:count]) / bound if bound else 0.0 for column, bound in zip(columns, bounds, strict=True)]
+def _finish(
+    lengths: Sequence[int],
+    capacity: int,
+    costs: Mapping[str, Sequence[int | float]],
+    limits: Mapping[str, int | float],
+    chosen: list[int],
+    fits: np.ndarray,
+    demand: np.ndarray,
+) -> list[int]:
+    """Step 3: what to add to `chosen`."""
+    room = capacity - sum(lengths[position] for position in chosen)
+    rest = {name: limits[name] - sum(costs[name][position] for position in chosen) for name in limits}
+    taken = set(chosen)
+    candidates = [
+        position
+        for position in np.flatnonzero(fits).tolist()
+        if position not in taken
+        and lengths[position] <= room
+        and all(costs[name][position] <= rest[name] for name in limits)
+    ]
+    if not candidates:
+        return []
+    scarcest = max(range(len(limits)), key=lambda index: float(demand[1 + index]))
+    name = list(limits)[scarcest]
+    weights = (float(demand[0]), float(demand[1 + scarcest]))
+    stop = weights[1] < SCARCE * weights[0]
+    units, unit_room = _units(costs[name], rest[name], candidates)
+    added = fill_two(lengths, room, units, unit_room, candidates, weights=weights, stop_at_full_room=stop)
+    if _within(chosen + added, costs, limits):
+        return added
+    largest = [0.0] * len(lengths)
+    for position in candidates:
+        largest[position] = max(
+            (costs[limit][position] / rest[limit] for limit in limits if rest[limit] > 0), default=0.0
+        )
+    units, unit_room = _units(largest, 1.0, candidates)
+    return fill_two(lengths, room, units, unit_room, candidates, weights=weights, stop_at_full_room=stop)
 
 
-def _take(positions: Iterable[int], columns: Sequence[Sequence[Number]], left: list[Number]) -> list[int]:
-    """Takes those of `positions` that still fit out of `left`, in their order, and returns them."""
-    taken = []
+def _units(values: Sequence[int | float], room: int | float, positions: list[int]) -> tuple[list[int], int]:
+    """Converts a cost to small integers, rounded up so that units within the unit room mean costs within the room."""
+    units = [0] * len(values)
+    if room <= 0:
+        return units, 0
+    exact = room <= LEVELS and all(float(values[position]).is_integer() for position in positions)
     for position in positions:
-        if all(column[position] <= free for column, free in zip(columns, left, strict=True)):
-            taken.append(position)
-            left[:] = [free - column[position] for column, free in zip(columns, left, strict=True)]
-    return taken
+        units[position] = int(values[position]) if exact else -int(-values[position] * LEVELS // room)
+    return units, int(room) if exact else LEVELS
+
+
+def _within(chosen: list[int], costs: Mapping[str, Sequence[int | float]], limits: Mapping[str, int | float]) -> bool:
+    return all(sum(costs[name][position] for position in chosen) <= limit for name, limit in limits.items())
 
 
 def select_from_window(

@@ -131,7 +131,7 @@ class Qwen25VL(VisionFamily):
         self.merge: int = self.images.merge_size
         set_pixel_limits(self.images, config.min_pixels, config.max_pixels)
         set_pixel_limits(self.videos, config.video_min_pixels, config.video_max_pixels)
-        if config.video_fps is not None and type(self.videos).fps is None:
+        if config.video_fps is not None and getattr(type(self.videos), "fps", None) is None:
             self.videos.num_frames = None  # which these classes would prefer to a rate
         self.video_frames = self._fixed_frames() if "video" in MODALITIES[config.modality] else None
         limits = {"min_frames": config.video_min_frames, "max_frames": config.video_max_frames}
@@ -178,12 +178,12 @@ class Qwen25VL(VisionFamily):
                 )
         if self.config.video_fps is not None:
             return None
-        if type(videos).do_sample_frames and not videos.do_sample_frames:
+        if getattr(type(videos), "do_sample_frames", False) and not videos.do_sample_frames:
             raise ConfigError(
                 "do_sample_frames of the video processor (encoder.processor) is false, which takes every frame of a "
                 "clip; set encoder.video_fps, or do_sample_frames to true in the processor's file."
             )
-        if type(videos).fps is not None and videos.fps is None:
+        if getattr(type(videos), "fps", None) is not None and videos.fps is None:
             raise ConfigError(
                 "fps of the video processor (encoder.processor) is null; set encoder.video_fps, or a rate in the file."
             )

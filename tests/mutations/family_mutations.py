@@ -37,7 +37,7 @@ FAMILY_MUTATIONS: tuple[Mutation, ...] = (
         name="a rate of the configuration does nothing where the processor has a number of frames",
         test=CELL + "[qwen2_vl-num_frames 16-video_fps 4.0]",
         oracle="Hugging Face's processor",
-        edits=(("families/qwen_vl.py", "if config.video_fps is not None and type", "if not type"),),
+        edits=(("families/qwen_vl.py", "if config.video_fps is not None and getattr", "if not type"),),
     ),
     Mutation(
         trap=197,
@@ -72,7 +72,9 @@ FAMILY_MUTATIONS: tuple[Mutation, ...] = (
         name="a clip is sampled although the processor takes all of its frames",
         test=CELL + "[qwen3_vl-do_sample_frames False-none]",
         oracle="Hugging Face's processor",
-        edits=(("families/qwen_vl.py", "if type(videos).do_sample_frames and not", "if False and not"),),
+        edits=(
+            ("families/qwen_vl.py", 'if getattr(type(videos), "do_sample_frames", False) and not', "if False and not"),
+        ),
     ),
     Mutation(
         trap=2,

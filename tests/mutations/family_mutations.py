@@ -37,7 +37,7 @@ FAMILY_MUTATIONS: tuple[Mutation, ...] = (
         name="a rate of the configuration does nothing where the processor has a number of frames",
         test=CELL + "[qwen2_vl-num_frames 16-video_fps 4.0]",
         oracle="Hugging Face's processor",
-        edits=(("families/qwen_vl.py", "if config.video_fps is not None and getattr", "if not type"),),
+        edits=(("families/qwen_vl.py", "if config.video_fps is not None and getattr", "if not getattr"),),
     ),
     Mutation(
         trap=197,

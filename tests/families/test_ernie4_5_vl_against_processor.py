@@ -60,6 +60,9 @@ def test_a_video_becomes_the_frames_the_grid_and_the_pixels_that_the_whole_proce
         with pytest.raises(SampleRejected, match=f"media_geometry.*{re.escape(str(error))}"):
             ours.family.plan(medium)
         return
+    except IndexError:  # its last step is past the end, as in the next test
+        assert max(ours.family.plan(medium).frame_indices) < frames
+        return
     plan = ours.family.plan(medium)
     assert made["video_grid_thw"].tolist() == [list(plan.grid)]
     assert [int(index) for index in made["video_metadata"][0].frames_indices] == list(plan.frame_indices)

@@ -35,12 +35,36 @@ _PUBLIC = {
 """Public name -> the module that defines it."""
 
 __all__ = [
-    "ConfigError", "Conversation", "ConversationEncoder", "DataConfig", "EncoderConfig", "Media", "MixedTaskEncoder",
-    "PackedBatch", "PackingConfig", "PackingError", "PackingTaskEncoder", "ParallelConfig", "RunConfig",
-    "SampleEncoder", "SampleRejected", "TextImageTaskEncoder", "TextTaskEncoder", "TextVideoTaskEncoder", "Turn",
-    "UserError", "VisionFamily", "__version__", "build_loader", "load_config", "media_file", "open_loader",
-    "pack_lengths", "register_family", "thd",
-]  # fmt: skip
+    "ConfigError",
+    "Conversation",
+    "ConversationEncoder",
+    "DataConfig",
+    "EncoderConfig",
+    "Media",
+    "MixedTaskEncoder",
+    "PackedBatch",
+    "PackingConfig",
+    "PackingError",
+    "PackingTaskEncoder",
+    "ParallelConfig",
+    "RunConfig",
+    "SampleEncoder",
+    "SampleRejected",
+    "TextImageTaskEncoder",
+    "TextTaskEncoder",
+    "TextVideoTaskEncoder",
+    "Turn",
+    "UserError",
+    "VisionFamily",
+    "__version__",
+    "build_loader",
+    "load_config",
+    "media_file",
+    "open_loader",
+    "pack_lengths",
+    "register_family",
+    "thd",
+]
 
 if TYPE_CHECKING:
     from energon_packing import thd

@@ -11,9 +11,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __all__ = [
-    "PackDataloader", "StageBatch", "add_energon_packing_args", "get_batch", "loss_func", "parse_and_validate_args",
-    "run_config_of", "train_valid_test_datasets_provider",
-]  # fmt: skip
+    "PackDataloader",
+    "StageBatch",
+    "add_energon_packing_args",
+    "get_batch",
+    "loss_func",
+    "parse_and_validate_args",
+    "run_config_of",
+    "train_valid_test_datasets_provider",
+]
 
 if TYPE_CHECKING:
     from energon_packing.megatron_lm.arguments import add_energon_packing_args, run_config_of

@@ -22,9 +22,13 @@ from energon_packing.thd.rotary import repair_rotary
 from energon_packing.thd.routers import experts_read_masks
 
 __all__ = [
-    "add_energon_packing_args", "forward_step", "get_batch", "loss_func", "parse_and_validate_args",
+    "add_energon_packing_args",
+    "forward_step",
+    "get_batch",
+    "loss_func",
+    "parse_and_validate_args",
     "train_valid_test_datasets_provider",
-]  # fmt: skip
+]
 
 
 def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = False) -> tuple[torch.Tensor, Any]:

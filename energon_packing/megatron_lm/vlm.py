@@ -29,9 +29,13 @@ from energon_packing.megatron_lm.dataloader import (
 from energon_packing.megatron_lm.gpt import inputs_of, loss_func, read
 
 __all__ = [
-    "add_energon_packing_args", "forward_step", "get_batch", "loss_func", "parse_and_validate_args",
+    "add_energon_packing_args",
+    "forward_step",
+    "get_batch",
+    "loss_func",
+    "parse_and_validate_args",
     "train_valid_test_datasets_provider",
-]  # fmt: skip
+]
 
 
 def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = False) -> tuple[torch.Tensor, Any]:

@@ -20,8 +20,27 @@ from energon_packing.packing.tokens import Boundaries, PackedRows, concatenate_a
 from energon_packing.packing.whole_list import pack_lengths, pack_lengths_flat
 
 __all__ = [
-    "Boundaries", "Constraints", "PackGroups", "PackStatistics", "PackedRows", "Policy", "WindowPacker", "check_groups",
-    "check_partition", "concatenate_and_pack", "drain_window", "get_policy", "lower_bound", "pack_cost", "pack_lengths",
-    "pack_lengths_flat", "pack_sequences", "pack_stream", "policy_names", "register_policy", "select_from_window",
-    "serpentine_order", "simulate_steps",
-]  # fmt: skip
+    "Boundaries",
+    "Constraints",
+    "PackGroups",
+    "PackStatistics",
+    "PackedRows",
+    "Policy",
+    "WindowPacker",
+    "check_groups",
+    "check_partition",
+    "concatenate_and_pack",
+    "drain_window",
+    "get_policy",
+    "lower_bound",
+    "pack_cost",
+    "pack_lengths",
+    "pack_lengths_flat",
+    "pack_sequences",
+    "pack_stream",
+    "policy_names",
+    "register_policy",
+    "select_from_window",
+    "serpentine_order",
+    "simulate_steps",
+]

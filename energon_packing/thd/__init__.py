@@ -28,10 +28,24 @@ _PUBLIC = {
 }
 
 __all__ = [
-    "IGNORE_INDEX", "INVARIANTS", "PackedBatch", "TokenField", "alignment_multiple", "assemble", "check_media",
-    "check_thd", "context_parallel_indices", "context_parallel_indices_numpy", "finished_row", "packed_seq_params",
-    "pad_cu_seqlens", "real_padding", "reassemble", "slice_for_context_parallel", "unpack",
-]  # fmt: skip
+    "IGNORE_INDEX",
+    "INVARIANTS",
+    "PackedBatch",
+    "TokenField",
+    "alignment_multiple",
+    "assemble",
+    "check_media",
+    "check_thd",
+    "context_parallel_indices",
+    "context_parallel_indices_numpy",
+    "finished_row",
+    "packed_seq_params",
+    "pad_cu_seqlens",
+    "real_padding",
+    "reassemble",
+    "slice_for_context_parallel",
+    "unpack",
+]
 
 if TYPE_CHECKING:
     from energon_packing.thd.alignment import alignment_multiple

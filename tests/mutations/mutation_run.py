@@ -193,13 +193,15 @@ def start(folder: Path, tests: Sequence[str], *, one_case: bool) -> int:
     return child
 
 
-def outcome(folder: Path, mutation: Mutation | None) -> tuple[str, str]:
-    """``(verdict, detail)``: ``noticed``, ``survived``, ``skipped`` or ``broken``; without mutation ``green``."""
+def outcome(folder: Path, mutation: Mutation | None, status: int = 0) -> tuple[str, str]:
+    """``(verdict, detail)``: ``noticed``, ``survived``, ``skipped`` or ``broken``; without mutation ``green``. The
+    status is that of the process."""
     try:
         result = json.loads((folder / "result.json").read_text())
     except FileNotFoundError:
         log = (folder / "log.txt").read_text(errors="replace") if (folder / "log.txt").exists() else ""
-        return "broken", "the test process ended without a result: " + " | ".join(log.strip().splitlines()[-3:])
+        how = os.waitstatus_to_exitcode(status)
+        return "broken", f"the test process ended ({how}) without a result: {' | '.join(log.strip().splitlines()[-3:])}"
     reports = result["reports"]
     if not result["mutated_copy"]:
         return "broken", "the package was not imported from the copy"
@@ -250,7 +252,7 @@ def run_all(mutations: Sequence[Mutation], *, jobs: int, has_bridge: bool, keep:
             copy_package(folder, mutation, compiled)
             running[start(folder, tests, one_case=mutation is None)] = (mutation, folder, time.monotonic())
         for child, (mutation, folder, since) in list(running.items()):
-            ended, _, used = os.wait4(child, os.WNOHANG)
+            ended, status, used = os.wait4(child, os.WNOHANG)
             late = time.monotonic() - since > most[mutation is None]
             if not ended and late:
                 with contextlib.suppress(ProcessLookupError):
@@ -259,9 +261,9 @@ def run_all(mutations: Sequence[Mutation], *, jobs: int, has_bridge: bool, keep:
             if not ended and not late:
                 continue
             del running[child]
-            verdict, detail = (
-                ("survived", f"not ended after {most[mutation is None]} s") if not ended else outcome(folder, mutation)
-            )
+            verdict, detail = "survived", f"not ended after {most[mutation is None]} s"
+            if ended:
+                verdict, detail = outcome(folder, mutation, status)
             rows.append(
                 {
                     "trap": mutation.trap if mutation else 0,

@@ -274,7 +274,9 @@ _FILE = pa.struct([pa.field("name", pa.large_string()), *(each for each in MEDIA
 _CONTENT = pa.schema(
     {"key": pa.large_string(), "offset": pa.int64(), "size": pa.int32(), "media": pa.large_list(_FILE)}
 )
-"""What a row of the plan has from its source, with offsets of 64 bits."""
+"""What a row of the plan has from its source, with offsets of 64 bits, which take longer."""
+LARGEST_NARROW = 1 << 30
+"""Bytes up to which offsets of 32 bits, which end at 2 GiB of names, are kept."""
 
 
 def make_plan(
@@ -424,8 +426,11 @@ def _tables(sources: Sources, samples: Samples, packs: OrderedPacks, facts: Plan
     """The rows of the plan, one row group at a time."""
     names = tuple(_CONTENT.names)
     schema = facts.schema
-    # Offsets of 32 bits would end at 2 GiB of names.
-    content = pa.concat_tables([table.cast(_CONTENT) for _, table in sources.tables(names)]).combine_chunks()
+    parts = [table for _, table in sources.tables(names)]
+    if sum(table.nbytes for table in parts) > LARGEST_NARROW:
+        parts = [table.cast(_CONTENT) for table in parts]
+    content = pa.concat_tables(parts).combine_chunks()
+    del parts
     for first, stop in pairwise([*facts.row_groups, facts.packs]):
         low, high = int(packs.offsets[first]), int(packs.offsets[stop])
         rows = packs.order[low:high]

@@ -21,6 +21,7 @@ from support.made_index import made_index, row
 
 from energon_packing.config import RunConfig, from_mapping, to_mapping
 from energon_packing.errors import UserError
+from energon_packing.offline import planner
 from energon_packing.offline.explain import changes, explanation
 from energon_packing.offline.files import METADATA
 from energon_packing.offline.index import INDEX_FILE, differing_lengths
@@ -176,6 +177,13 @@ def test_an_index_and_a_plan_from_before_a_setting_were_made_with_its_default(ma
     del limits["max_tokens"]
     older["encoder.limits"] = json.dumps(limits)
     assert not differing_lengths(older, own, RUN)
+
+
+def test_names_beyond_2_gib_would_make_the_same_plan(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offsets of 64 bits are used from a size on that no test has; from no size on, they make the same bytes."""
+    monkeypatch.setattr(planner, "LARGEST_NARROW", -1)
+    make_plan([made / "index"], RUN, made / "wide.parquet")
+    assert (made / "wide.parquet").read_bytes() == (made / "plan.parquet").read_bytes()
 
 
 def shard(path: Path, records: list[bytes], places: list[int] | None = None) -> Path:

@@ -14,8 +14,8 @@ is ever true is at most `FALSE_STOP`. Drops found late (a sample in the window w
 the count since the beginning too small, so the statement stays true.
 
 The budget is that of the run, not of a reader, and is asked twice (`Shares`): of all samples since the beginning, and
-of the last `RECENT` or more, so that a run that was good for long does not excuse what is bad now. Its chance of a
-false stop is above that by what readers hold where they begin to count anew: read before, and perhaps dropped after.
+of the last `RECENT` or more, so that a run that was good for long does not excuse what is bad now. There the
+chance of a false stop is above that by what readers hold where they count anew: read before, perhaps dropped after.
 """
 
 import functools

@@ -166,6 +166,10 @@ def _of_system[T](read: Callable[[], T]) -> T:
             cause = cause.__cause__
         if type(cause).__module__ == "sqlite3":
             of_store = getattr(cause, "sqlite_errorcode", 0) & 0xFF in (10, 14)  # SQLITE_IOERR, SQLITE_CANTOPEN
+            try:
+                os.close(os.open(os.devnull, os.O_RDONLY))
+            except OSError as limit:  # SQLite does not say that no file can be opened
+                cause = limit
         else:
             of_store = cause is not error or type(error).__name__ == "RetryableError"
         if not of_store:
@@ -181,7 +185,7 @@ def _is_away(error: OSError | MemoryError) -> bool:
         try:
             with os.scandir(os.path.dirname(os.path.abspath(error.filename))) as found:
                 return next(found, None) is None
-        except NotADirectoryError:
+        except (NotADirectoryError, PermissionError):  # that may not be listed is there, or looking in it had failed
             return False
         except OSError:
             return True

@@ -136,7 +136,9 @@ class ChatTemplate:
         spans = {turn: found for turn, found, _ in answers}
         if self.thinking == "trim_empty":
             text, spans = _cut(text, spans, self._empty(reading, spans, breaks=True))
-        trained = self._trained(conversation, text, spans, weights, frozenset(reading.structure.turns))
+        pieces = (reading.structure.layout.pieces[at] for at in reading.structure.layout.order)
+        worded = {piece.turn for piece in pieces if self.thinking != "mask" or piece.kind != "thinking"}
+        trained = self._trained(conversation, text, spans, weights, worded)
         if self.thinking == "mask":
             hidden = [*self._empty(reading, spans, breaks=False), *self._thoughts(reading)]
             trained = without_spans(trained, sorted(hidden))
@@ -289,7 +291,7 @@ class ChatTemplate:
         weights: Mapping[int, float | None],
         worded: Collection[int],
     ) -> list[TrainedSpan]:
-        """Spans of the trained turns, with the weights of their turns; ``worded`` are those with a word in the text."""
+        """Spans of the trained turns, with the weights of their turns; ``worded`` are those with a word to train."""
         answers = [number for number, turn in enumerate(conversation.turns) if turn.role == "assistant"]
         weighted = any(weights[number] is not None for number in answers)
         if self.train_on == "all" and not weighted:

@@ -87,7 +87,7 @@ def preview(
     from energon_packing.report.preview import Wanted, described, pairs_at
     from energon_packing.report.preview_page import drawn_packs, preview_page
 
-    config = load_config(config_path, overrides)
+    config = load_config(config_path, (*overrides, "data.storage_patience=0"))  # somebody waits for it
     # Read in this process, and no further than asked: a preview should start no workers.
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=dataset, workers=0))
     wanted = Wanted(packs=packs, first=first, key=key)

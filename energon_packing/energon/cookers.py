@@ -26,7 +26,7 @@ from megatron.energon.source_info import SourceInfo
 from energon_packing.conversation import Conversation, Media
 from energon_packing.convert.layout import META_DIRECTORY
 from energon_packing.energon.internals import FilteredSample, ITarReader
-from energon_packing.energon.samples import ConversationSample, Problem, forget_members, forget_open_tars, is_there
+from energon_packing.energon.samples import ConversationSample, Problem, forget_members, forget_open_tars, lost_folder
 from energon_packing.errors import SampleRejected, UserError, read_again
 from energon_packing.stored_record import check_depth
 
@@ -145,8 +145,8 @@ def _metadata(store: FileStore, name: str) -> Any:
     except RuntimeError as error:
         if isinstance(error.__cause__, sqlite3.Error):
             raise error.__cause__ from None  # `read_again` knows which of them are the store's
-        if os.path.isabs(root := str(store.get_path())) and not is_there(root):  # Energon only sees that it has none
-            raise FileNotFoundError(errno.ENOENT, "it is not there", os.path.join(root, META_DIRECTORY)) from error
+        if os.path.isabs(root := str(store.get_path())) and (place := lost_folder(root)):  # Energon sees only that
+            raise FileNotFoundError(errno.ENOENT, f"{place} is empty or gone", f"{root}/{META_DIRECTORY}") from error
         raise
 
 

@@ -122,29 +122,31 @@ def read_media(store: FileStore | None, name: str) -> bytes:
         try:
             return store[name]
         except (FileNotFoundError, NotADirectoryError) as error:
-            if is_there(str(store.get_path()), str(error.filename or "")):  # the store is, the file is not
+            place = lost_folder(root := str(store.get_path()), str(error.filename or ""))
+            if not place or not error.filename:  # the store is there, the file is not
                 raise OSError(errno.ENOENT, str(error)) from error
-            raise
+            why = f"{place} is empty or gone" + "; mount it, or delete it if it is to stay empty" * (place != root)
+            raise FileNotFoundError(errno.ENOENT, why, error.filename) from error
 
     data, _ = read_again(f"{store.get_path()}: {name}", read, functools.partial(forget_open_tars, store))
     forget_members(store)
     return bytes(data)
 
 
-def is_there(root: str, file: str = "") -> bool:
-    """Whether what is left of a file's path, down to the root of its store here, is no empty mount point or dangling
-    link; False without a root."""
+def lost_folder(root: str, file: str = "") -> str:
+    """Returns what is left of a file's path, down to the root of its store here, if it is an empty directory, such as a
+    mount point, or one that is gone, as behind a dangling link; else an empty text."""
     path = os.path.join(root, file) if root else os.devnull
     place = os.path.dirname(os.path.realpath(path) if os.path.islink(path) else path)
     while root and place.startswith(root) and place != root and not os.path.lexists(place):
         place = os.path.dirname(place)
     try:
         with os.scandir(place) as entries:
-            return next(entries, None) is not None
-    except NotADirectoryError:
-        return bool(root)
+            return "" if next(entries, None) else place
+    except (NotADirectoryError, PermissionError):  # as in `read_again`
+        return ""
     except OSError:
-        return False
+        return place
 
 
 def forget_open_tars(store: Any) -> None:

@@ -185,7 +185,7 @@ class Qwen25VL(VisionFamily):
             )
         if getattr(type(videos), "fps", None) is not None and videos.fps is None:
             raise ConfigError(
-                "fps of the video processor (encoder.processor) is null; set encoder.video_fps, or a rate in the file."
+                "fps of the video processor (encoder.processor) is null; set encoder.video_fps, or fps alone there."
             )
         number = videos.num_frames
         if number is None or "num_frames" not in inspect.signature(videos.sample_frames).parameters:

@@ -176,8 +176,8 @@ class PackFormat(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Makes the directory, or compares it with what is to be packed. Raises UserError: it is something else, or
-        other packs are in it; OSError: it cannot be written."""
+        """Makes the directory, or compares it with what is to be packed. Raises UserError: other packs or other files
+        are in it, among which `pack` would write; OSError: it cannot be written."""
 
     @abstractmethod
     def found(self, number: int) -> Any:

@@ -187,11 +187,11 @@ class PlannedSource:
 
     def _compare(self, path: Path, identity: Mapping[str, Any]) -> None:
         """The time of the last change is left out: a copy of a data set is as good."""
+        uuid = ShardIndex.uuid_of(self._root) if not self._compared else identity["index_uuid"]
         try:
             size, _ = read_again(path, lambda: shard_status(path))
         except OSError as error:
             raise UserError(f"{shown(path)}, a shard of the plan, is missing ({error.strerror}); {REMEDY}") from error
-        uuid = ShardIndex.uuid_of(self._root) if not self._compared else identity["index_uuid"]
         if size != identity["bytes"] or uuid != identity["index_uuid"]:
             what = f"{size} bytes instead of {identity['bytes']}" if size != identity["bytes"] else "another index"
             raise UserError(f"{shown(path)} changed since it was measured ({what}); {REMEDY}")

@@ -158,9 +158,8 @@ class ShardIndex:
         self.uuid = self.uuid_of(root)
         try:
             counts = json.loads(metadata_text(root, INFO_FILE))["shard_counts"]
-            place = quote(str(index_file(root)))  # "#", "?" and "%" would end or change the path
-            self._database = sqlite3.connect(f"file:{place}?mode=ro&immutable=1", uri=True)
-            self._database.execute("SELECT 1 FROM sample_parts LIMIT 1")
+            look = "SELECT 1 FROM sample_parts LIMIT 1"
+            read_again(meta, lambda: self._database.execute(look), lambda: vars(self).pop("_database", None))
         except (OSError, KeyError, ValueError, TypeError, sqlite3.Error) as error:
             raise UserError(f"{shown(meta)} cannot be read ({error}); run 'energon prepare {shown(root)}'") from error
         self.shards: tuple[str, ...] = tuple(counts)
@@ -168,14 +167,21 @@ class ShardIndex:
         self.samples: dict[str, int] = {name: int(count) for name, count in counts.items()}
         """Name of each tar -> number of samples."""
 
+    @functools.cached_property
+    def _database(self) -> sqlite3.Connection:
+        os.stat(file := index_file(self.root))  # says more than SQLite where it is not there
+        return sqlite3.connect(f"file:{quote(str(file))}?mode=ro&immutable=1", uri=True)  # "#" and "?" would end it
+
     @staticmethod
     def uuid_of(root: Path) -> str:
         """The identifier of a data set's index; a UserError if it cannot be read."""
         file = root / META_DIRECTORY / "index.uuid"
         try:
+            if remote_address(root) is None and not read_again(root, root.is_dir):  # it moved, so waiting is vain
+                raise ValueError(f"{root} is not there")
             return metadata_text(root, file.name).strip()
         except (OSError, ValueError) as error:
-            raise UserError(f"{shown(file)} cannot be read ({error}); run 'energon prepare {shown(root)}'") from error
+            raise UserError(f"{shown(file)} cannot be read ({error}); restore it, or run 'energon prepare'") from error
 
     def records(self, shard: str) -> Iterator[tuple[str, int | None, int | None]]:
         """Key of each sample of a tar, in order, with offset and bytes of its record; None if it has no record."""
@@ -197,6 +203,7 @@ class ShardIndex:
                 "SELECT metadata_type, metadata_json FROM media_metadata WHERE entry_key = ?", (name,)
             ).fetchone()
         except sqlite3.Error as error:
+            vars(self).pop("_database", None)  # what failed is opened anew
             raise RuntimeError(f"{self.root} has no media metadata") from error
         if row is None:
             raise KeyError(name)

@@ -63,7 +63,7 @@ def preview_clips(dataset: str, config_path: str | None, overrides: Iterable[str
     the configuration or the data set cannot be used."""
     from energon_packing.offline.open_loader import open_loader
 
-    config = load_text_to_video_config(config_path, overrides)
+    config = load_text_to_video_config(config_path, (*overrides, "data.storage_patience=0"))  # somebody waits for it
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=dataset, workers=0))
     width = config.packing.seq_length
     loader = open_loader(without_ledger(config))

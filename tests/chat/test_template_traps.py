@@ -435,6 +435,23 @@ def test_an_answer_without_words_has_one_reason_whether_the_template_marks_answe
         assert trained(own(form(CHATML), train_on="last_assistant"), empty) == ["No, it stays dry.<|im_end|>"]
 
 
+@pytest.mark.parametrize("form", [plain, marked])
+@pytest.mark.parametrize("words", ["", "<think>Hm.</think>"])
+def test_an_answer_whose_only_words_are_masked_thinking_has_none(form: Any, words: str) -> None:
+    def answer(**weight: float) -> Conversation:
+        said = turn("assistant", words, thinking=None if words else "Hm.", **weight)
+        return talk(ASKED, ANSWERED, ASKED, said)
+
+    template = own(form(CHATML), thinking="mask")
+    expected = ("empty_answer", "turn 4 (assistant) has no word to train; remove it, or set its weight to 0")
+    assert [reason(template, answer(**weight)) for weight in ({}, {"loss_weight": 1.0})] == [expected] * 2
+    assert trained(template, answer(loss_weight=0.0)) == ["No, it stays dry.<|im_end|>"]
+    assert "Hm." in trained(own(form(CHATML), thinking="keep"), answer())[1]
+    called = talk(ASKED, turn("assistant", thinking="Hm.", tool_calls=(CALL,)), TOLD, ANSWERED, tools=(TOOL,))
+    if PUBLISHED:
+        assert len(trained(published("qwen3", thinking="mask"), called)) == 2
+
+
 @pytest.mark.parametrize("setting", ["mask", "trim_empty"])
 def test_thinking_that_the_template_does_not_tell_from_the_answer_is_refused_before_the_first_sample(
     setting: Any,

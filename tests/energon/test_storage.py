@@ -3,11 +3,13 @@
 import builtins
 import contextlib
 import errno
+import gc
 import io
 import itertools
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import sqlite3
@@ -33,7 +35,7 @@ from energon_packing.energon.pack_bytes import field_digests
 from energon_packing.energon.samples import read_media
 from energon_packing.errors import SampleRejected, StoreAway, UserError, be_patient, read_again
 from energon_packing.media.decoding_process import DecodingProcess
-from energon_packing.offline.source import IndexedMedia, ShardIndex
+from energon_packing.offline.source import IndexedMedia, PositionedMedia, ShardIndex, TarFiles
 
 PLACES = {
     "records": (tarfile.ExFileObject, "read"),
@@ -259,6 +261,81 @@ def test_a_process_without_descriptors_ends_and_drops_nothing():
             read_again("a.jpg", read)
         with be_patient(None), pytest.raises(OSError, match="Too many"):
             read_again("a.jpg", read)
+
+
+def test_an_index_that_lacks_a_descriptor_names_the_limit_and_no_storage(tmp_path, monkeypatch):
+    sqlite3.connect(tmp_path / "index.sqlite").close()
+    monkeypatch.setattr(errors, "PAUSES", (0.0,))
+    gc.collect()  # no descriptor comes back while there are none
+    limits, free = resource.getrlimit(resource.RLIMIT_NOFILE), os.dup(0)
+    os.close(free)
+    said = r"index cannot be opened .*raise the limit \(ulimit -n\)"
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+        with be_patient(60.0), pytest.raises(UserError, match=said):
+            read_again("index", lambda: sqlite3.connect(f"file:{tmp_path}/index.sqlite?mode=ro", uri=True))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_the_empty_directory_that_a_run_waited_for_is_named_with_what_to_do(tmp_path, monkeypatch):
+    for clip in ("a", "b"):
+        (tmp_path / "clips" / clip).mkdir(parents=True)
+    (tmp_path / "clips/b/0.jpg").touch()
+    store, pauses = SystemFileStore(EPath(tmp_path)), []
+    monkeypatch.setattr(errors, "time", types.SimpleNamespace(monotonic=lambda: sum(pauses), sleep=pauses.append))
+    said = r"clips/a/0\.jpg could not be read for 60 s \(/.*/clips/a is empty or gone; mount it, or delete it if"
+    with be_patient(60.0), pytest.raises(StoreAway, match=said):
+        read_media(store, "clips/a/0.jpg")
+    (tmp_path / "clips/a").rmdir()
+    assert waits_for(store, lambda store: read_media(store, "clips/a/0.jpg")) is False
+
+
+def test_a_file_that_is_gone_from_a_directory_that_may_not_be_listed_is_gone(tmp_path, monkeypatch):
+    (tmp_path / "photos").mkdir(mode=0o711)
+    (tmp_path / "photos/b.jpg").touch()
+
+    def refuses(place):  # to root, the kernel does not
+        raise PermissionError(errno.EACCES, "Permission denied", place)
+
+    monkeypatch.setattr(os, "scandir", refuses)
+    assert waits_for(SystemFileStore(EPath(tmp_path)), lambda store: read_media(store, "photos/a.jpg")) is False
+    assert waits_for(None, lambda _: read_again("a", (tmp_path / "photos/a.jpg").read_bytes)) is False
+
+
+def test_the_index_of_a_plan_s_media_is_opened_anew_after_an_error(tmp_path, monkeypatch):
+    (tmp_path / ".nv-meta").mkdir()
+    (tmp_path / ".nv-meta/.info.json").write_text('{"shard_counts": {}}')
+    (tmp_path / ".nv-meta/index.uuid").write_text("1")
+    file = tmp_path / ".nv-meta/index.sqlite"
+    with contextlib.closing(sqlite3.connect(file)) as index:
+        index.execute("CREATE TABLE sample_parts (a)")
+        index.execute("CREATE TABLE media_metadata (entry_key PRIMARY KEY, metadata_type, metadata_json)")
+        sizes = '{"width": 40, "height": 30, "format": "PNG", "mode": "RGB"}'
+        index.execute("INSERT INTO media_metadata VALUES ('a.png', 'image', ?)", (sizes,))
+        index.commit()
+    failures, connect = [], sqlite3.connect
+
+    def fails_at_first(*given, **named):
+        if len(failures) < 5:
+            failures.append(of_sqlite())
+            raise failures[-1]
+        return connect(*given, **named)
+
+    pauses = []
+    monkeypatch.setattr(errors, "time", types.SimpleNamespace(monotonic=lambda: sum(pauses), sleep=pauses.append))
+    monkeypatch.setattr(sqlite3, "connect", fails_at_first)
+    be_patient(60.0)
+    metadata = ShardIndex(tmp_path)
+    assert len(pauses) == 5
+    # The descriptor is stale from now on, as on NFS; reading from one of a directory fails too.
+    links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    (opened,) = (link for link in links if os.path.realpath(link) == os.path.realpath(file))
+    folder = os.open(tmp_path, os.O_RDONLY)
+    os.dup2(folder, int(os.path.basename(opened)))
+    os.close(folder)
+    found = measured(Media(kind="image", name="a.png"), PositionedMedia(TarFiles(), {}, metadata.media_metadata))
+    assert (found.width, found.height, len(pauses)) == (40, 30, 6)
 
 
 def test_media_whose_directory_comes_back_are_read_by_their_index_opened_anew(dataset, tmp_path, monkeypatch):

@@ -48,6 +48,13 @@ FAMILY_MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         trap=197,
+        name="a rate of null in the processor's file is taken for 2 frames per second",
+        test=CELL + "[qwen3_vl-num_frames 16, fps None-none]",
+        oracle="Hugging Face's processor",
+        edits=(("families/qwen_vl.py", "is not None and videos.fps is None:", "is not None and False:"),),
+    ),
+    Mutation(
+        trap=197,
         name="a rate of InternVL has a hidden cap",
         test=CELL + "[internvl-none-video_fps 4.0]",
         oracle="Hugging Face's processor",

@@ -250,6 +250,54 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         trap=192,
+        name="one file that is gone from a directory that may not be listed stops the run",
+        test=STORAGE + "test_a_file_that_is_gone_from_a_directory_that_may_not_be_listed_is_gone",
+        oracle="the file system",
+        edits=(
+            ("errors.py", "except (NotADirectoryError, PermissionError):  # that may", "except NotADirectoryError:  #"),
+        ),
+    ),
+    Mutation(
+        trap=192,
+        name="nobody says which directory is empty",
+        test=STORAGE + "test_the_empty_directory_that_a_run_waited_for_is_named_with_what_to_do",
+        oracle="the file system",
+        edits=(
+            ("energon/samples.py", "raise FileNotFoundError(errno.ENOENT, why, error.filename) from error", "raise"),
+        ),
+    ),
+    Mutation(
+        trap=192,
+        name="SQLite, which is refused a descriptor, blames the storage",
+        test=STORAGE + "test_an_index_that_lacks_a_descriptor_names_the_limit_and_no_storage",
+        oracle="the kernel's limit",
+        edits=(("errors.py", "                cause = limit\n", "                pass\n"),),
+    ),
+    Mutation(
+        trap=192,
+        name="a descriptor of an index that failed is asked again and again",
+        test=STORAGE + "test_the_index_of_a_plan_s_media_is_opened_anew_after_an_error",
+        oracle="the kernel",
+        edits=(
+            ("offline/source.py", '            vars(self).pop("_database", None)  # what', "            pass  # what"),
+        ),
+    ),
+    Mutation(
+        trap=203,
+        name="a person waits for the data set of a plan that moved",
+        test="tests/offline/test_planned_storage.py::test_a_data_set_that_moved_is_named_at_once[polylithic-plan]",
+        oracle="the file system",
+        edits=(("offline/source.py", "not read_again(root, root.is_dir)", "False"),),
+    ),
+    Mutation(
+        trap=203,
+        name="preview waits as long as a run",
+        test="tests/offline/test_planned_storage.py::test_preview_does_not_wait_for_a_storage_that_is_away[polylithic-plan]",
+        oracle="a clock",
+        edits=(("cli/preview.py", '(*overrides, "data.storage_patience=0"))', "overrides)"),),
+    ),
+    Mutation(
+        trap=192,
         name="sizes of media that are not mounted count as never stored",
         test=STORAGE + "test_sizes_of_media_that_are_not_mounted_are_waited_for_and_those_that_nobody_stored_are_not",
         oracle="the file system",

@@ -223,4 +223,11 @@ TEMPLATE_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the definition",
         edits=(("chat/template.py", "turn not in worded or not (", "not ("),),
     ),
+    Mutation(
+        trap=197,
+        name="an answer of masked thinking alone trains its end",
+        test=TRAPS + "test_an_answer_whose_only_words_are_masked_thinking_has_none[-plain]",
+        oracle="the definition",
+        edits=(("chat/template.py", 'if self.thinking != "mask" or piece.kind', "if True or piece.kind"),),
+    ),
 )

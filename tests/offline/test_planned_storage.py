@@ -3,15 +3,19 @@
 import dataclasses
 import errno
 import os
+import shutil
 import subprocess
+import tarfile
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from forking_python import quick_python
 from support.storage import Storage
 from test_planned_loader import digests, planned
 
-from energon_packing.errors import StoreAway
+from energon_packing.cli.main import cli
+from energon_packing.errors import StoreAway, UserError
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.pack import PackConfig, pack
 
@@ -63,6 +67,35 @@ def test_what_is_away_when_it_is_opened_is_waited_for(dataset, run_of, tmp_path,
     assert storage.failed
     assert sum(storage.pauses) >= 60
     assert capfd.readouterr().err.count("waiting up to 300 s") == 1
+
+
+@pytest.mark.parametrize("kind", ["plan", "packs"])
+def test_a_data_set_that_moved_is_named_at_once(dataset, run_of, tmp_path, monkeypatch, kind):
+    data = tmp_path / "here" / "data"
+    shutil.copytree(dataset, data)
+    config = planned(run_of(data, seq_length=1024), data, tmp_path)
+    if kind == "packs":
+        pack(PackConfig(plan=Path(config.data.path), out=tmp_path / "packed", workers=0))
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=str(tmp_path / "packed")))
+    (tmp_path / "here").rename(tmp_path / "there")
+    storage = Storage(monkeypatch, [], away)
+    with pytest.raises(UserError, match=r"here/data/.* cannot be read \(/.*/here/data/?.* is not there\); restore it"):
+        list(open_loader(config))
+    assert not storage.pauses
+
+
+@pytest.mark.parametrize("kind", ["plan", "data set"])
+def test_preview_does_not_wait_for_a_storage_that_is_away(dataset, run_of, tmp_path, monkeypatch, kind):
+    run = run_of(dataset, seq_length=1024)
+    path = planned(run, dataset, tmp_path).data.path if kind == "plan" else dataset
+    settings = (f"encoder.processor={run.encoder.processor}", "packing.seq_length=1024", "packing.pairs=both")
+    words = ["preview", str(path), *(f"--set={each}" for each in (*settings, "data.storage_patience=900"))]
+    assert CliRunner().invoke(cli, words).exit_code == 0
+    storage = Storage(monkeypatch, [(os, "pread"), (tarfile.ExFileObject, "read")], away, after=1, seconds=1e9)
+    shown = CliRunner().invoke(cli, words)
+    assert (shown.exit_code, storage.failed > 0) == (2, True), shown.output
+    assert "could not be read" in shown.output
+    assert sum(storage.pauses) < 5
 
 
 LARGE = """

@@ -1,10 +1,14 @@
 """`preview --format text-to-video` shows the packs that the loader gives, and no others."""
 
+import errno
 import itertools
 import json
+import tarfile
 
 import pytest
 from click.testing import CliRunner
+from megatron.energon.cache.file_store import WebdatasetFileStore
+from support.storage import Storage
 
 from energon_packing.cli.main import cli
 from energon_packing.wan.config import load_text_to_video_config
@@ -47,6 +51,15 @@ def test_preview_describes_the_packs_of_the_loader_as_json_and_as_a_table(datase
     table = invoke(dataset, "--format", "text-to-video", "--config", config_file, "--packs", 1).output
     assert all(key in table for key in packs[0].keys)
     assert f"{int(packs[0].batch.seq_len_q.sum())} patches in rows of 96" in table
+
+
+def test_preview_does_not_wait_for_a_storage_that_is_away(dataset, config_file, monkeypatch):
+    words = (dataset, "--format", "text-to-video", "--config", config_file, "--packs", 1)
+    reads = [(tarfile.ExFileObject, "read"), (WebdatasetFileStore, "_get_part_by_raw_sample_pointer")]
+    storage = Storage(monkeypatch, reads, lambda: OSError(errno.EIO, "Input/output error"), after=1, seconds=1e9)
+    shown = invoke(*words)
+    assert (shown.exit_code, storage.failed > 0) == (2, True), shown.output
+    assert sum(storage.pauses) < 5
 
 
 def test_a_mistake_is_one_sentence_and_exit_code_2(dataset, config_file, tmp_path):

@@ -174,8 +174,8 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
         trap=202,
         name="a pack over the limit of padded pixels is chosen again from samples of any width",
         test="tests/packing/test_padding_limit.py::"
-        "test_every_pack_of_a_stream_is_within_the_limit_has_the_oldest_sample_and_no_sample_is_lost",
-        oracle="a loop over each image",
+        "test_tall_images_and_wide_ones_that_would_pad_each_other_are_in_packs_of_their_own",
+        oracle="the definition",
         edits=(("packing/online.py", "(shapes[1] <= bound[0]) & (shapes[2] <= bound[1])", "shapes[1] <= bound[0]"),),
     ),
     Mutation(

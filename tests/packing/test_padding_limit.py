@@ -13,9 +13,10 @@ from energon_packing.packing.online import next_pack, within_padding
 from energon_packing.packing.whole_list import pack_lengths_flat
 
 ROOM = 40
+LENGTHS = st.integers(1, 6) | st.integers(1, ROOM)
 SIDES = st.sampled_from([1, 2, 3, 5, 8, 13])
-TEXTS = st.tuples(st.integers(1, ROOM), st.just(0), st.just(0), st.just(0))
-SAMPLES = st.lists(st.tuples(st.integers(1, ROOM), st.integers(1, 3), SIDES, SIDES) | TEXTS, min_size=1, max_size=40)
+TEXTS = st.tuples(LENGTHS, st.just(0), st.just(0), st.just(0))
+SAMPLES = st.lists(st.tuples(LENGTHS, st.integers(1, 3), SIDES, SIDES) | TEXTS, min_size=1, max_size=40)
 MOST = st.integers(3 * 13 * 13, 4000)  # the largest sample fits
 
 
@@ -95,6 +96,13 @@ def test_one_large_image_does_not_pad_all_small_ones_of_its_pack_and_the_pack_is
     assert next_pack("window", [lengths[at] for at in rest], 8192, padding=(shapes[:, rest], 50_000_000)) == list(
         range(len(rest))
     )
+
+
+def test_tall_images_and_wide_ones_that_would_pad_each_other_are_in_packs_of_their_own() -> None:
+    shapes = np.array([[1] * 40, [10, 1] * 20, [1, 10] * 20])
+    assert next_pack("window", [1] * 40, 40) == list(range(40))
+    assert next_pack("window", [1] * 40, 40, padding=(shapes, 250)) == list(range(0, 40, 2))
+    assert next_pack("window", [1] * 40, 40, padding=(shapes, 3999)) == list(range(39))
 
 
 def test_a_long_list_is_packed_again_within_a_window_at_a_time() -> None:

@@ -152,8 +152,8 @@ Padding = Literal["auto", "between", "real"]
 AUTO_PADDING: Padding = "real"
 """What ``packing.padding: auto`` means for models whose attention is causal; for others it is ``between``."""
 
-PACK_LIMITS = ("max_images_per_pack", "max_patches_per_pack", "max_segments_per_pack", "max_cost_per_pack")
-"""The fields of `PackingConfig` that limit a pack in addition to its tokens."""
+PACK_LIMITS = tuple(f"max_{each}_per_pack" for each in ("images", "patches", "segments", "cost", "padded_pixels"))
+"""The fields of `PackingConfig` that limit a pack in addition to its tokens; the first four are in all plans."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,6 +179,8 @@ class PackingConfig:
     max_cost_per_pack: float | None = setting(None, unit="tokens without attention", changes="packs", least=1)
     """Cost per pack, in units of one token without attention: a segment of L tokens costs ``L + L**2 / 24576``, a patch
     0.098."""
+    max_padded_pixels_per_pack: int | None = setting(None, unit="pixels", changes="packs", least=1, newer=True)
+    """Images x largest height x largest width of a pack, where a family pads them to that: Pixtral, Ministral 3."""
     balance_window: int = setting(1, unit="packs", changes="packs", least=1)
     """Number of selected packs that are sorted by cost before they are emitted; 1 keeps the order of selection."""
     oversize: Oversize = setting("drop", changes="rows")

@@ -13,6 +13,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from megatron.energon import Cooker, TaskEncoder, WorkerConfig, stateless
 
@@ -52,9 +53,9 @@ from energon_packing.errors import ConfigError, PackingError, SampleRejected, re
 from energon_packing.families.geometry import MOST_PATCHES
 from energon_packing.ledger import ChangedSample, Ledger
 from energon_packing.packing.balance import pack_cost, serpentine_order
-from energon_packing.packing.constraints import PackLimits, Size
-from energon_packing.packing.online import next_pack
-from energon_packing.packing.whole_list import pack_lengths
+from energon_packing.packing.constraints import Constraints, PackLimits, Size, shape_of
+from energon_packing.packing.online import next_pack, within_padding
+from energon_packing.packing.whole_list import pack_lengths_flat
 from energon_packing.thd.alignment import check_multiple
 from energon_packing.thd.assembly import visible_order
 
@@ -272,6 +273,7 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             self.limits.units,
             self.limits.costs([samples[at].measured for at in held]),
             self.limits.limited,
+            padding=self.limits.padding([samples[at].measured for at in held]),
             ended=ended,
         )
         return [held[at] for at in chosen]
@@ -357,16 +359,14 @@ class PackingTaskEncoder(WindowTaskEncoder):
             raise ConfigError(
                 f"packing.dummy_image takes {reserved} tokens of packing.seq_length {packing.seq_length}; raise it."
             )
-        of_family = [
-            MOST_PATCHES[name] for each in own if self.aligns_rows and (name := each.family.name) in MOST_PATCHES
-        ]
-        self.limits = PackLimits(
+        names = {each.family.name for each in own if self.aligns_rows}
+        of_family = [most for name, most in MOST_PATCHES.items() if name in names]
+        self.limits = PackLimits.of_settings(
+            lambda name: getattr(packing, name),
             tokens=packing.seq_length - reserved,
             multiple=self.multiple,
-            images=packing.max_images_per_pack,
             patches=packing.max_patches_per_pack or min(of_family, default=None),
-            segments=packing.max_segments_per_pack,
-            cost=packing.max_cost_per_pack,
+            padded_pixels=packing.max_padded_pixels_per_pack if of_family else None,
             # If there is room for a dummy image, there is room for a masked segment too.
             lone_room=self.aligns_rows and reserved == 0,
         )
@@ -472,10 +472,11 @@ class PackingTaskEncoder(WindowTaskEncoder):
             return None
         limits = self.limits
         # Any piece may be alone in its row, and whether it fits must not depend on its length being aligned.
-        most = limits.tokens - self.multiple * (limits.lone_room and self.multiple > 1)
+        most, shape = limits.tokens - self.multiple * (limits.lone_room and self.multiple > 1), shape_of(measured)
 
         def fits(tokens: int, images: int, patches: int) -> bool:
-            return tokens <= most and limits.holds(Size(segment_lengths=(tokens,), images=images, patches=patches))
+            piece = Size(segment_lengths=(tokens,), patches=patches, **shape | {"images": images})
+            return tokens <= most and limits.holds(piece)
 
         return encoder.split(
             conversation, measured, fits, at=self.packing.split_at, positions=self.packing.split_positions
@@ -511,14 +512,11 @@ class PackingTaskEncoder(WindowTaskEncoder):
         for held in by_group([sample for sample, _ in good]).values():
             own = [good[at] for at in held]
             measured = [each for _, each in own]
-            costs = self.limits.costs(measured)
-            groups = pack_lengths(
-                [self.limits.length_units(each) for each in measured],
-                self.limits.units,
-                policy="best_fit",
-                constraints={name: (costs[name], limit) for name, limit in self.limits.limited.items()},
-            )
-            for group in groups:
+            units, room = np.array([self.limits.length_units(each) for each in measured]), self.limits.units
+            costs, padding = self.limits.costs(measured), self.limits.padding(measured)
+            pairs = {name: (costs[name], limit) for name, limit in self.limits.limited.items()}
+            groups = pack_lengths_flat(units, room, "best_fit", constraints=pairs)
+            for group in within_padding(groups, units, room, Constraints.from_pairs(pairs, units.size), padding):
                 order = visible_order([measured[at].segment_lengths for at in group], self.multiple)
                 packs.append([own[group[at]][0] for at in order])
         return packs

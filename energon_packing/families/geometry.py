@@ -29,6 +29,7 @@ class MediaPlan:
         timestamps: seconds at which each step of ``grid[0]`` is shown, if the family writes them; else empty.
         tiles: images that the vision encoder sees: the tiles of an image with its thumbnail, or the frames of a video
             that it reads one by one; 1 if the image or video stays in one piece.
+        size: height and width, in pixels, of an image that is padded to the largest of its pack; else zeros.
     """
 
     kind: MediaKind
@@ -38,6 +39,7 @@ class MediaPlan:
     seconds_per_grid: float | None = None
     timestamps: tuple[float, ...] = ()
     tiles: int = 1
+    size: tuple[int, int] = (0, 0)
 
     @property
     def patches(self) -> int:
@@ -64,7 +66,7 @@ MASK_BYTES = 1_200_000_000
 """Of a mask over all pairs of patches of a pack in bfloat16, at most; two images of 1540 x 1540 pixels fit."""
 MOST_PATCHES = {"pixtral": math.isqrt(MASK_BYTES // 2)}
 """What ``packing.max_patches_per_pack`` is where it is not set, by family (plans know its name only): for vision
-encoders that mask all patches of a pack against each other."""
+encoders that mask all patches of a pack against each other, and take its images padded to the largest."""
 
 
 # -- frames ------------------------------------------------------------------------------------------------------------

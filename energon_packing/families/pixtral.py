@@ -72,7 +72,8 @@ class Pixtral(VisionFamily):
                 f"image {media.name!r} of {width}x{height} pixels is too narrow: with its longer side resized to "
                 f"{edge}, its shorter side becomes 0 pixels",
             )
-        return MediaPlan(kind="image", grid=(1, rows * self.merge, columns * self.merge), runs=(columns,) * rows)
+        grid, size = (1, rows * self.merge, columns * self.merge), (rows * self.side, columns * self.side)
+        return MediaPlan(kind="image", grid=grid, runs=(columns,) * rows, size=size)
 
     def replacement(self, plan: MediaPlan) -> str:
         """Returns one placeholder per row, each followed by the token that ends the row or the image."""
@@ -99,8 +100,7 @@ class Pixtral(VisionFamily):
             made["pixel_values"] = torch.cat([one["pixel_values"].flatten() for one in each])
         else:
             made = ask(self.images, raw, images=list(media), **form)
-        patch = self.side // self.merge
-        planned = [[plan.grid[1] * patch, plan.grid[2] * patch] for plan in plans]
+        planned = [[*plan.size] for plan in plans]
         if made["image_sizes"].tolist() != planned:
             raise SampleRejected(
                 "media_changed", f"the images became {made['image_sizes'].tolist()} pixels, but {planned} were measured"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from energon_packing.config import PACK_LIMITS, EncoderConfig, PackingConfig, RunConfig
 from energon_packing.convert.layouts.layout import SUBFLAVORS
 from energon_packing.errors import UserError
-from energon_packing.packing.constraints import PackLimits
+from energon_packing.packing.constraints import PackLimits, shape_of
 from energon_packing.sample_kind import NO_ROW, SampleKind
 from energon_packing.thd.alignment import check_multiple
 
@@ -26,13 +26,12 @@ def row_limits(packing: PackingConfig, seq_length: int, multiple: int, family: s
     """Limits of packs of a family's samples, in rows of `seq_length` tokens, a multiple of `multiple`."""
     from energon_packing.families.geometry import MOST_PATCHES
 
-    return PackLimits(
+    return PackLimits.of_settings(
+        lambda name: getattr(packing, name),
         tokens=seq_length,
         multiple=multiple,
-        images=packing.max_images_per_pack,
         patches=packing.max_patches_per_pack or MOST_PATCHES.get(family),
-        segments=packing.max_segments_per_pack,
-        cost=packing.max_cost_per_pack,
+        padded_pixels=packing.max_padded_pixels_per_pack if family in MOST_PATCHES else None,
         lone_room=True,
     )
 
@@ -85,11 +84,10 @@ class Conversations(SampleKind):
 
     def row(self, measured: AnyMeasured | None) -> dict[str, Any]:
         from energon_packing.encoders.measured import Measured, MeasuredPair
+        from energon_packing.offline.index import COLUMNS, SHAPE
 
         if measured is None:
-            return dict.fromkeys(
-                ("length", "second", "targets", "images", "patches", "turns", "stills", "videos", "frames", "pixels"), 0
-            )
+            return dict.fromkeys((*COLUMNS, *SHAPE), 0)
         first, second = (*measured.segment_lengths, 0)[:2]
         # Both answers of a pair show the media of their common beginning.
         shown = measured.chosen if isinstance(measured, MeasuredPair) else measured
@@ -99,7 +97,7 @@ class Conversations(SampleKind):
             "length": first,
             "second": second,
             "targets": sum(getattr(segment, "targets", 0) for segment in measured.segments),
-            "images": measured.images,
+            **shape_of(measured),
             "patches": measured.patches,
             "turns": shown.turns if isinstance(shown, Measured) else 0,
             "stills": sum(each.kind == "image" for each, _ in media),
@@ -139,19 +137,16 @@ class Conversations(SampleKind):
         return {
             "reserved": packing.seq_length - limits.tokens,
             "dummy_image": packing.dummy_image,
-            **{name: getattr(packing, name) for name in PACK_LIMITS},
+            **{name: most for name in PACK_LIMITS if (most := getattr(packing, name)) or name in PACK_LIMITS[:4]},
             "max_patches_per_pack": limits.patches,
             "oversize_split": f"at a {packing.split_at}, positions {packing.split_positions}",
         }
 
     def planned_limits(self, decided: Mapping[str, Any], encoder: PackingTaskEncoder) -> PackLimits:
-        return PackLimits(
+        return PackLimits.of_settings(
+            decided.get,
             tokens=decided["seq_length"] - decided["reserved"],
             multiple=int(decided["multiple"]),
-            images=decided["max_images_per_pack"],
-            patches=decided["max_patches_per_pack"],
-            segments=decided["max_segments_per_pack"],
-            cost=decided["max_cost_per_pack"],
             lone_room=decided["reserved"] == 0,
         )
 

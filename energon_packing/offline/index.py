@@ -78,6 +78,10 @@ turns, images and videos of its record.
 
 Other kinds of sample have further columns (`schema_of`); their ``length`` counts what their rows are made of.
 """
+COLUMNS = ("length", "second", "targets", "images", "patches", "turns", "stills", "videos", "frames", "pixels")
+"""Those of a sample's sizes."""
+SHAPE = ("height", "width")
+"""Columns of families that pad images (those of `MOST_PATCHES`); see `shape_of`. Indexes of before lack them."""
 SHARD_COUNTS = ("samples", "dropped", "tokens", "pairs", "unwanted")
 """The fields of `IndexedShard` that are counts."""
 
@@ -173,9 +177,9 @@ def pair_counts(datasets: Iterable[IndexedDataset]) -> PairCounts:
     return sum((PairCounts(samples=it.samples, pairs=it.pairs, unwanted=it.unwanted) for it in shards), PairCounts())
 
 
-def schema_of(schema: pa.Schema, kind: str) -> pa.Schema:
-    """Returns the columns of an index or a plan of some kind of sample; see `SampleKind.more_columns`."""
-    return pa.schema([*schema, *(pa.field(name, pa.int32()) for name in KINDS.find(kind).more_columns)])
+def schema_of(schema: pa.Schema, kind: str, *more: str) -> pa.Schema:
+    """Returns the columns of an index or a plan of some kind of sample; see `SampleKind.more_columns` and `SHAPE`."""
+    return pa.schema([*schema, *(pa.field(name, pa.int32()) for name in (*KINDS.find(kind).more_columns, *more))])
 
 
 def kind_of(datasets: Iterable[IndexedDataset]) -> str:
@@ -221,6 +225,8 @@ class Index:
         found = read_metadata(path)
         if found is None or found.get("identity") != dict(shard.identity):
             raise UserError(f"{path} is missing, damaged or of another shard; run 'energon-packing measure' again")
+        if not {*SHAPE} & {*(columns or ())} <= {*found.get("columns", ())}:
+            raise UserError(f"{path} has no heights and widths of images; run 'energon-packing measure' again")
         try:
             table = pq.read_table(path, columns=columns and list(columns), page_checksum_verification=True)
         except (OSError, pa.ArrowException) as error:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.utils.data
 
-from energon_packing.config import RunConfig, to_mapping
+from energon_packing.config import PACK_LIMITS, RunConfig, to_mapping
 from energon_packing.config.setting import changing
 from energon_packing.energon.epoch_end import Agree, EpochReport
 from energon_packing.energon.loader import LoaderBase
@@ -286,8 +286,8 @@ def check_plan(plan: Plan, config: AnyRun, encoder: Any, split: str | None, free
             f"{plan.path} aligns samples to {multiple} tokens, but the parallel sizes of this run need "
             f"{encoder.multiple}; plan again with these sizes."
         )
-    for name in (each for each in plan.facts.decided if each.startswith("max_")):
-        most, own = plan.facts.decided[name], getattr(config.packing, name, None)
+    for name in dict.fromkeys(each for each in (*plan.facts.decided, *PACK_LIMITS) if each.startswith("max_")):
+        most, own = plan.facts.decided.get(name), getattr(config.packing, name, None)
         if own is not None and (most is None or own < most):
             raise ConfigError(
                 f"{plan.path} was made with packing.{name}={most}, and its packs may hold more than this run's {own}; "

@@ -23,12 +23,14 @@ from energon_packing.convert.layout import counted_pairs
 from energon_packing.encoders.tokenized import use_one_thread
 from energon_packing.energon.samples import MeasuredSample
 from energon_packing.errors import ConfigError, PackingError, UserError
+from energon_packing.families.geometry import MOST_PATCHES
 from energon_packing.offline.files import locked, read_metadata, remove_leftovers, said, unwritable, write_table
 from energon_packing.offline.index import (
     FORMAT,
     INDEX_FILE,
     OF_PART,
     SCHEMA,
+    SHAPE,
     SHARD_COUNTS,
     Index,
     IndexedDataset,
@@ -96,9 +98,10 @@ class ShardMeasurer:
     def __init__(self, run: AnyRun, directories: Sequence[Path] = ()) -> None:
         self.directories, self.run = tuple(directories), run
         self._kind = kind_of_config(run)
-        self._schema = schema_of(SCHEMA, self._kind.name)
         self._encoder = self._kind.measuring_encoder(run)
         self.fingerprint = measuring_fingerprint(self._encoder, run)
+        self._more = {"columns": [*SHAPE]} if self.fingerprint.get("family") in MOST_PATCHES else {}
+        self._schema = schema_of(SCHEMA, self._kind.name, *self._more.get("columns", ()))
         self.pair_counts = PairCounts()
         self._files = TarFiles()
         self._indices: dict[str, ShardIndex] = {}
@@ -147,7 +150,7 @@ class ShardMeasurer:
     def _made_of(self, part: SourcePart, identity: dict[str, Any]) -> dict[str, Any]:
         """What must be as it was for the rows of a shard to be true."""
         plain = json.loads(json.dumps(dict(part.subflavors), sort_keys=True, default=str))
-        return {"format": FORMAT, "fingerprint": self._digest, "identity": identity, "subflavors": plain}
+        return {"format": FORMAT, "fingerprint": self._digest, "identity": identity, "subflavors": plain, **self._more}
 
     def measure(self, part: SourcePart, shard: str, directory: Path) -> IndexedShard:
         """Measures all samples of a shard and writes their rows to `directory`. Raises UserError: the shard cannot be

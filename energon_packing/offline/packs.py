@@ -26,7 +26,7 @@ from energon_packing.offline.order import order_again
 from energon_packing.offline.plan import Plan, PlanFacts, PlannedSample
 from energon_packing.offline.samples import Remeasured
 from energon_packing.offline.source import PositionedMedia, ShardIndex, SourcePart, TarFiles, inside
-from energon_packing.packing.constraints import Size
+from energon_packing.packing.constraints import Size, shape_of
 from energon_packing.remote_files import shown
 from energon_packing.sample_kind import KINDS
 
@@ -294,4 +294,4 @@ def _outcome(sample: MeasuredSample) -> Size | tuple[str, str]:
     if measured is None:
         problem = sample.problem
         return (problem.reason, problem.detail) if problem else ("unmeasured", "no length")
-    return Size(segment_lengths=measured.segment_lengths, images=measured.images, patches=measured.patches)
+    return Size(segment_lengths=measured.segment_lengths, patches=measured.patches, **shape_of(measured))

@@ -17,9 +17,9 @@ from energon_packing.config import to_mapping
 from energon_packing.config.setting import length_free_of
 from energon_packing.errors import ConfigError, PackingError, UserError
 from energon_packing.offline.files import differing
-from energon_packing.offline.index import Index, IndexedDataset, IndexedShard, differing_lengths, kind_of
+from energon_packing.offline.index import SHAPE, Index, IndexedDataset, IndexedShard, differing_lengths, kind_of
 from energon_packing.packing.balance import LINEAR, PATCH
-from energon_packing.packing.constraints import Size
+from energon_packing.packing.constraints import Size, shape_of
 from energon_packing.sample_kind import KINDS, AnyRun, kind_of_config
 
 AnyLimits = Any
@@ -36,6 +36,7 @@ class Sizes:
         images: ``[N]`` int32, tiles counted one by one.
         patches: ``[N]`` int64, rows of vision input.
         text_tokens: ``[N]`` int32, of clips, whose ``length`` is their patches; None for conversations.
+        height, width: ``[N]`` int64, see `shape_of`; None where no limit counts them.
     """
 
     length: np.ndarray
@@ -43,6 +44,8 @@ class Sizes:
     images: np.ndarray
     patches: np.ndarray
     text_tokens: np.ndarray | None = None
+    height: np.ndarray | None = None
+    width: np.ndarray | None = None
 
     def __len__(self) -> int:
         return int(self.length.size)
@@ -72,12 +75,8 @@ class Sizes:
     def at(self, index: int) -> Size:
         """The sizes of one sample."""
         length, second = int(self.length[index]), int(self.second[index])
-        return Size(
-            segment_lengths=(length, second) if second else (length,),
-            images=int(self.images[index]),
-            patches=int(self.patches[index]),
-            text_tokens=0 if self.text_tokens is None else int(self.text_tokens[index]),
-        )
+        rest = {each.name: int(of[index]) for each in fields(self)[2:] if (of := getattr(self, each.name)) is not None}
+        return Size(segment_lengths=(length, second) if second else (length,), **rest)
 
 
 def costs(limits: AnyLimits, sizes: Sizes) -> dict[str, np.ndarray]:
@@ -92,7 +91,7 @@ def holds(limits: AnyLimits, sizes: Sizes) -> np.ndarray:
         # The masked clip after a clip that is alone has text tokens too.
         alone = limits.masked_units(sizes) * limits.multiple if name == "text_tokens" else 0
         fits &= cost + alone <= limits.limited[name]
-    return fits
+    return fits & (limits.padded_pixels is None or np.prod([*shape_of(sizes).values()], axis=0) <= limits.padded_pixels)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -241,7 +240,7 @@ def fitting_samples(
         UserError: a sample does not fit under ``oversize: raise`` (names the first), or has to be measured again and
             there is no `remeasure`.
     """
-    sizes, dropped = _read_sizes(sources)
+    sizes, dropped = _read_sizes(sources, limits)
     kept = np.ones(len(sources), dtype=bool)
     kept[[drop.source for drop in dropped]] = False
     over = np.flatnonzero(kept & ~holds(limits, sizes))
@@ -264,10 +263,11 @@ def fitting_samples(
     return samples, sorted([*dropped, *refused], key=lambda drop: drop.source)
 
 
-def _read_sizes(sources: Sources) -> tuple[Sizes, list[Drop]]:
+def _read_sizes(sources: Sources, limits: AnyLimits) -> tuple[Sizes, list[Drop]]:
     """Sizes of all sources, and those that are dropped at any row length."""
-    names = ("length", "second", "images", "patches", *KINDS.find(kind_of(sources.datasets)).more_columns)
-    columns = {name: np.zeros(len(sources), np.int64 if name == "patches" else np.int32) for name in names}
+    shape = () if limits.padded_pixels is None else SHAPE
+    names = ("length", "second", "images", "patches", *KINDS.find(kind_of(sources.datasets)).more_columns, *shape)
+    columns = {name: np.zeros(len(sources), np.int64 if name in ("patches", *SHAPE) else np.int32) for name in names}
     bad: list[int] = []
     for start, table in sources.tables([*columns, "reason"]):
         for name, column in columns.items():
@@ -330,13 +330,13 @@ def _measured_again(
 
 def _joined(samples: Samples, pieces: list[_Kept]) -> Samples:
     """Adds pieces, in the order of the sources."""
-    rows = [(at, number, *(*size.segment_lengths, 0)[:2], size.images, size.patches) for at, number, size in pieces]
-    more = np.array(rows, np.int64).reshape(-1, 6).T
-    sizes = samples.sizes
-    before = (samples.source, samples.piece, sizes.length, sizes.second, sizes.images, sizes.patches)
-    source, piece, length, second, images, patches = (
+    names = [each.name for each in fields(Sizes) if getattr(samples.sizes, each.name) is not None]
+    rows = [(at, no, *(*it.segment_lengths, 0)[:2], *(getattr(it, key) for key in names[2:])) for at, no, it in pieces]
+    more = np.array(rows, np.int64).reshape(-1, 2 + len(names)).T
+    before = (samples.source, samples.piece, *(getattr(samples.sizes, name) for name in names))
+    source, piece, *columns = (
         np.concatenate([old, new.astype(old.dtype)]) for old, new in zip(before, more, strict=True)
     )
     order = np.lexsort((piece, source))
-    joined = Sizes(length=length, second=second, images=images, patches=patches).take(order)
+    joined = Sizes(**dict(zip(names, columns, strict=True))).take(order)
     return Samples(source=source[order], piece=piece[order], sizes=joined)

@@ -7,7 +7,7 @@ exact, and makes the integers in the ``window`` policy's subset sum that much sh
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -16,6 +16,8 @@ from energon_packing.packing.balance import LINEAR, PATCH
 
 # Sums of floats depend on their order, so a pack may exceed a fractional limit by at most this share.
 FLOAT_TOLERANCE = 1e-9
+# `shape_of` samples, ``[3, N]`` int64, and the most pixels of all images of a pack with their padding.
+Padded = tuple[np.ndarray, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +71,7 @@ def _column(name: str, values: Sequence[int | float] | np.ndarray, count: int) -
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """A sample described by its numbers only.
+    """A sample described by its numbers only; `shape_of` it is in three of them.
 
     Attributes:
         segment_lengths: tokens of its segment, or of both of a preference pair.
@@ -80,6 +82,8 @@ class Size:
     images: int = 0
     patches: int = 0
     text_tokens: int = 0
+    height: int = 0
+    width: int = 0
 
     @property
     def length(self) -> int:
@@ -95,6 +99,13 @@ def _segments(sample: Any) -> tuple[Any, Any]:
     return (lengths[0], lengths[1]) if len(lengths) > 1 else (lengths[0], 0)
 
 
+def shape_of(sample: Any) -> dict[str, Any]:
+    """Images, and their largest height and width in pixels, to which all are padded: 0 in families that pad none."""
+    sizes = [(getattr(sample, "height", 0), getattr(sample, "width", 0))]
+    height, width = map(max, zip(*sizes, *(plan.size for plan in getattr(sample, "plans", ())), strict=True))
+    return {"images": sample.images, "height": height, "width": width}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackLimits:
     """The limits of one pack. Methods take a sample, or `energon_packing.offline.samples.Sizes` and then give arrays.
@@ -106,6 +117,7 @@ class PackLimits:
         patches: rows of vision input of all media.
         segments: samples, not counting a masked tail (of a fixed-width row, or after a sample that is alone).
         cost: of all segments from `pack_cost`, in tokens without attention: ``L + L**2 / LINEAR + ...``.
+        padded_pixels: images x largest height x largest width, which is no sum, see `padding`.
         lone_room: reserve room for a masked segment of one multiple after a sample that is alone in a row and whose
             last segment is the only padded one (`energon_packing.thd.assembly`); beside others it needs none.
     """
@@ -116,6 +128,7 @@ class PackLimits:
     patches: int | None = None
     segments: int | None = None
     cost: float | None = None
+    padded_pixels: int | None = None
     lone_room: bool = False
 
     def __post_init__(self) -> None:
@@ -124,6 +137,12 @@ class PackLimits:
         for name, limit in self.limited.items():
             if limit < 1:
                 raise ConfigError(f"a limit of {limit} {name} per pack allows no samples; it must be at least 1")
+
+    @classmethod
+    def of_settings(cls, value: Callable[[str], Any], **others: Any) -> Self:
+        """Limits of the settings ``max_images_per_pack`` and so on, whose values `value` gives, but for `others`."""
+        names = ("images", "patches", "segments", "cost", "padded_pixels")
+        return cls(**{name: value(f"max_{name}_per_pack") for name in names} | others)
 
     @property
     def units(self) -> int:
@@ -165,6 +184,13 @@ class PackLimits:
         }
         return {name: [measures[name](sample) for sample in samples] for name in self.limited}
 
+    def padding(self, samples: Sequence[Any]) -> Padded | None:
+        """The limit of padded pixels, as `energon_packing.packing.online` takes it; None without one."""
+        if self.padded_pixels is None:
+            return None
+        columns = zip(*(shape_of(sample).values() for sample in samples), strict=True)
+        return np.array([*columns], dtype=np.int64).reshape(3, -1), self.padded_pixels
+
     def too_long(self, sample: Any) -> bool:
         """Whether a sample, including the masked segment that it may need, is longer than a row."""
         return self.length_units(sample) + self.masked_units(sample) > self.units
@@ -189,4 +215,6 @@ class PackLimits:
                 if name == "cost":
                     return f"a cost of {cost / LINEAR:.0f} tokens; a pack holds packing.max_cost_per_pack={self.cost}"
                 return f"{cost} {name}; a pack holds packing.max_{name}_per_pack={limit}"
+        if self.padded_pixels and (area := math.prod(shape_of(sample).values())) > self.padded_pixels:
+            return f"{area} padded pixels; a pack holds packing.max_padded_pixels_per_pack={self.padded_pixels}"
         return None

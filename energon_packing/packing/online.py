@@ -12,10 +12,16 @@ to 150 times as long as ``window``.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import compress, islice
 from typing import Any, Literal
 
+import numpy as np
+
 from energon_packing.errors import ConfigError, UserError
+from energon_packing.packing.constraints import Constraints, Padded
+from energon_packing.packing.partition import PackGroups
 from energon_packing.packing.policies import POLICIES, Number
+from energon_packing.packing.policies.best_fit import WINDOW
 from energon_packing.packing.policies.window import WindowPacker
 from energon_packing.packing.whole_list import pack_lengths
 
@@ -38,19 +44,61 @@ def next_pack(
     limits: Mapping[str, Number] | None = None,
     *,
     ended: bool = False,
+    padding: Padded | None = None,
 ) -> list[int]:
     """The next pack of a sliding window: ascending positions that include position 0, the oldest sample.
 
     Arguments as for `energon_packing.packing.policies.window.select_from_window`; `ended` if nothing follows those
-    held. Raises ConfigError: as `check_online_policy`; PackingError: an empty window, an oldest sample that fits no
-    pack alone, or a policy whose packs are not a partition or break a limit.
+    held; `padding` limits padded pixels. Raises ConfigError: as `check_online_policy`; PackingError: an empty window,
+    an oldest sample that fits no pack alone, or a policy whose packs are not a partition or break a limit.
     """
+    if padding is not None:
+        chosen = next_pack(policy, lengths, capacity, costs, limits, ended=ended)
+        shapes, most = padding
+        if (bound := bound_of((shapes[:, chosen], most), np.array(lengths)[chosen])) is None:
+            return chosen
+        inside = np.flatnonzero((shapes[1] <= bound[0]) & (shapes[2] <= bound[1])).tolist()
+        taken = {name: [column[at] for at in inside] for name, column in {**(costs or {}), "padded": shapes[0]}.items()}
+        limits = {**(limits or {}), "padded": most // max(bound[0] * bound[1], 1)}
+        again = next_pack(policy, [lengths[at] for at in inside], capacity, taken, limits, ended=ended)
+        return [inside[at] for at in again]
     check_online_policy(policy)
     if (stream := POLICIES.find(policy).next_pack) is not None:
         return stream(lengths, capacity, costs, limits, ended=ended)
     pairs = {name: ((costs or {})[name], limit) for name, limit in (limits or {}).items()}
     groups = pack_lengths(lengths, capacity, policy, constraints=pairs, window=max(len(lengths), 1))
     return sorted(next(group for group in groups if 0 in group).tolist())
+
+
+def bound_of(padding: Padded, lengths: np.ndarray) -> tuple[int, int] | None:
+    """Height and width for which a pack over the limit of `padding` is chosen again, with as many images as they allow:
+    those for which it keeps most tokens and its first sample, which fits alone. None if it is within the limit."""
+    (images, heights, widths), most = padding
+    if images.sum() * heights.max() * widths.max() <= most:
+        return None
+    high, wide = np.maximum(heights, heights[0]), np.maximum(widths, widths[0])
+    inside = (heights <= high[:, None]) & (widths <= wide[:, None])
+    kept = inside & (np.cumsum(images * inside, axis=1) * (high * wide)[:, None] <= most)
+    best = int((kept[:, 0] * (kept @ lengths)).argmax())
+    return int(high[best]), int(wide[best])
+
+
+def within_padding(
+    packs: PackGroups, lengths: np.ndarray, room: int, constraints: Constraints, padding: Padded | None
+) -> PackGroups:
+    """Packs of a whole list; those over the limit of `padding` are packed again, as by ``window``, and come last."""
+    if padding is None:
+        return packs
+    shapes, most = padding
+    over = [bound_of((shapes[:, pack], most), lengths[pack]) is not None for pack in packs]
+    made = [pack for pack, again in zip(packs, over, strict=True) if not again]
+    waiting, held = iter(sorted(at for pack in compress(packs, over) for at in pack.tolist())), np.zeros(0, np.int64)
+    while (held := np.array([*held, *islice(waiting, WINDOW - held.size)], dtype=np.int64)).size:
+        costs, part = {name: cost[held].tolist() for name, cost in constraints.costs.items()}, (shapes[:, held], most)
+        chosen = next_pack("window", lengths[held].tolist(), room, costs, constraints.limits, padding=part)
+        made.append(held[chosen])
+        held = np.delete(held, chosen)
+    return PackGroups(np.concatenate(made), np.cumsum([0, *map(len, made)]))
 
 
 def pack_stream[Sample](

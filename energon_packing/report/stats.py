@@ -13,7 +13,7 @@ from energon_packing.config import RunConfig
 from energon_packing.drops import unwished
 from energon_packing.families.geometry import MOST_PATCHES
 from energon_packing.kinds.conversations import row_limits
-from energon_packing.offline.index import MODALITIES
+from energon_packing.offline.index import MODALITIES, SHAPE
 from energon_packing.offline.samples import Sizes, costs, holds
 from energon_packing.packing.balance import simulate_steps
 from energon_packing.packing.constraints import PackLimits
@@ -327,7 +327,7 @@ def _best_length(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 def _sizes(samples: StatsSamples) -> Sizes:
     empty = np.zeros(samples.dataset.size, dtype=np.int64)
-    columns = {name: samples.columns.get(name, empty) for name in ("length", "second", "images", "patches")}
+    columns = {name: samples.columns.get(name, empty) for name in ("length", "second", "images", "patches", *SHAPE)}
     return Sizes(**columns, text_tokens=samples.columns.get("text_tokens"))
 
 

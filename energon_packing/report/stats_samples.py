@@ -13,12 +13,10 @@ from energon_packing.conversation import PairCounts
 from energon_packing.convert.layout import TEXT_DIRECTORY, counted_pairs
 from energon_packing.drops import DroppedSample, FrequentDrops
 from energon_packing.errors import UserError
-from energon_packing.offline.index import Index, dropped_row, frequent_drops, kind_of, modality_of, pair_counts
+from energon_packing.offline.index import COLUMNS, Index, dropped_row, frequent_drops, kind_of, modality_of, pair_counts
 from energon_packing.offline.plan import Plan, read_drops
 from energon_packing.sample_kind import KINDS
 
-COLUMNS = ("length", "second", "targets", "images", "patches", "turns", "stills", "videos", "frames", "pixels")
-"""Columns of an index that statistics read."""
 Progress = Callable[[str, int, int], None]
 """Called with the stage ``sample``, the samples that are done, and all samples to measure."""
 

@@ -185,12 +185,11 @@ class ClipLimits(PackLimits):
     @classmethod
     def of(cls, run: TextToVideoRunConfig) -> ClipLimits:
         """Returns the limits of a run's packs."""
-        return cls(
+        return cls.of_settings(
+            lambda name: getattr(run.packing, name, None),
             tokens=run.packing.seq_length,
             multiple=run.multiple,
             text_tokens=run.packing.max_text_tokens_per_pack,
-            segments=run.packing.max_segments_per_pack,
-            cost=run.packing.max_cost_per_pack,
             lone_room=run.encoder.compat != "bridge",
         )
 

@@ -99,6 +99,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any], bool]] = {
     "packing.max_patches_per_pack": (600, {}, True),
     "packing.max_segments_per_pack": (2, {}, True),
     "packing.max_cost_per_pack": (1000.0, {}, True),
+    "packing.max_padded_pixels_per_pack": (1000, {}, False),  # this family does not pad
     "packing.balance_window": (4, {}, True),
     "packing.oversize": ("truncate", {"packing.seq_length": 256}, True),
     "packing.split_at": ("token", SPLIT, True),

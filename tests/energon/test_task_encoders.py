@@ -227,6 +227,7 @@ OTHER = {
     "max_patches_per_pack": 3,
     "max_segments_per_pack": 3,
     "max_cost_per_pack": 9000.0,
+    "max_padded_pixels_per_pack": 9000,
 }
 
 

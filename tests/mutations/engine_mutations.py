@@ -7,6 +7,7 @@ ENGINE_TRAPS = {
     103: "packs are over a limit, make ranks wait, or differ by processor, and nobody says so",
     104: "a task whose worker died is lost, or is not tried again",
     201: "choosing packs under limits takes longer the longer the rows are, until it holds a training step back",
+    202: "the images of a pack take more memory with their padding than any limit counts",
 }
 
 BALANCE = "tests/packing/test_balance.py::"
@@ -15,6 +16,7 @@ LONG_ROWS = (
     "tests/packing/test_window.py::"
     "test_packs_under_limits_of_a_row_of_a_million_tokens_cost_what_those_of_8192_do[images scarce]"
 )
+PADDED = "tests/energon/test_padded_pixels.py::"
 EXECUTORS = "tests/executors/test_executors.py::"
 
 ENGINE_MUTATIONS: tuple[Mutation, ...] = (
@@ -128,5 +130,66 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
         test=LONG_ROWS,
         oracle="the capacity",
         edits=(("packing/policies/window.py", "min(-(-length // part), parts)", "min(length // part, parts)"),),
+    ),
+    Mutation(
+        trap=202,
+        name="the padded pixels of a pack of the window have no limit",
+        test=PADDED + "test_no_pack_online_is_over_the_limit_and_every_sample_is_emitted_once[packing0-None]",
+        oracle="the bytes of the tensors",
+        edits=(
+            (
+                "energon/task_encoder.py",
+                "padding=self.limits.padding([samples[at].measured for at in held]),",
+                "padding=None,",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=202,
+        name="the padded pixels of a pack of a buffer have no limit",
+        test=PADDED + "test_no_pack_online_is_over_the_limit_and_every_sample_is_emitted_once[packing2-80]",
+        oracle="the bytes of the tensors",
+        edits=(
+            (
+                "energon/task_encoder.py",
+                "costs, padding = self.limits.costs(measured), self.limits.padding(measured)",
+                "costs, padding = self.limits.costs(measured), None",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=202,
+        name="the padded pixels of a pack of a plan have no limit",
+        test=PADDED + "test_no_pack_of_a_plan_is_over_the_limit_and_the_drops_name_it[packing0]",
+        oracle="the bytes of the tensors",
+        edits=(
+            (
+                "offline/planner.py",
+                "packs = within_padding(packs, units, limits.units, constraints, limits.padding([sizes]))",
+                "pass",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=202,
+        name="a pack over the limit of padded pixels is chosen again from samples of any width",
+        test="tests/packing/test_padding_limit.py::"
+        "test_tall_images_and_wide_ones_that_would_pad_each_other_are_in_packs_of_their_own",
+        oracle="the definition",
+        edits=(("packing/online.py", "(shapes[1] <= bound[0]) & (shapes[2] <= bound[1])", "shapes[1] <= bound[0]"),),
+    ),
+    Mutation(
+        trap=202,
+        name="pieces of a split sample may be over the limit of padded pixels",
+        test=PADDED + "test_pieces_of_a_split_sample_are_within_the_limit",
+        oracle="the bytes of the tensors",
+        edits=(("energon/task_encoder.py", '**shape | {"images": images}', "images=images"),),
+    ),
+    Mutation(
+        trap=202,
+        name="an index of before has its rows measured already",
+        test=PADDED + "test_an_older_index_is_read_without_the_limit_and_measured_again_for_it",
+        oracle="the definition",
+        edits=(("offline/measure.py", '"subflavors": plain, **self._more}', '"subflavors": plain}'),),
     ),
 )

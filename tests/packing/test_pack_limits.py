@@ -56,6 +56,7 @@ def test_costs_of_segments_add_up_to_the_cost_of_their_pack() -> None:
         ({"max_patches_per_pack": -1}, "max_patches_per_pack"),
         ({"max_segments_per_pack": 0}, "max_segments_per_pack"),
         ({"max_cost_per_pack": 0.5}, "max_cost_per_pack"),
+        ({"max_padded_pixels_per_pack": 0}, "max_padded_pixels_per_pack is 0; it must be at least 1"),
         ({"max_cost_per_pack": float("inf")}, "max_cost_per_pack"),
         ({"policy": "windo"}, "Did you mean 'window'"),
         ({"policy": "internvl"}, "whole lists"),

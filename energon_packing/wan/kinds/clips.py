@@ -98,17 +98,16 @@ class Clips(SampleKind):
         return ClipLimits.of(run)
 
     def decided(self, run: TextToVideoRunConfig, limits: Any) -> dict[str, Any]:
-        names = (*PACK_LIMITS, "max_text_tokens_per_pack")
+        names = (*PACK_LIMITS[:4], "max_text_tokens_per_pack")
         return {"reserved": 0, **{name: getattr(run.packing, name, None) for name in names}}
 
     def planned_limits(self, decided: Mapping[str, Any], encoder: TextToVideoTaskEncoder) -> ClipLimits:
-        return dataclasses.replace(
-            encoder.limits,
+        return ClipLimits.of_settings(
+            decided.get,
             tokens=decided["seq_length"],
             multiple=int(decided["multiple"]),
             text_tokens=decided["max_text_tokens_per_pack"],
-            segments=decided["max_segments_per_pack"],
-            cost=decided["max_cost_per_pack"],
+            lone_room=encoder.limits.lone_room,
         )
 
     def too_long(self, size: Any, limits: ClipLimits, run: TextToVideoRunConfig) -> str:

@@ -133,9 +133,10 @@ def read_again[T](place: object, read: Callable[[], T], forget: Callable[[], Non
             else:
                 why = getattr(error, "strerror", None) or error
                 if waited >= longest and tries >= len(PAUSES):
+                    run = ", longer than data.storage_patience. No sample was dropped for it: see to the storage, and "
                     raise StoreAway(
-                        f"{place} could not be read for {waited:.0f} s ({why}), longer than data.storage_patience. No "
-                        "sample was dropped for it: see to the storage, and continue from the last checkpoint."
+                        f"{place} could not be read for {waited:.0f} s ({why})"
+                        + (run + "continue from the last checkpoint." if longest else "; see to the storage.")
                     ) from error
                 if not told and (tries >= len(PAUSES) or waited > sum(PAUSES)):  # no warning: Python gives those once
                     print(f"{place} cannot be read ({why}); waiting up to {longest:g} s.", file=sys.stderr, flush=True)
@@ -185,7 +186,7 @@ def _is_away(error: OSError | MemoryError) -> bool:
         try:
             with os.scandir(os.path.dirname(os.path.abspath(error.filename))) as found:
                 return next(found, None) is None
-        except (NotADirectoryError, PermissionError):  # that may not be listed is there, or looking in it had failed
+        except NotADirectoryError:
             return False
         except OSError:
             return True

@@ -226,7 +226,7 @@ class ConversationEncoder(SampleEncoder):
 
         Args:
             conversation, measured: the argument and the result of `measure`.
-            fits: whether a pack holds a given number of tokens, images and patches.
+            fits: whether a pack holds a part of it, see `energon_packing.encoders.splitting.Fits`.
 
         Raises:
             SampleRejected: ``oversize`` if a single image or video fits no pack.

@@ -22,8 +22,9 @@ from energon_packing.conversation import Turn
 from energon_packing.encoders.measured import Measured
 from energon_packing.errors import SampleRejected
 
-Fits = Callable[[int, int, int], bool]
-"""Whether a pack can hold a sample of the given tokens, images and patches; if false, also false for larger samples."""
+Fits = Callable[[int, int, int, int, int], bool]
+"""Whether a pack can hold a sample of the given tokens, images, patches, and largest height and width as in
+`MediaPlan.size`; if false, also false for larger samples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -71,7 +72,7 @@ def split(
             middle = (low + high) // 2
             low, high = (middle + 1, high) if fits(*sizes.between(start, ends[middle])) else (low, middle)
         if low == first:
-            tokens, images, patches = sizes.between(start, ends[first])
+            tokens, images, patches, *_ = sizes.between(start, ends[first])
             raise SampleRejected(
                 "oversize",
                 f"{measured.length} tokens cannot be split: one part that must stay whole has {tokens} tokens, "
@@ -94,10 +95,13 @@ class _Sizes(NamedTuple):
     runs: np.ndarray
     media: np.ndarray
     targets: np.ndarray
+    shapes: np.ndarray = np.zeros((0, 2), dtype=np.int64)
+    """Height and width of each image and video, int64 ``[media, 2]``, no sums."""
 
     @classmethod
     def of(cls, measured: Measured) -> Self:
         count = len(measured.token_ids)
+        shapes = np.array([plan.size for plan in measured.plans], dtype=np.int64).reshape(-1, 2)
         sizes = cls(*np.zeros((6, count + 1), dtype=np.int64))
         sizes.tokens[1:] = 1
         sizes.tokens[measured.run_positions + 1] = measured.run_lengths
@@ -108,12 +112,13 @@ class _Sizes(NamedTuple):
             sizes.media[at], sizes.images[at], sizes.patches[at] = 1, plan.tiles, plan.patches
             first += len(plan.runs)
         sizes.targets[1:] = np.unpackbits(measured.trained, count=count)
-        return cls(*np.cumsum(sizes, axis=1))
+        return cls(*np.cumsum(sizes[:6], axis=1))._replace(shapes=shapes)
 
-    def between(self, start: int, end: int) -> tuple[int, int, int]:
-        """Tokens, images and patches of the tokens ``[start, end)``."""
+    def between(self, start: int, end: int) -> tuple[int, int, int, int, int]:
+        """Tokens, images and patches of the tokens ``[start, end)``, and the largest height and width in pixels."""
         tokens, images, patches = (int(column[end] - column[start]) for column in self[:3])
-        return tokens, images, patches
+        height, width = self.shapes[self.media[start] : self.media[end]].max(axis=0, initial=0).tolist()
+        return tokens, images, patches, height, width
 
 
 def _allowed_cuts(offsets: np.ndarray, media: Sequence[tuple[int, int]]) -> list[int]:
@@ -178,7 +183,7 @@ def _piece(measured: Measured, sizes: _Sizes, number: int, pieces: int, start: i
     # Extras hold one number per target. The first token of a sample is never a target, nor is that of a piece.
     first = int(sizes.targets[1])
     targets = slice(int(sizes.targets[start + 1]) - first, int(sizes.targets[end]) - first)
-    tokens, _, _ = sizes.between(start, end)
+    tokens, *_ = sizes.between(start, end)
     before = int(sizes.tokens[start])
     what = f"piece {number + 1} of {pieces}: tokens {before} to {before + tokens} of {measured.length}"
     return dataclasses.replace(

@@ -137,14 +137,16 @@ def lost_folder(root: str, file: str = "") -> str:
     """Returns what is left of a file's path, down to the root of its store here, if it is an empty directory, such as a
     mount point, or one that is gone, as behind a dangling link; else an empty text."""
     path = os.path.join(root, file) if root else os.devnull
-    place = os.path.dirname(os.path.realpath(path) if os.path.islink(path) else path)
+    own = place = os.path.dirname(os.path.realpath(path) if os.path.islink(path) else path)
     while root and place.startswith(root) and place != root and not os.path.lexists(place):
         place = os.path.dirname(place)
     try:
         with os.scandir(place) as entries:
             return "" if next(entries, None) else place
-    except (NotADirectoryError, PermissionError):  # as in `read_again`
+    except NotADirectoryError:
         return ""
+    except PermissionError:  # of a directory that may not be listed; a store's own may be an empty mount point
+        return "" if place == own != root else place
     except OSError:
         return place
 

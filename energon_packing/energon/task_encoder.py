@@ -53,7 +53,7 @@ from energon_packing.errors import ConfigError, PackingError, SampleRejected, re
 from energon_packing.families.geometry import MOST_PATCHES
 from energon_packing.ledger import ChangedSample, Ledger
 from energon_packing.packing.balance import pack_cost, serpentine_order
-from energon_packing.packing.constraints import Constraints, PackLimits, Size, shape_of
+from energon_packing.packing.constraints import Constraints, PackLimits, Size
 from energon_packing.packing.online import next_pack, within_padding
 from energon_packing.packing.whole_list import pack_lengths_flat
 from energon_packing.thd.alignment import check_multiple
@@ -379,9 +379,11 @@ class PackingTaskEncoder(WindowTaskEncoder):
         for number, encoder in enumerate(self.encoders, 1):
             own = {**encoder.fingerprint(), **settings_of("encoder", encoder.config)}
             found |= own if number == 1 else {f"{name} of encoder {number}": value for name, value in own.items()}
+        patches, padded = self.limits.patches, self.limits.padded_pixels
+        held = dataclasses.replace(self.packing, max_patches_per_pack=patches, max_padded_pixels_per_pack=padded)
         return {
             **found,
-            **settings_of("packing", dataclasses.replace(self.packing, max_patches_per_pack=self.limits.patches)),
+            **settings_of("packing", held),
             "multiple": self.multiple,
             **({"padding": "visible before the last segment"} if self.aligns_rows and self.multiple > 1 else {}),
             **self.extra_fingerprint(),
@@ -472,10 +474,10 @@ class PackingTaskEncoder(WindowTaskEncoder):
             return None
         limits = self.limits
         # Any piece may be alone in its row, and whether it fits must not depend on its length being aligned.
-        most, shape = limits.tokens - self.multiple * (limits.lone_room and self.multiple > 1), shape_of(measured)
+        most = limits.tokens - self.multiple * (limits.lone_room and self.multiple > 1)
 
-        def fits(tokens: int, images: int, patches: int) -> bool:
-            piece = Size(segment_lengths=(tokens,), patches=patches, **shape | {"images": images})
+        def fits(tokens: int, images: int, patches: int, height: int, width: int) -> bool:
+            piece = Size(segment_lengths=(tokens,), images=images, patches=patches, height=height, width=width)
             return tokens <= most and limits.holds(piece)
 
         return encoder.split(

@@ -148,6 +148,14 @@ class Position(NamedTuple):
     size: int
 
 
+def has_moved(root: Path) -> bool:
+    """Whether a data set is not at its path here, though no file system is missing: the last directory that is left of
+    the path holds something. Raises OSError: it cannot be looked at."""
+    real = Path(os.path.realpath(root))
+    left = next(place for place in (real, *real.parents) if place.is_dir())
+    return left != real and any(left.iterdir())
+
+
 class ShardIndex:
     """``.nv-meta`` of the WebDataset at `root`, here or in an object store, opened to read. Raises UserError: it has no
     index that can be read."""
@@ -177,7 +185,7 @@ class ShardIndex:
         """The identifier of a data set's index; a UserError if it cannot be read."""
         file = root / META_DIRECTORY / "index.uuid"
         try:
-            if remote_address(root) is None and not read_again(root, root.is_dir):  # it moved, so waiting is vain
+            if remote_address(root) is None and read_again(root, lambda: has_moved(root)):  # so waiting is vain
                 raise ValueError(f"{root} is not there")
             return metadata_text(root, file.name).strip()
         except (OSError, ValueError) as error:

@@ -11,6 +11,7 @@ Measured fill with 256 samples held, for texts of an eighth / a half of the capa
 to 150 times as long as ``window``.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import compress, islice
 from typing import Any, Literal
@@ -76,24 +77,29 @@ def bound_of(padding: Padded, lengths: np.ndarray) -> tuple[int, int] | None:
     (images, heights, widths), most = padding
     if images.sum() * heights.max() * widths.max() <= most:
         return None
-    high, wide = np.maximum(heights, heights[0]), np.maximum(widths, widths[0])
-    inside = (heights <= high[:, None]) & (widths <= wide[:, None])
-    kept = inside & (np.cumsum(images * inside, axis=1) * (high * wide)[:, None] <= most)
-    best = int((kept[:, 0] * (kept @ lengths)).argmax())
-    return int(high[best]), int(wide[best])
+    bounds = np.unique(np.maximum([heights, widths], [heights[:1], widths[:1]]), axis=1).T.tolist()
+
+    def tokens(bound: list[int]) -> int:
+        inside = np.flatnonzero((heights <= bound[0]) & (widths <= bound[1]))
+        kept = np.cumsum(images[inside]) * math.prod(bound) <= most
+        return int(lengths[inside[kept]].sum()) if kept[0] else -1
+
+    high, wide = max(bounds, key=tokens)
+    return high, wide
 
 
 def within_padding(
     packs: PackGroups, lengths: np.ndarray, room: int, constraints: Constraints, padding: Padded | None
 ) -> PackGroups:
     """Packs of a whole list; those over the limit of `padding` are packed again, as by ``window``, and come last."""
-    if padding is None:
+    if padding is None or not len(packs):
         return packs
     shapes, most = padding
-    over = [bound_of((shapes[:, pack], most), lengths[pack]) is not None for pack in packs]
+    over = [images.sum() * high.max() * wide.max() > most for images, high, wide in (shapes[:, pack] for pack in packs)]
     made = [pack for pack, again in zip(packs, over, strict=True) if not again]
     waiting, held = iter(sorted(at for pack in compress(packs, over) for at in pack.tolist())), np.zeros(0, np.int64)
-    while (held := np.array([*held, *islice(waiting, WINDOW - held.size)], dtype=np.int64)).size:
+    window = max(WINDOW, 2 * max(map(len, packs)))  # or packs of many samples would be chosen from less than one
+    while (held := np.array([*held, *islice(waiting, window - held.size)], dtype=np.int64)).size:
         costs, part = {name: cost[held].tolist() for name, cost in constraints.costs.items()}, (shapes[:, held], most)
         chosen = next_pack("window", lengths[held].tolist(), room, costs, constraints.limits, padding=part)
         made.append(held[chosen])

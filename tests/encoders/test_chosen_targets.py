@@ -222,7 +222,7 @@ def test_what_a_cut_conversation_trains_is_what_the_whole_one_trains_of_it(limit
     assert cut.expand()[0].tolist() == ids[: cut.length].tolist()
     assert cut.expand()[1].tolist() == weights[: cut.length].tolist()
     try:
-        split = limited(train_on).split(conversation, cut, lambda tokens, images, patches: tokens <= 40)
+        split = limited(train_on).split(conversation, cut, lambda tokens, *_: tokens <= 40)
     except SampleRejected:
         return  # an image is longer than that
     found = iter(split.pieces)

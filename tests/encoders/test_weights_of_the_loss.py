@@ -121,7 +121,7 @@ def test_the_pieces_of_a_sample_count_as_the_sample_and_each_answer_of_a_pair_as
     made = encoder("sample")
     turns = (*sample(9, 0.5).turns, *sample(7).turns, *sample(8, 2.0).turns)
     whole = Conversation(key="k", turns=turns)
-    split = made.split(whole, made.measure(whole), lambda tokens, images, patches: tokens <= 60)
+    split = made.split(whole, made.measure(whole), lambda tokens, *_: tokens <= 60)
     assert len(split.pieces) == 3
     assert sum(piece.expand()[1].sum(dtype=float) for piece in split.pieces) == pytest.approx(FIXED_POINT, rel=1e-5)
     chosen, rejected = sample(5, 0.5).turns[1:], sample(30).turns[1:]

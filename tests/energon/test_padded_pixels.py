@@ -130,6 +130,22 @@ def test_pieces_of_a_split_sample_are_within_the_limit(run_of):
     assert {"many#0", "many#1"} <= {key for pack in packs for key in pack.keys}
 
 
+def test_a_piece_is_judged_by_its_own_largest_image(data, run_of, tmp_path):
+    """An exchange of 30 small images after one with a large image fits a pack, so it is not cut."""
+    for name in ("small", "large"):
+        Image.new("RGB", SIZES[name]).save(tmp_path / f"{name}.png")
+    shown = [("large", 1), ("small", 30)]
+    turns = [turn for name, count in shown for turn in chat("<image>" * count + " what?", f"{name} it is")["messages"]]
+    images = [f"{name}.png" for name, count in shown for _ in range(count)]
+    path = converted(tmp_path, [{"id": "mixed", "messages": turns, "images": images}])
+    run = run_of(path, oversize="split", split_at="turn", max_padded_pixels_per_pack=400_000)
+    packs = list(build_loader(run))
+    assert sorted((key, len(pack.batch.visual_inputs["image_sizes"])) for pack in packs for key in pack.keys) == [
+        ("mixed#0", 1),
+        ("mixed#1", 30),
+    ]
+
+
 def test_a_stream_under_the_limit_goes_on_after_a_restart(run_of, continues):
     run = run_of(window=32)
     endless = dataclasses.replace(run, data=dataclasses.replace(run.data, repeat=True, shuffle_buffer=8))

@@ -183,7 +183,14 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
         name="pieces of a split sample may be over the limit of padded pixels",
         test=PADDED + "test_pieces_of_a_split_sample_are_within_the_limit",
         oracle="the bytes of the tensors",
-        edits=(("energon/task_encoder.py", '**shape | {"images": images}', "images=images"),),
+        edits=(("energon/task_encoder.py", "patches=patches, height=height, width=width)", "patches=patches)"),),
+    ),
+    Mutation(
+        trap=202,
+        name="a piece of a split sample is judged by the largest image of the whole sample",
+        test=PADDED + "test_a_piece_is_judged_by_its_own_largest_image",
+        oracle="the definition",
+        edits=(("encoders/splitting.py", "self.shapes[self.media[start] : self.media[end]]", "self.shapes"),),
     ),
     Mutation(
         trap=202,

@@ -253,9 +253,14 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         name="one file that is gone from a directory that may not be listed stops the run",
         test=STORAGE + "test_a_file_that_is_gone_from_a_directory_that_may_not_be_listed_is_gone",
         oracle="the file system",
-        edits=(
-            ("errors.py", "except (NotADirectoryError, PermissionError):  # that may", "except NotADirectoryError:  #"),
-        ),
+        edits=(("energon/samples.py", 'return "" if place == own != root else place', "return place"),),
+    ),
+    Mutation(
+        trap=192,
+        name="a plan's data below a mount point without its file system count as moved",
+        test="tests/offline/test_planned_storage.py::test_a_data_set_below_an_empty_mount_point_has_not_moved",
+        oracle="the file system",
+        edits=(("offline/source.py", "left != real and any(left.iterdir())", "left != real"),),
     ),
     Mutation(
         trap=192,
@@ -287,7 +292,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         name="a person waits for the data set of a plan that moved",
         test="tests/offline/test_planned_storage.py::test_a_data_set_that_moved_is_named_at_once[polylithic-plan]",
         oracle="the file system",
-        edits=(("offline/source.py", "not read_again(root, root.is_dir)", "False"),),
+        edits=(("offline/source.py", "left != real and any(left.iterdir())", "False"),),
     ),
     Mutation(
         trap=203,

@@ -18,6 +18,7 @@ from energon_packing.cli.main import cli
 from energon_packing.errors import StoreAway, UserError
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.pack import PackConfig, pack
+from energon_packing.offline.source import has_moved
 
 
 def away() -> OSError:
@@ -82,6 +83,17 @@ def test_a_data_set_that_moved_is_named_at_once(dataset, run_of, tmp_path, monke
     with pytest.raises(UserError, match=r"here/data/.* cannot be read \(/.*/here/data/?.* is not there\); restore it"):
         list(open_loader(config))
     assert not storage.pauses
+
+
+def test_a_data_set_below_an_empty_mount_point_has_not_moved(tmp_path):
+    (tmp_path / "mnt").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "mnt/data")
+    assert not has_moved(tmp_path / "mnt/a/data")
+    assert not has_moved(tmp_path / "link")
+    (tmp_path / "mnt/other").touch()
+    assert has_moved(tmp_path / "mnt/a/data")
+    assert has_moved(tmp_path / "link")
+    assert not has_moved(tmp_path / "mnt")
 
 
 @pytest.mark.parametrize("kind", ["plan", "data set"])

@@ -103,6 +103,7 @@ def stopped_after(readers: list[Ledger], streams: list[Iterable[bool]]) -> int |
     for number, (ledger, bad) in enumerate(
         (ledger, bad) for turn in zip(*streams, strict=True) for ledger, bad in zip(readers, turn, strict=True)
     ):
+        assert number < 2 * RECENT, "nobody is stopped"
         ledger.count_read()
         try:
             if bad:

@@ -1,8 +1,9 @@
 """Benchmark of memory: whether a loader's worker, or its process that decodes, grows over many samples.
 
 One worker reads conversations with texts, images and videos again and again. Private memory is the kernel's, measured
-between two packs, at `POINTS` places of the run; a line by least squares through those after a third of the samples,
-when all that is made once exists, has the slope. Exit code 1 if it is above ``--most`` for one of the processes.
+between two packs, at `POINTS` places of the run. The slope is the median over all pairs of those after a third of the
+samples, when all that is made once exists: a worker returns freed memory once a minute, and a line by least squares
+follows these jumps. Exit code 1 if it is above ``--most`` for one of the processes.
 """
 
 import argparse
@@ -12,8 +13,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import combinations
 from pathlib import Path
-from statistics import linear_regression
+from statistics import median
 
 from bench.loader_data import prepare_data
 from bench.loader_run import MEGABYTE, LoaderJob, run_config
@@ -67,7 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         places, memory = measure(job, given.samples, given.seconds)
     first = next(at for at, place in enumerate(places) if 3 * place >= places[-1])  # many points are in a slow start
     for kind, sizes in memory.items():
-        slope = linear_regression(places[first:], sizes[first:]).slope * 10_000
+        pairs = combinations(zip(places[first:], sizes[first:], strict=True), 2)
+        slope = median((more - size) / (later - place) for (place, size), (later, more) in pairs) * 10_000
         grows |= slope > given.most or not all(sizes[first:])
         row = {
             "benchmark": "memory",

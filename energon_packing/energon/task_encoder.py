@@ -379,11 +379,9 @@ class PackingTaskEncoder(WindowTaskEncoder):
         for number, encoder in enumerate(self.encoders, 1):
             own = {**encoder.fingerprint(), **settings_of("encoder", encoder.config)}
             found |= own if number == 1 else {f"{name} of encoder {number}": value for name, value in own.items()}
-        patches, padded = self.limits.patches, self.limits.padded_pixels
-        held = dataclasses.replace(self.packing, max_patches_per_pack=patches, max_padded_pixels_per_pack=padded)
         return {
             **found,
-            **settings_of("packing", held),
+            **settings_of("packing", dataclasses.replace(self.packing, max_patches_per_pack=self.limits.patches)),
             "multiple": self.multiple,
             **({"padding": "visible before the last segment"} if self.aligns_rows and self.multiple > 1 else {}),
             **self.extra_fingerprint(),

@@ -363,7 +363,13 @@ FAMILY_MUTATIONS: tuple[Mutation, ...] = (
         test="tests/families/test_pixtral_against_processor.py::"
         "test_without_a_limit_of_patches_the_models_mask_over_a_pack_stays_within_its_bytes",
         oracle="the definition",
-        edits=(("energon/task_encoder.py", 'settings_of("packing", held)', 'settings_of("packing", self.packing)'),),
+        edits=(
+            (
+                "energon/task_encoder.py",
+                'settings_of("packing", dataclasses.replace(self.packing, max_patches_per_pack=self.limits.patches))',
+                'settings_of("packing", self.packing)',
+            ),
+        ),
     ),
     Mutation(
         trap=148,

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -152,9 +152,6 @@ Padding = Literal["auto", "between", "real"]
 AUTO_PADDING: Padding = "real"
 """What ``packing.padding: auto`` means for models whose attention is causal; for others it is ``between``."""
 
-PACK_LIMITS = tuple(f"max_{each}_per_pack" for each in ("images", "patches", "segments", "cost", "padded_pixels"))
-"""The fields of `PackingConfig` that limit a pack in addition to its tokens; the first four are in all plans."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackingConfig:
@@ -230,6 +227,9 @@ class PackingConfig:
 
             check_online_policy(self.policy)
 
+
+PACK_LIMITS = tuple(each.name for each in fields(PackingConfig) if each.name.endswith("_per_pack"))
+"""The fields of `PackingConfig` that limit a pack in addition to its tokens; the first four are in all plans."""
 
 EpochEnd = Literal["uneven", "drop", "pad"]
 

@@ -26,7 +26,14 @@ from megatron.energon.source_info import SourceInfo
 from energon_packing.conversation import Conversation, Media
 from energon_packing.convert.layout import META_DIRECTORY
 from energon_packing.energon.internals import FilteredSample, ITarReader
-from energon_packing.energon.samples import ConversationSample, Problem, forget_members, forget_open_tars, lost_folder
+from energon_packing.energon.samples import (
+    LOST,
+    ConversationSample,
+    Problem,
+    forget_members,
+    forget_open_tars,
+    lost_folder,
+)
 from energon_packing.errors import SampleRejected, UserError, read_again
 from energon_packing.stored_record import check_depth
 
@@ -146,7 +153,7 @@ def _metadata(store: FileStore, name: str) -> Any:
         if isinstance(error.__cause__, sqlite3.Error):
             raise error.__cause__ from None  # `read_again` knows which of them are the store's
         if os.path.isabs(root := str(store.get_path())) and (place := lost_folder(root)):  # Energon sees only that
-            raise FileNotFoundError(errno.ENOENT, f"{place} is empty or gone", f"{root}/{META_DIRECTORY}") from error
+            raise FileNotFoundError(errno.ENOENT, f"{place} {LOST}", f"{root}/{META_DIRECTORY}") from error
         raise
 
 

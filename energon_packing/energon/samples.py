@@ -125,19 +125,24 @@ def read_media(store: FileStore | None, name: str) -> bytes:
             place = lost_folder(root := str(store.get_path()), str(error.filename or ""))
             if not place or not error.filename:  # the store is there, the file is not
                 raise OSError(errno.ENOENT, str(error)) from error
-            why = f"{place} is empty or gone" + "; mount it, or delete it if it is to stay empty" * (place != root)
-            raise FileNotFoundError(errno.ENOENT, why, error.filename) from error
+            why = f"{place} {LOST}" + "; mount it, allow it, or delete it if it is to stay empty" * (place != root)
+            raise FileNotFoundError(errno.ENOENT, why, f"{place}/{os.path.basename(name)}") from error
 
     data, _ = read_again(f"{store.get_path()}: {name}", read, functools.partial(forget_open_tars, store))
     forget_members(store)
     return bytes(data)
 
 
+LOST = "is empty or gone, or may not be listed"
+"""What a message says of a `lost_folder`."""
+
+
 def lost_folder(root: str, file: str = "") -> str:
-    """Returns what is left of a file's path, down to the root of its store here, if it is an empty directory, such as a
-    mount point, or one that is gone, as behind a dangling link; else an empty text."""
+    """Returns what is left of a file's path, down to the root of its store here, if it may be a mount point without its
+    file system: an empty directory, one that is gone, as behind a dangling link, or one that may not be listed; else an
+    empty text."""
     path = os.path.join(root, file) if root else os.devnull
-    own = place = os.path.dirname(os.path.realpath(path) if os.path.islink(path) else path)
+    place = os.path.dirname(os.path.realpath(path) if os.path.islink(path) else path)
     while root and place.startswith(root) and place != root and not os.path.lexists(place):
         place = os.path.dirname(place)
     try:
@@ -145,8 +150,6 @@ def lost_folder(root: str, file: str = "") -> str:
             return "" if next(entries, None) else place
     except NotADirectoryError:
         return ""
-    except PermissionError:  # of a directory that may not be listed; a store's own may be an empty mount point
-        return "" if place == own != root else place
     except OSError:
         return place
 

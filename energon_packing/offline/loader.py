@@ -288,9 +288,9 @@ def check_plan(plan: Plan, config: AnyRun, encoder: Any, split: str | None, free
         )
     for name in dict.fromkeys(each for each in (*plan.facts.decided, *PACK_LIMITS) if each.startswith("max_")):
         most, own = plan.facts.decided.get(name), getattr(config.packing, name, None)
-        if name == PACK_LIMITS[-1] and encoder.limits.padded_pixels is None:  # of a family that pads no images
-            continue
-        if own is not None and (most is None or own < most):
+        if own is None or (name == "max_padded_pixels_per_pack" and encoder.limits.padded_pixels is None):
+            continue  # no limit, or one that says nothing of a family that pads no images
+        if most is None or own < most:
             raise ConfigError(
                 f"{plan.path} was made with packing.{name}={most}, and its packs may hold more than this run's {own}; "
                 "plan again."

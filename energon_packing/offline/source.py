@@ -151,9 +151,15 @@ class Position(NamedTuple):
 def has_moved(root: Path) -> bool:
     """Whether a data set is not at its path here, though no file system is missing: the last directory that is left of
     the path holds something. Raises OSError: it cannot be looked at."""
-    real = Path(os.path.realpath(root))
-    left = next(place for place in (real, *real.parents) if place.is_dir())
-    return left != real and any(left.iterdir())
+    left = real = os.path.realpath(root)
+    while True:
+        try:
+            with os.scandir(left) as entries:
+                return left != real and next(entries, None) is not None
+        except (FileNotFoundError, NotADirectoryError):
+            left = os.path.dirname(left)
+        except PermissionError:  # it may be an empty mount point
+            return False
 
 
 class ShardIndex:

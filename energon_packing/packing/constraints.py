@@ -6,7 +6,7 @@ exact, and makes the integers in the ``window`` policy's subset sum that much sh
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 import numpy as np
@@ -141,7 +141,7 @@ class PackLimits:
     @classmethod
     def of_settings(cls, value: Callable[[str], Any], **others: Any) -> Self:
         """Limits of the settings ``max_images_per_pack`` and so on, whose values `value` gives, but for `others`."""
-        names = ("images", "patches", "segments", "cost", "padded_pixels")
+        names = [each.name for each in fields(PackLimits) if each.default is None]
         return cls(**{name: value(f"max_{name}_per_pack") for name in names} | others)
 
     @property

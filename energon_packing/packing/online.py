@@ -26,6 +26,9 @@ from energon_packing.packing.policies.best_fit import WINDOW
 from energon_packing.packing.policies.window import WindowPacker
 from energon_packing.packing.whole_list import pack_lengths
 
+MOST_BOUNDS = 256
+"""Heights and widths that are tried for a pack over the limit of padded pixels."""
+
 
 def check_online_policy(name: str) -> None:
     """Raises `ConfigError` if the policy is unknown or cannot pack a sliding window."""
@@ -78,6 +81,7 @@ def bound_of(padding: Padded, lengths: np.ndarray) -> tuple[int, int] | None:
     if images.sum() * heights.max() * widths.max() <= most:
         return None
     bounds = np.unique(np.maximum([heights, widths], [heights[:1], widths[:1]]), axis=1).T.tolist()
+    bounds = bounds[:: -(-len(bounds) // MOST_BOUNDS)]  # the first one is that of the first sample
 
     def tokens(bound: list[int]) -> int:
         inside = np.flatnonzero((heights <= bound[0]) & (widths <= bound[1]))
@@ -98,12 +102,13 @@ def within_padding(
     over = [images.sum() * high.max() * wide.max() > most for images, high, wide in (shapes[:, pack] for pack in packs)]
     made = [pack for pack, again in zip(packs, over, strict=True) if not again]
     waiting, held = iter(sorted(at for pack in compress(packs, over) for at in pack.tolist())), np.zeros(0, np.int64)
-    window = max(WINDOW, 2 * max(map(len, packs)))  # or packs of many samples would be chosen from less than one
-    while (held := np.array([*held, *islice(waiting, window - held.size)], dtype=np.int64)).size:
+    window = WINDOW
+    while (held := np.array([*held, *islice(waiting, max(window - held.size, 0))], dtype=np.int64)).size:
         costs, part = {name: cost[held].tolist() for name, cost in constraints.costs.items()}, (shapes[:, held], most)
         chosen = next_pack("window", lengths[held].tolist(), room, costs, constraints.limits, padding=part)
         made.append(held[chosen])
         held = np.delete(held, chosen)
+        window = max(WINDOW, 2 * len(chosen))  # or packs of many samples would be chosen from less than one
     return PackGroups(np.concatenate(made), np.cumsum([0, *map(len, made)]))
 
 

@@ -15,8 +15,10 @@ import signal
 import sqlite3
 import subprocess
 import tarfile
+import tempfile
 import time
 import types
+from pathlib import Path
 
 import pytest
 from forking_python import quick_python
@@ -35,7 +37,7 @@ from energon_packing.energon.pack_bytes import field_digests
 from energon_packing.energon.samples import read_media
 from energon_packing.errors import SampleRejected, StoreAway, UserError, be_patient, read_again
 from energon_packing.media.decoding_process import DecodingProcess
-from energon_packing.offline.source import IndexedMedia, PositionedMedia, ShardIndex, TarFiles
+from energon_packing.offline.source import IndexedMedia, PositionedMedia, ShardIndex, TarFiles, has_moved
 
 PLACES = {
     "records": (tarfile.ExFileObject, "read"),
@@ -284,26 +286,53 @@ def test_the_empty_directory_that_a_run_waited_for_is_named_with_what_to_do(tmp_
     (tmp_path / "clips/b/0.jpg").touch()
     store, pauses = SystemFileStore(EPath(tmp_path)), []
     monkeypatch.setattr(errors, "time", types.SimpleNamespace(monotonic=lambda: sum(pauses), sleep=pauses.append))
-    said = r"clips/a/0\.jpg could not be read for 60 s \(/.*/clips/a is empty or gone; mount it, or delete it if"
+    said = r"clips/a/0\.jpg could not be read for 60 s \(/.*/clips/a is empty or gone, or .*; mount it, allow it, or d"
     with be_patient(60.0), pytest.raises(StoreAway, match=said):
         read_media(store, "clips/a/0.jpg")
+    (tmp_path / "clips/c.jpg").symlink_to(tmp_path / "clips/a/c.jpg")
+    assert waits_for(store, lambda store: read_media(store, "clips/c.jpg")) is True
     (tmp_path / "clips/a").rmdir()
     assert waits_for(store, lambda store: read_media(store, "clips/a/0.jpg")) is False
 
 
-def test_a_file_that_is_gone_from_a_directory_that_may_not_be_listed_is_gone(tmp_path, monkeypatch):
-    (tmp_path / "photos").mkdir(mode=0o711)
-    (tmp_path / "photos/b.jpg").touch()
+@pytest.fixture
+def unlistable():
+    """A directory with a directory ``mnt`` of mode 0311 or 0711 that this process may enter but not list."""
+    with tempfile.TemporaryDirectory() as place:
+        Path(place).chmod(0o755)
+        (Path(place) / "mnt").mkdir()
+        (Path(place) / "mnt").chmod(0o711 if os.geteuid() == 0 else 0o311)
+        yield Path(place)
 
-    def refuses(place):  # to root, the kernel does not
-        raise PermissionError(errno.EACCES, "Permission denied", place)
 
-    monkeypatch.setattr(os, "scandir", refuses)
-    assert waits_for(SystemFileStore(EPath(tmp_path)), lambda store: read_media(store, "photos/a.jpg")) is False
-    # Where the directory may be a mount point without its file system, nothing is dropped.
-    assert waits_for(SystemFileStore(EPath(tmp_path)), lambda store: read_media(store, "photos/d/a.jpg")) is True
-    assert waits_for(SystemFileStore(EPath(tmp_path / "photos")), lambda store: read_media(store, "a.jpg")) is True
-    assert waits_for(None, lambda _: read_again("a", (tmp_path / "photos/a.jpg").read_bytes)) is True
+@contextlib.contextmanager
+def as_nobody():
+    """The kernel refuses nothing to root."""
+    own = os.geteuid()
+    try:
+        if own == 0:
+            os.seteuid(65534)
+        yield
+    finally:
+        os.seteuid(own)
+
+
+@pytest.mark.parametrize("linked", [False, True])
+@pytest.mark.parametrize("name", ["a.jpg", "mnt/a.jpg", "mnt/d/a.jpg"])
+def test_media_in_a_directory_that_may_not_be_listed_are_waited_for_and_never_dropped(unlistable, name, linked):
+    """It may be a mount point without its file system."""
+    root = unlistable / "mnt" if name == "a.jpg" else unlistable
+    if linked:
+        root, target = unlistable / "data", root
+        root.mkdir()
+        (root / name.split("/")[0]).symlink_to(target / name.split("/")[0])
+    store = SystemFileStore(EPath(root))
+    with as_nobody():
+        with pytest.raises(PermissionError):
+            os.listdir(unlistable / "mnt")
+        assert waits_for(store, lambda store: read_media(store, name)) is True
+        assert waits_for(None, lambda _: read_again("a", (unlistable / "mnt/a.jpg").read_bytes)) is True
+        assert not has_moved(unlistable / "mnt/data")
 
 
 def test_the_index_of_a_plan_s_media_is_opened_anew_after_an_error(tmp_path, monkeypatch):

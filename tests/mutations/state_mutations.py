@@ -250,26 +250,38 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         trap=192,
-        name="one file that is gone from a directory that may not be listed stops the run",
-        test=STORAGE + "test_a_file_that_is_gone_from_a_directory_that_may_not_be_listed_is_gone",
-        oracle="the file system",
-        edits=(("energon/samples.py", 'return "" if place == own != root else place', "return place"),),
+        name="media in a mount point that may not be listed are dropped while its file system is away",
+        test=STORAGE
+        + "test_media_in_a_directory_that_may_not_be_listed_are_waited_for_and_never_dropped[mnt/a.jpg-False]",
+        oracle="the kernel",
+        edits=(
+            (
+                "energon/samples.py",
+                "    except NotADirectoryError:",
+                "    except (NotADirectoryError, PermissionError):",
+            ),
+        ),
     ),
     Mutation(
         trap=192,
         name="a plan's data below a mount point without its file system count as moved",
         test="tests/offline/test_planned_storage.py::test_a_data_set_below_an_empty_mount_point_has_not_moved",
         oracle="the file system",
-        edits=(("offline/source.py", "left != real and any(left.iterdir())", "left != real"),),
+        edits=(("offline/source.py", "left != real and next(entries, None) is not None", "left != real"),),
     ),
     Mutation(
         trap=192,
         name="nobody says which directory is empty",
         test=STORAGE + "test_the_empty_directory_that_a_run_waited_for_is_named_with_what_to_do",
         oracle="the file system",
-        edits=(
-            ("energon/samples.py", "raise FileNotFoundError(errno.ENOENT, why, error.filename) from error", "raise"),
-        ),
+        edits=(("energon/samples.py", 'why = f"{place} {LOST}"', 'why = f"{error}"'),),
+    ),
+    Mutation(
+        trap=192,
+        name="a link into a mount point without its file system costs its sample",
+        test=STORAGE + "test_the_empty_directory_that_a_run_waited_for_is_named_with_what_to_do",
+        oracle="the file system",
+        edits=(("energon/samples.py", 'why, f"{place}/{os.path.basename(name)}")', "why, error.filename)"),),
     ),
     Mutation(
         trap=192,
@@ -292,7 +304,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         name="a person waits for the data set of a plan that moved",
         test="tests/offline/test_planned_storage.py::test_a_data_set_that_moved_is_named_at_once[polylithic-plan]",
         oracle="the file system",
-        edits=(("offline/source.py", "left != real and any(left.iterdir())", "False"),),
+        edits=(("offline/source.py", "return left != real and next(entries, None) is not None", "return False"),),
     ),
     Mutation(
         trap=203,

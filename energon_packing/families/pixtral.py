@@ -100,7 +100,8 @@ class Pixtral(VisionFamily):
             made["pixel_values"] = torch.cat([one["pixel_values"].flatten() for one in each])
         else:
             made = ask(self.images, raw, images=list(media), **form)
-        planned = [[*plan.size] for plan in plans]
+        patch = self.side // self.merge
+        planned = [[plan.grid[1] * patch, plan.grid[2] * patch] for plan in plans]  # `size` is 0 in rows of before
         if made["image_sizes"].tolist() != planned:
             raise SampleRejected(
                 "media_changed", f"the images became {made['image_sizes'].tolist()} pixels, but {planned} were measured"

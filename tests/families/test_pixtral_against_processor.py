@@ -139,6 +139,20 @@ def test_samples_of_a_pack_are_padded_as_one_call_of_the_processor_pads_them():
             assert not padded[:, :, alone.shape[2] :].any()
 
 
+@pytest.mark.parametrize("name", SMALL)
+def test_images_of_rows_that_were_stored_before_plans_had_a_size_are_taken(name):
+    ours = small(name)
+    measured = [measured for measured, _ in rows(ours, SAMPLES)]
+    plans = [plan for each in measured for plan in each.plans]
+    media = random_pixels(plans, [medium for each in measured for medium in each.media])
+    stored = [dataclasses.replace(plan, size=(0, 0)) for plan in plans]
+    assert torch.equal(
+        ours.family.pixels(stored, media)["image_sizes"], ours.family.pixels(plans, media)["image_sizes"]
+    )
+    with pytest.raises(SampleRejected, match="measured"):
+        ours.family.pixels(plans[::-1], media)
+
+
 def test_a_large_image_of_a_pack_makes_the_bytes_of_the_small_ones_no_more():
     ours = encoder(pixtral(512, 16, 1))
     made = rows(ours, [*[[(32, 48)]] * 20, [], [(512, 480), (32, 32)]])

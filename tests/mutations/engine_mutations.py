@@ -133,6 +133,20 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         trap=202,
+        name="images of rows that an older version stored count as changed",
+        test="tests/families/test_pixtral_against_processor.py::"
+        "test_images_of_rows_that_were_stored_before_plans_had_a_size_are_taken[ministral3]",
+        oracle="the processor",
+        edits=(
+            (
+                "families/pixtral.py",
+                "[[plan.grid[1] * patch, plan.grid[2] * patch] for plan in plans]",
+                "[[*plan.size] for plan in plans]",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=202,
         name="the padded pixels of a pack of the window have no limit",
         test=PADDED + "test_no_pack_online_is_over_the_limit_and_every_sample_is_emitted_once[packing0-None]",
         oracle="the bytes of the tensors",

@@ -125,7 +125,8 @@ def read_media(store: FileStore | None, name: str) -> bytes:
             place = lost_folder(root := str(store.get_path()), str(error.filename or ""))
             if not place or not error.filename:  # the store is there, the file is not
                 raise OSError(errno.ENOENT, str(error)) from error
-            why = f"{place} {LOST}" + "; mount it, allow it, or delete it if it is to stay empty" * (place != root)
+            remedy = "; mount it, allow it, or delete it, or what links to it, if it is to stay empty"
+            why = f"{place} {LOST}" + remedy * (place != os.path.realpath(root))
             raise FileNotFoundError(errno.ENOENT, why, f"{place}/{os.path.basename(name)}") from error
 
     data, _ = read_again(f"{store.get_path()}: {name}", read, functools.partial(forget_open_tars, store))
@@ -141,9 +142,9 @@ def lost_folder(root: str, file: str = "") -> str:
     """Returns what is left of a file's path, down to the root of its store here, if it may be a mount point without its
     file system: an empty directory, one that is gone, as behind a dangling link, or one that may not be listed; else an
     empty text."""
-    path = os.path.join(root, file) if root else os.devnull
-    place = os.path.dirname(os.path.realpath(path) if os.path.islink(path) else path)
-    while root and place.startswith(root) and place != root and not os.path.lexists(place):
+    top = os.path.realpath(root)
+    place = os.path.dirname(os.path.realpath(os.path.join(root, file or "-")))
+    while place.startswith(f"{top}/") and not os.path.lexists(place):
         place = os.path.dirname(place)
     try:
         with os.scandir(place) as entries:

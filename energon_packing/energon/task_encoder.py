@@ -54,8 +54,8 @@ from energon_packing.families.geometry import MOST_PATCHES
 from energon_packing.ledger import ChangedSample, Ledger
 from energon_packing.packing.balance import pack_cost, serpentine_order
 from energon_packing.packing.constraints import Constraints, PackLimits, Size
-from energon_packing.packing.online import next_pack, within_padding
-from energon_packing.packing.whole_list import pack_lengths_flat
+from energon_packing.packing.online import next_pack
+from energon_packing.packing.whole_list import pack_lengths_flat, within_padding
 from energon_packing.thd.alignment import check_multiple
 from energon_packing.thd.assembly import visible_order
 

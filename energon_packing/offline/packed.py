@@ -28,7 +28,7 @@ from energon_packing.offline.loader import PlannedLoader, loader_of
 from energon_packing.offline.packs import Passes, PositionedPacks
 from energon_packing.offline.plan import Plan
 from energon_packing.offline.shards import DamagedBytes, ShardFile
-from energon_packing.offline.source import PositionedMedia, ShardIndex, TarFiles, inside
+from energon_packing.offline.source import PositionedMedia, ShardIndex, TarFiles, check_there, inside
 from energon_packing.remote_files import shown
 from energon_packing.sample_kind import KINDS, AnyRun
 
@@ -157,6 +157,9 @@ class StoredPacks[Record](PositionedPacks):
 
     def __init__(self, packed: Packed, encoder: Any, *, rank: int = 0) -> None:
         super().__init__(encoder, rank=rank, passes=Passes(packed.plan.facts))
+        if (packed.facts.store, packed.facts.media) == ("tokens", "reference"):
+            for dataset in packed.plan.facts.datasets:
+                check_there(Path(dataset.media_root))
         self._packed = packed
         self._firsts = np.asarray(packed.facts.firsts)
 

@@ -25,7 +25,7 @@ from energon_packing.offline.index import OF_PART, Index, IndexedDataset, Indexe
 from energon_packing.offline.order import order_again
 from energon_packing.offline.plan import Plan, PlanFacts, PlannedSample
 from energon_packing.offline.samples import Remeasured
-from energon_packing.offline.source import PositionedMedia, ShardIndex, SourcePart, TarFiles, inside
+from energon_packing.offline.source import PositionedMedia, ShardIndex, SourcePart, TarFiles, check_there, inside
 from energon_packing.packing.constraints import Size, shape_of
 from energon_packing.remote_files import shown
 from energon_packing.sample_kind import KINDS
@@ -207,6 +207,8 @@ class PlannedPacks(PositionedPacks):
 
     def __init__(self, plan: Plan, encoder: Any, *, rank: int = 0) -> None:
         super().__init__(encoder, rank=rank, passes=Passes(plan.facts))
+        for dataset in plan.facts.datasets:
+            check_there(Path(dataset.root))
         self._plan = plan
         self._sources: list[PlannedSource] = []
         self._kind = KINDS.find(plan.facts.kind)

@@ -30,11 +30,10 @@ from energon_packing.offline.plan import PlanFacts, drops_path, written_drops
 from energon_packing.offline.samples import AnyLimits, Drop, Remeasure, Samples, Sizes, Sources, costs, fitting_samples
 from energon_packing.packing.balance import step_efficiency
 from energon_packing.packing.constraints import Constraints
-from energon_packing.packing.online import within_padding
 from energon_packing.packing.partition import PackGroups, check_groups
 from energon_packing.packing.policies.best_fit import pack_limited
 from energon_packing.packing.statistics import lower_bound
-from energon_packing.packing.whole_list import pack_lengths_flat
+from energon_packing.packing.whole_list import pack_lengths_flat, within_padding
 from energon_packing.remote_files import check_local
 from energon_packing.sample_kind import AnyRun, kind_of_config
 
@@ -56,8 +55,11 @@ def packs_of(sizes: Sizes, limits: AnyLimits, config: AnyRun) -> tuple[PackGroup
     else:
         pairs = {name: (cost, constraints.limits[name]) for name, cost in constraints.costs.items()}
         packs = pack_lengths_flat(units, limits.units, policy, constraints=pairs, window=window, seed=seed)
-    packs = within_padding(packs, units, limits.units, constraints, limits.padding([sizes]))
-    return packs, lower_bound(units, limits.units, constraints)
+    bound = lower_bound(units, limits.units, constraints)
+    if padding := limits.padding([sizes]):
+        packs = within_padding(packs, units, limits.units, constraints, padding)
+        bound = max(bound, -(-int(padding[0].prod(axis=0).sum()) // padding[1]))
+    return packs, bound
 
 
 def show_padding(order: np.ndarray, offsets: np.ndarray, sizes: Sizes, multiple: int) -> np.ndarray:

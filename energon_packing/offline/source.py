@@ -4,6 +4,7 @@ from the index that Energon keeps, and the bytes there.
 
 import functools
 import json
+import multiprocessing
 import os
 import os.path
 import re
@@ -162,6 +163,12 @@ def has_moved(root: Path) -> bool:
             return False
 
 
+def check_there(root: Path) -> None:
+    """Raises UserError: a data set has moved, so waiting for it is vain."""
+    if remote_address(root) is None and read_again(root, lambda: has_moved(root)):
+        raise UserError(f"{shown(root)} is not there; restore it, or measure and plan the data set where it is now")
+
+
 class ShardIndex:
     """``.nv-meta`` of the WebDataset at `root`, here or in an object store, opened to read. Raises UserError: it has no
     index that can be read."""
@@ -191,8 +198,8 @@ class ShardIndex:
         """The identifier of a data set's index; a UserError if it cannot be read."""
         file = root / META_DIRECTORY / "index.uuid"
         try:
-            if remote_address(root) is None and read_again(root, lambda: has_moved(root)):  # so waiting is vain
-                raise ValueError(f"{root} is not there")
+            if multiprocessing.parent_process() is None:  # later, it may be a mount that went with its directory
+                check_there(root)
             return metadata_text(root, file.name).strip()
         except (OSError, ValueError) as error:
             raise UserError(f"{shown(file)} cannot be read ({error}); restore it, or run 'energon prepare'") from error

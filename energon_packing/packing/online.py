@@ -13,16 +13,13 @@ to 150 times as long as ``window``.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import compress, islice
 from typing import Any, Literal
 
 import numpy as np
 
 from energon_packing.errors import ConfigError, UserError
-from energon_packing.packing.constraints import Constraints, Padded
-from energon_packing.packing.partition import PackGroups
+from energon_packing.packing.constraints import Padded
 from energon_packing.packing.policies import POLICIES, Number
-from energon_packing.packing.policies.best_fit import WINDOW
 from energon_packing.packing.policies.window import WindowPacker
 from energon_packing.packing.whole_list import pack_lengths
 
@@ -90,26 +87,6 @@ def bound_of(padding: Padded, lengths: np.ndarray) -> tuple[int, int] | None:
 
     high, wide = max(bounds, key=tokens)
     return high, wide
-
-
-def within_padding(
-    packs: PackGroups, lengths: np.ndarray, room: int, constraints: Constraints, padding: Padded | None
-) -> PackGroups:
-    """Packs of a whole list; those over the limit of `padding` are packed again, as by ``window``, and come last."""
-    if padding is None or not len(packs):
-        return packs
-    shapes, most = padding
-    over = [images.sum() * high.max() * wide.max() > most for images, high, wide in (shapes[:, pack] for pack in packs)]
-    made = [pack for pack, again in zip(packs, over, strict=True) if not again]
-    waiting, held = iter(sorted(at for pack in compress(packs, over) for at in pack.tolist())), np.zeros(0, np.int64)
-    window = WINDOW
-    while (held := np.array([*held, *islice(waiting, max(window - held.size, 0))], dtype=np.int64)).size:
-        costs, part = {name: cost[held].tolist() for name, cost in constraints.costs.items()}, (shapes[:, held], most)
-        chosen = next_pack("window", lengths[held].tolist(), room, costs, constraints.limits, padding=part)
-        made.append(held[chosen])
-        held = np.delete(held, chosen)
-        window = max(WINDOW, 2 * len(chosen))  # or packs of many samples would be chosen from less than one
-    return PackGroups(np.concatenate(made), np.cumsum([0, *map(len, made)]))
 
 
 def pack_stream[Sample](

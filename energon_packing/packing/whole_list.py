@@ -1,16 +1,21 @@
 """`pack_lengths`: packs a whole list of samples with any policy and checks the result."""
 
+import math
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from typing import Literal
 
 import numpy as np
 
 from energon_packing.errors import ConfigError, UserError
-from energon_packing.packing.constraints import Constraints
+from energon_packing.packing.constraints import Constraints, Padded
 from energon_packing.packing.partition import PackGroups, check_groups, flatten
 from energon_packing.packing.policies import Policy, get_policy
+from energon_packing.packing.policies.best_fit import pack_limited
 
 Oversize = Literal["raise", "drop", "truncate", "split"]
+LOOK_AHEAD = 64
+"""Samples that may be left for later packs while a pack of samples with images is filled."""
 
 
 def pack_lengths(
@@ -79,6 +84,73 @@ def pack_lengths_flat(
         flat, starts = flatten(groups)
         groups = PackGroups(flat, np.append(starts, flat.size))
     return groups if kept is None else PackGroups(kept[groups.order], groups.offsets)
+
+
+def within_padding(
+    packs: PackGroups, lengths: np.ndarray, room: int, constraints: Constraints, padding: Padded | None
+) -> PackGroups:
+    """Packs of a whole list; where one is over the limit of `padding`, all or those over it are made anew, whichever
+    gives fewer packs. Arguments as for `pack_lengths_flat`, with costs that are integers; samples fit alone."""
+    shapes, most = padding or (np.zeros((3, 0), dtype=np.int64), 0)
+    each_pack = (shapes[:, pack] for pack in packs) if padding else ()
+    over = [images.sum() * high.max() * wide.max() > most for images, high, wide in each_pack]
+    if not any(over):
+        return packs
+    kept = [pack for pack, again in zip(packs, over, strict=True) if not again]
+    some, anew = np.sort(np.concatenate([*compress(packs, over)])), (lengths, room, constraints, shapes, most)
+    # Neighbours in height need least room for padding; where other limits are scarcer, a mixture fills packs better.
+    parts = ([*kept, *_made_anew(some, *anew, by_height=each)] for each in (True, False))
+    made = min(*parts, _made_anew(np.arange(lengths.size), *anew, by_height=True), key=len)
+    made.sort(key=lambda pack: int(pack[0]))
+    return PackGroups(np.concatenate(made), np.cumsum([0, *map(len, made)]))
+
+
+def _made_anew(
+    part: np.ndarray,
+    lengths: np.ndarray,
+    room: int,
+    constraints: Constraints,
+    shapes: np.ndarray,
+    most: int,
+    *,
+    by_height: bool,
+) -> list[np.ndarray]:
+    """Packs of the samples `part`: of images first, and texts fill what is left."""
+    constraints, shapes, columns = constraints.take(part), shapes[:, part], [lengths[part]]
+    columns += constraints.costs.values()
+    order = np.lexsort(shapes[:0:-1] * by_height)
+    shelves = _shelves(order[shapes[0][order] > 0], columns, [room, *constraints.limits.values()], shapes, most)
+    blocks = [*map(np.array, shelves), *np.flatnonzero(shapes[0] == 0)[:, None]]
+    starts, order = np.cumsum([0, *map(len, blocks[:-1])]), np.concatenate(blocks)
+    tokens, *sums = (np.add.reduceat(column[order], starts) for column in columns)
+    costs = {**dict(zip(constraints.costs, sums, strict=True)), "shelves": np.arange(len(blocks)) < len(shelves)}
+    limited = Constraints(costs=costs, limits={**constraints.limits, "shelves": 1})
+    return [part[np.sort(np.concatenate([blocks[at] for at in pack]))] for pack in pack_limited(tokens, room, limited)]
+
+
+def _shelves(
+    samples: np.ndarray, columns: Sequence[np.ndarray], bounds: Sequence[float], shapes: np.ndarray, most: int
+) -> list[list[int]]:
+    """Packs of samples with images, from the last to the first."""
+    rows, (images, heights, widths) = np.stack(columns, axis=1).tolist(), shapes.tolist()
+    waiting: list[int] = samples.tolist()
+    made = []
+    while waiting:
+        pack: list[int] = []
+        later: list[int] = []
+        free, count, high, wide = bounds, 0, 0, 0
+        while waiting and len(later) < LOOK_AHEAD:
+            at = waiting.pop()
+            after = [room - cost for room, cost in zip(free, rows[at], strict=True)]
+            size = count + images[at], max(high, heights[at]), max(wide, widths[at])
+            if not pack or (math.prod(size) <= most and min(after) >= 0):
+                pack.append(at)
+                free, (count, high, wide) = after, size
+            else:
+                later.append(at)
+        waiting += later[::-1]
+        made.append(pack)
+    return made
 
 
 def _as_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:

@@ -295,6 +295,16 @@ def test_the_empty_directory_that_a_run_waited_for_is_named_with_what_to_do(tmp_
     assert waits_for(store, lambda store: read_media(store, "clips/a/0.jpg")) is False
 
 
+@pytest.mark.parametrize("named", ["data", "linked"])
+@pytest.mark.parametrize(("target", "away"), [("data_store/a.jpg", True), ("data/gone/a.jpg", False)])
+def test_a_dangling_link_is_judged_by_where_it_points_whatever_the_root_is_named(tmp_path, named, target, away):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/b.jpg").touch()
+    (tmp_path / "linked").symlink_to(tmp_path / "data")
+    (tmp_path / "data/a.jpg").symlink_to(tmp_path / target)
+    assert waits_for(SystemFileStore(EPath(tmp_path / named)), lambda store: read_media(store, "a.jpg")) is away
+
+
 @pytest.fixture
 def unlistable():
     """A directory with a directory ``mnt`` of mode 0311 or 0711 that this process may enter but not list."""

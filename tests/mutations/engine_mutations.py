@@ -179,7 +179,7 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "offline/planner.py",
-                "packs = within_padding(packs, units, limits.units, constraints, limits.padding([sizes]))",
+                "packs = within_padding(packs, units, limits.units, constraints, padding)",
                 "pass",
             ),
         ),
@@ -191,6 +191,13 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
         "test_tall_images_and_wide_ones_that_would_pad_each_other_are_in_packs_of_their_own",
         oracle="the definition",
         edits=(("packing/online.py", "(shapes[1] <= bound[0]) & (shapes[2] <= bound[1])", "shapes[1] <= bound[0]"),),
+    ),
+    Mutation(
+        trap=202,
+        name="texts stay where they are when the images of a plan are parted",
+        test="tests/packing/test_padding_limit.py::test_texts_fill_the_packs_whose_images_were_parted",
+        oracle="the sum of the lengths",
+        edits=(("packing/whole_list.py", "made = min(*parts, _made_anew", "made = min(*parts, *[] and _made_anew"),),
     ),
     Mutation(
         trap=202,

@@ -237,9 +237,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         name="media below a mount point in their store count as gone",
         test=STORAGE + "test_media_below_an_empty_mount_point_or_a_link_to_nowhere_are_waited_for[videos/a/b.mp4-True]",
         oracle="the file system",
-        edits=(
-            ("energon/samples.py", "os.path.join(root, file) if root else", "os.path.join(root, 'a') if root else"),
-        ),
+        edits=(("energon/samples.py", 'os.path.join(root, file or "-")', 'os.path.join(root, "-")'),),
     ),
     Mutation(
         trap=192,
@@ -275,6 +273,22 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         test=STORAGE + "test_the_empty_directory_that_a_run_waited_for_is_named_with_what_to_do",
         oracle="the file system",
         edits=(("energon/samples.py", 'why = f"{place} {LOST}"', 'why = f"{error}"'),),
+    ),
+    Mutation(
+        trap=192,
+        name="a storage whose name begins with the root's is a directory below it",
+        test=STORAGE
+        + "test_a_dangling_link_is_judged_by_where_it_points_whatever_the_root_is_named[data_store/a.jpg-True-data]",
+        oracle="the file system",
+        edits=(("energon/samples.py", 'place.startswith(f"{top}/")', "place.startswith(top)"),),
+    ),
+    Mutation(
+        trap=192,
+        name="a mount point that goes with its mount ends the run at once",
+        test="tests/offline/test_planned_storage.py::"
+        "test_a_mount_point_that_goes_with_its_mount_is_waited_for_once_the_run_has_begun[polylithic-plan]",
+        oracle="the file system",
+        edits=(("offline/source.py", "if multiprocessing.parent_process() is None:", "if True:"),),
     ),
     Mutation(
         trap=192,

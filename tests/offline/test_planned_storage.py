@@ -80,9 +80,24 @@ def test_a_data_set_that_moved_is_named_at_once(dataset, run_of, tmp_path, monke
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=str(tmp_path / "packed")))
     (tmp_path / "here").rename(tmp_path / "there")
     storage = Storage(monkeypatch, [], away)
-    with pytest.raises(UserError, match=r"here/data/.* cannot be read \(/.*/here/data/?.* is not there\); restore it"):
+    with pytest.raises(UserError, match=r"here/data/?[a-z]* is not there; restore it, or measure"):
         list(open_loader(config))
     assert not storage.pauses
+
+
+@pytest.mark.parametrize("kind", ["plan", "packs"])
+def test_a_mount_point_that_goes_with_its_mount_is_waited_for_once_the_run_has_begun(dataset, run_of, tmp_path, kind):
+    data = tmp_path / "here" / "data"
+    shutil.copytree(dataset, data)
+    config = planned(run_of(data, seq_length=1024), data, tmp_path)
+    if kind == "packs":
+        pack(PackConfig(plan=Path(config.data.path), out=tmp_path / "packed", workers=0))
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=str(tmp_path / "packed")))
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, storage_patience=1.0, workers=1))
+    loader = open_loader(config)
+    (tmp_path / "here").rename(tmp_path / "there")
+    with pytest.raises(StoreAway, match=r"could not be read for \d+ s \(No such file"):
+        list(loader)
 
 
 def test_a_data_set_below_an_empty_mount_point_has_not_moved(tmp_path):

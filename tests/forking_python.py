@@ -34,6 +34,7 @@ CLIENT = r"""#!{python} -IS
 import json, os, signal, socket, sys
 from array import array
 words = json.dumps({{"words": sys.argv[1:], "environment": dict(os.environ), "folder": os.getcwd()}}).encode()
+signal.pthread_sigmask(signal.SIG_BLOCK, {forwarded})  # until the child has begun, to which they go
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
 server.sendmsg([len(words).to_bytes(8, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [0, 1, 2]))])
@@ -42,6 +43,7 @@ lines = server.makefile()
 child = int(lines.readline())
 for number in {forwarded}:
     signal.signal(number, lambda number, _: os.kill(child, number))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {forwarded})
 status = int(lines.readline() or -signal.SIGKILL)
 if status < 0:
     if -status != signal.SIGKILL:

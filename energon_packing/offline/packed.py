@@ -158,8 +158,9 @@ class StoredPacks[Record](PositionedPacks):
     def __init__(self, packed: Packed, encoder: Any, *, rank: int = 0) -> None:
         super().__init__(encoder, rank=rank, passes=Passes(packed.plan.facts))
         if (packed.facts.store, packed.facts.media) == ("tokens", "reference"):
-            for dataset in packed.plan.facts.datasets:
-                check_there(Path(dataset.media_root))
+            for each in packed.plan.facts.datasets:
+                if each.media_root != each.root:  # else it may be of texts alone, of which nothing is read
+                    check_there(Path(each.media_root))
         self._packed = packed
         self._firsts = np.asarray(packed.facts.firsts)
 

@@ -208,7 +208,8 @@ class PlannedPacks(PositionedPacks):
     def __init__(self, plan: Plan, encoder: Any, *, rank: int = 0) -> None:
         super().__init__(encoder, rank=rank, passes=Passes(plan.facts))
         for dataset in plan.facts.datasets:
-            check_there(Path(dataset.root))
+            for root in {dataset.root, dataset.media_root}:
+                check_there(Path(root))
         self._plan = plan
         self._sources: list[PlannedSource] = []
         self._kind = KINDS.find(plan.facts.kind)

@@ -316,7 +316,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=203,
         name="a person waits for the data set of a plan that moved",
-        test="tests/offline/test_planned_storage.py::test_a_data_set_that_moved_is_named_at_once[polylithic-plan]",
+        test="tests/offline/test_planned_storage.py::test_a_data_set_that_moved_is_named_at_once[polylithic-plan-.-0]",
         oracle="the file system",
         edits=(("offline/source.py", "return left != real and next(entries, None) is not None", "return False"),),
     ),

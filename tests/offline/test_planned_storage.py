@@ -15,6 +15,7 @@ from support.storage import Storage
 from test_planned_loader import digests, planned
 
 from energon_packing.cli.main import cli
+from energon_packing.convert import ConvertConfig, convert
 from energon_packing.errors import StoreAway, UserError
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.pack import PackConfig, pack
@@ -70,19 +71,35 @@ def test_what_is_away_when_it_is_opened_is_waited_for(dataset, run_of, tmp_path,
     assert capfd.readouterr().err.count("waiting up to 300 s") == 1
 
 
-@pytest.mark.parametrize("kind", ["plan", "packs"])
-def test_a_data_set_that_moved_is_named_at_once(dataset, run_of, tmp_path, monkeypatch, kind):
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("kind", "moved"), [("plan", "."), ("plan", "data/media"), ("packs", "."), ("packs", "data/media")]
+)
+def test_a_data_set_that_moved_is_named_at_once(dataset, run_of, tmp_path, monkeypatch, kind, moved, workers):
     data = tmp_path / "here" / "data"
     shutil.copytree(dataset, data)
     config = planned(run_of(data, seq_length=1024), data, tmp_path)
     if kind == "packs":
         pack(PackConfig(plan=Path(config.data.path), out=tmp_path / "packed", workers=0))
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=str(tmp_path / "packed")))
-    (tmp_path / "here").rename(tmp_path / "there")
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, workers=workers))
+    (tmp_path / "here" / moved).rename(tmp_path / "there")
     storage = Storage(monkeypatch, [], away)
     with pytest.raises(UserError, match=r"here/data/?[a-z]* is not there; restore it, or measure"):
         list(open_loader(config))
     assert not storage.pauses
+
+
+def test_packs_of_texts_do_not_need_their_data_set(run_of, tmp_path):
+    turns = '{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}'
+    (tmp_path / "chats.jsonl").write_text(f'{{"messages": [{turns}]}}')
+    texts = tmp_path / "texts"
+    convert(ConvertConfig(sources=(tmp_path / "chats.jsonl",), out=texts, split={"train": 1.0}, workers=0))
+    config = planned(run_of(texts), texts, tmp_path)
+    pack(PackConfig(plan=Path(config.data.path), out=tmp_path / "packed", workers=0))
+    texts.rename(tmp_path / "gone")
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=str(tmp_path / "packed")))
+    assert list(open_loader(config))
 
 
 @pytest.mark.parametrize("kind", ["plan", "packs"])

@@ -144,7 +144,7 @@ def lost_folder(root: str, file: str = "") -> str:
     empty text."""
     top = os.path.realpath(root)
     place = os.path.dirname(os.path.realpath(os.path.join(root, file or "-")))
-    while place.startswith(f"{top}/") and not os.path.lexists(place):
+    while place.startswith(os.path.join(top, "")) and not os.path.lexists(place):
         place = os.path.dirname(place)
     try:
         with os.scandir(place) as entries:

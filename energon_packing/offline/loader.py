@@ -22,6 +22,7 @@ from energon_packing.offline.index import differing_lengths, pair_counts
 from energon_packing.offline.measure import measuring_fingerprint
 from energon_packing.offline.packs import PlannedPacks, PositionedPacks
 from energon_packing.offline.plan import Plan
+from energon_packing.offline.source import check_there
 from energon_packing.sample_kind import KINDS, AnyRun, kind_of_config
 
 STATE_FORMAT = "energon_packing plan 1"
@@ -232,8 +233,10 @@ def loader_of(
         )
     encoder = kind.task_encoder(config) if task_encoder is None else task_encoder
     check_plan(plan, config, encoder, split, free)
+    packs = packs_of(encoder, rank)
+    check_there(packs.roots())
     return PlannedLoader(
-        packs_of(encoder, rank),
+        packs,
         rank=rank,
         world_size=world_size,
         workers=config.data.workers if workers is None else workers,

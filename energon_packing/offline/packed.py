@@ -157,15 +157,17 @@ class StoredPacks[Record](PositionedPacks):
 
     def __init__(self, packed: Packed, encoder: Any, *, rank: int = 0) -> None:
         super().__init__(encoder, rank=rank, passes=Passes(packed.plan.facts))
-        if (packed.facts.store, packed.facts.media) == ("tokens", "reference"):
-            for each in packed.plan.facts.datasets:
-                if each.media_root != each.root:  # else it may be of texts alone, of which nothing is read
-                    check_there(Path(each.media_root))
         self._packed = packed
         self._firsts = np.asarray(packed.facts.firsts)
 
     def __len__(self) -> int:
         return self._packed.facts.packs
+
+    def roots(self) -> list[str]:
+        if (self._packed.facts.store, self._packed.facts.media) != ("tokens", "reference"):
+            return []
+        # Media among the records: the data set may be of texts alone, of which nothing is read.
+        return [each.media_root for each in self._packed.plan.facts.datasets if each.media_root != each.root]
 
     def __getitem__(self, position: int) -> Pack:
         try:
@@ -213,6 +215,8 @@ class StoredPacks[Record](PositionedPacks):
         root = Path(dataset.media_root)
         copied = media_path(self._packed.directory, self._shard_of(number))
         if any(file.shard >= 0 for file in sample.files) and sample.dataset not in self._compared:
+            if dataset.media_root not in self.roots():
+                check_there([dataset.media_root])
             if ShardIndex.uuid_of(root) != self._packed.facts.media_uuids[sample.dataset]:
                 raise UserError(
                     f"{shown(root)} changed since {self._packed.directory} was packed with --media reference (it has "

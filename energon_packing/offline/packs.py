@@ -25,7 +25,7 @@ from energon_packing.offline.index import OF_PART, Index, IndexedDataset, Indexe
 from energon_packing.offline.order import order_again
 from energon_packing.offline.plan import Plan, PlanFacts, PlannedSample
 from energon_packing.offline.samples import Remeasured
-from energon_packing.offline.source import PositionedMedia, ShardIndex, SourcePart, TarFiles, check_there, inside
+from energon_packing.offline.source import PositionedMedia, ShardIndex, SourcePart, TarFiles, inside
 from energon_packing.packing.constraints import Size, shape_of
 from energon_packing.remote_files import shown
 from energon_packing.sample_kind import KINDS
@@ -91,6 +91,10 @@ class PositionedPacks(torch.utils.data.Dataset[Pack], ABC):
     @abstractmethod
     def __len__(self) -> int:
         """Number of packs."""
+
+    def roots(self) -> list[str]:
+        """Directories and addresses of the data sets that every run reads."""
+        return []
 
     @abstractmethod
     def _open(self) -> None:
@@ -207,9 +211,6 @@ class PlannedPacks(PositionedPacks):
 
     def __init__(self, plan: Plan, encoder: Any, *, rank: int = 0) -> None:
         super().__init__(encoder, rank=rank, passes=Passes(plan.facts))
-        for dataset in plan.facts.datasets:
-            for root in {dataset.root, dataset.media_root}:
-                check_there(Path(root))
         self._plan = plan
         self._sources: list[PlannedSource] = []
         self._kind = KINDS.find(plan.facts.kind)
@@ -221,6 +222,9 @@ class PlannedPacks(PositionedPacks):
 
     def __len__(self) -> int:
         return len(self._plan)
+
+    def roots(self) -> list[str]:
+        return [root for each in self._plan.facts.datasets for root in (each.root, each.media_root)]
 
     def _open(self) -> None:
         files = TarFiles()

@@ -57,7 +57,7 @@ def packs_of(sizes: Sizes, limits: AnyLimits, config: AnyRun) -> tuple[PackGroup
         packs = pack_lengths_flat(units, limits.units, policy, constraints=pairs, window=window, seed=seed)
     bound = lower_bound(units, limits.units, constraints)
     if padding := limits.padding([sizes]):
-        packs = within_padding(packs, units, limits.units, constraints, padding)
+        packs = within_padding(packs, units, limits.units, constraints, padding, policy=policy)
         bound = max(bound, -(-int(padding[0].prod(axis=0).sum()) // padding[1]))
     return packs, bound
 

@@ -4,14 +4,13 @@ from the index that Energon keeps, and the bytes there.
 
 import functools
 import json
-import multiprocessing
 import os
 import os.path
 import re
 import sqlite3
 import tempfile
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -163,10 +162,11 @@ def has_moved(root: Path) -> bool:
             return False
 
 
-def check_there(root: Path) -> None:
+def check_there(roots: Iterable[str]) -> None:
     """Raises UserError: a data set has moved, so waiting for it is vain."""
-    if remote_address(root) is None and read_again(root, lambda: has_moved(root)):
-        raise UserError(f"{shown(root)} is not there; restore it, or measure and plan the data set where it is now")
+    for root in map(Path, dict.fromkeys(roots)):
+        if remote_address(root) is None and read_again(root, functools.partial(has_moved, root)):
+            raise UserError(f"{shown(root)} is not there; restore it, or measure and plan the data set where it is now")
 
 
 class ShardIndex:
@@ -198,8 +198,6 @@ class ShardIndex:
         """The identifier of a data set's index; a UserError if it cannot be read."""
         file = root / META_DIRECTORY / "index.uuid"
         try:
-            if multiprocessing.parent_process() is None:  # later, it may be a mount that went with its directory
-                check_there(root)
             return metadata_text(root, file.name).strip()
         except (OSError, ValueError) as error:
             raise UserError(f"{shown(file)} cannot be read ({error}); restore it, or run 'energon prepare'") from error

@@ -87,22 +87,35 @@ def pack_lengths_flat(
 
 
 def within_padding(
-    packs: PackGroups, lengths: np.ndarray, room: int, constraints: Constraints, padding: Padded | None
+    packs: PackGroups,
+    lengths: np.ndarray,
+    room: int,
+    constraints: Constraints,
+    padding: Padded | None,
+    *,
+    policy: str = "best_fit",
 ) -> PackGroups:
-    """Packs of a whole list; where one is over the limit of `padding`, all or those over it are made anew, whichever
-    gives fewer packs. Arguments as for `pack_lengths_flat`, with costs that are integers; samples fit alone."""
-    shapes, most = padding or (np.zeros((3, 0), dtype=np.int64), 0)
-    each_pack = (shapes[:, pack] for pack in packs) if padding else ()
+    """Packs of a whole list; where one is over the limit of `padding`, those over it are made anew. All are if `policy`
+    keeps no order of its own and that gives fewer packs. Arguments as for `pack_lengths_flat`, with costs that are
+    integers; samples fit alone."""
+    if padding is None:
+        return packs
+    shapes, most = padding
+    each_pack = (shapes[:, pack] for pack in packs)
     over = [images.sum() * high.max() * wide.max() > most for images, high, wide in each_pack]
     if not any(over):
         return packs
     kept = [pack for pack, again in zip(packs, over, strict=True) if not again]
     some, anew = np.sort(np.concatenate([*compress(packs, over)])), (lengths, room, constraints, shapes, most)
     # Neighbours in height need least room for padding; where other limits are scarcer, a mixture fills packs better.
-    parts = ([*kept, *_made_anew(some, *anew, by_height=each)] for each in (True, False))
-    made = min(*parts, _made_anew(np.arange(lengths.size), *anew, by_height=True), key=len)
+    found = [[*kept, *_made_anew(some, *anew, by_height=each)] for each in (True, False)]
+    if policy == "best_fit":
+        found.append(_made_anew(np.arange(lengths.size), *anew, by_height=True))
+    made = min(found, key=len)
     made.sort(key=lambda pack: int(pack[0]))
-    return PackGroups(np.concatenate(made), np.cumsum([0, *map(len, made)]))
+    groups = PackGroups(np.concatenate(made), np.cumsum([0, *map(len, made)]))
+    check_groups(groups, lengths, room, constraints)
+    return groups
 
 
 def _made_anew(

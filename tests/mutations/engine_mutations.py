@@ -179,7 +179,7 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "offline/planner.py",
-                "packs = within_padding(packs, units, limits.units, constraints, padding)",
+                "packs = within_padding(packs, units, limits.units, constraints, padding, policy=policy)",
                 "pass",
             ),
         ),
@@ -197,7 +197,15 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
         name="texts stay where they are when the images of a plan are parted",
         test="tests/packing/test_padding_limit.py::test_texts_fill_the_packs_whose_images_were_parted",
         oracle="the sum of the lengths",
-        edits=(("packing/whole_list.py", "made = min(*parts, _made_anew", "made = min(*parts, *[] and _made_anew"),),
+        edits=(("packing/whole_list.py", 'if policy == "best_fit":', "if False:"),),
+    ),
+    Mutation(
+        trap=202,
+        name="one pack over the limit of padded pixels replaces all packs of a policy that keeps an order",
+        test="tests/packing/test_padding_limit.py::"
+        "test_a_policy_that_keeps_an_order_keeps_the_packs_that_are_within_the_limit[next_fit]",
+        oracle="the packs of the policy",
+        edits=(("packing/whole_list.py", 'if policy == "best_fit":', "if True:"),),
     ),
     Mutation(
         trap=202,

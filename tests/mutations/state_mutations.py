@@ -280,15 +280,42 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         test=STORAGE
         + "test_a_dangling_link_is_judged_by_where_it_points_whatever_the_root_is_named[data_store/a.jpg-True-data]",
         oracle="the file system",
-        edits=(("energon/samples.py", 'place.startswith(f"{top}/")', "place.startswith(top)"),),
+        edits=(("energon/samples.py", 'place.startswith(os.path.join(top, ""))', "place.startswith(top)"),),
     ),
     Mutation(
         trap=192,
         name="a mount point that goes with its mount ends the run at once",
         test="tests/offline/test_planned_storage.py::"
-        "test_a_mount_point_that_goes_with_its_mount_is_waited_for_once_the_run_has_begun[polylithic-plan]",
+        "test_a_mount_point_that_goes_with_its_mount_is_waited_for_once_the_run_has_begun[polylithic-plan-0]",
         oracle="the file system",
-        edits=(("offline/source.py", "if multiprocessing.parent_process() is None:", "if True:"),),
+        edits=(
+            (
+                "offline/source.py",
+                "            return metadata_text(root, file.name)",
+                "            check_there([str(root)])\n            return metadata_text(root, file.name)",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=192,
+        name="packs that hold their media wait for a data set that they never read",
+        test="tests/offline/test_planned_storage.py::"
+        "test_packs_with_their_media_do_not_need_their_data_set_not_even_to_be_packed_again[polylithic-copy]",
+        oracle="the packs of before",
+        edits=(
+            (
+                "offline/packed.py",
+                '!= ("tokens", "reference"):\n            return []',
+                '== ("", ""):\n            return []',
+            ),
+        ),
+    ),
+    Mutation(
+        trap=203,
+        name="a person waits for the media that packs refer to and that moved",
+        test="tests/offline/test_planned_storage.py::test_a_data_set_that_moved_is_named_at_once[polylithic-packs-.-0]",
+        oracle="the file system",
+        edits=(("offline/loader.py", "    check_there(packs.roots())\n", ""),),
     ),
     Mutation(
         trap=192,

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -26,14 +27,21 @@ def away() -> OSError:
     return OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
 
+def run_on(
+    kind: str, config: Any, tmp_path: Path, *, media: Any = "reference", store: Any = "tokens", **data: Any
+) -> Any:
+    """The configuration of a run on a plan, or on the packs of it, with other settings of `data`."""
+    if kind == "packs":
+        pack(PackConfig(plan=Path(config.data.path), out=tmp_path / "packed", media=media, store=store, workers=0))
+        data["path"] = str(tmp_path / "packed")
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, **data))
+
+
 @pytest.mark.parametrize("kind", ["plan", "packs"])
 def test_a_storage_that_pauses_changes_no_pack_and_one_that_stays_away_is_a_sentence(
     dataset, run_of, tmp_path, monkeypatch, capfd, kind
 ):
-    config = planned(run_of(dataset, seq_length=1024), dataset, tmp_path)
-    if kind == "packs":
-        pack(PackConfig(plan=Path(config.data.path), out=tmp_path / "packed", workers=0))
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=str(tmp_path / "packed")))
+    config = run_on(kind, planned(run_of(dataset, seq_length=1024), dataset, tmp_path), tmp_path)
     expected = digests(open_loader(config))
     places = [(os, "pread"), (os, "preadv")]
     with monkeypatch.context() as patch:
@@ -60,10 +68,7 @@ def test_a_storage_that_pauses_changes_no_pack_and_one_that_stays_away_is_a_sent
     ],
 )
 def test_what_is_away_when_it_is_opened_is_waited_for(dataset, run_of, tmp_path, monkeypatch, capfd, kind, place):
-    config = planned(run_of(dataset, seq_length=1024), dataset, tmp_path)
-    if kind == "packs":
-        pack(PackConfig(plan=Path(config.data.path), out=tmp_path / "packed", workers=0))
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=str(tmp_path / "packed")))
+    config = run_on(kind, planned(run_of(dataset, seq_length=1024), dataset, tmp_path), tmp_path)
     storage = Storage(monkeypatch, [place], away, after=1, seconds=60)
     open_loader(config)
     assert storage.failed
@@ -78,11 +83,7 @@ def test_what_is_away_when_it_is_opened_is_waited_for(dataset, run_of, tmp_path,
 def test_a_data_set_that_moved_is_named_at_once(dataset, run_of, tmp_path, monkeypatch, kind, moved, workers):
     data = tmp_path / "here" / "data"
     shutil.copytree(dataset, data)
-    config = planned(run_of(data, seq_length=1024), data, tmp_path)
-    if kind == "packs":
-        pack(PackConfig(plan=Path(config.data.path), out=tmp_path / "packed", workers=0))
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=str(tmp_path / "packed")))
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, workers=workers))
+    config = run_on(kind, planned(run_of(data, seq_length=1024), data, tmp_path), tmp_path, workers=workers)
     (tmp_path / "here" / moved).rename(tmp_path / "there")
     storage = Storage(monkeypatch, [], away)
     with pytest.raises(UserError, match=r"here/data/?[a-z]* is not there; restore it, or measure"):
@@ -95,23 +96,34 @@ def test_packs_of_texts_do_not_need_their_data_set(run_of, tmp_path):
     (tmp_path / "chats.jsonl").write_text(f'{{"messages": [{turns}]}}')
     texts = tmp_path / "texts"
     convert(ConvertConfig(sources=(tmp_path / "chats.jsonl",), out=texts, split={"train": 1.0}, workers=0))
-    config = planned(run_of(texts), texts, tmp_path)
-    pack(PackConfig(plan=Path(config.data.path), out=tmp_path / "packed", workers=0))
+    config = run_on("packs", planned(run_of(texts), texts, tmp_path), tmp_path)
     texts.rename(tmp_path / "gone")
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=str(tmp_path / "packed")))
     assert list(open_loader(config))
 
 
+@pytest.mark.parametrize("kept", [{"media": "copy"}, {"store": "pixels"}], ids=["copy", "pixels"])
+def test_packs_with_their_media_do_not_need_their_data_set_not_even_to_be_packed_again(dataset, run_of, tmp_path, kept):
+    data = tmp_path / "here" / "data"
+    shutil.copytree(dataset, data)
+    on_plan = planned(run_of(data, seq_length=1024), data, tmp_path)
+    config = run_on("packs", on_plan, tmp_path, **kept)
+    expected = digests(open_loader(config))
+    (tmp_path / "here").rename(tmp_path / "there")
+    assert digests(open_loader(run_on("packs", on_plan, tmp_path, **kept))) == expected
+    next((tmp_path / "packed").glob("shard-*")).unlink()
+    with pytest.raises(UserError, match=r"here/data/?[a-z]* is not there; restore it, or measure"):
+        run_on("packs", on_plan, tmp_path, **kept)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("kind", ["plan", "packs"])
-def test_a_mount_point_that_goes_with_its_mount_is_waited_for_once_the_run_has_begun(dataset, run_of, tmp_path, kind):
+def test_a_mount_point_that_goes_with_its_mount_is_waited_for_once_the_run_has_begun(
+    dataset, run_of, tmp_path, kind, workers
+):
     data = tmp_path / "here" / "data"
     shutil.copytree(dataset, data)
     config = planned(run_of(data, seq_length=1024), data, tmp_path)
-    if kind == "packs":
-        pack(PackConfig(plan=Path(config.data.path), out=tmp_path / "packed", workers=0))
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=str(tmp_path / "packed")))
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, storage_patience=1.0, workers=1))
-    loader = open_loader(config)
+    loader = open_loader(run_on(kind, config, tmp_path, storage_patience=1.0, workers=workers))
     (tmp_path / "here").rename(tmp_path / "there")
     with pytest.raises(StoreAway, match=r"could not be read for \d+ s \(No such file"):
         list(loader)

@@ -142,8 +142,12 @@ def lost_folder(root: str, file: str = "") -> str:
     """Returns what is left of a file's path, down to the root of its store here, if it may be a mount point without its
     file system: an empty directory, one that is gone, as behind a dangling link, or one that may not be listed; else an
     empty text."""
-    top = os.path.realpath(root)
-    place = os.path.dirname(os.path.realpath(os.path.join(root, file or "-")))
+    top, left = os.path.realpath(root), os.path.join(os.path.abspath(root), file or "-")
+    place = os.path.dirname(os.path.realpath(left))
+    while os.path.exists(top) and not os.path.lexists(left):
+        left = os.path.dirname(left)
+    if os.path.exists(left):  # else a link that dangles: where it points decides
+        place = os.path.realpath(left)
     while place.startswith(os.path.join(top, "")) and not os.path.lexists(place):
         place = os.path.dirname(place)
     try:

@@ -25,10 +25,10 @@ from energon_packing.errors import ConfigError, PackingError, UserError
 from energon_packing.offline.data_paths import PACKED_FILE
 from energon_packing.offline.files import Count, differing, read_json, write_json
 from energon_packing.offline.loader import PlannedLoader, loader_of
-from energon_packing.offline.packs import Passes, PositionedPacks
+from energon_packing.offline.packs import Passes, PositionedPacks, first_samples
 from energon_packing.offline.plan import Plan
 from energon_packing.offline.shards import DamagedBytes, ShardFile
-from energon_packing.offline.source import PositionedMedia, ShardIndex, TarFiles, check_there, inside
+from energon_packing.offline.source import PositionedMedia, ShardIndex, TarFiles, inside
 from energon_packing.remote_files import shown
 from energon_packing.sample_kind import KINDS, AnyRun
 
@@ -166,8 +166,8 @@ class StoredPacks[Record](PositionedPacks):
     def roots(self) -> list[str]:
         if (self._packed.facts.store, self._packed.facts.media) != ("tokens", "reference"):
             return []
-        # Media among the records: the data set may be of texts alone, of which nothing is read.
-        return [each.media_root for each in self._packed.plan.facts.datasets if each.media_root != each.root]
+        plan = self._packed.plan
+        return [plan.facts.datasets[each.dataset].media_root for each in first_samples(plan) if each.media]
 
     def __getitem__(self, position: int) -> Pack:
         try:
@@ -215,8 +215,6 @@ class StoredPacks[Record](PositionedPacks):
         root = Path(dataset.media_root)
         copied = media_path(self._packed.directory, self._shard_of(number))
         if any(file.shard >= 0 for file in sample.files) and sample.dataset not in self._compared:
-            if dataset.media_root not in self.roots():
-                check_there([dataset.media_root])
             if ShardIndex.uuid_of(root) != self._packed.facts.media_uuids[sample.dataset]:
                 raise UserError(
                     f"{shown(root)} changed since {self._packed.directory} was packed with --media reference (it has "

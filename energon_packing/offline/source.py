@@ -163,9 +163,13 @@ def has_moved(root: Path) -> bool:
 
 
 def check_there(roots: Iterable[str]) -> None:
-    """Raises UserError: a data set has moved, so waiting for it is vain."""
+    """Raises UserError: a data set has moved, so waiting for it is vain, or its place cannot be looked at."""
     for root in map(Path, dict.fromkeys(roots)):
-        if remote_address(root) is None and read_again(root, functools.partial(has_moved, root)):
+        try:
+            moved = remote_address(root) is None and read_again(root, functools.partial(has_moved, root))
+        except OSError as error:
+            raise UserError(f"{shown(root)} cannot be read ({error}); restore it") from error
+        if moved:
             raise UserError(f"{shown(root)} is not there; restore it, or measure and plan the data set where it is now")
 
 
@@ -200,6 +204,7 @@ class ShardIndex:
         try:
             return metadata_text(root, file.name).strip()
         except (OSError, ValueError) as error:
+            check_there([str(root)])
             raise UserError(f"{shown(file)} cannot be read ({error}); restore it, or run 'energon prepare'") from error
 
     def records(self, shard: str) -> Iterator[tuple[str, int | None, int | None]]:

@@ -20,7 +20,6 @@ from energon_packing.offline.packs import PlannedPacks
 from energon_packing.offline.plan import PlannedPack
 from energon_packing.offline.shards import ShardFile
 from energon_packing.offline.shared_work import Progress, WorkersConfig, work_shared
-from energon_packing.offline.source import check_there
 from energon_packing.remote_files import check_local, file_digest
 from energon_packing.sample_kind import KINDS
 from energon_packing.thd.batch import PackedBatch
@@ -175,7 +174,6 @@ class ShardVerifier:
         self._packed = dataclasses.replace(self._packed, plan=copy.copy(self._packed.plan))
         if self._chosen.size:
             self._planned = PlannedPacks(self._packed.plan, self._encoder)
-            check_there(self._planned.roots())
             self._stored = self._kind.stored_packs(self._packed, self._encoder)
 
     def do(self, task: ShardEntry) -> tuple[Finding | None, int]:

@@ -133,12 +133,17 @@ def _made_anew(
     columns += constraints.costs.values()
     order = np.lexsort(shapes[:0:-1] * by_height)
     shelves = _shelves(order[shapes[0][order] > 0], columns, [room, *constraints.limits.values()], shapes, most)
-    blocks = [*map(np.array, shelves), *np.flatnonzero(shapes[0] == 0)[:, None]]
-    starts, order = np.cumsum([0, *map(len, blocks[:-1])]), np.concatenate(blocks)
+    texts = np.flatnonzero(shapes[0] == 0)
+    order = np.concatenate([*map(np.array, shelves), texts])
+    sizes = np.concatenate([np.array([*map(len, shelves)], dtype=np.int64), np.ones_like(texts)])
+    starts = np.cumsum(sizes) - sizes
     tokens, *sums = (np.add.reduceat(column[order], starts) for column in columns)
-    costs = {**dict(zip(constraints.costs, sums, strict=True)), "shelves": np.arange(len(blocks)) < len(shelves)}
-    limited = Constraints(costs=costs, limits={**constraints.limits, "shelves": 1})
-    return [part[np.sort(np.concatenate([blocks[at] for at in pack]))] for pack in pack_limited(tokens, room, limited)]
+    costs = {**dict(zip(constraints.costs, sums, strict=True)), "shelves": np.arange(sizes.size) < len(shelves)}
+    packs = pack_limited(tokens, room, Constraints(costs=costs, limits={**constraints.limits, "shelves": 1}))
+    chosen, sizes = starts[packs.order], sizes[packs.order]
+    stops = np.cumsum(sizes)
+    samples = order[np.arange(order.size) + np.repeat(chosen - stops + sizes, sizes)]
+    return [part[np.sort(pack)] for pack in np.split(samples, stops[packs.offsets[1:-1] - 1])]
 
 
 def _shelves(

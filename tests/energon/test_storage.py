@@ -226,12 +226,14 @@ def waits_for(store, read):
         ("videos/b.mp4", True),
         ("linked/a.jpg", True),
         ("photos/a.jpg", False),
+        ("system/nowhere/a.jpg", False),
         ("a.jpg", False),
     ],
 )
 def test_media_below_an_empty_mount_point_or_a_link_to_nowhere_are_waited_for(tmp_path, name, away):
     (tmp_path / "videos").mkdir()
     (tmp_path / "linked").symlink_to("/nowhere/linked")
+    (tmp_path / "system").symlink_to("/usr")
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos/b.jpg").touch()
     store = SystemFileStore(EPath(tmp_path))

@@ -298,6 +298,28 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         trap=192,
+        name="a record of a linked directory that names no file stops the run",
+        test=STORAGE
+        + "test_media_below_an_empty_mount_point_or_a_link_to_nowhere_are_waited_for[system/nowhere/a.jpg-False]",
+        oracle="the file system",
+        edits=(("energon/samples.py", "    if os.path.exists(left):", "    if False:"),),
+    ),
+    Mutation(
+        trap=192,
+        name="a data set that a plan takes nothing of has to be there",
+        test="tests/offline/test_planned_storage.py::"
+        "test_a_data_set_that_a_plan_takes_nothing_of_may_be_gone[polylithic-plan]",
+        oracle="the packs of before",
+        edits=(
+            (
+                "offline/packs.py",
+                "return [datasets[each.dataset].root for each in samples] + media_roots",
+                "return [each.root for each in datasets] + media_roots",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=192,
         name="packs that hold their media wait for a data set that they never read",
         test="tests/offline/test_planned_storage.py::"
         "test_packs_with_their_media_do_not_need_their_data_set_not_even_to_be_packed_again[polylithic-copy]",

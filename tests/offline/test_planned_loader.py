@@ -26,12 +26,12 @@ from energon_packing.offline.plan import Plan
 from energon_packing.offline.planner import make_plan
 
 
-def planned(run, dataset, folder, **settings):
-    """A run on a plan of the data set, which is made if it is not there."""
+def planned(run, dataset, folder, *, also=(), **settings):
+    """A run on a plan of the data set and others, which is made if it is not there."""
     plan, index = folder / "plan.parquet", folder / "index"
     run = dataclasses.replace(run, plan=PlanConfig(**({"max_data_parallel": 4} | settings)))
     if not plan.exists():
-        measure(MeasureConfig(paths=(Path(dataset),), out=index, workers=0), run)
+        measure(MeasureConfig(paths=(Path(dataset), *also), out=index, workers=0), run)
         encoder = build_task_encoder(dataclasses.replace(run, data=dataclasses.replace(run.data, path=str(dataset))))
         make_plan([index], run, plan, limits=encoder.limits, remeasure=SampleRemeasurer(encoder, [index]))
     return dataclasses.replace(run, data=dataclasses.replace(run.data, path=str(plan)))

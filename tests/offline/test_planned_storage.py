@@ -16,6 +16,7 @@ from support.storage import Storage
 from test_planned_loader import digests, planned
 
 from energon_packing.cli.main import cli
+from energon_packing.config.run import PlannedDatasetConfig
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.errors import StoreAway, UserError
 from energon_packing.offline.open_loader import open_loader
@@ -76,6 +77,7 @@ def test_what_is_away_when_it_is_opened_is_waited_for(dataset, run_of, tmp_path,
     assert capfd.readouterr().err.count("waiting up to 300 s") == 1
 
 
+@pytest.mark.both_layouts
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(
     ("kind", "moved"), [("plan", "."), ("plan", "data/media"), ("packs", "."), ("packs", "data/media")]
@@ -84,6 +86,8 @@ def test_a_data_set_that_moved_is_named_at_once(dataset, run_of, tmp_path, monke
     data = tmp_path / "here" / "data"
     shutil.copytree(dataset, data)
     config = run_on(kind, planned(run_of(data, seq_length=1024), data, tmp_path), tmp_path, workers=workers)
+    if not (tmp_path / "here" / moved).exists():
+        pytest.skip("media among the records")
     (tmp_path / "here" / moved).rename(tmp_path / "there")
     storage = Storage(monkeypatch, [], away)
     with pytest.raises(UserError, match=r"here/data/?[a-z]* is not there; restore it, or measure"):
@@ -91,14 +95,44 @@ def test_a_data_set_that_moved_is_named_at_once(dataset, run_of, tmp_path, monke
     assert not storage.pauses
 
 
-def test_packs_of_texts_do_not_need_their_data_set(run_of, tmp_path):
+@pytest.fixture
+def texts(tmp_path):
     turns = '{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}'
     (tmp_path / "chats.jsonl").write_text(f'{{"messages": [{turns}]}}')
     texts = tmp_path / "texts"
     convert(ConvertConfig(sources=(tmp_path / "chats.jsonl",), out=texts, split={"train": 1.0}, workers=0))
+    return texts
+
+
+def test_packs_of_texts_do_not_need_their_data_set(texts, run_of, tmp_path):
     config = run_on("packs", planned(run_of(texts), texts, tmp_path), tmp_path)
     texts.rename(tmp_path / "gone")
     assert list(open_loader(config))
+
+
+@pytest.mark.parametrize("kind", ["plan", "packs"])
+def test_a_data_set_that_a_plan_takes_nothing_of_may_be_gone(texts, dataset, run_of, tmp_path, kind):
+    other = tmp_path / "here" / "data"
+    shutil.copytree(dataset, other)
+    unused = {str(other): PlannedDatasetConfig(epochs=0)}
+    config = run_on(
+        kind, planned(run_of(texts, seq_length=1024), texts, tmp_path, also=[other], datasets=unused), tmp_path
+    )
+    (tmp_path / "here").rename(tmp_path / "there")
+    assert len(digests(open_loader(config))) == 1
+
+
+@pytest.mark.parametrize("media", ["reference", "copy"])
+def test_data_that_can_not_be_read_when_packs_are_made_are_named_and_not_the_output(dataset, run_of, tmp_path, media):
+    data = tmp_path / "here" / "data"
+    shutil.copytree(dataset, data)
+    config = planned(run_of(data, seq_length=1024), data, tmp_path)
+    shutil.rmtree(data)
+    data.symlink_to(data)  # a loop
+    with pytest.raises(UserError, match=r"here/data\S* cannot be read .*Too many levels of symbolic links"):
+        run_on("packs", config, tmp_path, media=media)
+    with pytest.raises(UserError, match=r"here/data\S* cannot be read .*Too many levels of symbolic links"):
+        open_loader(config)
 
 
 @pytest.mark.parametrize("kept", [{"media": "copy"}, {"store": "pixels"}], ids=["copy", "pixels"])
@@ -115,6 +149,7 @@ def test_packs_with_their_media_do_not_need_their_data_set_not_even_to_be_packed
         run_on("packs", on_plan, tmp_path, **kept)
 
 
+@pytest.mark.both_layouts
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("kind", ["plan", "packs"])
 def test_a_mount_point_that_goes_with_its_mount_is_waited_for_once_the_run_has_begun(

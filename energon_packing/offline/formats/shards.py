@@ -26,7 +26,7 @@ from energon_packing.offline.pack import PackConfig, PackFormat, PackTask
 from energon_packing.offline.packed import DROPS_FILE, PLAN_FILE, PackedFacts, ShardEntry, media_path, shard_path
 from energon_packing.offline.plan import Plan, PlannedPack, PlannedSample, drops_path
 from energon_packing.offline.shards import DamagedBytes, ShardFile, ShardWriter
-from energon_packing.offline.source import ShardIndex, TarFiles, check_there, inside
+from energon_packing.offline.source import ShardIndex, TarFiles, inside
 from energon_packing.sample_kind import KINDS
 
 
@@ -50,8 +50,7 @@ class ShardPacker(PackFormat):
     def __init__(self, plan: Plan, run: Any, config: PackConfig) -> None:
         super().__init__(plan, run, config)
         elsewhere = config.store == "tokens" and config.media == "reference"
-        roots = [each.media_root for each in plan.facts.datasets if elsewhere]
-        check_there(roots)
+        roots = [Path(each.media_root) for each in plan.facts.datasets]
         self.facts = PackedFacts(
             plan=plan.facts.id,
             store=config.store,
@@ -61,7 +60,7 @@ class ShardPacker(PackFormat):
             packs=len(plan),
             padded_rows=getattr(run.packing, "pad_to_max_length", False),
             encoder=KINDS.find(plan.facts.kind).stored_settings(self.encoder.encoder.fingerprint(), config.store),
-            media_uuids=tuple(ShardIndex.uuid_of(Path(root)) for root in roots) or (None,) * len(plan.facts.datasets),
+            media_uuids=tuple(ShardIndex.uuid_of(root) if elsewhere else None for root in roots),
         )
 
     @abstractmethod

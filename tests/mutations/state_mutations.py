@@ -237,7 +237,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         name="media below a mount point in their store count as gone",
         test=STORAGE + "test_media_below_an_empty_mount_point_or_a_link_to_nowhere_are_waited_for[videos/a/b.mp4-True]",
         oracle="the file system",
-        edits=(("energon/samples.py", 'os.path.join(root, file or "-")', 'os.path.join(root, "-")'),),
+        edits=(("energon/samples.py", 'abspath(root), file or "-")', 'abspath(root), "-")'),),
     ),
     Mutation(
         trap=192,

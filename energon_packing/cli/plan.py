@@ -29,6 +29,7 @@ The drops of a plan are beside it, in PLAN.drops.jsonl.
 @click.argument("given", metavar="INDEX...", nargs=-1, required=True, type=PATH)
 @config_options
 @click.option("--out", metavar="PLAN", type=FILE, help="File to write.")
+@click.option("--split", "splits", multiple=True, help="Split to plan, as measured; default: the only one there is.")
 @click.option("--force", is_flag=True, help="Replace an existing plan.")
 @click.option("--diff", is_flag=True, help="Compare two plans instead: give them as arguments.")
 @json_option
@@ -37,6 +38,7 @@ def plan(
     config_path: str | None,
     overrides: tuple[str, ...],
     out: Path | None,
+    splits: tuple[str, ...],
     force: bool,
     diff: bool,
     as_json: bool,
@@ -51,8 +53,8 @@ def plan(
 
         refuse(
             (
-                out is not None or config_path is not None or overrides or force,
-                "--diff reads plans only: use it without --out, --force, --config and --set.",
+                out is not None or config_path is not None or overrides or force or splits,
+                "--diff reads plans only: use it without --out, --force, --split, --config and --set.",
             ),
             (len(given) != 2, f"--diff compares two plans, but {len(given)} are given."),
         )
@@ -67,10 +69,11 @@ def plan(
 
     config = KINDS.find(kind_of(Index.open(given[0]).datasets)).load_run(config_path, overrides)
     limits, remeasure = encoder_parts(config, given)
-    facts = make_plan(given, config, out, limits=limits, remeasure=remeasure, force=force)
+    facts = make_plan(given, config, out, limits=limits, remeasure=remeasure, force=force, splits=splits)
     told = {
         "plan": str(out),
         "id": facts.id,
+        "splits": sorted(facts.splits),
         "epoch_ends": list(facts.epoch_ends),
         "max_data_parallel": facts.max_data_parallel,
         "drops": dict(facts.drops),

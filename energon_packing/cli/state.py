@@ -82,7 +82,8 @@ def convert(
     config = load_config(config_path, overrides)
     left = left_in_epoch(read_states(states), config)
     limits, remeasure = encoder_parts(config, (index,))
-    facts = make_plan((index,), config, out, limits=limits, remeasure=remeasure, force=force, left=left)
+    given: dict[str, Any] = {"limits": limits, "remeasure": remeasure, "splits": (config.data.split,)}
+    facts = make_plan((index,), config, out, **given, force=force, left=left)
     if states_out is not None:
         fingerprint = plan_fingerprint(Plan.open(out), build_task_encoder(config))
         try:

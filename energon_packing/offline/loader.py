@@ -231,7 +231,7 @@ def loader_of(
             f"{plan.path} is a plan of {plan.facts.kind}, but this run reads {kind.name}; name a plan of those."
         )
     encoder = kind.task_encoder(config) if task_encoder is None else task_encoder
-    check_plan(plan, config, encoder, split, free)
+    check_plan(plan, config, encoder, split or config.data.split, free)
     return PlannedLoader(
         packs_of(encoder, rank),
         rank=rank,
@@ -256,15 +256,20 @@ def loader_of(
 
 def check_plan(plan: Plan, config: AnyRun, encoder: Any, split: str | None, free: Collection[str] = ()) -> None:
     """Compares a run with the plan that it is to read, but for the names of the encoder's fingerprint that are `free`;
-    `split` must be the plan's own if it is given. Raises ConfigError: a setting on which the packs depend differs, and
-    both values are named; or the run does not pack."""
+    `split` must be one of the plan's if it is given. Raises ConfigError: a setting on which the packs depend differs,
+    and both values are named; or the run does not pack."""
     if type(encoder) is not KINDS.find(plan.facts.kind).encoder_class:
         raise ConfigError(f"{plan.path} is a plan, which holds packs; {type(encoder).__name__} does not read them.")
-    splits = {dataset.split for dataset in plan.facts.datasets}
-    if split is not None and splits != {split}:
+    if not (splits := plan.facts.splits):
+        held = ", ".join(sorted({dataset.split for dataset in plan.facts.datasets}))
+        raise ConfigError(
+            f"{plan.path} has samples of the splits {held}, and its version did not note which of them was asked for; "
+            "measure again, which measures no sample anew, and plan again; the same samples make the same plan."
+        )
+    if split is not None and split not in splits:
         raise ConfigError(
             f"{plan.path} is a plan of the split {', '.join(sorted(splits))}, not of {split!r}; name a plan of that "
-            "split, or a data set."
+            "split or a data set, or set data.split if its samples are what this run is for."
         )
     if isinstance(config, RunConfig):
         pair_counts(plan.facts.datasets).check(plan.path, config.packing.pairs)

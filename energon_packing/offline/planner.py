@@ -8,7 +8,7 @@ import glob
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -292,11 +292,13 @@ def make_plan(
     remeasure: Remeasure | None = None,
     force: bool = False,
     left: Left | None = None,
+    splits: Collection[str] = (),
 ) -> PlanFacts:
     """Makes a plan of all samples of these indexes.
 
     Args:
         directories: indexes, all measured with the encoder of `config`.
+        splits: of what was measured; none takes the only one that there is.
         out: the plan; its drops are written beside it.
         limits: of a pack; None takes those of `SampleKind.limits`, for which a dummy image is too much.
         remeasure: measures samples again that fit no pack as they are; see `fitting_samples`.
@@ -315,7 +317,7 @@ def make_plan(
         raise UserError(f"{out.parent} is not a directory; make it, or name another file.")
     for file in (out, drops_path(out)):
         remove_leftovers(out.parent, glob.escape(file.name))
-    sources = Sources.open(directories, config)
+    sources = Sources.open(directories, config, splits)
     family = str(sources.indexes[0].fingerprint.get("family", ""))
     limits = limits or kind_of_config(config).limits(config, family)
     samples, drops = fitting_samples(sources, limits, config, remeasure)

@@ -328,7 +328,7 @@ def test_indexes_share_a_plan_unless_their_encoders_differ_or_a_data_set_is_in_b
     make_plan([paths[0], paths[4]], config(), tmp_path / "of_both.parquet")
     with pytest.raises(UserError, match="processor is 'one' in one and 'two' in the other"):
         make_plan([paths[0], paths[2]], config(), tmp_path / "x.parquet")
-    with pytest.raises(UserError, match="is in two of the indexes"):
+    with pytest.raises(UserError, match="hold the same samples, in two of the indexes"):
         make_plan([paths[0], paths[3]], config(), tmp_path / "x.parquet")
 
 

@@ -251,6 +251,11 @@ class Shares:
         return (dropped, read, budget) if over_budget(dropped, read, budget) else None
 
 
+def over_known_budget(dropped: float, total: float, budget: float) -> bool:
+    """Whether more than ``budget`` of all data is dropped, where all are known: no doubt is left, of few or of many."""
+    return dropped > budget * total * (1 + 1e-9)
+
+
 def over_budget(dropped: int, read: int, budget: float, *, looks: int = 1) -> bool:
     """Whether more than ``budget`` of the data is dropped, beyond doubt.
 

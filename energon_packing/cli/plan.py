@@ -120,9 +120,18 @@ def show_summary(result: dict[str, Any]) -> None:
         f"dropped: {', '.join(f'{reason} {count:,}' for reason, count in result['drops'].items()) or 'none'}",
     )
     console = Console()
-    if any(each["per_epoch"] != 1 for each in result["datasets"]):
-        rows = [(each["root"], f"{each['per_epoch']:.4g}") for each in result["datasets"]]
-        console.print(table(rows, left=("data set",), right=("times in an epoch",)))
+    rows = [
+        (
+            each["root"],
+            ", ".join(f"{reason} {count:,}" for reason, count in each["dropped"].items()),
+            *(f"{each[name]:,}" for name in ("samples", "tokens")),
+            f"{each['per_epoch']:.4g}",
+            *("-" if share is None else f"{share:.2%}" for share in (each["share_asked"], each["share_reached"])),
+        )
+        for each in result["datasets"]
+    ]
+    right = ("samples", unit, "per epoch", "share asked", "reached")
+    console.print(table(rows, left=("data set", "dropped"), right=right))
     if result.get("unfinished"):
         say(
             f"ends in the middle of {result['unfinished']}: a run that reads more packs than these is refused; "

@@ -120,6 +120,8 @@ class Blend:
 
     Attributes:
         ends: ``[data sets]`` int64: for each data set, the number of rows of `Samples` up to its end.
+        shares: of each data set, as the plan or its metadataset says.
+        amount: ``[rows]`` what weights count of each row of `Samples`: its tokens, or 1 of each sample.
         repeats: how often each data set occurs in one epoch.
         groups: for each group, the numbers of its data sets, by name of the group.
         samples: what can be packed.
@@ -128,6 +130,8 @@ class Blend:
     """
 
     ends: tuple[int, ...]
+    shares: tuple[Share, ...]
+    amount: np.ndarray
     repeats: tuple[float, ...]
     groups: Mapping[str, tuple[int, ...]]
     samples: Samples
@@ -151,6 +155,8 @@ class Blend:
             groups[group].append(number)
         return cls(
             ends=tuple(ends),
+            shares=tuple(shares),
+            amount=amount,
             repeats=_repeats(shares, amounts),
             groups={name: tuple(numbers) for name, numbers in groups.items()},
             samples=samples,

@@ -7,9 +7,11 @@ an online run's epoch. Figures for readers end it: histogram, fill, balance of s
 import glob
 import hashlib
 import json
+import operator
+import os.path
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ import pyarrow as pa
 
 from energon_packing.config import RunConfig, to_mapping
 from energon_packing.config.setting import marked
-from energon_packing.drops import WISHED, over_budget
+from energon_packing.drops import WISHED, over_known_budget
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline import plan as plan_file
 from energon_packing.offline.blend import Blend, gathered
@@ -92,7 +94,6 @@ class OrderedPacks:
         epoch_ends: for each epoch, the number of packs up to its end.
         costs: ``[packs]`` int64, as `pack_cost`.
         bound: packs that no packer can do without, over all epochs.
-        repeats: ``[data sets]``, how often each occurs in an epoch.
     """
 
     order: np.ndarray
@@ -100,17 +101,14 @@ class OrderedPacks:
     epoch_ends: tuple[int, ...]
     costs: np.ndarray
     bound: int
-    repeats: tuple[float, ...]
 
 
 def ordered_packs(
-    sources: Sources, samples: Samples, limits: AnyLimits, config: AnyRun, rest: np.ndarray | None = None
+    blend: Blend, samples: Samples, limits: AnyLimits, config: AnyRun, rest: np.ndarray | None = None
 ) -> OrderedPacks:
     """Packs every epoch of the blend and puts all packs into their order. `rest` are rows of `samples` that come first,
-    as an epoch of their own. Raises ConfigError: the section ``plan`` does not suit the data sets; UserError: an epoch
-    has no samples."""
-    settings = config.plan
-    blend, epochs = Blend.of(sources.datasets, sources.dataset_ends(), samples, settings), settings.epochs
+    as an epoch of their own. Raises UserError: an epoch has no samples."""
+    settings, epochs = config.plan, config.plan.epochs
     if rest is not None and rest.size:
         blend, epochs = replace(blend, rest=rest), epochs + 1
     sample_costs = samples.sizes.cost
@@ -143,7 +141,6 @@ def ordered_packs(
         epoch_ends=tuple(ends),
         costs=np.concatenate(costs),
         bound=bounds,
-        repeats=blend.repeats,
     )
 
 
@@ -212,8 +209,43 @@ BATCH_SIZES = (8, 32, 64, 128, 256, 512, 1024)
 """Global batch sizes, in packs, for which steps are counted, besides that of the configuration."""
 
 
+def shares_reached(
+    sources: Sources, samples: Samples, drops: Sequence[Drop], blend: Blend, packs: OrderedPacks
+) -> list[dict[str, Any]]:
+    """Of each data set, its ``samples``, ``tokens`` of those that can be packed, ``dropped`` by reason, how often an
+    epoch has each sample (``per_epoch``), and its share in the unit of weights: ``share_asked``, None without weights,
+    and ``share_reached`` by the whole plan."""
+    weights = [(share.weight or 0.0) * (share.epochs > 0) for share in blend.shares]
+    times = np.bincount(packs.order, minlength=len(samples))
+    spans = [slice(*span) for span in pairwise([0, *blend.ends])]
+    reached = [int((times[span] * blend.amount[span]).sum()) for span in spans]
+    return [
+        {
+            **{name: getattr(dataset, name) for name in ("name", "path", "root")},
+            "samples": sum(shard.samples for shard in dataset.shards),
+            "tokens": int(samples.sizes.take(span).tokens.sum()),
+            "dropped": dict(reasons),
+            "per_epoch": round(repeats, 12),
+            "share_asked": round(weight / sum(weights), 6) if sum(weights) else None,
+            "share_reached": round(own / sum(reached), 6),
+        }
+        for dataset, span, reasons, repeats, weight, own in zip(
+            sources.datasets, spans, _reasons(sources, drops), blend.repeats, weights, reached, strict=True
+        )
+    ]
+
+
+def _reasons(sources: Sources, drops: Sequence[Drop]) -> list[Counter[str]]:
+    """Drops of each data set by reason."""
+    numbers = sources.place(np.array([drop.source for drop in drops], dtype=np.int64))[0].tolist()
+    reasons: list[Counter[str]] = [Counter() for _ in sources.datasets]
+    for number, drop in zip(numbers, drops, strict=True):
+        reasons[number][drop.reason] += 1
+    return reasons
+
+
 def summary_of(
-    datasets: Sequence[IndexedDataset], samples: Samples, packs: OrderedPacks, limits: AnyLimits, config: AnyRun
+    datasets: Sequence[Mapping[str, Any]], samples: Samples, packs: OrderedPacks, limits: AnyLimits, config: AnyRun
 ) -> dict[str, Any]:
     """The figures, as plain values.
 
@@ -221,7 +253,7 @@ def summary_of(
     ``of_bound`` is the share of packs that no packer can do without. ``balance`` gives, for data-parallel sizes, the
     share of the time in which ranks do not wait for the slowest. ``steps`` gives, for global batch sizes, the whole
     steps of each epoch when epochs follow each other without a gap: the last step of an epoch may end in the next.
-    ``datasets`` gives, for each data set, how often an epoch has each of its samples (``per_epoch``).
+    ``datasets`` are those of `shares_reached`.
     Of clips, ``tokens`` are latent patches, and ``text_tokens`` are there too.
     """
     sizes = samples.sizes
@@ -247,10 +279,7 @@ def summary_of(
         "fill": round(tokens / room, 6),
         "aligned_fill": round(aligned / room, 6),
         "of_bound": round(packs.bound / packs.costs.size, 6),
-        "datasets": [
-            {"name": dataset.name, "path": dataset.path, "root": dataset.root, "per_epoch": round(repeats, 12)}
-            for dataset, repeats in zip(datasets, packs.repeats, strict=True)
-        ],
+        "datasets": list(datasets),
         "histogram": [
             {"from": 1 << power, "below": 2 << power, "samples": int(count)}
             for power, count in enumerate(lengths.tolist())
@@ -322,10 +351,14 @@ def make_plan(
     limits = limits or kind_of_config(config).limits(config, family)
     samples, drops = fitting_samples(sources, limits, config, remeasure)
     _check_measured(directories, sources, samples, config)
-    _check_drops(sources, samples, drops, config)
+    if len(samples) == 0:
+        most = f"; the most frequent reason is {_most(Counter(drop.reason for drop in drops))}" if drops else ""
+        raise UserError(f"None of the {len(sources)} samples can be packed{most}.")
+    blend = Blend.of(sources.datasets, sources.dataset_ends(), samples, config.plan)
+    _check_drops(sources, drops, blend, config)
     rest = None if left is None else rows_left(left, sources, samples)
-    packs = ordered_packs(sources, samples, limits, config, rest)
-    facts = _facts(sources, samples, drops, packs, limits, config, left)
+    packs = ordered_packs(blend, samples, limits, config, rest)
+    facts = _facts(sources, samples, drops, blend, packs, limits, config, left)
     try:
         with written_drops(out, facts.id, drops, sources):  # takes its place after the plan
             write_table(out, facts.schema, _tables(sources, samples, packs, facts), facts.to_json())
@@ -350,29 +383,44 @@ def _check_measured(directories: Sequence[str | Path], sources: Sources, samples
             )
 
 
-def _check_drops(sources: Sources, samples: Samples, drops: list[Drop], config: AnyRun) -> None:
-    if len(samples) == 0:
-        most = f"; the most frequent reason is {_reasons(drops)}" if drops else ""
-        raise UserError(f"None of the {len(sources)} samples can be packed{most}.")
-    samples_read = len(sources) - len({drop.source for drop in drops if drop.reason in WISHED})
-    drops = [drop for drop in drops if drop.reason not in WISHED]
-    lost = len({drop.source for drop in drops})
-    if over_budget(lost, samples_read, config.packing.drop_budget):
+def _check_drops(sources: Sources, drops: Sequence[Drop], blend: Blend, config: AnyRun) -> None:
+    """Refuses a data set that has a share and nothing that can be packed, and drops beyond the budget of what epochs
+    read of each."""
+    sizes = np.diff(sources.dataset_ends(), prepend=0).tolist()
+    planned = zip(sources.datasets, blend.shares, _reasons(sources, drops), sizes, strict=True)
+    for (dataset, share, reasons, size), span in zip(planned, pairwise([0, *blend.ends]), strict=True):
+        asked = f"epochs {share.epochs:g}" if share.weight is None else f"weight {share.weight:g}"
+        if span[0] == span[1] and share.epochs and asked not in ("epochs 1", "weight 0"):
+            raise UserError(
+                f"{dataset.name} ({dataset.root}) has {asked}, but none of its {size} samples can be packed "
+                f"({_most(reasons)}); change what drops them, or leave it out: set its epochs in plan.datasets to 0."
+            )
+    of_drops = sources.place(np.array([drop.source for drop in drops], dtype=np.int64))[0].tolist()
+    read = [(times, drop) for drop, at in zip(drops, of_drops, strict=True) if (times := blend.repeats[at])]
+    counted = [(times, drop) for times, drop in read if drop.reason not in WISHED]
+    lost, wished = (
+        sum({drop.source: times for times, drop in some}.values())
+        for some in (counted, [each for each in read if each[1].reason in WISHED])
+    )
+    total = sum(map(operator.mul, sizes, blend.repeats)) - wished
+    if over_known_budget(lost, total, config.packing.drop_budget):
+        first, reasons = counted[0][1], Counter(drop.reason for _, drop in counted)
         raise UserError(
-            f"{lost} of {samples_read} samples would be dropped ({_reasons(drops)}; the first is {drops[0].key}: "
-            f"{drops[0].detail}), more than packing.drop_budget={config.packing.drop_budget} allows; correct the cause "
-            "or raise the budget."
+            f"{lost:.0f} of {total:.0f} samples would be dropped ({_most(reasons)}; "
+            f"the first is {first.key}: {first.detail}), more than packing.drop_budget={config.packing.drop_budget} "
+            "allows; correct the cause or raise the budget."
         )
 
 
-def _reasons(drops: list[Drop]) -> str:
-    return ", ".join(f"{reason} {count}" for reason, count in Counter(drop.reason for drop in drops).most_common(3))
+def _most(reasons: Counter[str]) -> str:
+    return ", ".join(f"{reason} {count}" for reason, count in reasons.most_common(3)) or "it is empty"
 
 
 def _facts(
     sources: Sources,
     samples: Samples,
     drops: list[Drop],
+    blend: Blend,
     packs: OrderedPacks,
     limits: AnyLimits,
     config: AnyRun,
@@ -400,7 +448,12 @@ def _facts(
         "drops": dict(sorted(Counter(drop.reason for drop in drops).items())),
     }
     # Neither settings on which no pack depends nor where the shards are: a state of one plan continues with its equal.
-    digest = hashlib.sha256(json.dumps([known, *map(_content, sources.datasets)], sort_keys=True).encode())
+    held = dict(known)
+    short = {os.path.basename(place) for each in sources.datasets for place in each.names - {each.name}}
+    if not config.plan.datasets.keys() <= short:  # of names that change with the place, what they say
+        resolved = decided["plan"] | {"datasets": [asdict(share) for share in blend.shares]}
+        held["decided"] = decided | {"plan": resolved}
+    digest = hashlib.sha256(json.dumps([held, *map(_content, sources.datasets)], sort_keys=True).encode())
     sizes = samples.sizes
     columns = (samples.source, samples.piece, sizes.length, sizes.second, sizes.text_tokens)
     rows = [column[packs.order] for column in columns if column is not None]
@@ -412,7 +465,7 @@ def _facts(
     return PlanFacts(
         id=digest.hexdigest()[:32],
         datasets=sources.datasets,
-        summary=summary_of(sources.datasets, samples, packs, limits, config),
+        summary=summary_of(shares_reached(sources, samples, drops, blend, packs), samples, packs, limits, config),
         config=to_mapping(config),
         row_groups=tuple(firsts),
         **known,

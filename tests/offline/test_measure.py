@@ -18,10 +18,12 @@ from support.made_index import before_splits_were_noted
 
 from energon_packing.cli.main import cli
 from energon_packing.cli.measure import measure as command
-from energon_packing.config import LimitsConfig, to_mapping
+from energon_packing.config import LimitsConfig, PlanConfig, to_mapping
+from energon_packing.config.run import PlannedDatasetConfig
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.energon.loader import build_loader
 from energon_packing.errors import ConfigError, UserError
+from energon_packing.offline.explain import changes
 from energon_packing.offline.files import write_table
 from energon_packing.offline.index import Index, IndexedShard
 from energon_packing.offline.measure import MeasureConfig, measure
@@ -262,9 +264,13 @@ def test_a_data_set_at_another_place_replaces_its_entry_and_takes_its_turn(halve
     here, there, other, out = (tmp_path / name for name in ("here", "there", "other", "index"))
     shutil.copytree(halves, here)
     convert(ConvertConfig(sources=sources[1:], out=other, split={"train": 1.0}, workers=0))
-    run, plan = run_of(here), tmp_path / "plan.parquet"
+    run, plan, first = run_of(here), tmp_path / "plan.parquet", tmp_path / "first.parquet"
+
+    def twice(path):
+        return replace(run, plan=PlanConfig(datasets={str(path): PlannedDatasetConfig(epochs=2)}))
+
     measure(MeasureConfig(paths=(here, other), out=out, workers=0), run)
-    before = make_plan([out], run, plan)
+    before = make_plan([out], twice(here), first)
     {"moved": os.rename, "copied": shutil.copytree, "linked": lambda old, new: os.symlink(old, new)}[how](here, there)
     if how != "moved":
         with pytest.raises(UserError, match=r"there.* and .*here.* hold the same samples; name each data set once"):
@@ -273,8 +279,13 @@ def test_a_data_set_at_another_place_replaces_its_entry_and_takes_its_turn(halve
     assert [Path(each.path).name for each in report.index.datasets] == ["there", "other"]
     (change,) = report.changes
     assert re.fullmatch(rf"{there}\S* replaces {here}\S* \(train\), which has the same samples", change)
-    after = make_plan([out], run, plan, force=True)
+    after = make_plan([out], twice(there), plan)
     assert (after.id, after.samples) == (before.id, before.samples)
+    assert make_plan([out], twice(other), plan, force=True).id != before.id
+    make_plan([out], replace(run, plan=PlanConfig(seed=7)), plan, force=True)
+    told = changes(Plan.open(first), Plan.open(plan))
+    assert told["entered"] == 0 < told["moved"] + told["kept"]
+    assert told["left"] == before.samples - Plan.open(plan).facts.samples > 0
     measure(MeasureConfig(paths=(halves,), out=tmp_path / "second", workers=0), run)
     with pytest.raises(UserError, match="hold the same samples, in two of the indexes"):
         make_plan([out, tmp_path / "second"], run, plan, force=True)

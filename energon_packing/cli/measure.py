@@ -36,44 +36,35 @@ _COUNTS = ("samples", "dropped", "pairs", "unwanted", "tokens")
 @rank_options
 @json_option
 @click.pass_context
-def measure(
-    ctx: click.Context,
-    datasets: tuple[Path, ...],
-    config: Path | None,
-    out: Path,
-    split: str,
-    edit: str | None,
-    as_json: bool,
-    **given: Any,
-) -> None:
+def measure(ctx: click.Context, datasets: tuple[Path, ...], out: Path, edit: str | None, **given: Any) -> None:
     """Measure all samples of data sets once, without pixels.
 
     DATASET are data sets that `energon-packing convert` wrote, or metadatasets of them. The index holds tokens, images,
     patches and positions of every sample, and why the others are dropped. It depends on the `encoder` section and on
     `packing.pairs` only. A second run measures what is new; an interrupted one goes on.
     """
-    named = edit in (None, "remove")
+    config, split, as_json = (given.pop(name) for name in ("config", "split", "as_json"))
     refuse(
-        (named and not datasets, "Name the DATASET..., such as data/chats."),
-        (not named and bool(datasets), f"--{edit} is for the whole index; leave out {', '.join(map(str, datasets))}."),
-        (edit is None and config is None, "Give --config CFG, the YAML with `encoder`."),
+        (not datasets and edit in (None, "remove"), "Name the DATASET..., such as data/chats."),
+        (datasets and edit in ("list", "prune"), f"--{edit} is for the whole index; leave out DATASET."),
+        (not config and edit is None, "Give --config CFG, the YAML with `encoder`."),
     )
-    if edit is None:
-        starting(f"Measuring {', '.join(map(str, datasets))}", quiet=as_json)
+    starting(f"Measuring {', '.join(map(str, datasets))}", quiet=as_json or edit is not None)
     from energon_packing.offline import measure as measuring
-    from energon_packing.offline.index import frequent_drops, pair_counts
+    from energon_packing.offline.index import Index, frequent_drops, pair_counts
     from energon_packing.offline.source import kind_of_data
     from energon_packing.sample_kind import KINDS
 
-    if edit is None:
+    if edit is not None:
+        only = None if ctx.get_parameter_source("split") is ParameterSource.DEFAULT else split
+        prune = edit == "prune"
+        changes = measuring.edit_index(out, remove=datasets, split=only, prune=prune) if edit != "list" else ()
+        report = measuring.MeasureReport(index=Index.open(out), measured=0, reused=0, missing=0, changes=tuple(changes))
+    else:
         asked = measuring.MeasureConfig(paths=datasets, out=out, split=split, **given)
         run = KINDS.find(kind_of_data(datasets[0], split)).load_run(config)
         with ShownProgress({"measure": "measuring"}, quiet=as_json) as shown:
             report = measuring.measure(asked, run, shown)
-    else:
-        of = None if ctx.get_parameter_source("split") is ParameterSource.DEFAULT else split
-        index, changes = measuring.edited_index(out, remove=datasets, split=of, prune=edit == "prune")
-        report = measuring.MeasureReport(index=index, changes=changes, measured=0, reused=0, missing=0)
     measured = () if report.index is None else report.index.datasets
     said: dict[str, Any] = {
         "out": str(out),

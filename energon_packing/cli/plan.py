@@ -68,8 +68,7 @@ def plan(
     from energon_packing.offline.planner import make_plan
 
     config = KINDS.find(kind_of(Index.open(given[0]).datasets)).load_run(config_path, overrides)
-    limits, remeasure = encoder_parts(config, given)
-    facts = make_plan(given, config, out, limits=limits, remeasure=remeasure, force=force, splits=splits)
+    facts = make_plan(given, config, out, force=force, splits=splits, **encoder_parts(config, given))
     told = {
         "plan": str(out),
         "id": facts.id,
@@ -89,9 +88,9 @@ def check_plan_name(out: Path) -> None:
         raise UserError(f"--out {out} must end with .parquet, by which data.path knows a plan.")
 
 
-def encoder_parts(config: Any, directories: tuple[Path, ...]) -> tuple[Any, Any]:
-    """The limits of packs with a dummy image, whose length the encoder knows (None if there is none), and how samples
-    are measured again. The encoder is built only if one of the two is needed."""
+def encoder_parts(config: Any, directories: tuple[Path, ...]) -> dict[str, Any]:
+    """The ``limits`` of packs with a dummy image, whose length the encoder knows (None if there is none), and how
+    samples are measured again (``remeasure``). The encoder is built only if one of the two is needed."""
 
     @functools.cache
     def encoder() -> Any:
@@ -104,7 +103,7 @@ def encoder_parts(config: Any, directories: tuple[Path, ...]) -> tuple[Any, Any]
         return SampleRemeasurer(encoder(), directories)
 
     limits = encoder().limits if getattr(config.packing, "dummy_image", False) else None
-    return limits, lambda dataset, shard, rows: remeasurer()(dataset, shard, rows)
+    return {"limits": limits, "remeasure": lambda dataset, shard, rows: remeasurer()(dataset, shard, rows)}
 
 
 def show_summary(result: dict[str, Any]) -> None:

@@ -228,16 +228,14 @@ class Index:
         check_local("the index", directory)
         file = Path(directory) / INDEX_FILE
         index: Index = read_json(file, cls, version=FORMAT, what="an index", remedy="measure")
-        splits: dict[str, set[str]] = {}
-        for each in index.datasets:
-            splits.setdefault(each.path, set()).add(each.asked or each.split)
-        datasets = [  # of a data set, and where all parts of a metadataset have one split, older entries tell as much
-            replace(each, asked=each.split)
-            if not each.asked and (len(splits[each.path]) == 1 or each.path in (each.root, os.path.dirname(each.root)))
-            else each
-            for each in index.datasets
-        ]
-        return replace(index, directory=file.parent, datasets=tuple(datasets))
+        splits = Counter(path for path, _ in {(it.path, it.asked or it.split) for it in index.datasets})
+        known = (  # older entries tell it of a data set, and where all parts of a metadataset have one split
+            replace(it, asked=it.split)
+            if not it.asked and (splits[it.path] == 1 or it.path in (it.root, os.path.dirname(it.root)))
+            else it
+            for it in index.datasets
+        )
+        return replace(index, directory=file.parent, datasets=tuple(known))
 
     def save(self) -> None:
         """Writes ``index.json``, whole or not at all."""

@@ -260,16 +260,16 @@ def check_plan(plan: Plan, config: AnyRun, encoder: Any, split: str | None, free
     and both values are named; or the run does not pack."""
     if type(encoder) is not KINDS.find(plan.facts.kind).encoder_class:
         raise ConfigError(f"{plan.path} is a plan, which holds packs; {type(encoder).__name__} does not read them.")
-    if not (splits := plan.facts.splits):
-        held = ", ".join(sorted({dataset.split for dataset in plan.facts.datasets}))
+    splits, held = plan.facts.splits, ", ".join(sorted({each.asked or each.split for each in plan.facts.datasets}))
+    if not splits:
         raise ConfigError(
             f"{plan.path} has samples of the splits {held}, and its version did not note which of them was asked for; "
-            "measure again, which measures no sample anew, and plan again; the same samples make the same plan."
+            "measure and plan again: the same samples make the same plan."
         )
     if split is not None and split not in splits:
         raise ConfigError(
-            f"{plan.path} is a plan of the split {', '.join(sorted(splits))}, not of {split!r}; name a plan of that "
-            "split or a data set, or set data.split if its samples are what this run is for."
+            f"{plan.path} is a plan of the split {held}, not of {split!r}; name a plan of that split or a data set, or "
+            "set data.split if these samples are meant."
         )
     if isinstance(config, RunConfig):
         pair_counts(plan.facts.datasets).check(plan.path, config.packing.pairs)

@@ -3,12 +3,10 @@
 Every sample of a shard becomes one row of the index, without a pixel.
 """
 
-import functools
 import hashlib
 import json
 import os.path
 import re
-import shutil
 import socket
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +23,7 @@ from energon_packing.conversation import PairCounts
 from energon_packing.convert.layout import counted_pairs
 from energon_packing.encoders.tokenized import use_one_thread
 from energon_packing.energon.samples import MeasuredSample
-from energon_packing.errors import ConfigError, PackingError, UserError, read_again
+from energon_packing.errors import ConfigError, PackingError, UserError
 from energon_packing.families.geometry import MOST_PATCHES
 from energon_packing.offline.files import locked, read_metadata, remove_leftovers, said, unwritable, write_table
 from energon_packing.offline.index import (
@@ -329,11 +327,6 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
     for name, part in zip(names, parts, strict=True):
         if names.count(name) > 1:
             raise UserError(f"{part.root} is named twice with split {part.split!r}; name each data set once")
-    roots: dict[tuple[str, tuple[str, ...]], str] = {}
-    for part in parts:
-        same = roots.setdefault((ShardIndex.uuid_of(Path(part.root)), part.shards), part.root)
-        if same != part.root and part.shards:
-            raise UserError(f"{part.root} and {same} hold the same samples; name each data set once")
     if isinstance(run, RunConfig):
         counted_pairs(Path(part.root) for part in parts).check(", ".join(map(shown, config.paths)), run.packing.pairs)
     try:
@@ -373,8 +366,9 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
             index, changes = _saved(config, measurer, datasets)
         except OSError as error:
             raise unwritable(config.out, error, "measure") from error
-    counts = {"measured": shared.done, "reused": shared.reused, "missing": shared.missing}
-    return MeasureReport(index=index, changes=changes, **counts)
+    return MeasureReport(
+        index=index, measured=shared.done, reused=shared.reused, missing=shared.missing, changes=changes
+    )
 
 
 def _index(out: Path, measurer: ShardMeasurer) -> Index:
@@ -403,7 +397,7 @@ def _saved(
     named = {each.name: each for each in datasets}
     of_place = {(each.root, each.split): each for each in datasets}
     of_records = {each.records: each for each in datasets if each.records}
-    gone = dict.fromkeys((each.path for each in datasets), "no longer names it")
+    paths = {each.path for each in datasets}
     placed: dict[str, IndexedDataset] = {}
     changes = []
     with locked(config.out):
@@ -412,15 +406,15 @@ def _saved(
             same = named.get(it.name)
             if same is None and it.asked in ("", config.split):
                 same = of_records.get(it.records) or of_place.get((it.root, it.split))
-            placed.setdefault(it.name if same is None else same.name, same or it)
+            placed.setdefault((same or it).name, same or it)
             if same is not None and same.root != it.root:
                 changes.append(f"{same.root} replaces {it.root} ({config.split}), which has the same samples")
             if same is not None and not (remote_address(it.path) or os.path.exists(it.path)):
-                gone.setdefault(it.path, "is gone")
+                paths.add(it.path)
         for it in there:
-            if placed.get(it.name) is it and it.asked in ("", config.split) and it.path in gone:
+            if placed.get(it.name) is it and it.asked in ("", config.split) and it.path in paths:
                 del placed[it.name]
-                changes.append(f"{it.root} ({it.split}) is no longer in the index: {it.path} {gone[it.path]}")
+                changes.append(f"{it.root} ({it.split}) is no longer in the index: {it.path} does not name it any more")
         index = Index(
             directory=config.out,
             datasets=tuple((placed | named).values()),
@@ -431,41 +425,27 @@ def _saved(
     return index, tuple(changes)
 
 
-def edited_index(
-    out: Path, *, remove: Sequence[Path] = (), split: str | None = None, prune: bool = False
-) -> tuple[Index, tuple[str, ...]]:
-    """Takes data sets out of an index, with their rows: those named, of one `split` or all of them, or those that are
-    no longer at their place. Returns what is left, and sentences about what is not. Raises UserError: there is no
-    index, it has no such data set, or it cannot be written."""
+def edit_index(out: Path, *, remove: Sequence[Path] = (), split: str | None = None, prune: bool = False) -> list[str]:
+    """Takes data sets out of an index: those named, of one `split` or all, or those that moved away. Their rows stay,
+    so that measuring them again is quick. Returns what it did. Raises UserError: there is no index, it has no such data
+    set, or it cannot be written."""
     Index.open(out)
     try:
         with locked(out):
             index = Index.open(out)
-            taken: dict[str, str] = {}
+            taken = [it for it in index.datasets if prune and not remote_address(it.root) and has_moved(Path(it.root))]
             for path in remove:
                 meant = {str(path), remote_address(path) or os.path.abspath(path)}
-                found = [it for it in index.datasets if meant & it.names and split in (None, it.asked or it.split)]
-                if not found:
-                    held = ", ".join(f"{it.root} ({it.asked or it.split})" for it in index.datasets) or "nothing"
-                    of = "" if split is None else f" of the split {split}"
-                    raise UserError(f"{out} holds no data set {path}{of}; it holds {held}")
-                taken |= {it.name: f"{it.root} ({it.asked or it.split}) is removed" for it in found}
-            changes = []
-            for it in index.datasets if prune else ():
-                if not (remote_address(it.root) or os.path.exists(it.root)):
-                    if read_again(Path(it.root), functools.partial(has_moved, Path(it.root))):
-                        taken[it.name] = f"{it.root} ({it.asked or it.split}) is removed: it is not there"
-                    else:
-                        changes.append(f"{it.root} is kept: its file system may be missing; --remove removes it")
-            index = replace(index, datasets=tuple(it for it in index.datasets if it.name not in taken))
-            if taken:
-                index.save()
-            for name in taken:
-                if len(Path(name).parts) == 1:  # as `_name` has them
-                    shutil.rmtree(out / name, ignore_errors=True)
+                named = [it for it in index.datasets if meant & it.names and split in (None, it.asked or it.split)]
+                if not named:
+                    raise UserError(
+                        f"{out} holds no {path} of {split or 'any split'}; measure --list shows what it holds"
+                    )
+                taken += named
+            replace(index, datasets=tuple(it for it in index.datasets if it not in taken)).save()
     except OSError as error:
         raise unwritable(out, error, "measure") from error
-    return index, (*taken.values(), *changes)
+    return [f"{it.root} ({it.asked or it.split}) is removed" for it in taken]
 
 
 def _name(part: SourcePart, asked: str) -> str:

@@ -7,7 +7,6 @@ an online run's epoch. Figures for readers end it: histogram, fill, balance of s
 import glob
 import hashlib
 import json
-import operator
 import os.path
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -21,10 +20,10 @@ import pyarrow as pa
 
 from energon_packing.config import RunConfig, to_mapping
 from energon_packing.config.setting import marked
-from energon_packing.drops import WISHED, over_known_budget
+from energon_packing.drops import over_budget, unwished
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline import plan as plan_file
-from energon_packing.offline.blend import Blend, gathered
+from energon_packing.offline.blend import Blend, Share, gathered
 from energon_packing.offline.files import remove_leftovers, said, write_table
 from energon_packing.offline.index import MEDIA, IndexedDataset, pair_counts
 from energon_packing.offline.order import balanced_order, incomplete_group
@@ -94,6 +93,7 @@ class OrderedPacks:
         epoch_ends: for each epoch, the number of packs up to its end.
         costs: ``[packs]`` int64, as `pack_cost`.
         bound: packs that no packer can do without, over all epochs.
+        blend: what was packed.
     """
 
     order: np.ndarray
@@ -101,6 +101,7 @@ class OrderedPacks:
     epoch_ends: tuple[int, ...]
     costs: np.ndarray
     bound: int
+    blend: Blend
 
 
 def ordered_packs(
@@ -141,6 +142,7 @@ def ordered_packs(
         epoch_ends=tuple(ends),
         costs=np.concatenate(costs),
         bound=bounds,
+        blend=blend,
     )
 
 
@@ -209,43 +211,29 @@ BATCH_SIZES = (8, 32, 64, 128, 256, 512, 1024)
 """Global batch sizes, in packs, for which steps are counted, besides that of the configuration."""
 
 
-def shares_reached(
-    sources: Sources, samples: Samples, drops: Sequence[Drop], blend: Blend, packs: OrderedPacks
-) -> list[dict[str, Any]]:
-    """Of each data set, its ``samples``, ``tokens`` of those that can be packed, ``dropped`` by reason, how often an
-    epoch has each sample (``per_epoch``), and its share in the unit of weights: ``share_asked``, None without weights,
-    and ``share_reached`` by the whole plan."""
+def told_datasets(sources: Sources, samples: Samples, drops: Sequence[Drop], blend: Blend) -> list[dict[str, Any]]:
+    """Of each data set, its ``samples``, ``tokens`` of those that can be packed, samples ``dropped`` by reason, how
+    often an epoch has each (``per_epoch``), and its ``share_asked`` in the unit of weights, None without weights."""
+    dropped: list[Counter[str]] = [Counter() for _ in sources.datasets]
+    reasons = {drop.source: drop.reason for drop in drops}  # one of a sample whose pieces have several
+    for number, reason in zip(sources.place(np.array([*reasons], np.int64))[0].tolist(), reasons.values(), strict=True):
+        dropped[number][reason] += 1
     weights = [(share.weight or 0.0) * (share.epochs > 0) for share in blend.shares]
-    times = np.bincount(packs.order, minlength=len(samples))
-    spans = [slice(*span) for span in pairwise([0, *blend.ends])]
-    reached = [int((times[span] * blend.amount[span]).sum()) for span in spans]
     return [
         {
             **{name: getattr(dataset, name) for name in ("name", "path", "root")},
             "samples": sum(shard.samples for shard in dataset.shards),
-            "tokens": int(samples.sizes.take(span).tokens.sum()),
-            "dropped": dict(reasons),
-            "per_epoch": round(repeats, 12),
-            "share_asked": round(weight / sum(weights), 6) if sum(weights) else None,
-            "share_reached": round(own / sum(reached), 6),
+            "tokens": int(samples.sizes.tokens[start:end].sum()),
+            "dropped": dict(dropped[number]),
+            "per_epoch": round(blend.repeats[number], 12),
+            "share_asked": round(weights[number] / sum(weights), 6) if any(weights) else None,
         }
-        for dataset, span, reasons, repeats, weight, own in zip(
-            sources.datasets, spans, _reasons(sources, drops), blend.repeats, weights, reached, strict=True
-        )
+        for number, (dataset, (start, end)) in enumerate(zip(sources.datasets, pairwise([0, *blend.ends]), strict=True))
     ]
 
 
-def _reasons(sources: Sources, drops: Sequence[Drop]) -> list[Counter[str]]:
-    """Drops of each data set by reason."""
-    numbers = sources.place(np.array([drop.source for drop in drops], dtype=np.int64))[0].tolist()
-    reasons: list[Counter[str]] = [Counter() for _ in sources.datasets]
-    for number, drop in zip(numbers, drops, strict=True):
-        reasons[number][drop.reason] += 1
-    return reasons
-
-
 def summary_of(
-    datasets: Sequence[Mapping[str, Any]], samples: Samples, packs: OrderedPacks, limits: AnyLimits, config: AnyRun
+    told: Sequence[Mapping[str, Any]], samples: Samples, packs: OrderedPacks, limits: AnyLimits, config: AnyRun
 ) -> dict[str, Any]:
     """The figures, as plain values.
 
@@ -253,10 +241,11 @@ def summary_of(
     ``of_bound`` is the share of packs that no packer can do without. ``balance`` gives, for data-parallel sizes, the
     share of the time in which ranks do not wait for the slowest. ``steps`` gives, for global batch sizes, the whole
     steps of each epoch when epochs follow each other without a gap: the last step of an epoch may end in the next.
-    ``datasets`` are those of `shares_reached`.
+    ``datasets`` are `told`, each with its ``share_reached`` in the unit of weights.
     Of clips, ``tokens`` are latent patches, and ``text_tokens`` are there too.
     """
-    sizes = samples.sizes
+    sizes, times = samples.sizes, np.bincount(packs.order, minlength=len(samples))
+    reached = [int((times[a:b] * packs.blend.amount[a:b]).sum()) for a, b in pairwise([0, *packs.blend.ends])]
     tokens = int(sizes.tokens[packs.order].sum())
     aligned = int(limits.length_units(sizes)[packs.order].sum()) * limits.multiple
     room = packs.costs.size * config.packing.seq_length
@@ -279,7 +268,9 @@ def summary_of(
         "fill": round(tokens / room, 6),
         "aligned_fill": round(aligned / room, 6),
         "of_bound": round(packs.bound / packs.costs.size, 6),
-        "datasets": list(datasets),
+        "datasets": [
+            {**each, "share_reached": round(own / sum(reached), 6)} for each, own in zip(told, reached, strict=True)
+        ],
         "histogram": [
             {"from": 1 << power, "below": 2 << power, "samples": int(count)}
             for power, count in enumerate(lengths.tolist())
@@ -355,10 +346,12 @@ def make_plan(
         most = f"; the most frequent reason is {_most(Counter(drop.reason for drop in drops))}" if drops else ""
         raise UserError(f"None of the {len(sources)} samples can be packed{most}.")
     blend = Blend.of(sources.datasets, sources.dataset_ends(), samples, config.plan)
-    _check_drops(sources, drops, blend, config)
+    told = told_datasets(sources, samples, drops, blend)
+    _check_drops(told, drops, blend.shares, config.packing.drop_budget)
     rest = None if left is None else rows_left(left, sources, samples)
     packs = ordered_packs(blend, samples, limits, config, rest)
-    facts = _facts(sources, samples, drops, blend, packs, limits, config, left)
+    facts = _facts(sources, samples, drops, packs, limits, config, left)
+    facts = replace(facts, summary=summary_of(told, samples, packs, limits, config))
     try:
         with written_drops(out, facts.id, drops, sources):  # takes its place after the plan
             write_table(out, facts.schema, _tables(sources, samples, packs, facts), facts.to_json())
@@ -383,44 +376,37 @@ def _check_measured(directories: Sequence[str | Path], sources: Sources, samples
             )
 
 
-def _check_drops(sources: Sources, drops: Sequence[Drop], blend: Blend, config: AnyRun) -> None:
-    """Refuses a data set that has a share and nothing that can be packed, and drops beyond the budget of what epochs
-    read of each."""
-    sizes = np.diff(sources.dataset_ends(), prepend=0).tolist()
-    planned = zip(sources.datasets, blend.shares, _reasons(sources, drops), sizes, strict=True)
-    for (dataset, share, reasons, size), span in zip(planned, pairwise([0, *blend.ends]), strict=True):
+def _check_drops(
+    told: Sequence[Mapping[str, Any]], drops: Sequence[Drop], shares: Sequence[Share], budget: float
+) -> None:
+    """Refuses a data set with a share of which nothing can be packed, and drops beyond the budget of what is read."""
+    lost, read, reasons = 0.0, 0.0, Counter[str]()
+    for each, share in zip(told, shares, strict=True):
         asked = f"epochs {share.epochs:g}" if share.weight is None else f"weight {share.weight:g}"
-        if span[0] == span[1] and share.epochs and asked not in ("epochs 1", "weight 0"):
+        if not each["tokens"] and share.epochs and asked not in ("epochs 1", "weight 0"):
             raise UserError(
-                f"{dataset.name} ({dataset.root}) has {asked}, but none of its {size} samples can be packed "
-                f"({_most(reasons)}); change what drops them, or leave it out: set its epochs in plan.datasets to 0."
+                f"{each['name']} ({each['root']}) has {asked}, but none of its {each['samples']} samples can be packed "
+                f"({_most(each['dropped'])}); change what drops them, or set its epochs in plan.datasets to 0."
             )
-    of_drops = sources.place(np.array([drop.source for drop in drops], dtype=np.int64))[0].tolist()
-    read = [(times, drop) for drop, at in zip(drops, of_drops, strict=True) if (times := blend.repeats[at])]
-    counted = [(times, drop) for times, drop in read if drop.reason not in WISHED]
-    lost, wished = (
-        sum({drop.source: times for times, drop in some}.values())
-        for some in (counted, [each for each in read if each[1].reason in WISHED])
-    )
-    total = sum(map(operator.mul, sizes, blend.repeats)) - wished
-    if over_known_budget(lost, total, config.packing.drop_budget):
-        first, reasons = counted[0][1], Counter(drop.reason for _, drop in counted)
+        if times := each["per_epoch"]:
+            counted, size = unwished(each["dropped"], each["samples"])
+            lost, read, reasons = lost + times * counted.total(), read + times * size, reasons + counted
+    if over_budget(lost, read, budget, looks=0):
+        first = next(drop for drop in drops if drop.reason in reasons)
         raise UserError(
-            f"{lost:.0f} of {total:.0f} samples would be dropped ({_most(reasons)}; "
-            f"the first is {first.key}: {first.detail}), more than packing.drop_budget={config.packing.drop_budget} "
-            "allows; correct the cause or raise the budget."
+            f"{lost:.0f} of {read:.0f} samples would be dropped ({_most(reasons)}; the first is {first.key}: "
+            f"{first.detail}), more than packing.drop_budget={budget} allows; correct the cause or raise the budget."
         )
 
 
-def _most(reasons: Counter[str]) -> str:
-    return ", ".join(f"{reason} {count}" for reason, count in reasons.most_common(3)) or "it is empty"
+def _most(reasons: Mapping[str, int]) -> str:
+    return ", ".join(f"{reason} {count}" for reason, count in Counter(reasons).most_common(3)) or "it is empty"
 
 
 def _facts(
     sources: Sources,
     samples: Samples,
     drops: list[Drop],
-    blend: Blend,
     packs: OrderedPacks,
     limits: AnyLimits,
     config: AnyRun,
@@ -451,7 +437,7 @@ def _facts(
     held = dict(known)
     short = {os.path.basename(place) for each in sources.datasets for place in each.names - {each.name}}
     if not config.plan.datasets.keys() <= short:  # of names that change with the place, what they say
-        resolved = decided["plan"] | {"datasets": [asdict(share) for share in blend.shares]}
+        resolved = decided["plan"] | {"datasets": [asdict(share) for share in packs.blend.shares]}
         held["decided"] = decided | {"plan": resolved}
     digest = hashlib.sha256(json.dumps([held, *map(_content, sources.datasets)], sort_keys=True).encode())
     sizes = samples.sizes
@@ -465,7 +451,6 @@ def _facts(
     return PlanFacts(
         id=digest.hexdigest()[:32],
         datasets=sources.datasets,
-        summary=summary_of(shares_reached(sources, samples, drops, blend, packs), samples, packs, limits, config),
         config=to_mapping(config),
         row_groups=tuple(firsts),
         **known,

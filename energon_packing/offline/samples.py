@@ -113,9 +113,9 @@ class Sources:
 
     @classmethod
     def open(cls, directories: Sequence[str | Path], config: AnyRun, splits: Collection[str] = ()) -> "Sources":
-        """The data sets of these indexes that were measured for some `splits`, for a plan of this configuration. Raises
-        UserError: there is no index or no data set, a data set is in two of them, or they hold several splits or others
-        than are named; ConfigError: an index was measured with another encoder; names the setting."""
+        """The data sets of these indexes and `splits`, for a plan of this configuration. Raises UserError: there is no
+        index or no data set, one is in two of them, or they hold several splits and none is named, or lack a named one;
+        ConfigError: an index was measured with another encoder; names the setting."""
         indexes = [Index.open(each) for each in directories]
         if not any(index.datasets for index in indexes):
             raise UserError("There is nothing to plan: the index has no data sets; run 'energon-packing measure'.")
@@ -132,8 +132,7 @@ class Sources:
             if twin is not dataset:
                 raise UserError(
                     f"{dataset.root} ({dataset.split}) and {twin.root} ({twin.split}) hold the same samples, in two of "
-                    "the indexes or twice in one; name only one of them, or remove one with 'energon-packing measure "
-                    "--remove'."
+                    "the indexes or twice in one; name one of them, or remove one ('energon-packing measure --remove')."
                 )
         shards = [
             (number, at, shard.samples)
@@ -175,22 +174,19 @@ class Sources:
 def _of_splits(indexes: Sequence[Index], splits: Collection[str]) -> list[tuple[Index, IndexedDataset]]:
     """The data sets of some splits, each with its index. Raises UserError: see `Sources.open`."""
     every = [(index, dataset) for index in indexes for dataset in index.datasets]
-    held: dict[str, IndexedDataset] = {}
-    for index, dataset in every:
-        if not held.setdefault(dataset.asked, dataset).asked:
-            raise UserError(
-                f"{index.directory} has parts of {dataset.path} of several splits, and its version did not note which "
-                "split was asked for; run 'energon-packing measure' again, which measures no sample anew."
-            )
-    listed = ", ".join(f"{split} ({dataset.path})" for split, dataset in sorted(held.items()))
-    if unknown := sorted({*splits} - held.keys()):
-        raise UserError(f"No index holds the split {unknown[0]}, but {listed}; measure it, or name one of these.")
-    if not splits and len(held) > 1:
+    held = {dataset.asked: dataset.path for _, dataset in every}
+    listed = ", ".join(f"{split} ({path})" for split, path in sorted(held.items()))
+    if "" in held:
         raise UserError(
-            f"The indexes hold several splits, {listed}; name the one to plan with --split, or each of several that "
-            "are all to be trained on with a --split of its own."
+            f"An older version measured {held['']} with several splits, and did not note for which of them; run "
+            "'energon-packing measure' again, which reads only parts of another split anew."
         )
-    return [(index, dataset) for index, dataset in every if not splits or dataset.asked in splits]
+    if (not splits and len(held) > 1) or not held.keys() >= {*splits}:
+        raise UserError(
+            f"The indexes hold the splits {listed}; name the one to plan with --split, or each of several that are all "
+            "to be trained on with a --split of its own, or measure another one."
+        )
+    return [each for each in every if not splits or each[1].asked in splits]
 
 
 def _check_measured_alike(index: Index, first: Index, config: AnyRun) -> None:

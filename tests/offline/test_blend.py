@@ -97,7 +97,7 @@ def test_a_data_set_with_a_share_of_which_nothing_fits_is_refused_by_name(
     if told is None:
         assert epochs(made, tmp_path, datasets=plan)
     else:
-        with pytest.raises(UserError, match=told + ".*leave it out: set its epochs in plan.datasets to 0"):
+        with pytest.raises(UserError, match=told + ".*, or set its epochs in plan.datasets to 0"):
             epochs(made, tmp_path, datasets=weights | plan)
 
 

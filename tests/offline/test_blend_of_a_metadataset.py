@@ -157,12 +157,12 @@ def test_an_edited_metadataset_drops_its_old_parts_also_under_another_name_and_s
     measured({"blend": entries(parts, a={"weight": 1}, b={"weight": 1})})
     file = metadataset(tmp_path / "blend.yaml", {"blend": entries(parts, a={"weight": 1}, c={"weight": 3})})
     report = measure(MeasureConfig(paths=(file,), out=tmp_path / "index", workers=0), run())
-    assert report.changes == (f"{parts['b']}/text (train) is no longer in the index: {file} no longer names it",)
+    assert report.changes == (f"{parts['b']}/text (train) is no longer in the index: {file} does not name it any more",)
     assert drawn(tmp_path / "index", tmp_path) == [{"a": 4, "b": 0, "c": 12}]
     file.unlink()
     renamed = metadataset(tmp_path / "new.yaml", {"blend": entries(parts, b={"weight": 1}, c={"weight": 1})})
     report = measure(MeasureConfig(paths=(renamed,), out=tmp_path / "index", workers=0), run())
-    assert report.changes == (f"{parts['a']}/text (train) is no longer in the index: {file} is gone",)
+    assert report.changes == (f"{parts['a']}/text (train) is no longer in the index: {file} does not name it any more",)
     assert drawn(tmp_path / "index", tmp_path) == [{"a": 0, "b": 12, "c": 12}]
 
 
@@ -193,7 +193,7 @@ def test_weights_are_those_of_the_split_that_was_asked_for_whatever_splits_its_p
     assert planned("train") == train
     assert planned("val") == [("val", "val", size)]
     before_splits_were_noted(index)
-    with pytest.raises(UserError, match=r"has parts of .*blend\.yaml of several splits.* measure' again"):
+    with pytest.raises(UserError, match=r"older version measured .*blend\.yaml with several splits.* measure' again"):
         planned("train")
     measure_split("train")
     assert planned("train") == train

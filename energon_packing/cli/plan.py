@@ -29,6 +29,7 @@ The drops of a plan are beside it, in PLAN.drops.jsonl.
 @click.argument("given", metavar="INDEX...", nargs=-1, required=True, type=PATH)
 @config_options
 @click.option("--out", metavar="PLAN", type=FILE, help="File to write.")
+@click.option("--split", "splits", multiple=True, help="Split to plan, as measured; default: the only one there is.")
 @click.option("--force", is_flag=True, help="Replace an existing plan.")
 @click.option("--diff", is_flag=True, help="Compare two plans instead: give them as arguments.")
 @json_option
@@ -37,6 +38,7 @@ def plan(
     config_path: str | None,
     overrides: tuple[str, ...],
     out: Path | None,
+    splits: tuple[str, ...],
     force: bool,
     diff: bool,
     as_json: bool,
@@ -51,8 +53,8 @@ def plan(
 
         refuse(
             (
-                out is not None or config_path is not None or overrides or force,
-                "--diff reads plans only: use it without --out, --force, --config and --set.",
+                out is not None or config_path is not None or overrides or force or splits,
+                "--diff reads plans only: use it without --out, --force, --split, --config and --set.",
             ),
             (len(given) != 2, f"--diff compares two plans, but {len(given)} are given."),
         )
@@ -66,11 +68,11 @@ def plan(
     from energon_packing.offline.planner import make_plan
 
     config = KINDS.find(kind_of(Index.open(given[0]).datasets)).load_run(config_path, overrides)
-    limits, remeasure = encoder_parts(config, given)
-    facts = make_plan(given, config, out, limits=limits, remeasure=remeasure, force=force)
+    facts = make_plan(given, config, out, force=force, splits=splits, **encoder_parts(config, given))
     told = {
         "plan": str(out),
         "id": facts.id,
+        "splits": sorted(facts.splits),
         "epoch_ends": list(facts.epoch_ends),
         "max_data_parallel": facts.max_data_parallel,
         "drops": dict(facts.drops),
@@ -86,9 +88,9 @@ def check_plan_name(out: Path) -> None:
         raise UserError(f"--out {out} must end with .parquet, by which data.path knows a plan.")
 
 
-def encoder_parts(config: Any, directories: tuple[Path, ...]) -> tuple[Any, Any]:
-    """The limits of packs with a dummy image, whose length the encoder knows (None if there is none), and how samples
-    are measured again. The encoder is built only if one of the two is needed."""
+def encoder_parts(config: Any, directories: tuple[Path, ...]) -> dict[str, Any]:
+    """The ``limits`` of packs with a dummy image, whose length the encoder knows (None if there is none), and how
+    samples are measured again (``remeasure``). The encoder is built only if one of the two is needed."""
 
     @functools.cache
     def encoder() -> Any:
@@ -101,7 +103,7 @@ def encoder_parts(config: Any, directories: tuple[Path, ...]) -> tuple[Any, Any]
         return SampleRemeasurer(encoder(), directories)
 
     limits = encoder().limits if getattr(config.packing, "dummy_image", False) else None
-    return limits, lambda dataset, shard, rows: remeasurer()(dataset, shard, rows)
+    return {"limits": limits, "remeasure": lambda dataset, shard, rows: remeasurer()(dataset, shard, rows)}
 
 
 def show_summary(result: dict[str, Any]) -> None:
@@ -117,9 +119,18 @@ def show_summary(result: dict[str, Any]) -> None:
         f"dropped: {', '.join(f'{reason} {count:,}' for reason, count in result['drops'].items()) or 'none'}",
     )
     console = Console()
-    if any(each["per_epoch"] != 1 for each in result["datasets"]):
-        rows = [(each["root"], f"{each['per_epoch']:.4g}") for each in result["datasets"]]
-        console.print(table(rows, left=("data set",), right=("times in an epoch",)))
+    rows = [
+        (
+            each["root"],
+            ", ".join(f"{reason} {count:,}" for reason, count in each["dropped"].items()),
+            *(f"{each[name]:,}" for name in ("samples", "tokens")),
+            f"{each['per_epoch']:.4g}",
+            *("-" if share is None else f"{share:.2%}" for share in (each["share_asked"], each["share_reached"])),
+        )
+        for each in result["datasets"]
+    ]
+    right = ("samples", unit, "per epoch", "share asked", "reached")
+    console.print(table(rows, left=("data set", "dropped"), right=right))
     if result.get("unfinished"):
         say(
             f"ends in the middle of {result['unfinished']}: a run that reads more packs than these is refused; "

@@ -10,6 +10,7 @@ Nothing in it depends on ``seq_length``, alignment, policy or blend, so plans th
 
 import contextlib
 import json
+import os.path
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -22,6 +23,7 @@ import pyarrow.parquet as pq
 from energon_packing.config import to_mapping
 from energon_packing.config.setting import marked
 from energon_packing.conversation import PairCounts
+from energon_packing.convert.layout import TEXT_DIRECTORY
 from energon_packing.drops import DroppedSample, FrequentDrops
 from energon_packing.errors import UserError
 from energon_packing.offline.files import (
@@ -146,6 +148,9 @@ class IndexedDataset:
     Attributes:
         name: of its directory in the index, unique there.
         path: as it was given to ``measure``, absolute.
+        split: that its shards have.
+        asked: the split that ``measure`` was asked for: a metadataset may give parts of it another one. Empty in older
+            indexes where nothing says it, and in older plans.
         root, media_root: directories of its shards, and of those that hold its media; the same for a monolithic data
             set.
         media_shards: names of the latter, whose positions `MEDIA` counts.
@@ -165,6 +170,18 @@ class IndexedDataset:
     subflavors: Mapping[str, Any] = field(default_factory=dict)
     weight: Amount | None = None
     repetitions: Amount | None = None
+    asked: Name = ""
+
+    @property
+    def records(self) -> tuple[tuple[str, str], ...]:
+        """What its records are, wherever they lie: of each shard, the identifier of its index, and its name there."""
+        return tuple((shard.identity["index_uuid"], shard.name) for shard in self.shards)
+
+    @property
+    def names(self) -> set[str]:
+        """By which a user may mean it: in the index, and its places."""
+        above = {os.path.dirname(self.root)} if os.path.basename(self.root) == TEXT_DIRECTORY else set()
+        return {self.name, self.path, self.root, *above}
 
 
 OF_PART = ("path", "split", "root", "media_root", "subflavors", "weight", "repetitions")
@@ -211,7 +228,14 @@ class Index:
         check_local("the index", directory)
         file = Path(directory) / INDEX_FILE
         index: Index = read_json(file, cls, version=FORMAT, what="an index", remedy="measure")
-        return replace(index, directory=file.parent)
+        splits = Counter(path for path, _ in {(it.path, it.asked or it.split) for it in index.datasets})
+        known = (  # older entries tell it of a data set, and where all parts of a metadataset have one split
+            replace(it, asked=it.split)
+            if not it.asked and (splits[it.path] == 1 or it.path in (it.root, os.path.dirname(it.root)))
+            else it
+            for it in index.datasets
+        )
+        return replace(index, directory=file.parent, datasets=tuple(known))
 
     def save(self) -> None:
         """Writes ``index.json``, whole or not at all."""

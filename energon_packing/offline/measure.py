@@ -5,10 +5,11 @@ Every sample of a shard becomes one row of the index, without a pixel.
 
 import hashlib
 import json
+import os.path
 import re
 import socket
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import batched
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,8 @@ from energon_packing.offline.index import (
     shard_status,
 )
 from energon_packing.offline.shared_work import Progress, SharedConfig, work_shared
-from energon_packing.offline.source import IndexedMedia, ShardIndex, SourcePart, TarFiles, source_parts
-from energon_packing.remote_files import check_local, shown
+from energon_packing.offline.source import IndexedMedia, ShardIndex, SourcePart, TarFiles, has_moved, source_parts
+from energon_packing.remote_files import check_local, remote_address, shown
 from energon_packing.sample_kind import AnyRun, kind_of_config
 
 _ROWS = 8192
@@ -297,12 +298,14 @@ class MeasureConfig(SharedConfig):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasureReport:
     """What `measure` did: shards that this command measured, those that were up to date, and those that other ranks
-    have not measured yet. While some are missing, there is no index."""
+    have not measured yet. While some are missing, there is no index. `changes` are sentences about data sets that were
+    replaced or left out."""
 
     index: Index | None
     measured: int
     reused: int
     missing: int
+    changes: tuple[str, ...] = ()
 
 
 def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: None) -> MeasureReport:
@@ -320,16 +323,10 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
     before = _index(config.out, measurer)  # refused before anything is measured
     measurer.fingerprint = dict(before.fingerprint) or measurer.fingerprint
     parts = [part for path in config.paths for part in source_parts(path, config.split, kind)]
-    names = [_name(part) for part in parts]
+    names = [_name(part, config.split) for part in parts]
     for name, part in zip(names, parts, strict=True):
         if names.count(name) > 1:
             raise UserError(f"{part.root} is named twice with split {part.split!r}; name each data set once")
-    held = {each.split for each in before.datasets}
-    if held and held.isdisjoint(part.split for part in parts):
-        raise UserError(
-            f"{config.out} holds the split {', '.join(sorted(held))}, and a plan takes all that an index holds; "
-            f"measure the split {config.split} into an index of its own"
-        )
     if isinstance(run, RunConfig):
         counted_pairs(Path(part.root) for part in parts).check(", ".join(map(shown, config.paths)), run.packing.pairs)
     try:
@@ -351,12 +348,14 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
         progress=lambda done, total: progress("measure", done, total),
         directories=directories,
     )
-    index = None
+    index: Index | None = None
+    changes: tuple[str, ...] = ()
     if not shared.missing:
         measured = iter(shared.results)
         datasets = [
             IndexedDataset(
                 name=name,
+                asked=config.split,
                 media_shards=measurer.index_of(part.media_root).shards,
                 shards=tuple(next(measured) for _ in part.shards),
                 **{each: getattr(part, each) for each in OF_PART},
@@ -364,10 +363,12 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
             for name, part in zip(names, parts, strict=True)
         ]
         try:
-            index = _saved(config, measurer, datasets)
+            index, changes = _saved(config, measurer, datasets)
         except OSError as error:
             raise unwritable(config.out, error, "measure") from error
-    return MeasureReport(index=index, measured=shared.done, reused=shared.reused, missing=shared.missing)
+    return MeasureReport(
+        index=index, measured=shared.done, reused=shared.reused, missing=shared.missing, changes=changes
+    )
 
 
 def _index(out: Path, measurer: ShardMeasurer) -> Index:
@@ -385,29 +386,70 @@ def _index(out: Path, measurer: ShardMeasurer) -> Index:
     return index
 
 
-def _saved(config: MeasureConfig, measurer: ShardMeasurer, datasets: Sequence[IndexedDataset]) -> Index:
-    """Writes the index with the data sets of this command in it, beside those that are there.
+def _saved(
+    config: MeasureConfig, measurer: ShardMeasurer, datasets: Sequence[IndexedDataset]
+) -> tuple[Index, tuple[str, ...]]:
+    """Writes the index with the data sets of this command in it, beside those that are there, and tells what changed.
 
-    A part that its metadataset no longer names is left out, and so is what has got another name, with its metadataset.
+    What has got another place takes that of its entry, since plans follow the order of entries. A part is left out that
+    its metadataset no longer names, under its name or a later one.
     """
-    measured = {(each.root, each.split) for each in datasets} | {(each.path, config.split) for each in datasets}
     named = {each.name: each for each in datasets}
+    of_place = {(each.root, each.split): each for each in datasets}
+    of_records = {each.records: each for each in datasets if each.records}
+    paths = {each.path for each in datasets}
+    placed: dict[str, IndexedDataset] = {}
+    changes = []
     with locked(config.out):
         there = _index(config.out, measurer).datasets  # another command may have added a data set meanwhile
-        kept = (
-            it for it in there if it.name in named or measured.isdisjoint([(it.root, it.split), (it.path, it.split)])
-        )
+        for it in there:
+            same = named.get(it.name)
+            if same is None and it.asked in ("", config.split):
+                same = of_records.get(it.records) or of_place.get((it.root, it.split))
+            placed.setdefault((same or it).name, same or it)
+            if same is not None and same.root != it.root:
+                changes.append(f"{same.root} replaces {it.root} ({config.split}), which has the same samples")
+            if same is not None and not (remote_address(it.path) or os.path.exists(it.path)):
+                paths.add(it.path)
+        for it in there:
+            if placed.get(it.name) is it and it.asked in ("", config.split) and it.path in paths:
+                del placed[it.name]
+                changes.append(f"{it.root} ({it.split}) is no longer in the index: {it.path} does not name it any more")
         index = Index(
             directory=config.out,
-            datasets=tuple(({each.name: each for each in kept} | named).values()),
+            datasets=tuple((placed | named).values()),
             encoder=to_mapping(measurer.run.encoder),
             fingerprint=measurer.fingerprint,
         )
         index.save()
-    return index
+    return index, tuple(changes)
 
 
-def _name(part: SourcePart) -> str:
-    """Directory of a part in the index: readable, and unique for root and split."""
+def edit_index(out: Path, *, remove: Sequence[Path] = (), split: str | None = None, prune: bool = False) -> list[str]:
+    """Takes data sets out of an index: those named, of one `split` or all, or those that moved away. Their rows stay,
+    so that measuring them again is quick. Returns what it did. Raises UserError: there is no index, it has no such data
+    set, or it cannot be written."""
+    Index.open(out)
+    try:
+        with locked(out):
+            index = Index.open(out)
+            taken = [it for it in index.datasets if prune and not remote_address(it.root) and has_moved(Path(it.root))]
+            for path in remove:
+                meant = {str(path), remote_address(path) or os.path.abspath(path)}
+                named = [it for it in index.datasets if meant & it.names and split in (None, it.asked or it.split)]
+                if not named:
+                    raise UserError(
+                        f"{out} holds no {path} of {split or 'any split'}; measure --list shows what it holds"
+                    )
+                taken += named
+            replace(index, datasets=tuple(it for it in index.datasets if it not in taken)).save()
+    except OSError as error:
+        raise unwritable(out, error, "measure") from error
+    return [f"{it.root} ({it.asked or it.split}) is removed" for it in taken]
+
+
+def _name(part: SourcePart, asked: str) -> str:
+    """Directory of a part in the index: readable, and unique for root and split, and the split that was asked for."""
     readable = re.sub(r"[^A-Za-z0-9]+", "-", f"{Path(part.path).name}-{part.split}").strip("-")[:40]
-    return f"{readable}-{hashlib.sha256(f'{part.root}\0{part.split}'.encode()).hexdigest()[:8]}"
+    unique = "\0".join([part.root, part.split, *([asked] if asked != part.split else [])])
+    return f"{readable}-{hashlib.sha256(unique.encode()).hexdigest()[:8]}"

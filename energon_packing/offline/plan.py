@@ -136,6 +136,12 @@ class PlanFacts:
         return kind_of(self.datasets)
 
     @property
+    def splits(self) -> set[str]:
+        """For which `measure` was asked; empty where a plan of several splits was made before that was noted."""
+        held = {dataset.split for dataset in self.datasets}
+        return {dataset.asked for dataset in self.datasets} - {""} or (held if len(held) == 1 else set())
+
+    @property
     def schema(self) -> pa.Schema:
         """Columns of its rows."""
         return schema_of(SCHEMA, self.kind)

@@ -7,9 +7,10 @@ an online run's epoch. Figures for readers end it: histogram, fill, balance of s
 import glob
 import hashlib
 import json
+import os.path
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,10 @@ import pyarrow as pa
 
 from energon_packing.config import RunConfig, to_mapping
 from energon_packing.config.setting import marked
-from energon_packing.drops import WISHED, over_budget
+from energon_packing.drops import over_budget, unwished
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline import plan as plan_file
-from energon_packing.offline.blend import Blend, gathered
+from energon_packing.offline.blend import Blend, Share, gathered
 from energon_packing.offline.files import remove_leftovers, said, write_table
 from energon_packing.offline.index import MEDIA, IndexedDataset, pair_counts
 from energon_packing.offline.order import balanced_order, incomplete_group
@@ -92,7 +93,7 @@ class OrderedPacks:
         epoch_ends: for each epoch, the number of packs up to its end.
         costs: ``[packs]`` int64, as `pack_cost`.
         bound: packs that no packer can do without, over all epochs.
-        repeats: ``[data sets]``, how often each occurs in an epoch.
+        blend: what was packed.
     """
 
     order: np.ndarray
@@ -100,17 +101,15 @@ class OrderedPacks:
     epoch_ends: tuple[int, ...]
     costs: np.ndarray
     bound: int
-    repeats: tuple[float, ...]
+    blend: Blend
 
 
 def ordered_packs(
-    sources: Sources, samples: Samples, limits: AnyLimits, config: AnyRun, rest: np.ndarray | None = None
+    blend: Blend, samples: Samples, limits: AnyLimits, config: AnyRun, rest: np.ndarray | None = None
 ) -> OrderedPacks:
     """Packs every epoch of the blend and puts all packs into their order. `rest` are rows of `samples` that come first,
-    as an epoch of their own. Raises ConfigError: the section ``plan`` does not suit the data sets; UserError: an epoch
-    has no samples."""
-    settings = config.plan
-    blend, epochs = Blend.of(sources.datasets, sources.dataset_ends(), samples, settings), settings.epochs
+    as an epoch of their own. Raises UserError: an epoch has no samples."""
+    settings, epochs = config.plan, config.plan.epochs
     if rest is not None and rest.size:
         blend, epochs = replace(blend, rest=rest), epochs + 1
     sample_costs = samples.sizes.cost
@@ -143,7 +142,7 @@ def ordered_packs(
         epoch_ends=tuple(ends),
         costs=np.concatenate(costs),
         bound=bounds,
-        repeats=blend.repeats,
+        blend=blend,
     )
 
 
@@ -212,8 +211,29 @@ BATCH_SIZES = (8, 32, 64, 128, 256, 512, 1024)
 """Global batch sizes, in packs, for which steps are counted, besides that of the configuration."""
 
 
+def told_datasets(sources: Sources, samples: Samples, drops: Sequence[Drop], blend: Blend) -> list[dict[str, Any]]:
+    """Of each data set, its ``samples``, ``tokens`` of those that can be packed, samples ``dropped`` by reason, how
+    often an epoch has each (``per_epoch``), and its ``share_asked`` in the unit of weights, None without weights."""
+    dropped: list[Counter[str]] = [Counter() for _ in sources.datasets]
+    reasons = {drop.source: drop.reason for drop in drops}  # one of a sample whose pieces have several
+    for number, reason in zip(sources.place(np.array([*reasons], np.int64))[0].tolist(), reasons.values(), strict=True):
+        dropped[number][reason] += 1
+    weights = [(share.weight or 0.0) * (share.epochs > 0) for share in blend.shares]
+    return [
+        {
+            **{name: getattr(dataset, name) for name in ("name", "path", "root")},
+            "samples": sum(shard.samples for shard in dataset.shards),
+            "tokens": int(samples.sizes.tokens[start:end].sum()),
+            "dropped": dict(dropped[number]),
+            "per_epoch": round(blend.repeats[number], 12),
+            "share_asked": round(weights[number] / sum(weights), 6) if any(weights) else None,
+        }
+        for number, (dataset, (start, end)) in enumerate(zip(sources.datasets, pairwise([0, *blend.ends]), strict=True))
+    ]
+
+
 def summary_of(
-    datasets: Sequence[IndexedDataset], samples: Samples, packs: OrderedPacks, limits: AnyLimits, config: AnyRun
+    told: Sequence[Mapping[str, Any]], samples: Samples, packs: OrderedPacks, limits: AnyLimits, config: AnyRun
 ) -> dict[str, Any]:
     """The figures, as plain values.
 
@@ -221,10 +241,11 @@ def summary_of(
     ``of_bound`` is the share of packs that no packer can do without. ``balance`` gives, for data-parallel sizes, the
     share of the time in which ranks do not wait for the slowest. ``steps`` gives, for global batch sizes, the whole
     steps of each epoch when epochs follow each other without a gap: the last step of an epoch may end in the next.
-    ``datasets`` gives, for each data set, how often an epoch has each of its samples (``per_epoch``).
+    ``datasets`` are `told`, each with its ``share_reached`` in the unit of weights.
     Of clips, ``tokens`` are latent patches, and ``text_tokens`` are there too.
     """
-    sizes = samples.sizes
+    sizes, times = samples.sizes, np.bincount(packs.order, minlength=len(samples))
+    reached = [int((times[a:b] * packs.blend.amount[a:b]).sum()) for a, b in pairwise([0, *packs.blend.ends])]
     tokens = int(sizes.tokens[packs.order].sum())
     aligned = int(limits.length_units(sizes)[packs.order].sum()) * limits.multiple
     room = packs.costs.size * config.packing.seq_length
@@ -248,8 +269,7 @@ def summary_of(
         "aligned_fill": round(aligned / room, 6),
         "of_bound": round(packs.bound / packs.costs.size, 6),
         "datasets": [
-            {"name": dataset.name, "path": dataset.path, "root": dataset.root, "per_epoch": round(repeats, 12)}
-            for dataset, repeats in zip(datasets, packs.repeats, strict=True)
+            {**each, "share_reached": round(own / sum(reached), 6)} for each, own in zip(told, reached, strict=True)
         ],
         "histogram": [
             {"from": 1 << power, "below": 2 << power, "samples": int(count)}
@@ -292,11 +312,13 @@ def make_plan(
     remeasure: Remeasure | None = None,
     force: bool = False,
     left: Left | None = None,
+    splits: Collection[str] = (),
 ) -> PlanFacts:
     """Makes a plan of all samples of these indexes.
 
     Args:
         directories: indexes, all measured with the encoder of `config`.
+        splits: of what was measured; none takes the only one that there is.
         out: the plan; its drops are written beside it.
         limits: of a pack; None takes those of `SampleKind.limits`, for which a dummy image is too much.
         remeasure: measures samples again that fit no pack as they are; see `fitting_samples`.
@@ -315,15 +337,21 @@ def make_plan(
         raise UserError(f"{out.parent} is not a directory; make it, or name another file.")
     for file in (out, drops_path(out)):
         remove_leftovers(out.parent, glob.escape(file.name))
-    sources = Sources.open(directories, config)
+    sources = Sources.open(directories, config, splits)
     family = str(sources.indexes[0].fingerprint.get("family", ""))
     limits = limits or kind_of_config(config).limits(config, family)
     samples, drops = fitting_samples(sources, limits, config, remeasure)
     _check_measured(directories, sources, samples, config)
-    _check_drops(sources, samples, drops, config)
+    if len(samples) == 0:
+        most = f"; the most frequent reason is {_most(Counter(drop.reason for drop in drops))}" if drops else ""
+        raise UserError(f"None of the {len(sources)} samples can be packed{most}.")
+    blend = Blend.of(sources.datasets, sources.dataset_ends(), samples, config.plan)
+    told = told_datasets(sources, samples, drops, blend)
+    _check_drops(told, drops, blend.shares, config.packing.drop_budget)
     rest = None if left is None else rows_left(left, sources, samples)
-    packs = ordered_packs(sources, samples, limits, config, rest)
+    packs = ordered_packs(blend, samples, limits, config, rest)
     facts = _facts(sources, samples, drops, packs, limits, config, left)
+    facts = replace(facts, summary=summary_of(told, samples, packs, limits, config))
     try:
         with written_drops(out, facts.id, drops, sources):  # takes its place after the plan
             write_table(out, facts.schema, _tables(sources, samples, packs, facts), facts.to_json())
@@ -348,23 +376,31 @@ def _check_measured(directories: Sequence[str | Path], sources: Sources, samples
             )
 
 
-def _check_drops(sources: Sources, samples: Samples, drops: list[Drop], config: AnyRun) -> None:
-    if len(samples) == 0:
-        most = f"; the most frequent reason is {_reasons(drops)}" if drops else ""
-        raise UserError(f"None of the {len(sources)} samples can be packed{most}.")
-    samples_read = len(sources) - len({drop.source for drop in drops if drop.reason in WISHED})
-    drops = [drop for drop in drops if drop.reason not in WISHED]
-    lost = len({drop.source for drop in drops})
-    if over_budget(lost, samples_read, config.packing.drop_budget):
+def _check_drops(
+    told: Sequence[Mapping[str, Any]], drops: Sequence[Drop], shares: Sequence[Share], budget: float
+) -> None:
+    """Refuses a data set with a share of which nothing can be packed, and drops beyond the budget of what is read."""
+    lost, read, reasons = 0.0, 0.0, Counter[str]()
+    for each, share in zip(told, shares, strict=True):
+        asked = f"epochs {share.epochs:g}" if share.weight is None else f"weight {share.weight:g}"
+        if not each["tokens"] and share.epochs and asked not in ("epochs 1", "weight 0"):
+            raise UserError(
+                f"{each['name']} ({each['root']}) has {asked}, but none of its {each['samples']} samples can be packed "
+                f"({_most(each['dropped'])}); change what drops them, or set its epochs in plan.datasets to 0."
+            )
+        if times := each["per_epoch"]:
+            counted, size = unwished(each["dropped"], each["samples"])
+            lost, read, reasons = lost + times * counted.total(), read + times * size, reasons + counted
+    if over_budget(lost, read, budget, looks=0):
+        first = next(drop for drop in drops if drop.reason in reasons)
         raise UserError(
-            f"{lost} of {samples_read} samples would be dropped ({_reasons(drops)}; the first is {drops[0].key}: "
-            f"{drops[0].detail}), more than packing.drop_budget={config.packing.drop_budget} allows; correct the cause "
-            "or raise the budget."
+            f"{lost:.0f} of {read:.0f} samples would be dropped ({_most(reasons)}; the first is {first.key}: "
+            f"{first.detail}), more than packing.drop_budget={budget} allows; correct the cause or raise the budget."
         )
 
 
-def _reasons(drops: list[Drop]) -> str:
-    return ", ".join(f"{reason} {count}" for reason, count in Counter(drop.reason for drop in drops).most_common(3))
+def _most(reasons: Mapping[str, int]) -> str:
+    return ", ".join(f"{reason} {count}" for reason, count in Counter(reasons).most_common(3)) or "it is empty"
 
 
 def _facts(
@@ -398,7 +434,12 @@ def _facts(
         "drops": dict(sorted(Counter(drop.reason for drop in drops).items())),
     }
     # Neither settings on which no pack depends nor where the shards are: a state of one plan continues with its equal.
-    digest = hashlib.sha256(json.dumps([known, *map(_content, sources.datasets)], sort_keys=True).encode())
+    held = dict(known)
+    short = {os.path.basename(place) for each in sources.datasets for place in each.names - {each.name}}
+    if not config.plan.datasets.keys() <= short:  # of names that change with the place, what they say
+        resolved = decided["plan"] | {"datasets": [asdict(share) for share in packs.blend.shares]}
+        held["decided"] = decided | {"plan": resolved}
+    digest = hashlib.sha256(json.dumps([held, *map(_content, sources.datasets)], sort_keys=True).encode())
     sizes = samples.sizes
     columns = (samples.source, samples.piece, sizes.length, sizes.second, sizes.text_tokens)
     rows = [column[packs.order] for column in columns if column is not None]
@@ -410,7 +451,6 @@ def _facts(
     return PlanFacts(
         id=digest.hexdigest()[:32],
         datasets=sources.datasets,
-        summary=summary_of(sources.datasets, samples, packs, limits, config),
         config=to_mapping(config),
         row_groups=tuple(firsts),
         **known,

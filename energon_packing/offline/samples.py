@@ -4,8 +4,7 @@
 itself: a planner is given a function that measures it again.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -113,10 +112,10 @@ class Sources:
     shard: np.ndarray
 
     @classmethod
-    def open(cls, directories: Sequence[str | Path], config: AnyRun) -> "Sources":
-        """The data sets of these indexes, for a plan of this configuration. Raises UserError: there is no index or no
-        data set, or a data set is in two of them; ConfigError: an index was measured with another encoder; names the
-        setting."""
+    def open(cls, directories: Sequence[str | Path], config: AnyRun, splits: Collection[str] = ()) -> "Sources":
+        """The data sets of these indexes and `splits`, for a plan of this configuration. Raises UserError: there is no
+        index or no data set, one is in two of them, or they hold several splits and none is named, or lack a named one;
+        ConfigError: an index was measured with another encoder; names the setting."""
         indexes = [Index.open(each) for each in directories]
         if not any(index.datasets for index in indexes):
             raise UserError("There is nothing to plan: the index has no data sets; run 'energon-packing measure'.")
@@ -125,13 +124,15 @@ class Sources:
             raise ConfigError(f"{directories[0]} is an index of {kind}; give the configuration that measured it.")
         for index in indexes:
             _check_measured_alike(index, indexes[0], config)
-        datasets = [dataset for index in indexes for dataset in index.datasets]
-        known = Counter((dataset.root, dataset.split) for dataset in datasets)  # parts of a metadataset share its path
+        chosen = _of_splits(indexes, splits)
+        datasets = [dataset for _, dataset in chosen]
+        known: dict[Any, IndexedDataset] = {}
         for dataset in datasets:
-            if known[dataset.root, dataset.split] > 1:
+            twin = known.setdefault(dataset.records or dataset.root, dataset)
+            if twin is not dataset:
                 raise UserError(
-                    f"{dataset.root} ({dataset.split}) is in two of the indexes, or twice in one; name only one of "
-                    "them, or measure it again."
+                    f"{dataset.root} ({dataset.split}) and {twin.root} ({twin.split}) hold the same samples, in two of "
+                    "the indexes or twice in one; name one of them, or remove one ('energon-packing measure --remove')."
                 )
         shards = [
             (number, at, shard.samples)
@@ -140,7 +141,7 @@ class Sources:
         ]
         return cls(
             datasets=tuple(datasets),
-            indexes=tuple(index for index in indexes for _ in index.datasets),
+            indexes=tuple(index for index, _ in chosen),
             starts=np.cumsum([0, *(samples for _, _, samples in shards)], dtype=np.int64),
             dataset=np.array([number for number, _, _ in shards], dtype=np.int16),
             shard=np.array([at for _, at, _ in shards], dtype=np.int32),
@@ -168,6 +169,24 @@ class Sources:
         """The rows of each shard, with the number of its first source."""
         for number, start in enumerate(self.starts[:-1].tolist()):
             yield start, self.table(number, columns)
+
+
+def _of_splits(indexes: Sequence[Index], splits: Collection[str]) -> list[tuple[Index, IndexedDataset]]:
+    """The data sets of some splits, each with its index. Raises UserError: see `Sources.open`."""
+    every = [(index, dataset) for index in indexes for dataset in index.datasets]
+    held = {dataset.asked: dataset.path for _, dataset in every}
+    listed = ", ".join(f"{split} ({path})" for split, path in sorted(held.items()))
+    if "" in held:
+        raise UserError(
+            f"An older version measured {held['']} with several splits, and did not note for which of them; run "
+            "'energon-packing measure' again, which reads only parts of another split anew."
+        )
+    if (not splits and len(held) > 1) or not held.keys() >= {*splits}:
+        raise UserError(
+            f"The indexes hold the splits {listed}; name the one to plan with --split, or each of several that are all "
+            "to be trained on with a --split of its own, or measure another one."
+        )
+    return [each for each in every if not splits or each[1].asked in splits]
 
 
 def _check_measured_alike(index: Index, first: Index, config: AnyRun) -> None:

@@ -9,6 +9,12 @@ CLIPS = "tests/wan/test_clip_limits.py::"
 SHARES = "tests/offline/test_blend.py::"
 EVALUATIONS = "tests/offline/test_evaluation.py::"
 BLENDS = "tests/offline/test_blend_of_a_metadataset.py::"
+MEASURED = "tests/offline/test_measure.py::"
+PLANNER = "tests/offline/test_planner.py::"
+MOVED = MEASURED + "test_a_data_set_at_another_place_replaces_its_entry_and_takes_its_turn[moved]"
+SPLITS = MEASURED + "test_a_plan_has_the_split_that_is_named_and_never_another_beside_it"
+EDITED = BLENDS + "test_an_edited_metadataset_drops_its_old_parts_also_under_another_name_and_says_so"
+NOTHING = SHARES + "test_a_data_set_with_a_share_of_which_nothing_fits_is_refused_by_name"
 LIMITS = "tests/offline/test_array_limits.py::test_every_number_is_that_of_pack_limits"
 PARQUET = (
     "tests/conformance/test_bridge_parquet.py::"
@@ -24,6 +30,11 @@ OFFLINE_TRAPS = {
     90: "after the last pack of a plan the same packs come in the same order, and most of a data set never does",
     91: "two evaluations have different samples, or those of one differ with the ranks or after a restart",
     118: "the sizes told of packed rows, or the number of their boundaries, are not theirs",
+    210: "a run trains on a split that nobody chose",
+    211: "the same samples are planned twice, or those that a metadataset no longer names",
+    212: "a data set with a share is not in the plan, and nothing says so",
+    213: "more is dropped from a plan, or from its packs, than the budget allows",
+    214: "a plan of moved data is another plan",
     92: "an evaluation has a sample twice, or lacks one of a split that it has room for",
 }
 
@@ -86,20 +97,6 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         test=BLENDS + "test_a_subset_is_refused_because_the_whole_data_set_would_be_measured[list]",
         oracle="the metadataset's subset",
         edits=(("offline/source.py", "        if leaf.subset:\n", "        if False:\n"),),
-    ),
-    Mutation(
-        trap=66,
-        name="a part that a metadataset no longer names stays in its index",
-        test=BLENDS + "test_a_part_that_its_metadataset_no_longer_names_is_in_no_plan",
-        oracle="what the metadataset names",
-        edits=(("offline/measure.py", "it.name in named or measured", "True or measured"),),
-    ),
-    Mutation(
-        trap=66,
-        name="an index takes a second split, on which its plan then trains",
-        test="tests/offline/test_measure.py::test_an_index_holds_one_split_so_that_no_plan_trains_on_another_one",
-        oracle="the split that was measured first",
-        edits=(("offline/measure.py", "    if held and held", "    if False and held"),),
     ),
     Mutation(
         trap=61,
@@ -355,6 +352,152 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
                 '        arguments["places"] = replica.told(lambda: (own_loader(), arguments["places"])[1])\n',
                 "        pass\n",
             ),
+        ),
+    ),
+    Mutation(
+        trap=210,
+        name="a plan takes every split that its indexes hold",
+        test=SPLITS,
+        oracle="the names of the shards",
+        edits=(("offline/samples.py", "if (not splits and len(held) > 1) or not", "if not"),),
+    ),
+    Mutation(
+        trap=210,
+        name="a plan of a named split has the others beside it",
+        test=SPLITS,
+        oracle="the names of the shards",
+        edits=(("offline/samples.py", "if not splits or each[1].asked in splits]", "if True]"),),
+    ),
+    Mutation(
+        trap=210,
+        name="a run that names no split reads a plan of any",
+        test=SPLITS,
+        oracle="the names of the shards",
+        edits=(
+            (
+                "offline/loader.py",
+                "check_plan(plan, config, encoder, split or config.data.split, free)",
+                "check_plan(plan, config, encoder, split, free)",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=210,
+        name="an older plan of several splits is one of each",
+        test=MEASURED + "test_a_plan_of_several_splits_from_before_they_were_noted_is_refused",
+        oracle="the names of the splits",
+        edits=(("offline/plan.py", "(held if len(held) == 1 else set())", "held"),),
+    ),
+    Mutation(
+        trap=210,
+        name="the parts of an older metadataset count as those of their own splits",
+        test=BLENDS + "test_weights_are_those_of_the_split_that_was_asked_for_whatever_splits_its_parts_have",
+        oracle="the metadataset",
+        edits=(("offline/index.py", "(splits[it.path] == 1 or it.path in", "(True or it.path in"),),
+    ),
+    Mutation(
+        trap=211,
+        name="data that moved are measured beside their old place",
+        test=MOVED,
+        oracle="the samples of the first plan",
+        edits=(("offline/measure.py", "same = of_records.get(it.records) or of_place.get(", "same = of_place.get("),),
+    ),
+    Mutation(
+        trap=211,
+        name="data that moved come last in the index",
+        test=MOVED,
+        oracle="the id of the first plan",
+        edits=(
+            (
+                "offline/measure.py",
+                "tuple((placed | named).values())",
+                "tuple(({name: it for name, it in placed.items() if name not in named} | named).values())",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=211,
+        name="a copy in another index is planned a second time",
+        test=MOVED,
+        oracle="the samples of the first plan",
+        edits=(
+            (
+                "offline/samples.py",
+                "known.setdefault(dataset.records or dataset.root, dataset)",
+                "known.setdefault(dataset.root, dataset)",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=211,
+        name="a part that its metadataset no longer names stays",
+        test=EDITED,
+        oracle="the metadataset",
+        edits=(("offline/measure.py", "                del placed[it.name]\n", "                pass\n"),),
+    ),
+    Mutation(
+        trap=211,
+        name="the parts of a metadataset with a new name stay under the old one",
+        test=EDITED,
+        oracle="the metadataset",
+        edits=(("offline/measure.py", "                paths.add(it.path)\n", "                pass\n"),),
+    ),
+    Mutation(
+        trap=212,
+        name="the share of a data set of which nothing fits goes to the others",
+        test=NOTHING + r"[plan0-gold \\(/data/gold\\) has weight 3, but none of its 12 samples]",
+        oracle="the samples of the index",
+        edits=(("offline/planner.py", 'asked not in ("epochs 1", "weight 0")', "False"),),
+    ),
+    Mutation(
+        trap=212,
+        name="the share that is told is of the rows, whatever the weights count",
+        test=SHARES + "test_a_plan_tells_what_each_data_set_gives_and_which_share_it_asked_for_and_reached[tokens]",
+        oracle="the tokens of the packs",
+        edits=(("offline/planner.py", "(times[a:b] * packs.blend.amount[a:b])", "times[a:b]"),),
+    ),
+    Mutation(
+        trap=213,
+        name="a plan of few samples may drop them all",
+        test=PLANNER + "test_over_a_known_population_the_budget_is_the_share_itself[1-198-0.1-True]",
+        oracle="the share of the samples",
+        edits=(("offline/planner.py", "over_budget(lost, read, budget, looks=0)", "over_budget(lost, read, budget)"),),
+    ),
+    Mutation(
+        trap=213,
+        name="packs of few samples may lose them all",
+        test="tests/offline/test_packed_loader.py::"
+        "test_packing_that_drops_more_than_the_budget_stops_however_few_the_samples_are[polylithic]",
+        oracle="the media that were overwritten",
+        edits=(
+            (
+                "offline/formats/shards.py",
+                "over_budget(drops.total(), samples, budget, looks=0)",
+                "over_budget(drops.total(), samples, budget)",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=213,
+        name="the budget counts a data set once that an epoch reads several times",
+        test=PLANNER + "test_the_budget_counts_what_the_epochs_read_of_each_data_set",
+        oracle="the samples of the epochs",
+        edits=(("offline/planner.py", 'if times := each["per_epoch"]:', 'if times := float(each["per_epoch"] > 0):'),),
+    ),
+    Mutation(
+        trap=214,
+        name="the paths that plan.datasets names are part of a plan's id",
+        test=MOVED,
+        oracle="the id of the first plan",
+        edits=(("offline/planner.py", "    if not config.plan.datasets.keys() <= short:", "    if False:"),),
+    ),
+    Mutation(
+        trap=214,
+        name="the difference of two plans goes by paths",
+        test=MOVED,
+        oracle="the samples of the first plan",
+        edits=(
+            ("offline/explain.py", "zip(records[0] & records[1], itertools.count())", "zip((), itertools.count())"),
         ),
     ),
 )

@@ -230,6 +230,26 @@ def test_a_sample_that_cannot_be_decoded_is_dropped_as_from_the_plan(dataset, ru
     assert [(line["dropped"], line["reason"]) for line in lines[1:]] == dropped
 
 
+def test_packing_that_drops_more_than_the_budget_stops_however_few_the_samples_are(dataset, run_of, tmp_path):
+    copied = tmp_path / "data"
+    shutil.copytree(dataset, copied)
+    run = planned(run_of(copied, drop_budget=0.1), copied, tmp_path)
+    plan = Plan.open(run.data.path)
+    samples = [each for made in plan.packs(0, len(plan)) for each in made.samples]
+    (source,) = plan.facts.datasets
+    for media in (media for each in samples for media in each.media):
+        with (Path(source.media_root) / source.media_shards[media.shard]).open("r+b") as file:
+            file.seek(media.offset)
+            file.write(b"\0" * media.size)
+    bad = sum(bool(each.media) for each in samples)
+    asked = PackConfig(plan=Path(run.data.path), out=tmp_path / "packed", workers=0, store="pixels")
+    for _ in range(2):
+        with pytest.raises(
+            UserError, match=rf"{bad} of {len(samples)} samples .* packing\.drop_budget=0\.1 of the plan"
+        ):
+            pack(asked)
+
+
 def test_a_packed_run_needs_its_data_sets_only_for_media_that_stayed_there(dataset, run_of, tmp_path):
     copied = tmp_path / "data"
     shutil.copytree(dataset, copied)

@@ -328,7 +328,7 @@ def test_indexes_share_a_plan_unless_their_encoders_differ_or_a_data_set_is_in_b
     make_plan([paths[0], paths[4]], config(), tmp_path / "of_both.parquet")
     with pytest.raises(UserError, match="processor is 'one' in one and 'two' in the other"):
         make_plan([paths[0], paths[2]], config(), tmp_path / "x.parquet")
-    with pytest.raises(UserError, match="is in two of the indexes"):
+    with pytest.raises(UserError, match="hold the same samples, in two of the indexes"):
         make_plan([paths[0], paths[3]], config(), tmp_path / "x.parquet")
 
 
@@ -360,6 +360,41 @@ def test_too_many_drops_stop_the_plan_and_name_the_reasons(tmp_path: Path) -> No
     index = made_index(tmp_path / "index", {"a": [rows]})
     with pytest.raises(UserError, match=r"150 of 400 samples would be dropped \(oversize 150; the first is a-0-250"):
         planned(tmp_path, index, config(packing={"drop_budget": 0.1}))
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "budget", "stops"),
+    [(1, 198, 0.1, True), (89, 11, 0.1, True), (90, 10, 0.1, False), (71, 29, 0.29, False), (99, 1, 0.0, True)],
+)
+def test_over_a_known_population_the_budget_is_the_share_itself(
+    tmp_path: Path, good: int, bad: int, budget: float, stops: bool
+) -> None:
+    index = made_index(tmp_path / "index", {"a": [[*(row(50) for _ in range(good)), *(row(5000) for _ in range(bad))]]})
+    run = config(packing={"drop_budget": budget})
+    if not stops:
+        assert planned(tmp_path, index, run).facts.samples == good
+        return
+    with pytest.raises(UserError, match=rf"{bad} of {good + bad} samples would be dropped .* allows"):
+        planned(tmp_path, index, run)
+
+
+def test_the_budget_counts_what_the_epochs_read_of_each_data_set(tmp_path: Path) -> None:
+    bad = [*(row(50) for _ in range(10)), *(row(5000) for _ in range(10))]
+    index = made_index(tmp_path / "index", {"a": [[row(50) for _ in range(180)]], "b": [bad]})
+
+    def dropped(**datasets: Any) -> str:
+        run = config(packing={"drop_budget": 0.1}, plan={"datasets": datasets})
+        try:
+            planned(tmp_path, index, run)
+        except UserError as error:
+            return str(error).partition(" samples")[0]
+        return ""
+
+    assert dropped() == "", "10 of 200"
+    assert dropped(b={"epochs": 0}) == ""
+    assert dropped(b={"epochs": 4}) == "40 of 260"
+    assert dropped(a={"weight": 1}, b={"weight": 1}) == "10 of 30"
+    assert dropped(a={"epochs": 0}) == "10 of 20"
 
 
 PROCESSOR = str(processor_path("qwen2_5_vl"))

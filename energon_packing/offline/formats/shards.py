@@ -159,7 +159,7 @@ class ShardPacker(PackFormat):
         drops = sum((Counter(entry.drops) for entry in entries), Counter[str]())
         samples = sum(entry.samples for entry in entries) + drops.total()
         budget = self.run.packing.drop_budget
-        if over_budget(drops.total(), samples, budget):
+        if over_budget(drops.total(), samples, budget, looks=0):
             reasons = ", ".join(f"{reason} {count}" for reason, count in drops.most_common(3))
             raise UserError(
                 f"{drops.total()} of {samples} samples could not be decoded ({reasons}), more than "

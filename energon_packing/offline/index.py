@@ -10,6 +10,7 @@ Nothing in it depends on ``seq_length``, alignment, policy or blend, so plans th
 
 import contextlib
 import json
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -23,6 +24,7 @@ from energon_packing.config import to_mapping
 from energon_packing.config.setting import marked
 from energon_packing.conversation import PairCounts
 from energon_packing.drops import DroppedSample, FrequentDrops
+from energon_packing.energon.data_identity import HEADER_BYTES
 from energon_packing.errors import UserError
 from energon_packing.offline.files import (
     Amount,
@@ -149,6 +151,8 @@ class IndexedDataset:
         root, media_root: directories of its shards, and of those that hold its media; the same for a monolithic data
             set.
         media_shards: names of the latter, whose positions `MEDIA` counts.
+        media_states: `media_state` of each when it was measured; an empty text for one that was not there. Older
+            indexes have none.
         shards: in order.
         subflavors: of its samples, such as limits of its own.
         weight: its share of the samples in the blend of the metadataset at ``path``; None if that has no weights.
@@ -165,6 +169,7 @@ class IndexedDataset:
     subflavors: Mapping[str, Any] = field(default_factory=dict)
     weight: Amount | None = None
     repetitions: Amount | None = None
+    media_states: tuple[str, ...] = ()
 
 
 OF_PART = ("path", "split", "root", "media_root", "subflavors", "weight", "repetitions")
@@ -287,3 +292,13 @@ def shard_status(path: Path) -> tuple[int, int]:
         return here.st_size, here.st_mtime_ns
     there = present(address)
     return there.size, there.changed
+
+
+def media_state(path: Path) -> tuple[str, int]:
+    """What tells a shard of media from another one, as `energon_packing.energon.data_identity` does: its size and, on
+    this machine, its first header; and the time of its last change. Raises OSError as `shard_status`."""
+    size, changed = shard_status(path)
+    if remote_address(path) is not None:
+        return f"{size} bytes", changed
+    with path.open("rb", buffering=0) as file:
+        return f"{size} bytes, first header {zlib.crc32(file.read(HEADER_BYTES)):08x}", changed

@@ -25,6 +25,8 @@ OFFLINE_TRAPS = {
     91: "two evaluations have different samples, or those of one differ with the ranks or after a restart",
     118: "the sizes told of packed rows, or the number of their boundaries, are not theirs",
     92: "an evaluation has a sample twice, or lacks one of a split that it has room for",
+    215: "a run reads packs that hold more than its own limits allow",
+    216: "media of a plan are others than those that were measured, and nothing says so",
 }
 
 OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
@@ -356,5 +358,37 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
                 "        pass\n",
             ),
         ),
+    ),
+    Mutation(
+        trap=215,
+        name="a limit of the run counts only where the plan has one too",
+        test="tests/offline/test_packed_loader.py::"
+        "test_a_limit_of_the_run_that_is_tighter_than_the_plans_is_refused_by_name[polylithic-max_segments_per_pack]",
+        oracle="the limits of the run",
+        edits=(("offline/loader.py", "most is None or own < most", "most is not None and own < most"),),
+    ),
+    Mutation(
+        trap=216,
+        name="media of a plan are told apart by the index of their data set alone",
+        test="tests/offline/test_packed_loader.py::"
+        "test_media_that_changed_since_they_were_measured_end_the_run_by_name[polylithic-plan-0]",
+        oracle="the bytes of the shards",
+        edits=(("offline/packs.py", "if now != before:", "if False:"),),
+    ),
+    Mutation(
+        trap=216,
+        name="packs with media by reference read whatever lies in their places",
+        test="tests/offline/test_packed_loader.py::"
+        "test_media_that_changed_since_they_were_measured_end_the_run_by_name[polylithic-tokens-0]",
+        oracle="the bytes of the shards",
+        edits=(("offline/packed.py", "        check_media(dataset", "        (dataset"),),
+    ),
+    Mutation(
+        trap=216,
+        name="what was measured stays though the media changed",
+        test="tests/offline/test_measure.py::"
+        "test_media_that_changed_are_measured_again_and_an_older_index_is_not[polylithic]",
+        oracle="the times and sizes of the shards",
+        edits=(("offline/measure.py", "        if any([*states.get(", "        if False and any([*states.get("),),
     ),
 )

@@ -366,8 +366,9 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
         counted_pairs(Path(part.root) for part in parts).check(", ".join(map(shown, config.paths)), run.packing.pairs)
     try:
         config.out.mkdir(parents=True, exist_ok=True)
-        with locked(config.out):  # so that a file system without locks is told of before the work
-            pass
+        with locked(config.out):  # and so a file system without locks is told of before the work
+            if not _index(config.out, measurer).fingerprint:  # commands of another encoder are refused from now on
+                Index(directory=config.out, encoder=to_mapping(run.encoder), fingerprint=measurer.fingerprint).save()
     except OSError as error:
         raise unwritable(config.out, error, "measure") from error
     out = config.out.absolute()  # workers may have another current directory

@@ -28,7 +28,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from energon_packing.errors import UserError, read_again
-from energon_packing.offline.files import Amount, Count, Name, read_as, read_metadata, replacing
+from energon_packing.offline.files import METADATA, Amount, Count, Name, read_as, read_metadata, replacing
 from energon_packing.offline.index import MEDIA, IndexedDataset, MediaFile, kind_of, schema_of
 from energon_packing.offline.samples import Drop, Sources
 from energon_packing.remote_files import check_local
@@ -253,7 +253,14 @@ class Plan:
         def read() -> pa.Table:
             if self._file is None:
                 os.stat(self.path)  # whose error names the file, as pyarrow's does not
-                self._file = pq.ParquetFile(self.path, page_checksum_verification=True)
+                file = pq.ParquetFile(self.path, page_checksum_verification=True)
+                # Not all of it is parsed: it may name 100,000 shards.
+                if f'"id": "{self.facts.id}"'.encode() not in (file.schema_arrow.metadata or {}).get(METADATA, b""):
+                    raise UserError(
+                        f"{self.path} was replaced by another plan since this run began; bring back the plan "
+                        f"{self.facts.id}, or start again."
+                    )
+                self._file = file
             # Without threads: a loader's worker is a fork, and has a core of its own.
             return self._file.read_row_group(number, columns=columns, use_threads=False)
 

@@ -267,3 +267,23 @@ def test_media_that_changed_are_measured_again_and_an_older_index_is_not(dataset
         file.write(b"\0" * 512)
     assert measure(config, run).measured > 0
     assert measure(config, run).measured == 0
+
+
+def test_a_command_of_another_encoder_that_begins_the_same_index_is_refused_before_it_measures(
+    sources, run_of, tmp_path
+):
+    data, out = tmp_path / "data", tmp_path / "index"
+    convert(ConvertConfig(sources=sources[1:], out=data, split={"train": 1.0}, workers=0))
+    config, run, refused = MeasureConfig(paths=(data,), out=out, workers=0), run_of(data), []
+
+    def meanwhile(stage, done, total):
+        if not refused:
+            with pytest.raises(UserError, match=r"measured with another encoder: encoder\.train_on") as caught:
+                measure(config, run_of(data, encoder={"train_on": "all"}))
+            refused.append(caught.value)
+
+    index = measure(config, run, meanwhile).index
+    assert refused
+    kept = {row["key"]: row["targets"] for _, _, row in rows_of(index).values()}
+    alone = measure(MeasureConfig(paths=(data,), out=tmp_path / "alone", workers=0), run).index
+    assert kept == {row["key"]: row["targets"] for _, _, row in rows_of(alone).values()}

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from energon_packing.config import to_mapping
-from energon_packing.config.setting import marked
+from energon_packing.config.setting import before, marked
 from energon_packing.conversation import PairCounts
 from energon_packing.drops import DroppedSample, FrequentDrops
 from energon_packing.energon.data_identity import HEADER_BYTES
@@ -245,8 +245,12 @@ class Index:
 
 def differing_lengths(stored: Mapping[str, Any], own: Mapping[str, Any], run: AnyRun) -> list[tuple[str, Any, Any]]:
     """Compares two fingerprints of `measure.measuring_fingerprint`; see `differing`. `run` is of the samples' kind."""
-    defaults = {f"encoder.{name}": value for name, value in to_mapping(type(run.encoder)()).items()}
+    older = before(run.encoder)
+    defaults = older | {f"encoder.{name}": value for name, value in (to_mapping(type(run.encoder)()) | older).items()}
     defaults |= {f"packing.{name}": getattr(type(run.packing)(), name) for name in marked(run.packing, "newer")}
+    # What such a setting means where it is the default is not in files that lack it.
+    held = {f"packing.{name}": value for name, value in before(run.packing).items()}
+    defaults |= {name: value for name, value in held.items() if own.get(name) == value}
     return differing(_parsed(stored), _parsed(own), defaults)
 
 

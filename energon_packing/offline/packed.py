@@ -20,6 +20,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
+from energon_packing.config.setting import before
 from energon_packing.energon.samples import Pack
 from energon_packing.errors import ConfigError, PackingError, UserError
 from energon_packing.offline.data_paths import PACKED_FILE
@@ -245,8 +246,8 @@ def check_stored(packed: Packed, encoder: Any) -> None:
     a plan leaves open, but stored packs do not."""
     kind = KINDS.find(packed.plan.facts.kind)
     own_settings = kind.stored_settings(encoder.encoder.fingerprint(), packed.facts.store)
-    for name, before, own in differing(packed.facts.encoder, own_settings):
+    for name, stored, own in differing(packed.facts.encoder, own_settings, before(kind.encoder_config)):
         raise ConfigError(
-            f"{packed.directory} was packed with {name}={before}, but this run has {own}; restore the setting, or plan "
+            f"{packed.directory} was packed with {name}={stored}, but this run has {own}; restore the setting, or plan "
             "and pack again."
         )

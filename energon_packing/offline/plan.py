@@ -169,7 +169,7 @@ class PlanFacts:
         facts = read_as(cls, values)
         read_as(tuple[Amount | None, ...], [facts.decided[name] for name in facts.decided if name.startswith("max_")])
         read_as(tuple[Count, ...], [facts.decided[name] for name in ("seq_length", "multiple", "reserved")])
-        read_as(Mapping, facts.config["packing"])
+        read_as(tuple[Mapping, Mapping], [facts.config[name] for name in ("encoder", "packing")])
         shares = [(each["name"], each["per_epoch"]) for each in facts.summary.get("datasets", ())]
         read_as(tuple[tuple[str, Amount], ...], shares)
         planned = read_as(Mapping, facts.decided["plan"])

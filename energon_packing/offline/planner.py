@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from energon_packing.config import RunConfig, to_mapping
-from energon_packing.config.setting import marked
+from energon_packing.config.setting import before, marked
 from energon_packing.drops import WISHED, over_budget
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline import plan as plan_file
@@ -340,8 +340,9 @@ def _check_measured(directories: Sequence[str | Path], sources: Sources, samples
         if name == "pairs":  # an older index did not count them
             known, seen = pair_counts(sources.datasets), int(np.count_nonzero(samples.sizes.second))
             replace(known, pairs=max(known.pairs, seen)).check(where, own)
-        measured = sources.indexes[0].fingerprint.get(f"packing.{name}", getattr(type(config.packing)(), name))
-        if measured != own:
+        default = getattr(type(config.packing)(), name)
+        measured = sources.indexes[0].fingerprint.get(f"packing.{name}", default)
+        if measured != own and (measured, own) != (default, before(config.packing).get(name)):
             raise ConfigError(
                 f"{where} was measured with packing.{name}={measured!r}, the configuration has {own!r}; measure again "
                 "with this configuration."

@@ -26,6 +26,8 @@ OFFLINE_TRAPS = {
     118: "the sizes told of packed rows, or the number of their boundaries, are not theirs",
     92: "an evaluation has a sample twice, or lacks one of a split that it has room for",
     215: "a run reads packs that hold more than its own limits allow",
+    217: "an index or a plan that another command replaced is taken for the one that was opened",
+    218: "a file from before a setting holds today's default, not what was done then",
     216: "media of a plan are others than those that were measured, and nothing says so",
 }
 
@@ -390,5 +392,43 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         "test_media_that_changed_are_measured_again_and_an_older_index_is_not[polylithic]",
         oracle="the times and sizes of the shards",
         edits=(("offline/measure.py", "        if any([*states.get(", "        if False and any([*states.get("),),
+    ),
+    Mutation(
+        trap=217,
+        name="a plan is not compared with the one that was opened when a worker reads it",
+        test=LOADER + "test_a_plan_that_was_replaced_under_its_run_is_not_read_as_the_old_one[polylithic-0]",
+        oracle="the packs of both plans",
+        edits=(("offline/plan.py", ' not in (file.schema_arrow.metadata or {}).get(METADATA, b""):', ' in b"":'),),
+    ),
+    Mutation(
+        trap=217,
+        name="two encoders begin one index",
+        test="tests/offline/test_measure.py::"
+        "test_a_command_of_another_encoder_that_begins_the_same_index_is_refused_before_it_measures",
+        oracle="the index of one command alone",
+        edits=(("offline/measure.py", "if not _index(config.out, measurer).fingerprint:", "if False:"),),
+    ),
+    Mutation(
+        trap=218,
+        name="transparent images of older files count as shown on white",
+        test="tests/offline/test_old_files.py::"
+        "test_files_from_before_settings_are_read_as_their_code_read_them[a-packing0]",
+        oracle="rows of commit 436f816",
+        edits=(("config/encoder.py", 'setting("white", before="processor")', 'setting("white")'),),
+    ),
+    Mutation(
+        trap=218,
+        name="pairs of older packs are trained by a run that refuses pairs",
+        test="tests/offline/test_old_files.py::test_todays_default_is_refused_where_it_is_not_what_was_done",
+        oracle="rows of commit 436f816",
+        edits=(("offline/stored_pack.py", "        counted.check(", "        (lambda *_: None)("),),
+    ),
+    Mutation(
+        trap=218,
+        name="a packed directory from before a setting is another packing",
+        test="tests/offline/test_old_files.py::"
+        "test_a_packed_directory_from_before_settings_goes_on_as_it_was_begun[tokens]",
+        oracle="files of commit 436f816",
+        edits=(("offline/formats/shards.py", "self._older | settings if", "settings if"),),
     ),
 )

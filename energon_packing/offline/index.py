@@ -229,7 +229,8 @@ class Index:
         path = self.directory / dataset.name / shard.file
         found = read_metadata(path)
         if found is None or found.get("identity") != dict(shard.identity):
-            raise UserError(f"{path} is missing, damaged or of another shard; run 'energon-packing measure' again")
+            what = "damaged or of another shard" if path.exists() else "missing"
+            raise UserError(f"{path} is {what}; run 'energon-packing measure' again")
         if not {*SHAPE} & {*(columns or ())} <= {*found.get("columns", ())}:
             raise UserError(f"{path} has no heights and widths of images; run 'energon-packing measure' again")
         try:

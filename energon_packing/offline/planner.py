@@ -26,7 +26,7 @@ from energon_packing.offline.blend import Blend, gathered
 from energon_packing.offline.files import remove_leftovers, said, write_table
 from energon_packing.offline.index import MEDIA, IndexedDataset, pair_counts
 from energon_packing.offline.order import balanced_order, incomplete_group
-from energon_packing.offline.plan import PlanFacts, drops_path, written_drops
+from energon_packing.offline.plan import PlanFacts, drops_path, hashed, written_drops
 from energon_packing.offline.samples import AnyLimits, Drop, Remeasure, Samples, Sizes, Sources, costs, fitting_samples
 from energon_packing.packing.balance import step_efficiency
 from energon_packing.packing.constraints import Constraints
@@ -325,8 +325,8 @@ def make_plan(
     packs = ordered_packs(sources, samples, limits, config, rest)
     facts = _facts(sources, samples, drops, packs, limits, config, left)
     try:
-        with written_drops(out, facts.id, drops, sources):  # takes its place after the plan
-            write_table(out, facts.schema, _tables(sources, samples, packs, facts), facts.to_json())
+        with written_drops(out, facts, drops, sources) as digest:  # takes its place after the plan
+            write_table(out, facts.schema, hashed(_tables(sources, samples, packs, facts), digest), facts.to_json())
     except OSError as error:
         raise UserError(f"{out} cannot be written ({said(error)}); an existing plan is as it was.") from error
     return facts
@@ -398,24 +398,37 @@ def _facts(
         "epoch_ends": packs.epoch_ends,
         "drops": dict(sorted(Counter(drop.reason for drop in drops).items())),
     }
-    # Neither settings on which no pack depends nor where the shards are: a state of one plan continues with its equal.
-    digest = hashlib.sha256(json.dumps([known, *map(_content, sources.datasets)], sort_keys=True).encode())
     sizes = samples.sizes
     columns = (samples.source, samples.piece, sizes.length, sizes.second, sizes.text_tokens)
     rows = [column[packs.order] for column in columns if column is not None]
-    for array in (packs.offsets.astype(np.int64), *rows):
-        digest.update(np.ascontiguousarray(array).data)
     firsts, last = [0], packs.offsets.size - 1
     while (following := int(np.searchsorted(packs.offsets, packs.offsets[firsts[-1]] + plan_file.ROW_GROUP))) < last:
         firsts.append(following)
     return PlanFacts(
-        id=digest.hexdigest()[:32],
+        id=plan_id(known, sources.datasets, [packs.offsets.astype(np.int64), *rows]),
         datasets=sources.datasets,
         summary=summary_of(sources.datasets, samples, packs, limits, config),
         config=to_mapping(config),
         row_groups=tuple(firsts),
         **known,
     )
+
+
+def plan_id(known: Mapping[str, Any], datasets: Sequence[IndexedDataset], rows: Sequence[np.ndarray]) -> str:
+    """The id of a plan. Neither settings on which no pack depends nor where the shards are count: a state of one plan
+    continues with its equal.
+
+    Args:
+        known: the fields of `PlanFacts` that `OF_ID` names.
+        rows: ``[packs + 1]`` int64, where packs begin; of each row its source in `Sources`, piece and sizes.
+    """
+    digest = hashlib.sha256(json.dumps([known, *map(_content, datasets)], sort_keys=True).encode())
+    for array in rows:
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()[:32]
+
+
+OF_ID = ("fingerprint", "decided", "packs", "samples", "max_data_parallel", "epoch_ends", "drops")
 
 
 def _content(dataset: IndexedDataset) -> dict[str, Any]:

@@ -28,6 +28,7 @@ OFFLINE_TRAPS = {
     215: "a run reads packs that hold more than its own limits allow",
     217: "an index or a plan that another command replaced is taken for the one that was opened",
     218: "a file from before a setting holds today's default, not what was done then",
+    219: "verify takes a plan, an index or Bridge's files for whole that are not",
     216: "media of a plan are others than those that were measured, and nothing says so",
 }
 
@@ -61,7 +62,13 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         test="tests/offline/test_pack_command.py::"
         "test_packs_of_every_format_are_made_once_by_any_ranks_and_go_on_where_they_stopped[bridge-parquet]",
         oracle="the packs of the other plan",
-        edits=(("offline/formats/bridge_parquet.py", "if read_metadata(path) != self._metadata(number)", "if False"),),
+        edits=(
+            (
+                "offline/formats/bridge_parquet.py",
+                'if {"packs": own["packs"], **(read_metadata(path) or {})} != own:',
+                "if False:",
+            ),
+        ),
     ),
     Mutation(
         trap=118,
@@ -169,8 +176,8 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "offline/formats/shards.py",
-                "in differing({name: value}, {name: self.facts.settings[name]}):\n",
-                "in ():\n",
+                '{name: value}, {name: self.facts.settings[name]}, {"encoder": self._older}',
+                "{}, {}",
             ),
         ),
     ),
@@ -430,5 +437,34 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         "test_a_packed_directory_from_before_settings_goes_on_as_it_was_begun[tokens]",
         oracle="files of commit 436f816",
         edits=(("offline/formats/shards.py", "self._older | settings if", "settings if"),),
+    ),
+    Mutation(
+        trap=219,
+        name="the id of a plan is taken for right",
+        test=COMMAND + "test_a_row_of_a_plan_that_is_a_copy_of_another_is_found_wherever_the_plan_lies[polylithic]",
+        oracle="the plan as it was written",
+        edits=(("offline/verify.py", "facts.datasets, [offsets, source, *sizes]) != facts.id", "(), []) == ''"),),
+    ),
+    Mutation(
+        trap=219,
+        name="keys of a plan are in no digest",
+        test=COMMAND + "test_a_row_of_a_plan_that_is_a_copy_of_another_is_found_wherever_the_plan_lies[polylithic]",
+        oracle="the plan as it was written",
+        edits=(("offline/plan.py", '("key", "offset", "size")]', '("offset", "size")]'),),
+    ),
+    Mutation(
+        trap=219,
+        name="the manifest of packs is believed",
+        test=COMMAND + "test_settings_of_a_packed_directory_that_somebody_changed_are_found[polylithic]",
+        oracle="the settings in the shards",
+        edits=(("offline/verify.py", "for name, said, stored in differing(", "for name, said, stored in () and ("),),
+    ),
+    Mutation(
+        trap=219,
+        name="Bridge's files that are missing at the end are not missed",
+        test="tests/conformance/test_bridge_parquet.py::"
+        "test_verify_finds_what_is_missing_or_damaged_among_bridges_files",
+        oracle="the files of `pack`",
+        edits=(("offline/verify.py", 'if known.get("packs", stop) != stop:', "if False:"),),
     ),
 )

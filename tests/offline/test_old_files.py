@@ -1,6 +1,6 @@
 """Indexes, plans, packed directories and states that commit 436f816 wrote: they hold what its code did then.
 
-`kept/436f816.tar.xz` has ``make.py``, what it wrote with the code of that commit, and what the loaders of that time gave.
+`kept/436f816.tar.xz` has ``make.py``, what it wrote with the code of that commit, and what the loaders gave then.
 """
 
 import dataclasses
@@ -131,3 +131,11 @@ def test_a_state_from_before_a_setting_holds_what_was_done_then():
     assert check_fingerprint({"data.seed": "1"}, state("processor")) == []
     with pytest.raises(ConfigError, match=r"transparency"):
         check_fingerprint({"data.seed": "1"}, state("white"))
+
+
+def findings(path):
+    return [each.what for each in verify(VerifyConfig(directory=path, share=0.0)).findings]
+
+
+def test_plans_and_indexes_of_before_are_as_they_should_be(kept):
+    assert [findings(kept / name) for name in ("a.parquet", "pairs.parquet", "a-index", "a-tokens")] == [[]] * 4

@@ -8,7 +8,8 @@ import json
 import os.path
 import re
 import socket
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import batched
 from pathlib import Path
@@ -37,6 +38,7 @@ from energon_packing.offline.index import (
     IndexedDataset,
     IndexedShard,
     differing_lengths,
+    media_state,
     schema_of,
     shard_status,
 )
@@ -91,6 +93,7 @@ class ShardMeasurer:
     Attributes:
         fingerprint: of the run; an index that is brought up to date keeps its own, which may lack newer settings.
         pair_counts: of all samples that were measured.
+        known: directory of media -> name of each shard -> `IndexedDataset.media_states` of the index that was there.
 
     Raises:
         ConfigError: the processor cannot be used.
@@ -106,6 +109,8 @@ class ShardMeasurer:
         self.pair_counts = PairCounts()
         self._files = TarFiles()
         self._indices: dict[str, ShardIndex] = {}
+        self._media: dict[str, dict[str, tuple[str, int]]] = {}
+        self.known: dict[str, dict[str, list[str]]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Another machine makes its own, whose fingerprint must be the same.
@@ -120,6 +125,16 @@ class ShardMeasurer:
         if root not in self._indices:
             self._indices[root] = ShardIndex(Path(root))
         return self._indices[root]
+
+    def media_of(self, root: str) -> dict[str, tuple[str, int]]:
+        """Name of each shard of a directory of media -> its `media_state`, looked at once; an empty text if it is not
+        there."""
+        if root not in self._media:
+            names = self.index_of(root).shards
+            with ThreadPoolExecutor(32) as pool:  # they wait for the storage
+                states = pool.map(lambda name: _seen(Path(root) / name, media_state, ("", 0)), names)
+                self._media[root] = dict(zip(names, states, strict=True))
+        return self._media[root]
 
     def begin(self) -> None:
         """Opens files anew, since a fork may not use its parent's databases, and removes those that killed processes
@@ -144,6 +159,10 @@ class ShardMeasurer:
             return None
         now = self._made_of(task.part, self._identity(task.part, task.shard))
         if any(stored.get(name) != value for name, value in now.items()):
+            return None
+        states = self.media_of(task.part.media_root)
+        shown_media = stored.get("media", self.known.get(task.part.media_root, {}))  # older files do not name theirs
+        if any([*states.get(name, ())][: len(was)] != was for name, was in shown_media.items()):
             return None
         counts = {name: int(stored.get(name, 0)) for name in SHARD_COUNTS}  # older files lack some
         return IndexedShard(name=task.shard, identity=stored["identity"], **counts)
@@ -177,6 +196,9 @@ class ShardMeasurer:
             unwanted=self.pair_counts.unwanted - before.unwanted,
         )
         metadata = self._made_of(part, identity) | {name: getattr(known, name) for name in SHARD_COUNTS}
+        numbers = pc.unique(pc.list_flatten(whole.column("media")).combine_chunks().field("shard")).to_pylist()
+        names = [self.index_of(part.media_root).shards[number] for number in sorted(numbers)]
+        metadata["media"] = {name: _seen(Path(part.media_root) / name, media_state, ("", 0)) for name in names}
         try:
             directory.mkdir(parents=True, exist_ok=True)
             write_table(directory / known.file, self._schema, tables or [whole], metadata)
@@ -185,13 +207,7 @@ class ShardMeasurer:
         return known
 
     def _identity(self, part: SourcePart, shard: str) -> dict[str, Any]:
-        path = Path(part.root) / shard
-        try:
-            size, changed = shard_status(path)
-        except OSError as error:
-            raise UserError(
-                f"{shown(path)}, a shard of the data set, cannot be read ({said(error)}); put it back, or convert again"
-            ) from error
+        size, changed = _seen(Path(part.root) / shard, shard_status)
         identity = {"bytes": size, "changed_ns": changed, "index_uuid": self.index_of(part.root).uuid}
         if part.media_root != part.root:  # its rows name places in shards that may change alone
             identity["media_uuid"] = self.index_of(part.media_root).uuid
@@ -249,6 +265,18 @@ def pair_counts_of(sample: Any) -> PairCounts:
     if conversation is None:
         return PairCounts(samples=1)
     return PairCounts(samples=1, pairs=conversation.is_pair, unwanted=conversation.is_unwanted)
+
+
+def _seen(path: Path, look: Callable[[Path], tuple[Any, int]], lost: tuple[Any, int] | None = None) -> tuple[Any, int]:
+    """What `look` sees of a shard; of one that is not there `lost`, if it is given."""
+    try:
+        return look(path)
+    except OSError as error:
+        if lost is not None and isinstance(error, FileNotFoundError | NotADirectoryError):
+            return lost
+        raise UserError(
+            f"{shown(path)}, a shard of the data set, cannot be read ({said(error)}); put it back, or convert again"
+        ) from error
 
 
 Record = tuple[str, int | None, int | None]
@@ -322,6 +350,10 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
     measurer = ShardMeasurer(run)
     before = _index(config.out, measurer)  # refused before anything is measured
     measurer.fingerprint = dict(before.fingerprint) or measurer.fingerprint
+    for each in before.datasets:
+        measurer.known[each.media_root] = {
+            name: [state] for name, state in zip(each.media_shards, each.media_states, strict=False)
+        }
     parts = [part for path in config.paths for part in source_parts(path, config.split, kind)]
     names = [_name(part, config.split) for part in parts]
     for name, part in zip(names, parts, strict=True):
@@ -331,8 +363,9 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
         counted_pairs(Path(part.root) for part in parts).check(", ".join(map(shown, config.paths)), run.packing.pairs)
     try:
         config.out.mkdir(parents=True, exist_ok=True)
-        with locked(config.out):  # so that a file system without locks is told of before the work
-            pass
+        with locked(config.out):  # and so a file system without locks is told of before the work
+            if not _index(config.out, measurer).fingerprint:  # commands of another encoder are refused from now on
+                Index(directory=config.out, encoder=to_mapping(run.encoder), fingerprint=measurer.fingerprint).save()
     except OSError as error:
         raise unwritable(config.out, error, "measure") from error
     out = config.out.absolute()  # workers may have another current directory
@@ -356,7 +389,8 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
             IndexedDataset(
                 name=name,
                 asked=config.split,
-                media_shards=measurer.index_of(part.media_root).shards,
+                media_shards=(media := measurer.index_of(part.media_root).shards),
+                media_states=tuple(measurer.media_of(part.media_root)[each][0] for each in media),
                 shards=tuple(next(measured) for _ in part.shards),
                 **{each: getattr(part, each) for each in OF_PART},
             )

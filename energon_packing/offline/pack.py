@@ -8,12 +8,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pyarrow.compute as pc
 
 from energon_packing.config import from_mapping
+from energon_packing.config.setting import before
 from energon_packing.encoders.tokenized import use_one_thread
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline.files import remove_leftovers, unwritable
@@ -211,8 +212,10 @@ def register_pack_format(name: str, made: Callable[[Plan, Any, PackConfig], Pack
 def run_of_plan(plan: Plan) -> Any:
     """Returns the configuration that a plan was made with; a UserError if this version does not know one of its
     settings."""
+    run, config = KINDS.find(plan.facts.kind).run_class, plan.facts.config
+    older = {name: before(get_type_hints(run)[name]) | config[name] for name in ("encoder", "packing")}
     try:
-        return from_mapping(KINDS.find(plan.facts.kind).run_class, plan.facts.config, where=str(plan.path))
+        return from_mapping(run, {**config, **older}, where=str(plan.path))
     except ConfigError as error:
         raise UserError(f"{plan.path} was made with settings that this version does not read: {error}") from error
 

@@ -7,7 +7,7 @@ import copy
 import functools
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +21,15 @@ from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.energon.window import attempt, piece_of
 from energon_packing.errors import UserError, read_again
 from energon_packing.ledger import Ledger
-from energon_packing.offline.index import OF_PART, Index, IndexedDataset, IndexedShard, MediaFile, shard_status
+from energon_packing.offline.index import (
+    OF_PART,
+    Index,
+    IndexedDataset,
+    IndexedShard,
+    MediaFile,
+    media_state,
+    shard_status,
+)
 from energon_packing.offline.order import order_again
 from energon_packing.offline.plan import Plan, PlanFacts, PlannedSample
 from energon_packing.offline.samples import Remeasured
@@ -162,6 +170,21 @@ def first_samples(plan: Plan) -> list[PlannedSample]:
 REMEDY = "bring the data set back as it was, or run 'energon-packing measure' and 'plan' again"
 
 
+def check_media(dataset: IndexedDataset, files: Iterable[MediaFile], compared: set[int]) -> None:
+    """Compares the shards of these files with what was measured, each once: `compared` has those that were. Raises
+    UserError: one is missing or another."""
+    for number in {file.shard for file in files if file.shard >= 0} - compared:
+        path = inside(Path(dataset.media_root), dataset.media_shards[number])
+        if before := "".join(dataset.media_states[number : number + 1]):  # an older index does not say it
+            try:
+                now, _ = read_again(path, functools.partial(media_state, path))
+            except OSError as error:
+                raise UserError(f"{shown(path)}, media of the plan, is missing ({error.strerror}); {REMEDY}") from error
+            if now != before:
+                raise UserError(f"{shown(path)} changed since it was measured ({now} instead of {before}); {REMEDY}")
+        compared.add(number)
+
+
 class PlannedSource:
     """A data set of a plan, whose shards are compared with what was measured when they are first read."""
 
@@ -171,7 +194,7 @@ class PlannedSource:
         shards = tuple(shard.name for shard in dataset.shards)
         self._part = SourcePart(shards=shards, **{name: getattr(dataset, name) for name in OF_PART})
         self._compared: set[int] = set()
-        self._media_compared = False
+        self._media_compared: set[int] = set()
         self._media_index: ShardIndex | None = None
 
     def sample(self, planned: PlannedSample) -> Any:
@@ -189,7 +212,7 @@ class PlannedSource:
                     f"{shown(self._media_root)}, the media of the plan, changed since they were measured (another "
                     f"index); {REMEDY}"
                 )
-            self._media_compared = True
+        check_media(self._dataset, planned.media, self._media_compared)
         record = self._files.read(path, planned.offset, planned.size)
         media = {
             each.name: (inside(self._media_root, self._dataset.media_shards[each.shard]), each.offset, each.size)

@@ -18,16 +18,16 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from energon_packing.config import RunConfig, to_mapping
-from energon_packing.config.setting import marked
+from energon_packing.config import PlanConfig, RunConfig, from_mapping, to_mapping
+from energon_packing.config.setting import before, marked
 from energon_packing.drops import over_budget, unwished
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline import plan as plan_file
-from energon_packing.offline.blend import Blend, Share, gathered
+from energon_packing.offline.blend import Blend, Share, gathered, shares_of
 from energon_packing.offline.files import remove_leftovers, said, write_table
 from energon_packing.offline.index import MEDIA, IndexedDataset, pair_counts
 from energon_packing.offline.order import balanced_order, incomplete_group
-from energon_packing.offline.plan import PlanFacts, drops_path, written_drops
+from energon_packing.offline.plan import PlanFacts, drops_path, hashed, written_drops
 from energon_packing.offline.samples import AnyLimits, Drop, Remeasure, Samples, Sizes, Sources, costs, fitting_samples
 from energon_packing.packing.balance import step_efficiency
 from energon_packing.packing.constraints import Constraints
@@ -353,8 +353,8 @@ def make_plan(
     facts = _facts(sources, samples, drops, packs, limits, config, left)
     facts = replace(facts, summary=summary_of(told, samples, packs, limits, config))
     try:
-        with written_drops(out, facts.id, drops, sources):  # takes its place after the plan
-            write_table(out, facts.schema, _tables(sources, samples, packs, facts), facts.to_json())
+        with written_drops(out, facts, drops, sources) as digest:  # takes its place after the plan
+            write_table(out, facts.schema, hashed(_tables(sources, samples, packs, facts), digest), facts.to_json())
     except OSError as error:
         raise UserError(f"{out} cannot be written ({said(error)}); an existing plan is as it was.") from error
     return facts
@@ -368,8 +368,9 @@ def _check_measured(directories: Sequence[str | Path], sources: Sources, samples
         if name == "pairs":  # an older index did not count them
             known, seen = pair_counts(sources.datasets), int(np.count_nonzero(samples.sizes.second))
             replace(known, pairs=max(known.pairs, seen)).check(where, own)
-        measured = sources.indexes[0].fingerprint.get(f"packing.{name}", getattr(type(config.packing)(), name))
-        if measured != own:
+        default = getattr(type(config.packing)(), name)
+        measured = sources.indexes[0].fingerprint.get(f"packing.{name}", default)
+        if measured != own and (measured, own) != (default, before(config.packing).get(name)):
             raise ConfigError(
                 f"{where} was measured with packing.{name}={measured!r}, the configuration has {own!r}; measure again "
                 "with this configuration."
@@ -433,28 +434,44 @@ def _facts(
         "epoch_ends": packs.epoch_ends,
         "drops": dict(sorted(Counter(drop.reason for drop in drops).items())),
     }
-    # Neither settings on which no pack depends nor where the shards are: a state of one plan continues with its equal.
-    held = dict(known)
-    short = {os.path.basename(place) for each in sources.datasets for place in each.names - {each.name}}
-    if not config.plan.datasets.keys() <= short:  # of names that change with the place, what they say
-        resolved = decided["plan"] | {"datasets": [asdict(share) for share in packs.blend.shares]}
-        held["decided"] = decided | {"plan": resolved}
-    digest = hashlib.sha256(json.dumps([held, *map(_content, sources.datasets)], sort_keys=True).encode())
     sizes = samples.sizes
     columns = (samples.source, samples.piece, sizes.length, sizes.second, sizes.text_tokens)
     rows = [column[packs.order] for column in columns if column is not None]
-    for array in (packs.offsets.astype(np.int64), *rows):
-        digest.update(np.ascontiguousarray(array).data)
     firsts, last = [0], packs.offsets.size - 1
     while (following := int(np.searchsorted(packs.offsets, packs.offsets[firsts[-1]] + plan_file.ROW_GROUP))) < last:
         firsts.append(following)
     return PlanFacts(
-        id=digest.hexdigest()[:32],
+        id=plan_id(known, sources.datasets, [packs.offsets.astype(np.int64), *rows]),
         datasets=sources.datasets,
         config=to_mapping(config),
         row_groups=tuple(firsts),
         **known,
     )
+
+
+def plan_id(
+    known: Mapping[str, Any], datasets: Sequence[IndexedDataset], rows: Sequence[np.ndarray], *, resolved: bool = True
+) -> str:
+    """The id of a plan. Neither settings on which no pack depends nor where the shards are count: a state of one plan
+    continues with its equal.
+
+    Args:
+        known: the fields of `PlanFacts` that `OF_ID` names.
+        rows: ``[packs + 1]`` int64, where packs begin; of each row its source in `Sources`, piece and sizes.
+        resolved: whether ``plan.datasets`` counts by what it says; in plans of before, its names did.
+    """
+    planned, held = known["decided"]["plan"], dict(known)
+    short = {os.path.basename(place) for each in datasets for place in each.names - {each.name}}
+    if resolved and not planned["datasets"].keys() <= short:  # of names that change with the place, what they say
+        shares = [asdict(share) for share in shares_of(datasets, from_mapping(PlanConfig, planned, where="plan"))]
+        held["decided"] = known["decided"] | {"plan": planned | {"datasets": shares}}
+    digest = hashlib.sha256(json.dumps([held, *map(_content, datasets)], sort_keys=True).encode())
+    for array in rows:
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()[:32]
+
+
+OF_ID = ("fingerprint", "decided", "packs", "samples", "max_data_parallel", "epoch_ends", "drops")
 
 
 def _content(dataset: IndexedDataset) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from energon_packing.config import to_mapping
-from energon_packing.config.setting import length_free_of
+from energon_packing.config.setting import before, length_free_of
 from energon_packing.errors import ConfigError, PackingError, UserError
 from energon_packing.offline.files import differing
 from energon_packing.offline.index import SHAPE, Index, IndexedDataset, IndexedShard, differing_lengths, kind_of
@@ -190,7 +190,7 @@ def _of_splits(indexes: Sequence[Index], splits: Collection[str]) -> list[tuple[
 
 
 def _check_measured_alike(index: Index, first: Index, config: AnyRun) -> None:
-    own_encoder, defaults = to_mapping(config.encoder), to_mapping(type(config.encoder)())
+    own_encoder, defaults = to_mapping(config.encoder), to_mapping(type(config.encoder)()) | before(config.encoder)
     for name, measured, own in differing(index.encoder, own_encoder, defaults):
         if name.partition(".")[0] not in length_free_of(config.encoder):
             raise ConfigError(

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from energon_packing import thd
+from energon_packing.conversation import PairCounts
 from energon_packing.drops import DroppedSample
 from energon_packing.encoders.decoding import MediaToDecode as StoredMedia
 from energon_packing.encoders.decoding import as_configured
@@ -355,6 +356,9 @@ class PackedPacks(StoredPacks[StoredPack]):
 
     def _pack(self, number: int, ledger: Ledger) -> Pack | None:
         stored = self.stored(number)
+        pairs = sum(sample.segments == 2 for sample in stored.samples)  # which an older plan did not count
+        counted = PairCounts(samples=len(stored.samples), pairs=pairs)
+        counted.check(f"pack {number} in {self._packed.directory}", self._encoder.packing.pairs)
         for sample in stored.samples:
             ledger.count_read(**self._place(sample))
         if stored.finished:

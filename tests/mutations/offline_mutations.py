@@ -36,6 +36,11 @@ OFFLINE_TRAPS = {
     213: "more is dropped from a plan, or from its packs, than the budget allows",
     214: "a plan of moved data is another plan",
     92: "an evaluation has a sample twice, or lacks one of a split that it has room for",
+    215: "a run reads packs that hold more than its own limits allow",
+    217: "an index or a plan that another command replaced is taken for the one that was opened",
+    218: "a file from before a setting holds today's default, not what was done then",
+    219: "verify takes a plan, an index or Bridge's files for whole that are not",
+    216: "media of a plan are others than those that were measured, and nothing says so",
 }
 
 OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
@@ -68,7 +73,13 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         test="tests/offline/test_pack_command.py::"
         "test_packs_of_every_format_are_made_once_by_any_ranks_and_go_on_where_they_stopped[bridge-parquet]",
         oracle="the packs of the other plan",
-        edits=(("offline/formats/bridge_parquet.py", "if read_metadata(path) != self._metadata(number)", "if False"),),
+        edits=(
+            (
+                "offline/formats/bridge_parquet.py",
+                'if {"packs": own["packs"], **(read_metadata(path) or {})} != own:',
+                "if False:",
+            ),
+        ),
     ),
     Mutation(
         trap=118,
@@ -162,8 +173,8 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "offline/formats/shards.py",
-                "in differing({name: value}, {name: self.facts.settings[name]}):\n",
-                "in ():\n",
+                '{name: value}, {name: self.facts.settings[name]}, {"encoder": self._older}',
+                "{}, {}",
             ),
         ),
     ),
@@ -499,5 +510,102 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             ("offline/explain.py", "zip(records[0] & records[1], itertools.count())", "zip((), itertools.count())"),
         ),
+        trap=215,
+        name="a limit of the run counts only where the plan has one too",
+        test="tests/offline/test_packed_loader.py::"
+        "test_a_limit_of_the_run_that_is_tighter_than_the_plans_is_refused_by_name[polylithic-max_segments_per_pack]",
+        oracle="the limits of the run",
+        edits=(("offline/loader.py", "most is None or own < most", "most is not None and own < most"),),
+    ),
+    Mutation(
+        trap=216,
+        name="media of a plan are told apart by the index of their data set alone",
+        test="tests/offline/test_packed_loader.py::"
+        "test_media_that_changed_since_they_were_measured_end_the_run_by_name[polylithic-plan-0]",
+        oracle="the bytes of the shards",
+        edits=(("offline/packs.py", "if now != before:", "if False:"),),
+    ),
+    Mutation(
+        trap=216,
+        name="packs with media by reference read whatever lies in their places",
+        test="tests/offline/test_packed_loader.py::"
+        "test_media_that_changed_since_they_were_measured_end_the_run_by_name[polylithic-tokens-0]",
+        oracle="the bytes of the shards",
+        edits=(("offline/packed.py", "        check_media(dataset", "        (dataset"),),
+    ),
+    Mutation(
+        trap=216,
+        name="what was measured stays though the media changed",
+        test="tests/offline/test_measure.py::"
+        "test_media_that_changed_are_measured_again_and_an_older_index_is_not[polylithic]",
+        oracle="the times and sizes of the shards",
+        edits=(("offline/measure.py", "        if any([*states.get(", "        if False and any([*states.get("),),
+    ),
+    Mutation(
+        trap=217,
+        name="a plan is not compared with the one that was opened when a worker reads it",
+        test=LOADER + "test_a_plan_that_was_replaced_under_its_run_is_not_read_as_the_old_one[polylithic-0]",
+        oracle="the packs of both plans",
+        edits=(("offline/plan.py", ' not in (file.schema_arrow.metadata or {}).get(METADATA, b""):', ' in b"":'),),
+    ),
+    Mutation(
+        trap=217,
+        name="two encoders begin one index",
+        test="tests/offline/test_measure.py::"
+        "test_a_command_of_another_encoder_that_begins_the_same_index_is_refused_before_it_measures",
+        oracle="the index of one command alone",
+        edits=(("offline/measure.py", "if not _index(config.out, measurer).fingerprint:", "if False:"),),
+    ),
+    Mutation(
+        trap=218,
+        name="transparent images of older files count as shown on white",
+        test="tests/offline/test_old_files.py::"
+        "test_files_from_before_settings_are_read_as_their_code_read_them[a-packing0]",
+        oracle="rows of commit 436f816",
+        edits=(("config/encoder.py", 'setting("white", before="processor")', 'setting("white")'),),
+    ),
+    Mutation(
+        trap=218,
+        name="pairs of older packs are trained by a run that refuses pairs",
+        test="tests/offline/test_old_files.py::test_todays_default_is_refused_where_it_is_not_what_was_done",
+        oracle="rows of commit 436f816",
+        edits=(("offline/stored_pack.py", "        counted.check(", "        (lambda *_: None)("),),
+    ),
+    Mutation(
+        trap=218,
+        name="a packed directory from before a setting is another packing",
+        test="tests/offline/test_old_files.py::"
+        "test_a_packed_directory_from_before_settings_goes_on_as_it_was_begun[tokens]",
+        oracle="files of commit 436f816",
+        edits=(("offline/formats/shards.py", "self._older | settings if", "settings if"),),
+    ),
+    Mutation(
+        trap=219,
+        name="the id of a plan is taken for right",
+        test=COMMAND + "test_a_row_of_a_plan_that_is_a_copy_of_another_is_found_wherever_the_plan_lies[polylithic]",
+        oracle="the plan as it was written",
+        edits=(("offline/verify.py", "facts.datasets, [offsets, source, *sizes]) != facts.id", "(), []) == ''"),),
+    ),
+    Mutation(
+        trap=219,
+        name="keys of a plan are in no digest",
+        test=COMMAND + "test_a_row_of_a_plan_that_is_a_copy_of_another_is_found_wherever_the_plan_lies[polylithic]",
+        oracle="the plan as it was written",
+        edits=(("offline/plan.py", '("key", "offset", "size")]', '("offset", "size")]'),),
+    ),
+    Mutation(
+        trap=219,
+        name="the manifest of packs is believed",
+        test=COMMAND + "test_settings_of_a_packed_directory_that_somebody_changed_are_found[polylithic]",
+        oracle="the settings in the shards",
+        edits=(("offline/verify.py", "for name, said, stored in differing(", "for name, said, stored in () and ("),),
+    ),
+    Mutation(
+        trap=219,
+        name="Bridge's files that are missing at the end are not missed",
+        test="tests/conformance/test_bridge_parquet.py::"
+        "test_verify_finds_what_is_missing_or_damaged_among_bridges_files",
+        oracle="the files of `pack`",
+        edits=(("offline/verify.py", 'if known.get("packs", stop) != stop:', "if False:"),),
     ),
 )

@@ -25,7 +25,7 @@ from energon_packing.energon.loader import build_loader
 from energon_packing.energon.replica import Replica
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline.explain import changes
-from energon_packing.offline.files import write_table
+from energon_packing.offline.files import read_metadata, write_table
 from energon_packing.offline.index import Index, IndexedShard
 from energon_packing.offline.measure import MeasureConfig, measure
 from energon_packing.offline.open_loader import open_loader, open_together
@@ -362,3 +362,55 @@ def test_shards_of_like_names_have_files_of_their_own():
     shards = [IndexedShard(name=name, samples=0, dropped=0, tokens=0, identity={}) for name in names]
     assert len({shard.file for shard in shards}) == len(names)
     assert not any("/" in shard.file for shard in shards)
+
+
+def test_media_that_changed_are_measured_again_and_an_older_index_is_not(dataset, run_of, tmp_path):
+    data, run = tmp_path / "data", run_of(dataset)
+    shutil.copytree(dataset, data)
+    config = MeasureConfig(paths=(data,), out=tmp_path / "index", workers=0)
+    (part,) = measure(config, run).index.datasets
+    shown = {
+        (part.media_shards[file["shard"]], shard.file)
+        for shard in part.shards
+        for row in Index.open(config.out).rows(part, shard).to_pylist()
+        for file in row["media"] or ()
+    }
+    name = sorted(shown)[0][0]
+    touched = [each for each in shown if each[0] == name]
+    os.utime(Path(part.media_root) / name, ns=(5, 5))
+    report = measure(config, run)
+    assert (report.measured, report.reused) == (len(touched), 6 - len(touched))
+    older = json.loads((config.out / "index.json").read_text())
+    del older["datasets"][0]["media_states"]
+    (config.out / "index.json").write_text(json.dumps(older))
+    for file in (config.out / part.name).glob("*.parquet"):
+        table, facts = pq.read_table(file), read_metadata(file)
+        write_table(file, table.schema, [table], {name: facts[name] for name in facts if name != "media"})
+    assert Index.open(config.out).datasets[0].media_states == ()
+    report = measure(config, run)
+    assert (report.measured, report.reused) == (0, 6)
+    assert report.index.datasets[0].media_states == part.media_states
+    with (Path(part.media_root) / name).open("ab") as file:
+        file.write(b"\0" * 512)
+    assert measure(config, run).measured > 0
+    assert measure(config, run).measured == 0
+
+
+def test_a_command_of_another_encoder_that_begins_the_same_index_is_refused_before_it_measures(
+    sources, run_of, tmp_path
+):
+    data, out = tmp_path / "data", tmp_path / "index"
+    convert(ConvertConfig(sources=sources[1:], out=data, split={"train": 1.0}, workers=0))
+    config, run, refused = MeasureConfig(paths=(data,), out=out, workers=0), run_of(data), []
+
+    def meanwhile(stage, done, total):
+        if not refused:
+            with pytest.raises(UserError, match=r"measured with another encoder: encoder\.train_on") as caught:
+                measure(config, run_of(data, encoder={"train_on": "all"}))
+            refused.append(caught.value)
+
+    index = measure(config, run, meanwhile).index
+    assert refused
+    kept = {row["key"]: row["targets"] for _, _, row in rows_of(index).values()}
+    alone = measure(MeasureConfig(paths=(data,), out=tmp_path / "alone", workers=0), run).index
+    assert kept == {row["key"]: row["targets"] for _, _, row in rows_of(alone).values()}

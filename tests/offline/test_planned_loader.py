@@ -297,3 +297,14 @@ def test_a_plan_whose_data_or_settings_changed_is_refused_by_name(dataset, run_o
         list(open_loader(run))
     with pytest.raises(UserError, match="There is no plan"):
         open_loader(dataclasses.replace(run, data=dataclasses.replace(run.data, path=str(tmp_path / "no.parquet"))))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_plan_that_was_replaced_under_its_run_is_not_read_as_the_old_one(dataset, run_of, tmp_path, workers):
+    (tmp_path / "other").mkdir()
+    run = planned(run_of(dataset), dataset, tmp_path)
+    other = planned(run_of(dataset), dataset, tmp_path / "other", seed=7)
+    loader = open_loader(run, workers=workers)
+    os.replace(other.data.path, run.data.path)
+    with pytest.raises(UserError, match=r"plan\.parquet was replaced by another plan since this run began"):
+        next(iter(loader))

@@ -235,7 +235,7 @@ def test_a_sample_that_fits_no_pack_is_dropped_with_the_setting_or_raised(index:
     plan = planned(tmp_path, index, config())
     assert plan.facts.drops == {"bad_record": 1, "over_limit": 1, "oversize": 1}
     lines = [json.loads(line) for line in drops_path(plan.path).read_text().splitlines()]
-    assert lines[0] == {"plan": plan.facts.id}
+    assert lines[0]["plan"] == plan.facts.id
     by_reason = {line["reason"]: line for line in lines[1:]}
     assert by_reason["oversize"]["dropped"] == "b-0-7"
     assert by_reason["oversize"]["setting"] == "packing.seq_length"

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+from energon_packing.config.setting import before
 from energon_packing.drops import DroppedSample, over_budget
 from energon_packing.energon.samples import MeasuredSample, RenderedSample
 from energon_packing.energon.window import render_or_drop
@@ -49,6 +50,7 @@ class ShardPacker(PackFormat):
 
     def __init__(self, plan: Plan, run: Any, config: PackConfig) -> None:
         super().__init__(plan, run, config)
+        self._older = before(KINDS.find(plan.facts.kind).encoder_config)
         elsewhere = config.store == "tokens" and config.media == "reference"
         roots = [Path(each.media_root) for each in plan.facts.datasets]
         self.facts = PackedFacts(
@@ -87,7 +89,9 @@ class ShardPacker(PackFormat):
         with locked(out):
             new = not (out / PACKED_FILE).exists()
             for name, value in (self.facts if new else PackedFacts.read(out)).settings.items():
-                for inner, packed, asked in differing({name: value}, {name: self.facts.settings[name]}):
+                for inner, packed, asked in differing(
+                    {name: value}, {name: self.facts.settings[name]}, {"encoder": self._older}
+                ):
                     told = f"{packed!r}, now it would be {asked!r}" if len(repr(packed)) < 200 else "another"
                     raise UserError(
                         f"{out} holds other packs: {inner} is {told}; choose another --out, or delete the directory"
@@ -107,7 +111,9 @@ class ShardPacker(PackFormat):
             return None
         shard = ShardFile(path)
         shard.close()
-        if (shard.facts.get("plan"), shard.facts.get("settings")) != (self.facts.plan, self._settings(number)):
+        settings = shard.facts.get("settings")
+        settings = self._older | settings if isinstance(settings, dict) else settings
+        if (shard.facts.get("plan"), settings) != (self.facts.plan, self._settings(number)):
             raise UserError(f"{path} was packed from another plan or with other settings; choose another --out")
         entry = _entry_of(shard, number)
         copied = media_path(self.config.out, number)

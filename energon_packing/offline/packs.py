@@ -36,11 +36,11 @@ class Passes:
 
     The first pass is the plan as it is. In each later one its whole epochs come again, with the same packs in an order
     of its own, which follows from ``plan.seed`` and the number of the pass. The rest of an online run, with which a
-    plan may begin, comes once.
+    plan may begin, comes once. `older` is as for `order_again`.
     """
 
-    def __init__(self, facts: PlanFacts) -> None:
-        self._packs, self._facts = facts.packs, facts
+    def __init__(self, facts: PlanFacts, older: bool = False) -> None:
+        self._packs, self._facts, self.older = facts.packs, facts, older
         self._first = (0, *facts.epoch_ends)[-facts.epochs - 1]
         self._ordered = functools.lru_cache(maxsize=2)(self._order)
 
@@ -57,16 +57,17 @@ class Passes:
         at = self._first + offset
         epoch = bisect.bisect_right(self._facts.epoch_ends, at)
         start = (0, *self._facts.epoch_ends)[epoch]
-        return int(self._ordered(later + 1, epoch)[at - start])
+        return int(self._ordered(later + 1, epoch, self.older)[at - start])
 
-    def _order(self, later: int, epoch: int) -> np.ndarray:
+    def _order(self, later: int, epoch: int, older: bool) -> np.ndarray:
         start, stop = (0, *self._facts.epoch_ends)[epoch : epoch + 2]
         seed = [int(self._facts.decided["plan"]["seed"]), later, epoch, 5]
         position = self._packs + (later - 1) * (self._packs - self._first) + start - self._first
-        return order_again(start, stop, position=position, group=self._facts.max_data_parallel, seed=seed)
+        group = self._facts.max_data_parallel
+        return order_again(start, stop, position=position, group=group, seed=seed, older=older)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Passes, (self._facts,)
+        return Passes, (self._facts, self.older)
 
 
 class PositionedPacks(torch.utils.data.Dataset[Pack], ABC):

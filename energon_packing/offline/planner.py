@@ -25,7 +25,7 @@ from energon_packing.offline import plan as plan_file
 from energon_packing.offline.blend import Blend, gathered
 from energon_packing.offline.files import remove_leftovers, said, write_table
 from energon_packing.offline.index import MEDIA, IndexedDataset, pair_counts
-from energon_packing.offline.order import balanced_order, incomplete_group
+from energon_packing.offline.order import balanced_order
 from energon_packing.offline.plan import PlanFacts, drops_path, written_drops
 from energon_packing.offline.samples import AnyLimits, Drop, Remeasure, Samples, Sizes, Sources, costs, fitting_samples
 from energon_packing.packing.balance import step_efficiency
@@ -119,7 +119,7 @@ def ordered_packs(
     sizes: list[np.ndarray] = []
     costs: list[np.ndarray] = []
     ends: list[int] = []
-    near: float | None = None
+    before = np.zeros(0, dtype=np.int64)  # costs of the packs of the last group, if it is not whole
     bounds = 0
     for epoch in range(epochs):
         rows, counts, bound = _packed_epoch(blend, epoch, samples, limits, config)
@@ -130,8 +130,9 @@ def ordered_packs(
         pack_costs = np.add.reduceat(sample_costs[rows], offsets[:-1])
         start = ends[-1] if ends else 0
         wide = settings.max_data_parallel
-        chosen = balanced_order(pack_costs, group=wide, start=start, near=near, seed=[settings.seed, epoch, 3])
-        near = incomplete_group(pack_costs[chosen], start, wide)
+        chosen = balanced_order(pack_costs, group=wide, before=before, seed=[settings.seed, epoch, 3])
+        before = np.concatenate([before, pack_costs[chosen]])
+        before = before[before.size // wide * wide :]
         order.append(rows[gathered(offsets, chosen)].astype(small))
         sizes.append(counts[chosen])
         costs.append(pack_costs[chosen])

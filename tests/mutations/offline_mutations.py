@@ -6,6 +6,7 @@ COMMAND = "tests/offline/test_pack_command.py::"
 LOADER = "tests/offline/test_planned_loader.py::"
 ROWS = "tests/offline/test_stored_rows.py::test_a_row_is_read_back_bit_for_bit_and_as_part_of_a_pack"
 CLIPS = "tests/wan/test_clip_limits.py::"
+ORDER = "tests/offline/test_order.py::"
 SHARES = "tests/offline/test_blend.py::"
 EVALUATIONS = "tests/offline/test_evaluation.py::"
 BLENDS = "tests/offline/test_blend_of_a_metadataset.py::"
@@ -24,10 +25,49 @@ OFFLINE_TRAPS = {
     90: "after the last pack of a plan the same packs come in the same order, and most of a data set never does",
     91: "two evaluations have different samples, or those of one differ with the ranks or after a restart",
     118: "the sizes told of packed rows, or the number of their boundaries, are not theirs",
+    220: "the steps of a plan are uneven where an epoch has fewer packs than `max_data_parallel`, or in what is left",
     92: "an evaluation has a sample twice, or lacks one of a split that it has room for",
 }
 
 OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
+    Mutation(
+        trap=220,
+        name="what an epoch has too many for whole groups is one shuffle",
+        test=ORDER
+        + "test_small_epochs_and_what_is_left_of_large_ones_have_even_steps_in_every_epoch_and_pass[242-0.98]",
+        oracle="the costs of the steps",
+        edits=(
+            (
+                "offline/order.py",
+                "parts.append(_shuffled_inside(tail[None, at : at + size], random).ravel())",
+                "parts.append(random.permutation(tail[at : at + size]))",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=220,
+        name="an epoch goes on with packs of any cost where the one before it has begun a group",
+        test=ORDER + "test_a_group_that_two_epochs_share_has_packs_of_similar_cost",
+        oracle="the costs of the group",
+        edits=(("offline/order.py", "size, float(known[-begun:].mean()))", "size, float(costs.min()))"),),
+    ),
+    Mutation(
+        trap=220,
+        name="in a later pass what is left of groups is one shuffle",
+        test=ORDER
+        + "test_small_epochs_and_what_is_left_of_large_ones_have_even_steps_in_every_epoch_and_pass[242-0.98]",
+        oracle="the costs of the steps",
+        edits=(("offline/order.py", "    if older:\n", "    if True:\n"),),
+    ),
+    Mutation(
+        trap=90,
+        name="a state of an older version goes on in the order of this one",
+        test=LOADER
+        + "test_the_passes_after_the_plan_are_the_same_from_stored_packs_and_for_any_ranks_and_after_a_restart"
+        "[polylithic]",
+        oracle="the order of that version",
+        edits=(("offline/loader.py", 'and state.get("order") == OLDER', "and False"),),
+    ),
     Mutation(
         trap=118,
         name="the sizes beside Bridge's packed files count tokens, where Bridge counts positions",

@@ -21,7 +21,7 @@ from energon_packing.offline.measure import MeasureConfig, measure
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.pack import PackConfig
 from energon_packing.offline.pack import pack as pack_plan
-from energon_packing.offline.packs import SampleRemeasurer
+from energon_packing.offline.packs import Passes, SampleRemeasurer
 from energon_packing.offline.plan import Plan
 from energon_packing.offline.planner import make_plan
 
@@ -166,6 +166,12 @@ def test_the_passes_after_the_plan_are_the_same_from_stored_packs_and_for_any_ra
         loader.restore_state(state)
         parts.append(digests(itertools.islice(loader, 4)))
     assert [made for step in zip(*parts, strict=True) for made in step] == (second + third)[3:15]
+    resumed = open_loader(stored)
+    resumed.restore_state(state | {"order": 2})  # of a version that ordered what is left of groups otherwise
+    numbers = [Passes(Plan.open(plan_of.data.path).facts, older=True).number(packs + at) for at in range(3, 7)]
+    went_on = [keys for _, keys, _ in digests(itertools.islice(resumed, 4))]
+    assert went_on == [first[number][1] for number in numbers]
+    assert resumed.save_state()["order"] == 2
     older = {name: value for name, value in state.items() if name != "order"}
     with pytest.raises(ConfigError, match=r'the last of \d+ packs, where the version that saved.*changed=\["order"\]'):
         open_loader(endless).restore_state(older)

@@ -1,12 +1,15 @@
 """Plans of drawn indexes: a partition within all limits, deterministic, readable range by range."""
 
 import json
+import os
 import re
 import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -189,6 +192,35 @@ def test_the_same_index_configuration_and_seed_give_the_same_bytes_and_other_see
     members = [{frozenset(places([pack])) for pack in all_packs(plan)} for plan in (one, other)]
     assert len(members[0] & members[1]) < 0.2 * len(members[0])
     assert len(one) == pytest.approx(len(other), abs=1)
+
+
+PLANS = """
+import sys
+from pathlib import Path
+from energon_packing.config import RunConfig, from_mapping
+from energon_packing.offline.planner import make_plan
+for limits in ({}, {"max_patches_per_pack": 60}, {"max_cost_per_pack": 900, "policy": "balanced"}):
+    values = {"packing": {"seq_length": 1024, "max_images_per_pack": 12, "max_segments_per_pack": 24, **limits}}
+    run = from_mapping(RunConfig, values | {"plan": {"max_data_parallel": 8, "epochs": 2}}, where="the test")
+    facts = make_plan([sys.argv[1]], run, Path(sys.argv[2]), force=True)
+    print(facts.id, facts.packs)
+"""
+
+
+def test_plans_under_limits_have_one_id_on_processors_with_avx512_with_avx2_and_with_neither(tmp_path: Path) -> None:
+    """NumPy is told not to use what this machine may have; where it lacks AVX-512, two of the three are the same."""
+    random = np.random.default_rng(5)
+    sizes = random.integers([1, 0, 0], [45, 6, 9], (3000, 3)).tolist()  # many are equal, and any may be selected
+    rows = [row(16 * length, images=images, patches=patches) for length, images, patches in sizes]
+    index = made_index(tmp_path / "index", {"a": [rows]})
+    wide = "X86_V4 AVX512_ICL AVX512_SPR AVX512_SKX AVX512F AVX512CD"
+    made = []
+    for without in ("", wide, f"{wide} X86_V3 AVX2 FMA3"):
+        command = [sys.executable, "-W", "ignore", "-c", PLANS, str(index), str(tmp_path / "plan.parquet")]
+        environment = os.environ | {"NPY_DISABLE_CPU_FEATURES": without}
+        made.append(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+    assert made[0] == made[1] == made[2]
+    assert len(made[0].splitlines()) == 3
 
 
 def test_a_plan_is_known_by_what_it_holds_not_by_where_its_data_are_or_how_they_are_loaded(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import json
 import re
 import socket
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import batched
 from pathlib import Path
 from typing import Any
@@ -341,7 +341,9 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
     out = config.out.absolute()  # workers may have another current directory
     directories = [out / name for name in names]
     measurer.directories = tuple(directories)
-    shards = [(part, shard, folder) for part, folder in zip(parts, directories, strict=True) for shard in part.shards]
+    # A task with the names of all shards would be as large as there are tasks.
+    alone = [(replace(part, shards=()), part.shards, at) for part, at in zip(parts, directories, strict=True)]
+    shards = [(part, shard, folder) for part, names_of, folder in alone for shard in names_of]
     shared = work_shared(
         config,
         [MeasureTask(number, *each) for number, each in enumerate(shards)],

@@ -11,9 +11,9 @@ A step takes the next D packs and lasts as long as the costliest, so packs of si
    average ones. The sum of deviations from the mean is a walk, and two of its places never differ by more than that if
    none is further than half of it from zero.
 
-What an epoch has too many for whole groups, and all of a small epoch, is cut into pieces of neighbours in cost: parts of
-a group as in 3, of the largest size that fits, then the next. So steps of these sizes are even too. Where an epoch has
-begun a group, the next one goes on with pieces that cost about as much as the packs beside them in a part.
+What an epoch has too many for whole groups, and all of a small one, is cut into pieces of neighbours in cost: parts of
+a group as in 3, of the largest size that fits, then the next. So steps of these sizes are even too. Where an epoch
+has begun a group, the next one goes on with pieces that cost about as much as the packs beside them in a part.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,9 +28,9 @@ SHARE = 0.05
 """How near."""
 DRAWS = 256
 """Orders of a block that are drawn at a time."""
-TIMES = 16
-"""How often, before one is built step by step. That is needed only where groups
-vary in cost by about a third."""
+TIMES, HOPELESS = 16, 1.25
+"""How often, before one is built step by step; and how far outside the bounds the best of those drawn may be for more
+draws. Building is needed only where groups vary in cost by about a third."""
 
 
 def balanced_order(costs: np.ndarray, *, group: int, before: np.ndarray, seed: list[int]) -> np.ndarray:
@@ -191,16 +191,16 @@ def _drawn(steps: np.ndarray, walked: float, bound: float, random: np.random.Gen
     random one of those that keep the walk in bounds, or the one that leaves least."""
     for _ in range(TIMES):
         draws = random.permuted(np.tile(np.arange(steps.size), (DRAWS, 1)), axis=1)
-        walks = walked + np.cumsum(steps[draws], axis=1)
-        good = np.flatnonzero(np.abs(walks[:, :-1]).max(axis=1, initial=0.0) <= bound)
-        if good.size:
-            return np.asarray(draws[good[0]])
+        worst = np.abs(walked + np.cumsum(steps[draws], axis=1)[:, :-1]).max(axis=1, initial=0.0)
+        if worst.min() <= bound:
+            return np.asarray(draws[int((worst <= bound).argmax())])
+        if worst.min() > HOPELESS * bound:
+            break
     left = random.permutation(steps.size).tolist()
-    order = []
+    costs, order = steps.tolist(), []
     while left:
-        after = np.abs(walked + steps[left])
-        inside = np.flatnonzero(after <= bound)
-        at = int(random.choice(inside)) if inside.size else int(after.argmin())
-        order.append(left.pop(at))
-        walked += float(steps[order[-1]])
+        inside = [at for at, number in enumerate(left) if abs(walked + costs[number]) <= bound]
+        nearest = inside or [min(range(len(left)), key=lambda at: abs(walked + costs[left[at]]))]
+        order.append(left.pop(nearest[int(random.random() * len(nearest))]))
+        walked += costs[order[-1]]
     return np.array(order, dtype=np.int64)

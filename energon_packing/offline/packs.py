@@ -8,6 +8,7 @@ import functools
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,19 +17,20 @@ import torch.utils.data
 
 from energon_packing.drops import Shares
 from energon_packing.encoders.sample_encoder import AnyMeasured
+from energon_packing.encoders.tokenized import use_one_thread
 from energon_packing.energon.samples import MeasuredSample, Pack
-from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.energon.window import attempt, piece_of
 from energon_packing.errors import UserError, read_again
 from energon_packing.ledger import Ledger
-from energon_packing.offline.index import OF_PART, Index, IndexedDataset, IndexedShard, MediaFile, shard_status
+from energon_packing.offline.index import OF_PART, Index, IndexedDataset, MediaFile, shard_status
 from energon_packing.offline.order import order_again
 from energon_packing.offline.plan import Plan, PlanFacts, PlannedSample
-from energon_packing.offline.samples import Remeasured
+from energon_packing.offline.samples import Remeasured, RowsOfShard
+from energon_packing.offline.shared_work import WorkersConfig
 from energon_packing.offline.source import PositionedMedia, ShardIndex, SourcePart, TarFiles, check_there, inside
 from energon_packing.packing.constraints import Size, shape_of
 from energon_packing.remote_files import shown
-from energon_packing.sample_kind import KINDS
+from energon_packing.sample_kind import KINDS, kind_of_config
 
 
 class Passes:
@@ -260,17 +262,39 @@ class PlannedPacks(PositionedPacks):
 
 class SampleRemeasurer:
     """A `energon_packing.offline.samples.Remeasure`: reads the samples of the indexes in `directories` at their
-    positions and measures them as the run will."""
+    positions and measures them as the run will. Of `workers` each does some of the shards, as a
+    `energon_packing.executors.work.Work`; `run` is for those on other machines, which have encoders of their own."""
 
-    def __init__(self, encoder: PackingTaskEncoder, directories: Sequence[str | Path]) -> None:
-        self._encoder = encoder
+    def __init__(
+        self, encoder: Any, directories: Sequence[str | Path], workers: WorkersConfig | None = None, run: Any = None
+    ) -> None:
+        self._encoder = kind_of_config(run).task_encoder(run) if encoder is None else encoder
+        self._workers = workers or WorkersConfig(workers=0)
+        self._again = None, [Path(each).absolute() for each in directories], None, run
         self._indexes = [Index.open(directory) for directory in directories]
         self._files = TarFiles()
         self._sources: dict[tuple[str, str], tuple[PlannedSource, Index, dict[str, int]]] = {}
 
-    def __call__(self, dataset: IndexedDataset, shard: IndexedShard, rows: list[int]) -> list[Remeasured]:
-        """One result per row. Raises UserError: the shard is not the one that was measured, or a sample shows that the
-        configuration cannot work."""
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SampleRemeasurer, self._again
+
+    def __call__(self, shards: Sequence[RowsOfShard]) -> list[list[Remeasured]]:
+        """For each shard, one result per row. Raises UserError: a shard is not the one that was measured, or a sample
+        shows that the configuration cannot work."""
+        executor = self._workers.executor_config().executor(len(shards))
+        with closing(executor.results(enumerate(shards), self)) as done:
+            made = {number: results for (number, _), results in done}
+        return [made[number] for number in range(len(shards))]
+
+    begin = staticmethod(use_one_thread)
+
+    def name(self, task: tuple[int, RowsOfShard]) -> str:
+        """What a task does, for messages."""
+        return f"measuring {task[1][1].name} again"
+
+    def do(self, task: tuple[int, RowsOfShard]) -> list[Remeasured]:
+        """One result per row of a shard."""
+        dataset, shard, rows = task[1]
         place = dataset.root, dataset.split
         if place not in self._sources:  # data sets of 100,000 shards take a while to be compared
             index = next(each for each in self._indexes if dataset in each.datasets)

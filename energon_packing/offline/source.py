@@ -183,6 +183,7 @@ class ShardIndex:
             read_again(meta, lambda: self._database.execute(look), lambda: vars(self).pop("_database", None))
         except (OSError, KeyError, ValueError, TypeError, sqlite3.Error) as error:
             raise UserError(f"{shown(meta)} cannot be read ({error}); run 'energon prepare {shown(root)}'") from error
+        self._numbers = {name: number for number, name in enumerate(counts)}
         self.shards: tuple[str, ...] = tuple(counts)
         """Names of the tars, in the order of their numbers."""
         self.samples: dict[str, int] = {name: int(count) for name, count in counts.items()}
@@ -206,7 +207,7 @@ class ShardIndex:
 
     def records(self, shard: str) -> Iterator[tuple[str, int | None, int | None]]:
         """Key of each sample of a tar, in order, with offset and bytes of its record; None if it has no record."""
-        yield from self._database.execute(_RECORDS, (self.shards.index(shard),))
+        yield from self._database.execute(_RECORDS, (self._numbers[shard],))
 
     def position(self, name: str) -> Position | None:
         """Where the file of a name lies; None if the data set has none."""

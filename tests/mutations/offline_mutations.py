@@ -25,11 +25,26 @@ OFFLINE_TRAPS = {
     90: "after the last pack of a plan the same packs come in the same order, and most of a data set never does",
     91: "two evaluations have different samples, or those of one differ with the ranks or after a restart",
     118: "the sizes told of packed rows, or the number of their boundaries, are not theirs",
+    221: "what `measure` and `plan` send to workers, or look up, grows with the shards of all, or with who works",
     220: "the steps of a plan are uneven where an epoch has fewer packs than `max_data_parallel`, or in what is left",
     92: "an evaluation has a sample twice, or lacks one of a split that it has room for",
 }
 
 OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
+    Mutation(
+        trap=221,
+        name="each shard that is given to a worker comes with the names of all",
+        test="tests/offline/test_measure.py::test_a_shard_that_is_given_to_a_worker_names_no_other_shard[polylithic]",
+        oracle="the names of the others",
+        edits=(("offline/measure.py", "replace(part, shards=())", "part"),),
+    ),
+    Mutation(
+        trap=221,
+        name="samples that were measured again are put beside those that another process did",
+        test=LOADER + "test_samples_that_are_measured_again_by_several_processes_make_the_same_plan[polylithic]",
+        oracle="the plan of one process",
+        edits=(("offline/packs.py", "[made[number] for number in range(len(shards))]", "[*made.values()][::-1]"),),
+    ),
     Mutation(
         trap=220,
         name="what an epoch has too many for whole groups is one shuffle",

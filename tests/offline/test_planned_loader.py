@@ -5,6 +5,7 @@ import gc
 import itertools
 import json
 import os
+import pickle
 import shutil
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from energon_packing.offline.pack import pack as pack_plan
 from energon_packing.offline.packs import Passes, SampleRemeasurer
 from energon_packing.offline.plan import Plan
 from energon_packing.offline.planner import make_plan
+from energon_packing.offline.shared_work import WorkersConfig
 
 
 def planned(run, dataset, folder, **settings):
@@ -180,6 +182,30 @@ def test_the_passes_after_the_plan_are_the_same_from_stored_packs_and_for_any_ra
     with pytest.warns(UserWarning, match="was at position .* had another order"):
         loader.restore_state(older)
     assert digests(itertools.islice(loader, 4)) == (second + third)[3:7]
+
+
+def test_samples_that_are_measured_again_by_several_processes_make_the_same_plan(dataset, run_of, tmp_path):
+    run = run_of(dataset, seq_length=256, oversize="split")
+    index, encoder = tmp_path / "index", build_task_encoder(run)
+    measure(MeasureConfig(paths=(Path(dataset),), out=index, workers=0), run)
+    asked = []
+
+    class Elsewhere(SampleRemeasurer):
+        def do(self, task):
+            (tmp_path / f"process-{os.getpid()}").touch()
+            return super().do(task)
+
+    made = []
+    for number, workers in enumerate((0, 1, 3)):
+        again = Elsewhere(encoder, [index], WorkersConfig(workers=workers), run)
+        make_plan([index], run, tmp_path / f"{number}.parquet", limits=encoder.limits, remeasure=again)
+        made.append((tmp_path / f"{number}.parquet").read_bytes())
+        asked.append(len(list(tmp_path.glob("process-*"))))
+    assert made[0] == made[1] == made[2]
+    assert asked[0] == 1 < asked[1] < asked[2], "by processes"
+    copied = pickle.loads(pickle.dumps(SampleRemeasurer(encoder, [index], None, run)))  # as to another machine
+    make_plan([index], run, tmp_path / "copied.parquet", limits=encoder.limits, remeasure=copied)
+    assert (tmp_path / "copied.parquet").read_bytes() == made[0]
 
 
 def test_the_state_after_the_last_step_is_the_same_on_every_rank(plan_of):

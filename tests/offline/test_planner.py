@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,10 @@ from energon_packing.families.geometry import MOST_PATCHES
 from energon_packing.kinds.conversations import Conversations
 from energon_packing.offline import plan as plan_file
 from energon_packing.offline.files import HOST
-from energon_packing.offline.index import Index, IndexedDataset, IndexedShard
+from energon_packing.offline.index import Index
 from energon_packing.offline.plan import Plan, PlannedPack, drops_path
 from energon_packing.offline.planner import make_plan
-from energon_packing.offline.samples import Remeasured
+from energon_packing.offline.samples import Remeasured, RowsOfShard
 from energon_packing.packing.constraints import PackLimits, Size
 from energon_packing.report.stats import stats_report
 from energon_packing.report.stats_samples import samples_of_index
@@ -280,14 +281,10 @@ def test_a_sample_that_fits_no_pack_is_dropped_with_the_setting_or_raised(index:
 def test_samples_that_the_configuration_changes_are_measured_again_and_no_others(index: Path, tmp_path: Path) -> None:
     asked: list[tuple[str, str, list[int]]] = []
 
-    def remeasure(dataset: IndexedDataset, shard: IndexedShard, rows: list[int]) -> list[Remeasured]:
-        asked.append((dataset.name, shard.name, rows))
-        return [
-            {0: sized(900, 0, 0), 1: ("no_targets", "none"), 2: sized(4, 0, 0)}
-            if number == 7
-            else {-1: sized(40, 0, 13)}
-            for number in rows
-        ]
+    def remeasure(shards: Sequence[RowsOfShard]) -> list[list[Remeasured]]:
+        asked.extend((dataset.name, shard.name, rows) for dataset, shard, rows in shards)
+        pieces: Remeasured = {0: sized(900, 0, 0), 1: ("no_targets", "none"), 2: sized(4, 0, 0)}
+        return [[pieces if number == 7 else {-1: sized(40, 0, 13)} for number in rows] for _, _, rows in shards]
 
     run = config(packing={"oversize": "split"})
     plan = planned(tmp_path, index, run, remeasure=remeasure)

@@ -4,6 +4,7 @@ A shard is a range of the plan, which is a function of the plan and of what is s
 stored says a `PackFormat`.
 """
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -139,8 +140,14 @@ class PackFormat(ABC):
         self.plan, self.run, self.config = plan, run, config
         self.encoder = KINDS.find(plan.facts.kind).packing_encoder(run)
         check_plan(plan, run, self.encoder, None)
-        self.firsts = shard_firsts(plan, store=config.store, media=config.media, most_packs=config.shard_packs)
+        self.firsts = self.stored_firsts() or shard_firsts(
+            plan, store=config.store, media=config.media, most_packs=config.shard_packs
+        )
         self.forget_open_files()
+
+    def stored_firsts(self) -> tuple[int, ...]:
+        """Returns `firsts` of another command for these packs, so that this one need not read all of the plan."""
+        return ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.plan, self.run, self.config)  # another machine loads an encoder of its own
@@ -229,11 +236,17 @@ def pack(config: PackConfig, progress: Progress = lambda *_: None) -> PackReport
         remove_leftovers(config.out)
     except OSError as error:
         raise unwritable(config.out, error, "pack") from error
+
+    def absent(tasks: list[PackTask]) -> int:
+        names = set(os.listdir(config.out)) if tasks else ()
+        return sum(form.path(task.number).name not in names for task in tasks)
+
     shared = work_shared(
         config,
         [PackTask(number) for number in range(len(form.firsts))],
         form,
         there=lambda task: form.found(task.number),
+        absent=absent,
         size=lambda task: len(range(*form.span(task.number))),
         progress=lambda done, total: progress("pack", done, total),
         directories=[config.out],

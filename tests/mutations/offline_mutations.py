@@ -25,12 +25,33 @@ OFFLINE_TRAPS = {
     90: "after the last pack of a plan the same packs come in the same order, and most of a data set never does",
     91: "two evaluations have different samples, or those of one differ with the ranks or after a restart",
     118: "the sizes told of packed rows, or the number of their boundaries, are not theirs",
+    222: "each of a thousand `pack` commands reads what others have packed, or all of the plan",
     221: "what `measure` and `plan` send to workers, or look up, grows with the shards of all, or with who works",
     220: "the steps of a plan are uneven where an epoch has fewer packs than `max_data_parallel`, or in what is left",
     92: "an evaluation has a sample twice, or lacks one of a split that it has room for",
 }
 
 OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
+    Mutation(
+        trap=222,
+        name="every command opens the finished shards of all",
+        test=COMMAND + "test_a_command_of_many_looks_at_its_own_part_and_compares_no_plan_byte_by_byte[polylithic]",
+        oracle="the shards of the command",
+        edits=(
+            (
+                "offline/shared_work.py",
+                "results[rank::world_size] = map(there, tasks[rank::world_size])",
+                "results = [*map(there, tasks)]",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=222,
+        name="every command reads all of the plan to divide it",
+        test=COMMAND + "test_a_command_of_many_looks_at_its_own_part_and_compares_no_plan_byte_by_byte[polylithic]",
+        oracle="the rows of its shards",
+        edits=(("offline/pack.py", "self.stored_firsts() or shard_firsts(", "shard_firsts("),),
+    ),
     Mutation(
         trap=221,
         name="each shard that is given to a worker comes with the names of all",

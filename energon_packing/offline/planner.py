@@ -406,7 +406,8 @@ def _facts(
     for array in (packs.offsets.astype(np.int64), *rows):
         digest.update(np.ascontiguousarray(array).data)
     firsts, last = [0], packs.offsets.size - 1
-    while (following := int(np.searchsorted(packs.offsets, packs.offsets[firsts[-1]] + plan_file.ROW_GROUP))) < last:
+    least = min(max(plan_file.LEAST_ROWS, packs.order.size // plan_file.MOST_GROUPS), plan_file.ROW_GROUP)
+    while (following := int(np.searchsorted(packs.offsets, packs.offsets[firsts[-1]] + least))) < last:
         firsts.append(following)
     return PlanFacts(
         id=digest.hexdigest()[:32],

@@ -25,6 +25,8 @@ OFFLINE_TRAPS = {
     90: "after the last pack of a plan the same packs come in the same order, and most of a data set never does",
     91: "two evaluations have different samples, or those of one differ with the ranks or after a restart",
     118: "the sizes told of packed rows, or the number of their boundaries, are not theirs",
+    223: "a reader of a plan reads rows of hundreds of packs for each of its own",
+    224: "the media of a pack are read one after the other, each when it is asked for",
     222: "each of a thousand `pack` commands reads what others have packed, or all of the plan",
     221: "what `measure` and `plan` send to workers, or look up, grows with the shards of all, or with who works",
     220: "the steps of a plan are uneven where an epoch has fewer packs than `max_data_parallel`, or in what is left",
@@ -32,6 +34,29 @@ OFFLINE_TRAPS = {
 }
 
 OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
+    Mutation(
+        trap=223,
+        name="the row groups of a plan are as large as they may be",
+        test="tests/offline/test_planner.py::test_a_reader_of_one_pack_reads_few_rows_of_others",
+        oracle="the rows of the file",
+        edits=(("offline/planner.py", "min(max(plan_file.LEAST_ROWS,", "max(max(plan_file.LEAST_ROWS,"),),
+    ),
+    Mutation(
+        trap=224,
+        name="the media of a sample are announced when it is rendered",
+        test=LOADER + "test_media_of_a_pack_are_announced_to_the_kernel_in_the_order_of_their_places_before_one_is_read"
+        "[polylithic-packed]",
+        oracle="the calls of the system",
+        edits=(("offline/stored_pack.py", "(read_media, stores[id(sample)])", "(read_media, self._media(sample, 0))"),),
+    ),
+    Mutation(
+        trap=224,
+        name="the media of a pack are announced in the order of its samples",
+        test=LOADER + "test_media_of_a_pack_are_announced_to_the_kernel_in_the_order_of_their_places_before_one_is_read"
+        "[polylithic-plan]",
+        oracle="the places in the plan",
+        edits=(("offline/source.py", "sorted(self.expected)", "list(self.expected)"),),
+    ),
     Mutation(
         trap=222,
         name="every command opens the finished shards of all",

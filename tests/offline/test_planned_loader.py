@@ -208,6 +208,43 @@ def test_samples_that_are_measured_again_by_several_processes_make_the_same_plan
     assert (tmp_path / "copied.parquet").read_bytes() == made[0]
 
 
+@pytest.mark.parametrize("form", ["plan", "packed"])
+def test_media_of_a_pack_are_announced_to_the_kernel_in_the_order_of_their_places_before_one_is_read(
+    plan_of, tmp_path, monkeypatch, form
+):
+    if form == "packed":
+        pack_plan(PackConfig(plan=Path(plan_of.data.path), out=tmp_path / "packed", workers=0))
+    path = plan_of.data.path if form == "plan" else str(tmp_path / "packed")
+    plan, seen = Plan.open(plan_of.data.path), []
+
+    def place(descriptor, offset, size):
+        return os.readlink(f"/proc/self/fd/{descriptor}"), offset, size
+
+    advise, read = os.posix_fadvise, os.pread
+    monkeypatch.setattr(
+        os, "posix_fadvise", lambda *to: (seen.append(("expected", place(*to[:3]))), advise(*to))[1], raising=True
+    )
+    monkeypatch.setattr(
+        os, "pread", lambda file, size, at: (seen.append(("read", place(file, at, size))), read(file, size, at))[1]
+    )
+    loader = iter(open_loader(dataclasses.replace(plan_of, data=dataclasses.replace(plan_of.data, path=path))))
+    checked = 0
+    for pack in plan.packs(0, len(plan)):
+        seen.clear()
+        next(loader)
+        media = set()
+        for sample in pack.samples:
+            source = plan.facts.datasets[sample.dataset]
+            tars = [Path(source.media_root) / source.media_shards[each.shard] for each in sample.media]
+            media |= {(str(tar), each.offset, each.size) for tar, each in zip(tars, sample.media, strict=True)}
+        told = [at for what, at in seen if what == "expected"]
+        first = next((number for number, (what, at) in enumerate(seen) if what == "read" and at in media), 0)
+        assert sorted(media) == told
+        assert [what for what, at in seen[:first] if at in media] == ["expected"] * len(media)
+        checked += len(media) > 2
+    assert checked
+
+
 def test_the_state_after_the_last_step_is_the_same_on_every_rank(plan_of):
     """Packs that the ranks do not divide leave some ranks a pack short; a run that repeats may go on from each."""
     packs = len(Plan.open(plan_of.data.path))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -262,6 +263,15 @@ def test_a_range_of_packs_is_a_slice_of_all_and_reads_only_its_row_groups(
         assert set(read) == (expected if stop > start else set())
     with pytest.raises(UserError, match="are not in"):
         plan.packs(0, len(plan) + 1)
+
+
+def test_a_reader_of_one_pack_reads_few_rows_of_others(tmp_path: Path) -> None:
+    index = made_index(tmp_path / "index", {"a": [[row(100)] * 20_000]})
+    plan = planned(tmp_path, index, config())
+    groups = pq.ParquetFile(plan.path).metadata
+    rows = [groups.row_group(at).num_rows for at in range(groups.num_row_groups)]
+    assert sum(rows) == 20_000
+    assert max(rows) < 5_000
 
 
 def test_a_sample_that_fits_no_pack_is_dropped_with_the_setting_or_raised(index: Path, tmp_path: Path) -> None:

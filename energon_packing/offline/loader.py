@@ -26,8 +26,7 @@ from energon_packing.sample_kind import KINDS, AnyRun, kind_of_config
 
 STATE_FORMAT = "energon_packing plan 1"
 ORDER, OLDER = 3, 2
-"""Of the packs after the plan's last one; a state of version 2 goes on in that order, of which small epochs, and what
-epochs have too many for whole groups, were one shuffle. Version 1 had the plan's own order again."""
+"""Of the packs after the plan's last one; a state of version 2 goes on in its order. Version 1 had the plan's own."""
 
 
 class PlannedLoader(LoaderBase):

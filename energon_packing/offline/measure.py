@@ -341,12 +341,11 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
     out = config.out.absolute()  # workers may have another current directory
     directories = [out / name for name in names]
     measurer.directories = tuple(directories)
-    # A task with the names of all shards would be as large as there are tasks.
-    alone = [(replace(part, shards=()), part.shards, at) for part, at in zip(parts, directories, strict=True)]
-    shards = [(part, shard, folder) for part, names_of, folder in alone for shard in names_of]
+    shards = [(part, shard, folder) for part, folder in zip(parts, directories, strict=True) for shard in part.shards]
     shared = work_shared(
         config,
-        [MeasureTask(number, *each) for number, each in enumerate(shards)],
+        # With the names of all shards, tasks would be as large as there are tasks.
+        [MeasureTask(number, replace(part, shards=()), *each) for number, (part, *each) in enumerate(shards)],
         measurer,
         there=measurer.measured,
         size=lambda task: measurer.index_of(task.part.root).samples[task.shard],

@@ -68,9 +68,7 @@ def balanced_order(costs: np.ndarray, *, group: int, before: np.ndarray, seed: l
     return np.concatenate([ascending[:0], *parts])
 
 
-def order_again(
-    start: int, stop: int, *, position: int, group: int, seed: list[int], older: bool = False
-) -> np.ndarray:
+def order_again(start: int, stop: int, position: int, group: int, seed: list[int], older: bool = False) -> np.ndarray:
     """Another order of the packs ``[start, stop)`` of an epoch, ``[stop - start]`` int64, each once: its whole groups
     change places, and so do the packs inside each, and the pieces that make up the rest. ``position`` is that of the
     first of them: where steps would straddle two pieces, a part of one comes first. ``group`` and ``seed``: as for
@@ -94,19 +92,20 @@ def order_again(
     parts, at, end = [head[:0]], position, position + stop - start
     while at < end:
         _, wanted = next(_pieces(at, end, sizes))
-        if wanted == group and len(groups):
-            parts.append(groups[: (end - at) // group].ravel())
-            groups = groups[(end - at) // group :]
+        whole = (end - at) // group if wanted == group else 0
+        if whole and len(groups):
+            piece, groups = groups[:whole].ravel(), groups[whole:]
         else:
             if not any(left[size] for size in sizes if size >= wanted) and len(groups):
                 left[group], groups = [groups[0]], groups[1:]
-            of = min((size for size in sizes if left[size] and size >= wanted), default=0)
-            piece = left[of or max(size for size in sizes if left[size])].pop()
+            of = min((size for size in sizes if left[size]), key=lambda size: (size < wanted, abs(size - wanted)))
+            piece = left[of].pop()
             while piece.size > wanted:
                 piece, *others = random.permutation(piece.reshape(-1, sizes[sizes.index(piece.size) + 1]))
                 left[piece.size] += others
-            parts.append(_shuffled_inside(piece[None], random).ravel())
-        at += parts[-1].size
+            piece = _shuffled_inside(piece[None], random).ravel()
+        parts.append(piece)
+        at += piece.size
     return np.concatenate(parts)
 
 

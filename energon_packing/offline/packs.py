@@ -65,8 +65,7 @@ class Passes:
         start, stop = (0, *self._facts.epoch_ends)[epoch : epoch + 2]
         seed = [int(self._facts.decided["plan"]["seed"]), later, epoch, 5]
         position = self._packs + (later - 1) * (self._packs - self._first) + start - self._first
-        group = self._facts.max_data_parallel
-        return order_again(start, stop, position=position, group=group, seed=seed, older=older)
+        return order_again(start, stop, position, self._facts.max_data_parallel, seed, older)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Passes, (self._facts, self.older)
@@ -289,11 +288,9 @@ class SampleRemeasurer:
     begin = staticmethod(use_one_thread)
 
     def name(self, task: tuple[int, RowsOfShard]) -> str:
-        """What a task does, for messages."""
         return f"measuring {task[1][1].name} again"
 
     def do(self, task: tuple[int, RowsOfShard]) -> list[Remeasured]:
-        """One result per row of a shard."""
         dataset, shard, rows = task[1]
         place = dataset.root, dataset.split
         if place not in self._sources:  # data sets of 100,000 shards take a while to be compared

@@ -71,12 +71,9 @@ class ShardPacker(PackFormat):
         self._files = TarFiles()
 
     def stored_firsts(self) -> tuple[int, ...]:
-        if not (self.config.out / PACKED_FILE).exists():
-            return ()
-        there, own = PackedFacts.read(self.config.out), self.config
-        alike = there.plan, there.store, there.media, there.shard_packs, there.packs
-        wanted = self.plan.facts.id, own.store, own.media, own.shard_packs, len(self.plan)
-        return there.firsts if alike == wanted else ()
+        there = PackedFacts.read(self.config.out) if (self.config.out / PACKED_FILE).exists() else None
+        alike = [getattr(there, name, None) == getattr(self.config, name) for name in ("store", "media", "shard_packs")]
+        return there.firsts if there and there.plan == self.plan.facts.id and all(alike) else ()
 
     def path(self, number: int) -> Path:
         return shard_path(self.config.out, number)
@@ -100,8 +97,8 @@ class ShardPacker(PackFormat):
                     raise UserError(
                         f"{out} holds other packs: {inner} is {told}; choose another --out, or delete the directory"
                     )
-            # Plans are equal wherever their data sets are, so a continued one may say where they are now. What it says
-            # is compared, not its rows, of which the id is a digest: there may be a thousand commands.
+            # Plans are equal wherever their data sets are, so a continued one may say where they are now. The id is a
+            # digest of its rows, which are not compared: there may be a thousand commands.
             if read_metadata(out / PLAN_FILE) != facts:
                 for source, target in ((drops_path(plan), drops_path(out / PLAN_FILE)), (plan, out / PLAN_FILE)):
                     if source.exists():

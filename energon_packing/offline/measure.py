@@ -345,7 +345,7 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
     shared = work_shared(
         config,
         # With the names of all shards, tasks would be as large as there are tasks.
-        [MeasureTask(number, replace(part, shards=()), *each) for number, (part, *each) in enumerate(shards)],
+        [MeasureTask(number, replace(part, shards=()), shard, at) for number, (part, shard, at) in enumerate(shards)],
         measurer,
         there=measurer.measured,
         size=lambda task: measurer.index_of(task.part.root).samples[task.shard],

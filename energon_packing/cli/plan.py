@@ -7,7 +7,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from energon_packing.cli.options import FILE, PATH, config_options, json_option
+from energon_packing.cli.options import FILE, PATH, config_options, executor_options, json_option
 from energon_packing.cli.terminal import answer, say, starting, table
 from energon_packing.errors import UserError, refuse
 from energon_packing.sample_kind import KINDS, kind_of_config
@@ -32,6 +32,7 @@ The drops of a plan are beside it, in PLAN.drops.jsonl.
 @click.option("--split", "splits", multiple=True, help="Split to plan, as measured; default: the only one there is.")
 @click.option("--force", is_flag=True, help="Replace an existing plan.")
 @click.option("--diff", is_flag=True, help="Compare two plans instead: give them as arguments.")
+@executor_options
 @json_option
 def plan(
     given: tuple[Path, ...],
@@ -42,10 +43,12 @@ def plan(
     force: bool,
     diff: bool,
     as_json: bool,
+    **workers: Any,
 ) -> None:
     """Make a plan of one or more measured indexes: the samples of every pack, in a balanced global order.
 
-    It needs no media, and takes seconds for a million samples. With --diff the arguments are plans.
+    It needs no media, and takes seconds for a million samples. --workers measure samples again that are cut, split or
+    resized. With --diff the arguments are plans.
     """
     if diff:
         from energon_packing.offline.explain import changes
@@ -68,7 +71,7 @@ def plan(
     from energon_packing.offline.planner import make_plan
 
     config = KINDS.find(kind_of(Index.open(given[0]).datasets)).load_run(config_path, overrides)
-    facts = make_plan(given, config, out, force=force, splits=splits, **encoder_parts(config, given))
+    facts = make_plan(given, config, out, force=force, splits=splits, **encoder_parts(config, given, **workers))
     told = {
         "plan": str(out),
         "id": facts.id,
@@ -88,7 +91,7 @@ def check_plan_name(out: Path) -> None:
         raise UserError(f"--out {out} must end with .parquet, by which data.path knows a plan.")
 
 
-def encoder_parts(config: Any, directories: tuple[Path, ...]) -> dict[str, Any]:
+def encoder_parts(config: Any, directories: tuple[Path, ...], **workers: Any) -> dict[str, Any]:
     """The ``limits`` of packs with a dummy image, whose length the encoder knows (None if there is none), and how
     samples are measured again (``remeasure``). The encoder is built only if one of the two is needed."""
 
@@ -100,10 +103,13 @@ def encoder_parts(config: Any, directories: tuple[Path, ...]) -> dict[str, Any]:
     def remeasurer() -> Any:
         from energon_packing.offline.packs import SampleRemeasurer
 
-        return SampleRemeasurer(encoder(), directories)
+        return SampleRemeasurer(encoder(), directories, who, config)
 
+    from energon_packing.offline.shared_work import WorkersConfig
+
+    who = WorkersConfig(**workers)
     limits = encoder().limits if getattr(config.packing, "dummy_image", False) else None
-    return {"limits": limits, "remeasure": lambda dataset, shard, rows: remeasurer()(dataset, shard, rows)}
+    return {"limits": limits, "remeasure": lambda shards: remeasurer()(shards)}
 
 
 def show_summary(result: dict[str, Any]) -> None:

@@ -26,8 +26,8 @@ from energon_packing.offline.source import check_there
 from energon_packing.sample_kind import KINDS, AnyRun, kind_of_config
 
 STATE_FORMAT = "energon_packing plan 1"
-ORDER = 2
-"""Of the packs after the plan's last one; version 1 had the plan's own order again."""
+ORDER, OLDER = 3, 2
+"""Of the packs after the plan's last one; a state of version 2 goes on in its order. Version 1 had the plan's own."""
 
 
 class PlannedLoader(LoaderBase):
@@ -114,7 +114,8 @@ class PlannedLoader(LoaderBase):
     def save_state(self) -> dict[str, Any]:
         """Returns the state after the last yielded pack; it is the same on every rank."""
         # Where ranks do not divide the packs, the last step ends beyond the pass for those that had a pack in it.
-        return planned_state(min(self._position, self._end or self._position), self._fingerprint)
+        state = planned_state(min(self._position, self._end or self._position), self._fingerprint)
+        return state | ({"order": OLDER} if self._packs.passes and self._packs.passes.older else {})
 
     def state_later(self) -> Callable[[], Any]:
         state = self.save_state()
@@ -132,7 +133,7 @@ class PlannedLoader(LoaderBase):
         position = state.get("position")
         if not isinstance(position, int) or isinstance(position, bool) or position < 0:
             raise ConfigError("The saved loader state of the plan is damaged: it has no position; start the data over.")
-        if position > len(self._packs) and state.get("order") != ORDER:
+        if position > len(self._packs) and state.get("order") not in (OLDER, ORDER):
             older = (
                 f"at position {position}, after the last of {len(self._packs)} packs, where the version that saved it "
                 "had another order"
@@ -143,6 +144,8 @@ class PlannedLoader(LoaderBase):
                     'data.accept_changed=["order"], or start the data over.'
                 )
             differs.append(older)
+        if self._packs.passes is not None:
+            self._packs.passes.older = position > len(self._packs) and state.get("order") == OLDER
         self._position, self._resumed = position, position > 0
         tell_of_accepted(differs)
 

@@ -374,7 +374,8 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
     shards = [(part, shard, folder) for part, folder in zip(parts, directories, strict=True) for shard in part.shards]
     shared = work_shared(
         config,
-        [MeasureTask(number, *each) for number, each in enumerate(shards)],
+        # With the names of all shards, tasks would be as large as there are tasks.
+        [MeasureTask(number, replace(part, shards=()), shard, at) for number, (part, shard, at) in enumerate(shards)],
         measurer,
         there=measurer.measured,
         size=lambda task: measurer.index_of(task.part.root).samples[task.shard],

@@ -8,6 +8,7 @@ import functools
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,8 +17,8 @@ import torch.utils.data
 
 from energon_packing.drops import Shares
 from energon_packing.encoders.sample_encoder import AnyMeasured
+from energon_packing.encoders.tokenized import use_one_thread
 from energon_packing.energon.samples import MeasuredSample, Pack
-from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.energon.window import attempt, piece_of
 from energon_packing.errors import UserError, read_again
 from energon_packing.ledger import Ledger
@@ -25,18 +26,18 @@ from energon_packing.offline.index import (
     OF_PART,
     Index,
     IndexedDataset,
-    IndexedShard,
     MediaFile,
     media_state,
     shard_status,
 )
 from energon_packing.offline.order import order_again
 from energon_packing.offline.plan import Plan, PlanFacts, PlannedSample
-from energon_packing.offline.samples import Remeasured
+from energon_packing.offline.samples import Remeasured, RowsOfShard
+from energon_packing.offline.shared_work import WorkersConfig
 from energon_packing.offline.source import PositionedMedia, ShardIndex, SourcePart, TarFiles, inside
 from energon_packing.packing.constraints import Size, shape_of
 from energon_packing.remote_files import shown
-from energon_packing.sample_kind import KINDS
+from energon_packing.sample_kind import KINDS, kind_of_config
 
 FIRST_PACKS = 64
 """Whose data sets are looked for when a run begins."""
@@ -47,11 +48,11 @@ class Passes:
 
     The first pass is the plan as it is. In each later one its whole epochs come again, with the same packs in an order
     of its own, which follows from ``plan.seed`` and the number of the pass. The rest of an online run, with which a
-    plan may begin, comes once.
+    plan may begin, comes once. `older` is as for `order_again`.
     """
 
-    def __init__(self, facts: PlanFacts) -> None:
-        self._packs, self._facts = facts.packs, facts
+    def __init__(self, facts: PlanFacts, older: bool = False) -> None:
+        self._packs, self._facts, self.older = facts.packs, facts, older
         self._first = (0, *facts.epoch_ends)[-facts.epochs - 1]
         self._ordered = functools.lru_cache(maxsize=2)(self._order)
 
@@ -68,16 +69,16 @@ class Passes:
         at = self._first + offset
         epoch = bisect.bisect_right(self._facts.epoch_ends, at)
         start = (0, *self._facts.epoch_ends)[epoch]
-        return int(self._ordered(later + 1, epoch)[at - start])
+        return int(self._ordered(later + 1, epoch, self.older)[at - start])
 
-    def _order(self, later: int, epoch: int) -> np.ndarray:
+    def _order(self, later: int, epoch: int, older: bool) -> np.ndarray:
         start, stop = (0, *self._facts.epoch_ends)[epoch : epoch + 2]
         seed = [int(self._facts.decided["plan"]["seed"]), later, epoch, 5]
         position = self._packs + (later - 1) * (self._packs - self._first) + start - self._first
-        return order_again(start, stop, position=position, group=self._facts.max_data_parallel, seed=seed)
+        return order_again(start, stop, position, self._facts.max_data_parallel, seed, older)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Passes, (self._facts,)
+        return Passes, (self._facts, self.older)
 
 
 class PositionedPacks(torch.utils.data.Dataset[Pack], ABC):
@@ -297,17 +298,37 @@ class PlannedPacks(PositionedPacks):
 
 class SampleRemeasurer:
     """A `energon_packing.offline.samples.Remeasure`: reads the samples of the indexes in `directories` at their
-    positions and measures them as the run will."""
+    positions and measures them as the run will. Of `workers` each does some of the shards, as a
+    `energon_packing.executors.work.Work`; `run` is for those on other machines, which have encoders of their own."""
 
-    def __init__(self, encoder: PackingTaskEncoder, directories: Sequence[str | Path]) -> None:
-        self._encoder = encoder
+    def __init__(
+        self, encoder: Any, directories: Sequence[str | Path], workers: WorkersConfig | None = None, run: Any = None
+    ) -> None:
+        self._encoder = kind_of_config(run).task_encoder(run) if encoder is None else encoder
+        self._workers = workers or WorkersConfig(workers=0)
+        self._again = None, [Path(each).absolute() for each in directories], None, run
         self._indexes = [Index.open(directory) for directory in directories]
         self._files = TarFiles()
         self._sources: dict[tuple[str, str], tuple[PlannedSource, Index, dict[str, int]]] = {}
 
-    def __call__(self, dataset: IndexedDataset, shard: IndexedShard, rows: list[int]) -> list[Remeasured]:
-        """One result per row. Raises UserError: the shard is not the one that was measured, or a sample shows that the
-        configuration cannot work."""
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SampleRemeasurer, self._again
+
+    def __call__(self, shards: Sequence[RowsOfShard]) -> list[list[Remeasured]]:
+        """For each shard, one result per row. Raises UserError: a shard is not the one that was measured, or a sample
+        shows that the configuration cannot work."""
+        executor = self._workers.executor_config().executor(len(shards))
+        with closing(executor.results(enumerate(shards), self)) as done:
+            made = {number: results for (number, _), results in done}
+        return [made[number] for number in range(len(shards))]
+
+    begin = staticmethod(use_one_thread)
+
+    def name(self, task: tuple[int, RowsOfShard]) -> str:
+        return f"measuring {task[1][1].name} again"
+
+    def do(self, task: tuple[int, RowsOfShard]) -> list[Remeasured]:
+        dataset, shard, rows = task[1]
         place = dataset.root, dataset.split
         if place not in self._sources:  # data sets of 100,000 shards take a while to be compared
             index = next(each for each in self._indexes if dataset in each.datasets)

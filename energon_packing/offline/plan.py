@@ -35,8 +35,9 @@ from energon_packing.offline.samples import Drop, Sources
 from energon_packing.remote_files import check_local
 
 FORMAT = 1
-ROW_GROUP = 1 << 16
-"""Rows of a row group, up to the end of the pack that crosses this number."""
+ROW_GROUP, LEAST_ROWS, MOST_GROUPS = 1 << 16, 1 << 12, 1 << 12
+"""Rows of a row group, up to the end of the pack that crosses this number, and as few as make so many groups: each of
+thousands of readers reads a group for every pack, and all of them the list of groups."""
 ROUNDING = 1e-9
 """Of ``per_epoch`` in the summary, which has 12 digits, and of what is planned, see `energon_packing.offline.blend`."""
 CACHED = 2

@@ -26,7 +26,7 @@ from energon_packing.offline import plan as plan_file
 from energon_packing.offline.blend import Blend, Share, gathered, shares_of
 from energon_packing.offline.files import remove_leftovers, said, write_table
 from energon_packing.offline.index import MEDIA, IndexedDataset, pair_counts
-from energon_packing.offline.order import balanced_order, incomplete_group
+from energon_packing.offline.order import balanced_order
 from energon_packing.offline.plan import PlanFacts, drops_path, hashed, written_drops
 from energon_packing.offline.samples import AnyLimits, Drop, Remeasure, Samples, Sizes, Sources, costs, fitting_samples
 from energon_packing.packing.balance import step_efficiency
@@ -118,7 +118,7 @@ def ordered_packs(
     sizes: list[np.ndarray] = []
     costs: list[np.ndarray] = []
     ends: list[int] = []
-    near: float | None = None
+    before = np.zeros(0, dtype=np.int64)  # costs of the packs of the last group, if it is not whole
     bounds = 0
     for epoch in range(epochs):
         rows, counts, bound = _packed_epoch(blend, epoch, samples, limits, config)
@@ -129,8 +129,9 @@ def ordered_packs(
         pack_costs = np.add.reduceat(sample_costs[rows], offsets[:-1])
         start = ends[-1] if ends else 0
         wide = settings.max_data_parallel
-        chosen = balanced_order(pack_costs, group=wide, start=start, near=near, seed=[settings.seed, epoch, 3])
-        near = incomplete_group(pack_costs[chosen], start, wide)
+        chosen = balanced_order(pack_costs, group=wide, before=before, seed=[settings.seed, epoch, 3])
+        before = np.concatenate([before, pack_costs[chosen]])
+        before = before[before.size // wide * wide :]
         order.append(rows[gathered(offsets, chosen)].astype(small))
         sizes.append(counts[chosen])
         costs.append(pack_costs[chosen])
@@ -438,7 +439,8 @@ def _facts(
     columns = (samples.source, samples.piece, sizes.length, sizes.second, sizes.text_tokens)
     rows = [column[packs.order] for column in columns if column is not None]
     firsts, last = [0], packs.offsets.size - 1
-    while (following := int(np.searchsorted(packs.offsets, packs.offsets[firsts[-1]] + plan_file.ROW_GROUP))) < last:
+    least = min(max(plan_file.LEAST_ROWS, packs.order.size // plan_file.MOST_GROUPS), plan_file.ROW_GROUP)
+    while (following := int(np.searchsorted(packs.offsets, packs.offsets[firsts[-1]] + least))) < last:
         firsts.append(following)
     return PlanFacts(
         id=plan_id(known, sources.datasets, [packs.offsets.astype(np.int64), *rows]),

@@ -161,9 +161,12 @@ class Sources:
 
     def table(self, number: int, columns: Sequence[str]) -> pa.Table:
         """The rows of a shard, by its number among those of all data sets. Raises UserError as `Index.rows`."""
-        dataset = int(self.dataset[number])
-        shard = self.datasets[dataset].shards[int(self.shard[number])]
-        return self.indexes[dataset].rows(self.datasets[dataset], shard, columns)
+        return self.indexes[int(self.dataset[number])].rows(*self.shard_at(number), columns)
+
+    def shard_at(self, number: int) -> tuple[IndexedDataset, IndexedShard]:
+        """A shard by its number among those of all data sets, and its data set."""
+        dataset = self.datasets[int(self.dataset[number])]
+        return dataset, dataset.shards[int(self.shard[number])]
 
     def tables(self, columns: Sequence[str]) -> Iterator[tuple[int, pa.Table]]:
         """The rows of each shard, with the number of its first source."""
@@ -207,8 +210,9 @@ def _check_measured_alike(index: Index, first: Index, config: AnyRun) -> None:
 Remeasured = Mapping[int, Size | tuple[str, str]]
 """What becomes of a sample under the limits of a pack: number of each piece of a split one (``KEY#0`` and so on), or -1
 for the whole, -> its sizes, or reason and detail if it is dropped."""
-Remeasure = Callable[[IndexedDataset, IndexedShard, list[int]], Sequence[Remeasured]]
-"""Measures rows of a shard again, under the limits of the run; one result per row."""
+RowsOfShard = tuple[IndexedDataset, IndexedShard, list[int]]
+Remeasure = Callable[[Sequence[RowsOfShard]], Sequence[Sequence[Remeasured]]]
+"""Measures rows of some shards again, under the limits of the run; for each shard, one result per row."""
 _Kept = tuple[int, int, Size]
 """Source, number and sizes of a piece that is packed."""
 
@@ -297,12 +301,17 @@ def _read_sizes(sources: Sources, limits: AnyLimits) -> tuple[Sizes, list[Drop]]
     return Sizes(**columns), drops
 
 
+def _by_shard(sources: Sources, wanted: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    """Some sources, ascending, of each shard that has any, with its number among those of all data sets."""
+    number = np.searchsorted(sources.starts, wanted, side="right") - 1
+    firsts = np.flatnonzero(np.diff(number, prepend=-1))
+    return list(zip(number[firsts].tolist(), np.split(wanted, firsts[1:]), strict=False))  # of none, one split
+
+
 def _rows_of(sources: Sources, wanted: np.ndarray, columns: list[str]) -> dict[int, dict[str, str]]:
     """Some columns of some sources, by source; reads only the shards that hold them."""
     rows: dict[int, dict[str, str]] = {}
-    number = np.searchsorted(sources.starts, wanted, side="right") - 1
-    for at in np.unique(number).tolist():
-        here = wanted[number == at]
+    for at, here in _by_shard(sources, wanted):
         table = sources.table(at, columns).take(here - sources.starts[at])
         rows.update(zip(here.tolist(), table.to_pylist(), strict=True))
     return rows
@@ -326,15 +335,12 @@ def _measured_again(
     sources: Sources, over: np.ndarray, remeasure: Remeasure, limits: AnyLimits, config: AnyRun
 ) -> tuple[list[_Kept], list[Drop]]:
     rows, setting = _rows_of(sources, over, ["key"]), f"packing.oversize={config.packing.oversize}"
-    shard_of = np.searchsorted(sources.starts, over, side="right") - 1
+    shards = _by_shard(sources, over)
     kept: list[_Kept] = []
     dropped: list[Drop] = []
-    for at in np.unique(shard_of).tolist():
-        wanted = over[shard_of == at].tolist()
-        dataset = sources.datasets[int(sources.dataset[at])]
-        shard = dataset.shards[int(sources.shard[at])]
-        results = remeasure(dataset, shard, [source - int(sources.starts[at]) for source in wanted])
-        for source, result in zip(wanted, results, strict=True):
+    asked = [(*sources.shard_at(at), (each - sources.starts[at]).tolist()) for at, each in shards]
+    for (_, wanted), results in zip(shards, remeasure(asked), strict=True):
+        for source, result in zip(wanted.tolist(), results, strict=True):
             for number, made in result.items():
                 name = rows[source]["key"] + ("" if number < 0 else f"#{number}")
                 if isinstance(made, tuple):

@@ -373,8 +373,10 @@ class PackedPacks(StoredPacks[StoredPack]):
                 return self._encoder.pack_of(samples, self._encoder.with_boundaries_of_run(batch))
             return self._assembled([made for _, made in self._rows(stored, batch)])
         assert stored.batch is not None, "a pack in parts has samples"
+        # All, before the first is read.
+        stores = {id(sample): self._media(sample, number) for sample in stored.samples if sample.media}
         rendered = [
-            attempt(sample.key, functools.partial(self._rendered, sample, row, number), ledger, **self._place(sample))
+            attempt(sample.key, functools.partial(self._rendered, sample, row, stores), ledger, **self._place(sample))
             if sample.media
             else row
             for sample, row in self._rows(stored, stored.batch)
@@ -408,10 +410,10 @@ class PackedPacks(StoredPacks[StoredPack]):
             rendered[at] = self._sample(sample, tuple(rows))
         return [(stored.samples[at], rendered[at]) for at in sorted(rendered)]
 
-    def _rendered(self, sample: StoredSample, text: RenderedSample, number: int) -> RenderedSample:
+    def _rendered(self, sample: StoredSample, text: RenderedSample, stores: Mapping[int, Any]) -> RenderedSample:
         """The sample with its media; raises as `ConversationEncoder.render`, and a UserError if they are not where they
         were."""
-        read = functools.partial(read_media, self._media(sample, number))
+        read = functools.partial(read_media, stores[id(sample)])
         pairs = zip(text.rows, sample.media, strict=True)
         rows = tuple({**row, **self._conversations.visual_fields(media, read)} for row, media in pairs)
         return dataclasses.replace(text, rows=rows)

@@ -6,6 +6,7 @@ COMMAND = "tests/offline/test_pack_command.py::"
 LOADER = "tests/offline/test_planned_loader.py::"
 ROWS = "tests/offline/test_stored_rows.py::test_a_row_is_read_back_bit_for_bit_and_as_part_of_a_pack"
 CLIPS = "tests/wan/test_clip_limits.py::"
+ORDER = "tests/offline/test_order.py::"
 SHARES = "tests/offline/test_blend.py::"
 EVALUATIONS = "tests/offline/test_evaluation.py::"
 BLENDS = "tests/offline/test_blend_of_a_metadataset.py::"
@@ -35,6 +36,11 @@ OFFLINE_TRAPS = {
     212: "a data set with a share is not in the plan, and nothing says so",
     213: "more is dropped from a plan, or from its packs, than the budget allows",
     214: "a plan of moved data is another plan",
+    223: "a reader of a plan reads rows of hundreds of packs for each of its own",
+    224: "the media of a pack are read one after the other, each when it is asked for",
+    222: "each of a thousand `pack` commands reads what others have packed, or all of the plan",
+    221: "what `measure` and `plan` send to workers, or look up, grows with the shards of all, or with who works",
+    220: "the steps of a plan are uneven where an epoch has fewer packs than `max_data_parallel`, or in what is left",
     92: "an evaluation has a sample twice, or lacks one of a split that it has room for",
     215: "a run reads packs that hold more than its own limits allow",
     217: "an index or a plan that another command replaced is taken for the one that was opened",
@@ -44,6 +50,101 @@ OFFLINE_TRAPS = {
 }
 
 OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
+    Mutation(
+        trap=223,
+        name="the row groups of a plan are as large as they may be",
+        test="tests/offline/test_planner.py::test_a_reader_of_one_pack_reads_few_rows_of_others",
+        oracle="the rows of the file",
+        edits=(("offline/planner.py", "min(max(plan_file.LEAST_ROWS,", "max(max(plan_file.LEAST_ROWS,"),),
+    ),
+    Mutation(
+        trap=224,
+        name="the media of a sample are announced when it is rendered",
+        test=LOADER + "test_media_of_a_pack_are_announced_to_the_kernel_in_the_order_of_their_places_before_one_is_read"
+        "[polylithic-packed]",
+        oracle="the calls of the system",
+        edits=(("offline/stored_pack.py", "(read_media, stores[id(sample)])", "(read_media, self._media(sample, 0))"),),
+    ),
+    Mutation(
+        trap=224,
+        name="the media of a pack are announced in the order of its samples",
+        test=LOADER + "test_media_of_a_pack_are_announced_to_the_kernel_in_the_order_of_their_places_before_one_is_read"
+        "[polylithic-plan]",
+        oracle="the places in the plan",
+        edits=(("offline/source.py", "sorted(self.expected)", "list(self.expected)"),),
+    ),
+    Mutation(
+        trap=222,
+        name="every command opens the finished shards of all",
+        test=COMMAND + "test_a_command_of_many_looks_at_its_own_part_and_compares_no_plan_byte_by_byte[polylithic]",
+        oracle="the shards of the command",
+        edits=(
+            (
+                "offline/shared_work.py",
+                "results[rank::world_size] = map(there, tasks[rank::world_size])",
+                "results = [*map(there, tasks)]",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=222,
+        name="every command reads all of the plan to divide it",
+        test=COMMAND + "test_a_command_of_many_looks_at_its_own_part_and_compares_no_plan_byte_by_byte[polylithic]",
+        oracle="the rows of its shards",
+        edits=(("offline/pack.py", "self.stored_firsts() or shard_firsts(", "shard_firsts("),),
+    ),
+    Mutation(
+        trap=221,
+        name="each shard that is given to a worker comes with the names of all",
+        test="tests/offline/test_measure.py::test_a_shard_that_is_given_to_a_worker_names_no_other_shard[polylithic]",
+        oracle="the names of the others",
+        edits=(("offline/measure.py", "replace(part, shards=())", "part"),),
+    ),
+    Mutation(
+        trap=221,
+        name="samples that were measured again are put beside those that another process did",
+        test=LOADER + "test_samples_that_are_measured_again_by_several_processes_make_the_same_plan[polylithic]",
+        oracle="the plan of one process",
+        edits=(("offline/packs.py", "[made[number] for number in range(len(shards))]", "[*made.values()][::-1]"),),
+    ),
+    Mutation(
+        trap=220,
+        name="what an epoch has too many for whole groups is one shuffle",
+        test=ORDER
+        + "test_small_epochs_and_what_is_left_of_large_ones_have_even_steps_in_every_epoch_and_pass[242-0.98]",
+        oracle="the costs of the steps",
+        edits=(
+            (
+                "offline/order.py",
+                "parts.append(_shuffled_inside(tail[None, at : at + size], random).ravel())",
+                "parts.append(random.permutation(tail[at : at + size]))",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=220,
+        name="an epoch goes on with packs of any cost where the one before it has begun a group",
+        test=ORDER + "test_a_group_that_two_epochs_share_has_packs_of_similar_cost",
+        oracle="the costs of the group",
+        edits=(("offline/order.py", "size, float(known[-begun:].mean()))", "size, float(costs.min()))"),),
+    ),
+    Mutation(
+        trap=220,
+        name="in a later pass what is left of groups is one shuffle",
+        test=ORDER
+        + "test_small_epochs_and_what_is_left_of_large_ones_have_even_steps_in_every_epoch_and_pass[242-0.98]",
+        oracle="the costs of the steps",
+        edits=(("offline/order.py", "    if older:\n", "    if True:\n"),),
+    ),
+    Mutation(
+        trap=90,
+        name="a state of an older version goes on in the order of this one",
+        test=LOADER
+        + "test_the_passes_after_the_plan_are_the_same_from_stored_packs_and_for_any_ranks_and_after_a_restart"
+        "[polylithic]",
+        oracle="the order of that version",
+        edits=(("offline/loader.py", 'and state.get("order") == OLDER', "and False"),),
+    ),
     Mutation(
         trap=118,
         name="the sizes beside Bridge's packed files count tokens, where Bridge counts positions",
@@ -510,6 +611,8 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             ("offline/explain.py", "zip(records[0] & records[1], itertools.count())", "zip((), itertools.count())"),
         ),
+    ),
+    Mutation(
         trap=215,
         name="a limit of the run counts only where the plan has one too",
         test="tests/offline/test_packed_loader.py::"

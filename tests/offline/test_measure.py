@@ -24,6 +24,7 @@ from energon_packing.convert import ConvertConfig, convert
 from energon_packing.energon.loader import build_loader
 from energon_packing.energon.replica import Replica
 from energon_packing.errors import ConfigError, UserError
+from energon_packing.offline import measure as measuring
 from energon_packing.offline.explain import changes
 from energon_packing.offline.files import read_metadata, write_table
 from energon_packing.offline.index import Index, IndexedShard
@@ -33,6 +34,7 @@ from energon_packing.offline.pack import PackConfig
 from energon_packing.offline.pack import pack as pack_plan
 from energon_packing.offline.plan import Plan
 from energon_packing.offline.planner import make_plan
+from energon_packing.offline.shared_work import work_shared
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +118,22 @@ def test_processes_write_the_same_files_and_a_second_run_measures_nothing(index,
     longer = run_of(dataset, seq_length=8192, window=64, encoder={"pixels": "float32"})
     report = measure(MeasureConfig(paths=(dataset,), out=tmp_path / "two", workers=2), longer)
     assert (report.measured, report.reused) == (0, 6)
+
+
+def test_a_shard_that_is_given_to_a_worker_names_no_other_shard(dataset, run_of, tmp_path, monkeypatch):
+    """Else 100,000 shards would send 10 billion names."""
+    given = []
+
+    def recorded(config, tasks, *rest, **named):
+        given.extend(tasks)
+        return work_shared(config, tasks, *rest, **named)
+
+    monkeypatch.setattr(measuring, "work_shared", recorded)
+    measure(MeasureConfig(paths=(dataset,), out=tmp_path / "index", workers=0), run_of(dataset))
+    names = [task.shard for task in given]
+    assert len(names) > 1
+    for task in given:
+        assert [name for name in names if name.encode() in pickle.dumps(task)] == [task.shard]
 
 
 def test_only_what_is_new_or_changed_is_measured(dataset, run_of, tmp_path, sources):

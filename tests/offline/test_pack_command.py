@@ -33,7 +33,7 @@ from energon_packing.offline.measure import MeasureConfig, measure
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.pack import PACK_FORMATS, PackConfig, PackFormat, pack, register_pack_format
 from energon_packing.offline.packed import Packed, PackedFacts
-from energon_packing.offline.plan import drops_path
+from energon_packing.offline.plan import Plan, drops_path
 from energon_packing.offline.planner import make_plan
 from energon_packing.offline.shards import ShardFile, ShardWriter
 from energon_packing.offline.stored_pack import StoredPack
@@ -97,6 +97,34 @@ def test_a_second_pack_does_nothing_and_ranks_share_the_shards(plan_of, whole, t
     assert [bool(each.missing) for each in reports] == [True, True, False]
     assert sum(each.packed for each in reports) == len(reports[-1].facts.shards)
     assert contents(out) == before
+
+
+def test_a_command_of_many_looks_at_its_own_part_and_compares_no_plan_byte_by_byte(plan_of, tmp_path, monkeypatch):
+    out, seen = tmp_path / "packed", []
+    pack(options(plan_of, out, rank=0, world_size=4))
+    opened, read = ShardFile.__init__, Plan._read
+
+    def open_recorded(self, path):
+        seen.append(path.name)
+        opened(self, path)
+
+    def read_recorded(self, number, columns):
+        seen.append("the whole plan" if columns else "rows")
+        return read(self, number, columns)
+
+    monkeypatch.setattr(ShardFile, "__init__", open_recorded)
+    monkeypatch.setattr(Plan, "_read", read_recorded)
+    copied = (out / "plan.parquet").stat().st_ino
+    report = pack(options(plan_of, out, rank=1, world_size=4))
+    assert report.missing > 0
+    shards = {name for name in seen if name.startswith("shard")}
+    assert shards == {f"shard-{number:05}.bin" for number in range(1, len(report.facts.firsts), 4)}
+    assert "the whole plan" not in seen
+    assert (out / "plan.parquet").stat().st_ino == copied
+    for rank in (2, 3):
+        report = pack(options(plan_of, out, rank=rank, world_size=4))
+    assert report.missing == 0
+    assert not verify(VerifyConfig(directory=out, share=0.0)).findings
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, KILLED_RUNS))])

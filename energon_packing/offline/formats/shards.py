@@ -2,7 +2,6 @@
 each made as the planned loader makes it.
 """
 
-import filecmp
 import hashlib
 import json
 import shutil
@@ -21,7 +20,7 @@ from energon_packing.energon.window import render_or_drop
 from energon_packing.errors import SampleRejected, UserError
 from energon_packing.ledger import Ledger
 from energon_packing.offline.data_paths import PACKED_FILE
-from energon_packing.offline.files import differing, locked, replacing, unwritable
+from energon_packing.offline.files import differing, locked, read_metadata, replacing, unwritable
 from energon_packing.offline.index import MediaFile
 from energon_packing.offline.pack import PackConfig, PackFormat, PackTask
 from energon_packing.offline.packed import DROPS_FILE, PLAN_FILE, PackedFacts, ShardEntry, media_path, shard_path
@@ -73,6 +72,11 @@ class ShardPacker(PackFormat):
         super().forget_open_files()
         self._files = TarFiles()
 
+    def stored_firsts(self) -> tuple[int, ...]:
+        there = PackedFacts.read(self.config.out) if (self.config.out / PACKED_FILE).exists() else None
+        alike = [getattr(there, name, None) == getattr(self.config, name) for name in ("store", "media", "shard_packs")]
+        return there.firsts if there and there.plan == self.plan.facts.id and all(alike) else ()
+
     def path(self, number: int) -> Path:
         return shard_path(self.config.out, number)
 
@@ -86,6 +90,7 @@ class ShardPacker(PackFormat):
             if others:
                 raise UserError(f"{out} is there and is no packed directory (it has {others[0]}); choose another --out")
         out.mkdir(parents=True, exist_ok=True)
+        facts = read_metadata(plan)
         with locked(out):
             new = not (out / PACKED_FILE).exists()
             for name, value in (self.facts if new else PackedFacts.read(out)).settings.items():
@@ -96,8 +101,9 @@ class ShardPacker(PackFormat):
                     raise UserError(
                         f"{out} holds other packs: {inner} is {told}; choose another --out, or delete the directory"
                     )
-            # Plans are equal wherever their data sets are, so a continued one may say where they are now.
-            if not (out / PLAN_FILE).exists() or not filecmp.cmp(plan, out / PLAN_FILE, shallow=False):
+            # Plans are equal wherever their data sets are, so a continued one may say where they are now. The id is a
+            # digest of its rows, which are not compared: there may be a thousand commands.
+            if read_metadata(out / PLAN_FILE) != facts:
                 for source, target in ((drops_path(plan), drops_path(out / PLAN_FILE)), (plan, out / PLAN_FILE)):
                     if source.exists():
                         with replacing(target) as aside:

@@ -26,7 +26,7 @@ from energon_packing.errors import ConfigError, PackingError, UserError
 from energon_packing.offline.data_paths import PACKED_FILE
 from energon_packing.offline.files import Count, differing, read_json, write_json
 from energon_packing.offline.loader import PlannedLoader, loader_of
-from energon_packing.offline.packs import Passes, PositionedPacks, check_media, first_samples
+from energon_packing.offline.packs import Passes, PositionedPacks, check_media
 from energon_packing.offline.plan import Plan
 from energon_packing.offline.shards import DamagedBytes, ShardFile
 from energon_packing.offline.source import PositionedMedia, ShardIndex, TarFiles, inside
@@ -167,8 +167,9 @@ class StoredPacks[Record](PositionedPacks):
     def roots(self) -> list[str]:
         if (self._packed.facts.store, self._packed.facts.media) != ("tokens", "reference"):
             return []
-        plan = self._packed.plan
-        return [plan.facts.datasets[each.dataset].media_root for each in first_samples(plan) if each.media]
+        used, patches = self._packed.plan.facts.used, self._packed.plan.facts.summary.get("patches")
+        # Of several data sets with their media among the records, some may be of texts alone, of which nothing is read.
+        return [each.media_root for each in used if each.media_root != each.root or (patches and len(used) == 1)]
 
     def __getitem__(self, position: int) -> Pack:
         try:

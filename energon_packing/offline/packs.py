@@ -39,9 +39,6 @@ from energon_packing.packing.constraints import Size, shape_of
 from energon_packing.remote_files import shown
 from energon_packing.sample_kind import KINDS, kind_of_config
 
-FIRST_PACKS = 64
-"""Whose data sets are looked for when a run begins."""
-
 
 class Passes:
     """Which pack of a plan each position of an endless run has.
@@ -105,7 +102,7 @@ class PositionedPacks(torch.utils.data.Dataset[Pack], ABC):
         """Number of packs."""
 
     def roots(self) -> list[str]:
-        """Directories and addresses of the data sets that the first packs are made from, and of their media."""
+        """Directories and addresses that every run reads."""
         return []
 
     @abstractmethod
@@ -160,12 +157,6 @@ class PositionedPacks(torch.utils.data.Dataset[Pack], ABC):
             self._ledger.begin(run=self._run, rank=self._rank, worker=worker, packs_of_plan=len(self))
             self._worker = worker
         return self._ledger
-
-
-def first_samples(plan: Plan) -> list[PlannedSample]:
-    """The samples of a plan's first packs, which show what a run reads. The plan stays as it is for a fork."""
-    packs = Plan(plan.path, plan.facts).packs(0, min(FIRST_PACKS, len(plan)))
-    return [sample for pack in packs for sample in pack.samples]
 
 
 REMEDY = "bring the data set back as it was, or run 'energon-packing measure' and 'plan' again"
@@ -257,9 +248,7 @@ class PlannedPacks(PositionedPacks):
         return len(self._plan)
 
     def roots(self) -> list[str]:
-        datasets, samples = self._plan.facts.datasets, first_samples(self._plan)
-        media_roots = [datasets[each.dataset].media_root for each in samples if each.media]
-        return [datasets[each.dataset].root for each in samples] + media_roots
+        return [root for each in self._plan.facts.used for root in (each.root, each.media_root)]
 
     def _open(self) -> None:
         files = TarFiles()

@@ -149,6 +149,14 @@ class PlanFacts:
         return schema_of(SCHEMA, self.kind)
 
     @property
+    def used(self) -> list[IndexedDataset]:
+        """The data sets that an epoch has samples of."""
+        told = self.summary.get("datasets") or [{"per_epoch": 1}] * len(self.datasets)
+        return [
+            each for each, it in zip(self.datasets, told, strict=False) if it["per_epoch"] and it.get("tokens", True)
+        ]
+
+    @property
     def epochs(self) -> int:
         """Whole passes over the blend; a plan of the rest of a run has an epoch more, which comes first."""
         return int(self.decided["plan"]["epochs"])

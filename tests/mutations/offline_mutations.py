@@ -601,7 +601,7 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         name="the paths that plan.datasets names are part of a plan's id",
         test=MOVED,
         oracle="the id of the first plan",
-        edits=(("offline/planner.py", "    if not config.plan.datasets.keys() <= short:", "    if False:"),),
+        edits=(("offline/planner.py", "if resolved and not planned", "if False and planned"),),
     ),
     Mutation(
         trap=214,
@@ -687,7 +687,7 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         name="the id of a plan is taken for right",
         test=COMMAND + "test_a_row_of_a_plan_that_is_a_copy_of_another_is_found_wherever_the_plan_lies[polylithic]",
         oracle="the plan as it was written",
-        edits=(("offline/verify.py", "facts.datasets, [offsets, source, *sizes]) != facts.id", "(), []) == ''"),),
+        edits=(("offline/verify.py", "if facts.id not in (plan_id", "if '' in (plan_id"),),
     ),
     Mutation(
         trap=219,

@@ -313,8 +313,8 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "offline/packs.py",
-                "return [datasets[each.dataset].root for each in samples] + media_roots",
-                "return [each.root for each in datasets] + media_roots",
+                "for each in self._plan.facts.used for root",
+                "for each in self._plan.facts.datasets for root",
             ),
         ),
     ),

@@ -143,10 +143,7 @@ def in_order[Task, Result](
 
 ExecutorKind = str
 EXECUTORS: Registry[ExecutorEntry] = Registry(
-    "executor",
-    folder="energon_packing.executors",
-    declared=lambda module: getattr(module, "EXECUTOR", {}),
-    setting="--executor",
+    "executor", folder=__package__, declared=lambda module: getattr(module, "EXECUTOR", {}), setting="--executor"
 )
 
 

@@ -278,7 +278,11 @@ class TextTokenizer:
         # that is forked later cannot use. So it is used only if the library's own variable switches threads off.
         if not _one_thread() or self._lengths is None:
             return [None] * len(texts)
-        kept = {at: text for at, text in enumerate(texts) if self._keeps(text)}
+        kept = {  # those that the normalizer leaves as they are
+            at: text
+            for at, text in enumerate(texts)
+            if text.isascii() or not self._is_nfc or unicodedata.is_normalized("NFC", text)
+        }
         encodings = self._backend.encode_batch_fast(list(kept.values()), add_special_tokens=add_special_tokens)
         quick: list[ByteText | None] = [None] * len(texts)
         for (at, text), encoding in zip(kept.items(), encodings, strict=True):
@@ -293,10 +297,6 @@ class TextTokenizer:
     @cached_property
     def _lengths(self) -> np.ndarray | None:
         return byte_lengths(self._backend)
-
-    def _keeps(self, text: str) -> bool:
-        """Whether the normalizer leaves a text as it is."""
-        return text.isascii() or not self._is_nfc or unicodedata.is_normalized("NFC", text)
 
 
 def use_one_thread() -> None:

@@ -187,10 +187,8 @@ class ChatTemplate:
         return change(conversation) if change else conversation
 
     def _thoughts(self, reading: Reading) -> list[tuple[int, int]]:
-        """Returns the characters ``[start, end)`` of every thinking of an answer, with the marks around it.
-
-        A text that the template writes between its marks is thinking too (gpt-oss: beside a call).
-        """
+        """Returns the characters ``[start, end)`` of every thinking of an answer, with the marks around it. A text that
+        the template writes between its marks is thinking too (gpt-oss: beside a call)."""
         form, places, text = self.renderer.thinking, reading.places, reading.text
         pieces = [reading.structure.layout.pieces[piece] for piece in reading.structure.layout.order]
         found: list[tuple[int, int]] = []

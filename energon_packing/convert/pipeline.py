@@ -259,10 +259,8 @@ class ReadRecords:
         self.first_rejects: dict[str, str] = {}
 
     def add(self, chunk: Chunk, audit: ChunkAudit, rejects: TextIO, warnings: TextIO) -> None:
-        """Adds the records of the next chunk, and writes to the files of rejected records and of warnings.
-
-        Raises as `MediaTable.add` does.
-        """
+        """Adds the records of the next chunk, and writes to the files of rejected records and of warnings. Raises as
+        `MediaTable.add` does."""
         source, keys = chunk.source, audit.keys
         hashes = np.frombuffer(audit.digests, ">u8").astype(np.uint64)
         positions = positions_of(audit.contents)

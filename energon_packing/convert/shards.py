@@ -49,10 +49,8 @@ _PADDING = tuple(b"\0" * (-length % BLOCK) for length in range(BLOCK))
 
 
 def header(name: str, size: int) -> bytes:
-    """The header of a member of ``size`` bytes, byte for byte what `tarfile` writes for it.
-
-    `tarfile` takes 25 microseconds for it, and most of its 512 bytes are the same for all members of a shard.
-    """
+    """The header of a member of ``size`` bytes, byte for byte what `tarfile` writes for it. `tarfile` takes 25
+    microseconds for it, and most of its 512 bytes are the same for all members of a shard."""
     encoded = name.encode("utf-8")
     if len(encoded) > _LONGEST_NAME or size > _LARGEST_SIZE or name.startswith("/") or name.endswith("/"):
         return _by_tarfile(name, size)

@@ -76,9 +76,7 @@ def as_configured(
     visual: Mapping[str, torch.Tensor], forms: Mapping[str, PixelForm], config: EncoderConfig
 ) -> dict[str, Any]:
     """Returns the fields ``visual_inputs`` and ``pixel_forms`` of a row, with pixels as ``config.pixels`` says.
-
-    ``forms`` says how those of ``visual`` that are bytes become numbers.
-    """
+    ``forms`` says how those of ``visual`` that are bytes become numbers."""
     if config.pixels == "bytes":
         return {"visual_inputs": dict(visual)} | ({PIXEL_FORMS: dict(forms)} if forms else {})
     visual = finish(visual, forms)

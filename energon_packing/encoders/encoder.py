@@ -174,10 +174,8 @@ class ConversationEncoder(SampleEncoder):
         return self._enough_targets(decodable(fitted, self.config))
 
     def prepare(self, conversations: Sequence[Conversation]) -> None:
-        """Renders and tokenizes conversations together, which is quicker; `measure` finds it done.
-
-        Errors are left for `measure` to raise. Conversations of an earlier call are forgotten.
-        """
+        """Renders and tokenizes conversations together, which is quicker; `measure` finds it done. Errors are left for
+        `measure` to raise. Conversations of an earlier call are forgotten."""
         self._prepared.clear()
         chats: dict[bool, list[tuple[Conversation, tuple[MediaPlan, ...], Expanded]]] = {}
         for conversation in conversations:

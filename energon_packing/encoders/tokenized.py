@@ -62,19 +62,15 @@ class TokenizedText:
         return first, first
 
     def reaches_over(self, token: int, end: int) -> bool:
-        """Whether a token holds more than white space from the character ``end`` on.
-
-        White space does not count, because some tokenizers have an end of turn that includes the next line break.
-        """
+        """Whether a token holds more than white space from the character ``end`` on. White space does not count,
+        because some tokenizers have an end of turn that includes the next line break."""
         _, stop = self._encoding.token_to_chars(token) or (0, 0)
         return stop > end and not self._text[end:stop].isspace()
 
 
 class ByteText(TokenizedText):
-    """Tokens of one text in a byte-level vocabulary whose bytes are those of the text.
-
-    ``ends`` holds the bytes of the text up to the end of each token, ``[n]``.
-    """
+    """Tokens of one text in a byte-level vocabulary whose bytes are those of the text. ``ends`` holds the bytes of the
+    text up to the end of each token, ``[n]``."""
 
     def __init__(self, backend: Any, text: str, add_special_tokens: bool, ids: np.ndarray, ends: np.ndarray) -> None:
         self.ids = ids
@@ -397,10 +393,8 @@ class Expanded(NamedTuple):
 
 
 class Placeholders:
-    """Finds and replaces what the chat template writes for an image or video.
-
-    The template defines the frames around a placeholder: ``<|vision_start|>``, ``Picture 1:``, a line break.
-    """
+    """Finds and replaces what the chat template writes for an image or video. The template defines the frames around a
+    placeholder: ``<|vision_start|>``, ``Picture 1:``, a line break."""
 
     def __init__(self, family: VisionFamily, template: ChatTemplate) -> None:
         self.family, self._template = family, template

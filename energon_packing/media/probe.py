@@ -510,10 +510,7 @@ def named_size(file: BinaryIO) -> int | None:
 
 def _element(file: BinaryIO) -> tuple[int, int | None]:
     """Returns id and size of the EBML element that begins here (RFC 8794, sections 4 to 6); the size is None if
-    unknown.
-
-    Raises ValueError if there is none.
-    """
+    unknown. Raises ValueError if there is none."""
     numbers: list[int] = []
     for longest in (4, 8):
         first = file.read(1)

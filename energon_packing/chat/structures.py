@@ -345,10 +345,9 @@ class TemplateReader:
         last_question = max((at for at, turn in enumerate(conversation.turns) if turn.role == "user"), default=-1)
         allowed = {"definition"} if self._tool_definitions == "optional" else set()
         return [
-            piece
-            for piece in missing
-            if pieces[piece].kind not in allowed
-            and not (pieces[piece].kind == "thinking" and pieces[piece].turn < last_question)
+            at
+            for at in missing
+            if pieces[at].kind not in allowed and (pieces[at].kind != "thinking" or pieces[at].turn >= last_question)
         ]
 
     @staticmethod

@@ -218,10 +218,8 @@ def _column(record: Mapping[str, Any], kind: MediaKind, media: RecordMedia) -> l
         refuse_own_view(entry, kind, "unsupported_field", f"an entry of {name!r}", is_frames=is_frames)
         of_file = {"path", "bytes"} if isinstance(entry.get("bytes"), bytes) else {"path"}
         media.ignore(entry, {"frames", "video", *FRAME_TIMING} if is_frames else of_file, f"{name}[]")
-    return [
-        reference_of(entry, kind, name, media.frame_fps, rate, seconds)
-        for entry, rate, seconds in zip(entries, rates, times, strict=True)
-    ]
+    timed = zip(entries, rates, times, strict=True)
+    return [reference_of(entry, kind, name, media.frame_fps, rate, seconds) for entry, rate, seconds in timed]
 
 
 def filled_column(record: Mapping[str, Any], names: Collection[str]) -> str | None:

@@ -149,7 +149,8 @@ def _finished_and_padded(images: Sequence[torch.Tensor], form: PixelForm) -> tor
 
 def forms_of(values: Mapping[str, Mapping[str, Any]]) -> dict[str, PixelForm]:
     """Returns forms from plain values, as ``dataclasses.asdict`` and JSON give them."""
-    return {
-        name: PixelForm(**{key: tuple(each) if isinstance(each, list) else each for key, each in given.items()})
-        for name, given in values.items()
-    }
+    forms: dict[str, PixelForm] = {}
+    for name, given in values.items():
+        plain: dict[str, Any] = {key: tuple(each) if isinstance(each, list) else each for key, each in given.items()}
+        forms[name] = PixelForm(**plain)
+    return forms

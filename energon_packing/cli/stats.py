@@ -154,7 +154,7 @@ def _samples(given: SimpleNamespace, run: RunConfig, shown: ShownProgress) -> An
     from energon_packing.convert.workspace import dry_workspace
     from energon_packing.offline.measure import MeasureConfig, measure
 
-    with dry_workspace() as (directory, _):  # goes after SIGTERM, too
+    with dry_workspace() as directory:  # goes after SIGTERM, too
         config = MeasureConfig(paths=(path,), out=directory, split=given.split, workers=given.workers)
         index = measure(config, run, shown).index
         assert index is not None  # this command measures all shards itself

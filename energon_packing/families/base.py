@@ -48,6 +48,9 @@ fingerprint has all of them, in this order, and ``processor_settings`` of the fa
 LATER_SETTINGS = {"initial_shift": "True", "max_duration": "300"}
 """Further ones, of choosing frames: a fingerprint has those of other values, so that older ones, without them, hold."""
 
+Inputs = dict[str, torch.Tensor]
+"""Inputs of a model by their Hugging Face argument names."""
+
 
 class VisionFamily(ABC):
     """One family of vision-language models, bound to a processor and to the configured limits.
@@ -187,9 +190,7 @@ class VisionFamily(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def pixels(
-        self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False
-    ) -> dict[str, torch.Tensor]:
+    def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False) -> Inputs:
         """Returns the model inputs of one sample's media, under the Hugging Face argument names.
 
         Args:

@@ -125,15 +125,10 @@ class ShownProgress:
     """
 
     def __init__(
-        self,
-        stages: Mapping[str, str],
-        *,
-        quiet: bool,
-        units: Mapping[str, str] | None = None,
-        console: Console | None = None,
+        self, stages: Mapping[str, str], *, quiet: bool, units: Mapping[str, str] = {}, console: Console | None = None
     ) -> None:
         self._console = console or Console(stderr=True)
-        self._stages, self._quiet, self._units = stages, quiet, units or {}
+        self._stages, self._quiet, self._units = stages, quiet, units
         self._stage = self._counted = ""
         self._began = self._last = 0.0
         self._ended = False

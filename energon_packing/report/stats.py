@@ -220,7 +220,7 @@ def packings(
             limits = row_limits(run.packing, seq_length, multiple, samples.family)
             fits = holds(limits, sizes)
             for window in (*windows, None):
-                yield _packed(samples, sizes, fits, limits, window, run, seed)
+                yield _packed(samples, sizes, fits, limits, window, run.training.global_batch_size, seed)
 
 
 def planned_packing(samples: StatsSamples, run: RunConfig) -> dict[str, Any]:
@@ -332,13 +332,7 @@ def _sizes(samples: StatsSamples) -> Sizes:
 
 
 def _packed(
-    samples: StatsSamples,
-    sizes: Sizes,
-    fits: np.ndarray,
-    limits: PackLimits,
-    window: int | None,
-    run: RunConfig,
-    seed: int,
+    samples: StatsSamples, sizes: Sizes, fits: np.ndarray, limits: PackLimits, window: int | None, batch: int, seed: int
 ) -> dict[str, Any]:
     scale, tokens = samples.total / samples.measured, sizes.tokens
     found: dict[str, Any] = {
@@ -387,7 +381,7 @@ def _packed(
         "error": error,
         "packs": made,
         "packs_error": round(rows * math.hypot(relative, error / shares["fill"])),
-        "steps": made // run.training.global_batch_size,
+        "steps": made // batch,
         "samples_per_pack": order.size / packs,
         "cost_spread": float(cost.std() / cost.mean()),
     }

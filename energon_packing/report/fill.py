@@ -123,9 +123,7 @@ def fill_report(
     for size in ranks:
         for sorted_at_once in (1, *balance_windows):
             order: Order = "none" if sorted_at_once == 1 else "serpentine"
-            found = simulate_steps(
-                costs, ranks=size, window=sorted_at_once, order=order, max_shift=max_shift, seed=0
-            ).to_json()
-            figures = {name: round(found[name], 4) for name in ("efficiency", "drift")}
+            found = simulate_steps(costs, ranks=size, window=sorted_at_once, order=order, max_shift=max_shift)
+            figures = {"efficiency": round(found.efficiency, 4), "drift": round(found.drift, 4)}
             steps.append({"ranks": size, "balance_window": sorted_at_once, "order": order, **figures})
     return lengths.size, capacity, rows, steps

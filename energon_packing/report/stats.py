@@ -15,7 +15,7 @@ from energon_packing.families.geometry import MOST_PATCHES
 from energon_packing.kinds.conversations import row_limits
 from energon_packing.offline.index import MODALITIES, SHAPE
 from energon_packing.offline.samples import Sizes, costs, holds
-from energon_packing.packing.balance import simulate_steps
+from energon_packing.packing.balance import Order, simulate_steps
 from energon_packing.packing.constraints import PackLimits
 from energon_packing.packing.whole_list import pack_lengths_flat
 from energon_packing.report.stats_samples import StatsSamples
@@ -387,10 +387,9 @@ def _packed(
     }
     if window is not None and packs >= 4 * RANKS:
         for name, size in (("efficiency", 1), ("sorted_efficiency", BALANCE_WINDOW)):
-            report = simulate_steps(
-                cost, ranks=RANKS, window=size, order="none" if size == 1 else "serpentine", max_shift=0, seed=seed
-            )
-            found[name] = round(report.to_json()["efficiency"], 4)
+            order: Order = "none" if size == 1 else "serpentine"
+            steps = simulate_steps(cost, ranks=RANKS, window=size, order=order, seed=seed)
+            found[name] = round(steps.efficiency, 4)
     return found
 
 

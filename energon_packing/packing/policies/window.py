@@ -162,12 +162,8 @@ def fill_limited(
     names = list(limits)
     columns = [np.asarray(lengths, dtype=np.float64), *(np.asarray(costs[name], dtype=np.float64) for name in names)]
     bounds = [float(capacity), *(float(limits[name]) for name in names)]
-    shares = np.stack(
-        [
-            column / bound if bound > 0 else np.where(column > 0, np.inf, 0.0)
-            for column, bound in zip(columns, bounds, strict=True)
-        ]
-    )
+    pairs = zip(columns, bounds, strict=True)
+    shares = np.stack([column / bound if bound > 0 else np.where(column > 0, np.inf, 0.0) for column, bound in pairs])
     fits = (shares <= 1.0).all(axis=0)
     demand = np.where(fits, shares, 0.0).sum(axis=1)
     candidates = [position for position in np.flatnonzero(fits).tolist() if position]

@@ -214,11 +214,8 @@ class VisionFamily(ABC):
         return np.where(input_ids == image, IMAGE, np.where(input_ids == video, VIDEO, 0))
 
     def stand_for_media(self, placeholders: Mapping[MediaKind, str], *edges: str) -> None:
-        """Sets ``placeholders`` to tokens that stand for media as they are; ``edges`` are tokens around them.
-
-        Raises:
-            ConfigError: the tokenizer lacks one of them as a single token.
-        """
+        """Sets ``placeholders`` to tokens that stand for media as they are; ``edges`` are tokens around them. Raises
+        ConfigError: the tokenizer lacks one of them as a single token."""
         for token in edges:
             self.check_token(token)
         self.placeholders = dict(placeholders)
@@ -226,11 +223,8 @@ class VisionFamily(ABC):
         self.reserved = (*placeholders.values(), *edges)
 
     def check_token(self, token: str) -> int:
-        """Returns the id of a token that the family needs.
-
-        Raises:
-            ConfigError: the tokenizer does not have it as a single token.
-        """
+        """Returns the id of a token that the family needs. Raises ConfigError: the tokenizer lacks it as a single
+        token."""
         # The second builds the whole vocabulary as a new dictionary.
         for vocabulary in (self.tokenizer.get_added_vocab, self.tokenizer.get_vocab):
             if (token_id := vocabulary().get(token)) is not None:

@@ -164,11 +164,8 @@ class Qwen25VL(VisionFamily):
         return rows // patch, columns // patch
 
     def _fixed_frames(self) -> int | None:
-        """Returns how many frames ``num_frames`` of the processor takes of a long clip; None if a rate decides.
-
-        Raises:
-            ConfigError: the settings of its clips cannot be followed.
-        """
+        """Returns how many frames ``num_frames`` of the processor takes of a long clip; None if a rate decides. Raises
+        ConfigError: the settings of its clips cannot be followed."""
         videos, sides = self.videos, ("merge_size", "patch_size")
         for name, image, video in ((name, getattr(self.images, name), getattr(videos, name)) for name in sides):
             if image != video:

@@ -172,7 +172,7 @@ def _mask_under_graphs(view: RunView) -> Finding | None:
     )
 
 
-@rule(
+_one_packed_row_over_cp = rule(
     id="ours/one-packed-row-over-context-parallelism",
     order=1090,
     checks="context parallelism slices one packed row at a time",
@@ -180,15 +180,14 @@ def _mask_under_graphs(view: RunView) -> Finding | None:
     # Of a micro-batch size that does not follow the trainer, bridge/micro-batch-size speaks.
     applies=lambda view: view.enable_offline_packing and view.wide and view.dataset_micro_batch_size is None,
     sources=(bridge("training/gpt_step.py", "batches expect micro-batch size 1 for context-parallel slicing"),),
+    # Of training, bridge/one-pack-a-micro-batch speaks.
+    holds=lambda view: not view.evaluates or (view.eval_micro_batch_size or 1) <= 1,
+    why=lambda view: (
+        f"eval_micro_batch_size is {view.eval_micro}, and packed rows are sliced over CP one row at a time: the "
+        "first evaluation stops the run"
+    ),
+    fix="set training.eval_micro_batch_size to 1",
 )
-def _one_packed_row_over_cp(view: RunView) -> Finding | None:
-    return unless(
-        not view.evaluates or (view.eval_micro_batch_size or 1) <= 1,  # of training: bridge/one-pack-a-micro-batch
-        why=f"eval_micro_batch_size is {view.eval_micro}, and packed rows are sliced over CP one row at a time: the "
-        "first evaluation stops the run",
-        fix="set training.eval_micro_batch_size to 1",
-    )
-
 
 _middle_stages_see_boundaries = warning_rule(
     id="ours/middle-stages-see-boundaries",

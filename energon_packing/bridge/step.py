@@ -185,9 +185,8 @@ def _travelling(padded: bool, mask: torch.Tensor | None, inner: Any, model: Any)
         if mask is not None:
             on_device = mask.to(device=params.cu_seqlens_q.device, non_blocking=True)
             parallel = get_model_config(model).sequence_parallel
-            put_mask(
-                params, local_padding_mask(on_device, params, get_pg_collection(model), sequence_parallel=parallel)
-            )
+            groups = get_pg_collection(model)
+            put_mask(params, local_padding_mask(on_device, params, groups, sequence_parallel=parallel))
 
     handle = inner.register_forward_pre_hook(attach, with_kwargs=True)
     try:

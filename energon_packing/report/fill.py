@@ -108,16 +108,10 @@ def fill_report(
         for window in windows if policy == "window" else (max(windows),):
             start = time.perf_counter()
             packs = pack_lengths(tokens, capacity, policy, constraints=pairs, window=window)
-            rows.append(
-                {
-                    "policy": policy,
-                    "window": window if policy == "window" else None,
-                    "bound": bound,
-                    "oversize": int((~fits).sum()),
-                    "seconds": round(time.perf_counter() - start, 4),
-                    **PackStatistics.of(packs, tokens, capacity, real_lengths=real).to_json(),
-                }
-            )
+            seconds = round(time.perf_counter() - start, 4)
+            row = {"policy": policy, "window": window if policy == "window" else None, "bound": bound}
+            row |= {"oversize": int((~fits).sum()), "seconds": seconds}
+            rows.append(row | PackStatistics.of(packs, tokens, capacity, real_lengths=real).to_json())
     packs = pack_lengths(tokens, capacity, "window", constraints=pairs, window=step_window) if ranks else []
     costs = [pack_cost(real[pack]) for pack in packs]
     for size in ranks:

@@ -65,11 +65,8 @@ def stats_report(
 ) -> dict[str, Any]:
     """Statistics, packings side by side, and a recommendation. What is compared is by default `SEQ_LENGTHS`, the run's
     alignment and `WINDOWS`. Raises `ConfigError`: a ``seq_length`` is not a multiple of the alignment."""
-    choices = {
-        "seq_lengths": seq_lengths or SEQ_LENGTHS,
-        "multiples": multiples or (run.parallel.multiple,),
-        "windows": windows or WINDOWS,
-    }
+    choices = {"seq_lengths": seq_lengths or SEQ_LENGTHS, "windows": windows or WINDOWS}
+    choices["multiples"] = multiples or (run.parallel.multiple,)
     compared = list(packings(samples, run, **{name: sorted(set(each)) for name, each in choices.items()}, seed=seed))
     return {
         **statistics(samples),

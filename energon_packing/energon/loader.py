@@ -308,7 +308,6 @@ _BEGINNING_SECONDS, _BEGUN_SECONDS = 0.05, 60.0
 """Between two questions to workers that have not begun, and until they must have."""
 NO_PATH = "data.path is empty; name the data set that `energon-packing convert` wrote."
 
-
 _READS = threading.Lock()
 
 

@@ -377,14 +377,9 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         self._restored = state
 
     def config(self) -> dict[str, Any]:
-        return {
-            "type": type(self).__qualname__,
-            "window": self.window,
-            "balance_window": self.balance_window,
-            "fingerprint": self.fingerprint,
-            "worker_config": self.worker_config.config(),
-            "dataset": self.dataset.config(),
-        }
+        own = {name: getattr(self, name) for name in ("window", "balance_window", "fingerprint")}
+        inner = {"worker_config": self.worker_config.config(), "dataset": self.dataset.config()}
+        return {"type": type(self).__qualname__, **own, **inner}
 
 
 def _after_name(dataset: Any, restore_key: tuple[Any, ...]) -> list[Any]:

@@ -384,8 +384,8 @@ def _packed(
     }
     if window is not None and packs >= 4 * RANKS:
         for name, size in (("efficiency", 1), ("sorted_efficiency", BALANCE_WINDOW)):
-            order: Order = "none" if size == 1 else "serpentine"
-            steps = simulate_steps(cost, ranks=RANKS, window=size, order=order, seed=seed)
+            in_turn: Order = "none" if size == 1 else "serpentine"
+            steps = simulate_steps(cost, ranks=RANKS, window=size, order=in_turn, seed=seed)
             found[name] = round(steps.efficiency, 4)
     return found
 

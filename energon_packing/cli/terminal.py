@@ -38,9 +38,8 @@ def counted(number: int, noun: str) -> str:
 
 def cell(value: Any, style: str = "", *, line_break: str = "\u23ce") -> Text:
     """A value for a terminal; nothing in it acts as markup or steers the terminal."""
-    return (
-        value if isinstance(value, Text) else Text(visible(str(value), line_break=line_break), style, overflow="fold")
-    )
+    text = visible(str(value), line_break=line_break)
+    return value if isinstance(value, Text) else Text(text, style, overflow="fold")
 
 
 def table(

@@ -109,7 +109,7 @@ def fill_report(
             start = time.perf_counter()
             packs = pack_lengths(tokens, capacity, policy, constraints=pairs, window=window)
             seconds = round(time.perf_counter() - start, 4)
-            row = {"policy": policy, "window": window if policy == "window" else None, "bound": bound}
+            row: dict[str, Any] = {"policy": policy, "window": window if policy == "window" else None, "bound": bound}
             row |= {"oversize": int((~fits).sum()), "seconds": seconds}
             rows.append(row | PackStatistics.of(packs, tokens, capacity, real_lengths=real).to_json())
     packs = pack_lengths(tokens, capacity, "window", constraints=pairs, window=step_window) if ranks else []

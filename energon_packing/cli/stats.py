@@ -99,9 +99,8 @@ def _statistics(given: SimpleNamespace) -> None:
     from energon_packing.report.stats_page import stats_page
 
     run = load_config(given.config_path, given.overrides)
-    with ShownProgress(
-        dict.fromkeys(("sample", "measure"), "measuring"), quiet=given.as_json, units={"sample": "samples"}
-    ) as shown:
+    stages = dict.fromkeys(("sample", "measure"), "measuring")
+    with ShownProgress(stages, quiet=given.as_json, units={"sample": "samples"}) as shown:
         samples = _samples(given, run, shown)
     report = stats_report(
         samples, run, seq_lengths=given.seq_length, multiples=given.multiple, windows=given.window, seed=given.seed

@@ -298,7 +298,7 @@ class SampleRemeasurer:
         self._again = None, [Path(each).absolute() for each in directories], None, run
         self._indexes = [Index.open(directory) for directory in directories]
         self._files = TarFiles()
-        self._sources: dict[tuple[str, str], tuple[PlannedSource, Index, dict[str, int]]] = {}
+        self._sources: dict[tuple[str, ...], tuple[PlannedSource, Index, IndexedDataset, dict[str, int]]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SampleRemeasurer, self._again
@@ -307,25 +307,28 @@ class SampleRemeasurer:
         """For each shard, one result per row. Raises UserError: a shard is not the one that was measured, or a sample
         shows that the configuration cannot work."""
         executor = self._workers.executor_config().executor(len(shards))
-        with closing(executor.results(enumerate(shards), self)) as done:
-            made = {number: results for (number, _), results in done}
+        tasks = ((at, each.root, each.split, shard.name, rows) for at, (each, shard, rows) in enumerate(shards))
+        with closing(executor.results(tasks, self)) as done:
+            made = {task[0]: results for task, results in done}
         return [made[number] for number in range(len(shards))]
 
     begin = staticmethod(use_one_thread)
 
-    def name(self, task: tuple[int, RowsOfShard]) -> str:
-        return f"measuring {task[1][1].name} again"
+    def name(self, task: tuple[int, str, str, str, list[int]]) -> str:
+        return f"measuring {task[3]} again"
 
-    def do(self, task: tuple[int, RowsOfShard]) -> list[Remeasured]:
-        dataset, shard, rows = task[1]
-        place = dataset.root, dataset.split
-        if place not in self._sources:  # data sets of 100,000 shards take a while to be compared
-            index = next(each for each in self._indexes if dataset in each.datasets)
+    def do(self, task: tuple[int, str, str, str, list[int]]) -> list[Remeasured]:
+        _, *place, name, rows = task  # a data set itself has the names of all of its shards
+        if (root_and_split := tuple(place)) not in self._sources:
+            index, dataset = next(
+                (index, each) for index in self._indexes for each in index.datasets if [each.root, each.split] == place
+            )
             numbers = {each.name: at for at, each in enumerate(dataset.shards)}
-            self._sources[place] = PlannedSource(dataset, self._files), index, numbers
-        source, index, numbers = self._sources[place]
+            self._sources[root_and_split] = PlannedSource(dataset, self._files), index, dataset, numbers
+        source, index, dataset, numbers = self._sources[root_and_split]
+        shard = dataset.shards[numbers[name]]
         table = index.rows(dataset, shard, ("key", "offset", "size", "media")).take(rows).to_pylist()
-        unplanned: dict[str, Any] = {"dataset": 0, "shard": numbers[shard.name]}
+        unplanned: dict[str, Any] = {"dataset": 0, "shard": numbers[name]}
         unplanned |= {"length": 0, "second": 0, "piece": -1}
         results: list[Remeasured] = []
         for row, values in zip(rows, table, strict=True):

@@ -175,10 +175,6 @@ class PlanFacts:
                 return f"{each['name']} ({turns:.4g} times)"
         return None
 
-    def digest(self) -> Any:
-        """A digest of what the metadata say, for `hashed`."""
-        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode())
-
     def to_json(self) -> dict[str, Any]:
         """Plain values; `from_json` reads them back, and raises KeyError, TypeError or ValueError for others."""
         return {"format": FORMAT, **asdict(self)}
@@ -338,11 +334,16 @@ def hashed(tables: Iterable[pa.Table], digest: Any) -> Iterator[pa.Table]:
         yield table
 
 
+def digest_of(metadata: Mapping[str, Any] | None) -> Any:
+    """A digest of a plan's metadata as they are in the file, whatever this version reads of them; for `hashed`."""
+    return hashlib.sha256(json.dumps(json.loads(json.dumps(metadata)), sort_keys=True).encode())
+
+
 @contextmanager
 def written_drops(plan: Path, facts: PlanFacts, drops: Sequence[Drop], sources: Sources) -> Iterator[Any]:
     """Writes the drops of a plan aside. They take their place at the end, if the plan could be written; a digest of its
     rows, which the caller completes, is then in their first line."""
-    digest = facts.digest()
+    digest = digest_of(facts.to_json())
     with replacing(drops_path(plan)) as aside:
         with aside.open("w", encoding="utf-8") as file:
             file.write(json.dumps({"plan": facts.id, "digest": digest.hexdigest()}) + "\n")

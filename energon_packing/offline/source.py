@@ -110,7 +110,8 @@ class TarFiles:
         some, room = sorted(self.expected), MOST_BYTES
         self.expected.clear()
         for path, offset, size in some:
-            if (room := room - size) >= 0 and remote_address(path) is None:
+            if size <= room and remote_address(path) is None:
+                room -= size
                 with contextlib.suppress(OSError):  # reading it tells more
                     os.posix_fadvise(self._descriptor(path), offset, size, os.POSIX_FADV_WILLNEED)
 

@@ -28,7 +28,7 @@ from energon_packing.offline.loader import check_plan
 from energon_packing.offline.pack import AT_ONCE, run_of_plan
 from energon_packing.offline.packed import DROPS_FILE, Packed, ShardEntry, check_stored, media_path, shard_path
 from energon_packing.offline.packs import PlannedPacks
-from energon_packing.offline.plan import Plan, PlannedPack, drops_path, hashed, read_drops
+from energon_packing.offline.plan import Plan, PlannedPack, digest_of, drops_path, hashed, read_drops
 from energon_packing.offline.planner import OF_ID, plan_id
 from energon_packing.offline.shards import ShardFile
 from energon_packing.offline.shared_work import Progress, WorkersConfig, work_shared
@@ -180,7 +180,7 @@ def _told(check: Callable[..., None], *given: Any) -> tuple[Finding, ...]:
 
 def check_rows(plan: Plan) -> None:
     """Compares rows, settings and drops of a plan with its id and its digest. Raises UserError: they are others."""
-    facts, digest = plan.facts, plan.facts.digest()
+    facts, digest = plan.facts, digest_of(read_metadata(plan.path))
     rows = pa.concat_tables(table.drop_columns(["key", "media"]) for table in hashed(plan.tables(), digest))
     columns = {name: rows.column(name).to_numpy() for name in rows.schema.names}
     starts = np.cumsum([0, *(shard.samples for each in facts.datasets for shard in each.shards)], dtype=np.int64)

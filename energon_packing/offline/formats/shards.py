@@ -4,6 +4,7 @@ each made as the planned loader makes it.
 
 import hashlib
 import json
+import os.path
 import shutil
 from abc import abstractmethod
 from collections import Counter
@@ -73,7 +74,7 @@ class ShardPacker(PackFormat):
         self._files = TarFiles()
 
     def stored_firsts(self) -> tuple[int, ...]:
-        there = PackedFacts.read(self.config.out) if (self.config.out / PACKED_FILE).exists() else None
+        there = PackedFacts.read(self.config.out) if os.path.exists(self.config.out / PACKED_FILE) else None
         alike = [getattr(there, name, None) == getattr(self.config, name) for name in ("store", "media", "shard_packs")]
         return there.firsts if there and there.plan == self.plan.facts.id and all(alike) else ()
 

@@ -235,7 +235,8 @@ def loader_of(
             f"{plan.path} is a plan of {plan.facts.kind}, but this run reads {kind.name}; name a plan of those."
         )
     encoder = kind.task_encoder(config) if task_encoder is None else task_encoder
-    check_plan(plan, config, encoder, split or config.data.split, free)
+    noted = any(each.asked for each in plan.facts.datasets)  # else a metadataset may have named the split otherwise
+    check_plan(plan, config, encoder, split or (config.data.split if noted else None), free)
     packs = packs_of(encoder, rank)
     check_there(packs.roots())
     return PlannedLoader(

@@ -444,6 +444,8 @@ def _saved(
             placed.setdefault((same or it).name, same or it)
             if same is not None and same.root != it.root:
                 changes.append(f"{same.root} replaces {it.root} ({config.split}), which has the same samples")
+            elif same is not None and same.path != it.path:
+                changes.append(f"{it.root} ({it.split}) is what {same.path} says of it now, no longer {it.path}")
             if same is not None and not (remote_address(it.path) or os.path.exists(it.path)):
                 paths.add(it.path)
         for it in there:
@@ -468,10 +470,11 @@ def edit_index(out: Path, *, remove: Sequence[Path] = (), split: str | None = No
     try:
         with locked(out):
             index = Index.open(out)
-            taken = [it for it in index.datasets if prune and not remote_address(it.root) and has_moved(Path(it.root))]
+            held = [it for it in index.datasets if split in (None, it.asked or it.split)]
+            taken = [it for it in held if prune and not remote_address(it.root) and has_moved(Path(it.root))]
             for path in remove:
                 meant = {str(path), remote_address(path) or os.path.abspath(path)}
-                named = [it for it in index.datasets if meant & it.names and split in (None, it.asked or it.split)]
+                named = [it for it in held if meant & it.names]
                 if not named:
                     raise UserError(
                         f"{out} holds no {path} of {split or 'any split'}; measure --list shows what it holds"

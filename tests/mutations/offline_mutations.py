@@ -488,8 +488,8 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "offline/loader.py",
-                "check_plan(plan, config, encoder, split or config.data.split, free)",
-                "check_plan(plan, config, encoder, split, free)",
+                "split or (config.data.split if noted else None), free)",
+                "split, free)",
             ),
         ),
     ),

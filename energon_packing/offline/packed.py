@@ -164,11 +164,8 @@ class StoredPacks[Record](PositionedPacks):
         return self._packed.facts.packs
 
     def roots(self) -> list[str]:
-        if (self._packed.facts.store, self._packed.facts.media) != ("tokens", "reference"):
-            return []
-        used, patches = self._packed.plan.facts.used, self._packed.plan.facts.summary.get("patches")
-        # Of several data sets with their media among the records, some may be of texts alone, of which nothing is read.
-        return [each.media_root for each in used if each.media_root != each.root or (patches and len(used) == 1)]
+        elsewhere = (self._packed.facts.store, self._packed.facts.media) == ("tokens", "reference")
+        return self._packed.plan.facts.roots(records=False) if elsewhere else []
 
     def __getitem__(self, position: int) -> Pack:
         try:

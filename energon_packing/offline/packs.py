@@ -93,7 +93,7 @@ class PositionedPacks(torch.utils.data.Dataset[Pack], ABC):
         """Number of packs."""
 
     def roots(self) -> list[str]:
-        """Directories and addresses that every run reads."""
+        """Directories and addresses of the data sets that packs are made from."""
         return []
 
     @abstractmethod
@@ -224,7 +224,7 @@ class PlannedPacks(PositionedPacks):
         return len(self._plan)
 
     def roots(self) -> list[str]:
-        return [root for each in self._plan.facts.used for root in (each.root, each.media_root)]
+        return self._plan.facts.roots(records=True)
 
     def _open(self) -> None:
         files = TarFiles()

@@ -140,13 +140,17 @@ class PlanFacts:
         """Columns of its rows."""
         return schema_of(SCHEMA, self.kind)
 
-    @property
-    def used(self) -> list[IndexedDataset]:
-        """The data sets that an epoch has samples of."""
-        told = self.summary.get("datasets") or [{"per_epoch": 1}] * len(self.datasets)
-        return [
-            each for each, it in zip(self.datasets, told, strict=False) if it["per_epoch"] and it.get("tokens", True)
-        ]
+    def roots(self, *, records: bool) -> list[str]:
+        """Directories and addresses of the media that the plan's rows show, and with `records` of the rows' records.
+        Plans of before do not count rows; their media count if they have a directory of their own."""
+        places = []
+        for each, told in zip(self.datasets, self.summary.get("datasets", ()), strict=False):
+            rows = told.get("rows", told["per_epoch"])
+            if records and rows:
+                places.append(each.root)
+            if told.get("rows_with_media", rows and each.media_root != each.root):
+                places.append(each.media_root)
+        return places
 
     @property
     def epochs(self) -> int:

@@ -213,7 +213,7 @@ BATCH_SIZES = (8, 32, 64, 128, 256, 512, 1024)
 
 
 def summary_of(
-    datasets: Sequence[IndexedDataset], samples: Samples, packs: OrderedPacks, limits: AnyLimits, config: AnyRun
+    sources: Sources, samples: Samples, packs: OrderedPacks, limits: AnyLimits, config: AnyRun
 ) -> dict[str, Any]:
     """The figures, as plain values.
 
@@ -221,17 +221,19 @@ def summary_of(
     ``of_bound`` is the share of packs that no packer can do without. ``balance`` gives, for data-parallel sizes, the
     share of the time in which ranks do not wait for the slowest. ``steps`` gives, for global batch sizes, the whole
     steps of each epoch when epochs follow each other without a gap: the last step of an epoch may end in the next.
-    ``datasets`` gives, for each data set, how often an epoch has each of its samples (``per_epoch``).
+    ``datasets`` gives, for each data set, how often an epoch has each of its samples (``per_epoch``), and its rows.
     Of clips, ``tokens`` are latent patches, and ``text_tokens`` are there too.
     """
     sizes = samples.sizes
     tokens = int(sizes.tokens[packs.order].sum())
     aligned = int(limits.length_units(sizes)[packs.order].sum()) * limits.multiple
     room = packs.costs.size * config.packing.seq_length
+    text = sizes.text_tokens  # clips have it, which all are media
+    numbers = sources.place(samples.source[packs.order])[0]
+    shown = numbers[sizes.patches[packs.order] > 0] if text is None else numbers
     lengths = np.bincount(np.frexp(np.maximum(sizes.tokens, 1))[1] - 1)  # of the power of two below each length
     own = {config.training.global_batch_size} if isinstance(config, RunConfig) else set()
     batches = sorted({*own, *BATCH_SIZES})
-    text = samples.sizes.text_tokens
     most = config.plan.max_data_parallel
     powers = [1 << power for power in range(1, most.bit_length()) if most % (1 << power) == 0]
     parallel_sizes = sorted({*powers, most} - {1}) or [1]
@@ -249,7 +251,8 @@ def summary_of(
         "of_bound": round(packs.bound / packs.costs.size, 6),
         "datasets": [
             {"name": dataset.name, "path": dataset.path, "root": dataset.root, "per_epoch": round(repeats, 12)}
-            for dataset, repeats in zip(datasets, packs.repeats, strict=True)
+            | {"rows": int((numbers == number).sum()), "rows_with_media": int((shown == number).sum())}
+            for number, (dataset, repeats) in enumerate(zip(sources.datasets, packs.repeats, strict=True))
         ],
         "histogram": [
             {"from": 1 << power, "below": 2 << power, "samples": int(count)}
@@ -410,7 +413,7 @@ def _facts(
     return PlanFacts(
         id=digest.hexdigest()[:32],
         datasets=sources.datasets,
-        summary=summary_of(sources.datasets, samples, packs, limits, config),
+        summary=summary_of(sources, samples, packs, limits, config),
         config=to_mapping(config),
         row_groups=tuple(firsts),
         **known,

@@ -308,15 +308,35 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         trap=192,
         name="a data set that a plan takes nothing of has to be there",
         test="tests/offline/test_planned_storage.py::"
-        "test_a_data_set_that_a_plan_takes_nothing_of_may_be_gone[polylithic-plan]",
+        "test_a_data_set_that_a_plan_takes_nothing_of_may_be_gone[polylithic-plan-too long]",
         oracle="the packs of before",
         edits=(
             (
-                "offline/packs.py",
-                "for each in self._plan.facts.used for root",
-                "for each in self._plan.facts.datasets for root",
+                "offline/plan.py",
+                'rows = told.get("rows", told["per_epoch"])',
+                'rows = told["per_epoch"]',
             ),
         ),
+    ),
+    Mutation(
+        trap=203,
+        name="media of packs that lie among the records of one data set of several are waited for when it moved",
+        test="tests/wan/test_offline_clips.py::test_clips_that_moved_are_named_at_once[packs]",
+        oracle="the file system",
+        edits=(
+            (
+                "offline/plan.py",
+                'told.get("rows_with_media", rows and each.media_root != each.root)',
+                "rows and each.media_root != each.root",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=203,
+        name="clips count as samples without media",
+        test="tests/wan/test_offline_clips.py::test_clips_that_moved_are_named_at_once[packs]",
+        oracle="the file system",
+        edits=(("offline/planner.py", "if text is None else numbers", "if True else numbers"),),
     ),
     Mutation(
         trap=192,
@@ -324,13 +344,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         test="tests/offline/test_planned_storage.py::"
         "test_packs_with_their_media_do_not_need_their_data_set_not_even_to_be_packed_again[polylithic-copy]",
         oracle="the packs of before",
-        edits=(
-            (
-                "offline/packed.py",
-                '!= ("tokens", "reference"):\n            return []',
-                '== ("", ""):\n            return []',
-            ),
-        ),
+        edits=(("offline/packed.py", "facts.roots(records=False) if elsewhere else []", "facts.roots(records=False)"),),
     ),
     Mutation(
         trap=203,

@@ -19,6 +19,7 @@ from energon_packing.cli.main import cli
 from energon_packing.config.run import PlannedDatasetConfig
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.errors import StoreAway, UserError
+from energon_packing.offline import planner
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.pack import PackConfig, pack
 from energon_packing.offline.source import has_moved
@@ -95,13 +96,16 @@ def test_a_data_set_that_moved_is_named_at_once(dataset, run_of, tmp_path, monke
     assert not storage.pauses
 
 
+def text_of(folder: Path, answer: str) -> Path:
+    turns = f'{{"role": "user", "content": "Why?"}}, {{"role": "assistant", "content": "{answer}"}}'
+    (chats := folder.with_suffix(".jsonl")).write_text(f'{{"messages": [{turns}]}}')
+    convert(ConvertConfig(sources=(chats,), out=folder, split={"train": 1.0}, workers=0))
+    return folder
+
+
 @pytest.fixture
 def texts(tmp_path):
-    turns = '{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}'
-    (tmp_path / "chats.jsonl").write_text(f'{{"messages": [{turns}]}}')
-    texts = tmp_path / "texts"
-    convert(ConvertConfig(sources=(tmp_path / "chats.jsonl",), out=texts, split={"train": 1.0}, workers=0))
-    return texts
+    return text_of(tmp_path / "texts", "So.")
 
 
 def test_packs_of_texts_do_not_need_their_data_set(texts, run_of, tmp_path):
@@ -110,16 +114,50 @@ def test_packs_of_texts_do_not_need_their_data_set(texts, run_of, tmp_path):
     assert list(open_loader(config))
 
 
+@pytest.mark.parametrize("why", ["epochs", "too long"])
 @pytest.mark.parametrize("kind", ["plan", "packs"])
-def test_a_data_set_that_a_plan_takes_nothing_of_may_be_gone(texts, dataset, run_of, tmp_path, kind):
+def test_a_data_set_that_a_plan_takes_nothing_of_may_be_gone(texts, dataset, run_of, tmp_path, kind, why):
     other = tmp_path / "here" / "data"
-    shutil.copytree(dataset, other)
-    unused = {str(other): PlannedDatasetConfig(epochs=0)}
-    config = run_on(
-        kind, planned(run_of(texts, seq_length=1024), texts, tmp_path, also=[other], datasets=unused), tmp_path
-    )
+    other.parent.mkdir()
+    shutil.copytree(dataset, other) if why == "epochs" else text_of(other, "So " * 2000)
+    unused = {"datasets": {str(other): PlannedDatasetConfig(epochs=0)}} if why == "epochs" else {}
+    run = run_of(texts, seq_length=1024, drop_budget=1.0)
+    config = run_on(kind, planned(run, texts, tmp_path, also=[other], **unused), tmp_path)
     (tmp_path / "here").rename(tmp_path / "there")
     assert len(digests(open_loader(config))) == 1
+
+
+@pytest.mark.both_layouts
+@pytest.mark.parametrize("kind", ["plan", "packs"])
+def test_of_several_data_sets_one_whose_media_moved_is_named_at_once(
+    texts, dataset, run_of, tmp_path, monkeypatch, kind
+):
+    shutil.copytree(dataset, data := tmp_path / "here" / "data")
+    config = run_on(kind, planned(run_of(texts, seq_length=1024), texts, tmp_path, also=[data]), tmp_path)
+    (tmp_path / "here").rename(tmp_path / "there")
+    storage = Storage(monkeypatch, [], away)
+    with pytest.raises(UserError, match=r"here/data/?[a-z]* is not there; restore it, or measure"):
+        open_loader(config)
+    assert not storage.pauses
+
+
+@pytest.mark.parametrize("kind", ["plan", "packs"])
+def test_a_plan_that_does_not_count_its_rows_is_read_on(dataset, run_of, tmp_path, monkeypatch, kind):
+    counted = planner.summary_of
+
+    def uncounted(*arguments):
+        summary = counted(*arguments)
+        of_rows = ("rows", "rows_with_media")
+        told = [{name: each[name] for name in each if name not in of_rows} for each in summary["datasets"]]
+        return summary | {"datasets": told}
+
+    shutil.copytree(dataset, data := tmp_path / "here" / "data")
+    monkeypatch.setattr(planner, "summary_of", uncounted)
+    config = run_on(kind, planned(run_of(data, seq_length=1024), data, tmp_path), tmp_path)
+    assert digests(open_loader(config))
+    (tmp_path / "here").rename(tmp_path / "there")
+    with pytest.raises(UserError, match=r"here/data/[a-z]* is not there; restore it, or measure"):
+        open_loader(config)
 
 
 @pytest.mark.parametrize("media", ["reference", "copy"])

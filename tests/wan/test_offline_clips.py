@@ -14,6 +14,7 @@ from support.old_states import refused_without
 
 from energon_packing.cli.main import cli
 from energon_packing.config import DataConfig, EncoderConfig, ParallelConfig, RunConfig, to_mapping
+from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import processor_path
 from energon_packing.energon.pack_bytes import field_digests
 from energon_packing.errors import ConfigError, PackingError, UserError
@@ -190,6 +191,20 @@ def test_every_way_gives_the_packs_of_the_plan_digest_by_digest(planned, whole, 
     assert first_difference(whole[0], found[0]) is None
     report = verify(VerifyConfig(directory=Path(run.data.path), share=1.0, workers=0))
     assert (report.findings, report.remade) == ((), len(whole))
+
+
+@pytest.mark.parametrize("kind", ["plan", "packs"])
+def test_clips_that_moved_are_named_at_once(run, rows, tmp_path, kind):
+    data, as_train = tmp_path / "here" / "clips", {"train": 1.0}
+    convert(
+        ConvertConfig(sources=(rows,), out=data, format="text-to-video", layout="monolithic", split=as_train, workers=0)
+    )
+    measure(MeasureConfig(paths=(data,), out=tmp_path / "index", workers=0), on(run, data))
+    make_plan([tmp_path / "index"], on(run, data), plan := tmp_path / "plan.parquet")
+    config = on(run, plan) if kind == "plan" else packed(on(run, plan), tmp_path, "tokens")
+    (tmp_path / "here").rename(tmp_path / "there")
+    with pytest.raises(UserError, match=r"here/clips is not there; restore it, or measure"):
+        open_loader(config)
 
 
 @pytest.fixture

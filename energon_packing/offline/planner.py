@@ -231,6 +231,7 @@ def summary_of(
     text = sizes.text_tokens  # clips have it, which all are media
     numbers = sources.place(samples.source[packs.order])[0]
     shown = numbers[sizes.patches[packs.order] > 0] if text is None else numbers
+    rows, with_media = (np.bincount(each, minlength=len(sources.datasets)).tolist() for each in (numbers, shown))
     lengths = np.bincount(np.frexp(np.maximum(sizes.tokens, 1))[1] - 1)  # of the power of two below each length
     own = {config.training.global_batch_size} if isinstance(config, RunConfig) else set()
     batches = sorted({*own, *BATCH_SIZES})
@@ -251,8 +252,10 @@ def summary_of(
         "of_bound": round(packs.bound / packs.costs.size, 6),
         "datasets": [
             {"name": dataset.name, "path": dataset.path, "root": dataset.root, "per_epoch": round(repeats, 12)}
-            | {"rows": int((numbers == number).sum()), "rows_with_media": int((shown == number).sum())}
-            for number, (dataset, repeats) in enumerate(zip(sources.datasets, packs.repeats, strict=True))
+            | {"rows": own_rows, "rows_with_media": own_media}
+            for dataset, repeats, own_rows, own_media in zip(
+                sources.datasets, packs.repeats, rows, with_media, strict=True
+            )
         ],
         "histogram": [
             {"from": 1 << power, "below": 2 << power, "samples": int(count)}

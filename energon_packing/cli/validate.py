@@ -126,7 +126,6 @@ def validate(
     look at what the run reads from this machine, without downloads; then the real ConfigContainer.validate() of the
     installed Megatron-Bridge judges the run itself or an equivalent.
     """
-
     starting(f"Checking {' '.join(given)}", quiet=as_json)
     source = run_source(given, overrides=overrides, world_size=world_size, step=step, model_configs=model_configs)
     if measure is not None:

@@ -8,7 +8,7 @@ import torch
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media
 from energon_packing.errors import ConfigError
-from energon_packing.families.base import MediaPlan, VisionFamily, ask
+from energon_packing.families.base import Inputs, MediaPlan, VisionFamily, ask
 from energon_packing.families.pixel_forms import image_forms
 from energon_packing.thd.pixels import PixelForm
 
@@ -89,9 +89,7 @@ class Gemma3(VisionFamily):
     def byte_forms(self) -> dict[str, PixelForm]:
         return image_forms(self.images)
 
-    def pixels(
-        self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False
-    ) -> dict[str, torch.Tensor]:
+    def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False) -> Inputs:
         """Returns ``pixel_values`` ``[squares, 3, H, W]``: each image before its crops."""
         if not media:
             return {}

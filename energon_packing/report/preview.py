@@ -213,8 +213,8 @@ def _media(batch: PackedBatch, segment: int, tokens: np.ndarray, family: VisionF
         pixels = _share(batch, name, segment)
         if pixels is None:
             continue
+        sizes = _share(batch, "image_sizes", segment)
         if pixels.dim() == 1:  # bytes without padding; the shape is the one that the model gets
-            sizes = _share(batch, "image_sizes", segment)
             largest = (batch.visual_inputs or {})["image_sizes"].amax(0).tolist()
             pixels = torch.empty((0 if sizes is None else len(sizes), 3, *largest), device="meta")
         runs = [stop - start for own, start, stop in stretches(kinds) if own == number]
@@ -228,7 +228,6 @@ def _media(batch: PackedBatch, segment: int, tokens: np.ndarray, family: VisionF
             entry |= {"frames": pixels.shape[1]}
             what = f"video(s) of {pixels.shape[1]} frames {size}"
         else:
-            sizes = _share(batch, "image_sizes", segment)
             entry |= {"tiles": pixels.shape[0], "sizes": [] if sizes is None else sizes.tolist()}
             of = "".join(f" {width}x{height}" for height, width in entry["sizes"])
             what = f"tile(s) {size}{' of' * bool(of)}{of}"

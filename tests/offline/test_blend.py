@@ -74,6 +74,55 @@ def test_weights_by_tokens_share_out_tokens(index: Path, tmp_path: Path) -> None
     assert sum(counts(by_samples, 1).values()) == 300
 
 
+@pytest.mark.parametrize(
+    ("plan", "told"),
+    [
+        (
+            {"gold": {"weight": 3}, "web": {"weight": 1}},
+            r"gold \(/data/gold\) has weight 3, but none of its 12 samples",
+        ),
+        ({"gold": {"epochs": 3}}, r"gold \(/data/gold\) has epochs 3, but none of its 12 samples"),
+        ({"none": {"epochs": 2}}, r"none \(/data/none\) has epochs 2, but none of its 0 samples .* \(it is empty\)"),
+        ({"gold": {"epochs": 0}, "web": {"weight": 1}, "none": {"epochs": 0}}, None),
+        ({}, None),
+    ],
+)
+def test_a_data_set_with_a_share_of_which_nothing_fits_is_refused_by_name(
+    tmp_path: Path, plan: dict[str, Any], told: str | None
+) -> None:
+    """Its share would go to the others."""
+    rows = {"gold": [[row(2000) for _ in range(12)]], "web": [drawn_rows(500)], "none": [[]]}
+    made = made_index(tmp_path / "index", rows)
+    weights = {"none": {"epochs": 0}} if "weight" in plan.get("gold", {}) else {}
+    if told is None:
+        assert epochs(made, tmp_path, datasets=plan)
+    else:
+        with pytest.raises(UserError, match=told + ".*, or set its epochs in plan.datasets to 0"):
+            epochs(made, tmp_path, datasets=weights | plan)
+
+
+@pytest.mark.parametrize("unit", ["samples", "tokens"])
+def test_a_plan_tells_what_each_data_set_gives_and_which_share_it_asked_for_and_reached(
+    tmp_path: Path, unit: str
+) -> None:
+    rows = {"a": [[*drawn_rows(300), row(2000), row(0, reason="bad_record")]], "b": [[row(20) for _ in range(400)]]}
+    made, shares = made_index(tmp_path / "index", rows), {"a": {"weight": 3}, "b": {"weight": 1}}
+    opened = Plan.open(plan_file(made, tmp_path, datasets=shares, weights_by=unit, epochs=3))
+    packs, told = opened.packs(0, len(opened)), opened.facts.summary["datasets"]
+    planned = [tokens(packs, at) if unit == "tokens" else counts(packs, at).total() for at in (0, 1)]
+    assert [each["share_reached"] for each in told] == pytest.approx(
+        [each / sum(planned) for each in planned], abs=1e-5
+    )
+    assert [each["share_asked"] for each in told] == [0.75, 0.25]
+    assert told[0]["share_reached"] == pytest.approx(0.75, abs=0.01)
+    assert [each["samples"] for each in told] == [302, 400]
+    assert [each["tokens"] for each in told] == [sum(each["length"] for each in drawn_rows(300)), 8000]
+    assert [each["dropped"] for each in told] == [{"oversize": 1, "bad_record": 1}, {}]
+    unweighted = Plan.open(plan_file(made, tmp_path, datasets={"b": {"epochs": 2}})).facts.summary["datasets"]
+    assert [each["share_asked"] for each in unweighted] == [None, None]
+    assert unweighted[1]["share_reached"] == pytest.approx(800 / 1100, abs=1e-5)
+
+
 def test_data_sets_are_packed_together_unless_their_groups_differ(index: Path, tmp_path: Path) -> None:
     (together,) = epochs(index, tmp_path)
     assert any(len({sample.dataset for sample in pack.samples}) == 2 for pack in together)

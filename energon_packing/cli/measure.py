@@ -29,14 +29,14 @@ _COUNTS = ("samples", "dropped", "pairs", "unwanted", "tokens")
 @click.option("--config", type=PATH, help="YAML; `encoder` and `packing.pairs` are used.")
 @click.option("--out", required=True, type=PATH, help="Directory of the index.")
 @split_option
-@click.option("--list", "edit", flag_value="list", help="Measure nothing: show what the index holds.")
-@click.option("--remove", "edit", flag_value="remove", help="Take each DATASET out of it, or only its --split.")
-@click.option("--prune", "edit", flag_value="prune", help="Take out what is no longer at its place.")
+@click.option("--list", "listed", is_flag=True, help="Measure nothing: show what the index holds.")
+@click.option("--remove", is_flag=True, help="Take each DATASET out of it, or only its --split.")
+@click.option("--prune", is_flag=True, help="Take out what is no longer at its place.")
 @executor_options
 @rank_options
 @json_option
 @click.pass_context
-def measure(ctx: click.Context, datasets: tuple[Path, ...], out: Path, edit: str | None, **given: Any) -> None:
+def measure(ctx: click.Context, datasets: tuple[Path, ...], out: Path, **given: Any) -> None:
     """Measure all samples of data sets once, without pixels.
 
     DATASET are data sets that `energon-packing convert` wrote, or metadatasets of them. The index holds tokens, images,
@@ -44,21 +44,24 @@ def measure(ctx: click.Context, datasets: tuple[Path, ...], out: Path, edit: str
     `packing.pairs` only. A second run measures what is new; an interrupted one goes on.
     """
     config, split, as_json = (given.pop(name) for name in ("config", "split", "as_json"))
+    edits = [name for name in ("listed", "remove", "prune") if given.pop(name)]
+    listed, prune = (name in edits for name in ("listed", "prune"))
+    edit = bool(edits)
     refuse(
-        (not datasets and edit in (None, "remove"), "Name the DATASET..., such as data/chats."),
-        (datasets and edit in ("list", "prune"), f"--{edit} is for the whole index; leave out DATASET."),
-        (not config and edit is None, "Give --config CFG, the YAML with `encoder`."),
+        (len(edits) > 1, "Give one of --list, --remove and --prune."),
+        (not datasets and not listed and not prune, "Name the DATASET..., such as data/chats."),
+        (datasets and (listed or prune), "--list and --prune are for the whole index; leave out DATASET."),
+        (not config and not edit, "Give --config CFG, the YAML with `encoder`."),
     )
-    starting(f"Measuring {', '.join(map(str, datasets))}", quiet=as_json or edit is not None)
+    starting(f"Measuring {', '.join(map(str, datasets))}", quiet=as_json or edit)
     from energon_packing.offline import measure as measuring
     from energon_packing.offline.index import Index, frequent_drops, pair_counts
     from energon_packing.offline.source import kind_of_data
     from energon_packing.sample_kind import KINDS
 
-    if edit is not None:
+    if edit:
         only = None if ctx.get_parameter_source("split") is ParameterSource.DEFAULT else split
-        prune = edit == "prune"
-        changes = measuring.edit_index(out, remove=datasets, split=only, prune=prune) if edit != "list" else ()
+        changes = () if listed else measuring.edit_index(out, remove=datasets, split=only, prune=prune)
         report = measuring.MeasureReport(index=Index.open(out), measured=0, reused=0, missing=0, changes=tuple(changes))
     else:
         asked = measuring.MeasureConfig(paths=datasets, out=out, split=split, **given)
@@ -71,7 +74,7 @@ def measure(ctx: click.Context, datasets: tuple[Path, ...], out: Path, edit: str
         "shards": {"measured": report.measured, "reused": report.reused, "missing": report.missing},
         "changes": report.changes,
         "datasets": [
-            {"dataset": each.name, "path": each.path, "root": each.root, "split": each.asked or each.split}
+            {"dataset": each.name, "path": each.path, "root": each.root, "split": each.asked_split}
             | {"shards": len(each.shards)}
             | {name: sum(getattr(shard, name) for shard in each.shards) for name in _COUNTS}
             for each in measured
@@ -84,9 +87,11 @@ def measure(ctx: click.Context, datasets: tuple[Path, ...], out: Path, edit: str
         rows = [[*map(each.get, left), *(f"{each[name]:,}" for name in right)] for each in said["datasets"]]
         if rows:
             Console().print(table(rows, left=left, right=right, title="Index"))
+        elif edit:
+            say(f"{out} holds no data set")
         print_warnings(said["warnings"])
         say(*report.changes)
-        if edit is not None:
+        if edit:
             return
         if pairs := pair_counts(measured):
             say(f"{pairs}; packing.pairs is {run.packing.pairs}")

@@ -189,6 +189,16 @@ class IndexedDataset:
 
     media_states: tuple[str, ...] = ()
 
+    @property
+    def asked_split(self) -> str:
+        """For which it was measured."""
+        return self.asked or self.split
+
+    @property
+    def of_metadataset(self) -> bool:
+        """Whether a metadataset names it."""
+        return self.path not in (self.root, os.path.dirname(self.root))
+
 
 OF_PART = ("path", "split", "root", "media_root", "subflavors", "weight", "repetitions")
 """What a data set of an index has from its `energon_packing.offline.source.SourcePart`."""
@@ -234,11 +244,9 @@ class Index:
         check_local("the index", directory)
         file = Path(directory) / INDEX_FILE
         index: Index = read_json(file, cls, version=FORMAT, what="an index", remedy="measure")
-        splits = Counter(path for path, _ in {(it.path, it.asked or it.split) for it in index.datasets})
+        splits = Counter(path for path, _ in {(it.path, it.asked_split) for it in index.datasets})
         known = (  # older entries tell it of a data set, and where all parts of a metadataset have one split
-            replace(it, asked=it.split)
-            if not it.asked and (splits[it.path] == 1 or it.path in (it.root, os.path.dirname(it.root)))
-            else it
+            replace(it, asked=it.split) if not it.asked and (splits[it.path] == 1 or not it.of_metadataset) else it
             for it in index.datasets
         )
         return replace(index, directory=file.parent, datasets=tuple(known))

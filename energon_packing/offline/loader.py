@@ -236,7 +236,7 @@ def loader_of(
         )
     encoder = kind.task_encoder(config) if task_encoder is None else task_encoder
     noted = any(each.asked for each in plan.facts.datasets)  # else a metadataset may have named the split otherwise
-    check_plan(plan, config, encoder, split or (config.data.split if noted else None), free)
+    check_plan(plan, config, encoder, split or (config.data.split if noted else None), free, evaluation is not None)
     packs = packs_of(encoder, rank)
     check_there(packs.roots())
     return PlannedLoader(
@@ -261,22 +261,24 @@ def loader_of(
     )
 
 
-def check_plan(plan: Plan, config: AnyRun, encoder: Any, split: str | None, free: Collection[str] = ()) -> None:
+def check_plan(
+    plan: Plan, config: AnyRun, encoder: Any, split: str | None, free: Collection[str] = (), alone: bool = False
+) -> None:
     """Compares a run with the plan that it is to read, but for the names of the encoder's fingerprint that are `free`;
-    `split` must be one of the plan's if it is given. Raises ConfigError: a setting on which the packs depend differs,
-    and both values are named; or the run does not pack."""
+    `split` must be one of the plan's if it is given, and if it has to be `alone`, the only one. Raises ConfigError: a
+    setting on which the packs depend differs, and both values are named; or the run does not pack."""
     if type(encoder) is not KINDS.find(plan.facts.kind).encoder_class:
         raise ConfigError(f"{plan.path} is a plan, which holds packs; {type(encoder).__name__} does not read them.")
-    splits, held = plan.facts.splits, ", ".join(sorted({each.asked or each.split for each in plan.facts.datasets}))
+    splits, held = plan.facts.splits, ", ".join(sorted({each.asked_split for each in plan.facts.datasets}))
     if not splits:
         raise ConfigError(
             f"{plan.path} has samples of the splits {held}, and its version did not note which of them was asked for; "
             "measure and plan again: the same samples make the same plan."
         )
-    if split is not None and split not in splits:
+    if split is not None and (split not in splits or (alone and len(splits) > 1)):
         raise ConfigError(
-            f"{plan.path} is a plan of the split {held}, not of {split!r}; name a plan of that split or a data set, or "
-            "set data.split if these samples are meant."
+            f"{plan.path} is a plan of the split {held}, not of {split!r}{' alone' if split in splits else ''}; name a "
+            "plan of that split or a data set, or have the run ask for its split if these samples are meant."
         )
     if isinstance(config, RunConfig):
         pair_counts(plan.facts.datasets).check(plan.path, config.packing.pairs)

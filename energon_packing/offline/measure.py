@@ -8,7 +8,7 @@ import json
 import os.path
 import re
 import socket
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import batched
@@ -126,15 +126,15 @@ class ShardMeasurer:
             self._indices[root] = ShardIndex(Path(root))
         return self._indices[root]
 
-    def media_of(self, root: str) -> dict[str, tuple[str, int]]:
-        """Name of each shard of a directory of media -> its `media_state`, looked at once; an empty text if it is not
-        there."""
-        if root not in self._media:
-            names = self.index_of(root).shards
+    def states_of(self, root: str, names: Collection[str]) -> dict[str, tuple[str, int]]:
+        """Of these shards of a directory of media, and those asked for before, the `media_state`, looked at once; an
+        empty text if one is not there."""
+        seen = self._media.setdefault(root, {})
+        if new := [name for name in names if name not in seen]:
             with ThreadPoolExecutor(32) as pool:  # they wait for the storage
-                states = pool.map(lambda name: _seen(Path(root) / name, media_state, ("", 0)), names)
-                self._media[root] = dict(zip(names, states, strict=True))
-        return self._media[root]
+                states = pool.map(lambda name: _seen(Path(root) / name, media_state, ("", 0)), new)
+                seen.update(zip(new, states, strict=True))
+        return seen
 
     def begin(self) -> None:
         """Opens files anew, since a fork may not use its parent's databases, and removes those that killed processes
@@ -160,8 +160,9 @@ class ShardMeasurer:
         now = self._made_of(task.part, self._identity(task.part, task.shard))
         if any(stored.get(name) != value for name, value in now.items()):
             return None
-        states = self.media_of(task.part.media_root)
-        shown_media = stored.get("media", self.known.get(task.part.media_root, {}))  # older files do not name theirs
+        root = task.part.media_root
+        shown_media = stored.get("media", self.known.get(root, {}))  # older files do not name theirs
+        states = self.states_of(root, shown_media.keys() & {*self.index_of(root).shards})
         if any([*states.get(name, ())][: len(was)] != was for name, was in shown_media.items()):
             return None
         counts = {name: int(stored.get(name, 0)) for name in SHARD_COUNTS}  # older files lack some
@@ -391,7 +392,7 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
                 name=name,
                 asked=config.split,
                 media_shards=(media := measurer.index_of(part.media_root).shards),
-                media_states=tuple(measurer.media_of(part.media_root)[each][0] for each in media),
+                media_states=tuple(measurer.states_of(part.media_root, media)[each][0] for each in media),
                 shards=tuple(next(measured) for _ in part.shards),
                 **{each: getattr(part, each) for each in OF_PART},
             )
@@ -427,12 +428,12 @@ def _saved(
     """Writes the index with the data sets of this command in it, beside those that are there, and tells what changed.
 
     What has got another place takes that of its entry, since plans follow the order of entries. A part is left out that
-    its metadataset no longer names, under its name or a later one.
+    its metadataset no longer names, under its name or that of the metadataset that took its place.
     """
     named = {each.name: each for each in datasets}
     of_place = {(each.root, each.split): each for each in datasets}
     of_records = {each.records: each for each in datasets if each.records}
-    paths = {each.path for each in datasets}
+    named_by = {each.path: each.path for each in datasets}
     placed: dict[str, IndexedDataset] = {}
     changes = []
     with locked(config.out):
@@ -444,14 +445,16 @@ def _saved(
             placed.setdefault((same or it).name, same or it)
             if same is not None and same.root != it.root:
                 changes.append(f"{same.root} replaces {it.root} ({config.split}), which has the same samples")
-            elif same is not None and same.path != it.path:
-                changes.append(f"{it.root} ({it.split}) is what {same.path} says of it now, no longer {it.path}")
-            if same is not None and not (remote_address(it.path) or os.path.exists(it.path)):
-                paths.add(it.path)
+            elif same is not None and (said := _share_of(same)) != (before := _share_of(it)):
+                changes.append(f"{it.root} ({it.split}) is what {said} says of it now, no longer {before}")
+            if same is not None and it.of_metadataset and same.of_metadataset and has_moved(Path(it.path)):
+                named_by.setdefault(it.path, same.path)
         for it in there:
-            if placed.get(it.name) is it and it.asked in ("", config.split) and it.path in paths:
+            if placed.get(it.name) is it and it.asked in ("", config.split) and it.path in named_by:
                 del placed[it.name]
-                changes.append(f"{it.root} ({it.split}) is no longer in the index: {it.path} does not name it any more")
+                changes.append(
+                    f"{it.root} ({it.split}) is no longer in the index: {named_by[it.path]} does not name it"
+                )
         index = Index(
             directory=config.out,
             datasets=tuple((placed | named).values()),
@@ -462,6 +465,11 @@ def _saved(
     return index, tuple(changes)
 
 
+def _share_of(part: IndexedDataset) -> str:
+    shares = [f"{name} {value:g}" for name in ("weight", "repetitions") if (value := getattr(part, name)) is not None]
+    return " with ".join([part.path, *shares])
+
+
 def edit_index(out: Path, *, remove: Sequence[Path] = (), split: str | None = None, prune: bool = False) -> list[str]:
     """Takes data sets out of an index: those named, of one `split` or all, or those that moved away. Their rows stay,
     so that measuring them again is quick. Returns what it did. Raises UserError: there is no index, it has no such data
@@ -470,8 +478,8 @@ def edit_index(out: Path, *, remove: Sequence[Path] = (), split: str | None = No
     try:
         with locked(out):
             index = Index.open(out)
-            held = [it for it in index.datasets if split in (None, it.asked or it.split)]
-            taken = [it for it in held if prune and not remote_address(it.root) and has_moved(Path(it.root))]
+            held = [it for it in index.datasets if split in (None, it.asked_split)]
+            taken = [it for it in held if prune and has_moved(Path(it.root))]
             for path in remove:
                 meant = {str(path), remote_address(path) or os.path.abspath(path)}
                 named = [it for it in held if meant & it.names]
@@ -479,11 +487,11 @@ def edit_index(out: Path, *, remove: Sequence[Path] = (), split: str | None = No
                     raise UserError(
                         f"{out} holds no {path} of {split or 'any split'}; measure --list shows what it holds"
                     )
-                taken += named
+                taken += [it for it in named if it not in taken]
             replace(index, datasets=tuple(it for it in index.datasets if it not in taken)).save()
     except OSError as error:
         raise unwritable(out, error, "measure") from error
-    return [f"{it.root} ({it.asked or it.split}) is removed" for it in taken]
+    return [f"{it.root} ({it.asked_split}) is removed" for it in taken]
 
 
 def _name(part: SourcePart, asked: str) -> str:

@@ -355,7 +355,7 @@ def make_plan(
         raise UserError(f"None of the {len(sources)} samples can be packed{most}.")
     blend = Blend.of(sources.datasets, sources.dataset_ends(), samples, config.plan)
     told = told_datasets(sources, samples, drops, blend)
-    _check_drops(told, drops, blend.shares, config.packing.drop_budget)
+    _check_drops(told, drops, blend.shares, sources, config.packing.drop_budget)
     rest = None if left is None else rows_left(left, sources, samples)
     packs = ordered_packs(blend, samples, limits, config, rest)
     facts = _facts(sources, samples, drops, packs, limits, config, left)
@@ -386,7 +386,7 @@ def _check_measured(directories: Sequence[str | Path], sources: Sources, samples
 
 
 def _check_drops(
-    told: Sequence[Mapping[str, Any]], drops: Sequence[Drop], shares: Sequence[Share], budget: float
+    told: Sequence[Mapping[str, Any]], drops: Sequence[Drop], shares: Sequence[Share], sources: Sources, budget: float
 ) -> None:
     """Refuses a data set with a share of which nothing can be packed, and drops beyond the budget of what is read."""
     lost, read, reasons = 0.0, 0.0, Counter[str]()
@@ -401,7 +401,8 @@ def _check_drops(
             counted, size = unwished(each["dropped"], each["samples"])
             lost, read, reasons = lost + times * counted.total(), read + times * size, reasons + counted
     if over_budget(lost, read, budget, looks=0):
-        first = next(drop for drop in drops if drop.reason in reasons)
+        of = sources.place(np.array([drop.source for drop in drops], np.int64))[0].tolist()
+        first = next(it for it, at in zip(drops, of, strict=True) if it.reason in reasons and told[at]["per_epoch"])
         raise UserError(
             f"{lost:.0f} of {read:.0f} samples would be dropped ({_most(reasons)}; the first is {first.key}: "
             f"{first.detail}), more than packing.drop_budget={budget} allows; correct the cause or raise the budget."

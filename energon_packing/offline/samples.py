@@ -131,8 +131,9 @@ class Sources:
             twin = known.setdefault(dataset.records or dataset.root, dataset)
             if twin is not dataset:
                 raise UserError(
-                    f"{dataset.root} ({dataset.split}) and {twin.root} ({twin.split}) hold the same samples, in two of "
-                    "the indexes or twice in one; name one of them, or remove one ('energon-packing measure --remove')."
+                    f"{dataset.root} ({dataset.asked_split}) and {twin.root} ({twin.asked_split}) hold the same "
+                    "samples, in two of the indexes or twice in one; name one of them, or remove one "
+                    "('energon-packing measure --remove')."
                 )
         shards = [
             (number, at, shard.samples)

@@ -163,8 +163,10 @@ class Position(NamedTuple):
 
 
 def has_moved(root: Path) -> bool:
-    """Whether a data set is not at its path here, though no file system is missing: the last directory that is left of
-    the path holds something. Raises OSError: it cannot be looked at."""
+    """Whether a data set or metadataset is not at its path here, though no file system is missing: the last directory
+    that is left of the path holds something. Raises OSError: it cannot be looked at."""
+    if remote_address(root) is not None or root.is_file():
+        return False
     left = real = os.path.realpath(root)
     while True:
         try:
@@ -180,7 +182,7 @@ def check_there(roots: Iterable[str]) -> None:
     """Raises UserError: a data set has moved, so waiting for it is vain, or its place cannot be looked at."""
     for root in map(Path, dict.fromkeys(roots)):
         try:
-            moved = remote_address(root) is None and read_again(root, functools.partial(has_moved, root))
+            moved = read_again(root, functools.partial(has_moved, root))
         except OSError as error:
             raise UserError(f"{shown(root)} cannot be read ({error}); restore it") from error
         if moved:

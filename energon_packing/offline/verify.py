@@ -146,13 +146,17 @@ def verify(config: VerifyConfig, progress: Progress = lambda *_: None) -> Verify
         facts = (plan := Plan.open(path)).facts
         return VerifyReport(findings=_told(check_rows, plan), packs=facts.packs, samples=facts.samples)
     if (path / INDEX_FILE).is_file():
-        return VerifyReport(findings=_told(_check_index, Index.open(path)))
+        index = Index.open(path)
+        shards = [shard for each in index.datasets for shard in each.shards]
+        samples = sum(shard.samples for shard in shards)
+        return VerifyReport(findings=_told(_check_index, index), shards=len(shards), samples=samples)
     if not is_packed(path) and (files := sorted(path.glob("packs-*.idx.parquet"))):
         return VerifyReport(findings=_told(_check_parquet, files), shards=len(files))
     packed = Packed.open(path)
     drops = sum((Counter(entry.drops) for entry in packed.facts.shards), Counter[str]())
-    if wrong := _told(check_rows, packed.plan) or _told(_check_drops, packed.plan, drops, path / DROPS_FILE):
+    if wrong := _told(check_rows, packed.plan):
         return VerifyReport(findings=wrong)
+    wrong = _told(_check_drops, packed.plan, drops, path / DROPS_FILE)
     entries = packed.facts.shards
     shared = work_shared(
         config,
@@ -162,7 +166,7 @@ def verify(config: VerifyConfig, progress: Progress = lambda *_: None) -> Verify
         progress=lambda done, total: progress("verify", done, total),
     )
     return VerifyReport(
-        findings=tuple(finding for finding, _ in shared.results if finding is not None),
+        findings=(*wrong, *(finding for finding, _ in shared.results if finding is not None)),
         shards=len(entries),
         packs=packed.facts.packs,
         samples=sum(entry.samples for entry in entries),
@@ -202,6 +206,8 @@ def _check_drops(plan: Plan, expected: Mapping[str, int], path: Path, digest: st
 
 
 def _check_index(index: Index) -> None:
+    if not index.datasets:
+        raise UserError(f"{index.directory} holds no data set; measure one")
     for dataset, shard in ((each, shard) for each in index.datasets for shard in each.shards):
         rows = index.rows(dataset, shard)
         good = rows.filter(rows.column("reason").is_null())

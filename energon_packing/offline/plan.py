@@ -150,13 +150,16 @@ class PlanFacts:
 
     def roots(self, *, records: bool) -> list[str]:
         """Directories and addresses of the media that the plan's rows show, and with `records` of the rows' records.
-        Plans of before do not count rows; their media count if they have a directory of their own."""
+        Plans of before do not count rows; their media count if they have a directory of their own, or if there are any
+        and only one data set."""
         places = []
-        for each, told in zip(self.datasets, self.summary.get("datasets", ()), strict=False):
+        alone = len(self.datasets) == 1 and any(map(self.summary.get, ("patches", "text_tokens")))
+        counts = self.summary.get("datasets") or [{"per_epoch": 1}] * len(self.datasets)
+        for each, told in zip(self.datasets, counts, strict=False):
             rows = told.get("rows", told["per_epoch"])
             if records and rows:
                 places.append(each.root)
-            if told.get("rows_with_media", rows and each.media_root != each.root):
+            if told.get("rows_with_media", rows and (alone or each.media_root != each.root)):
                 places.append(each.media_root)
         return places
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import json
 import os
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from forking_python import quick_python
+from PIL import Image
 from support.storage import Storage
 from test_planned_loader import digests, planned
 
@@ -22,6 +24,7 @@ from energon_packing.errors import StoreAway, UserError
 from energon_packing.offline import planner
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.pack import PackConfig, pack
+from energon_packing.offline.plan import Plan
 from energon_packing.offline.source import has_moved
 
 
@@ -141,23 +144,42 @@ def test_of_several_data_sets_one_whose_media_moved_is_named_at_once(
     assert not storage.pauses
 
 
+@pytest.mark.both_layouts
+@pytest.mark.parametrize("lacking", ["rows", "data sets"])
 @pytest.mark.parametrize("kind", ["plan", "packs"])
-def test_a_plan_that_does_not_count_its_rows_is_read_on(dataset, run_of, tmp_path, monkeypatch, kind):
+def test_a_plan_that_does_not_count_its_rows_is_read_on(dataset, run_of, tmp_path, monkeypatch, kind, lacking):
     counted = planner.summary_of
 
     def uncounted(*arguments):
         summary = counted(*arguments)
         of_rows = ("rows", "rows_with_media")
-        told = [{name: each[name] for name in each if name not in of_rows} for each in summary["datasets"]]
-        return summary | {"datasets": told}
+        told = [{name: each[name] for name in each if name not in of_rows} for each in summary.pop("datasets")]
+        return summary if lacking == "data sets" else summary | {"datasets": told}
 
     shutil.copytree(dataset, data := tmp_path / "here" / "data")
     monkeypatch.setattr(planner, "summary_of", uncounted)
     config = run_on(kind, planned(run_of(data, seq_length=1024), data, tmp_path), tmp_path)
     assert digests(open_loader(config))
     (tmp_path / "here").rename(tmp_path / "there")
-    with pytest.raises(UserError, match=r"here/data/[a-z]* is not there; restore it, or measure"):
+    with pytest.raises(UserError, match=r"here/data/?[a-z]* is not there; restore it, or measure"):
         open_loader(config)
+
+
+def test_media_that_truncation_cuts_off_are_looked_for_as_they_are_looked_at(run_of, tmp_path, monkeypatch):
+    data = tmp_path / "data"
+    Image.new("RGB", (640, 640)).save(tmp_path / "a.png")
+    turns = [("user", "Why?"), ("assistant", "So " * 20), ("user", "<image>What?"), ("assistant", "That")]
+    sample = {"messages": [{"role": role, "content": text} for role, text in turns], "images": ["a.png"]}
+    (tmp_path / "late.jsonl").write_text(json.dumps(sample))
+    convert(ConvertConfig(sources=(tmp_path / "late.jsonl",), out=data, split={"train": 1.0}, workers=0))
+    config = planned(run_of(data, seq_length=192, oversize="truncate"), data, tmp_path)
+    assert Plan.open(config.data.path).facts.summary["patches"] == 0
+    assert digests(open_loader(config))
+    (data / "media").rename(tmp_path / "there")
+    storage = Storage(monkeypatch, [], away)
+    with pytest.raises(UserError, match=r"data/media is not there; restore it, or measure"):
+        list(open_loader(config))
+    assert not storage.pauses
 
 
 @pytest.mark.parametrize("media", ["reference", "copy"])

@@ -74,7 +74,7 @@ from energon_packing.convert.workspace import (
     workspace,
 )
 from energon_packing.errors import FULL, UNWRITABLE, SampleRejected, UserError, is_machines
-from energon_packing.executors.work import in_order
+from energon_packing.executors.work import Progress, in_order
 from energon_packing.remote_files import remote_address, shown, status, without_secrets
 
 
@@ -234,13 +234,6 @@ _MOST_NAMES = 1000
 _MOST_OF_CLUSTER = 256
 _AHEAD = 32  # tasks, at least, that may be given out or done before the first of them is taken; 4 per worker
 
-Progress = Callable[[str, int, int], None]
-"""Called as ``progress(stage, done, total)``; stages are ``read`` and ``write`` (bytes), ``index`` (shards), and
-``store`` (bytes) if the data set goes to an object store.
-
-Before each ``read``, ``records`` says how many records have been read; their total, which is not known, is 0.
-"""
-
 
 class ReadRecords:
     """What the first half has found, chunk by chunk in the order of the records."""
@@ -338,6 +331,9 @@ def convert(config: ConvertConfig, progress: Progress | None = None) -> Conversi
     Bad records are written to ``rejects.jsonl`` with their reason and never stop the rest. The data set appears in
     ``config.out`` in one step when it is complete. It does not depend on the number of workers. Raises UserError:
     nothing to read, nothing usable in a source, an output that may not be written, a full disk, or a worker that died.
+
+    Stages of `progress` are ``read`` and ``write`` (bytes), ``index`` (shards) and, for an object store, ``store``
+    (bytes); before each ``read``, ``records`` says how many have been read, of a number that is not known, 0.
     """
     started = time.monotonic()
     tell = progress or (lambda stage, done, total: None)

@@ -18,6 +18,9 @@ MOST_DEATHS = 2
 NOT_YET: Final[Any] = object()
 """In an iterable of tasks: there is none now, but there may be one after the next result, which is to come."""
 
+Progress = Callable[[str, int, int], None]
+"""Called with the stage, what is done of it, and all of it: samples, packs, shards or bytes."""
+
 type Results[Task, Result] = Generator[tuple[Task, Result], None, None]
 """Tasks with their results."""
 

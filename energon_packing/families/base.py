@@ -194,7 +194,7 @@ class VisionFamily(ABC):
         """Returns the model inputs of one sample's media, under the Hugging Face argument names.
 
         Args:
-            plans: of all media of the sample, in conversation order.
+            plans: of all media of the sample, at least one, in conversation order.
             media: for each plan, uint8 ``[3, H, W]`` (image) or ``[len(frame_indices), 3, H, W]`` (video).
             raw: whether inputs that `byte_forms` names are bytes in that form; otherwise they are the processor's
                 floats.

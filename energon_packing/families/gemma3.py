@@ -91,8 +91,6 @@ class Gemma3(VisionFamily):
 
     def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False) -> Inputs:
         """Returns ``pixel_values`` ``[squares, 3, H, W]``: each image before its crops."""
-        if not media:
-            return {}
         made = ask(self.images, raw, images=list(media), input_data_format="channels_first")
         self.check_tiles(plans, (1 + int(crops) for crops in made["num_crops"]))
         return {"pixel_values": made["pixel_values"]}

@@ -127,8 +127,6 @@ class HuggingFace(VisionFamily):
 
     def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False) -> Inputs:
         """Returns everything but text that the processor makes, in one call with all images of the sample."""
-        if not media:
-            return {}
         ids, visual = self._ask(list(media), raw=raw)
         written, planned = ids.count(self.image_id), sum(plan.tokens for plan in plans)
         if written != planned:

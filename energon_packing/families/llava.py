@@ -89,7 +89,5 @@ class Llava(VisionFamily):
 
     def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False) -> Inputs:
         """Returns ``pixel_values`` ``[images, 3, H, W]``."""
-        if not media:
-            return {}
         made = ask(self.images, raw, images=list(media), input_data_format="channels_first")
         return {"pixel_values": made["pixel_values"]}

@@ -89,8 +89,6 @@ class Pixtral(VisionFamily):
 
         Numbers are padded below and to the right to the largest of the sample; the models cut the padding off.
         """
-        if not media:
-            return {}
         form: dict[str, Any] = {"patch_size": self.side, "input_data_format": "channels_first"}
         if raw:  # each for itself: one call pads all to the largest
             each = [ask(self.images, raw, images=[image], **form) for image in media]

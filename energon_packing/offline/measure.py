@@ -25,6 +25,7 @@ from energon_packing.convert.layout import counted_pairs
 from energon_packing.encoders.tokenized import use_one_thread
 from energon_packing.energon.samples import MeasuredSample
 from energon_packing.errors import ConfigError, PackingError, UserError
+from energon_packing.executors.work import Progress
 from energon_packing.families.geometry import MOST_PATCHES
 from energon_packing.offline.files import locked, read_metadata, remove_leftovers, said, unwritable, write_table
 from energon_packing.offline.index import (
@@ -42,7 +43,7 @@ from energon_packing.offline.index import (
     schema_of,
     shard_status,
 )
-from energon_packing.offline.shared_work import Progress, SharedConfig, work_shared
+from energon_packing.offline.shared_work import SharedConfig, work_shared
 from energon_packing.offline.source import IndexedMedia, ShardIndex, SourcePart, TarFiles, has_moved, source_parts
 from energon_packing.remote_files import check_local, remote_address, shown
 from energon_packing.sample_kind import AnyRun, kind_of_config
@@ -93,7 +94,6 @@ class ShardMeasurer:
     Attributes:
         fingerprint: of the run; an index that is brought up to date keeps its own, which may lack newer settings.
         pair_counts: of all samples that were measured.
-        known: directory of media -> name of each shard -> `IndexedDataset.media_states` of the index that was there.
 
     Raises:
         ConfigError: the processor cannot be used.
@@ -110,7 +110,6 @@ class ShardMeasurer:
         self._files = TarFiles()
         self._indices: dict[str, ShardIndex] = {}
         self._media: dict[str, dict[str, tuple[str, int]]] = {}
-        self.known: dict[str, dict[str, list[str]]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Another machine makes its own, whose fingerprint must be the same.
@@ -161,7 +160,7 @@ class ShardMeasurer:
         if any(stored.get(name) != value for name, value in now.items()):
             return None
         root = task.part.media_root
-        shown_media = stored.get("media", self.known.get(root, {}))  # older files do not name theirs
+        shown_media = stored.get("media", {})  # older files do not name theirs
         states = self.states_of(root, shown_media.keys() & {*self.index_of(root).shards})
         if any([*states.get(name, ())][: len(was)] != was for name, was in shown_media.items()):
             return None
@@ -351,10 +350,6 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
     measurer = ShardMeasurer(run)
     before = _index(config.out, measurer)  # refused before anything is measured
     measurer.fingerprint = dict(before.fingerprint) or measurer.fingerprint
-    for each in before.datasets:
-        measurer.known[each.media_root] = {
-            name: [state] for name, state in zip(each.media_shards, each.media_states, strict=False)
-        }
     parts = [part for path in config.paths for part in source_parts(path, config.split, kind)]
     names = [_name(part, config.split) for part in parts]
     for name, part in zip(names, parts, strict=True):

@@ -18,12 +18,13 @@ from energon_packing.config import from_mapping
 from energon_packing.config.setting import before
 from energon_packing.encoders.tokenized import use_one_thread
 from energon_packing.errors import ConfigError, UserError
+from energon_packing.executors.work import Progress
 from energon_packing.offline.files import remove_leftovers, unwritable
 from energon_packing.offline.loader import check_plan
 from energon_packing.offline.packed import Media, PackedFacts, Store
 from energon_packing.offline.packs import PlannedPacks
 from energon_packing.offline.plan import Plan, PlannedPack
-from energon_packing.offline.shared_work import Progress, SharedConfig, work_shared
+from energon_packing.offline.shared_work import SharedConfig, work_shared
 from energon_packing.registry import Registry
 from energon_packing.remote_files import check_local
 from energon_packing.sample_kind import KINDS

@@ -22,14 +22,7 @@ from energon_packing.energon.samples import MeasuredSample, Pack
 from energon_packing.energon.window import attempt, piece_of
 from energon_packing.errors import UserError, read_again
 from energon_packing.ledger import Ledger
-from energon_packing.offline.index import (
-    OF_PART,
-    Index,
-    IndexedDataset,
-    MediaFile,
-    media_state,
-    shard_status,
-)
+from energon_packing.offline.index import OF_PART, Index, IndexedDataset, MediaFile, media_state, shard_status
 from energon_packing.offline.order import order_again
 from energon_packing.offline.plan import Plan, PlanFacts, PlannedSample
 from energon_packing.offline.samples import Remeasured, RowsOfShard

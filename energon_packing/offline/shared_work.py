@@ -9,9 +9,6 @@ from typing import Any
 from energon_packing.executors.work import ExecutorConfig, ExecutorKind, check_rank
 from energon_packing.offline.files import remove_leftovers
 
-Progress = Callable[[str, int, int], None]
-"""Called with the stage, the samples or packs that are done, and all of them that the command has to do."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class WorkersConfig:

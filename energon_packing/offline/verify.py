@@ -20,6 +20,7 @@ from energon_packing.config.setting import before
 from energon_packing.energon.pack_bytes import tensors_of
 from energon_packing.energon.samples import Pack
 from energon_packing.errors import ConfigError, UserError
+from energon_packing.executors.work import Progress
 from energon_packing.offline.data_paths import is_packed, is_plan
 from energon_packing.offline.files import differing, read_metadata
 from energon_packing.offline.formats.bridge_parquet import METADATA
@@ -31,7 +32,7 @@ from energon_packing.offline.packs import PlannedPacks
 from energon_packing.offline.plan import Plan, PlannedPack, digest_of, drops_path, hashed, read_drops
 from energon_packing.offline.planner import OF_ID, plan_id
 from energon_packing.offline.shards import ShardFile
-from energon_packing.offline.shared_work import Progress, WorkersConfig, work_shared
+from energon_packing.offline.shared_work import WorkersConfig, work_shared
 from energon_packing.remote_files import check_local, file_digest
 from energon_packing.sample_kind import KINDS
 from energon_packing.thd.batch import PackedBatch

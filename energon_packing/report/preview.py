@@ -17,6 +17,7 @@ from energon_packing.energon.loader import build_task_encoder
 from energon_packing.energon.samples import Pack
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import UserError, refuse
+from energon_packing.executors.work import Progress
 from energon_packing.families.base import VisionFamily
 from energon_packing.ledger import without_ledger
 from energon_packing.offline.data_paths import is_packed, is_plan
@@ -31,8 +32,6 @@ from energon_packing.thd.batch import PackedBatch
 
 Tell = Callable[[str], None]
 """Called with each sentence about frequent drops."""
-Progress = Callable[[str, int, int], None]
-"""Called with a stage, what is done of it, and all of it: ``skipped`` packs before the first one, ``packs`` shown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -94,6 +94,7 @@ class ShardMeasurer:
     Attributes:
         fingerprint: of the run; an index that is brought up to date keeps its own, which may lack newer settings.
         pair_counts: of all samples that were measured.
+        known: directory of media -> name of each shard -> `IndexedDataset.media_states` of the index that was there.
 
     Raises:
         ConfigError: the processor cannot be used.
@@ -110,6 +111,7 @@ class ShardMeasurer:
         self._files = TarFiles()
         self._indices: dict[str, ShardIndex] = {}
         self._media: dict[str, dict[str, tuple[str, int]]] = {}
+        self.known: dict[str, dict[str, list[str]]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Another machine makes its own, whose fingerprint must be the same.
@@ -160,7 +162,7 @@ class ShardMeasurer:
         if any(stored.get(name) != value for name, value in now.items()):
             return None
         root = task.part.media_root
-        shown_media = stored.get("media", {})  # older files do not name theirs
+        shown_media = stored.get("media", self.known.get(root, {}))  # older files do not name theirs
         states = self.states_of(root, shown_media.keys() & {*self.index_of(root).shards})
         if any([*states.get(name, ())][: len(was)] != was for name, was in shown_media.items()):
             return None
@@ -350,6 +352,9 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
     measurer = ShardMeasurer(run)
     before = _index(config.out, measurer)  # refused before anything is measured
     measurer.fingerprint = dict(before.fingerprint) or measurer.fingerprint
+    for each in before.datasets:
+        states = zip(each.media_shards, each.media_states, strict=False)
+        measurer.known[each.media_root] = {name: [state] for name, state in states}
     parts = [part for path in config.paths for part in source_parts(path, config.split, kind)]
     names = [_name(part, config.split) for part in parts]
     for name, part in zip(names, parts, strict=True):
@@ -440,7 +445,8 @@ def _saved(
             placed.setdefault((same or it).name, same or it)
             if same is not None and same.root != it.root:
                 changes.append(f"{same.root} replaces {it.root} ({config.split}), which has the same samples")
-            elif same is not None and (said := _share_of(same)) != (before := _share_of(it)):
+            elif same is not None and same.path != it.path:
+                said, before = _share_of(same), _share_of(it)
                 changes.append(f"{it.root} ({it.split}) is what {said} says of it now, no longer {before}")
             if same is not None and it.of_metadataset and same.of_metadataset and has_moved(Path(it.path)):
                 named_by.setdefault(it.path, same.path)

@@ -1,5 +1,6 @@
 """A plan of a metadataset mixes its data sets as the metadataset says: weights, repetitions, subsets."""
 
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -157,13 +158,30 @@ def test_an_edited_metadataset_drops_its_old_parts_also_under_another_name_and_s
     measured({"blend": entries(parts, a={"weight": 1}, b={"weight": 1})})
     file = metadataset(tmp_path / "blend.yaml", {"blend": entries(parts, a={"weight": 1}, c={"weight": 3})})
     report = measure(MeasureConfig(paths=(file,), out=tmp_path / "index", workers=0), run())
-    assert report.changes == (f"{parts['b']}/text (train) is no longer in the index: {file} does not name it any more",)
+    assert report.changes == (f"{parts['b']}/text (train) is no longer in the index: {file} does not name it",)
     assert drawn(tmp_path / "index", tmp_path) == [{"a": 4, "b": 0, "c": 12}]
     file.unlink()
     renamed = metadataset(tmp_path / "new.yaml", {"blend": entries(parts, b={"weight": 1}, c={"weight": 1})})
     report = measure(MeasureConfig(paths=(renamed,), out=tmp_path / "index", workers=0), run())
-    assert report.changes == (f"{parts['a']}/text (train) is no longer in the index: {file} does not name it any more",)
+    assert report.changes == (
+        f"{parts['c']}/text (train) is what {renamed} with weight 0.5 says of it now, no longer {file} with weight "
+        "0.75",
+        f"{parts['a']}/text (train) is no longer in the index: {renamed} does not name it",
+    )
     assert drawn(tmp_path / "index", tmp_path) == [{"a": 0, "b": 12, "c": 12}]
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_part_that_is_measured_alone_leaves_the_others_of_its_metadataset(parts, measured, tmp_path, gone):
+    index = measured({"blend_epochized": entries(parts, a={"repetitions": 3}, b={})})
+    if gone:
+        (tmp_path / "blend.yaml").unlink()
+    report = measure(MeasureConfig(paths=(parts["a"],), out=index, workers=0), run())
+    (told,) = report.changes
+    assert re.fullmatch(
+        r"\S*set-a/text \(train\) is what \S*set-a says of it now, no longer \S* with repetitions 3", told
+    )
+    assert [each.root for each in report.index.datasets] == [f"{parts[name]}/text" for name in "ab"]
 
 
 def test_weights_are_those_of_the_split_that_was_asked_for_whatever_splits_its_parts_have(parts, measured, tmp_path):

@@ -35,6 +35,7 @@ from energon_packing.offline.pack import pack as pack_plan
 from energon_packing.offline.plan import Plan
 from energon_packing.offline.planner import make_plan
 from energon_packing.offline.shared_work import work_shared
+from energon_packing.offline.verify import VerifyConfig, verify
 
 
 @pytest.fixture(scope="module")
@@ -255,11 +256,16 @@ def test_a_plan_has_the_split_that_is_named_and_never_another_beside_it(halves, 
         assert split_of(Plan.open(plan)) == {"train"}
     assert make_plan([out], run, plan, force=True, splits=["val", "train"]).splits == {"train", "val"}
     assert split_of(Plan.open(plan)) == {"train", "val"}
+    assert list(open_loader(run_of(plan)))
+    with pytest.raises(ConfigError, match=r"plan of the split train, val, not of 'val' alone; name a plan"):
+        open_loader(run_of(plan), split="val", evaluation=2)
     make_plan([out], run, plan, force=True, splits=["val"])
     on_plan = run_of(plan)
     in_bridge = functools.partial(open_together, replica=Replica(), reads=True)
     for opened in (open_loader, build_loader, in_bridge, functools.partial(open_loader, evaluation=2)):
-        with pytest.raises(ConfigError, match=r"plan of the split val, not of 'train'; .* or set data\.split if these"):
+        with pytest.raises(
+            ConfigError, match=r"plan of the split val, not of 'train'; .* or have the run ask for its split if"
+        ):
             opened(on_plan)
     assert list(open_loader(on_plan, split="val"))
     assert list(open_loader(run_of(plan, data={"split": "val"})))
@@ -335,13 +341,16 @@ def test_what_an_index_holds_is_listed_and_taken_out_by_name_split_or_because_it
     assert "Name the DATASET" in told("--remove")
     assert "leave out" in told("--prune", data)
     assert "Give --config" in told(data)
+    assert "Give one of --list, --remove and --prune" in told("--list", "--remove", data)
     assert held() == [("data", "train"), ("data", "val")]
-    assert "(val) is removed" in told("--remove", data, "--split", "val")
+    assert told("--remove", data, data, "--split", "val").count("(val) is removed") == 1
     assert held() == [("data", "train")]
     assert "is removed" not in told("--prune")
     os.rename(data, copy)
     assert "(train) is removed" in told("--prune")
     assert held() == []
+    assert "holds no data set" in told("--list")
+    assert "holds no data set; measure one" in str(verify(VerifyConfig(directory=out)).findings[0])
     told(copy, "--config", config, "--workers", 0)
     assert held() == [("data2", "train")]
     assert "(train) is removed" in told("--remove", copy)

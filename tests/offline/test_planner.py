@@ -434,6 +434,9 @@ def test_the_budget_counts_what_the_epochs_read_of_each_data_set(tmp_path: Path)
     assert dropped(b={"epochs": 4}) == "40 of 260"
     assert dropped(a={"weight": 1}, b={"weight": 1}) == "10 of 30"
     assert dropped(a={"epochs": 0}) == "10 of 20"
+    both = made_index(tmp_path / "both", {"a": [bad], "b": [bad]})
+    with pytest.raises(UserError, match=r"the first is b-0-10: "):
+        planned(tmp_path, both, config(packing={"drop_budget": 0.1}, plan={"datasets": {"a": {"epochs": 0}}}))
 
 
 PROCESSOR = str(processor_path("qwen2_5_vl"))

@@ -229,10 +229,8 @@ def summary_of(
     aligned = int(limits.length_units(sizes)[packs.order].sum()) * limits.multiple
     room = packs.costs.size * config.packing.seq_length
     text = sizes.text_tokens  # clips have it, which all are media
-    # Of what is truncated, the media that are cut off are looked at too.
     numbers = sources.place(samples.source[packs.order])[0]
-    every = text is not None or config.packing.oversize == "truncate"
-    shown = numbers if every else numbers[sizes.patches[packs.order] > 0]
+    shown = numbers[sizes.patches[packs.order] > 0] if text is None else numbers
     rows, with_media = (np.bincount(each, minlength=len(sources.datasets)).tolist() for each in (numbers, shown))
     lengths = np.bincount(np.frexp(np.maximum(sizes.tokens, 1))[1] - 1)  # of the power of two below each length
     own = {config.training.global_batch_size} if isinstance(config, RunConfig) else set()

@@ -149,17 +149,17 @@ class PlanFacts:
         return schema_of(SCHEMA, self.kind)
 
     def roots(self, *, records: bool) -> list[str]:
-        """Directories and addresses of the media that the plan's rows show, and with `records` of the rows' records.
-        Plans of before do not count rows; their media count if they have a directory of their own, or if there are any
-        and only one data set."""
+        """Directories and addresses that reading the plan's rows needs: of the media that they show, or with `records`
+        of the records and of all media that these name, which may be cut off. Plans of before do not count rows; their
+        media count if they have a directory of their own, or if there are any and only one data set."""
         places = []
-        alone = len(self.datasets) == 1 and any(map(self.summary.get, ("patches", "text_tokens")))
         counts = self.summary.get("datasets") or [{"per_epoch": 1}] * len(self.datasets)
-        for each, told in zip(self.datasets, counts, strict=False):
-            rows = told.get("rows", told["per_epoch"])
-            if records and rows:
-                places.append(each.root)
-            if told.get("rows_with_media", rows and (alone or each.media_root != each.root)):
+        used = [(each, it) for each, it in zip(self.datasets, counts, strict=False) if it.get("rows", it["per_epoch"])]
+        alone = len(used) == 1 and any(map(self.summary.get, ("patches", "text_tokens")))
+        for each, told in used:
+            if records:
+                places += [each.root, each.media_root]
+            elif told.get("rows_with_media", alone or each.media_root != each.root):
                 places.append(each.media_root)
         return places
 

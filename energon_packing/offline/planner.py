@@ -250,8 +250,7 @@ def summary_of(
     aligned = int(limits.length_units(sizes)[packs.order].sum()) * limits.multiple
     room = packs.costs.size * config.packing.seq_length
     text = sizes.text_tokens  # clips have it, which all are media
-    every = text is not None or config.packing.oversize == "truncate"  # media that are cut off are looked at, too
-    counted = {"rows": times, "rows_with_media": times if every else times * (sizes.patches > 0)}
+    counted = {"rows": times, "rows_with_media": times * (sizes.patches > 0) if text is None else times}
     parts = [slice(*each) for each in pairwise([0, *packs.blend.ends])]
     reached = [int((times[part] * packs.blend.amount[part]).sum()) for part in parts]
     lengths = np.bincount(np.frexp(np.maximum(sizes.tokens, 1))[1] - 1)  # of the power of two below each length

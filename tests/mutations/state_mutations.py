@@ -326,8 +326,8 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "offline/plan.py",
-                'told.get("rows_with_media", rows and (alone or each.media_root != each.root))',
-                "rows and each.media_root != each.root",
+                'told.get("rows_with_media", alone or each.media_root != each.root)',
+                "each.media_root != each.root",
             ),
         ),
     ),
@@ -336,15 +336,25 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         name="clips count as samples without media",
         test="tests/wan/test_offline_clips.py::test_clips_that_moved_are_named_at_once[packs]",
         oracle="the file system",
-        edits=(("offline/planner.py", "every = text is not None or", "every = False or"),),
+        edits=(("offline/planner.py", "if text is None else times", "if True else times"),),
     ),
     Mutation(
         trap=203,
-        name="media that truncation cuts off, which are looked at, are waited for when they moved",
-        test="tests/offline/test_planned_storage.py::test_media_that_truncation_cuts_off_are_looked_for_as_they_are_"
-        "looked_at",
+        name="media that truncation cuts off, which a plan's run looks at, are waited for when they moved",
+        test="tests/offline/test_planned_storage.py::test_media_that_truncation_cuts_off_are_looked_for_only_where_they_"
+        "are_looked_at",
         oracle="the file system",
-        edits=(("offline/planner.py", 'or config.packing.oversize == "truncate"', "or False"),),
+        edits=(
+            ("offline/plan.py", "            elif told.get(", "            if told.get("),
+            ("offline/plan.py", "[each.root, each.media_root]", "[each.root]"),
+        ),
+    ),
+    Mutation(
+        trap=203,
+        name="packs of an older plan with their media among the records are waited for when these moved",
+        test="tests/offline/test_planned_storage.py::test_a_plan_that_does_not_count_its_rows_is_read_on",
+        oracle="the file system",
+        edits=(("offline/plan.py", "alone or each.media_root", "each.media_root"),),
     ),
     Mutation(
         trap=203,

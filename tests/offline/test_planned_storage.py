@@ -165,18 +165,25 @@ def test_a_plan_that_does_not_count_its_rows_is_read_on(dataset, run_of, tmp_pat
         open_loader(config)
 
 
-def test_media_that_truncation_cuts_off_are_looked_for_as_they_are_looked_at(run_of, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["plan", "packs"])
+def test_media_that_truncation_cuts_off_are_looked_for_only_where_they_are_looked_at(
+    run_of, tmp_path, monkeypatch, kind
+):
     data = tmp_path / "data"
     Image.new("RGB", (640, 640)).save(tmp_path / "a.png")
     turns = [("user", "Why?"), ("assistant", "So " * 20), ("user", "<image>What?"), ("assistant", "That")]
     sample = {"messages": [{"role": role, "content": text} for role, text in turns], "images": ["a.png"]}
     (tmp_path / "late.jsonl").write_text(json.dumps(sample))
     convert(ConvertConfig(sources=(tmp_path / "late.jsonl",), out=data, split={"train": 1.0}, workers=0))
-    config = planned(run_of(data, seq_length=192, oversize="truncate"), data, tmp_path)
-    assert Plan.open(config.data.path).facts.summary["patches"] == 0
-    assert digests(open_loader(config))
+    plan = planned(run_of(data, seq_length=192, oversize="truncate"), data, tmp_path)
+    assert Plan.open(plan.data.path).facts.summary["patches"] == 0
+    config = run_on(kind, plan, tmp_path)
+    expected = digests(open_loader(config))
     (data / "media").rename(tmp_path / "there")
     storage = Storage(monkeypatch, [], away)
+    if kind == "packs":
+        assert digests(open_loader(config)) == expected
+        return
     with pytest.raises(UserError, match=r"data/media is not there; restore it, or measure"):
         list(open_loader(config))
     assert not storage.pauses

@@ -76,9 +76,10 @@ def test_packs_of_real_data_equal_their_samples_alone(run, family, options):
     logits, gradient = rounded["alone"]
     assert 1e-3 < logits < 2e-2, "as bfloat16 rounds, and not float32"
     # Without AVX-512, torch sums the gradient of a convolution in bfloat16: Qwen3-VL's patches make it 0.11 then.
-    assert 1e-3 < gradient < 0.2, "as bfloat16 rounds, and not float32"
+    assert 1e-3 < gradient < (0.2 if family == "qwen3_vl" else 2e-2), "as bfloat16 rounds, and not float32"
     assert rounded.keys() == {"alone", "packed"} | (set() if "positions" in options else {"leaking"})
-    assert all(distance > 0.1 for distance in rounded.get("leaking", ()))
+    leaks = zip(rounded.get("leaking", ()), rounded["alone"], strict=False)
+    assert all(leaking > max(0.1, 3 * alone) for leaking, alone in leaks)
     assert len(outcome["segments"]) > 1
     for segment in outcome["segments"]:
         assert segment["logits"] < 1e-5

@@ -313,8 +313,8 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "offline/plan.py",
-                'rows = told.get("rows", told["per_epoch"])',
-                'rows = told["per_epoch"]',
+                'it.get("rows", it["per_epoch"])',
+                'it["per_epoch"]',
             ),
         ),
     ),

@@ -157,7 +157,6 @@ def validate(
     told = {
         "config": source.name,
         "kind": source.kind,
-        "fix": None,  # of the option --fix of the release before
         "valid": valid,
         "rules": rules,
         "reads": None if looks is None else [_look(look) for look in looks],

@@ -40,7 +40,7 @@ def verify(ctx: click.Context, directory: Path, as_json: bool, **given: Any) -> 
         report = verifying.verify(verifying.VerifyConfig(directory=directory, **given), shown)
 
     def show(_: Any) -> None:
-        verdict = f"{len(report.findings):,} shards differ" if report.findings else "all as planned"
+        verdict = counted(len(report.findings), "finding") if report.findings else "all as planned"
         for line in (
             *map(str, report.findings),
             f"{counted(report.packs, 'pack')} with {counted(report.samples, 'sample')} (shards: {report.shards:,}), "

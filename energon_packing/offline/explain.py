@@ -86,7 +86,7 @@ def changes(before: Plan, after: Plan) -> dict[str, Any]:
         name and pack before and after.
     """
     records = [{each for dataset in plan.facts.datasets for each in dataset.records} for plan in (before, after)]
-    shards: dict[Any, int] = dict(zip(records[0] & records[1], itertools.count()))
+    shards: dict[Any, int] = dict(zip(sorted(records[0] & records[1]), itertools.count()))
     old, new = _rows(before, shards), _rows(after, shards)
     old_keys, new_keys = _paired(old, new)
     _, in_old, in_new = np.intersect1d(old_keys, new_keys, assume_unique=True, return_indices=True)

@@ -173,11 +173,13 @@ def too_short(plan: Plan, packs: int | None = None) -> str | None:
         wanted = f"what the run reads; {math.ceil(1 / (rarest + 1e-12))} goes through every data set once"
     else:
         wanted = f"{-(-facts.epochs * packs // facts.packs)} or more for the {packs} packs of this run"
+    order = '; going on with data.accept_changed=["plan"] would lose samples: the order of plans is another one now'
+    if all("share_reached" in each for each in facts.summary["datasets"]):  # it is of this order
+        order = ' and goes on with data.accept_changed=["plan"]: it begins with the packs of this one'
     return (
         f"{plan.path} ends after {facts.packs} packs, in the middle of {facts.unfinished}; begun again, it would give "
         f"the same samples once more, and never the others. Plan more epochs: plan.epochs is {facts.epochs}; set it to "
-        f"{wanted}. The longer plan begins with the packs of this one, so a run that has saved a state goes on from it "
-        'with data.accept_changed=["plan"].'
+        f"{wanted}. A run that has saved a state takes the longer plan{order}."
     )
 
 
@@ -236,6 +238,11 @@ def loader_of(
         )
     encoder = kind.task_encoder(config) if task_encoder is None else task_encoder
     noted = any(each.asked for each in plan.facts.datasets)  # else a metadataset may have named the split otherwise
+    if not plan.facts.splits and "plan" not in config.data.accept_changed:
+        raise ConfigError(
+            f"{plan.path} has samples of several splits, and its version did not note which of them was asked for; "
+            'measure and plan again, and start the data over, or go on as it is with data.accept_changed=["plan"].'
+        )
     check_plan(plan, config, encoder, split or (config.data.split if noted else None), free, evaluation is not None)
     packs = packs_of(encoder, rank)
     check_there(packs.roots())
@@ -270,11 +277,6 @@ def check_plan(
     if type(encoder) is not KINDS.find(plan.facts.kind).encoder_class:
         raise ConfigError(f"{plan.path} is a plan, which holds packs; {type(encoder).__name__} does not read them.")
     splits, held = plan.facts.splits, ", ".join(sorted({each.asked_split for each in plan.facts.datasets}))
-    if not splits:
-        raise ConfigError(
-            f"{plan.path} has samples of the splits {held}, and its version did not note which of them was asked for; "
-            "measure and plan again: the same samples make the same plan."
-        )
     if split is not None and (split not in splits or (alone and len(splits) > 1)):
         raise ConfigError(
             f"{plan.path} is a plan of the split {held}, not of {split!r}{' alone' if split in splits else ''}; name a "

@@ -94,7 +94,7 @@ class ShardMeasurer:
     Attributes:
         fingerprint: of the run; an index that is brought up to date keeps its own, which may lack newer settings.
         pair_counts: of all samples that were measured.
-        known: directory of media -> name of each shard -> `IndexedDataset.media_states` of the index that was there.
+        known: data set's name -> name of each shard of media -> its `media_state`, of the index that was there.
 
     Raises:
         ConfigError: the processor cannot be used.
@@ -162,8 +162,8 @@ class ShardMeasurer:
         if any(stored.get(name) != value for name, value in now.items()):
             return None
         root = task.part.media_root
-        shown_media = stored.get("media", self.known.get(root, {}))  # older files do not name theirs
-        states = self.states_of(root, shown_media.keys() & {*self.index_of(root).shards})
+        shown_media = stored.get("media", self.known.get(task.directory.name, {}))  # older files do not name theirs
+        states = self.states_of(root, shown_media.keys() & self.index_of(root).samples.keys())
         if any([*states.get(name, ())][: len(was)] != was for name, was in shown_media.items()):
             return None
         counts = {name: int(stored.get(name, 0)) for name in SHARD_COUNTS}  # older files lack some
@@ -354,7 +354,7 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
     measurer.fingerprint = dict(before.fingerprint) or measurer.fingerprint
     for each in before.datasets:
         states = zip(each.media_shards, each.media_states, strict=False)
-        measurer.known[each.media_root] = {name: [state] for name, state in states}
+        measurer.known[each.name] = {name: [state] for name, state in states}
     parts = [part for path in config.paths for part in source_parts(path, config.split, kind)]
     names = [_name(part, config.split) for part in parts]
     for name, part in zip(names, parts, strict=True):
@@ -392,7 +392,7 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
                 name=name,
                 asked=config.split,
                 media_shards=(media := measurer.index_of(part.media_root).shards),
-                media_states=tuple(measurer.states_of(part.media_root, media)[each][0] for each in media),
+                media_states=tuple(it for it, _ in map(measurer.states_of(part.media_root, media).__getitem__, media)),
                 shards=tuple(next(measured) for _ in part.shards),
                 **{each: getattr(part, each) for each in OF_PART},
             )
@@ -446,8 +446,7 @@ def _saved(
             if same is not None and same.root != it.root:
                 changes.append(f"{same.root} replaces {it.root} ({config.split}), which has the same samples")
             elif same is not None and same.path != it.path:
-                said, before = _share_of(same), _share_of(it)
-                changes.append(f"{it.root} ({it.split}) is what {said} says of it now, no longer {before}")
+                changes.append(f"{it.root} ({it.split}) is what {_share(same)} says of it now, no longer {_share(it)}")
             if same is not None and it.of_metadataset and same.of_metadataset and has_moved(Path(it.path)):
                 named_by.setdefault(it.path, same.path)
         for it in there:
@@ -466,7 +465,7 @@ def _saved(
     return index, tuple(changes)
 
 
-def _share_of(part: IndexedDataset) -> str:
+def _share(part: IndexedDataset) -> str:
     shares = [f"{name} {value:g}" for name in ("weight", "repetitions") if (value := getattr(part, name)) is not None]
     return " with ".join([part.path, *shares])
 

@@ -300,25 +300,24 @@ class SampleRemeasurer:
         """For each shard, one result per row. Raises UserError: a shard is not the one that was measured, or a sample
         shows that the configuration cannot work."""
         executor = self._workers.executor_config().executor(len(shards))
-        tasks = ((at, each.root, each.split, shard.name, rows) for at, (each, shard, rows) in enumerate(shards))
+        tasks = ((at, it.root, it.split, it.asked, shard.name, rows) for at, (it, shard, rows) in enumerate(shards))
         with closing(executor.results(tasks, self)) as done:
             made = {task[0]: results for task, results in done}
         return [made[number] for number in range(len(shards))]
 
     begin = staticmethod(use_one_thread)
 
-    def name(self, task: tuple[int, str, str, str, list[int]]) -> str:
-        return f"measuring {task[3]} again"
+    def name(self, task: tuple[int, str, str, str, str, list[int]]) -> str:
+        return f"measuring {task[4]} again"
 
-    def do(self, task: tuple[int, str, str, str, list[int]]) -> list[Remeasured]:
+    def do(self, task: tuple[int, str, str, str, str, list[int]]) -> list[Remeasured]:
         _, *place, name, rows = task  # a data set itself has the names of all of its shards
-        if (root_and_split := tuple(place)) not in self._sources:
-            index, dataset = next(
-                (index, each) for index in self._indexes for each in index.datasets if [each.root, each.split] == place
-            )
+        if (key := tuple(place)) not in self._sources:
+            every = ((index, each) for index in self._indexes for each in index.datasets)
+            index, dataset = next(it for it in every if [it[1].root, it[1].split, it[1].asked] == place)
             numbers = {each.name: at for at, each in enumerate(dataset.shards)}
-            self._sources[root_and_split] = PlannedSource(dataset, self._files), index, dataset, numbers
-        source, index, dataset, numbers = self._sources[root_and_split]
+            self._sources[key] = PlannedSource(dataset, self._files), index, dataset, numbers
+        source, index, dataset, numbers = self._sources[key]
         shard = dataset.shards[numbers[name]]
         table = index.rows(dataset, shard, ("key", "offset", "size", "media")).take(rows).to_pylist()
         unplanned: dict[str, Any] = {"dataset": 0, "shard": numbers[name]}

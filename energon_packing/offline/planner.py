@@ -429,8 +429,9 @@ def _facts(
         **kind_of_config(config).decided(config, limits),
         "policy": policy_of(packing),
         "oversize": packing.oversize,
-        "plan": to_mapping(config.plan),
-    }
+        "plan": (planned := to_mapping(config.plan)),
+    }  # with names of data sets that mean the same in another directory
+    planned["datasets"] = {os.path.abspath(it) if "/" in it else it: each for it, each in planned["datasets"].items()}
     if left is not None:  # tells plans of different rests apart
         listed = [[*sample, times] for sample, times in sorted(left.samples.items())]
         decided["rest"] = hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:16]

@@ -128,8 +128,8 @@ class Sources:
         datasets = [dataset for _, dataset in chosen]
         known: dict[Any, IndexedDataset] = {}
         for dataset in datasets:
-            twin = known.setdefault(dataset.records or dataset.root, dataset)
-            if twin is not dataset:
+            held = (*dataset.records, (dataset.root, dataset.split))
+            if twin := next((it for each in held if (it := known.setdefault(each, dataset)) is not dataset), None):
                 raise UserError(
                     f"{dataset.root} ({dataset.asked_split}) and {twin.root} ({twin.asked_split}) hold the same "
                     "samples, in two of the indexes or twice in one; name one of them, or remove one "
@@ -187,7 +187,8 @@ def _of_splits(indexes: Sequence[Index], splits: Collection[str]) -> list[tuple[
         )
     if (not splits and len(held) > 1) or not held.keys() >= {*splits}:
         raise UserError(
-            f"The indexes hold the splits {listed}; name the one to plan with --split, or each of several that are all "
+            f"The indexes hold the splits {listed}; name the one to plan with --split (of `state convert`, "
+            "with data.split), or each of several that are all "
             "to be trained on with a --split of its own, or measure another one."
         )
     return [each for each in every if not splits or each[1].asked in splits]

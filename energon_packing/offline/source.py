@@ -165,7 +165,7 @@ class Position(NamedTuple):
 def has_moved(root: Path) -> bool:
     """Whether a data set or metadataset is not at its path here, though no file system is missing: the last directory
     that is left of the path holds something. Raises OSError: it cannot be looked at."""
-    if remote_address(root) is not None or root.is_file():
+    if remote_address(root) is not None or os.path.isfile(root):
         return False
     left = real = os.path.realpath(root)
     while True:

@@ -155,9 +155,8 @@ def verify(config: VerifyConfig, progress: Progress = lambda *_: None) -> Verify
         return VerifyReport(findings=_told(_check_parquet, files), shards=len(files))
     packed = Packed.open(path)
     drops = sum((Counter(entry.drops) for entry in packed.facts.shards), Counter[str]())
-    if wrong := _told(check_rows, packed.plan):
-        return VerifyReport(findings=wrong)
-    wrong = _told(_check_drops, packed.plan, drops, path / DROPS_FILE)
+    there = drops_path(packed.plan.path).exists()  # `pack` copies them where they are beside the plan
+    wrong = (*_told(check_rows, packed.plan, there), *_told(_check_drops, packed.plan, drops, path / DROPS_FILE))
     entries = packed.facts.shards
     shared = work_shared(
         config,
@@ -183,8 +182,8 @@ def _told(check: Callable[..., None], *given: Any) -> tuple[Finding, ...]:
     return ()
 
 
-def check_rows(plan: Plan) -> None:
-    """Compares rows, settings and drops of a plan with its id and its digest. Raises UserError: they are others."""
+def check_rows(plan: Plan, drops: bool = True) -> None:
+    """Compares rows, settings and `drops` of a plan with its id and its digest. Raises UserError: they are others."""
     facts, digest = plan.facts, digest_of(read_metadata(plan.path))
     rows = pa.concat_tables(table.drop_columns(["key", "media"]) for table in hashed(plan.tables(), digest))
     columns = {name: rows.column(name).to_numpy() for name in rows.schema.names}
@@ -195,9 +194,10 @@ def check_rows(plan: Plan) -> None:
     sizes = [columns[name] for name in ("piece", "length", "second", "text_tokens") if name in columns]
     known = {name: getattr(facts, name) for name in OF_ID}
     arrays = [offsets, source, *sizes]
-    if facts.id not in (plan_id(known, facts.datasets, arrays, resolved=each) for each in (True, False)):
+    if facts.id not in (plan_id(known, facts.datasets, arrays, resolved=each) for each in (False, True)):
         raise UserError(f"{plan.path} does not hold what its id {facts.id} stands for; make the plan again.")
-    _check_drops(plan, facts.drops, drops_path(plan.path), digest.hexdigest())
+    if drops:
+        _check_drops(plan, facts.drops, drops_path(plan.path), digest.hexdigest())
 
 
 def _check_drops(plan: Plan, expected: Mapping[str, int], path: Path, digest: str | None = None) -> None:

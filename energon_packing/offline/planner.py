@@ -430,8 +430,9 @@ def _facts(
         "policy": policy_of(packing),
         "oversize": packing.oversize,
         "plan": (planned := to_mapping(config.plan)),
-    }  # with names of data sets that mean the same in another directory
-    planned["datasets"] = {os.path.abspath(it) if "/" in it else it: each for it, each in planned["datasets"].items()}
+    }
+    for name in [it for it in planned["datasets"] if "/" in it and os.path.exists(it)]:  # found from other places too
+        planned["datasets"][os.path.abspath(name)] = planned["datasets"].pop(name)
     if left is not None:  # tells plans of different rests apart
         listed = [[*sample, times] for sample, times in sorted(left.samples.items())]
         decided["rest"] = hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:16]

@@ -46,20 +46,19 @@ def measure(ctx: click.Context, datasets: tuple[Path, ...], out: Path, **given: 
     config, split, as_json = (given.pop(name) for name in ("config", "split", "as_json"))
     edits = [name for name in ("listed", "remove", "prune") if given.pop(name)]
     listed, prune = (name in edits for name in ("listed", "prune"))
-    edit = bool(edits)
     refuse(
         (len(edits) > 1, "Give one of --list, --remove and --prune."),
         (not datasets and not listed and not prune, "Name the DATASET..., such as data/chats."),
         (datasets and (listed or prune), "--list and --prune are for the whole index; leave out DATASET."),
-        (not config and not edit, "Give --config CFG, the YAML with `encoder`."),
+        (not config and not edits, "Give --config CFG, the YAML with `encoder`."),
     )
-    starting(f"Measuring {', '.join(map(str, datasets))}", quiet=as_json or edit)
+    starting(f"Measuring {', '.join(map(str, datasets))}", quiet=as_json or bool(edits))
     from energon_packing.offline import measure as measuring
     from energon_packing.offline.index import Index, frequent_drops, pair_counts
     from energon_packing.offline.source import kind_of_data
     from energon_packing.sample_kind import KINDS
 
-    if edit:
+    if edits:
         only = None if ctx.get_parameter_source("split") is ParameterSource.DEFAULT else split
         changes = () if listed else measuring.edit_index(out, remove=datasets, split=only, prune=prune)
         report = measuring.MeasureReport(index=Index.open(out), measured=0, reused=0, missing=0, changes=tuple(changes))
@@ -79,7 +78,7 @@ def measure(ctx: click.Context, datasets: tuple[Path, ...], out: Path, **given: 
             | {name: sum(getattr(shard, name) for shard in each.shards) for name in _COUNTS}
             for each in measured
         ],
-        "warnings": [] if report.index is None or edit else frequent_drops(report.index).news(final=True),
+        "warnings": [] if report.index is None or edits else frequent_drops(report.index).news(final=True),
     }
 
     def show(_: Any) -> None:
@@ -87,11 +86,11 @@ def measure(ctx: click.Context, datasets: tuple[Path, ...], out: Path, **given: 
         rows = [[*map(each.get, left), *(f"{each[name]:,}" for name in right)] for each in said["datasets"]]
         if rows:
             Console().print(table(rows, left=left, right=right, title="Index"))
-        elif edit:
+        elif edits:
             say(f"{out} holds no data set")
         print_warnings(said["warnings"])
         say(*report.changes)
-        if edit:
+        if edits:
             return
         if pairs := pair_counts(measured):
             say(f"{pairs}; packing.pairs is {run.packing.pairs}")

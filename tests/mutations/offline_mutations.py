@@ -488,8 +488,8 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "offline/loader.py",
-                "split or (config.data.split if noted else None), free)",
-                "split, free)",
+                "split or (config.data.split if noted else None), free, ",
+                "split, free, ",
             ),
         ),
     ),
@@ -505,7 +505,7 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         name="the parts of an older metadataset count as those of their own splits",
         test=BLENDS + "test_weights_are_those_of_the_split_that_was_asked_for_whatever_splits_its_parts_have",
         oracle="the metadataset",
-        edits=(("offline/index.py", "(splits[it.path] == 1 or it.path in", "(True or it.path in"),),
+        edits=(("offline/index.py", "(splits[it.path] == 1 or", "(True or"),),
     ),
     Mutation(
         trap=211,
@@ -535,8 +535,8 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "offline/samples.py",
-                "known.setdefault(dataset.records or dataset.root, dataset)",
-                "known.setdefault(dataset.root, dataset)",
+                "held = (*dataset.records, (dataset.root, dataset.split))",
+                "held = ((dataset.root, dataset.split),)",
             ),
         ),
     ),
@@ -552,7 +552,7 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         name="the parts of a metadataset with a new name stay under the old one",
         test=EDITED,
         oracle="the metadataset",
-        edits=(("offline/measure.py", "                paths.add(it.path)\n", "                pass\n"),),
+        edits=(("offline/measure.py", "named_by.setdefault(it.path, same.path)", "pass"),),
     ),
     Mutation(
         trap=212,
@@ -566,7 +566,7 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         name="the share that is told is of the rows, whatever the weights count",
         test=SHARES + "test_a_plan_tells_what_each_data_set_gives_and_which_share_it_asked_for_and_reached[tokens]",
         oracle="the tokens of the packs",
-        edits=(("offline/planner.py", "(times[a:b] * packs.blend.amount[a:b])", "times[a:b]"),),
+        edits=(("offline/planner.py", "(times[part] * packs.blend.amount[part])", "times[part]"),),
     ),
     Mutation(
         trap=213,
@@ -609,7 +609,11 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         test=MOVED,
         oracle="the samples of the first plan",
         edits=(
-            ("offline/explain.py", "zip(records[0] & records[1], itertools.count())", "zip((), itertools.count())"),
+            (
+                "offline/explain.py",
+                "zip(sorted(records[0] & records[1]), itertools.count())",
+                "zip((), itertools.count())",
+            ),
         ),
     ),
     Mutation(
